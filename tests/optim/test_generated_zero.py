@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
-from tests.optim.random_training import OPTIMIZERS, Training
+from tests.optim.random_training import OPTIMIZERS, Training, find_difference, groups_of, reload_plain
 
 import phalanx
 from phalanx.testing import run_ranks
@@ -14,33 +14,13 @@ _SHARDED = [one for one in OPTIMIZERS if one is not torch.optim.LBFGS]  # which 
 _OFFLOADED = [one for one in _SHARDED if one is not torch.optim.SparseAdam]  # sparse gradients are not copied
 
 
-def _groups_of(optimizer):
-    return [{"params": group["params"]} for group in optimizer.param_groups]
-
-
-def _reload_plain(optimizer, options):
-    again = type(optimizer)(_groups_of(optimizer), **options)
-    again.load_state_dict(optimizer.state_dict())
-    return again
-
-
 def _reload_sharded(optimizer, options, offload):
     optimizer.consolidate_state_dict()
     state = [optimizer.state_dict() if optimizer.rank == 0 else None]
     dist.broadcast_object_list(state)
-    again = phalanx.ZeroRedundancyOptimizer(_groups_of(optimizer), type(optimizer.optim), offload=offload, **options)
+    again = phalanx.ZeroRedundancyOptimizer(groups_of(optimizer), type(optimizer.optim), offload=offload, **options)
     again.load_state_dict(state[0])
     return again
-
-
-def _first_difference(found, expected, equal):
-    for step, ((parameters, options), (right, its_options)) in enumerate(zip(found, expected, strict=True)):
-        if options != its_options:
-            return f"step {step}: {options} in place of {its_options}"
-        for number, (one, other) in enumerate(zip(parameters, right, strict=True)):
-            if not equal(one, other):
-                return f"step {step}, parameter {number}: {one} in place of {other}"
-    return None
 
 
 def _is_close(one, other):
@@ -55,14 +35,14 @@ def test_every_optimizer_under_zero_trains_as_it_does_alone(offload):
         for optimizer_class in _OFFLOADED if offload else _SHARDED:
             for seed in range(1 if offload else 2):
                 training = Training(optimizer_class, seed)
-                expected = training.play(training.model(), optimizer_class, reload=_reload_plain)
+                expected = training.play(training.model(), optimizer_class, reload=reload_plain)
                 make = functools.partial(
                     phalanx.ZeroRedundancyOptimizer, optimizer_class=optimizer_class, offload=offload
                 )
                 found = training.play(
                     training.model(), make, reload=functools.partial(_reload_sharded, offload=offload)
                 )
-                if difference := _first_difference(found, expected, _is_close if offload else torch.equal):
+                if difference := find_difference(found, expected, _is_close if offload else torch.equal):
                     problems.append(f"{optimizer_class.__name__} {seed}: {difference}")
         return problems
 

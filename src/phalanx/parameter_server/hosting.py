@@ -11,7 +11,7 @@ push again ───────────────────────
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,6 +20,8 @@ from torch import Tensor
 from torch.futures import Future
 
 from phalanx.errors import ClosedError, MismatchError, PeerLostError, PhalanxError, summary_of
+from phalanx.parameter_server.clipping import Norms
+from phalanx.parameter_server.groups import Group, Options
 from phalanx.parameter_server.layout import State, ring
 from phalanx.parameter_server.shard import Gradients, Shard, Spec
 from phalanx.rpc import current, rpc_async
@@ -154,7 +156,7 @@ class Hosted:
         if shard is None:
             return _WAIT
         if shard.load_number >= number:
-            return shard.clocks[trainer]
+            return shard.clocks[trainer], shard.said()
         lost = self._lost_trainers(shard)
         if state is None or any(self._asked.get(one, 0) < number for one in shard.active() if one not in lost):
             if (first := shard.spec.trainers[0]) in lost:
@@ -169,13 +171,47 @@ class Hosted:
                     "it. Let the first trainer load before it closes, or make another ParameterServer without it."
                 )
             return _WAIT
-        loaded: Future[int] = Future()
+        loaded: Future[Any] = Future()
         told = self.write(("load", number, state))
-        clock = shard.clocks[trainer]
+        answer = shard.clocks[trainer], shard.said()
         if told is None:
-            return clock
-        told.add_done_callback(partial(_pass_on, loaded, value=clock))
+            return answer
+        told.add_done_callback(partial(_pass_on, loaded, value=answer))
         return loaded
+
+    def add(
+        self,
+        trainer: str,
+        clock: int,
+        number: int,
+        kind: str,
+        group: Group,
+        values: Mapping[str, Tensor],
+        described: str,
+    ) -> Any:
+        """Hold one more group, with the values of the first trainer that is there, once its last step is applied."""
+        shard = self._held()
+        if shard is None:
+            return _WAIT
+        first = shard.active()[0]
+        if number < len(shard.added()):
+            if shard.added()[number] != (kind, described):
+                raise MismatchError(
+                    f"ParameterServer {shard.spec.name!r}: trainers have added different groups:\n  {first}: "
+                    f"{shard.added()[number][1]}\n  {trainer}: {described}\nAdd the same in the same order on all.",
+                    calls={self._rank(first): shard.added()[number][1], self._rank(trainer): described},
+                )
+            return None
+        lost = self._lost_trainers(shard)
+        if first in lost:
+            raise TrainerLostError(
+                f"ParameterServer {shard.spec.name!r}: trainer {first!r} is lost, which was to add a group: "
+                f"{lost[first]}",
+                ranks=(self._rank(first),),
+            )
+        if trainer != first or not self._may_go_on(shard, trainer, clock):
+            return _WAIT
+        return self.write(("add", number, kind, group, values, described))
 
     def push(self, trainer: str, clock: int, gradients: Gradients) -> Any:
         """Take a trainer's gradients, once it may be at this step: also who never pulls is not ahead of the others."""
@@ -183,6 +219,16 @@ class Hosted:
         if shard is None or (clock >= shard.clocks[trainer] and not self._may_go_on(shard, trainer, clock)):
             return _WAIT
         return self.write(("push", trainer, clock, gradients))
+
+    def norms(self, trainer: str, clock: int) -> Any:
+        """The norms of the gradients here for synchronous step `clock`, once all have pushed it."""
+        shard = self._held()
+        if shard is None:
+            return _WAIT
+        waits = shard.step == clock and shard.is_complete() and self._failure is None
+        if not waits and not self._may_go_on(shard, trainer, clock + 1):
+            return _WAIT
+        return shard.norms()
 
     def write(self, entry: tuple[Any, ...]) -> Any:
         """Apply it here and on the replica."""
@@ -204,6 +250,8 @@ class Hosted:
             self._failure = None
         try:
             shard.apply(entry)
+        except MismatchError as error:  # what trainers have said of a step, of which nothing was applied
+            self._failure = error
         except Exception as error:  # of an optimizer: here and on the replica, and nothing takes it back
             self._failure = PhalanxError(
                 f"ParameterServer {shard.spec.name!r}: server {self._agent.me.info.name!r} could not make step "
@@ -223,12 +271,12 @@ class Hosted:
             return _WAIT
         return *shard.values(dense, rows), shard.staleness(clock, self._lost_trainers(shard))
 
-    def state(self, trainer: str, clock: int) -> Any:
-        """All that it has, once the step is complete."""
+    def state(self, trainer: str, clock: int, said: Mapping[str, Sequence[Options]] | None = None) -> Any:
+        """All that it has, once the step is complete, with the options that the trainer has `said`."""
         shard = self._held()
         if shard is None or not self._may_go_on(shard, trainer, clock):
             return _WAIT
-        return shard.state()
+        return shard.state(said)
 
     def _may_go_on(self, shard: Shard, trainer: str, clock: int) -> bool:
         if self._failure is not None:
@@ -467,10 +515,33 @@ def pull(name: str, index: int, trainer: str, clock: int, dense: list[str], rows
 
 
 @async_execution
-def state(name: str, index: int, trainer: str, clock: int) -> Future[Any]:
+def norms(name: str, index: int, trainer: str, clock: int) -> Future[dict[str, Norms]]:
+    """The norms of the gradients that this server has for a step."""
+    place = _host(name, index)
+    return place.request(partial(place.norms, trainer, clock))
+
+
+@async_execution
+def clip(name: str, index: int, clock: int, total: Tensor) -> Future[Any]:
+    """Make a step, whose gradients have this norm on all servers together."""
+    place = _host(name, index)
+    return place.request(partial(place.write, ("clip", clock, total)))
+
+
+@async_execution
+def add(name: str, index: int, *arguments: Any) -> Future[Any]:
+    """Hold one more group of parameters."""
+    place = _host(name, index)
+    return place.request(partial(place.add, *arguments))
+
+
+@async_execution
+def state(
+    name: str, index: int, trainer: str, clock: int, said: Mapping[str, Sequence[Options]] | None = None
+) -> Future[Any]:
     """All that this server has."""
     place = _host(name, index)
-    return place.request(partial(place.state, trainer, clock))
+    return place.request(partial(place.state, trainer, clock, said))
 
 
 def clocks(name: str, index: int) -> dict[str, int]:

@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-State = dict[str, Any]  # "step", "dense" and "tables" by name, "optimizer": by name what the optimizer keeps of it
+# "step"; "dense" and "tables" by name; "optimizer": by name what the optimizer keeps of it; "groups": by "dense" and
+# "tables" the groups, each with its names ("params") and its options.
+State = dict[str, Any]
 
 
-def plan_dense(sizes: Mapping[str, int], num_servers: int) -> dict[str, int]:
-    """The server of each dense tensor: the largest first, each to the one that has least."""
-    load = [0] * num_servers
+def plan_dense(sizes: Mapping[str, int], num_servers: int, load: list[int] | None = None) -> dict[str, int]:
+    """The server of each dense tensor: the largest first, each to the one that has least; `load` is what they have."""
+    load = [0] * num_servers if load is None else load
     place = {}
     for name, size in sorted(sizes.items(), key=lambda one: (-one[1], one[0])):
         server = load.index(min(load))
@@ -74,7 +76,8 @@ def split_state(state: State, place: Mapping[str, int], num_servers: int) -> lis
                     for key, one in values.items()
                 }
         own = {name: take_rows(table, index, num_servers) for name, table in tables.items()}
-        shards.append({"step": state["step"], "dense": dense, "tables": own, "optimizer": kept})
+        groups = {"groups": state["groups"]} if "groups" in state else {}  # an older state has none
+        shards.append({"step": state["step"], "dense": dense, "tables": own, "optimizer": kept, **groups})
     return shards
 
 
@@ -94,7 +97,11 @@ def join_states(shards: Sequence[State]) -> State:
                 for key, one in first["optimizer"][name].items()
             }
     tables = {name: join_rows([shard["tables"][name] for shard in shards]) for name in first["tables"]}
-    return {"step": first["step"], "dense": dense, "tables": tables, "optimizer": kept}
+    joined = {"step": first["step"], "dense": dense, "tables": tables, "optimizer": kept}
+    if "groups" in first:  # of a server with a dense parameter, whose optimizer may have set some by itself
+        with_dense = next((shard for shard in shards if shard["dense"]), first)
+        joined["groups"] = {"dense": with_dense["groups"]["dense"], "tables": first["groups"]["tables"]}
+    return joined
 
 
 def _is_by_row(value: Any, num_rows: int) -> bool:

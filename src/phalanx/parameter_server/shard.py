@@ -5,16 +5,17 @@ No call, no lock, no clock here: the same requests in the same order make the sa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from phalanx.errors import MismatchError
+from phalanx.parameter_server.clipping import Clip, Norms
+from phalanx.parameter_server.groups import KINDS, Group, HeldGroups, MakeOptimizer, Options, find_differing, options_of
 from phalanx.parameter_server.layout import State
-
-MakeOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True)
@@ -35,10 +36,15 @@ class Spec:
 
 @dataclass(frozen=True)
 class Gradients:
-    """What one trainer pushes to one server in one step: by name; of tables, the rows here and a gradient for each."""
+    """What one trainer pushes to one server in one step: by name; of tables, the rows here and a gradient for each.
+
+    `options`: of all groups, as this trainer has them; None says nothing of them.
+    """
 
     dense: Mapping[str, Tensor]
     rows: Mapping[str, tuple[Tensor, Tensor]]
+    options: Mapping[str, Sequence[Options]] | None = None
+    clip: Clip | None = None
 
 
 class Shard:
@@ -49,19 +55,27 @@ class Shard:
 
     def __init__(self, spec: Spec, state: State, load_number: int = 0) -> None:
         self.spec = spec
-        self._dense = {name: torch.nn.Parameter(value.clone()) for name, value in state["dense"].items()}
-        self._tables = {name: torch.nn.Parameter(value.clone()) for name, value in state["tables"].items()}
-        self._optimizer = spec.optimizer(list(self._dense.values())) if self._dense else None
-        self._row_optimizer = spec.row_optimizer(list(self._tables.values())) if self._tables else None
+        self._held = {
+            kind: HeldGroups(make, _groups_in(state)[kind], state[kind])
+            for kind, make in zip(KINDS, (spec.optimizer, spec.row_optimizer), strict=True)
+        }
+        self._added: list[tuple[str, str]] = []  # of groups that came later: their kind, and what they are in words
         self.left: set[str] = set()
+        self._total: Tensor | None = None  # the norm for the next step
         self.load(load_number, state)
 
     # -- what is replicated --------------------------------------------------------------------------------------------
 
     def apply(self, entry: tuple[Any, ...]) -> None:
-        """Do what was asked: ("push", ...), ("leave", ...) or ("load", ...). A second time it changes nothing."""
+        """Do what was asked: push, clip, leave, load or add, with its arguments. A second time it changes nothing."""
         what, *arguments = entry
-        does: dict[str, Callable[..., None]] = {"push": self.push, "leave": self.leave, "load": self._load_again}
+        does: dict[str, Callable[..., None]] = {
+            "push": self.push,
+            "clip": self.clip,
+            "leave": self.leave,
+            "load": self._load_again,
+            "add": self.add,
+        }
         does[what](*arguments)
 
     def push(self, trainer: str, clock: int, gradients: Gradients) -> None:
@@ -75,6 +89,18 @@ class Shard:
             return
         self._pending.setdefault(clock, {})[trainer] = gradients
         self._advance()
+
+    def clip(self, clock: int, total: Tensor) -> None:
+        """Make the synchronous step number `clock`, whose gradients have this norm on all servers together."""
+        if clock == self.step:
+            self._total = total
+            self._advance()
+
+    def add(self, number: int, kind: str, group: Group, values: Mapping[str, Tensor], described: str) -> None:
+        """Hold one more group, the one of this number among those that came later."""
+        if number == len(self._added):
+            self._added.append((kind, described))
+            self._held[kind].add(group, values)
 
     def leave(self, trainer: str) -> None:
         """A trainer pushes no more; the others do not wait for it."""
@@ -91,13 +117,12 @@ class Shard:
         self.step: int = state["step"]
         self.clocks: dict[str, int] = {one: self.step for one in self.spec.trainers}
         self._pending: dict[int, dict[str, Gradients]] = {}
+        self._total = None
+        self._is_reduced = False  # whether the parameters have the gradients of the next step
+        self._norms: dict[str, Norms] = {}  # of the last step that was clipped
         with torch.no_grad():
-            for optimizer, parameters, values in self._groups(state):
-                for name, parameter in parameters.items():
-                    parameter.copy_(values[name])
-                    optimizer.state.pop(parameter, None)
-                    if name in state["optimizer"]:
-                        optimizer.state[parameter] = _copy(state["optimizer"][name])
+            for kind, held in self._held.items():
+                held.load(state[kind], state["optimizer"], state.get("groups", {}).get(kind))
 
     # -- updates -------------------------------------------------------------------------------------------------------
 
@@ -109,37 +134,95 @@ class Shard:
         """Whose gradients the next synchronous step waits for."""
         return [one for one in self.active() if self.clocks[one] <= self.step]
 
+    def is_complete(self) -> bool:
+        """Whether all have pushed the next synchronous step, which may wait for the norm of its gradients."""
+        return bool(self._pending.get(self.step)) and not self.behind()
+
     def _advance(self) -> None:
         """Apply synchronous steps that are complete: always in the trainers' order, whoever was first."""
-        while self._pending.get(self.step) and not self.behind():
-            pushed = self._pending.pop(self.step)
-            self._update([pushed[one] for one in self.spec.trainers if one in pushed])
+        while self.is_complete():
+            pushed = self._next_step()
+            if refused := self._find_mismatch(pushed):
+                del self._pending[self.step]  # as of a step at which an optimizer fails
+                raise refused
+            if any(one.clip for one in pushed.values()) and self._total is None:
+                return
+            del self._pending[self.step]
+            self._update(list(pushed.values()))
             self.step += 1
 
-    def _update(self, pushed: list[Gradients]) -> None:
-        """One step of the optimizers with the sum or the mean. A trainer without a gradient counts as one of zeros.
+    def _next_step(self) -> dict[str, Gradients]:
+        pushed = self._pending[self.step]
+        return {one: pushed[one] for one in self.spec.trainers if one in pushed}
+
+    def _find_mismatch(self, pushed: Mapping[str, Gradients]) -> MismatchError | None:
+        """What is wrong with a step for which trainers have set different options, before anything of it is applied.
+
+        Every server hears all options, so all refuse it.
+        """
+        says = {trainer: one for trainer, one in pushed.items() if one.options is not None}
+        for trainer, one in list(says.items())[1:]:
+            first, other = next(iter(says.items()))
+            if difference := _find_difference(other, one):
+                where, theirs, mine = difference
+                return MismatchError(
+                    f"ParameterServer {self.spec.name!r}, synchronous step {self.step}: {where} is {theirs} on trainer "
+                    f"{first!r} and {mine} on {trainer!r}. Nothing of the step was applied.\nLet the same schedulers "
+                    "make the same steps on all trainers, and clip on all or none; go on from a checkpoint."
+                )
+        return None
+
+    def _reduce(self, pushed: Sequence[Gradients]) -> None:
+        """Give the parameters the sum or the mean. A trainer without a gradient counts as one of zeros.
 
         What was pushed is left as it is, whatever the optimizers do to their gradients: it goes to the replica after.
         """
+        if self._is_reduced:
+            return
+        self._is_reduced = True
         divisor = len(pushed) if self.spec.reduction == "mean" else 1
-        for name, parameter in self._dense.items():
+        for name, parameter in self._held["dense"].parameters.items():
             parts = [one.dense[name] for one in pushed if name in one.dense]
             if parts:
                 total = parts[0].clone()
                 for part in parts[1:]:
                     total += part
                 parameter.grad = total / divisor if divisor > 1 else total
-        for name, table in self._tables.items():
+        for name, table in self._held["tables"].parameters.items():
             rows = [one.rows[name] for one in pushed if name in one.rows]
             if rows:
                 ids = torch.cat([one[0] for one in rows])
                 values = torch.cat([one[1] for one in rows])
                 grad = torch.sparse_coo_tensor(ids[None], values, table.shape, check_invariants=False).coalesce()
                 table.grad = grad / divisor if divisor > 1 else grad
-        for optimizer in (self._optimizer, self._row_optimizer):
-            if optimizer is not None:
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
+
+    def norms(self) -> dict[str, Norms]:
+        """Of the gradients here of the step that is complete and waits for their norm; else of the last that was."""
+        if self.is_complete():
+            pushed = list(self._next_step().values())
+            clip = next((one.clip for one in pushed if one.clip), None)
+            if clip is not None:
+                self._reduce(pushed)
+                self._norms = {
+                    kind: {name: clip.norm_of(p.grad) for name, p in held.parameters.items() if p.grad is not None}
+                    for kind, held in self._held.items()
+                }
+        return self._norms
+
+    def _update(self, pushed: list[Gradients]) -> None:
+        """One step of the optimizers, with the options that the trainers have set."""
+        said = next((one.options for one in pushed if one.options is not None), {})
+        clip = next((one.clip for one in pushed if one.clip), None)
+        self._reduce(pushed)
+        if clip is not None and self._total is not None:
+            parameters = [p for held in self._held.values() for p in held.parameters.values()]
+            clip.scale([p.grad for p in parameters if p.grad is not None], self._total)
+        self._total, self._is_reduced = None, False
+        for kind, held in self._held.items():
+            held.set_options(said.get(kind, ()))
+            if held.optimizer is not None:
+                held.optimizer.step()
+                held.optimizer.zero_grad(set_to_none=True)
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
@@ -150,39 +233,63 @@ class Shard:
 
     def values(self, dense: Iterable[str], rows: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Copies, which later updates do not change."""
-        whole = {name: self._dense[name].detach().clone() for name in dense}
-        return whole, {name: self._tables[name].detach().index_select(0, ids) for name, ids in rows.items()}
+        parameters, tables = (self._held[kind].parameters for kind in KINDS)
+        whole = {name: parameters[name].detach().clone() for name in dense}
+        return whole, {name: tables[name].detach().index_select(0, ids) for name, ids in rows.items()}
 
-    def state(self) -> State:
-        """What `load` takes; a copy. What trainers have pushed for a step that is not complete is not in it."""
-        kept: dict[str, Any] = {}
-        state: State = {"step": self.step, "dense": {}, "tables": {}, "optimizer": kept}
-        for optimizer, parameters, values in self._groups(state):
-            for name, parameter in parameters.items():
-                values[name] = parameter.detach().clone()
-                if optimizer.state.get(parameter):
-                    kept[name] = _copy(optimizer.state[parameter])
+    def added(self) -> list[tuple[str, str]]:
+        """The groups that came later: their kinds, and what they are in words."""
+        return self._added
+
+    def said(self) -> dict[str, list[Options]]:
+        """The options of all groups, as a trainer last said them."""
+        return {kind: [options_of(one) for one in held.said] for kind, held in self._held.items()}
+
+    def state(self, said: Mapping[str, Sequence[Options]] | None = None) -> State:
+        """What `load` takes; a copy. What trainers have pushed for a step that is not complete is not in it.
+
+        `said`: the options of the trainer that asks, which it may have changed since its last push.
+        """
+        state: State = {"step": self.step, "optimizer": {}, "groups": {}}
+        for kind, held in self._held.items():
+            state[kind] = {name: one.detach().clone() for name, one in held.parameters.items()}
+            state["optimizer"] |= held.kept()
+            state["groups"][kind] = held.groups(None if said is None else said.get(kind))
         return state
-
-    def _groups(
-        self, state: State
-    ) -> list[tuple[torch.optim.Optimizer, dict[str, torch.nn.Parameter], dict[str, Tensor]]]:
-        pairs = [(self._optimizer, self._dense, "dense"), (self._row_optimizer, self._tables, "tables")]
-        return [(optimizer, parameters, state[key]) for optimizer, parameters, key in pairs if optimizer is not None]
 
     def snapshot(self) -> tuple[Any, ...]:
         """All that makes an equal shard elsewhere."""
         pending = {step: dict(pushed) for step, pushed in self._pending.items()}
-        return self.spec, self.state(), self.load_number, dict(self.clocks), set(self.left), pending
+        more = self.said(), list(self._added), dict(self._norms)
+        return self.spec, self.state(), self.load_number, dict(self.clocks), set(self.left), pending, more
 
     @classmethod
     def from_snapshot(cls, snapshot: tuple[Any, ...]) -> Shard:
         """The opposite of `snapshot`."""
-        spec, state, load_number, clocks, left, pending = snapshot
+        spec, state, load_number, clocks, left, pending, (said, added, norms) = snapshot
         shard = cls(spec, state, load_number)
         shard.clocks, shard.left, shard._pending = clocks, left, pending
+        for kind, held in shard._held.items():
+            held.said = said[kind]
+        shard._added, shard._norms = added, norms
         return shard
 
 
-def _copy(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: one.clone() if isinstance(one, Tensor) else one for key, one in values.items()}
+def _groups_in(state: State) -> Mapping[str, Sequence[Group]]:
+    """The groups of a state; one of all parameters where it says nothing of groups."""
+    return state.get("groups") or {kind: [{"params": list(state[kind])}] if state[kind] else [] for kind in KINDS}
+
+
+def _find_difference(one: Gradients, other: Gradients) -> tuple[str, object, object] | None:
+    """What two trainers have said differently of a step, in words, and both."""
+    if one.clip != other.clip:
+        return "what gradients are clipped to", one.clip, other.clip
+    for kind in KINDS:
+        mine, theirs = ((each.options or {}).get(kind, ()) for each in (one, other))
+        if len(mine) != len(theirs):
+            return f"the number of groups of {kind}", len(mine), len(theirs)
+        for number, (options, others) in enumerate(zip(mine, theirs, strict=True)):
+            for key in find_differing(options, others):
+                where = f"{key!r} of group {number} of {kind}"
+                return where, options.get(key, "not set"), others.get(key, "not set")
+    return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import functools
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -73,6 +73,7 @@ class ParameterServerStrategy(Strategy):
         self._servers = [f"server{index}" for index in range(num_servers)]
         self._is_synchronous, self._max_staleness = synchronous, max_staleness
         self._server: ParameterServer | None = None
+        self._served: ServedOptimizer | None = None
         group = dist.new_group(list(range(trainers)))
         rpc.init_rpc([*self._trainers, *self._servers][job.rank], rank=job.rank, world_size=job.world_size)
         if job.rank >= trainers:
@@ -99,28 +100,29 @@ class ParameterServerStrategy(Strategy):
         recipe = Recipe.of(self._called, model, optimizer)
         if self._server is not None:
             raise ValueError("ParameterServerStrategy.setup: one model; use phalanx.ParameterServer for several")
-        names, options = _one_group(recipe)
         parameters = dict(model.named_parameters())
-        if frozen := [name for name in parameters if name not in names and parameters[name].requires_grad]:
+        held = {name for names, _ in recipe.groups for name in names}
+        if frozen := [name for name in parameters if name not in held and parameters[name].requires_grad]:
             raise ValueError(f"ParameterServerStrategy.setup: the optimizer does not hold parameter {frozen[0]!r}")
-        held = {name: parameters[name] for name in names}
         self._server = ParameterServer(
             self._servers,
             self._trainers,
-            dense=held,
-            optimizer=functools.partial(recipe.kind, **options),
+            dense=[
+                {**options, "params": {name: parameters[name] for name in names}} for names, options in recipe.groups
+            ],
+            optimizer=functools.partial(recipe.kind, **recipe.defaults),
             synchronous=self._is_synchronous,
             max_staleness=self._max_staleness,
         )
-        return model, ServedOptimizer(held, self._server, options)
+        self._served = ServedOptimizer(parameters, self._server)
+        return model, self._served
 
-    def _clip(self, max_norm: float) -> Tensor:
-        if self._is_synchronous and self.num_replicas_in_sync > 1:
-            raise ValueError(
-                "ParameterServerStrategy: gradients are averaged on the servers, and clipping those of each trainer "
-                "before is something else: leave max_norm out"
-            )
-        return super()._clip(max_norm)
+    def update(self, max_norm: float | None = None) -> Tensor | None:
+        """As of every strategy. The servers clip the mean of the trainers' gradients."""
+        assert self._served is not None
+        self._served.step(max_norm=max_norm)
+        self._served.zero_grad()
+        return self._served.total_norm
 
     def _close_at_exit(self) -> None:
         """Without waiting for the others where this process ends with an error, of which they must hear."""
@@ -142,63 +144,105 @@ class ParameterServerStrategy(Strategy):
 
 
 class ServedOptimizer(Optimizer):
-    """The servers' optimizer as a trainer sees it: `step` pushes the gradients and pulls the new parameters."""
+    """The servers' optimizer as a trainer sees it: `step` pushes the gradients and pulls the new parameters.
 
-    def __init__(self, held: Mapping[str, Tensor], server: ParameterServer, options: dict[str, Any]) -> None:
-        super().__init__(list(held.values()), dict(options))
-        self._held, self._server = dict(held), server
-        self._options = [self._shown()]
+    `total_norm`: that of the gradients of the last step, before it clipped them.
+
+    Arguments:
+        parameters: all of the model's, by name; the server has some of them, by these names.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor], server: ParameterServer) -> None:
+        self._parameters, self._server = dict(parameters), server
+        self._is_made = False
+        self.total_norm: Tensor | None = None
+        theirs = server.optimizer
+        groups = [
+            {**said, "params": [self._parameters[name] for name in names]}
+            for names, said in zip(theirs.names, theirs.said(), strict=True)
+        ]
+        super().__init__(groups, theirs.defaults)
+        self._is_made = True
+        self._pull()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Have the servers train one more group of the model's parameters, with the first trainer's values. Collective.
+
+        Raises:
+            ValueError: a tensor is no parameter of the model.
+            MismatchError: another trainer has added another group.
+            PeerLostError: the first trainer is lost, or all servers that had some of the parameters are.
+        """
+        super().add_param_group(param_group)
+        if not self._is_made:
+            return
+        group = self.param_groups[-1]
+        name_of = {id(parameter): name for name, parameter in self._parameters.items()}
+        try:
+            if unknown := [one for one in group["params"] if id(one) not in name_of]:
+                raise ValueError(
+                    f"ParameterServerStrategy: a tensor of shape {tuple(unknown[0].shape)} is no parameter of the model"
+                )
+            named = {name_of[id(one)]: one for one in group["params"]}
+            self._server.optimizer.add_param_group({**_options(group), "params": named})
+        except BaseException:
+            self.param_groups.pop()
+            raise
         self._pull()
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One step of this trainer.
+    def step(self, closure: Callable[[], Any] | None = None, *, max_norm: float | None = None) -> Any:
+        """One step of this trainer, with its groups' options; returns the closure's loss.
+
+        Arguments:
+            max_norm: clip the gradients that the servers apply, the mean of all trainers', to this 2-norm.
 
         Raises:
-            ValueError: an option was changed here (by a scheduler), of which the servers would not hear; or a gradient
-                is sparse.
+            ValueError: a gradient is sparse.
+            MismatchError: the trainers of a synchronous step have set other options, or clip otherwise.
             PeerLostError: all servers that had some of the parameters are lost.
         """
+        loss = None
         if closure is not None:
-            raise ValueError("ParameterServerStrategy: optimizers that call a closure need the parameters beside them")
-        if self._shown() != self._options[0]:
-            raise ValueError(
-                "ParameterServerStrategy: the optimizer's options were changed, by a scheduler perhaps; the servers' "
-                "optimizer keeps those that it was made with"
-            )
-        gradients = {name: one.grad for name, one in self._held.items() if one.grad is not None}
+            with torch.enable_grad():
+                loss = closure()
+        gradients = {name: one.grad for name, one in self._held().items() if one.grad is not None}
         if rows := [name for name, grad in gradients.items() if grad.is_sparse]:
             raise ValueError(
                 f"ParameterServerStrategy: {rows[0]!r} has a sparse gradient: give phalanx.ParameterServer the matrix "
                 "as a table, of which a step pulls and pushes rows"
             )
-        self._server.push_gradients(gradients)
+        self._say()
+        self.total_norm = self._server.push_gradients(gradients, max_norm=max_norm)
         self._pull()
+        return loss
 
     def state_dict(self) -> dict[str, Any]:
         """The servers' parameters and optimizer state, whole. Called by all trainers."""
+        self._say()
         # In the form of an optimizer's, which is what a checkpoint compares.
         return {"state": {}, "param_groups": super().state_dict()["param_groups"], "servers": self._server.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from it, on servers and trainers. Called by all trainers; that of the first counts."""
         self._server.load_state_dict(state_dict["servers"])
+        for group, options in zip(self.param_groups, self._server.optimizer.said(), strict=True):
+            group.update(options)
         self._pull()
+
+    def _held(self) -> dict[str, Tensor]:
+        """The parameters that the servers have, by name."""
+        return {name: self._parameters[name] for names in self._server.optimizer.names for name in names}
+
+    def _say(self) -> None:
+        """Let the server hear of the options that are set here."""
+        self._server.optimizer.show([_options(group) for group in self.param_groups])
 
     @torch.no_grad()
     def _pull(self) -> None:
         for name, value in self._server.pull().items():
-            self._held[name].copy_(value)
-
-    def _shown(self) -> dict[str, Any]:
-        return {key: value for key, value in self.param_groups[0].items() if key != "params"}
+            self._parameters[name].copy_(value)
 
 
-def _one_group(recipe: Recipe) -> tuple[tuple[str, ...], dict[str, Any]]:
-    if len(recipe.groups) > 1:
-        raise ValueError(
-            "ParameterServerStrategy.setup: the servers have one optimizer for all parameters, and this one has "
-            f"{len(recipe.groups)} groups: use phalanx.ParameterServer, several of them"
-        )
-    names, options = recipe.groups[0]
-    return names, {key: options.get(key, value) for key, value in recipe.defaults.items()}
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}

@@ -1,0 +1,61 @@
+"""The norm of gradients of which each server has some, computed and used as `torch.nn.utils.clip_grad_norm_` does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Norms = Mapping[str, Tensor]  # of each gradient, by name
+
+
+@dataclass(frozen=True)
+class Clip:
+    """To what the gradients of a step are scaled down: all of them together have at most this norm."""
+
+    max_norm: float
+    norm_type: float
+
+    def norm_of(self, gradient: Tensor) -> Tensor:
+        """Of one gradient. Of one of rows, those that it has."""
+        values = gradient._values() if gradient.is_sparse else gradient
+        norm: Tensor = torch.linalg.vector_norm(values, self.norm_type) if values.numel() else values.new_zeros(())
+        return norm
+
+    def total(self, dense: Sequence[Tensor], rows: Sequence[Sequence[Tensor]]) -> Tensor:
+        """Of all gradients: from the norm of each, and of a table's from those of its parts."""
+        norms = [*dense, *(self._join(parts) for parts in rows)]
+        return self._join(norms) if norms else torch.tensor(0.0)
+
+    def _join(self, norms: Sequence[Tensor]) -> Tensor:
+        joined: Tensor = torch.linalg.vector_norm(torch.stack(list(norms)), self.norm_type)
+        return joined
+
+    def factor(self, total: Tensor) -> Tensor:
+        """By which each gradient is multiplied."""
+        return torch.clamp(self.max_norm / (total + 1e-6), max=1.0)
+
+    def scale(self, gradients: Iterable[Tensor], total: Tensor) -> None:
+        """Multiply them in place."""
+        factor = self.factor(total)
+        for gradient in gradients:
+            (gradient._values() if gradient.is_sparse else gradient).mul_(factor)
+
+
+def make_clip(caller: str, max_norm: float | None, norm_type: float) -> Clip | None:
+    """What is asked for, if anything is.
+
+    Raises:
+        ValueError: a number makes no sense.
+    """
+    if max_norm is None:
+        return None
+    clip = Clip(float(max_norm), float(norm_type))
+    if not clip.max_norm >= 0 or not clip.norm_type > 0:
+        raise ValueError(
+            f"{caller}: max_norm must not be below zero, and norm_type above zero or infinity, got {max_norm!r} and "
+            f"{norm_type!r}"
+        )
+    return clip

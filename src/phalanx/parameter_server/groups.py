@@ -1,0 +1,161 @@
+"""Parameter groups: how trainers give them, what their options are, and the optimizer over what a server has of them.
+
+A group on its way, and in a state, is `{"params": [name, ...], "lr": ..., ...}`. Groups are "dense" or "tables", each
+with an optimizer of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
+Group = dict[str, Any]
+Options = dict[str, Any]
+KINDS = ("dense", "tables")
+
+
+def read_groups(what: str, given: object) -> list[tuple[dict[str, Tensor], Options]]:
+    """The named tensors and the options of each group: of a mapping by name, or of a list of groups as torch's.
+
+    Raises:
+        TypeError: it is neither.
+    """
+    if given is None or isinstance(given, Mapping):
+        return [(dict(given), {})] if given else []
+    if isinstance(given, Sequence) and all(isinstance(one, Mapping) and "params" in one for one in given):
+        return [read_group(what, one) for one in given]
+    raise TypeError(
+        f"ParameterServer: {what} must be tensors by name, as dict(module.named_parameters()), or a list of groups "
+        f"{{'params': tensors by name, 'lr': ...}}, got {type(given).__name__}"
+    )
+
+
+def read_group(what: str, group: Mapping[str, Any]) -> tuple[dict[str, Tensor], Options]:
+    """The named tensors and the options of one group.
+
+    Raises:
+        TypeError: its tensors have no names.
+    """
+    params = group["params"]
+    if not isinstance(params, Mapping):
+        pairs = list(params) if isinstance(params, Iterable) and not isinstance(params, Tensor) else [params]
+        if not all(isinstance(one, tuple) and len(one) == 2 and isinstance(one[0], str) for one in pairs):
+            raise TypeError(
+                f"ParameterServer: 'params' of a group of {what} must be tensors with their names, which say where a "
+                "server has them: {'params': module.named_parameters(), ...}"
+            )
+        params = dict(pairs)
+    return dict(params), {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def options_of(group: Mapping[str, Any]) -> Options:
+    """What of a group is no parameter."""
+    return {key: copy_value(one) for key, one in group.items() if key not in ("params", "param_names")}
+
+
+def copy_value(value: Any) -> Any:
+    """A tensor that later changes in place do not change; anything else as it is."""
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def find_differing(one: Options, other: Options) -> list[str]:
+    """The options that are not the same."""
+    return sorted(
+        key for key in one.keys() | other.keys() if not (key in one and key in other and _same(one[key], other[key]))
+    )
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
+    return bool(one is other or one == other)
+
+
+class HeldGroups:
+    """The parameters of dense groups, or of tables, that are on this server, and their optimizer.
+
+    `said`: every group's options as a trainer last said them. Only what a trainer has changed since is set in the
+    optimizer, which may keep options of its own in a group.
+    """
+
+    def __init__(self, make: MakeOptimizer, groups: Sequence[Group], values: Mapping[str, Tensor]) -> None:
+        self._make = make
+        self._names = [list(group["params"]) for group in groups]
+        self.said = [options_of(group) for group in groups]
+        self.parameters = {name: torch.nn.Parameter(value.clone()) for name, value in values.items()}
+        self.optimizer: torch.optim.Optimizer | None = None
+        self._hold()
+
+    def _hold(self) -> None:
+        """Make the optimizer, once there is a parameter for it."""
+        if self.optimizer is not None or not self.parameters:
+            return
+        members = [self._members(number) for number in range(len(self._names))]
+        if len(members) == 1:  # of a list, which any function takes that makes an optimizer
+            self.optimizer = self._make(members[0])
+            self.optimizer.param_groups[0].update(options_of(self.said[0]))
+        else:
+            said = zip(self.said, members, strict=True)
+            self.optimizer = self._make([{**options_of(options), "params": mine} for options, mine in said])
+
+    def _members(self, number: int) -> list[torch.nn.Parameter]:
+        return [self.parameters[name] for name in self._names[number] if name in self.parameters]
+
+    def add(self, group: Group, values: Mapping[str, Tensor]) -> None:
+        """Hold one more group, with those of its values that are here."""
+        self._names.append(list(group["params"]))
+        self.said.append(options_of(group))
+        self.parameters |= {name: torch.nn.Parameter(value.clone()) for name, value in values.items()}
+        if self.optimizer is None:
+            self._hold()
+        else:
+            mine = self._members(len(self._names) - 1)
+            self.optimizer.add_param_group({**options_of(group), "params": mine})
+
+    def set_options(self, said: Sequence[Options]) -> None:
+        """Set what a trainer has changed. One that trains asynchronously may not have all groups yet."""
+        for number, (before, options) in enumerate(zip(self.said, said, strict=False)):
+            changed = {key: copy_value(options[key]) for key in find_differing(before, options) if key in options}
+            before.update(changed)
+            if self.optimizer is not None:
+                self.optimizer.param_groups[number].update(options_of(changed))
+
+    def groups(self, said: Sequence[Options] | None = None) -> list[Group]:
+        """All groups with their options here; where a trainer has changed some in `said`, with those."""
+        found = []
+        for number, (names, before) in enumerate(zip(self._names, self.said, strict=True)):
+            options = before if self.optimizer is None else self.optimizer.param_groups[number]
+            theirs = said[number] if said is not None and number < len(said) else before
+            changed = {key: theirs[key] for key in find_differing(before, theirs) if key in theirs}
+            found.append({"params": list(names), **options_of({**options, **changed})})
+        return found
+
+    def load(self, values: Mapping[str, Tensor], kept: Mapping[str, Any], groups: Sequence[Group] | None) -> None:
+        """Take these values, with what the optimizer keeps of them, and the groups' options if there are any."""
+        for number, group in enumerate(groups or ()):
+            self.said[number] = options_of(group)
+            if self.optimizer is not None:
+                self.optimizer.param_groups[number].update(options_of(group))
+        for name, parameter in self.parameters.items():
+            parameter.grad = None
+            parameter.copy_(values[name])
+            if self.optimizer is not None:
+                self.optimizer.state.pop(parameter, None)
+                if name in kept:
+                    self.optimizer.state[parameter] = copy_values(kept[name])
+
+    def kept(self) -> dict[str, Any]:
+        """What the optimizer keeps, by name; a copy."""
+        if self.optimizer is None:
+            return {}
+        state = self.optimizer.state
+        return {name: copy_values(state[one]) for name, one in self.parameters.items() if state.get(one)}
+
+
+def copy_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What an optimizer keeps of a parameter, apart from it."""
+    return {key: one.clone() if isinstance(one, Tensor) else one for key, one in values.items()}

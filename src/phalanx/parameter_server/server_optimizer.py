@@ -1,0 +1,119 @@
+"""`ServerOptimizer`: the servers' optimizer as a trainer sees it, for its groups' options and for schedulers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from phalanx.errors import summary_of
+from phalanx.parameter_server.groups import Group, MakeOptimizer, Options, options_of, read_group
+
+AddGroup = Callable[[str, Group, dict[str, Tensor]], None]
+
+
+class ServerOptimizer(torch.optim.Optimizer):
+    """The servers' optimizer of dense parameters, or of tables: `param_groups`, without parameters' values and state.
+
+    The options of its groups, which a scheduler or the user sets here, go to the servers with each push. Its tensors
+    are those that the `ParameterServer` was given, and do not change.
+    """
+
+    def __init__(self, kind: str, made: torch.optim.Optimizer, names: Sequence[Sequence[str]], add: AddGroup) -> None:
+        self._kind = kind
+        self._add: AddGroup | None = None
+        self._is_pushing = False
+        self.names = [list(each) for each in names]
+        groups = [{**options_of(group), "params": [p.data for p in group["params"]]} for group in made.param_groups]
+        super().__init__(groups, made.defaults)
+        self._add = add
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Have the servers train one more group of parameters, which they get from the first trainer. Collective.
+
+        `param_group`: as the constructor of `ParameterServer` takes them: "params" by name, and options.
+
+        Raises:
+            ValueError, TypeError: it makes no sense.
+            MismatchError: another trainer has added another group.
+            PeerLostError: the first trainer is lost, or all servers are that had some of the parameters.
+        """
+        if self._add is None:
+            super().add_param_group(param_group)
+            return
+        values, options = read_group(self._kind, param_group)
+        values = {name: value.detach() for name, value in values.items()}
+        super().add_param_group({**options, "params": list(values.values())})
+        try:
+            self._add(self._kind, {"params": list(values), **options_of(self.param_groups[-1])}, values)
+        except BaseException:
+            self.param_groups.pop()
+            raise
+        self.names.append(list(values))
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Refuse it: a push is the step. A push calls it, so that hooks and schedulers hear of the step."""
+        if not self._is_pushing:
+            raise RuntimeError(
+                "ParameterServer: the servers make the optimizer's step when gradients come: call "
+                "ParameterServer.push or push_gradients in its place"
+            )
+
+    def note_push(self) -> None:
+        """Let hooks and schedulers hear of a step."""
+        self._is_pushing = True
+        try:
+            self.step()
+        finally:
+            self._is_pushing = False
+
+    def said(self) -> list[Options]:
+        """The options of all groups as they are now."""
+        return [options_of(group) for group in self.param_groups]
+
+    def show(self, said: Sequence[Options]) -> None:
+        """Have these options from now on."""
+        for group, options in zip(self.param_groups, said, strict=True):
+            group.update(options_of(options))
+
+    def state_dict(self) -> NoReturn:
+        """Refuse it: the state is on the servers."""
+        raise RuntimeError(
+            "ParameterServer: the servers keep the optimizer's state: save ParameterServer.state_dict(), which has the "
+            "parameters, the groups' options and the state of both optimizers"
+        )
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> NoReturn:
+        """Refuse it: the state is on the servers."""
+        raise RuntimeError("ParameterServer: the servers keep the optimizer's state: use its own load_state_dict()")
+
+
+def make_server_optimizer(
+    kind: str,
+    argument: str,
+    make: MakeOptimizer,
+    groups: Sequence[tuple[Mapping[str, Tensor], Options]],
+    add: AddGroup,
+) -> ServerOptimizer:
+    """One with the options that `make` gives these groups.
+
+    Raises:
+        ValueError: it cannot be made of them, or makes groups of its own, which a server would make of its part.
+    """
+    members = [[torch.nn.Parameter(value) for value in values.values()] for values, _ in groups]
+    given = [{**options_of(options), "params": mine} for mine, (_, options) in zip(members, groups, strict=True)]
+    try:
+        made = make(members[0]) if len(given) == 1 and len(given[0]) == 1 else make(given)
+    except Exception as error:  # whatever an optimizer of the user raises
+        raise ValueError(
+            f"ParameterServer: {argument} {make!r} cannot be made of the {kind}: {summary_of(error)}"
+        ) from error
+    found = [[id(one) for one in group["params"]] for group in made.param_groups]
+    if found != [[id(one) for one in mine] for mine in members]:
+        raise ValueError(
+            f"ParameterServer: {argument} {make!r} makes other groups than it is given. A server calls it with the "
+            f"parameters that it has. Give the groups: {kind}=[{{'params': tensors by name, 'lr': ...}}, ...]"
+        )
+    return ServerOptimizer(kind, made, [list(values) for values, _ in groups], add)
