@@ -2,8 +2,10 @@
 
 FOLDER/ORDER-RANK    a file that appears: raise, exit, stop (SIGSTOP), finish; the rank follows it once
 FOLDER/finish        all ranks end well
+FOLDER/let-go        ranks that have raised end, which linger where LINGER is set
 """
 
+import atexit
 import contextlib
 import json
 import os
@@ -100,7 +102,15 @@ class Rank:
         return not os.path.exists(os.path.join(folder, "finish"))
 
 
+def linger() -> None:
+    sys.stdout.write(f"lingering {os.environ['RANK']}\n")
+    while not os.path.exists(os.path.join(sys.argv[1], "let-go")):
+        time.sleep(0.01)
+
+
 def main() -> None:
+    if os.environ.get("LINGER"):
+        atexit.register(linger)
     rank = Rank()
     rank.obey_early(sys.argv[1])
     rank.join()

@@ -4,6 +4,7 @@ import os
 import re
 import select
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -227,6 +228,25 @@ def test_where_the_spare_is_killed_too_another_zygote_is_started(tmp_path: Path)
         for pid in (wait_spare(zygote), zygote, job.pids[1]):
             os.kill(pid, signal.SIGKILL)
         job.wait_joined(1, 1)
+        job.wait_generation(1, 3)
+        finished = job.finish()
+    assert finished.code == 0, finished.err
+    assert re.search(rf"The ranks go on; {ANOTHER}", finished.err)
+
+
+def test_a_zygote_that_is_killed_while_a_failed_rank_takes_its_time_to_end_is_replaced(tmp_path: Path) -> None:
+    """A lost rank, of which nothing was decided yet, was taken for one that was never started: all were killed."""
+    with elastic_job(tmp_path, env={"LINGER": "1"}) as job:
+        zygote = find_zygote(job)
+        job.order("raise-0")
+        job.wait("lingering 0")
+        lost = job.kill(1)
+        while os.path.exists(f"/proc/{lost}"):  # it is reaped when its end was told
+            time.sleep(0.01)
+        os.kill(zygote, signal.SIGKILL)
+        wait_gone(zygote)
+        job.order("let-go")
+        job.wait_joined(1, 0, 1)
         job.wait_generation(1, 3)
         finished = job.finish()
     assert finished.code == 0, finished.err

@@ -188,7 +188,8 @@ class Attempt(HostRanks):
         """The zygote has ended. Where the ranks outlive it, another one is started; else the job ends."""
         zygote, adopted = self._host.zygote, self._host.adopted
         ranks = {pid: rank for rank, pid in self._processes.pids.items() if rank in self.state.running}
-        expected = {*ranks.values(), *self.elastic.awaited}
+        # A rank that is lost was started: what becomes of it may not be decided yet.
+        expected = {*self.state.started, *self.elastic.awaited}
         unstarted = any(rank in self.place.ranks and rank not in expected for rank in self.state.running)
         outlive = any(member.outlives for member in self.elastic.members.values())
         if self.state.phase != "running" and adopted.used and all(pid in adopted for pid in ranks):
