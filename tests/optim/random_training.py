@@ -37,7 +37,7 @@ def _cycles(optimizer):
     return "momentum" in optimizer.defaults or "betas" in optimizer.defaults
 
 
-_SCHEDULERS = [
+SCHEDULERS = [
     lambda optimizer: StepLR(optimizer, 2, 0.3),
     lambda optimizer: ExponentialLR(optimizer, 0.7),
     lambda optimizer: LambdaLR(optimizer, lambda step: 1 / (1 + step)),
@@ -110,82 +110,47 @@ class Training:
     def __init__(self, optimizer_class, seed, *, sparse=None):
         self.optimizer_class = optimizer_class
         self._word = f"{optimizer_class.__name__} {seed}"
-        self._is_sparse = optimizer_class is torch.optim.SparseAdam if sparse is None else sparse
+        self.is_sparse = optimizer_class is torch.optim.SparseAdam if sparse is None else sparse
 
-    def _draw(self, word):
+    def draw(self, word):
         return random.Random(f"{self._word} {word}")
 
     def model(self):
         """The same one each time."""
-        torch.manual_seed(self._draw("values").randrange(1 << 30))
-        return Matrices(self._draw("model"), sparse=self._is_sparse)
+        torch.manual_seed(self.draw("values").randrange(1 << 30))
+        return Matrices(self.draw("model"), sparse=self.is_sparse)
 
     def options(self, word):
         """Of the constructor, some of them."""
-        draw = self._draw(word)
+        draw = self.draw(word)
         known = inspect.signature(self.optimizer_class).parameters
         options = {"lr": draw.choice([0.001, 0.01, 0.1])}
         options |= {
             name: draw.choice(values) for name, values in _CHOICES.items() if name in known and draw.random() < 0.5
         }
-        if self._is_sparse:
+        if self.optimizer_class is torch.optim.LBFGS:
+            options["max_iter"] = 2  # more would make much of the last bits, by which nothing can be compared
+        if self.is_sparse:
             options.pop("weight_decay", None)  # which touches all rows
         return options
 
-    def play(self, model, make, *, reload=None, num_steps=8, parts=(0,), clip=clip, before_step=lambda step: None):
+    def play(self, model, make, *, num_steps=8, parts=(0,), before_step=lambda step: None, **calls):
         """Train with `make(groups, **options)`; returns the parameters and the groups' options after each step.
 
-        `reload(optimizer, options)` is what a job does that ends and begins again, and returns its optimizer.
-        `parts`: whose batches are computed here; of several it is the mean of their gradients.
+        `parts`: whose batches are computed here; of several it is the mean of their gradients. `calls`: as of `Play`.
         """
-        draw = self._draw("play")
-        left = list(model.weights)
-        groups = [{"params": [left.pop(0)], **self._of_group(f"group {n}")} for n in range(draw.randint(1, 2))]
-        options = self.options("defaults")
-        optimizer = make(groups, **options)
-        scheduler = draw.choice([None, *_SCHEDULERS])
-        scheduler = scheduler and scheduler(optimizer)
-        frozen = groups[0]["params"][0] if draw.random() < 0.3 else None
+        play = Play(self, model, make, unfreezes_at=num_steps // 2, **calls)
         seen = []
         for step in range(num_steps):
-            if frozen is not None:
-                frozen.requires_grad_(step >= num_steps // 2)  # gradual unfreezing
             before_step(step)
-
-            def compute(step=step, optimizer=optimizer):
-                optimizer.zero_grad()
-                return self._compute_mean(model, [f"batch {step} {part}" for part in parts])
-
-            limit = draw.choice([0.1, 1.0]) if not self._is_sparse and draw.random() < 0.3 else None
-            if limit is None and draw.random() < 0.4:
-                loss = optimizer.step(compute)
-                assert loss is not None
-            else:
-                compute()
-                if limit is not None:
-                    clip(optimizer, limit)
-                optimizer.step()
-            seen.append(self._look(model, optimizer))
-            happening = draw.random()
-            if happening < 0.3 and left:
-                self._set(optimizer, draw)
-                optimizer.add_param_group({"params": [left.pop(0)], **self._of_group(f"later {step}")})
-                scheduler = None  # torch's know nothing of a group that comes later
-            elif happening < 0.5:
-                self._set(optimizer, draw)
-            elif happening < 0.6 and reload is not None:
-                optimizer, scheduler = reload(optimizer, options), None
-            if scheduler is not None and draw.random() < 0.7:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # of an order of calls that is meant
-                    scheduler.step()
+            seen.append(play.step(step, parts))
         return seen
 
-    def _compute_mean(self, model, batches):
+    def compute_mean(self, model, batches):
         """Leave the mean gradient of these batches, added in their order, where one that is missing counts as zeros."""
         found, total = [[] for _ in model.weights], torch.zeros(())
         for batch in batches:
-            loss = model.loss(self._draw(batch))
+            loss = model.loss(self.draw(batch))
             total = total + loss
             if loss.requires_grad:
                 loss.backward()
@@ -193,7 +158,7 @@ class Training:
                 grads += [] if weight.grad is None else [weight.grad]
                 weight.grad = None
         for grads, weight in zip(found, model.weights, strict=True):
-            if grads and self._is_sparse:  # SGD would add the rows of one that is not coalesced one by one
+            if grads and self.is_sparse:  # SGD would add the rows of one that is not coalesced one by one
                 each = [grad.coalesce() for grad in grads]
                 ids, values = torch.cat([one.indices() for one in each], 1), torch.cat([one.values() for one in each])
                 grads[:] = [torch.sparse_coo_tensor(ids, values, weight.shape, check_invariants=False).coalesce()]
@@ -201,20 +166,83 @@ class Training:
                 weight.grad = sum(grads[1:], grads[0]) / len(batches) if len(batches) > 1 else grads[0]
         return total
 
-    def _of_group(self, word):
-        draw = self._draw(word)
+    def group_options(self, word):
+        draw = self.draw(word)
         return {"lr": draw.choice([0.002, 0.02, 0.2])} if draw.random() < 0.5 else {}
 
-    @staticmethod
-    def _set(optimizer, draw):
-        """As a scheduler by hand does it."""
-        group = draw.choice(optimizer.param_groups)
-        group["lr"] = draw.choice([0.003, 0.03, 0.3])
 
-    @staticmethod
-    def _look(model, optimizer):
-        options = [
-            {key: value for key, value in group.items() if key not in ("params", "foreach", "fused", "differentiable")}
-            for group in optimizer.param_groups
-        ]
-        return [weight.detach().clone() for weight in model.weights], options
+class Play:
+    """The loop of one training: its optimizer, its scheduler, and the groups that are still to come.
+
+    `clip(optimizer, limit)`: what the loop does before a step that it clips.
+    `reload(optimizer, options)`: what a job does that ends and begins again; returns its optimizer.
+    `unfreezes_at`: the step at which a parameter is unfrozen, in some trainings; None freezes none.
+    """
+
+    def __init__(self, training, model, make, *, clip=clip, reload=None, unfreezes_at=None):
+        self._training, self._model, self._clip, self._reload = training, model, clip, reload
+        self._draw = draw = training.draw("play")
+        self._needs_closure = training.optimizer_class is torch.optim.LBFGS
+        self._left = list(model.weights)
+        if self._needs_closure:  # it has one group, and options of all
+            groups, self._left = [{"params": self._left}], []
+        else:
+            groups = [
+                {"params": [self._left.pop(0)], **training.group_options(f"group {n}")}
+                for n in range(draw.randint(1, 2))
+            ]
+        self._options = training.options("defaults")
+        self.optimizer = make(groups, **self._options)
+        scheduler = draw.choice([None, *SCHEDULERS])
+        self._scheduler = scheduler and scheduler(self.optimizer)
+        self._unfreezes_at = unfreezes_at
+        self._frozen = groups[0]["params"][0] if draw.random() < 0.3 and unfreezes_at is not None else None
+
+    def step(self, step, parts=(0,)):
+        """One step, and what happens behind it; returns the parameters and the groups' options between the two."""
+        draw, optimizer = self._draw, self.optimizer
+        if self._frozen is not None:
+            self._frozen.requires_grad_(step >= self._unfreezes_at)  # gradual unfreezing
+
+        def compute():
+            optimizer.zero_grad()
+            return self._training.compute_mean(self._model, [f"batch {step} {part}" for part in parts])
+
+        can_clip = not self._training.is_sparse and not self._needs_closure
+        limit = draw.choice([0.1, 1.0]) if can_clip and draw.random() < 0.3 else None
+        if self._needs_closure or (limit is None and draw.random() < 0.4):
+            assert optimizer.step(compute) is not None
+        else:
+            compute()
+            if limit is not None:
+                self._clip(optimizer, limit)
+            optimizer.step()
+        seen = _look(self._model, optimizer)
+        happening = draw.random()
+        if happening < 0.3 and self._left:
+            _set_lr(optimizer, draw)
+            optimizer.add_param_group({"params": [self._left.pop(0)], **self._training.group_options(f"later {step}")})
+            self._scheduler = None  # torch's know nothing of a group that comes later
+        elif happening < 0.5:
+            _set_lr(optimizer, draw)
+        elif happening < 0.6 and self._reload is not None:
+            self.optimizer, self._scheduler = self._reload(optimizer, self._options), None
+        if self._scheduler is not None and draw.random() < 0.7:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of an order of calls that is meant
+                self._scheduler.step()
+        return seen
+
+
+def _set_lr(optimizer, draw):
+    """As a scheduler by hand does it."""
+    group = draw.choice(optimizer.param_groups)
+    group["lr"] = draw.choice([0.003, 0.03, 0.3])
+
+
+def _look(model, optimizer):
+    options = [
+        {key: value for key, value in group.items() if key not in ("params", "foreach", "fused", "differentiable")}
+        for group in optimizer.param_groups
+    ]
+    return [weight.detach().clone() for weight in model.weights], options

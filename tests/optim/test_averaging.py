@@ -312,6 +312,13 @@ def test_wrong_arguments_are_refused():
             ValueError, match=r"the outer optimizer holds a parameter of shape \(7,\) that is not the model"
         ):
             phalanx.DiLoCo(model, inner, more, sync_every=2)
+        for make in (phalanx.DiLoCo, phalanx.StreamingDiLoCo):  # at the first round they ended in a TypeError
+            for outer, words in (
+                (torch.optim.LBFGS(model.parameters()), "LBFGS cannot be the outer optimizer: its step computes the l"),
+                (torch.optim.SparseAdam(model.parameters()), "SparseAdam cannot be .* it takes sparse gradients only"),
+            ):
+                with pytest.raises(ValueError, match=words):
+                    make(model, inner, outer, sync_every=2)
         outer = torch.optim.SGD([model.one.weight, *model.other.parameters()], lr=1.0)
         with pytest.raises(
             ValueError, match=r"StreamingDiLoCo: the outer optimizer does not hold parameter 'one.bias'"

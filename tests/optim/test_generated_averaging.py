@@ -4,12 +4,15 @@ By hand: pytest tests/optim/test_generated_averaging.py --averagings 100 --timeo
 """
 
 import io
+import itertools
 import random
+import weakref
 from dataclasses import dataclass
 
 import pytest
 import torch
 from tests.optim import averaging
+from tests.optim.random_training import OPTIMIZERS, SCHEDULERS, Play, Training
 from tests.optim.replicas import floats
 from torch import nn
 
@@ -139,9 +142,9 @@ class Case:
         return averaging.simulate_streaming(self.steps_of, every, fragments, delay, mix, self.task)
 
 
-def generate(kind, world_size, number):
+def generate(kind, world_size, number, task=None):
     draw = random.Random(f"{kind} {world_size} {number}")
-    task = Task(draw.randrange(1 << 30))
+    task = task or Task(draw.randrange(1 << 30))
     options = {"sync_every": draw.randint(1, 5)}
     window = options["sync_every"]
     if kind == "easgd":
@@ -208,3 +211,74 @@ def test_what_is_trained_apart_is_what_the_papers_say_and_goes_on_from_what_was_
         torch.testing.assert_close(
             ended[0][number], case.simulate(), rtol=1e-7, atol=1e-8, msg=lambda m, c=case: f"{c}: {m}"
         )
+
+
+# -- every optimizer of torch.optim ------------------------------------------------------------------------------------
+
+OUTER = [one for one in OPTIMIZERS if one not in (torch.optim.LBFGS, torch.optim.SparseAdam)]  # these are refused
+
+
+class Optimized:
+    """A task whose inner optimizer is of one class, with groups that come later, a scheduler, closures and clipping.
+
+    The outer one is of any class that can be; a scheduler steps with it.
+    """
+
+    def __init__(self, optimizer_class, seed):
+        self._training = Training(optimizer_class, seed)
+        self._outer = Training(random.Random(f"{optimizer_class.__name__} {seed} outer").choice(OUTER), seed)
+        self._plays = weakref.WeakKeyDictionary()
+        self.name = f"{optimizer_class.__name__} {seed}, outside {self._outer.optimizer_class.__name__}"
+
+    def __repr__(self):
+        return self.name
+
+    def model(self):
+        return self._training.model().double()
+
+    def inner_of(self, model):
+        play = self._plays[model] = Play(self._training, model, self._training.optimizer_class)
+        return play.optimizer
+
+    def outer_of(self, model):
+        draw, weights = self._outer.draw("outer"), list(model.weights)
+        groups = [{"params": weights[:1], **self._outer.group_options("first")}, {"params": weights[1:]}]
+        optimizer = self._outer.optimizer_class(groups, **self._outer.options("outer"))
+        if scheduler := draw.choice([None, *SCHEDULERS]):
+            scheduler = scheduler(optimizer)
+            optimizer.register_step_post_hook(lambda *_: scheduler.step())
+        return optimizer
+
+    def train_step(self, model, optimizer, rank, step):
+        self._plays[model].step(step, (rank,))
+
+
+@pytest.mark.parametrize(("world_size", "backend"), [(2, "phalanx"), (3, "gloo")])
+def test_every_optimizer_trains_apart_as_the_papers_say(world_size, backend, num_averagings):
+    """With groups that come later, schedulers and closures, as plain optimizers in one process, one for each rank."""
+    cases = [
+        generate(kind, world_size, number, Optimized(optimizer_class, f"{kind} {world_size} {number}"))
+        for number in range(num_averagings)
+        for index, (optimizer_class, kind) in enumerate(itertools.product(OPTIMIZERS, KINDS))
+        if world_size == 2 or index % 4 == number % 4  # some of all kinds and of all optimizers
+    ]
+
+    def fn(rank, world_size):
+        results = []
+        for case in cases:
+            model, inner, rounds = case.start()
+            with rounds:
+                for step in range(case.steps_of[rank]):
+                    case.task.train_step(model, inner, rank, step)
+            results.append(floats(model))
+        return results
+
+    ended = run_ranks(fn, world_size, backend=backend, timeout=60 + 40 * num_averagings)
+    problems = []
+    for number, case in enumerate(cases):
+        assert all(all(map(torch.equal, values[number], ended[0][number])) for values in ended), case
+        try:
+            torch.testing.assert_close(ended[0][number], case.simulate(), rtol=1e-7, atol=1e-8)
+        except AssertionError as error:
+            problems.append(f"{case}: {error}")
+    assert not problems, "\n".join(problems)

@@ -8,6 +8,7 @@ gradient of the outer optimizer = mean over i of (t - x_i)
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -20,13 +21,18 @@ from phalanx.optim.flat import Flat
 
 
 def check_optimizers(name: str, model: nn.Module, inner: Optimizer, outer: Optimizer) -> None:
-    """Refuse optimizers that are one, or an outer one that leaves parameters out or has others.
+    """Refuse optimizers that are one, or an outer one that cannot step, leaves parameters out or has others.
 
     Raises:
         ValueError: with which.
     """
     if inner is outer:
         raise ValueError(f"{name}: the inner and the outer optimizer must be two, each with a state of its own")
+    if reason := _find_why_it_cannot_step(outer):
+        raise ValueError(
+            f"{name}: {type(outer).__name__} cannot be the outer optimizer: {reason}. Take SGD with Nesterov momentum, "
+            "as its paper does, or another that steps by dense gradients alone"
+        )
     held = {id(parameter) for group in outer.param_groups for parameter in group["params"]}
     missing = [of for of, p in model.named_parameters() if p.requires_grad and id(p) not in held]
     if missing:
@@ -42,6 +48,16 @@ def check_optimizers(name: str, model: nn.Module, inner: Optimizer, outer: Optim
                     f"{name}: the outer optimizer holds a parameter of shape {tuple(parameter.shape)} that is not the "
                     "model's, and would step it with gradients of the inner one. Build it from model.parameters()"
                 )
+
+
+def _find_why_it_cannot_step(outer: Optimizer) -> str | None:
+    if isinstance(outer, torch.optim.SparseAdam):
+        return "it takes sparse gradients only, and how far ranks have moved is a dense one"
+    # Of the class: a scheduler puts a function in the instance.
+    _, *arguments = inspect.signature(type(outer).step).parameters.values()
+    if any(one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD) for one in arguments):
+        return "its step computes the loss again by a closure, and how far ranks have moved is no gradient of a loss"
+    return None
 
 
 class CommonParameters:
