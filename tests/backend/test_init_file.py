@@ -30,13 +30,20 @@ def test_what_a_file_store_writes_is_taken_whatever_its_keys_hold(tmp_path) -> N
         check_init_file(f"file://{path}", Deadline.after(1))
 
 
-def test_what_no_store_has_written_is_refused() -> None:
+def _is_written_by_store(path, content):
+    path.write_bytes(content)
+    with path.open("rb") as file:
+        return is_written_by_store(file.fileno())
+
+
+def test_what_no_store_has_written_is_refused(tmp_path) -> None:
     rng = random.Random(0)
-    assert is_written_by_store(b"")
+    path = tmp_path / "file"
+    assert _is_written_by_store(path, b"")
     text = b"The quick brown fox jumps over the lazy dog.\n"
     contents = [text[:n] for n in range(1, len(text))] + [bytes(n) for n in range(1, 40)]
     contents += [rng.randbytes(rng.randrange(1, 5000)) for _ in range(200)]
-    assert not any(is_written_by_store(content) for content in contents)
+    assert not any(_is_written_by_store(path, content) for content in contents)
 
 
 def _meets(rank, world_size, path, seconds):

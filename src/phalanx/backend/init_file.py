@@ -36,7 +36,7 @@ def file_rendezvous(
 def check_init_file(url: str, deadline: Deadline) -> None:
     """Refuse a `file://` URL that leads to something else than a FileStore's file; a file that is not there may come.
 
-    Waits for the file's folder, which another rank may be making. Cost: reads the file once.
+    Waits for the file's folder, which another rank may be making.
 
     Raises:
         ValueError: no FileStore has written this file; the message says what to do.
@@ -63,29 +63,28 @@ def check_init_file(url: str, deadline: Deadline) -> None:
             "process has it open; or name another path, the same on every rank.",
             deadline,
         )
-        with open(file, "rb", closefd=False) as reader:
-            content = reader.read()
+        if not is_written_by_store(file):
+            raise ValueError(
+                f"{here}: the file holds {os.fstat(file).st_size} bytes that no FileStore has written.\nName a path at "
+                "which no file is yet, the same on every rank, or remove this file if nobody needs it."
+            )
     finally:
         os.close(file)  # gives the lock back
-    if not is_written_by_store(content):
-        raise ValueError(
-            f"{here}: the file holds {len(content)} bytes that no FileStore has written.\nName a path at which no file "
-            "is yet, the same on every rank, or remove this file if nobody needs it."
-        )
 
 
-def is_written_by_store(content: bytes) -> bool:
-    """Whether these bytes are whole records of a FileStore; no bytes are none of them."""
+def is_written_by_store(file: int) -> bool:
+    """Whether an open file holds whole records of a FileStore, or nothing. Cost: reads the length of each field."""
+    size = os.fstat(file).st_size
     position, fields = 0, 0
-    while position < len(content):
-        if position + _LENGTH.size > len(content):
+    while position < size:
+        length = os.pread(file, _LENGTH.size, position)
+        if len(length) < _LENGTH.size:
             return False
-        (length,) = _LENGTH.unpack_from(content, position)
-        if fields % 2 == 0 and length == 0:  # a key is never empty
+        if fields % 2 == 0 and not any(length):  # a key is never empty
             return False
-        position += _LENGTH.size + length
+        position += _LENGTH.size + _LENGTH.unpack(length)[0]
         fields += 1
-    return position == len(content) and fields % 2 == 0
+    return position == size and fields % 2 == 0
 
 
 def _lock(file: int) -> bool:

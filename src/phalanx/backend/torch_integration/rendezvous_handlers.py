@@ -31,7 +31,7 @@ def serve_agents_store() -> None:
 def serve_cluster_launchers() -> None:
     """Let `env://` and `tcp://` work under mpiexec and Slurm, and say who is where; let `file://` refuse foreign files.
 
-    All for our backend alone.
+    They do so for our backend alone.
     """
     _extend_scheme("env", "rendezvous.env_rendezvous", ours_only=True)
     _extend_scheme("tcp", "rendezvous.address_rendezvous", ours_only=True)

@@ -54,7 +54,7 @@ class GroupLook:
 
 @dataclass(frozen=True)
 class RankLook:
-    """A rank that lives. `state` is the letter of /proc/PID/stat, `processor_ns` what its program has computed."""
+    """A rank that lives: the letter of /proc/PID/stat as `state`, how long a processor has worked as `processor_ns`."""
 
     rank: int
     pid: int
