@@ -143,8 +143,9 @@ def _forward_of(model):
     return lambda x: parallel(x).square().mean().backward()
 
 
-def _compile_all(rank, world_size, compilers, libraries):
+def _compile_all(rank, world_size, compilers, folder, libraries):
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # no pool of processes for a few lines
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder  # torch may have set it to one in TMPDIR
     torch.utils.cpp_extension.TORCH_LIB_PATH = libraries
     if " " in tempfile.gettempdir():
         tempfile.tempdir = "/tmp"
@@ -169,7 +170,7 @@ def test_what_torch_compiles_gives_what_it_gives_uncompiled():
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         libraries = Path(folder, "torch")
         libraries.symlink_to(Path(torch.__file__).parent / "lib")
-        run_ranks(_compile_all, 2, compilers, str(libraries), timeout=280)
+        run_ranks(_compile_all, 2, compilers, folder, str(libraries), timeout=280)
 
 
 def test_joining_does_not_import_dynamo():
