@@ -1,5 +1,6 @@
 """Groups, schedulers' options and clipping of a ParameterServer: what is applied, what is saved, what is refused."""
 
+import contextlib
 import warnings
 from functools import partial
 
@@ -10,7 +11,8 @@ from tests.parameter_server.test_parameter_server import TRAINERS, join, meet
 from tests.rpc.workers import run_workers
 
 import phalanx
-from phalanx.errors import MismatchError
+from phalanx.errors import DeadlineError, MismatchError
+from phalanx.rpc import current
 
 SGD = partial(torch.optim.SGD, lr=1.0)
 
@@ -145,6 +147,9 @@ def _sets(rank, folder):
                 ValueError, match=r"the state's groups of dense are \[\['a'\], \[\]\], ours are \[\['a'\]\]"
             ):
                 server.load_state_dict({**older, "groups": {"dense": [{"params": ["a"]}, {"params": []}]}})
+            adams = {"dense": [{"params": ["a"], "lr": 0.1, "betas": (0.9, 0.999), "eps": 1e-8}]}
+            with pytest.raises(ValueError, match=r"the state of another class of optimizer .* it has betas, eps"):
+                server.load_state_dict({**older, "groups": adams})
             meet(name, "older")
         _check_asynchronous(name, rank)
         with make(
@@ -227,6 +232,38 @@ def _differs(rank, folder):
             with pytest.raises(MismatchError, match="the number of groups of dense is 2 on trainer 't0' and 1 on 't1'"):
                 use(server)
             meet(name, "refused groups")
+        _check_late(name, rank, make(dense=zeros, name="late"))
+
+
+def _check_late(name, rank, server):
+    """Who is late is named, where a trainer waits for the norm of the mean and where it waits for a group."""
+    ones, later = {"a": torch.ones(2)}, {"params": {"c": torch.zeros(2)}}
+    with server:
+        if rank == 0:
+            late = r"'t0' has pushed 1 and waits for the others: trainer 't1' has pushed 0 steps"
+            with _patience(1.0), pytest.raises(DeadlineError, match=late):
+                server.push_gradients(ones, max_norm=9.0)
+        meet(name, "t1 was late")
+        assert float(server.push_gradients(ones, max_norm=9.0)) == pytest.approx(2**0.5)
+        if rank == 1:
+            late = "'t1' waits for 't0' to add the same group. Call add_param_group on all trainers"
+            with _patience(1.0), pytest.raises(DeadlineError, match=late):
+                server.optimizer.add_param_group(later)
+        meet(name, "t0 was late")
+        server.optimizer.add_param_group(later)
+        assert server.pull()["a"].tolist() == [-1, -1]
+        meet(name, "both have added it")
+
+
+@contextlib.contextmanager
+def _patience(seconds):
+    """How long calls wait, here."""
+    agent = current.agent()
+    before, agent.default_timeout_s = agent.default_timeout_s, seconds
+    try:
+        yield
+    finally:
+        agent.default_timeout_s = before
 
 
 def test_a_step_for_which_trainers_have_set_other_options_is_refused_before_it_is_applied():

@@ -5,6 +5,7 @@ primary's loss training went on from other numbers.
 """
 
 import copy
+import dataclasses
 import pickle
 import random
 
@@ -13,6 +14,7 @@ import torch
 import torch._dynamo  # every optimizer loads it
 from tests.optim.random_training import OPTIMIZERS, Training
 
+from phalanx.parameter_server.clipping import Clip
 from phalanx.parameter_server.shard import Gradients, Shard, Spec
 
 _STEPPING = [one for one in OPTIMIZERS if one is not torch.optim.LBFGS]  # which wants a closure, and is refused
@@ -55,6 +57,16 @@ def _push(draw, state):
     return Gradients(dense, rows)
 
 
+def _pushes(draw, primary, trainers, state, clip, options):
+    """The entries by which a step becomes whole: of each trainer, and of the norm if it clips."""
+    clock = primary.step
+    for trainer in trainers:
+        yield "push", trainer, clock, dataclasses.replace(_push(draw, state), options=options, clip=clip)
+    if clip is not None:
+        norms = [norm for each in primary.norms().values() for norm in each.values()]
+        yield "clip", clock, clip.total(norms, [])
+
+
 @pytest.mark.parametrize("optimizer_class", _STEPPING, ids=lambda one: one.__name__)
 def test_a_replica_makes_of_what_was_applied_what_the_primary_made(optimizer_class):
     is_sparse = optimizer_class is torch.optim.SparseAdam
@@ -76,3 +88,42 @@ def test_a_replica_makes_of_what_was_applied_what_the_primary_made(optimizer_cla
                 assert all(_same(pushed.rows[name][1], before.rows[name][1]) for name in before.rows)
                 replica.apply(pickle.loads(pickle.dumps(("push", trainer, clock, pushed))))
         assert _same(primary.state(), replica.state()), f"case {seed}"
+
+
+@pytest.mark.parametrize("optimizer_class", [torch.optim.Adam, torch.optim.SGD, torch.optim.Adafactor])
+def test_a_replica_that_is_made_in_the_midst_of_a_clipped_step_goes_on_as_the_primary(optimizer_class):
+    """With groups, of which one comes later, and options that change; each entry comes to the copies twice."""
+    for seed in range(6):
+        draw = random.Random(f"{optimizer_class.__name__} {seed} groups")
+        make, by_rows = _in_place(optimizer_class, {"lr": 0.1}), _in_place(torch.optim.SGD, {"lr": 0.1})
+        trainers = ("t0", "t1")
+        spec = Spec("p", ("s", "r"), trainers, True, None, make, by_rows, "mean", True, "")
+        values = {f"d{n}": torch.randn(n + 2, 3) for n in range(3)}
+        groups = {
+            "dense": [{"params": ["d0"], "lr": 0.1}, {"params": ["d1"], "lr": 0.2}],
+            "tables": [{"params": ["t"], "lr": 0.1}],
+        }
+        held = {name: values[name] for name in ("d0", "d1")}
+        state = {"step": 0, "dense": held, "tables": {"t": torch.randn(5, 2)}, "optimizer": {}, "groups": groups}
+        copies = [Shard(spec, state)]
+        options = {kind: [{"lr": one["lr"]} for one in each] for kind, each in groups.items()}
+        for clock in range(6):
+            if clock == 2:
+                entry = "add", 0, "dense", {"params": ["d2"], "lr": 0.3}, {"d2": values["d2"]}, "later"
+                for one in [*copies, *copies]:
+                    one.apply(entry)
+                options["dense"].append({"lr": 0.3})
+                held["d2"] = values["d2"]
+            clip = Clip(draw.choice([0.1, 5.0]), draw.choice([1.0, 2.0, float("inf")])) if draw.random() < 0.6 else None
+            draw.choice(options["dense"])["lr"] = draw.choice([0.01, 0.5])
+            for entry in _pushes(draw, copies[0], trainers, state, clip, options):
+                for one in [*copies, *copies]:
+                    one.apply(pickle.loads(pickle.dumps(entry)))
+                if draw.random() < 0.3:
+                    copies.append(Shard.from_snapshot(copy.deepcopy(draw.choice(copies).snapshot())))
+        found = [one.state() for one in copies]
+        assert found[0]["step"] == 6
+        assert [group["lr"] for group in found[0]["groups"]["dense"]] == [one["lr"] for one in options["dense"]]
+        for one in found:
+            assert one["groups"] == found[0]["groups"]
+            assert all(_same(one[key], found[0][key]) for key in ("dense", "tables", "optimizer")), f"case {seed}"

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
+from phalanx.checkpoint.optimizer_fit import find_misfits
 from phalanx.diagnostics.step_notes import waiting_for
 from phalanx.errors import DeadlineError, PeerLostError, PhalanxError
 from phalanx.parameter_server import hosting
@@ -393,7 +394,7 @@ class ParameterServer:
         The groups' options are then those of the state on all trainers, as after an optimizer's `load_state_dict`.
 
         Raises:
-            ValueError: it is that of other parameters.
+            ValueError: it is that of other parameters, groups or classes of optimizers; nothing was changed.
             PeerLostError: the first trainer is lost, or all servers are that had some of the parameters.
             DeadlineError: some trainer did not call it in time.
         """
@@ -411,6 +412,8 @@ class ParameterServer:
                 raise ValueError(
                     f"ParameterServer.load_state_dict: the state's groups of {kind} are {theirs_in}, ours are {mine_in}"
                 )
+            if groups and (misfits := find_misfits(kind, self._optimizers[kind], {"param_groups": groups})):
+                raise ValueError(f"ParameterServer.load_state_dict: {misfits[0]}")
         number = self._loads + 1
         shards: Sequence[State | None] = [None] * len(self._servers)
         if self._trainer == self._spec.trainers[0]:
@@ -503,13 +506,17 @@ class ParameterServer:
             return error
         if function is hosting.attach:
             return self._explain_held(list(clocks), error)
-        behind = {name: clock for name, clock in clocks.items() if clock < self.step}
+        if function is hosting.add and self._trainer != (first := next(iter(clocks), self._trainer)):
+            return DeadlineError(
+                f"ParameterServer {self._spec.name!r}: {self._trainer!r} waits for {first!r} to add the same group. "
+                f"Call add_param_group on all trainers.\n{error}"
+            )
+        mine = self.step + (function is hosting.norms)
+        behind = {name: clock for name, clock in clocks.items() if clock < mine}
         if not behind:
             return error
         told = ", ".join(f"trainer {name!r} has pushed {clock} steps" for name, clock in behind.items())
-        text = (
-            f"ParameterServer {self._spec.name!r}: {self._trainer!r} has pushed {self.step} and waits for the others: "
-        )
+        text = f"ParameterServer {self._spec.name!r}: {self._trainer!r} has pushed {mine} and waits for the others: "
         return DeadlineError(f"{text}{told}.\n{error}")
 
     def _explain_held(self, holders: list[str], error: DeadlineError) -> DeadlineError:
