@@ -158,7 +158,10 @@ def test_an_optimizer_that_fails_is_told_to_all_until_a_state_is_loaded():
 
     assert push("0", 0, 1.0).value() is None
     waits = hosted.request(partial(hosted.pull, "0", 1, ["d"], {}))
-    for future in (push("1", 0, 1000.0), waits, push("0", 1, 1.0)):
+    failed = push("1", 0, 1000.0)
+    group = "dense", {"params": ["later"]}, {}, "later"
+    added = [hosted.request(partial(hosted.add, trainer, 0, 0, *group)) for trainer in "10"]
+    for future in (failed, waits, push("0", 1, 1.0), *added):
         with pytest.raises(PhalanxError, match=r"server 's' could not make step 0: ArithmeticError: too much\nThe par"):
             future.value()
     for trainer, state in (("0", start), ("1", None)):

@@ -209,7 +209,7 @@ class Hosted:
                 f"{lost[first]}",
                 ranks=(self._rank(first),),
             )
-        if trainer != first or not self._may_go_on(shard, trainer, clock):
+        if not self._may_go_on(shard, trainer, clock) or trainer != first:
             return _WAIT
         return self.write(("add", number, kind, group, values, described))
 

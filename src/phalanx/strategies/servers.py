@@ -103,7 +103,10 @@ class ParameterServerStrategy(Strategy):
         parameters = dict(model.named_parameters())
         held = {name for names, _ in recipe.groups for name in names}
         if frozen := [name for name in parameters if name not in held and parameters[name].requires_grad]:
-            raise ValueError(f"ParameterServerStrategy.setup: the optimizer does not hold parameter {frozen[0]!r}")
+            raise ValueError(
+                f"ParameterServerStrategy.setup: the optimizer does not hold parameter {frozen[0]!r}, which requires a "
+                "gradient: freeze it until it is in a group that is added later"
+            )
         self._server = ParameterServer(
             self._servers,
             self._trainers,
