@@ -14,6 +14,7 @@ from tests.rpc.workers import Counter, fail, nothing, pid, same, set_event, unti
 from phalanx import rpc
 from phalanx.coordination.key import Key
 from phalanx.errors import PeerLostError
+from phalanx.launch.processes import read_state
 from phalanx.rpc import current
 from phalanx.testing import RankFailed, hosts, run_ranks
 from phalanx.testing.namespaces import Host, why_no_hosts
@@ -175,6 +176,7 @@ def _join(rank: int, options: rpc.RpcBackendOptions, folder: str) -> None:
     first = rpc.rpc_sync("w1", pid)
     again = rpc.rpc_async("w1", wait_event, ("never",), idempotent=True)
     os.kill(first, signal.SIGKILL)
+    until(lambda: read_state(first) in ("", "Z"))  # until then its name is taken
     Path(folder, "killed").touch()
     wait_event("come")
     assert rpc.rpc_sync("w1", pid) != first
