@@ -1,7 +1,9 @@
 """Disks that are full and folders that are another's: every rank hears of it, and nothing else has changed."""
 
 import ctypes
+import errno
 import os
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import torch.distributed as dist
 
 import phalanx.checkpoint.sharded  # noqa: F401 - imported once, and not in every process that is forked
 from phalanx.checkpoint import CheckpointManager
+from phalanx.checkpoint.background import Saving, Work
 from phalanx.errors import CheckpointError
 from phalanx.testing import run_ranks
 
@@ -83,6 +86,27 @@ def test_a_full_disk_is_told_on_every_rank_and_the_job_goes_on(tmp_path):
         assert f"step {step} to " in text
         assert ": No space left on device. The checkpoints that were there before are unchanged, and so is" in text
         assert "Make room, or save to another disk." in text
+
+
+def test_what_another_rank_writes_while_a_failed_save_is_removed_is_removed_too(tmp_path):
+    """On a full disk a hidden folder stayed until the next save: it was not empty when it was to be removed."""
+    folder = tmp_path / "draft"
+    folder.mkdir()
+
+    def write():
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def discard():
+        shutil.rmtree(folder, ignore_errors=True)
+
+    saving = Saving(Work(1, write, commit=lambda: folder, discard=discard), timeout_s=60)
+    saving.start()
+    saving.join()
+    folder.mkdir()  # another rank's part came between the removal of the files and of the folder
+    (folder / "part").write_text("late")
+    assert isinstance(saving.wait_written(), OSError)
+    saving.give_up()
+    assert not folder.exists()
 
 
 def test_a_disk_that_becomes_full_at_any_place_leaves_what_was_there(tmp_path):

@@ -99,13 +99,17 @@ class Saving:
         return self._finished.is_set()
 
     def give_up(self) -> None:
-        """End it as soon as this rank's part is written: it gets no name, unless it has one by then."""
+        """End it as soon as this rank's part is written: it gets no name, unless it has one by then.
+
+        What was written is removed, also where the thread here has removed it while another rank was still writing.
+        """
         self._given_up.set()
         if self._thread is None:
-            self._work.discard()
             self._finished.set()
         self._finished.wait()
         self.join()
+        if self.path is None:
+            self._work.discard()
 
     def finish_alone(self, timeout_s: float) -> None:
         """Wait for the end without asking other ranks: of the own part, and so long for theirs."""
