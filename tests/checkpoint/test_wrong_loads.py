@@ -2,6 +2,7 @@
 
 import copy
 import random
+import threading
 
 import pytest
 import torch
@@ -138,6 +139,72 @@ def test_a_part_that_fails_on_one_rank_changes_nothing_on_any(tmp_path):
     assert first == second
     assert "rank 1" in first
     assert "brittle" in first
+
+
+class Silent(Brittle):
+    """A part whose state cannot be copied."""
+
+    def __init__(self, fails):
+        super().__init__(fails)
+        self.lock = threading.Lock()
+
+    def state_dict(self):
+        return {"value": self.value, "lock": self.lock}
+
+
+class Remote(Brittle):
+    """A part that holds its state elsewhere, which is not put back, as a ParameterServer's is not."""
+
+    loads_all_or_nothing = True
+
+    def __init__(self, error=None):
+        super().__init__(False)
+        self.error = error
+
+    def load_state_dict(self, state):
+        if self.error is ValueError:
+            raise ValueError("refused")
+        super().load_state_dict(state)
+        if self.error is not None:
+            raise self.error("lost")
+
+
+@pytest.mark.parametrize(
+    ("part", "changed"),
+    [
+        (lambda: Silent(True), True),
+        (lambda: Remote(RuntimeError), True),
+        (lambda: Remote(ValueError), False),
+        (lambda: Brittle(True), False),
+    ],
+    ids=["no copy", "lost in the midst", "refused at the door", "put back"],
+)
+@pytest.mark.parametrize("by_file", [False, True], ids=["manager", "file"])
+def test_a_part_that_cannot_be_put_back_is_named(tmp_path, part, changed, by_file):
+    """The message said that all parts were as they were, of parts that had not been copied and had changed, too."""
+    parts = {"part": part(), "after": Brittle(False)}
+    path = tmp_path / "saved"
+    saved = {"part": {"value": 7}, "after": {"value": 7}}
+    manager = CheckpointManager(path)
+    save_checkpoint(path, saved) if by_file else manager.save(1, saved)
+    with pytest.raises(CheckpointError) as failed:
+        load_checkpoint(path, into=parts) if by_file else manager.load(parts)
+    assert ("may have changed: 'part'. The others are" in str(failed.value)) == changed
+    assert ("all parts are as they were" in str(failed.value)) == (not changed)
+    assert parts["after"].value == 0
+    assert changed or parts["part"].value == 0
+
+
+@pytest.mark.parametrize("by_file", [False, True], ids=["manager", "file"])
+def test_a_part_that_cannot_be_put_back_is_loaded_last(tmp_path, by_file):
+    parts = {"remote": Remote(), "brittle": Brittle(True)}
+    path = tmp_path / "saved"
+    saved = {"remote": {"value": 7}, "brittle": {"value": 7}}
+    manager = CheckpointManager(path)
+    save_checkpoint(path, saved) if by_file else manager.save(1, saved)
+    with pytest.raises(CheckpointError, match="all parts are as they were"):
+        load_checkpoint(path, into=parts) if by_file else manager.load(parts)
+    assert parts["remote"].value == 0
 
 
 def test_a_folder_that_was_renamed_is_not_its_new_step(tmp_path):

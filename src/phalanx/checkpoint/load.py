@@ -18,7 +18,7 @@ from phalanx.checkpoint.optimizer_gap import describe_gap
 from phalanx.checkpoint.parts import describe_misfits, load_part
 from phalanx.checkpoint.peers import Peers
 from phalanx.checkpoint.restore import find_latest, read_moved
-from phalanx.checkpoint.undo import Undo
+from phalanx.checkpoint.undo import Undo, describe_put_back, in_loading_order
 from phalanx.errors import CheckpointError
 from phalanx.partition.owners import owner_of
 
@@ -149,15 +149,15 @@ def _load_into(path: Path, state: object, orders: Mapping[str, list[str]], into:
     }
     if report := describe_misfits(into, state, stages, orders):
         raise CheckpointError(f"load_checkpoint: {path} does not fit:\n{report}\nNothing was loaded.")
-    undo = Undo(into.values())
-    for name, part in into.items():
+    undo = Undo(into)
+    for name, part in in_loading_order(into):
         try:
             own = stages[name][0] if name in stages else state[name]
-            load_part(part, own, strict=True)
+            with undo.loading(name):
+                load_part(part, own, strict=True)
         except Exception as error:
-            undo.put_back()
             text = f"load_checkpoint: {path}: {name!r} refused its state: {type(error).__name__}: {error}"
-            raise CheckpointError(f"{text}\nNothing was loaded: all parts are as they were.") from error
+            raise CheckpointError(f"{text}\n{describe_put_back(undo.put_back())}") from error
         if isinstance(part, torch.optim.Optimizer) and (gap := describe_gap(part, own)):
             warnings.warn(f"load_checkpoint: {path}: {name!r} {gap}", stacklevel=3)
 

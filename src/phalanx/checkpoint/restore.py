@@ -20,7 +20,7 @@ from phalanx.checkpoint.parts import Report, describe_misfits, fit_stages, load_
 from phalanx.checkpoint.peers import Peers
 from phalanx.checkpoint.structure import METADATA, STRUCTURE, decode_structure
 from phalanx.checkpoint.tree import Node, build, find, is_dtensor, tensor_names
-from phalanx.checkpoint.undo import Undo
+from phalanx.checkpoint.undo import Undo, describe_put_back, in_loading_order
 from phalanx.checkpoint.whole import STATE, hand_on
 from phalanx.errors import CheckpointError
 
@@ -98,32 +98,33 @@ def _load(
     advice = "Nothing was loaded. Build the parts as they were saved, or load what fits with strict=False."
     peers.agree(told + advice if told and strict else None)
     problem, cause, gaps = None, None, list[str]()
-    undo = Undo(stateful.values())
+    undo = Undo(stateful)
     try:
         own = {**state, **{name: fitting for name, (fitting, _) in stages.items()}}
-        gaps = _load_parts(own, stateful, report, strict=strict)
+        gaps = _load_parts(own, stateful, report, undo, strict=strict)
     except Exception as error:  # the part's own; the other ranks would train on
-        text = f"{peers.what} on rank {peers.rank}: {path}: {type(error).__name__}: {error}"
-        problem, cause = f"{text}\nNothing was loaded: all parts are as they were.", error
+        problem, cause = f"{peers.what} on rank {peers.rank}: {path}: {type(error).__name__}: {error}.", error
     try:
         peers.agree(problem, cause)
-    except CheckpointError:
-        undo.put_back()
-        raise
+    except CheckpointError as error:  # on every rank
+        left = {name for names in peers.all_gather(undo.put_back()) for name in names}
+        raise CheckpointError(f"{error}\n{describe_put_back(left)}") from cause
     for gap in gaps:
         warnings.warn(f"{peers.what}: {path}: {gap}", stacklevel=4)
     return Restored(manifest.step, path, _moved(state, map_location), report)
 
 
-def _load_parts(state: dict[str, Any], parts: Mapping[str, Any], report: Report, *, strict: bool) -> list[str]:
+def _load_parts(
+    state: dict[str, Any], parts: Mapping[str, Any], report: Report, undo: Undo, *, strict: bool
+) -> list[str]:
     """Load each part; what optimizers would train without a state, in words."""
     gaps = []
-    # Last come those that cannot be put back if another one fails.
-    for name, part in sorted(parts.items(), key=lambda item: getattr(item[1], "loads_all_or_nothing", False)):
+    for name, part in in_loading_order(parts):
         is_optimizer = isinstance(part, torch.optim.Optimizer)
         fits = not any(text.startswith((f"{name}:", f"{name}.state.")) for text in report.misshapen)
         if name in state and (strict or fits or not is_optimizer):
-            load_part(part, state[name], strict=strict)
+            with undo.loading(name):
+                load_part(part, state[name], strict=strict)
             if is_optimizer and (gap := describe_gap(part, state[name])):
                 gaps.append(f"{name!r} {gap}")
     return gaps

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterator, Mapping
 from copy import deepcopy
 from typing import Any
 
@@ -12,39 +12,80 @@ from torch import Tensor, nn
 
 
 class Undo:
-    """Remembers parts, and puts them back.
+    """Remembers parts, puts them back, and says which of them it could not put back.
 
     A part with a true `loads_all_or_nothing` is not asked for its state, which may be on other workers: its own
-    `load_state_dict` changes nothing when it fails.
+    `load_state_dict` changes nothing when it raises a ValueError. After another error it may hold a part of the state.
 
     Cost: a copy of the parameters and buffers of models, in memory of the host; nothing for torch's optimizers, whose
     `load_state_dict` makes a new state.
     """
 
-    def __init__(self, parts: Iterable[Any]) -> None:
-        self._steps: list[Callable[[], object]] = []
-        for part in parts:
-            with contextlib.suppress(Exception):  # one that cannot say what it is
-                self._steps += _remember(part)
+    def __init__(self, parts: Mapping[str, Any]) -> None:
+        self._steps: list[tuple[str, Callable[[], object]]] = []
+        self._refuses_whole = {name for name, part in parts.items() if _loads_all_or_nothing(part)}
+        self._not_copied = set(self._refuses_whole)
+        self._begun: set[str] = set()
+        for name, part in parts.items():
+            try:
+                for step in _remember(part):
+                    self._steps.append((name, step))
+            except Exception:  # it cannot say what it is
+                self._not_copied.add(name)
 
-    def put_back(self) -> None:
-        """Make all parts what they were."""
-        for step in self._steps:
-            with contextlib.suppress(Exception):  # the error that led here is the one to tell
+    @contextlib.contextmanager
+    def loading(self, name: str) -> Iterator[None]:
+        """Note that the part `name` is loaded inside: a part that no load has reached has not changed."""
+        self._begun.add(name)
+        try:
+            yield
+        except ValueError:
+            if name in self._refuses_whole:
+                self._begun.discard(name)
+            raise
+
+    def put_back(self) -> list[str]:
+        """Make the parts what they were; return the names of those that may have changed all the same."""
+        left = self._not_copied & self._begun
+        for name, step in self._steps:
+            try:
                 step()
+            except Exception:  # the error that led here is the one to raise
+                left.add(name)
+        return sorted(left)
 
 
-def _remember(part: Any) -> list[Callable[[], object]]:
+def in_loading_order(parts: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Return the parts by name, last those that cannot be put back if another one fails."""
+    return sorted(parts.items(), key=lambda item: _loads_all_or_nothing(item[1]))
+
+
+def describe_put_back(left: Collection[str]) -> str:
+    """Say what a load that failed has left, where the parts `left` could not be put back."""
+    if not left:
+        return "Nothing was loaded: all parts are as they were."
+    names = ", ".join(map(repr, sorted(left)))
+    return (
+        f"These parts could not be put back and may have changed: {names}. The others are as they were. "
+        "Build these parts again, or load a checkpoint that fits, before training goes on."
+    )
+
+
+def _loads_all_or_nothing(part: Any) -> bool:
+    return bool(getattr(part, "loads_all_or_nothing", False))
+
+
+def _remember(part: Any) -> Iterator[Callable[[], object]]:
     if isinstance(part, nn.Module):
-        return _remember_module(part)
-    if isinstance(part, torch.optim.Optimizer):
+        yield from _remember_module(part)
+    elif isinstance(part, torch.optim.Optimizer):
         inner = getattr(part, "optim", None)  # of a ZeroRedundancyOptimizer
         optimizers = [part, inner] if isinstance(inner, torch.optim.Optimizer) else [part]
-        return [_remember_attributes(optimizer) for optimizer in optimizers]
-    if not hasattr(part, "state_dict") or getattr(part, "loads_all_or_nothing", False):
-        return []
-    state = deepcopy(part.state_dict())
-    return [_remember_attributes(part), lambda: part.load_state_dict(state)]
+        yield from [_remember_attributes(optimizer) for optimizer in optimizers]
+    elif hasattr(part, "state_dict") and not _loads_all_or_nothing(part):
+        yield _remember_attributes(part)
+        state = deepcopy(part.state_dict())
+        yield lambda: part.load_state_dict(state)
 
 
 def _remember_attributes(part: Any) -> Callable[[], object]:
@@ -63,7 +104,7 @@ def _remember_attributes(part: Any) -> Callable[[], object]:
     return put_back
 
 
-def _remember_module(module: nn.Module) -> list[Callable[[], object]]:
+def _remember_module(module: nn.Module) -> Iterator[Callable[[], object]]:
     tensors = [tensor for tensor in (*module.parameters(), *module.buffers()) if not _has_no_memory(tensor)]
     copies = [(tensor, tensor.detach().clone() if _stays(tensor) else tensor.detach().cpu()) for tensor in tensors]
 
@@ -72,12 +113,11 @@ def _remember_module(module: nn.Module) -> list[Callable[[], object]]:
             for tensor, copy in copies:
                 tensor.copy_(copy)
 
-    steps: list[Callable[[], object]] = [put_back]
+    yield put_back
     for inner in module.modules():
         if type(inner).get_extra_state is not nn.Module.get_extra_state:
             extra = deepcopy(inner.get_extra_state())
-            steps.append(lambda inner=inner, extra=extra: inner.set_extra_state(extra))  # type: ignore[misc]
-    return steps
+            yield lambda inner=inner, extra=extra: inner.set_extra_state(extra)  # type: ignore[misc]
 
 
 def _stays(tensor: Tensor) -> bool:
