@@ -22,6 +22,7 @@ OPTIMIZERS = {
     "NAdam": lambda p: torch.optim.NAdam(p, lr=0.1),
     "Rprop": lambda p: torch.optim.Rprop(p, lr=0.1),
     "Adadelta": lambda p: torch.optim.Adadelta(p, lr=0.1),
+    "RAdam": lambda p: torch.optim.RAdam(p, lr=0.1),
 }
 
 
@@ -87,7 +88,8 @@ def load_by_dice(folder, seed, by_file):
     else:
         manager.save(1, saved)
     wrong = draw.choice([None, "class", *WRONG])
-    other = draw.choice([name for name in OPTIMIZERS if {name, kind} != {"Adam", "AdamW"} and name != kind])
+    alike = [{"Adam", "AdamW"}, {"Adamax", "RAdam"}] if by_file else []  # a file of torch.save does not say the class
+    other = draw.choice([name for name in OPTIMIZERS if {name, kind} not in alike and name != kind])
     here = build(seed + 1000, other if wrong == "class" else kind, **WRONG.get(wrong, {}))
     if draw.random() < 0.5 and wrong != "order" and wrong != "missing":
         train(here) if wrong != "width" else None
@@ -116,6 +118,50 @@ def test_what_does_not_fit_changes_nothing(tmp_path, by_file):
     """An AdamW state went into SGD, 300 became 44 in int8, moments went to other parameters, all without a word."""
     (seen,) = run_ranks(load_many, 1, tmp_path, by_file, backend=None)
     assert seen == {None, "class", *WRONG}
+
+
+class Named(torch.optim.AdamW):
+    """Derived from a class of PyTorch, whose state it loads."""
+
+
+def load_other_classes(rank, world_size, folder, sharded):
+    for kind, other in [("Adam", "AdamW"), ("AdamW", "Adam"), ("RAdam", "Adamax"), ("Adamax", "RAdam")]:
+        saved, here = build(1, kind), build(2, other)
+        train(saved)
+        manager = CheckpointManager(folder / kind, sharded=sharded)
+        path, before = manager.save(1, saved), states(here)
+        for load in (lambda: manager.load(here), lambda: load_checkpoint(path, into=here)):  # noqa: B023
+            with pytest.raises(CheckpointError, match=rf"another class of optimizer.*: a {kind} \(here a {other}\)"):
+                load()
+            assert_equal(states(here), before)
+    saved, here = build(1, "AdamW"), build(2, "AdamW")
+    train(saved)
+    here["optimizer"] = Named(here["model"].parameters())
+    manager = CheckpointManager(folder / "derived", sharded=sharded)
+    manager.save(1, saved)
+    manager.load(here)
+    assert_equal(states(here), states(saved))
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])
+def test_classes_with_the_same_options_are_told_apart(tmp_path, sharded):
+    """The state of Adam was loaded into AdamW, and that of RAdam into Adamax."""
+    run_ranks(load_other_classes, 1, tmp_path, sharded)
+
+
+def load_without_classes(rank, world_size, folder):
+    saved, here = build(1, "Adam"), build(2, "Adam")
+    train(saved)
+    with pytest.MonkeyPatch.context() as context:
+        context.setattr("phalanx.checkpoint.optimizer_fit._class_of", lambda optimizer: "")
+        path = CheckpointManager(folder).save(1, saved)
+    assert "classes" not in (path / "checkpoint.json").read_text()
+    CheckpointManager(folder).load(here)
+    assert_equal(states(here), states(saved))
+
+
+def test_a_checkpoint_from_before_classes_were_written_loads(tmp_path):
+    run_ranks(load_without_classes, 1, tmp_path, backend=None)
 
 
 def fail_on_one(rank, world_size, folder):

@@ -14,6 +14,7 @@ import torch
 
 from phalanx.checkpoint.checksum import find_damage
 from phalanx.checkpoint.devices import require_device
+from phalanx.checkpoint.optimizer_fit import OptimizerNotes
 from phalanx.checkpoint.optimizer_gap import describe_gap
 from phalanx.checkpoint.parts import describe_misfits, load_part
 from phalanx.checkpoint.peers import Peers
@@ -68,18 +69,18 @@ def load_checkpoint(
     require_device(map_location, "load_checkpoint")
     if into is not None:
         _require_stateful(into)
-    orders: Mapping[str, list[str]] = {}
+    notes = OptimizerNotes()
     if os.path.isdir(path):
-        state, orders = _read_folder(path, map_location)
+        state, notes = _read_folder(path, map_location)
     else:
         state = _read_file(path, map_location, verify)
     if into is not None:
-        _load_into(path, state, orders, into)
+        _load_into(path, state, notes, into)
     return state
 
 
-def _read_folder(path: Path, map_location: str | torch.device) -> tuple[dict[str, Any], Mapping[str, list[str]]]:
-    """The checkpoint of a `CheckpointManager`, which is always verified, and the order of optimizers' parameters."""
+def _read_folder(path: Path, map_location: str | torch.device) -> tuple[dict[str, Any], OptimizerNotes]:
+    """The checkpoint of a `CheckpointManager`, which is always verified, and the notes on its optimizers."""
     found = find_latest(path)
     if found is None:
         raise CheckpointError(
@@ -131,7 +132,7 @@ def _require_stateful(into: object) -> None:
         )
 
 
-def _load_into(path: Path, state: object, orders: Mapping[str, list[str]], into: Mapping[str, Stateful]) -> None:
+def _load_into(path: Path, state: object, notes: OptimizerNotes, into: Mapping[str, Stateful]) -> None:
     if not isinstance(state, dict):
         raise CheckpointError(
             f"load_checkpoint: {path} holds a {type(state).__name__}, not states by name, so nothing was loaded."
@@ -147,7 +148,7 @@ def _load_into(path: Path, state: object, orders: Mapping[str, list[str]], into:
         for name, part in into.items()
         if isinstance(part, torch.optim.Optimizer) and (owner := owner_of(part)) is not None
     }
-    if report := describe_misfits(into, state, stages, orders):
+    if report := describe_misfits(into, state, stages, notes):
         raise CheckpointError(f"load_checkpoint: {path} does not fit:\n{report}\nNothing was loaded.")
     undo = Undo(into)
     for name, part in in_loading_order(into):

@@ -40,6 +40,8 @@ class Manifest:
     files: Mapping[str, FileRecord] = field(default_factory=dict)
     orders: Mapping[str, list[str]] = field(default_factory=dict)
     """The names of each optimizer's parameters, by number, where they are known."""
+    classes: Mapping[str, str] = field(default_factory=dict)
+    """The class of torch.optim of each optimizer, where it is known."""
 
     @property
     def nbytes(self) -> int:
@@ -49,8 +51,9 @@ class Manifest:
     def encode(self) -> bytes:
         """As text that carries its own checksum: one byte more or less, and it is refused."""
         content = {"title": _TITLE, "version": VERSION, **asdict(self)}
-        if not self.orders:  # as it was written before there were any
-            del content["orders"]
+        for name in ("orders", "classes"):
+            if not content[name]:  # as it was written before there were any
+                del content[name]
         body = json.dumps(content, indent=1, sort_keys=True)
         return json.dumps({**content, "crc32": zlib.crc32(body.encode())}, indent=1, sort_keys=True).encode()
 
@@ -69,7 +72,8 @@ class Manifest:
                 raise ValueError(f"it is of version {content.get('version')}, and this Phalanx reads {VERSION}")
             names = ("kind", "step", "world_size", "created", "torch")
             files = {name: FileRecord(**record) for name, record in content["files"].items()}
-            manifest = cls(**{name: content[name] for name in names}, files=files, orders=content.get("orders", {}))
+            notes = {name: content.get(name, {}) for name in ("orders", "classes")}
+            manifest = cls(**{name: content[name] for name in names}, files=files, **notes)
         except (KeyError, TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError) as error:
             raise ValueError(f"it cannot be read: {type(error).__name__}: {error}") from None
         if manifest.encode() != text:

@@ -1,7 +1,8 @@
 """Whether a saved state is that of an optimizer: of its class, and with its parameters in the same order.
 
-A state_dict of PyTorch names neither: it has options by group and tensors by number. The options tell the classes
-apart, and a CheckpointManager writes down which parameter has which number, where it has the model as well.
+A state_dict of PyTorch names neither: it has options by group and tensors by number. A CheckpointManager writes down
+the class, and which parameter has which number, where it has the model as well. Elsewhere the options tell most
+classes apart.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -37,6 +39,41 @@ _HOW = frozenset(("params", "foreach", "fused", "capturable", "differentiable", 
 
 Order = list[str]
 """The names of an optimizer's parameters by number; empty for one that no model has."""
+
+
+@dataclass(frozen=True)
+class OptimizerNotes:
+    """What a checkpoint says of its optimizers beside their states, by the names of the parts."""
+
+    orders: Mapping[str, Order] = field(default_factory=dict)
+    """The names of each optimizer's parameters, by number, where they are known."""
+    classes: Mapping[str, str] = field(default_factory=dict)
+    """The class of torch.optim that each optimizer is of, or is derived from."""
+
+
+def note_optimizers(parts: Mapping[str, Any]) -> OptimizerNotes:
+    """Return what shall be written down of the optimizers among `parts`."""
+    optimizers = {name: part for name, part in parts.items() if isinstance(part, torch.optim.Optimizer)}
+    classes = {name: kind for name, part in optimizers.items() if (kind := _class_of(part))}
+    return OptimizerNotes(parameter_orders(parts), classes)
+
+
+def find_other_class(name: str, optimizer: torch.optim.Optimizer, saved: str) -> list[str]:
+    """Say whether `optimizer` is of another class than `saved`, where both are known: RAdam and Adamax have the same
+    options.
+    """
+    here = _class_of(optimizer)
+    if not saved or not here or saved == here:
+        return []
+    return [f"{name}: the state of another class of optimizer in the checkpoint: a {saved} (here a {here})"]
+
+
+def _class_of(optimizer: torch.optim.Optimizer) -> str:
+    """The nearest class of torch.optim; empty for an optimizer that is derived from none."""
+    inner = getattr(optimizer, "optim", None)  # of a ZeroRedundancyOptimizer
+    kind = type(inner if isinstance(inner, torch.optim.Optimizer) else optimizer)
+    known = [one for one in kind.__mro__ if one is not torch.optim.Optimizer and one in vars(torch.optim).values()]
+    return known[0].__name__ if known else ""
 
 
 def parameter_orders(parts: Mapping[str, Any]) -> dict[str, Order]:

@@ -12,7 +12,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
-from phalanx.checkpoint.optimizer_fit import find_misfits, find_other_order, parameter_orders
+from phalanx.checkpoint.optimizer_fit import (
+    OptimizerNotes,
+    find_misfits,
+    find_other_class,
+    find_other_order,
+    parameter_orders,
+)
 from phalanx.checkpoint.peers import Peers
 from phalanx.checkpoint.slices import slice_state
 from phalanx.checkpoint.tree import is_dtensor
@@ -169,11 +175,11 @@ def describe_misfits(
     parts: Mapping[str, Any],
     state: Mapping[str, Any],
     stages: Mapping[str, tuple[dict[str, Any], list[str]]],
-    orders: Mapping[str, Sequence[str]],
+    notes: OptimizerNotes,
 ) -> Report:
     """Report what of `state` does not fit `parts`, before anything is loaded; `fit_stages` has found `stages`.
 
-    `orders`: as `parameter_orders` was of the parts that were saved.
+    `notes`: as `note_optimizers` was of the parts that were saved.
     """
     report = Report()
     here = parameter_orders(parts)
@@ -183,11 +189,13 @@ def describe_misfits(
         elif isinstance(part, nn.Module):
             _compare_module(name, part, state[name], report)
         elif isinstance(part, torch.optim.Optimizer):
-            if name in stages:
+            if other := find_other_class(name, part, notes.classes.get(name, "")):
+                report.misshapen += other
+            elif name in stages:
                 report.misshapen += [f"{name}: {problem}" for problem in stages[name][1]]
             else:
                 report.misshapen += find_misfits(name, part, state[name])
-                report.misshapen += find_other_order(name, orders.get(name, ()), here.get(name, ()))
+                report.misshapen += find_other_order(name, notes.orders.get(name, ()), here.get(name, ()))
     return report
 
 

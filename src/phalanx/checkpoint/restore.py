@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from phalanx.checkpoint.devices import require_device
 from phalanx.checkpoint.history import History, explain_renamed
 from phalanx.checkpoint.manifest import Manifest, find_damaged_file, is_checkpoint, read_manifest
+from phalanx.checkpoint.optimizer_fit import OptimizerNotes
 from phalanx.checkpoint.optimizer_gap import describe_gap
 from phalanx.checkpoint.parts import Report, describe_misfits, fit_stages, load_part, module_state
 from phalanx.checkpoint.peers import Peers
@@ -92,7 +93,7 @@ def _load(
     strict: bool,
 ) -> Restored:
     stages = fit_stages(stateful, state)
-    report = describe_misfits(stateful, state, stages, manifest.orders)
+    report = describe_misfits(stateful, state, stages, OptimizerNotes(manifest.orders, manifest.classes))
     report.missing += [name for name in wanted if name not in state and name not in stateful]
     told = "" if not report else f"{peers.what} on rank {peers.rank}: {path} does not fit:\n{report}\n"
     advice = "Nothing was loaded. Build the parts as they were saved, or load what fits with strict=False."
@@ -137,16 +138,14 @@ def find_latest(path: Path) -> Path | None:
     return next((entry.path for entry in History(path, None).entries()), None)
 
 
-def read_moved(
-    peers: Peers, path: Path, map_location: str | torch.device
-) -> tuple[dict[str, Any], Mapping[str, list[str]]]:
-    """The whole state of the checkpoint at `path`, on a device, and the order of optimizers' parameters. Collective.
+def read_moved(peers: Peers, path: Path, map_location: str | torch.device) -> tuple[dict[str, Any], OptimizerNotes]:
+    """The whole state of the checkpoint at `path`, on a device, and the notes on its optimizers. Collective.
 
     Raises:
         DamagedError: a file is not what was written.
     """
     manifest, state = read_state(peers, path, {})
-    return _moved(state, map_location), manifest.orders
+    return _moved(state, map_location), OptimizerNotes(manifest.orders, manifest.classes)
 
 
 def read_state(peers: Peers, path: Path, parts: Mapping[str, Any]) -> tuple[Manifest, dict[str, Any]]:

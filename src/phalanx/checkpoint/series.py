@@ -18,7 +18,7 @@ import torch.distributed as dist
 from phalanx.checkpoint.background import Saving, Work
 from phalanx.checkpoint.history import Draft, Entry, History
 from phalanx.checkpoint.manifest import FileRecord, Kind, Manifest
-from phalanx.checkpoint.optimizer_fit import parameter_orders
+from phalanx.checkpoint.optimizer_fit import OptimizerNotes, note_optimizers
 from phalanx.checkpoint.parts import buffer_names, describe_optimizers, states_of
 from phalanx.checkpoint.peers import Peers
 from phalanx.checkpoint.restore import Restored, VanishedError, restore
@@ -182,12 +182,12 @@ class CheckpointManager:
         step = operator.index(step)  # also of NumPy's numbers
         self._settle(peers)
         state, kind, pinned = self._collect(peers, parts)
-        orders = parameter_orders(parts)
+        notes = note_optimizers(parts)
         draft, folder = self._open_draft(peers, step, kind)
         try:
             if kind == "whole":
-                return self._begin_whole(peers, step, state, orders, draft, memory)
-            return self._begin_sharded(peers, step, state, orders, pinned, draft, folder, memory)
+                return self._begin_whole(peers, step, state, notes, draft, memory)
+            return self._begin_sharded(peers, step, state, notes, pinned, draft, folder, memory)
         except BaseException:
             if draft is not None:
                 draft.discard()
@@ -255,7 +255,7 @@ class CheckpointManager:
         peers: Peers,
         step: int,
         state: Mapping[str, Any],
-        orders: Mapping[str, list[str]],
+        notes: OptimizerNotes,
         draft: Draft | None,
         memory: SnapshotMemory | None,
     ) -> Saving:
@@ -268,7 +268,7 @@ class CheckpointManager:
             files.update(write_whole(draft.path, content))
 
         def commit() -> Path:
-            return self._commit(draft, self._manifest("whole", step, peers, files, orders))
+            return self._commit(draft, self._manifest("whole", step, peers, files, notes))
 
         return Saving(Work(step, write, commit, discard=draft.discard), self.timeout)
 
@@ -277,7 +277,7 @@ class CheckpointManager:
         peers: Peers,
         step: int,
         state: Mapping[str, Any],
-        orders: Mapping[str, list[str]],
+        notes: OptimizerNotes,
         pinned: set[str],
         draft: Draft | None,
         folder: Path,
@@ -317,15 +317,17 @@ class CheckpointManager:
             files = sharded_files.write_metadata(folder, plan, ordered, aliases, structure)
             for path in others.values():
                 path.unlink()
-            return self._commit(draft, self._manifest("sharded", step, peers, files, orders))
+            return self._commit(draft, self._manifest("sharded", step, peers, files, notes))
 
         return Saving(Work(step, write, commit, tuple(others.values()), draft.discard), self.timeout)
 
     def _manifest(
-        self, kind: Kind, step: int, peers: Peers, files: Mapping[str, FileRecord], orders: Mapping[str, list[str]]
+        self, kind: Kind, step: int, peers: Peers, files: Mapping[str, FileRecord], notes: OptimizerNotes
     ) -> Manifest:
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        return Manifest(kind, step, peers.world_size, now, str(torch.__version__), dict(files), dict(orders))
+        return Manifest(
+            kind, step, peers.world_size, now, str(torch.__version__), dict(files), notes.orders, notes.classes
+        )
 
     def _commit(self, draft: Draft, manifest: Manifest) -> Path:
         path = draft.commit(manifest, self._history)
