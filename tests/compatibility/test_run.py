@@ -55,3 +55,19 @@ def test_a_pair_whose_python_is_not_there_is_named_and_ends_with_an_error():
 @pytest.mark.parametrize("pair", run.PAIRS)
 def test_each_pair_that_the_command_tries_by_default_names_a_release(pair):
     assert re.fullmatch(r"[\w./]+=\d+\.\d+\.\d+", pair)
+
+
+def _versions(column):
+    return {row.pair[column] for row in run.read(run.PAGE.read_text())}
+
+
+def test_the_page_has_a_row_for_each_python_that_the_package_supports():
+    low, high = re.search(r'requires-python = ">=3\.(\d+),<3\.(\d+)"', (ROOT / "pyproject.toml").read_text()).groups()
+    minors = {int(version.split(".")[1]) for version in _versions(0)}
+    assert minors == set(range(int(low), int(high)))
+
+
+def test_the_oldest_pytorch_of_the_page_is_the_floor_of_the_package():
+    floor = re.search(r'"torch>=([\d.]+)"', (ROOT / "pyproject.toml").read_text())[1]
+    oldest = min(_versions(1), key=lambda version: [int(part) for part in version.split(".")])
+    assert oldest == floor or oldest.startswith(floor + ".")
