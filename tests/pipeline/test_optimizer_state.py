@@ -189,6 +189,8 @@ def _load_by_manager(rank, world_size, folder):
         _train(pipe, optimizer, range(STEPS, 2 * STEPS))
         manager.save(2 * STEPS, {"model": pipe, "optimizer": optimizer})
         with pytest.raises(phalanx.CheckpointError, match=r"does not fit:\n.*are in groups with other options"):
+            manager.load({"optimizer": torch.optim.AdamW(pipe.parameters(), lr=1.0)})
+        with pytest.raises(phalanx.CheckpointError, match=r"does not fit:\n.*AdamW \(here SGD\)"):
             manager.load({"optimizer": torch.optim.SGD(pipe.parameters(), lr=1.0)})
     return pipe.state_dict()
 

@@ -65,7 +65,7 @@ def find_other_class(name: str, optimizer: torch.optim.Optimizer, saved: str) ->
     here = _class_of(optimizer)
     if not saved or not here or saved == here:
         return []
-    return [f"{name}: the state of another class of optimizer in the checkpoint: a {saved} (here a {here})"]
+    return [f"{name}: the state of another class of optimizer in the checkpoint: {saved} (here {here})"]
 
 
 def _class_of(optimizer: torch.optim.Optimizer) -> str:
