@@ -140,6 +140,8 @@ class Frost:
             try:
                 self._hierarchy.freeze(self._group)
                 self.count += 1
+                now = _describe(process)  # it may have called exec since
+                who = now if now != f"{process} " else who
                 at = time.monotonic() - self._began
                 self._log.write(f"{at:9.3f} s, for {length:.3f} s: {who}\n")
                 over.wait(length)
