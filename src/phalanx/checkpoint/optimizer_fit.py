@@ -43,7 +43,7 @@ Order = list[str]
 
 @dataclass(frozen=True)
 class OptimizerNotes:
-    """What a checkpoint says of its optimizers beside their states, by the names of the parts."""
+    """The notes of a checkpoint on its optimizers beside their states, by the names of the parts."""
 
     orders: Mapping[str, Order] = field(default_factory=dict)
     """The names of each optimizer's parameters, by number, where they are known."""

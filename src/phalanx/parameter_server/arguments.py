@@ -1,4 +1,4 @@
-"""What a trainer gives a `ParameterServer`, and what is wrong with it."""
+"""The checks of what a trainer gives a `ParameterServer`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Given = Mapping[str, Sequence[tuple[Mapping[str, Tensor], Options]]]  # by "dens
 
 
 def find_problems(servers: tuple[str, ...], trainers: tuple[str, ...], me: str, groups: Given) -> list[str]:
-    """What makes no sense, in words: nothing if all does."""
+    """Return what makes no sense, in words; an empty list if all does."""
     problems = []
     for what, workers in (("servers", servers), ("trainers", trainers)):
         if not workers or len(set(workers)) != len(workers):
@@ -33,7 +33,7 @@ def find_problems(servers: tuple[str, ...], trainers: tuple[str, ...], me: str, 
 
 
 def find_wrong_tensors(kind: str, values: Mapping[str, Tensor], known: Mapping[str, Tensor]) -> list[str]:
-    """What is wrong with the tensors of one group, where `known` are those of others."""
+    """Return what is wrong with the tensors of one group, where `known` are those of others."""
     problems = []
     if twice := sorted(values.keys() & known.keys()):
         problems.append(f"{twice} are names of several dense parameters or tables")

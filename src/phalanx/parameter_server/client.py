@@ -177,7 +177,7 @@ class ParameterServer:
 
     @property
     def row_optimizer(self) -> ServerOptimizer:
-        """As `optimizer`, of tables.
+        """The servers' optimizer of tables, as `optimizer` is that of dense parameters.
 
         Raises:
             ValueError: there is no table.
@@ -371,7 +371,7 @@ class ParameterServer:
     def _total_norm(
         self, clip: Clip, dense: Sequence[Mapping[str, Tensor]], rows: Sequence[Mapping[str, Tensor]]
     ) -> Tensor:
-        """Of what one or several servers have: in the order in which one process has its parameters."""
+        """Join the norms that one or several servers have, in the order in which one process has its parameters."""
         norms = [part[key] for key in self._dense for part in dense if key in part]
         parts = [[part[key] for part in rows if key in part] for key in self._tables]
         return clip.total(norms, [one for one in parts if one])

@@ -32,7 +32,7 @@ Member = tuple[int, int]  # host and process
 
 @dataclass(frozen=True)
 class Times:
-    """Of one process: `span_ns` were looked at, of which so much went into waiting and into moving data.
+    """The time of one process: `span_ns` were looked at, of which so much went into waiting and into moving data.
 
     It was idle for `idle_ns` of the `outside_ns` outside of operations for which that is known.
     """
