@@ -219,7 +219,7 @@ def test_a_stopped_rank_hears_that_the_job_is_to_end(tmp_path: Path) -> None:
     script = write_script(
         tmp_path,
         "import os, signal\n"
-        "def save(*_):\n    print('saved')\n    raise SystemExit(0)\n"
+        "def save(*_):\n    os.write(1, b'saved\\n')  # print() could be at work\n    raise SystemExit(0)\n"
         "signal.signal(signal.SIGTERM, save)\n"
         "print('pid', os.getpid())\n"
         f"{WAIT}\n",
@@ -227,7 +227,8 @@ def test_a_stopped_rank_hears_that_the_job_is_to_end(tmp_path: Path) -> None:
     with start("run", "--no-preload", "--grace", "600", "--nproc-per-node", "1", script) as running:
         os.kill(int(running.read_until("pid").split()[-1]), signal.SIGSTOP)
         running.process.send_signal(signal.SIGTERM)
-        assert running.finish().out == "[0] saved\n"
+        finished = running.finish()
+    assert (finished.out, finished.code) == ("[0] saved\n", 0), finished.err
 
 
 def test_a_rank_that_is_still_there_is_named_with_its_state_and_stopped_after_the_exit_timeout(tmp_path: Path) -> None:
