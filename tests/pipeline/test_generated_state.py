@@ -7,6 +7,7 @@ import copy
 import random
 
 import torch
+from tests.parity.random_modules import Versioned
 from torch import nn
 
 import phalanx
@@ -36,7 +37,13 @@ class Counting(nn.Module):
         self.note = state["note"]
 
 
-KINDS = (lambda: nn.Linear(WIDTH, WIDTH), lambda: nn.BatchNorm1d(WIDTH), nn.Tanh, Counting)
+KINDS = (
+    lambda: nn.Linear(WIDTH, WIDTH),
+    lambda: nn.BatchNorm1d(WIDTH),
+    nn.Tanh,
+    Counting,
+    lambda: Versioned(WIDTH),  # a pipeline lost the versions of what it loaded
+)
 
 
 def draw_model(seed):

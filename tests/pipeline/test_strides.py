@@ -134,3 +134,26 @@ def test_a_tied_parameter_may_have_any_strides(backend):
             if name in found:
                 torch.testing.assert_close(found[name], parameter.grad)
                 assert name != "0.weight" or found[name].stride() == parameter.stride()
+
+
+def gather_convolutions(rank, world_size):
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Conv2d(8, 8, 3), nn.Tanh(), nn.Conv2d(8, 8, 3)).to(memory_format=torch.channels_last)
+    pipe = phalanx.Pipeline(model, micro_batches=1, schedule="gpipe", balance=[1, 2], loss_fn=nn.MSELoss())
+    optimizer = torch.optim.AdamW(pipe.parameters(), fused=True)
+    pipe.step(torch.randn(2, 8, 9, 9), target=torch.randn(2, 8, 5, 5))
+    optimizer.step()
+    found = []
+    for rank0_only in (False, True):
+        moments = pipe.optimizer_state_dict(optimizer, rank0_only=rank0_only)["state"]
+        weights = pipe.state_dict(rank0_only=rank0_only)
+        if not rank0_only or rank == 0:
+            found += [weights["0.weight"], weights["2.weight"], moments[0]["exp_avg"], moments[2]["exp_avg_sq"]]
+    return [tensor.stride() for tensor in found]
+
+
+def test_a_state_that_is_gathered_has_the_strides_that_it_has_in_one_process():
+    """Moments came contiguous, and a fused optimizer of one process went through them in the order of memory."""
+    first, second = run_ranks(gather_convolutions, 2)
+    assert set(first) == set(second) == {(72, 1, 24, 8)}
+    assert len(first) == 2 * len(second) == 8

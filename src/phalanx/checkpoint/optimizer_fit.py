@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from phalanx.checkpoint.wrappers import unwrap_key, wrapper_prefixes
 from phalanx.partition.owners import owner_of
 
 _AS_PARAMETER = frozenset(
@@ -55,7 +56,8 @@ def note_optimizers(parts: Mapping[str, Any]) -> OptimizerNotes:
     """Return what shall be written down of the optimizers among `parts`."""
     optimizers = {name: part for name, part in parts.items() if isinstance(part, torch.optim.Optimizer)}
     classes = {name: kind for name, part in optimizers.items() if (kind := _class_of(part))}
-    return OptimizerNotes(parameter_orders(parts), classes)
+    orders = {name: [names[0] for names in order] for name, order in parameter_orders(parts).items()}
+    return OptimizerNotes(orders, classes)
 
 
 def find_other_class(name: str, optimizer: torch.optim.Optimizer, saved: str) -> list[str]:
@@ -76,21 +78,23 @@ def _class_of(optimizer: torch.optim.Optimizer) -> str:
     return known[0].__name__ if known else ""
 
 
-def parameter_orders(parts: Mapping[str, Any]) -> dict[str, Order]:
-    """Return, for each optimizer of `parts`, the names that its parameters have in the models of `parts`.
+def parameter_orders(parts: Mapping[str, Any]) -> dict[str, list[list[str]]]:
+    """Return, for each optimizer of `parts`, the names that its parameters have in the models of `parts`, all of them:
+    a parameter may have several. One that no model has is called "".
 
     Left out are optimizers of a part of a model, whose state is saved by name.
     """
-    names: dict[int, str] = {}
+    known: dict[int, list[str]] = {}
     for part_name, part in parts.items():
         if isinstance(part, nn.Module):
-            for name, parameter in part.named_parameters():
-                names.setdefault(id(parameter), f"{part_name}.{name.replace('_orig_mod.', '').replace('module.', '')}")
+            prefixes = wrapper_prefixes(part)
+            for name, parameter in part.named_parameters(remove_duplicate=False):
+                known.setdefault(id(parameter), []).append(f"{part_name}.{unwrap_key(name, prefixes)}")
     found = {}
     for name, part in parts.items():
         if isinstance(part, torch.optim.Optimizer) and owner_of(part) is None:
-            order = [names.get(id(parameter), "") for group in part.param_groups for parameter in group["params"]]
-            if any(order):
+            order = [known.get(id(parameter), [""]) for group in part.param_groups for parameter in group["params"]]
+            if any(any(names) for names in order):
                 found[name] = order
     return found
 
@@ -119,11 +123,11 @@ def find_misfits(name: str, optimizer: torch.optim.Optimizer, saved: Any, saved_
     return found
 
 
-def find_other_order(name: str, saved: Sequence[str], here: Sequence[str]) -> list[str]:
+def find_other_order(name: str, saved: Sequence[str], here: Sequence[Sequence[str]]) -> list[str]:
     """Where parameters have other numbers than when they were saved, in words: the first of them."""
     for number, (theirs, mine) in enumerate(zip(saved, here, strict=False)):
-        if theirs and mine and theirs != mine:
-            return [f"{name}: parameter {number} is {theirs!r} in the checkpoint, {mine!r} here"]
+        if theirs and any(mine) and theirs not in mine:
+            return [f"{name}: parameter {number} is {theirs!r} in the checkpoint, {mine[0]!r} here"]
     return []
 
 

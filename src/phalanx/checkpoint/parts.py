@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DataParallel
-from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
 from phalanx.checkpoint.optimizer_fit import (
     OptimizerNotes,
@@ -22,7 +20,17 @@ from phalanx.checkpoint.optimizer_fit import (
 from phalanx.checkpoint.peers import Peers
 from phalanx.checkpoint.slices import slice_state
 from phalanx.checkpoint.tree import is_dtensor
+from phalanx.checkpoint.wrappers import (
+    set_versions,
+    unwrap_key,
+    versions_as_wrapped,
+    versions_of,
+    without_wrappers,
+    wrapper_prefixes,
+)
 from phalanx.partition.owners import PartOwner, owner_of, whole_name
+from phalanx.transport.memory_order import find_strides, lay_out
+from phalanx.transport.tensors import same_order
 
 _SHOWN = 8  # keys of a kind in a message
 
@@ -115,46 +123,6 @@ def module_state(module: nn.Module) -> dict[str, Any]:
     return without_wrappers(module.state_dict(), wrapper_prefixes(module))
 
 
-def wrapper_prefixes(module: nn.Module) -> list[str]:
-    """What wrappers have put into the names of parameters: "module.", "encoder.module."; the outermost first."""
-    return [
-        f"{name}.{attribute}." if name else f"{attribute}."
-        for name, inner in module.named_modules(remove_duplicate=False)  # a module may have several names
-        if (attribute := _wraps_as(inner))
-    ]
-
-
-def without_wrappers(state: Mapping[str, Any], prefixes: Sequence[str]) -> dict[str, Any]:
-    """`state` with the names that it has without wrappers."""
-    renamed = OrderedDict((unwrap_key(key, prefixes), value) for key, value in state.items())
-    if (metadata := getattr(state, "_metadata", None)) is not None:
-        # Keys of modules, which end without a dot; a wrapper's own goes, for its module's takes the place.
-        modules = {unwrap_key(f"{key}." if key else "", prefixes)[:-1]: value for key, value in metadata.items()}
-        renamed._metadata = OrderedDict(modules)  # type: ignore[attr-defined]
-    return renamed
-
-
-def unwrap_key(key: str, prefixes: Sequence[str]) -> str:
-    """The name of a parameter without what wrappers have put into it."""
-    for prefix in reversed(prefixes):  # the innermost first: those around it are still in the key
-        if key.startswith(prefix):
-            outer, _, _ = prefix[:-1].rpartition(".")
-            key = f"{outer}.{key[len(prefix) :]}" if outer else key[len(prefix) :]
-    return key
-
-
-def _wraps_as(module: nn.Module) -> str:
-    """The attribute in which a wrapper keeps its module; empty if it is none."""
-    kind = type(module)
-    if isinstance(module, (TorchDistributedDataParallel, DataParallel)):
-        return "module"
-    if kind.__module__.startswith("phalanx.") and isinstance(getattr(module, "module", None), nn.Module):
-        return "module"
-    if kind.__name__ == "OptimizedModule" and "_orig_mod" in module._modules:  # torch.compile's
-        return "_orig_mod"
-    return ""
-
-
 # -- loading ---------------------------------------------------------------------------------------------------------
 
 
@@ -204,16 +172,34 @@ def _compare_module(name: str, module: nn.Module, saved: Any, report: Report) ->
         report.misshapen.append(f"{name}: a {type(saved).__name__} in the checkpoint, a state of a module here")
         return
     mine = module_state(module)
-    theirs = _as_named_by(mine, saved, wrapper_prefixes(module))
+    prefixes = wrapper_prefixes(module)
+    theirs = _as_named_by(mine, saved, prefixes)
     names = dict.fromkeys(_state_keys(module))
     report.missing += [f"{name}.{key}" for key in names if key not in theirs]
     report.unexpected += [f"{name}.{key}" for key in theirs if key not in names]
-    if any(inner._load_state_dict_pre_hooks for inner in module.modules()):
-        return  # it changes what is loaded, so only it knows what fits
+    changed = _changed_by_hooks(module, prefixes)
     for key in mine:
+        if key.startswith(changed):
+            continue
         here, there = mine[key], theirs.get(key)
         if isinstance(here, Tensor) and isinstance(there, Tensor) and (words := _misfit(here, there)):
             report.misshapen.append(f"{name}.{key}: {words}")
+
+
+def _changed_by_hooks(module: nn.Module, prefixes: Sequence[str]) -> tuple[str, ...]:
+    """How names begin that are of modules with a hook of the user's, which may change what is loaded into them, so that
+    nobody else knows what fits. A hook of ours (DistributedDataParallel has one) changes names alone.
+    """
+    return tuple(
+        unwrap_key(f"{name}." if name else "", prefixes)
+        for name, inner in module.named_modules(remove_duplicate=False)
+        if not all(_is_ours(hook) for hook in inner._load_state_dict_pre_hooks.values())
+    )
+
+
+def _is_ours(hook: Any) -> bool:
+    function = getattr(hook, "hook", hook)  # torch keeps it in an object
+    return str(getattr(function, "__module__", "")).startswith("phalanx.")
 
 
 def _misfit(here: Tensor, there: Tensor) -> str:
@@ -266,11 +252,11 @@ def load_part(part: Any, saved: Any, *, strict: bool) -> None:
         mine = OrderedDict((key, _cut_like(own.get(key), value)) for key, value in mine.items())
         if not strict:
             mine = _that_fits(part, mine)
-        elif (metadata := getattr(plain, "_metadata", None)) is not None and not prefixes:
-            mine._metadata = metadata  # type: ignore[attr-defined]
+        if (versions := versions_of(plain)) is not None:
+            set_versions(mine, versions_as_wrapped(versions, own, prefixes))
         part.load_state_dict(mine, strict=strict)
     elif isinstance(part, torch.optim.Optimizer):
-        part.load_state_dict(_cut_optimizer_state(part, saved))
+        part.load_state_dict(_fit_optimizer_state(part, saved))
     else:
         part.load_state_dict(saved)
 
@@ -284,18 +270,25 @@ def _cut_like(mine: Any, value: Any) -> Any:
     return distribute_tensor(value.to(mine.device), mine.device_mesh, mine.placements, src_data_rank=None)
 
 
-def _cut_optimizer_state(optimizer: torch.optim.Optimizer, saved: Any) -> Any:
-    """What it keeps of parameters that are sharded, cut as they are."""
+def _fit_optimizer_state(optimizer: torch.optim.Optimizer, saved: Any) -> Any:
+    """What it keeps of each parameter, cut and laid out in memory as that is: fused optimizers look at no strides."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    if not any(map(is_dtensor, parameters)):
-        return saved
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     of = dict(zip(numbers, parameters, strict=True))
-    cut = {
-        number: {key: _cut_like(of.get(number), value) for key, value in state.items()}
+    fitting = {
+        number: {key: _laid_out_like(of.get(number), _cut_like(of.get(number), value)) for key, value in state.items()}
+        if isinstance(state, Mapping)
+        else state
         for number, state in saved["state"].items()
     }
-    return {**saved, "state": cut}
+    return {**saved, "state": fitting}
+
+
+def _laid_out_like(parameter: Any, value: Any) -> Any:
+    strided = all(isinstance(one, Tensor) and one.layout is torch.strided for one in (parameter, value))
+    if not strided or is_dtensor(parameter) or is_dtensor(value) or value.shape != parameter.shape:
+        return value
+    return value if same_order(value, parameter) else lay_out(value, find_strides(parameter))
 
 
 def _that_fits(module: nn.Module, state: Mapping[str, Any]) -> OrderedDict[str, Any]:

@@ -20,10 +20,12 @@ from phalanx.checkpoint.optimizer_gap import describe_gap
 from phalanx.checkpoint.parts import Report, describe_misfits, fit_stages, load_part, module_state
 from phalanx.checkpoint.peers import Peers
 from phalanx.checkpoint.structure import METADATA, STRUCTURE, decode_structure
-from phalanx.checkpoint.tree import Node, build, find, is_dtensor, tensor_names
+from phalanx.checkpoint.tree import Node, build, find, is_dtensor, strides_of_tensors, tensor_names
 from phalanx.checkpoint.undo import Undo, describe_put_back, in_loading_order
 from phalanx.checkpoint.whole import STATE, hand_on
 from phalanx.errors import CheckpointError
+from phalanx.transport.memory_order import lay_out
+from phalanx.transport.tensors import is_dense
 
 if TYPE_CHECKING:  # torch.distributed.checkpoint takes most of a second to import: only who needs it pays
     from torch.distributed.tensor import DTensor
@@ -211,8 +213,18 @@ def _read_sharded(peers: Peers, path: Path, manifest: Manifest, parts: Mapping[s
     shards = {name: shard for name, shard in _shards(pieces, structure, parts).items() if name not in aliases}
     found, problem = read_tensors(peers, pieces, names, shards, seers)
     _refuse_damage(peers, problem and f"{path}: {problem}")
+    for name, strides in strides_of_tensors(structure).items():
+        if name in found and not is_dtensor(found[name]):
+            found[name] = _laid_out(found[name], strides)
     state: dict[str, Any] = build(structure, found.__getitem__, aliases)
     return state
+
+
+def _laid_out(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """Return `tensor` with the strides that it had; a stranger's file may name some that would take more memory."""
+    if len(strides) != tensor.dim() or any(type(step) is not int or step < 0 for step in strides):
+        return tensor
+    return lay_out(tensor, strides) if is_dense(torch.empty_strided(tensor.shape, strides, device="meta")) else tensor
 
 
 def _refuse_damage(peers: Peers, problem: str | None) -> None:

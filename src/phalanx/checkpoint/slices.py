@@ -62,6 +62,7 @@ class SlicedTensor:
     def __init__(self, shape: Sequence[int], stride: Sequence[int], start: int, flat: Tensor) -> None:
         self.shape = torch.Size(shape)
         self.dtype = flat.dtype
+        self.strides = tuple(stride)  # of the whole tensor
         self._flat = flat
         # From here on as if row-major: dimensions in the order of their strides.
         self._order = sorted(range(len(self.shape)), key=lambda dim: (-stride[dim], dim))

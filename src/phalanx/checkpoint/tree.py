@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from phalanx.checkpoint.slices import SlicedTensor
+from phalanx.transport.memory_order import find_strides
 
 Path = tuple[str | int, ...]
 Node = tuple[Any, ...]
@@ -77,7 +78,7 @@ def build(structure: Node, tensor: Callable[[str], Any], aliases: Mapping[str, s
     if kind == "value":
         return structure[1]
     if kind == "tensor":
-        name, (parameter, requires_grad) = structure[1:]
+        name, (parameter, requires_grad, *_) = structure[1:]
         found = tensor(name) if name not in aliases else tensor(aliases[name]).detach()
         if parameter:
             return Parameter(found, requires_grad=requires_grad)
@@ -126,6 +127,16 @@ def tensor_names(structure: Node) -> list[str]:
     return [name for node in inner for name in tensor_names(node)]
 
 
+def strides_of_tensors(structure: Node) -> dict[str, tuple[int, ...]]:
+    """The strides of those tensors, by name, whose elements do not lie in memory as those of a contiguous one."""
+    if structure[0] == "tensor":
+        return {structure[1]: tuple(structure[2][2])} if len(structure[2]) > 2 else {}
+    if structure[0] == "value":
+        return {}
+    inner = (node[1] if structure[0] in ("dict", "OrderedDict") else node for node in structure[1])
+    return {name: strides for node in inner for name, strides in strides_of_tensors(node).items()}
+
+
 def is_tensor(value: object) -> bool:
     """Whether it is one leaf with a shape."""
     return isinstance(value, (Tensor, SlicedTensor))
@@ -151,8 +162,16 @@ def _holds_tensor(value: Any) -> bool:
     return is_tensor(value)
 
 
-def _form(value: Any) -> tuple[bool, bool]:
-    return (isinstance(value, Parameter), getattr(value, "requires_grad", False))
+def _form(value: Any) -> tuple[Any, ...]:
+    """Whether it is a parameter and wants a gradient; and its strides, unless they are those of a contiguous tensor.
+
+    torch.distributed.checkpoint stores no strides.
+    """
+    form = (isinstance(value, Parameter), getattr(value, "requires_grad", False))
+    if is_dtensor(value) or (isinstance(value, Tensor) and value.layout is not torch.strided):
+        return form
+    strides = value.strides if isinstance(value, SlicedTensor) else find_strides(value)
+    return form if strides is None else (*form, tuple(strides))
 
 
 def _memory(value: Any) -> tuple[Any, ...] | None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from phalanx.optim.parameter_shard import in_memory_order
+from phalanx.transport.tensors import same_order
 
 State = dict[str, Any]
 StateDict = dict[str, Any]
@@ -102,6 +103,9 @@ def cut_state(whole: State, parameter: Tensor, start: int, stop: int) -> State:
             state[key] = value
         elif stop - start < parameter.numel() and value.shape == parameter.shape:
             state[key] = in_memory_order(value, parameter)[start:stop].clone()
+        elif value.shape == parameter.shape and not same_order(value, parameter):
+            # Fused optimizers do not look at strides.
+            state[key] = torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
         else:
             state[key] = value.clone()
     return state

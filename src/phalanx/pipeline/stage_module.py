@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
@@ -130,7 +131,9 @@ class StageModule(nn.Module):
         return self._own_state(keep_vars=False)
 
     def _own_state(self, *, keep_vars: bool) -> dict[str, Any]:
-        return with_every_name(self._own.state_dict(keep_vars=keep_vars), self._first_state_names)
+        own = OrderedDict(with_every_name(self._own.state_dict(keep_vars=keep_vars), self._first_state_names))
+        cast("Any", own)._metadata = self._metadata  # the versions by which modules know how to read it
+        return own
 
     def gather_state_dict(self) -> dict[str, Any]:
         """The whole on the first rank, and on others what is their own. Collective."""

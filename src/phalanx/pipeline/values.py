@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor, fx
 
 from phalanx.partition.parts import Part
 from phalanx.pipeline.nested import tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
+from phalanx.transport.memory_order import Strides, find_strides, flatten, restore
 
 _CONSTANTS = (int, float, bool, str, complex, type(None), torch.dtype, torch.device)
 
@@ -83,7 +85,7 @@ def share_result(result: Any, group: dist.ProcessGroup, owner: int) -> Any:
     mine = group.rank() == owner
     leaves, tree = tree_flatten(result)
     described: list[Any] = [
-        (treespec_dumps(tree), [(tuple(v.shape), v.dtype) if isinstance(v, Tensor) else _Constant(v) for v in leaves])
+        (treespec_dumps(tree), [_form_of(v) if isinstance(v, Tensor) else _Constant(v) for v in leaves])
         if mine
         else None
     ]
@@ -94,10 +96,16 @@ def share_result(result: Any, group: dist.ProcessGroup, owner: int) -> Any:
         if isinstance(form, _Constant):
             shared.append(form.value)
             continue
-        value = leaves[at].detach().contiguous() if mine else torch.empty(form[0], dtype=form[1])
-        dist.broadcast(value, group=group, group_src=owner)
-        shared.append(value)
+        shape, dtype, strides = form
+        room = shape if strides is None else math.prod(shape)
+        flat = flatten(leaves[at], strides) if mine else torch.empty(room, dtype=dtype)
+        dist.broadcast(flat, group=group, group_src=owner)
+        shared.append(restore(flat, shape, strides))
     return result if mine else tree_unflatten(shared, treespec_loads(text))
+
+
+def _form_of(value: Tensor) -> tuple[tuple[int, ...], torch.dtype, Strides | None]:
+    return tuple(value.shape), value.dtype, find_strides(value)
 
 
 class _Constant:

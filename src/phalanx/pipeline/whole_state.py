@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -9,6 +10,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from phalanx.transport.memory_order import Strides, find_strides, flatten, restore
 
 _Key = TypeVar("_Key", bound=Hashable)
 _Value = TypeVar("_Value")
@@ -40,30 +43,29 @@ def gather_entries(own: Mapping[_Key, Any], group: dist.ProcessGroup, *, rank0_o
     return dict(own) if rank0_only and rank else found
 
 
-def _describe(value: Any) -> tuple[str, Any, Any]:
+def _describe(value: Any) -> tuple[str, Any, Any, Strides | None]:
     if isinstance(value, Tensor) and value.nbytes > _SMALL_BYTES:
-        return "tensor", tuple(value.shape), value.dtype
-    return "object", value.detach().cpu() if isinstance(value, Tensor) else value, None
+        return "tensor", tuple(value.shape), value.dtype, find_strides(value)
+    return "object", value.detach().cpu() if isinstance(value, Tensor) else value, None, None
 
 
-def _fetch(mine: Any, entry: tuple[str, Any, Any], source: int, rank: int, group: Any, rank0_only: bool) -> Any:
-    kind, shape, dtype = entry  # or the object
+def _fetch(mine: Any, entry: tuple[str, Any, Any, Any], source: int, rank: int, group: Any, rank0_only: bool) -> Any:
+    kind, shape, dtype, strides = entry  # or the object
     if kind == "object":
         return mine if rank == source else shape
-    value = mine.detach().contiguous() if rank == source else None
-    if rank0_only:
-        if source == 0:
-            return mine
-        if rank == source:
-            group.send([value], 0, 0).wait()
-        elif rank == 0:
-            value = torch.empty(shape, dtype=dtype)
-            group.recv([value], source, 0).wait()
-        return value
-    if value is None:
-        value = torch.empty(shape, dtype=dtype)
-    dist.broadcast(value, group=group, group_src=source)
-    return mine if rank == source else value
+    if rank0_only and (source == 0 or rank not in (0, source)):
+        return mine
+    if rank == source:
+        flat = flatten(mine, strides)
+    else:
+        flat = torch.empty(shape if strides is None else math.prod(shape), dtype=dtype)
+    if not rank0_only:
+        dist.broadcast(flat, group=group, group_src=source)
+    elif rank == source:
+        group.send([flat], 0, 0).wait()
+    else:
+        group.recv([flat], source, 0).wait()
+    return mine if rank == source else restore(flat, shape, strides)
 
 
 def first_names(module: nn.Module) -> dict[str, str]:
@@ -96,7 +98,10 @@ def select_own(state: Mapping[str, Any], own: Iterable[str], first: Mapping[str,
     That is the one which stays where plain PyTorch loads the whole model.
     """
     last = {first.get(name, name): state[name] for name in dict.fromkeys([*first, *own]) if name in state}
-    return {name: last[first.get(name, name)] for name in own if first.get(name, name) in last}
+    selected = OrderedDict((name, last[first.get(name, name)]) for name in own if first.get(name, name) in last)
+    if (versions := getattr(state, "_metadata", None)) is not None:  # by which modules know how to read it
+        selected._metadata = versions  # type: ignore[attr-defined]
+    return selected
 
 
 def require_same_names(state: Mapping[str, Any], names: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -31,8 +31,8 @@ from phalanx.errors import MismatchError, PeerLostError, PhalanxError
 from phalanx.pipeline.failure import with_note
 from phalanx.pipeline.frames import HEADER_BYTES, WORDS, Frames, aligned, end_of, nbytes_of, tensor_in
 from phalanx.pipeline.meeting import FAREWELL_S, meets_by_messages, outlive
-from phalanx.pipeline.memory_order import Strides, find_strides, flatten, restore
 from phalanx.pipeline.nested import tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
+from phalanx.transport.memory_order import Strides, find_strides, flatten, restore
 
 if TYPE_CHECKING:
     from phalanx.backend.lending import Lending

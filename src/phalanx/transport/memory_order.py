@@ -1,8 +1,11 @@
-"""The order in which the elements of a tensor lie in memory, which layers behind a cut shall find as in one process.
+"""The order in which the elements of a tensor lie in memory, which shall be the same where the tensor arrives.
 
 Random numbers are drawn in this order, so that nn.Dropout of a transposed tensor drops other elements than that of a
-contiguous copy. A tensor with gaps (a slice) or repetitions (an expanded one) goes without them, in the order that
-`torch.empty_like` gives it.
+contiguous copy. Optimizers with `fused=True` go through a parameter and its state in this order, and do not look at
+strides: the moments of a parameter in channels_last must be in channels_last again after a load.
+
+A tensor with gaps (a slice) or repetitions (an expanded one) goes without them, in the order that `torch.empty_like`
+gives it.
 """
 
 from __future__ import annotations
@@ -45,3 +48,14 @@ def restore(flat: Tensor, shape: tuple[int, ...], strides: Strides | None) -> Te
         return flat
     made = torch.empty(0, dtype=flat.dtype, device=flat.device)
     return made.set_(flat.untyped_storage(), flat.storage_offset(), shape, strides)
+
+
+def lay_out(tensor: Tensor, strides: Strides | None) -> Tensor:
+    """Return a tensor of the same elements with `strides`, which `find_strides` has found.
+
+    Cost: one copy, unless it has them.
+    """
+    wanted = torch.empty(tensor.shape, device="meta").stride() if strides is None else strides
+    if tensor.stride() == wanted:
+        return tensor
+    return torch.empty_strided(tensor.shape, wanted, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
