@@ -38,6 +38,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--loops", type=int, default=1, help="random loops trained under each strategy, for each world size"
     )
     parser.addoption("--models", type=int, default=100, help="random models trained beside PyTorch's DDP")
+    parser.addoption("--programs", type=int, default=60, help="programs drawn at random that lose ranks")
+    parser.addoption("--first-program", type=int, default=0, help="the seed of the first of them")
     parser.addoption(
         "--stage-kills", type=int, default=3, help="ranks of pipelines killed at random cells of schedules"
     )

@@ -22,6 +22,7 @@ from phalanx import elastic
 from phalanx.elastic.hand_over import hand_over
 
 BLOCKS = 12
+TRIAL = 100  # steps in which an elastic job learns what its steps are like; docs/elastic.md has what they cost
 HAND_OVERS = 7
 LAYERS, WIDTH = 4, 2048  # 64 MiB of parameters, 192 MiB with Adam's
 
@@ -58,6 +59,8 @@ def measure_steps(width: int, batch: int, num_steps: int) -> dict[str, list[floa
 
     @elastic.run(state)
     def train(state: Any) -> None:
+        for _ in range(TRIAL // num_steps + 1):
+            block(*watched, state)
         for number in range(BLOCKS + 2):
             took = {}
             for name in ("plain", "elastic") if number % 2 else ("elastic", "plain"):

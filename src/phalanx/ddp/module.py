@@ -314,6 +314,18 @@ class DistributedDataParallel(JoinInterface, TorchInterface):
         finally:
             self.require_backward_grad_sync = before
 
+    @property
+    def batchnorm_choice(self) -> tuple[bool, bool]:
+        """Of `sync_batchnorm="auto"`: whether it is still to be decided, and whether BatchNorm layers span ranks."""
+        return self._batchnorm_undecided, self._batchnorm_synced
+
+    def follow_batchnorm_choice(self, choice: tuple[bool, bool]) -> None:
+        """Have what another rank's wrapper has decided."""
+        undecided, synced = choice
+        if synced and not self._batchnorm_synced:
+            span_ranks(self.module, self.process_group)
+        self._batchnorm_undecided, self._batchnorm_synced = bool(undecided), bool(synced)
+
     def _state(self) -> list[Tensor]:
         """What ranks bring each other up to date with: parameters, and buffers unless each rank has its own."""
         named = [(name, parameter) for name, parameter in self.module.named_parameters() if name not in self._ignored]
@@ -335,9 +347,7 @@ class DistributedDataParallel(JoinInterface, TorchInterface):
         if source is None:
             return
         num_rounds, board_round, undecided, synced = everyone[source]
-        if self._batchnorm_undecided and synced:
-            span_ranks(self.module, self.process_group)
-        self._batchnorm_undecided = bool(undecided)
+        self.follow_batchnorm_choice((bool(undecided), bool(synced)))
 
         def broadcast(packed: Tensor) -> bool:
             rejoin_channel.broadcast(packed, source)

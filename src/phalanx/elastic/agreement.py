@@ -24,6 +24,8 @@ class Standing:
     """The generation whose records (of all ranks of a host) it can read; -1 for none."""
     groups: tuple[tuple[str, tuple[int, ...]], ...] = ()
     """The groups, by name and members, that its script has made before `elastic.run`."""
+    differs: bool = False
+    """Whether ranks differ in what is small, so that each has its own back."""
     form: str = ""
     """The names and kinds of what its State has: the same on all ranks, or one can't take another's."""
 

@@ -19,16 +19,21 @@ from phalanx.coordination.bootstrap import checked_while_meeting
 from phalanx.diagnostics.progress_page import open_page
 from phalanx.elastic.agreement import Agreement, Standing, decide, describe_differing
 from phalanx.elastic.except_hook import one_except_hook
+from phalanx.elastic.frozen import Frozen
 from phalanx.elastic.hand_over import ShardedPart, hand_over
 from phalanx.elastic.losses import NewGenerationError, is_loss
 from phalanx.elastic.membership import Generation, JobEndedError, Membership, SupersededError
 from phalanx.elastic.points import AGREE, FINISH, HAND_OVER, LEAVE, MEET, REBIND, RESTORE, reached
 from phalanx.elastic.random_state import RandomStates
 from phalanx.elastic.rebind import rebind_module
-from phalanx.elastic.records import RankRecords
+from phalanx.elastic.records import RankRecords, restore_random, small_of
 from phalanx.elastic.script_groups import ScriptGroups
 from phalanx.elastic.stages import StageRecords, rebind_sharded, require_same_stages, why_not_kept
 from phalanx.elastic.state import State
+from phalanx.elastic.step import TRIAL_STEPS
+from phalanx.log import get_logger
+
+_logger = get_logger(__name__)
 
 if TYPE_CHECKING:
     from phalanx.backend.process_group import PhalanxProcessGroup
@@ -49,14 +54,16 @@ class ElasticGroup:
         self._records_generation = -1
         self._prepared_seq = (-1, -1)
         self._script_groups = ScriptGroups(group)
+        self.ranks_differ = False
+        """In what is small, or in when they change the rest: then they wait for each other in each commit."""
         self._page = open_page(rendezvous.agent_address())
         self._page.set_generation(self.generation)
         self._used = 0  # samples of this pass, at the latest commit
 
     def start(self) -> None:
         """The job's first group: all ranks hold the same state. Collective."""
-        models = () if self._state._objects.pipelines else self._state._objects.trained
-        self._records = RankRecords(self.process_group, models, self._random)
+        self._state._save()
+        self._records = RankRecords(self.process_group, self._layers(), self._random)
         self._records_generation = self.generation
         if self._state._objects.pipelines:
             self._why_not_kept = why_not_kept(self._state, self.process_group)
@@ -65,9 +72,16 @@ class ElasticGroup:
                 self._stages.keep(self._records)
             return
         self._records.prepare(0)
+        self._records.write_small(0, self._state._saved)
         for optimizer in self._state._objects.sharded:
             optimizer.keep_state()
-        dist.barrier(group=self.process_group)
+        self.ranks_differ = self._records.meet(0).differ and not self._state._objects.rounds
+
+    def _layers(self) -> dict[str, Any]:
+        """Those whose buffers each rank has for itself."""
+        objects = self._state._objects
+        trained = {id(layer) for module in objects.trained for layer in module.modules()}
+        return {key: layer for key, layer in objects.named_layers().items() if id(layer) in trained}
 
     # -- while it trains -----------------------------------------------------------------------------------------
 
@@ -96,18 +110,40 @@ class ElasticGroup:
         """A barrier, which raises at once what has ended the group."""
         dist.barrier(group=self.process_group)
 
-    def before_commit(self, number: int) -> None:
-        """See to it that the record of this commit is there, on all ranks."""
-        assert self._records is not None
+    def before_commit(self, number: int, small: Frozen, counted: tuple[int, int]) -> bool:
+        """See to it that the record of this commit is there, on all ranks; whether they wait for each other for it.
+
+        They do so in the job's first commits, and where nobody has waited since the backward. Then on, whether ranks
+        differ in what is small, draw and change buffers behind a backward, or need room, the commit before tells, which
+        all have made who have given gradients for this one: so all know it, and wait again.
+        """
+        records = self._records
+        assert records is not None
         if self._state._objects.pipelines:
-            return  # all is written after it, when it is known what the commit changes
-        if not self._records.is_prepared(number):
-            self._records.prepare(number)
-            self._prepared_seq = self.count_collectives()
-        if self._state._objects.rounds:
-            return  # they train apart, each from its own step after a loss: others may be in a round by now
-        if self.process_group.size() > 1 and self.count_collectives() == self._prepared_seq:
-            dist.barrier(group=self.process_group)  # no rank has waited for the others since: they may lack theirs
+            return False  # all is written after it, when it is known what the commit changes
+        is_unseen = not records.has_begun(number) or self._prepared_seq == counted
+        if not records.is_prepared(number):
+            records.is_late |= records.has_begun(number)
+            records.prepare(number)
+        records.write_small(number, small)
+        if self.process_group.size() == 1 or self._state._objects.rounds:
+            return False  # who trains apart goes on from its own step after a loss, and others may be in a round
+        if is_unseen or number <= TRIAL_STEPS or self.ranks_differ or not records.is_quiet(number):
+            said = records.meet(number)
+            self.ranks_differ |= said.differ or said.are_late
+            if any(said.room):
+                self._give_room(number, small, said.room)
+        return self.ranks_differ or is_unseen
+
+    def _give_room(self, number: int, small: Frozen, room: tuple[int, int]) -> None:
+        """Have larger records, with this commit in them. Collective."""
+        assert self._records is not None
+        fresh = RankRecords(self.process_group, self._layers(), self._random, room)
+        fresh.is_late = self._records.is_late
+        fresh.prepare(number)
+        fresh.write_small(number, small)
+        dist.barrier(group=self.process_group)
+        self._records = fresh
 
     def after_commit(self) -> None:
         """Here, and nowhere else, the ranks stop for others to come in."""
@@ -204,10 +240,12 @@ class ElasticGroup:
             was_rank=-1 if self._records is None else self._records.rank,
             records_of=self._records_generation,
             groups=self._script_groups.name_all(self.process_group.rank(), self.process_group.size()),
+            differs=self.ranks_differ or (self._records is not None and self._records.is_late),
             form=", ".join(f"{name}={type(thing).__name__}" for name, thing in state._things.items()),
         )
         standings: list[Any] = [None] * self.process_group.size()
         dist.all_gather_object(standings, mine, group=self.process_group)
+        self.ranks_differ = any(one.differs for one in standings)
         return standings
 
     def _rebind(self, old: Any, agreement: Agreement) -> None:
@@ -226,7 +264,8 @@ class ElasticGroup:
         receives = rank in agreement.receivers
         if state._objects.rounds and not receives and state._step.stepped:
             state._count_as_done(state._number + 1)
-        mine = self._find_record(state._number if state._objects.rounds else agreement.number, standings)
+        number = state._number if state._objects.rounds else agreement.number
+        mine, is_own, is_lost = self._find_record(number, standings)
         if agreement.is_ahead and not receives:
             state._count_as_done(agreement.number)
         if agreement.receivers:
@@ -238,19 +277,48 @@ class ElasticGroup:
         for rounds in state._objects.rounds:
             rounds.catch_up(is_new=receives)
         reached(RESTORE)
+        if receives and not state._objects.rounds:
+            self._have_own_small(mine if is_own else None, agreement, is_lost=is_lost)
         state._settle(rank, self.process_group.size())
-        fresh = RankRecords(self.process_group, state._objects.trained, self._random)
+        fresh = RankRecords(self.process_group, self._layers(), self._random)
         if mine is not None:
-            fresh.restore(mine)
+            fresh.restore(mine, random=is_own)
         fresh.prepare(state._number)
+        fresh.write_small(state._number, state._saved)
         dist.barrier(
             group=self.process_group
         )  # whoever is lost from here on has left its record; until then the old ones count
         self._records, self._records_generation = fresh, self.generation
         self.is_complete = True
         self._prepared_seq = (-1, -1)
-        if mine is not None and state._mark is not None:
-            state._random_again = functools.partial(fresh.restore_random, mine)
+        if mine is not None and is_own and state._mark is not None:
+            state._random_again = functools.partial(restore_random, mine)
+
+    def _have_own_small(self, mine: Tensor | None, agreement: Agreement, *, is_lost: bool) -> None:
+        """In place of the source's, which may have others."""
+        number = agreement.number
+        small = None if self._records is None else self._records.own_small(number)
+        if small is None and mine is not None:
+            small = small_of(mine, number)
+        if small is not None:
+            self._state._saved = small
+        elif is_lost:
+            _logger.warning(
+                "phalanx.elastic: nothing is left of rank %d at commit %d (its host is lost, or its buffers had grown "
+                "too fast): it goes on with the buffers and values of rank %d, and with other random numbers.",
+                self.process_group.rank(),
+                number,
+                agreement.source,
+            )
+        elif mine is not None and self.ranks_differ:
+            _logger.warning(
+                "phalanx.elastic: rank %d was lost before it came to commit %d, in which ranks began to differ (in "
+                "values of State, extra states, averages, or in what they draw behind a backward): what it had of that "
+                "is lost, and it goes on with that of rank %d.",
+                self.process_group.rank(),
+                number,
+                agreement.source,
+            )
 
     def _hand_over_sharded(self, agreement: Agreement, kept: list[Any] | None) -> None:
         """Each rank's part of it went with the old group, also where the rank is a survivor: all take new ones."""
@@ -263,20 +331,30 @@ class ElasticGroup:
                 part.take(part.show())
             optimizer.keep_state()
 
-    def _find_record(self, step: int, standings: list[Standing]) -> Tensor | None:
-        """What this rank, or the one that it replaces, left of the step to go on from. Collective."""
+    def _find_record(self, step: int, standings: list[Standing]) -> tuple[Tensor | None, bool, bool]:
+        """What this rank, or the one that it replaces, left of the step to go on from. Collective.
+
+        Also whether it is its own (who comes in addition, or in the place of a rank whose memory is lost, has the
+        buffers of another), and whether one was lost.
+        """
         size = self.process_group.size()
         newest = max(one.records_of for one in standings)
         keeper = next((r for r, one in enumerate(standings) if one.records_of == newest), None)
         if keeper is None or newest < 0:
-            return None
+            return None, False, False
         me = standings[self.process_group.rank()]
-        mine = None
+        mine: tuple[Tensor | None, bool, bool] = None, False, False
         if self._records is not None and me.records_of == newest:
-            mine = self._records.read(self._records.rank, step)
+            mine = self._records.read(self._records.rank, step), True, False
+        alive = {one.was_rank for one in standings if one.records_of == newest}
         # Who has none: the slot of the rank of its number, from somebody who maps it.
         for orphan in (r for r in range(size) if standings[r].records_of != newest):
-            told = [None if self._records is None else self._records.read(orphan, step)]
+            told: list[Any] = [None]
+            if self._records is not None and self.process_group.rank() == keeper:
+                is_lost = orphan < self._records.size and orphan not in alive
+                left = self._records.read(orphan, step) if is_lost else None
+                own = self._records.read(self._records.rank, step)
+                told = [(own, False, is_lost) if left is None else (left, True, False)]
             dist.broadcast_object_list(told, group=self.process_group, group_src=keeper)
             if orphan == self.process_group.rank():
                 mine = told[0]
@@ -294,18 +372,18 @@ class ElasticGroup:
         for module in state._objects.modules:
             rebind_module(module, old, self.process_group)
         rebind_sharded(state)
-        record = self._find_record(number, standings)
+        record, is_own, _ = self._find_record(number, standings)
         reached(HAND_OVER)
         StageRecords.hand_over(self._stages, state, number, keeper, holders, self.process_group)
         reached(RESTORE)
         state._settle(rank, size)
-        fresh, stages = RankRecords(self.process_group, (), self._random), StageRecords(state, self.process_group)
-        if record is not None:
+        fresh, stages = RankRecords(self.process_group, {}, self._random), StageRecords(state, self.process_group)
+        if record is not None and is_own:
             fresh.restore(record)
         stages.keep(fresh)
         self._records, self._stages, self._records_generation = fresh, stages, self.generation
-        if record is not None and state._mark is not None:
-            state._random_again = functools.partial(fresh.restore_random, record)
+        if record is not None and is_own and state._mark is not None:
+            state._random_again = functools.partial(restore_random, record)
 
 
 def leave_all_groups() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from phalanx.backend.skeleton import Leaf, join, split
+from phalanx.ddp import DistributedDataParallel
 from phalanx.elastic.carry import carry, own_clock
+from phalanx.elastic.membership import JobEndedError
 from phalanx.optim import ZeroRedundancyOptimizer
 
 
@@ -34,48 +36,136 @@ class Part(Protocol):
 
 
 class ModulePart:
-    """Parameters, and those buffers that no rank's record holds."""
+    """Parameters by name, and, where no record holds them, buffers.
+
+    What wrappers that average gradients have decided by themselves (`sync_batchnorm="auto"`) goes with them.
+    """
 
     def __init__(self, module: nn.Module, *, buffers: bool, without: frozenset[int] = frozenset()) -> None:
         self._module = module
         self._buffers = buffers
         self._without = without  # parameters, by id, that all ranks have in one memory
 
-    def show(self) -> list[Tensor]:
+    def show(self) -> Any:
         """The tensors themselves: who takes, receives into them."""
-        tensors = [p.data for p in self._module.parameters() if id(p) not in self._without]
-        return tensors + ([b.data for b in self._module.buffers()] if self._buffers else [])
+        return {
+            "decided": [one.batchnorm_choice for one in self._wrappers()],
+            "trains": {name: p.requires_grad for name, p in self._module.named_parameters()},
+            "tensors": {name: tensor.data for name, tensor in self._named()},
+        }
 
     def take(self, value: Any) -> None:
-        """What was received lies in place, unless it had another form."""
-        for mine, theirs in zip(self.show(), value, strict=True):
-            if mine is not theirs and mine.data_ptr() != theirs.data_ptr():
-                mine.copy_(theirs)
+        """What was received lies in place, unless it had another form.
+
+        Raises:
+            JobEndedError: the other's has parameters that this one has not, or of other shapes.
+        """
+        for wrapper, choice in zip(self._wrappers(), value["decided"], strict=False):
+            wrapper.follow_batchnorm_choice(choice)
+        mine, theirs = dict(self._named()), value["tensors"]
+        for name in mine.keys() | theirs.keys():
+            forms = [(tuple(t.shape), t.dtype) if t is not None else None for t in (mine.get(name), theirs.get(name))]
+            if forms[0] != forms[1]:
+                raise JobEndedError(
+                    f"{name!r} of a {type(self._module).__name__} is {_word(forms[1])} on the rank that holds the "
+                    f"state and {_word(forms[0])} here: a model whose parameters come, go or change their shape in "
+                    "the loop is not kept. Make them before elastic.State, or in the script, by what a checkpoint says"
+                )
+        for name, tensor in mine.items():
+            if tensor.data_ptr() != theirs[name].data_ptr():
+                tensor.data.copy_(theirs[name])
+        for name, parameter in self._module.named_parameters():
+            parameter.requires_grad_(value["trains"][name])
+
+    def _named(self) -> list[tuple[str, Tensor]]:
+        named: list[tuple[str, Tensor]] = [
+            (name, p) for name, p in self._module.named_parameters() if id(p) not in self._without
+        ]
+        return named + (list(self._module.named_buffers()) if self._buffers else [])
+
+    def _wrappers(self) -> list[DistributedDataParallel]:
+        return [layer for layer in self._module.modules() if isinstance(layer, DistributedDataParallel)]
+
+
+def _word(form: Any) -> str:
+    return "missing" if form is None else f"{form[1]} of shape {list(form[0])}"
 
 
 class OptimizerPart:
-    """Options and state, by the number of the parameter; tensors as they are, so that no bit is converted."""
+    """Groups, and state: by the number of the parameter, or, of what hangs on no parameter, by its key.
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    Tensors are as they are, so that no bit is converted. By the names of `models`' parameters a group that the loop has
+    added is found.
+    """
+
+    def __init__(self, optimizer: Optimizer, models: Mapping[str, nn.Module]) -> None:
         self._optimizer = optimizer
+        self._models = models
+        self._names: dict[Tensor, str] = {}
 
     def show(self) -> Any:
-        """Options of each group, and the state of each parameter that has one."""
-        groups = [{k: v for k, v in group.items() if k != "params"} for group in self._optimizer.param_groups]
-        return {"groups": groups, "state": [dict(self._optimizer.state.get(p, {})) for p in self._parameters()]}
+        """Options of each group, whose parameters it has, and the state."""
+        groups = [{**_options(group), "params": self._named(group)} for group in self._optimizer.param_groups]
+        parameters = self._parameters()
+        known = {id(p) for p in parameters}
+        return {
+            "groups": groups,
+            "state": [dict(self._optimizer.state.get(p, {})) for p in parameters],
+            "other": {key: one for key, one in self._optimizer.state.items() if id(key) not in known},
+        }
 
     def take(self, value: Any) -> None:
-        """Set both."""
-        for mine, theirs in zip(self._optimizer.param_groups, value["groups"], strict=True):
-            mine.update(theirs)
-        for parameter, state in zip(self._parameters(), value["state"], strict=True):
-            if state:
-                self._optimizer.state[parameter] = state
+        """Have the same.
+
+        Raises:
+            JobEndedError: a group has parameters that no model of State has.
+        """
+        optimizer = self._optimizer
+        if any(isinstance(key, Tensor) for key in value["other"]):
+            raise JobEndedError(
+                f"{type(optimizer).__name__} has state of a tensor that is in none of its groups, which no other rank "
+                "can find. Add it to a group, or delete its state"
+            )
+        by_name: dict[str, Tensor] = {}
+        for number, group in enumerate(value["groups"]):
+            if number < len(optimizer.param_groups) and self._named(optimizer.param_groups[number]) == group["params"]:
+                continue
+            by_name = by_name or self._by_name()
+            if missing := [name for name in group["params"] if name not in by_name]:
+                raise JobEndedError(
+                    f"group {number} of {type(optimizer).__name__} has a parameter ({missing[0] or 'without a name'}) "
+                    "that no model in State has: give State the model of every group that the loop adds"
+                )
+            params = [by_name[name] for name in group["params"]]
+            if number < len(optimizer.param_groups):
+                optimizer.param_groups[number]["params"] = params
             else:
-                self._optimizer.state.pop(parameter, None)
+                optimizer.add_param_group({**group, "params": params})
+        del optimizer.param_groups[len(value["groups"]) :]
+        for mine, theirs in zip(optimizer.param_groups, value["groups"], strict=True):
+            params = mine["params"]
+            mine.clear()
+            mine.update({"params": params, **_options(theirs)})
+        optimizer.state.clear()
+        optimizer.state.update({p: s for p, s in zip(self._parameters(), value["state"], strict=True) if s})
+        optimizer.state.update(value["other"])
+
+    def _named(self, group: dict[str, Any]) -> list[str]:
+        if any(p not in self._names for p in group["params"]):
+            self._names = {p: name for name, p in self._by_name().items()}
+            for p in group["params"]:
+                self._names.setdefault(p, "")
+        return [self._names[p] for p in group["params"]]
+
+    def _by_name(self) -> dict[str, Tensor]:
+        return {f"{thing}.{name}": p for thing, one in self._models.items() for name, p in one.named_parameters()}
 
     def _parameters(self) -> list[Tensor]:
         return [p for group in self._optimizer.param_groups for p in group["params"]]
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
 
 
 class ShardedPart:
@@ -91,10 +181,28 @@ class ShardedPart:
         return {"groups": groups, "state": self._state}
 
     def take(self, value: Any) -> None:
-        """Set the options, and this rank's part of the state."""
+        """Set the options, and this rank's part of the state.
+
+        Raises:
+            JobEndedError: there is none.
+        """
+        _require_groups(self._optimizer, value["groups"])
         for mine, theirs in zip(self._optimizer.param_groups, value["groups"], strict=True):
             mine.update(theirs)
+        if value["state"] is None:
+            raise JobEndedError(
+                "of the ranks that were lost, the state of a ZeroRedundancyOptimizer was not kept: it is larger than "
+                "there is room for. Start again from the last checkpoint"
+            )
         self._optimizer.load_kept_state(value["state"])
+
+
+def _require_groups(optimizer: ZeroRedundancyOptimizer, groups: Sequence[Any]) -> None:
+    if len(optimizer.param_groups) != len(groups):
+        raise JobEndedError(
+            f"a ZeroRedundancyOptimizer has {len(groups)} groups of parameters on the rank that holds the state and "
+            f"{len(optimizer.param_groups)} here: groups that the loop adds are not kept. Add them before elastic.State"
+        )
 
 
 class SlicesPart:
@@ -110,6 +218,7 @@ class SlicesPart:
 
     def take(self, value: Any) -> None:
         """Set both."""
+        _require_groups(self._optimizer, value["groups"])
         for mine, theirs in zip(self._optimizer.param_groups, value["groups"], strict=True):
             mine.update(theirs)
         self._optimizer.load_shard(value["state"])
@@ -118,8 +227,9 @@ class SlicesPart:
 class StatefulPart:
     """Whatever has `state_dict` and `load_state_dict`."""
 
-    def __init__(self, owner: Any) -> None:
+    def __init__(self, owner: Any, *, is_large: bool = False) -> None:
         self._owner = owner
+        self.is_large = is_large
 
     def show(self) -> Any:
         """Its state."""

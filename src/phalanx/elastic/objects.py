@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import types
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
@@ -13,13 +17,17 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Sampler
 
+from phalanx.backend.skeleton import split
 from phalanx.data import DistributedSampler
 from phalanx.ddp import DistributedDataParallel
 from phalanx.elastic.hand_over import ModulePart, OptimizerPart, Part, SlicesPart, StatefulPart
+from phalanx.elastic.rebind import averaging_modules
 from phalanx.optim import ZeroRedundancyOptimizer
 from phalanx.optim.rounds import Rounds
 from phalanx.partition.owners import owner_of
 from phalanx.pipeline import Pipeline
+
+_SMALL = 1 << 20
 
 
 class Objects:
@@ -34,6 +42,7 @@ class Objects:
         self.things = things
         kept = list(things.values())
         self.modules = [thing for thing in kept if isinstance(thing, nn.Module)]
+        self.named_modules = {name: thing for name, thing in things.items() if isinstance(thing, nn.Module)}
         self.optimizers = [thing for thing in kept if isinstance(thing, Optimizer)]
         self.sharded = [one for one in self.optimizers if isinstance(one, ZeroRedundancyOptimizer)]
         self.rounds = [thing for thing in kept if isinstance(thing, Rounds)]
@@ -48,12 +57,52 @@ class Objects:
             raise ValueError("State: one sampler says where the job stands, and it was given several")
         self.sampler = samplers[0] if samplers else None
         optimized = {id(p) for o in self.optimizers for g in o.param_groups for p in g["params"]}
+        known = (nn.Module, Optimizer, LRScheduler, GradScaler, Rounds, DistributedSampler)
+        others = {name: thing for name, thing in things.items() if not isinstance(thing, known)}
+        self.small = {name: thing for name, thing in others.items() if _is_small(thing.state_dict())}
+        self._large = others.keys() - self.small.keys()
         self.trained = [m for m in self.modules if not optimized or any(id(p) in optimized for p in m.parameters())]
 
     def layers(self) -> Iterator[nn.Module]:
         """All modules, and those inside them."""
         below = (layer for module in self.modules for layer in module.modules())
         return itertools.chain(self.pipelines, below)  # a Pipeline's modules are those of the model alone
+
+    def named_layers(self) -> dict[str, nn.Module]:
+        """All modules, and those inside them, each once, by name; those of a Pipeline are kept with its stages."""
+        layers: dict[str, nn.Module] = {}
+        seen: set[int] = set()
+        for thing, module in self.named_modules.items() if not self.pipelines else ():
+            for name, layer in module.named_modules():
+                if id(layer) not in seen:
+                    seen.add(id(layer))
+                    layers[f"{thing}.{name}" if name else thing] = layer
+        return layers
+
+    def refuse_what_is_not_kept(self) -> None:
+        """Find, before a job trains that ranks may be lost in, what a replacement could not have.
+
+        Raises:
+            ValueError: a comm hook with a state of its own; a buffer whose elements do not lie in memory one by one.
+        """
+        for name, module in self.named_modules.items():
+            for layer in averaging_modules([module]):
+                for hook, state in _comm_hooks(layer):
+                    if not (_is_constant(state) and _is_constant(hook)):
+                        called = getattr(hook, "__name__", type(hook).__name__)
+                        held = "a state of its own" if _is_constant(state) else f"a {type(state).__name__}"
+                        raise ValueError(
+                            f"phalanx.elastic: {name!r} has the comm hook {called} with {held}. What "
+                            "a hook remembers from step to step (errors, counters) changes inside of a backward, on "
+                            "each rank differently, and is not kept when a rank is lost. Register a hook without a "
+                            "state, or start the job as a whole again (no elastic.run, --max-restarts)."
+                        )
+            for key, buffer in module.named_buffers():
+                if buffer.layout != torch.strided or buffer.is_quantized:
+                    raise ValueError(
+                        f"phalanx.elastic: the buffer {name}.{key} is {buffer.layout}, {buffer.dtype}: sparse and "
+                        "quantized buffers are not kept when a rank is lost. Keep it dense, or outside of the model."
+                    )
 
     def watched_tensors(self) -> dict[Tensor, str]:
         """What neither an optimizer updates nor a rank's record holds, with its name."""
@@ -71,33 +120,35 @@ class Objects:
     def parts(self) -> list[Part]:
         """What is the same on every rank, in the order in which it is handed over."""
         parts: list[Part] = []
+        models = self.named_modules
         shared = frozenset(id(p) for o in self.sharded for group in o.param_groups for p in group["params"])
-        for thing in self.things.values():
+        for name, thing in self.things.items():
             if isinstance(thing, nn.Module):
-                parts.append(ModulePart(thing, buffers=all(thing is not m for m in self.trained), without=shared))
+                parts.append(ModulePart(thing, buffers=False, without=shared))
             elif thing in self.sharded:
                 continue  # after all others, to all ranks
             elif isinstance(thing, Optimizer):
-                parts.append(OptimizerPart(thing))
-            elif not isinstance(thing, DistributedSampler):
-                parts.append(StatefulPart(thing))
+                parts.append(OptimizerPart(thing, models))
+            elif not isinstance(thing, DistributedSampler) and name not in self.small:
+                parts.append(StatefulPart(thing, is_large=name in self._large))
         return parts
 
     def parts_of_update(self) -> list[Part]:
         """What changes between an update and its commit, in a loop that keeps an average of the model, too."""
-        return [part for part in self.parts() if isinstance(part, (ModulePart, OptimizerPart))]
+        return [part for part in self.parts() if not isinstance(part, StatefulPart) or part.is_large]
 
     def own_parts(self) -> list[Part]:
         """What each rank has for itself where the model is in stages: all of it, so that a rank is what it has left."""
         parts: list[Part] = []
-        for thing in self.things.values():
+        models = self.named_modules
+        for name, thing in self.things.items():
             if isinstance(thing, nn.Module):
                 parts.append(ModulePart(thing, buffers=True))
             elif thing in self.sharded:
                 parts.append(SlicesPart(thing))
             elif isinstance(thing, Optimizer):
-                parts.append(OptimizerPart(thing))
-            elif not isinstance(thing, DistributedSampler):
+                parts.append(OptimizerPart(thing, models))
+            elif not isinstance(thing, DistributedSampler) and name not in self.small:
                 parts.append(StatefulPart(thing))
         return parts
 
@@ -148,6 +199,32 @@ def has_state(thing: Any) -> bool:
             "phalanx.DistributedSampler, which takes the same arguments."
         )
     return hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")
+
+
+def _is_small(state: Any) -> bool:
+    """Whether it can be copied in each step; an average of a model that is no module can't."""
+    tensors: list[Tensor] = []
+    split(state, tensors)
+    return sum(t.nbytes for t in tensors) <= _SMALL
+
+
+def _comm_hooks(wrapper: Any) -> list[tuple[Any, Any]]:
+    if isinstance(wrapper, TorchDistributedDataParallel):
+        return list(wrapper._comm_hooks)
+    return [] if wrapper._comm_hook is None else [(wrapper._comm_hook[1], wrapper._comm_hook[0])]
+
+
+def _is_constant(held: object) -> bool:
+    """Whether nothing in it can change from step to step; of a function, in what it has around it."""
+    if type(held) is tuple:
+        return all(map(_is_constant, held))
+    if isinstance(held, functools.partial):
+        return all(map(_is_constant, (held.func, held.args, *held.keywords.values())))
+    if isinstance(held, types.FunctionType):
+        return all(_is_constant(cell.cell_contents) for cell in held.__closure__ or ())
+    return isinstance(
+        held, (int, float, bool, str, type(None), torch.dtype, dist.ProcessGroup, types.BuiltinFunctionType)
+    )
 
 
 def _bare(module: nn.Module) -> nn.Module:

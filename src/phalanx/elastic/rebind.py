@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
@@ -21,7 +22,7 @@ def rebind_module(module: nn.Module, old: Any, new: Any) -> None:
         if isinstance(layer, DistributedDataParallel):
             layer.regroup(_find_group(layer, new))
         elif isinstance(layer, TorchDistributedDataParallel):
-            _rebind_torch(layer, _find_group(layer, new))
+            _rebind_torch(layer, layer.process_group, _find_group(layer, new))
         elif getattr(layer, "process_group", None) is old:
             layer.process_group = new
     for parameter in module.parameters():
@@ -34,9 +35,10 @@ def _find_group(layer: Any, new: Any) -> Any:
     return own if is_listed(own) else new
 
 
-def _rebind_torch(ddp: Any, new: Any) -> None:
+def _rebind_torch(ddp: Any, old: Any, new: Any) -> None:
     """PyTorch's wrapper: a reducer is for one group and cannot be interrupted, so it gets a new one, as unpickled."""
     ddp.process_group = new
+    ddp._comm_hooks = [(hook, new if state is old else state) for hook, state in ddp._comm_hooks]
     for parameter in ddp.module.parameters():
         parameter.grad = None
     parameters, expect_sparse_gradient = ddp._build_params_for_reducer()
@@ -44,6 +46,8 @@ def _rebind_torch(ddp: Any, new: Any) -> None:
     ddp.reducer = ddp.logger = None  # its hooks go with it, before the next one sets its own
     ddp._ddp_init_helper(parameters, expect_sparse_gradient, names, ddp.static_graph)
     ddp._has_rebuilt_buckets = False
+    for hook, state in ddp._comm_hooks:
+        dist._register_comm_hook(ddp.reducer, state, hook)
     ddp.require_backward_grad_sync = ddp.require_forward_param_sync = True
     if ddp.static_graph:
         ddp.reducer._set_static_graph()

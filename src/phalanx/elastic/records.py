@@ -1,22 +1,30 @@
-"""What each rank alone knows of a step (its random states, its model's buffers), kept where the others can read it.
+"""What each rank alone knows of a step, kept where the others can read it: a slot for each of three steps.
 
     forward of step n
-    its backward begins        slot n%2: number -1; random states and buffers; number n          prepared
+    its backward begins        slot n%3: number -1; random states and buffers; number n          prepared
     gradients, update          ...                        (who has all gradients of step n knows that all prepared)
-    commit of step n           if random numbers were drawn since: written anew, and the ranks wait for each other
+    commit of step n           slot n%3, apart: what is small (values, extra states); its checksum; number n
+                               ranks wait for each other: in the first commits, and if they differ in what is small,
+                               draw behind a backward or need more room
 
-A rank that dies leaves both slots in memory that the others map. Whoever completed step n had every rank's gradients,
-and each rank gave them after it had prepared: so the slot of the agreed step is whole, whenever its rank died.
+A rank that dies leaves its slots in memory that the others map. Whoever completed step n had every rank's gradients,
+and each rank gave them after it had prepared: so the slot of the agreed step is whole, whenever its rank died. What is
+small is there where ranks waited for each other in that commit; otherwise a survivor's is as good.
 
+The third slot is that of who has begun a step in which nobody has waited yet, while another still reads the first.
+
+A slot says how its bytes are to be read, so that it doesn't matter what the buffers look like in the step after.
 A survivor goes back to its own slot of that step.
 """
 
 from __future__ import annotations
 
 import ctypes
+import pickle
 import struct
-from collections.abc import Sequence
-from typing import Any
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,140 +32,281 @@ from torch import Tensor, nn
 
 from phalanx.backend.shared import shared_empty, sharing_group
 from phalanx.elastic import random_state
+from phalanx.elastic.buffers import Buffers, views_of
+from phalanx.elastic.frozen import Frozen
 from phalanx.elastic.random_state import RandomStates
 from phalanx.transport.tensors import copy_all
 
-_HEAD = struct.Struct("q5Q")  # the number; the sizes of four random states and of the buffers
+_HEAD = struct.Struct("q7Q")  # the number; sizes of four random states, of the buffers' plan, the buffers, their room
+_SMALL_HEAD = struct.Struct("q7Q")  # the number; sizes of data, forms, tensors; their checksum; flags; asked room
+_SMALL_AT = 128
+_LACK = struct.Struct("qQ")  # the number, and whether there was no room when its backward began
+_LACK_AT = 256
 _RANDOM_BYTES = 16384  # 5056 torch's, 3.7 KiB Python's, 2.7 KiB NumPy's; and CUDA's
 _PAGE = 4096
+_BEGIN = _PAGE + _RANDOM_BYTES
+_SPARE = 1 << 18
+_SLOTS = 3
+_IS_LATE, _IS_THERE = 1, 2
 
 
-class Buffers:
-    """The buffers of the models that train, by their places, so that one that is replaced is found."""
+class Said(NamedTuple):
+    """What the ranks say of a commit: whether they differ in what is small, or change late what is prepared, and how
+    much room they ask for.
+    """
 
-    def __init__(self, models: Sequence[nn.Module]) -> None:
-        modules = {id(module): module for model in models for module in model.modules()}
-        self._places = [
-            (module._buffers, name)
-            for module in modules.values()
-            for name, buffer in module._buffers.items()
-            if buffer is not None
-        ]
-        self._forms = [(t.shape, t.dtype) for t in self._tensors()]
-        self.nbytes = sum(t.nbytes + 64 for t in self._tensors())
+    differ: bool
+    are_late: bool
+    room: tuple[int, int]
 
-    def _tensors(self) -> list[Tensor]:
-        return [t for place, name in self._places if (t := place[name]) is not None]
 
-    def views(self, memory: Tensor) -> list[Tensor]:
-        """One tensor for each buffer, in `memory`."""
-        views, at = [], 0
-        for shape, dtype in self._forms:
-            nbytes = shape.numel() * dtype.itemsize
-            views.append(memory[at : at + nbytes].view(dtype).view(shape))
-            at += -(-nbytes // 64) * 64
-        return views
+class _Slot:
+    """Memory for what one rank leaves of a step."""
 
-    def save(self, views: Sequence[Tensor]) -> None:
-        """Copy the buffers there."""
-        tensors = self._tensors()
-        if [(t.shape, t.dtype) for t in tensors] == self._forms and tensors:
-            copy_all(list(views), [t.detach() for t in tensors])
-
-    def versions(self) -> list[int]:
-        """They differ where a buffer was changed in between."""
-        return [tensor._version for tensor in self._tensors()]
-
-    def load(self, views: Sequence[Tensor]) -> None:
-        """Copy them back."""
-        for tensor, view in zip(self._tensors(), views, strict=True):
-            tensor.data.copy_(view)
+    def __init__(self, memory: Tensor) -> None:
+        self.memory = memory
+        self.bytes = memoryview(_array(memory))
+        self.plan = b""  # that the views go by
+        self.views: list[Tensor] = []
 
 
 class RankRecords:
-    """This rank's two slots, and, where ranks share memory, everybody's. Collective to build."""
+    """This rank's slots, and, where ranks share memory, everybody's. Collective to build.
 
-    def __init__(self, group: Any, models: Sequence[nn.Module], random: RandomStates) -> None:
-        self._random = random
-        self._buffers = Buffers(models)
-        self._slot_bytes = -(-(_PAGE + _RANDOM_BYTES + self._buffers.nbytes) // _PAGE) * _PAGE
-        nbytes = 2 * self._slot_bytes
-        self.rank = group.rank()
+    `room`: bytes for buffers, and for what is small; the same on all ranks, 0 where they know of none yet. Who needs
+    more than half of it asks for more; what does not fit at all is kept in memory of this rank alone.
+    """
+
+    def __init__(
+        self, group: Any, layers: Mapping[str, nn.Module], random: RandomStates, room: tuple[int, int] = (0, 0)
+    ) -> None:
+        self._group, self._random = group, random
+        self._buffers = Buffers(layers)
+        self._buffers.look()
+        self.rank, self.size = group.rank(), group.size()
+        ours = sharing_group(group) if self.size > 1 else None
+        self._is_shared = ours is not None
+        mine = 2 * (self._buffers.nbytes + len(self._buffers.plan)), 0
+        wanted: list[Any] = [mine] * self.size
+        if self._is_shared:
+            dist.all_gather_object(wanted, mine, group=group)
+        self.room = tuple(_to_pages(max(room[i], *(one[i] for one in wanted)) + _SPARE) for i in range(2))
+        slot_bytes = _BEGIN + sum(self.room)
+        nbytes = _SLOTS * slot_bytes
+        self._slot_bytes = slot_bytes
         self._others: dict[int, Tensor] = {}
-        ours = sharing_group(group)
-        if ours is not None and group.size() > 1:
-            self._memory: Tensor = shared_empty(nbytes, dtype=torch.uint8, group=group).zero_()
-            own = self._memory.data_ptr()
-            for rank in range(group.size()):  # it lies at one offset of every rank's heap
-                address = own + (rank - group.rank()) * ours.symm_mem.heap_bytes
+        if ours is not None:
+            memory: Tensor = shared_empty(nbytes, dtype=torch.uint8, group=group)
+            own = memory.data_ptr()
+            for rank in range(self.size):  # it lies at one offset of every rank's heap
+                address = own + (rank - self.rank) * ours.symm_mem.heap_bytes
                 array = (ctypes.c_char * nbytes).from_address(address)
                 self._others[rank] = torch.frombuffer(array, dtype=torch.uint8)
         else:
-            self._memory = torch.zeros(nbytes, dtype=torch.uint8)
-        self._others[self.rank] = self._memory
-        self._bytes = memoryview(_array(self._memory))
-        self._slots = [self._memory[i * self._slot_bytes : (i + 1) * self._slot_bytes] for i in range(2)]
-        self._views = [self._buffers.views(slot[_PAGE + _RANDOM_BYTES :]) for slot in self._slots]
-        self._numbers = [-1, -1]
+            memory = torch.empty(nbytes, dtype=torch.uint8)
+        self._others[self.rank] = memory
+        self._seen = {rank: memoryview(_array(memory)) for rank, memory in self._others.items()}
+        self._slots = [_Slot(memory[i * slot_bytes : (i + 1) * slot_bytes]) for i in range(_SLOTS)]
+        self._alone: dict[int, Tensor] = {}  # by the number of the step, for which there was no room
+        self._smalls: dict[int, Frozen] = {}  # of the latest commits
+        self._numbers = [-1] * _SLOTS
         self._captured: Any = None
         self._versions: list[int] = []
-        for slot in range(2):
-            _HEAD.pack_into(self._bytes, slot * self._slot_bytes, -1, 0, 0, 0, 0, 0)
-        if group.size() > 1:
+        self._asks = [0, 0]
+        self.is_late = False
+        """Whether something was drawn, or a buffer changed, behind a backward."""
+        for slot in self._slots:
+            _HEAD.pack_into(slot.bytes, 0, -1, *[0] * 7)
+            _SMALL_HEAD.pack_into(slot.bytes, _SMALL_AT, -1, *[0] * 7)
+            _LACK.pack_into(slot.bytes, _LACK_AT, -1, 0)
+        if self._is_shared:
             dist.barrier(group=group)  # a number that nobody wrote must not be read
 
-    @property
-    def slot_bytes(self) -> int:
-        """The size of what `read` gives."""
-        return self._slot_bytes
+    # -- what this rank writes -----------------------------------------------------------------------------------
 
     def prepare(self, number: int) -> None:
         """Write the slot of step `number` as this rank is now."""
         self._captured = states = self._random.capture()
-        slot = number % 2
-        start = slot * self._slot_bytes
-        self._bytes[start : start + 8] = _NONE
-        at = start + _PAGE
-        for state in states:
-            self._bytes[at : at + len(state)] = state
-            at += len(state)
-        if at > start + _PAGE + _RANDOM_BYTES:
+        if sum(map(len, states)) > _RANDOM_BYTES:
             raise ValueError("the random states of this process do not fit")
-        self._buffers.save(self._views[slot])
-        self._versions = self._buffers.versions()
-        _HEAD.pack_into(self._bytes, start, -1, *map(len, states), self._buffers.nbytes)
-        self._bytes[start : start + 8] = number.to_bytes(8, "little", signed=True)  # last: it vouches for the rest
-        self._numbers[slot] = number
+        slot = self._slots[number % _SLOTS]
+        slot.bytes[:8] = _NONE
+        buffers = self._buffers
+        buffers.look()
+        self._versions = buffers.versions()
+        room, needed = self.room[0], _aligned(len(buffers.plan)) + buffers.nbytes
+        self._ask(0, needed)
+        if self._numbers[number % _SLOTS] != number:  # in a commit ranks look at this at different times
+            self._numbers[number % _SLOTS] = number
+            _LACK.pack_into(slot.bytes, _LACK_AT, number, needed > room)
+        if needed > room:
+            slot, room = _Slot(torch.empty(_BEGIN + needed, dtype=torch.uint8)), needed
+            _SMALL_HEAD.pack_into(slot.bytes, _SMALL_AT, -1, *[0] * 7)
+            self._alone = {one: memory for one, memory in self._alone.items() if one > number - _SLOTS}
+            self._alone[number] = slot.memory
+        else:
+            self._alone.pop(number, None)
+        at = _PAGE
+        for state in states:
+            slot.bytes[at : at + len(state)] = state
+            at += len(state)
+        plan = buffers.plan
+        if plan is not slot.plan:
+            slot.bytes[_BEGIN : _BEGIN + len(plan)] = plan
+            slot.views = buffers.views(slot.memory[_BEGIN + _aligned(len(plan)) :])
+            slot.plan = plan
+        buffers.save(slot.views)
+        _HEAD.pack_into(slot.bytes, 0, -1, *map(len, states), len(plan), buffers.nbytes, room)
+        slot.bytes[:8] = number.to_bytes(8, "little", signed=True)  # last: it vouches for the rest
 
     def is_prepared(self, number: int) -> bool:
         """Whether this rank's slot is of that step, and since then nothing was drawn, and no buffer changed."""
         return (
-            self._numbers[number % 2] == number
+            self._numbers[number % _SLOTS] == number
+            and self._buffers.look()
             and self._buffers.versions() == self._versions
             and self._random.capture() == self._captured
         )
 
+    def has_begun(self, number: int) -> bool:
+        """Whether step `number` was prepared, whatever has come since."""
+        return self._numbers[number % _SLOTS] == number
+
+    def write_small(self, number: int, small: Frozen) -> None:
+        """Write what is small in commit `number`; where it has no room, this rank alone knows it, and asks for more."""
+        slot = self._slots[number % _SLOTS]
+        slot.bytes[_SMALL_AT : _SMALL_AT + 8] = _NONE
+        self._smalls[number] = small
+        self._smalls.pop(number - _SLOTS, None)
+        data, forms = small.data, b""
+        if not small.tensors and 2 * len(data) <= self.room[1]:
+            begin = _BEGIN + self.room[0]
+            slot.bytes[begin : begin + len(data)] = data
+            flags = _IS_LATE * self.is_late | _IS_THERE
+            _SMALL_HEAD.pack_into(slot.bytes, _SMALL_AT, -1, len(data), 0, 0, zlib.crc32(data), flags, *self._asks)
+            slot.bytes[_SMALL_AT : _SMALL_AT + 8] = number.to_bytes(8, "little", signed=True)
+            return
+        if small.tensors:
+            forms = pickle.dumps([(tuple(t.shape), t.dtype, str(t.device)) for t in small.tensors])
+        start = _aligned(len(data) + len(forms))
+        nbytes = sum(_aligned(t.nbytes) for t in small.tensors)
+        self._ask(1, start + nbytes)
+        memory, seen, begin = slot.memory, slot.bytes, _BEGIN + self.room[0]
+        if start + nbytes > self.room[1]:
+            memory, begin = torch.empty(start + nbytes, dtype=torch.uint8), 0
+            seen = memoryview(_array(memory))
+        seen[begin : begin + len(data)] = data
+        seen[begin + len(data) : begin + len(data) + len(forms)] = forms
+        checksum = zlib.crc32(forms, zlib.crc32(data))
+        if small.tensors:
+            views = views_of([(t.shape, t.dtype) for t in small.tensors], memory[begin + start :])
+            copy_all(views, small.tensors)
+            for view, tensor in zip(views, small.tensors, strict=True):
+                offset = view.data_ptr() - memory.data_ptr()
+                checksum = zlib.crc32(seen[offset : offset + tensor.nbytes], checksum)
+        flags = _IS_LATE * self.is_late | _IS_THERE * (memory is slot.memory)
+        _SMALL_HEAD.pack_into(slot.bytes, _SMALL_AT, -1, len(data), len(forms), nbytes, checksum, flags, *self._asks)
+        slot.bytes[_SMALL_AT : _SMALL_AT + 8] = number.to_bytes(8, "little", signed=True)
+
+    def _ask(self, kind: int, needed: int) -> None:
+        if 2 * needed > self.room[kind] and self._is_shared:
+            self._asks[kind] = max(self._asks[kind], 2 * needed)
+
+    # -- what the ranks read -------------------------------------------------------------------------------------
+
+    def meet(self, number: int) -> Said:
+        """Wait until all ranks have written what is small in commit `number`; what they say. Collective."""
+        if self._is_shared:
+            dist.barrier(group=self._group)
+            at = number % _SLOTS * self._slot_bytes + _SMALL_AT
+            return _summarize([_SMALL_HEAD.unpack_from(seen, at) for seen in self._seen.values()])
+        told: list[Any] = [None] * self.size
+        mine = _SMALL_HEAD.unpack_from(self._slots[number % _SLOTS].bytes, _SMALL_AT)
+        dist.all_gather_object(told, mine, group=self._group)
+        return _summarize(told)
+
+    def is_quiet(self, number: int) -> bool:
+        """Whether no rank that this one maps said in commit `number` - 1 that ranks must wait for each other, or had no
+        room when step `number` began, which all have.
+        """
+        if not self._is_shared:
+            return True
+        said_at = (number - 1) % _SLOTS * self._slot_bytes + _SMALL_AT
+        lack_at = number % _SLOTS * self._slot_bytes + _LACK_AT
+        checksum = None
+        for seen in self._seen.values():
+            head = _SMALL_HEAD.unpack_from(seen, said_at)
+            if head[5] & _IS_LATE or head[6] or head[7] or checksum not in (None, head[4]):
+                return False
+            if _LACK.unpack_from(seen, lack_at) == (number, 1):
+                return False
+            checksum = head[4]
+        return True
+
     def read(self, rank: int, number: int) -> Tensor | None:
         """A copy of what `rank` left of step `number`; None if it left nothing of it."""
+        if rank == self.rank and number in self._alone:
+            return self._alone[number].clone()
         memory = self._others.get(rank)
         if memory is None:
             return None
-        slot = memory[number % 2 * self._slot_bytes :][: self._slot_bytes]
+        slot = memory[number % _SLOTS * self._slot_bytes :][: self._slot_bytes]
         return slot.clone() if _number_of(slot) == number else None
 
-    def restore_random(self, slot: Tensor) -> None:
-        """Draw random numbers from where a slot says."""
-        _, *sizes, _ = _HEAD.unpack_from(_array(slot))
-        at, states = _PAGE, []
-        for size in sizes:
-            states.append(slot[at : at + size].numpy().tobytes())
-            at += size
-        random_state.restore((states[0], states[1], states[2], states[3]))
+    def own_small(self, number: int) -> Frozen | None:
+        """What is small in commit `number` of this rank, if it has come so far."""
+        return self._smalls.get(number)
 
-    def restore(self, slot: Tensor) -> None:
-        """Become what a slot says."""
-        self.restore_random(slot)
-        self._buffers.load(self._buffers.views(slot[_PAGE + _RANDOM_BYTES :]))
+    # -- what this rank becomes: slots may be those of a group before this one ------------------------------------
+
+    def restore(self, slot: Tensor, *, random: bool = True) -> None:
+        """Become what a slot says; `random`: also of random numbers."""
+        if random:
+            restore_random(slot)
+        *_, plan_bytes, _, _ = _HEAD.unpack_from(_array(slot))
+        if plan_bytes:
+            plan = slot[_BEGIN : _BEGIN + plan_bytes].numpy().tobytes()
+            self._buffers.look()
+            self._buffers.restore(plan, Buffers.read(plan, slot[_BEGIN + _aligned(plan_bytes) :]))
+
+
+def _summarize(heads: Sequence[tuple[int, ...]]) -> Said:
+    room = max((head[6] for head in heads), default=0), max((head[7] for head in heads), default=0)
+    return Said(len({head[4] for head in heads}) > 1, any(head[5] & _IS_LATE for head in heads), room)
+
+
+def small_of(slot: Tensor, number: int) -> Frozen | None:
+    """What is small in a slot; None where its rank did not come to the end of commit `number`, or had no room."""
+    *_, room = _HEAD.unpack_from(_array(slot))
+    found, data, forms_bytes, _, _, flags, *_ = _SMALL_HEAD.unpack_from(_array(slot), _SMALL_AT)
+    if found != number or not flags & _IS_THERE:
+        return None
+    begin = _BEGIN + room
+    forms: list[Any] = []
+    if forms_bytes:
+        forms = pickle.loads(slot[begin + data : begin + data + forms_bytes].numpy().tobytes())
+    memory = slot[begin + _aligned(data + forms_bytes) :]
+    views = views_of([(torch.Size(shape), dtype) for shape, dtype, _ in forms], memory)
+    tensors = [view.clone().to(device) for view, (_, _, device) in zip(views, forms, strict=True)]
+    return Frozen(slot[begin : begin + data].numpy().tobytes(), tensors)
+
+
+def restore_random(slot: Tensor) -> None:
+    """Draw random numbers from where a slot says."""
+    _, *sizes = _HEAD.unpack_from(_array(slot))
+    at, states = _PAGE, []
+    for size in sizes[:4]:
+        states.append(slot[at : at + size].numpy().tobytes())
+        at += size
+    random_state.restore((states[0], states[1], states[2], states[3]))
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // 64) * 64
+
+
+def _to_pages(nbytes: int) -> int:
+    return -(-nbytes // _PAGE) * _PAGE
 
 
 _NONE = (-1).to_bytes(8, "little", signed=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,17 +9,18 @@ import torch.distributed as dist
 
 from phalanx.backend import rendezvous
 from phalanx.diagnostics.progress_page import open_page
+from phalanx.elastic.frozen import Frozen
 from phalanx.elastic.global_batch import GlobalBatch
 from phalanx.elastic.hand_over import Part, ValuePart
 from phalanx.elastic.objects import Objects, has_state
 from phalanx.elastic.points import COMMIT, reached
 from phalanx.elastic.position import DataPosition, Mark
 from phalanx.elastic.rebind import averaging_modules
+from phalanx.elastic.small_state import SmallState
 from phalanx.elastic.step import Step
 from phalanx.log import get_logger
 
 _logger = get_logger(__name__)
-_IMMUTABLE = (int, float, bool, str, bytes, type(None), complex, frozenset)
 
 
 class State:
@@ -48,7 +48,6 @@ class State:
 
     _things: dict[str, Any]
     _values: dict[str, Any]
-    _mutable: set[str]
 
     def __init__(self, *, batch: str | None = None, **things: Any) -> None:
         if batch not in (None, "global"):
@@ -58,7 +57,6 @@ class State:
             raise ValueError(f"State: {reserved[0]!r} is a name of its own: give the argument another")
         object.__setattr__(self, "_values", {"epoch": 0, "step": 0})
         object.__setattr__(self, "_things", {})
-        object.__setattr__(self, "_mutable", set())
         kept: dict[str, Any] = self._things
         for name, thing in things.items():
             if has_state(thing):
@@ -70,9 +68,9 @@ class State:
         self._position: DataPosition | None = None
         self._mark: Mark | None = None
         self._has_told_idle = False
-        self._saved: dict[str, Any] = {}
         self._random_again: Callable[[], None] | None = None
         self._objects = Objects(kept)
+        self._small = SmallState(self._objects, self._values)
         if self._objects.sampler is not None:
             self._position = DataPosition(self._objects.sampler, self._on_iterator)
         self._global = self._keep_global_batch() if batch is not None else None
@@ -116,7 +114,6 @@ class State:
             raise AttributeError(f"State: {name!r} stays the object that it is; load into it instead")
         else:
             self._values[name] = value
-            (self._mutable.discard if isinstance(value, _IMMUTABLE) else self._mutable.add)(name)
 
     # -- what the loop calls -------------------------------------------------------------------------------------
 
@@ -124,7 +121,8 @@ class State:
         """The epochs from `state.epoch` up to `num_epochs`; the first may be one that was left half done.
 
         What the body does after its last batch (validation, a scheduler's step) belongs to the epoch, and is done again
-        if ranks are lost in it. Collective: all ranks end an epoch together, but for those that train apart (LocalSGD).
+        if ranks are lost in it; so is what it does before its first batch (`rate *= 0.5`): compute that from the epoch.
+        Collective: all ranks end an epoch together, but for those that train apart (LocalSGD).
         """
         while self.epoch < num_epochs:
             if self._position is not None:
@@ -183,7 +181,11 @@ class State:
     def _commit(self, *, is_step: bool) -> None:
         reached(COMMIT)
         number = self._number + 1
-        self._step.begin_commit(number)
+        advances = "step" if is_step else "epoch"
+        if self._step.runner is not None:
+            small = self._small.capture({**self._values, advances: self._values[advances] + 1})
+            self._step.begin_commit(number, small)
+            self._saved = small
         self._number = number
         self._step.end()
         if is_step:
@@ -199,8 +201,8 @@ class State:
             if self._position is not None:
                 self._position.end_epoch()
                 self._mark = Mark(self._values["epoch"], None, 0)
-        self._save()
         if self._step.runner is not None:
+            self._step.keep_followers()
             self._step.runner.after_commit()
 
     def _set_mark(self, mark: Mark) -> None:
@@ -217,10 +219,7 @@ class State:
 
     def _save(self) -> None:
         """Note what is small, and may change before the next commit."""
-        values = dict(self._values)
-        for name in self._mutable:
-            values[name] = pickle.dumps(values[name])
-        self._saved = values
+        self._saved = self._small.capture(self._values)
         self._step.keep_followers()
 
     def state_dict(self) -> dict[str, Any]:
@@ -287,8 +286,7 @@ class State:
         self._save()
 
     def _roll_back_values(self) -> None:
-        for name, value in self._saved.items():
-            self._values[name] = pickle.loads(value) if name in self._mutable else value
+        self._small.restore(self._saved)
 
     def _parts(self) -> list[Part]:
         """What is the same on every rank, in the order in which it is handed over."""
@@ -303,8 +301,7 @@ class State:
         where = None if mark is None else (mark.epoch, mark.consumed)
         return {
             "number": self._number,
-            "values": self._saved,
-            "mutable": sorted(self._mutable),
+            "small": tuple(self._saved),
             "where": where,
             "modes": self._modes,
             "late": self._step.lateness,
@@ -313,9 +310,7 @@ class State:
 
     def _put_progress(self, progress: Any) -> None:
         self._number = progress["number"]
-        self._mutable.clear()
-        self._mutable.update(progress["mutable"])
-        self._saved = progress["values"]
+        self._saved = Frozen(*progress["small"])
         self._modes = progress["modes"]
         self._step.lateness = progress["late"]
         if self._global is not None:

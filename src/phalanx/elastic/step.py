@@ -15,6 +15,7 @@ from torch import nn
 from phalanx.backend.dynamo import untraced
 from phalanx.elastic.backward import call_before_backward
 from phalanx.elastic.forward_changes import ForwardChanges
+from phalanx.elastic.frozen import Frozen
 from phalanx.elastic.objects import Objects
 from phalanx.elastic.undo import Followers, Undo
 from phalanx.log import get_logger
@@ -25,13 +26,16 @@ _backward_number: Any = find("torch._C._current_graph_task_id", loses=_LOSES)
 _engine: Any = find("torch.autograd.Variable._execution_engine", loses=_LOSES)
 
 _logger = get_logger(__name__)
+TRIAL_STEPS = 100  # in so many, a copy is taken, and ranks wait for each other, until it is seen where they must
 
 
 class Runner(Protocol):
     """Who is told of commits, while the job runs."""
 
-    def before_commit(self, number: int) -> None:
-        """Commit `number` is about to be made."""
+    def before_commit(self, number: int, small: Frozen, counted: tuple[int, int]) -> bool:
+        """Commit `number` is about to be made, with what is small in it, so many collectives having been `counted`;
+        whether the ranks wait for each other there, as they do in each commit like this one.
+        """
         ...
 
     def after_commit(self) -> None:
@@ -72,20 +76,21 @@ class Step:
         holds_apart = objects.rounds or objects.pipelines
         self._undo = None if holds_apart else Undo(objects.parts_of_update())
         self._num_updates: list[int] = []  # of each optimizer in shards, before the step's first update
-        self._has_late = True  # a step may be interrupted behind its update; whether it may, the first one tells
+        self._has_late = True  # a step may be interrupted behind its update; whether it may, the first ones tell
+        self._num_quiet = 0  # of these
         self._was_late = False
         self._open_backward: int | None = None  # autograd's number of a backward that has begun and has not ended
         self._has_failed = False  # one has not, and another has begun
         self._at_update: tuple[int, int] | None = None
 
     @property
-    def lateness(self) -> tuple[bool, bool]:
-        """Whether a step may be interrupted between update and commit, and whether one was: the same on all ranks."""
-        return self._has_late, self._was_late
+    def lateness(self) -> tuple[bool, bool, int]:
+        """Whether a step may be interrupted between update and commit, whether one was, and how many were not."""
+        return self._has_late, self._was_late, self._num_quiet
 
     @lateness.setter
-    def lateness(self, lateness: tuple[bool, bool]) -> None:
-        self._has_late, self._was_late = lateness
+    def lateness(self, lateness: tuple[bool, bool, int]) -> None:
+        self._has_late, self._was_late, self._num_quiet = lateness
 
     # -- hooks ---------------------------------------------------------------------------------------------------
 
@@ -141,24 +146,28 @@ class Step:
 
     # -- its end -------------------------------------------------------------------------------------------------
 
-    def begin_commit(self, number: int) -> None:
+    def begin_commit(self, number: int, small: Frozen) -> None:
         """All that the loop does for the step is done."""
         if self.runner is not None:
             self.require_backward()
             self.is_committing = True
-            self.runner.before_commit(number)
+            at_commit = self.runner.count_collectives()
+            waits = self.runner.before_commit(number, small, at_commit)
             if self.stepped:
-                self._learn_lateness(self.runner)
+                self._learn_lateness(waits or self._at_update not in (None, at_commit))
 
-    def _learn_lateness(self, runner: Runner) -> None:
+    def _learn_lateness(self, is_late: bool) -> None:
         """Whether a step can be interrupted between its update and its commit: then it must be possible to undo it.
 
-        Also where the commit itself must wait for the others, as what a rank drew behind the update is not kept yet.
+        A loop may do so in every tenth step only, when it reduces a loss to be shown: the first steps together tell.
+        Also where the commit itself must wait for the others, as what a rank has changed behind the update, and no
+        other has the same, is not kept yet.
         """
-        if self._at_update is not None and runner.count_collectives() != self._at_update:
+        if is_late:
             self._has_late = self._was_late = True
         elif not self._was_late:
-            self._has_late = False
+            self._num_quiet += 1
+            self._has_late = self._num_quiet < TRIAL_STEPS
 
     def end(self) -> None:
         """It is committed, or everything is as at the latest commit."""

@@ -8,6 +8,7 @@ Who is interrupted there has parameters that are no longer those of the latest c
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -62,6 +63,22 @@ class Undo:
         self.end_step(drop=True)  # the tensors are the optimizer's now
 
 
+def _count(scheduler: LRScheduler) -> Any:
+    """What differs where a scheduler has stepped; a ChainedScheduler counts nothing, but those inside of it do."""
+    inner = getattr(scheduler, "_schedulers", ())
+    return getattr(scheduler, "last_epoch", None), [_count(one) for one in inner]
+
+
+def _copy_state(scheduler: LRScheduler, state: dict[str, Any]) -> dict[str, Any]:
+    """Copy a scheduler's state, in which its own methods may be: they stay those of this scheduler."""
+    memo = {id(one): one for one in (*_with_inner(scheduler), getattr(scheduler, "optimizer", None))}
+    return copy.deepcopy(state, memo)
+
+
+def _with_inner(scheduler: LRScheduler) -> list[LRScheduler]:
+    return [scheduler, *(each for one in getattr(scheduler, "_schedulers", ()) for each in _with_inner(one))]
+
+
 class Followers:
     """Schedulers, gradient scalers, and the options that they change: what may be ahead although nothing was updated.
 
@@ -76,7 +93,7 @@ class Followers:
     def _look(self) -> list[Any]:
         rates = [group.get("lr") for optimizer in self._optimizers for group in optimizer.param_groups]
         return [
-            [s.last_epoch for s in self._schedulers],
+            [_count(s) for s in self._schedulers],
             [s.state_dict() for s in self._scalers],
             [(id(rate), rate._version) if isinstance(rate, Tensor) else rate for rate in rates],
         ]
@@ -87,7 +104,7 @@ class Followers:
         if seen == self._seen:
             return
         self._kept = (
-            [s.state_dict() for s in self._schedulers],
+            [_copy_state(s, s.state_dict()) for s in self._schedulers],
             seen[1],
             [
                 {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
@@ -102,10 +119,12 @@ class Followers:
         if self._look() == self._seen:
             return
         schedulers, scalers, options = self._kept
-        for thing, state in zip([*self._schedulers, *self._scalers], [*schedulers, *scalers], strict=True):
-            thing.load_state_dict(state)
+        for scheduler, state in zip(self._schedulers, schedulers, strict=True):
+            scheduler.load_state_dict(_copy_state(scheduler, state))
+        for scaler, state in zip(self._scalers, scalers, strict=True):
+            scaler.load_state_dict(copy.deepcopy(state))
         groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
-        for group, kept in zip(groups, options, strict=True):
+        for group, kept in zip(groups, options, strict=False):  # one that the loop has added since goes by the undo
             group.update(kept)
         self._seen = None
         self.keep()

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from phalanx.optim.parameter_shard import in_memory_order
 from phalanx.transport.tensors import same_order
@@ -60,6 +61,24 @@ def _orders(layout: Mapping[int, Any]) -> dict[int, Any]:
         number: (shape, [step for n, step in zip(shape, stride, strict=True) if n != 1])
         for number, (shape, stride) in layout.items()
     }
+
+
+def refuse_loose(state: Mapping[Any, Any], optimizer_class: type[Optimizer], known: int) -> None:
+    """Refuse state that belongs to no parameter: each rank has its own, and nobody knows how to put it together.
+
+    `known`: how many parameters have state.
+
+    Raises:
+        ValueError: there is some.
+    """
+    if len(state) == known:
+        return
+    if loose := [key for key in state if not isinstance(key, Tensor)]:
+        raise ValueError(
+            f"ZeroRedundancyOptimizer: {optimizer_class.__name__} keeps state[{loose[0]!r}], which belongs to no "
+            "parameter. Ranks update slices, and each has its own of it, which no checkpoint and no other rank could "
+            "have. Keep it for each parameter, or use the optimizer itself."
+        )
 
 
 def _merge(number: int, parts: Sequence[Mapping[str, Any]], shape: tuple[int, ...], stride: tuple[int, ...]) -> State:

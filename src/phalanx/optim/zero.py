@@ -35,7 +35,7 @@ from phalanx.optim.partial_gradients import ask_for_gradients, refuse_touched
 from phalanx.optim.plan import plan_cut, plan_whole
 from phalanx.optim.shared_parameters import SharedParameters
 from phalanx.optim.staging import Staging
-from phalanx.optim.state import StateDict, cut_state, layout_of, merge_state_dicts, merge_states
+from phalanx.optim.state import StateDict, cut_state, layout_of, merge_state_dicts, merge_states, refuse_loose
 from phalanx.optim.total_norm import total_norm
 from phalanx.optim.undo import Undo
 
@@ -418,10 +418,8 @@ class ZeroRedundancyOptimizer(Optimizer):
         return self._moving[1] if self._moving is not None else self._state_after(self.num_updates)
 
     def _state_after(self, num_updates: int) -> dict[int, Any] | None:
-        if self._undo is None:  # alone
-            shards: list[Any] | None = [self.shard_state_dict()["state"]]
-        else:
-            shards = None if self._kept is None else self._kept.read(num_updates)
+        kept = None if self._kept is None else self._kept.read(num_updates)
+        shards = [self.shard_state_dict()["state"]] if self._undo is None else kept  # the first where it is alone
         parameters = [p for group in self.param_groups for p in group["params"]]
         return None if shards is None else merge_states(shards, parameters)
 
@@ -477,7 +475,8 @@ class ZeroRedundancyOptimizer(Optimizer):
     def shard_state_dict(self) -> StateDict:
         """This rank's part of the state, for this rank to save; `merge_state_dicts` makes the whole of all of them.
 
-        Not collective. The tensors are the optimizer's own: save or copy them before the next step.
+        Not collective. The tensors are the optimizer's own: save or copy them before the next step. State that belongs
+        to no parameter is refused (ValueError).
         """
         numbers = {p: number for number, p in enumerate(p for g in self.param_groups for p in g["params"])}
         state = {}
@@ -488,6 +487,7 @@ class ZeroRedundancyOptimizer(Optimizer):
                     "stop": shard.part.stop,
                     "state": {**self.optim.state[shard.tensor], **_master_of(shard)},
                 }
+        refuse_loose(self.optim.state, self._optimizer_class, known=len(state))
         return {
             "param_groups": [
                 {

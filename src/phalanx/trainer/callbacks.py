@@ -32,7 +32,8 @@ class Callback:
     A callback with `state_dict` and `load_state_dict` is part of checkpoints: the state of rank 0, for all ranks, or
     where ranks have different models (parts of one, or copies that train apart) that of each. A rank that is replaced
     gets another one's. After the loss of a rank, what comes behind the last step of an epoch is done again, with
-    callbacks as they were behind the step.
+    callbacks as they were behind the step. What `on_step_end` draws (torch, Python, NumPy) the model does not miss: it
+    draws as if there were no callback, so that a loss, after which that point is not called again, changes nothing.
     """
 
     def on_fit_begin(self, trainer: Trainer) -> None:
@@ -58,6 +59,11 @@ class Callback:
 
     def on_error(self, trainer: Trainer, error: BaseException) -> None:
         """`fit` ends with `error`."""
+
+
+def hears_steps(callback: Callback) -> bool:
+    """Whether its `on_step_end` does something."""
+    return "on_step_end" in vars(callback) or type(callback).on_step_end is not Callback.on_step_end
 
 
 class EarlyStopping(Callback):

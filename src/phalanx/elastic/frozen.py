@@ -1,0 +1,81 @@
+"""A value as bytes, and the tensors in it beside them: they keep their forms, and one with two names stays one."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Frozen(NamedTuple):
+    """What `freeze` gives: `data` speaks of tensors by their numbers in `tensors`."""
+
+    data: bytes
+    tensors: list[Tensor]
+
+
+def freeze(value: Any, named: Callable[[], Mapping[int, str]] = dict) -> Frozen:
+    """Take `value` apart; the tensors are those that are in it. Those that `named` gives, by id, go as their names.
+
+    Raises:
+        TypeError, AttributeError, PicklingError: something in it cannot be pickled.
+    """
+    file = io.BytesIO()
+    pickler = _Pickler(file, named)
+    pickler.dump(value)
+    return Frozen(file.getvalue(), pickler.tensors)
+
+
+def thaw(frozen: Frozen, named: Callable[[], Mapping[str, Tensor]] = dict) -> Any:
+    """The value again, with copies of its tensors, and the own ones of those that went as their names."""
+    return _Unpickler(frozen, named).load()
+
+
+def _tensor(number: int, is_trained: bool) -> Tensor:
+    raise NotImplementedError  # stands for `_Unpickler._tensor`
+
+
+def _named(name: str) -> Tensor:
+    raise NotImplementedError  # stands for `_Unpickler._named`
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, file: io.BytesIO, named: Callable[[], Mapping[int, str]]) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self._ask_names = named
+        self._names: Mapping[int, str] | None = None
+        self.tensors: list[Tensor] = []
+
+    def reducer_override(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return NotImplemented
+        if self._names is None:
+            self._names = self._ask_names()
+        if id(value) in self._names:
+            return _named, (self._names[id(value)],)
+        if type(value) is not Tensor or value.layout is not torch.strided or value.is_quantized:
+            return NotImplemented  # torch's own way, among the bytes
+        self.tensors.append(value.detach())
+        return _tensor, (len(self.tensors) - 1, value.requires_grad)
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, frozen: Frozen, named: Callable[[], Mapping[str, Tensor]]) -> None:
+        super().__init__(io.BytesIO(frozen.data))
+        self._tensors: Sequence[Tensor] = frozen.tensors
+        self._ask_tensors = named
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == __name__ and name in ("_tensor", "_named"):
+            return getattr(self, name)
+        return super().find_class(module, name)
+
+    def _tensor(self, number: int, is_trained: bool) -> Tensor:
+        return self._tensors[number].clone().requires_grad_(is_trained)
+
+    def _named(self, name: str) -> Tensor:
+        return self._ask_tensors()[name]

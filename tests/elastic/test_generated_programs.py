@@ -1,0 +1,89 @@
+"""Programs drawn at random lose ranks at random moments, and hold what an undisturbed run holds: everything.
+
+By hand, thousands: `pytest tests/elastic/test_generated_programs.py --programs 2000 --first-program 0`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import random
+from pathlib import Path
+
+import pytest
+from tests.elastic.jobs import Job, Strike
+from tests.elastic.programs import LAYERS, LOOPS, MORE, OPTIMIZERS, Program, differences, train_program
+from tests.elastic.small_agent import SmallAgent
+
+_PLACES = ("batch", "forward", "backward", "update", "updated", "commit")
+_PLACES_OF = {"adamw": ("inside",), "zero": ("inside", "done", "done")}
+_POINTS = ("lost", "leave", "meet", "agree", "rebind", "hand over", "restore")
+_SHARES = 6  # of the programs, for as many tests: workers of pytest share them
+
+
+def draw_program(draw: random.Random) -> Program:
+    """Some layers, some of what a loop can do."""
+    layers = tuple(draw.sample(LAYERS, draw.randint(0, 4)))
+    does = [*draw.sample(LOOPS, draw.randint(0, 3)), *draw.sample(MORE, draw.randint(0, 2))]
+    optimizer = draw.choice(sorted(OPTIMIZERS))
+    wrapper = draw.choice(("phalanx", "phalanx", "torch"))
+    if optimizer == "zero":
+        does = [one for one in does if one not in ("new group", "second")]
+        wrapper = "phalanx"
+    if wrapper == "torch":  # which broadcasts buffers, and so keeps them of one form
+        layers = tuple(layer for layer in layers if layer in ("norm", "extra", "attribute", "generator"))
+    if {"late", "growing", "none first", "retyped", "expanded"} & set(
+        layers
+    ):  # an average can't follow these, lost ranks or none
+        does = [one for one in does if not one.startswith("average")]
+    trial = 100 if "late reduce" in does else draw.choice((2, 100))  # in which it is learned that a loop does so
+    return Program(layers, tuple(does), optimizer, wrapper, draw.choice((0.0, 0.2)), trial=trial)
+
+
+def draw_strikes(draw: random.Random, program: Program, world_size: int) -> tuple[Strike, ...]:
+    """One loss, or two; of one rank or of two at once; or again while the others recover."""
+    num_steps = 4 if "accumulate" in program.does else 8
+    places = [*_PLACES, *(_PLACES_OF.get(program.optimizer, ()))]
+    places += [place for one, place in (("late reduce", "late"), ("validation", "validation")) if one in program.does]
+
+    def draw_one(rank: int) -> Strike:
+        place = draw.choice(places)
+        step = {"late": 3, "validation": num_steps // 2}.get(place)
+        return Strike(rank, place, draw.randrange(num_steps) if step is None else step)
+
+    first = draw_one(draw.randrange(world_size))
+    kind = draw.choice(("one", "two", "together", "recovering"))
+    if kind == "two":
+        return first, draw_one(first.rank)  # two others at once may be all who hold the state
+    if kind == "together" and world_size >= 3:
+        return first, dataclasses.replace(first, rank=(first.rank + 1) % world_size)
+    if kind == "recovering" and world_size >= 3:
+        return first, Strike((first.rank + 1) % world_size, draw.choice(_POINTS), -1)
+    return (first,)
+
+
+def run_drawn(seed: int, folder: Path) -> None:
+    """Run the program of `seed`, disturbed and not, and compare all that each rank holds."""
+    draw = random.Random(seed)
+    program, world_size = draw_program(draw), draw.choice((2, 2, 2, 3, 3, 4))
+    job = Job(str(folder / "lost"), draw_strikes(draw, program, world_size), samples=16 * world_size)
+    quiet = dataclasses.replace(job, folder=str(folder / "quiet"), strikes=())
+    ends = []
+    for one in (job, quiet):
+        os.makedirs(one.folder)
+        try:
+            ends.append(SmallAgent(train_program, world_size, one, program, folder=Path(one.folder)).run())
+        except Exception as error:
+            raise AssertionError(f"seed {seed}: {program}, {one.strikes}") from error
+    for rank, (mine, theirs) in enumerate(zip(ends[0].results, ends[1].results, strict=True)):
+        different = differences(mine, theirs)
+        assert not different, f"seed {seed}, rank {rank}: {program}, {job.strikes}: {different}"
+
+
+@pytest.mark.parametrize("share", range(_SHARES))
+def test_a_program_that_is_drawn_at_random_loses_ranks_and_no_bit(
+    share: int, tmp_path: Path, pytestconfig: pytest.Config
+) -> None:
+    first = pytestconfig.getoption("--first-program")
+    for seed in range(first + share, first + pytestconfig.getoption("--programs"), _SHARES):
+        run_drawn(seed, tmp_path / str(seed))

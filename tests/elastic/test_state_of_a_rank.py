@@ -1,0 +1,201 @@
+"""After a loss, every rank holds the bits of an undisturbed run, whatever its objects hold."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.elastic.jobs import Job, Strike
+from tests.elastic.programs import GlobalSGD, Program, differences, train_program
+from tests.elastic.small_agent import Ended, SmallAgent
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_wrapper
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+
+import phalanx
+from phalanx import elastic
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What a program gives that nobody disturbs."""
+    known: dict[Any, Ended] = {}
+
+    def run(program: Program, world_size: int, job: Job) -> Ended:
+        key = program, world_size
+        if key not in known:
+            folder = tmp_path_factory.mktemp("undisturbed")
+            quiet = dataclasses.replace(job, folder=str(folder), strikes=())
+            known[key] = SmallAgent(train_program, world_size, quiet, program, folder=folder).run()
+        return known[key]
+
+    return run
+
+
+def check(program: Program, folder: Path, undisturbed: Any, *strikes: Strike, world_size: int = 2) -> None:
+    """Everything is as if nobody had been lost."""
+    job = Job(str(folder), strikes, samples=16 * world_size)
+    ended = SmallAgent(train_program, world_size, job, program, folder=folder).run()
+    assert len(list(folder.glob("struck-*"))) == len(strikes), "a fault found no occasion"
+    expected = undisturbed(program, world_size, job)
+    for rank, (mine, theirs) in enumerate(zip(ended.results, expected.results, strict=True)):
+        assert not differences(mine, theirs), f"rank {rank}"
+
+
+LOSSES = (Strike(1, "backward", 3), Strike(0, "commit", 5))
+
+
+@pytest.mark.parametrize("layer", ["late", "growing", "none first", "retyped", "tied", "expanded"])
+def test_buffers_that_change_their_form_are_kept_in_the_form_that_they_have(
+    layer: str, tmp_path: Path, undisturbed: Any
+) -> None:
+    """A buffer that was registered late, or grew, was left out of the record, which was read by another layout then:
+    the replacement's running_mean was old variances.
+    """
+    check(Program(("norm", layer)), tmp_path, undisturbed, *LOSSES)
+
+
+@pytest.mark.parametrize("does", ["own value", "own list", "metric"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_what_each_rank_counts_for_itself_stays_its_own(
+    does: str, world_size: int, tmp_path: Path, undisturbed: Any
+) -> None:
+    """A running mean became that of another rank, on the replacement, and on survivors that were a step behind. With
+    two to receive a state, it was broadcast over everybody's.
+    """
+    strikes = (*LOSSES, Strike(2, "commit", 5)) if world_size == 3 else LOSSES
+    check(Program(does=(does,)), tmp_path, undisturbed, *strikes, world_size=world_size)
+
+
+@pytest.mark.parametrize("layer", ["extra", "attribute", "generator"])
+def test_what_a_layer_keeps_outside_of_its_buffers_is_kept(layer: str, tmp_path: Path, undisturbed: Any) -> None:
+    """Scales of float8 (`get_extra_state`), counters and generators were neither handed over nor rolled back."""
+    check(Program(("norm", layer)), tmp_path, undisturbed, *LOSSES)
+
+
+@pytest.mark.parametrize("does", ["seldom draw", "own value"])
+@pytest.mark.parametrize("trial", [2, 100])
+def test_what_a_rank_first_draws_or_counts_behind_the_backward_is_kept_from_the_first_time_on(
+    does: str, trial: int, tmp_path: Path, undisturbed: Any
+) -> None:
+    """The others committed the step without waiting for its record: who was lost in it drew those numbers again."""
+    strikes = (Strike(1, "commit", 1), Strike(0, "commit", 4))
+    check(Program(does=(does,), trial=trial), tmp_path, undisturbed, *strikes)
+
+
+@pytest.mark.parametrize("place", ["forward", "backward", "commit"])
+@pytest.mark.parametrize("trial", [2, 100])
+def test_a_buffer_that_grows_far_beyond_the_room_of_the_records_is_kept(
+    trial: int, place: str, tmp_path: Path, undisturbed: Any
+) -> None:
+    """The step in which it grew had no record, and nobody said so."""
+    strikes = (Strike(1, place, 4), Strike(0, "backward", 5))
+    check(Program(("norm", "bursting"), trial=trial), tmp_path, undisturbed, *strikes)
+
+
+def test_state_of_an_optimizer_that_hangs_on_no_parameter_is_kept(tmp_path: Path, undisturbed: Any) -> None:
+    """`state["global"]` was not handed over: only what had a parameter was."""
+    check(Program(optimizer="global"), tmp_path, undisturbed, *LOSSES)
+
+
+def test_a_loss_in_a_collective_that_a_step_has_now_and_then_is_taken_back(tmp_path: Path, undisturbed: Any) -> None:
+    """The loss was reduced every fifth step: the survivor's scheduler missed the step in which it failed."""
+    check(Program(does=("late reduce",)), tmp_path, undisturbed, Strike(1, "late", 3))
+
+
+@pytest.mark.parametrize("does", ["average of buffers", "average"])
+def test_the_buffers_of_an_average_are_those_of_the_rank(does: str, tmp_path: Path, undisturbed: Any) -> None:
+    """Its weights were exact, and its buffers those of another rank."""
+    check(Program(does=(does,)), tmp_path, undisturbed, *LOSSES)
+
+
+def test_two_names_for_one_tensor_stay_two_names_for_one_tensor(tmp_path: Path, undisturbed: Any) -> None:
+    """They were two tensors after a loss."""
+    check(Program(does=("alias",)), tmp_path, undisturbed, *LOSSES)
+
+
+def test_a_group_of_parameters_that_the_loop_adds_is_handed_over(tmp_path: Path, undisturbed: Any) -> None:
+    """The next loss ended the job: "zip() argument 2 is longer"."""
+    check(Program(does=("new group",)), tmp_path, undisturbed, Strike(1, "backward", 4), Strike(0, "commit", 6))
+
+
+def test_a_replacement_has_the_batchnorm_layers_that_the_others_have(tmp_path: Path, undisturbed: Any) -> None:
+    """`sync_batchnorm="auto"` had decided to span the ranks, in a step that the replacement had not seen."""
+    check(Program(does=("auto",)), tmp_path, undisturbed, *LOSSES)
+
+
+class Counting:
+    """A hook that counts."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, state: Any, bucket: Any) -> Any:
+        self.calls += 1
+        return allreduce_hook(None, bucket)
+
+
+def _train_with_hook(kind: str) -> str:
+    with phalanx.init(timeout=60.0):
+        model = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
+        counting = Counting()
+        state, hook = {
+            "PowerSGD": (PowerSGDState(None), powerSGD_hook),
+            "a list": ([0], allreduce_hook),
+            "an object": (None, counting),
+            "a closure": (None, lambda state, bucket: counting(state, bucket)),
+            "none": (None, fp16_compress_wrapper(allreduce_hook)),
+        }[kind]
+        if isinstance(hook, Counting):
+            model._comm_hooks.append((hook, state))  # PyTorch's wrapper takes functions only, ours takes any
+        else:
+            model.register_comm_hook(state, hook)
+        try:
+            elastic.run(elastic.State(model=model))(lambda state: None)()
+        except ValueError as error:
+            return str(error)
+        return ""
+
+
+@pytest.mark.parametrize("kind", ["PowerSGD", "a list", "an object", "a closure", "none"])
+def test_a_comm_hook_that_remembers_something_is_refused_by_name(kind: str, tmp_path: Path) -> None:
+    """The replacement's hook began anew: the job went on, and ended many steps later, when hooks differed."""
+    ended = SmallAgent(_train_with_hook, 1, kind, folder=tmp_path).run()
+    assert ("has the comm hook" in ended.results[0]) == (kind != "none"), ended.results[0]
+
+
+def _train_sharded() -> None:
+    with phalanx.init(timeout=60.0):
+        model = phalanx.DistributedDataParallel(nn.Linear(2, 2), check=False)
+        optimizer = phalanx.ZeroRedundancyOptimizer(model.parameters(), GlobalSGD, lr=0.1)
+
+        @elastic.run(elastic.State(model=model, optimizer=optimizer))
+        def train(state: Any) -> None:
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            state.commit()
+
+        train()
+
+
+def test_state_of_no_parameter_in_a_sharded_optimizer_is_refused_by_name(tmp_path: Path) -> None:
+    """It was left out of what is kept, and of checkpoints, in silence."""
+    with pytest.raises(RuntimeError, match=r"GlobalSGD keeps state\['global'\], which belongs to no parameter"):
+        SmallAgent(_train_sharded, 2, folder=tmp_path).run()
+
+
+def test_buffers_that_wrappers_bring_in_line_before_a_forward_are_so_after_a_loss_in_validation(
+    tmp_path: Path, undisturbed: Any
+) -> None:
+    """PyTorch's wrapper does not broadcast them in the forward after one of an evaluation: the survivor, which had
+    begun to validate, did not, and the replacement did. The job ended by a MismatchError.
+    """
+    check(Program(does=("validation",), wrapper="torch"), tmp_path, undisturbed, Strike(0, "validation", 4))
+
+
+def test_a_chained_scheduler_is_kept(tmp_path: Path, undisturbed: Any) -> None:
+    """`State` raised AttributeError: it has no `last_epoch` of its own."""
+    check(Program(does=("chained",)), tmp_path, undisturbed, *LOSSES)
