@@ -1,6 +1,7 @@
 """What being elastic costs while nothing happens, and how fast state is handed over; under `phalanx run`, on two ranks.
 
-costs.py FILE: the samples, as JSON.
+costs.py PART FILE: the samples of one part (hand-over, small, larger), as JSON. Each part is a job of its own: only
+the first function of a job that is `elastic.run` is elastic.
 """
 
 from __future__ import annotations
@@ -125,18 +126,21 @@ def measure_hand_over() -> dict[str, Any]:
     return {name: speeds[1:] if isinstance(speeds, list) else speeds for name, speeds in found.items()}
 
 
-def main(path: Path) -> None:
+PARTS: dict[str, Callable[[], dict[str, Any]]] = {
+    "hand-over": measure_hand_over,
+    "small": lambda: measure_steps(64, 32, 60),
+    "larger": lambda: measure_steps(512, 128, 12),
+}
+
+
+def main(part: str, path: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("phalanx")
-    found = {
-        "hand-over": measure_hand_over(),
-        "small": measure_steps(64, 32, 60),
-        "larger": measure_steps(512, 128, 12),
-    }
+    found = PARTS[part]()
     if dist.get_rank() == 0:
         path.write_text(json.dumps(found))
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(sys.argv[1], Path(sys.argv[2]))

@@ -196,10 +196,12 @@ def torchft(folder: Path, kills: int, *, python: str) -> Iterator[Job]:
 def measure_costs() -> dict[str, Any]:
     """The costs of being elastic while nothing happens, and the speed of the hand-over."""
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "costs.json")
-        words = [*PHALANX, str(HERE / "costs.py"), str(path)]
-        subprocess.run(words, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
-        found: dict[str, Any] = json.loads(path.read_text())
+        found = {}
+        for part in ("hand-over", "small", "larger"):
+            path = Path(folder, f"{part}.json")
+            words = [*PHALANX, str(HERE / "costs.py"), part, str(path)]
+            subprocess.run(words, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
+            found[part] = json.loads(path.read_text())
         return found
 
 

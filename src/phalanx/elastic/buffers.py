@@ -33,12 +33,15 @@ class Buffers:
 
     def look(self) -> bool:
         """Find the buffers as they are now; whether names and forms are those of the look before."""
+        count = sum(map(len, self._dicts))
+        if count == self._count == 0:
+            return True
         try:
-            if sum(map(len, self._dicts)) != self._count:
+            if count != self._count:
                 raise KeyError
             found = [place[name] for place, name in self._places]
         except KeyError:
-            self._count = sum(map(len, self._dicts))
+            self._count = count
             self._places = [(place, name) for place in self._dicts for name in place]
             found = [place[name] for place, name in self._places]
             self._forms = []

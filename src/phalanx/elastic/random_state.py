@@ -8,6 +8,7 @@ that what lies there is the state, it is copied from there (0.1 us), and only wh
 from __future__ import annotations
 
 import ctypes
+import importlib
 import pickle
 import random
 import sys
@@ -46,15 +47,14 @@ class RandomStates:
         return self._python_blob
 
     def _capture_numpy(self) -> bytes:
-        from numpy.random import get_state, mtrand
-
-        generator = mtrand._rand._bit_generator
+        numpy_random: Any = sys.modules.get("numpy.random") or importlib.import_module("numpy.random")
+        generator = numpy_random.mtrand._rand._bit_generator
         if generator is not self._numpy:
             self._numpy, self._numpy_words, self._last_numpy = generator, _numpy_words(generator), (b"", False)
         words, kept = self._last_numpy
         if self._numpy_words is not None and not kept and bytes(self._numpy_words) == words:
             return self._numpy_blob
-        state: Any = get_state(legacy=False)
+        state: Any = numpy_random.get_state(legacy=False)
         self._last_numpy = (b"" if self._numpy_words is None else bytes(self._numpy_words), bool(state["has_gauss"]))
         self._numpy_blob = pickle.dumps(state)
         return self._numpy_blob

@@ -38,8 +38,10 @@ from phalanx.elastic.random_state import RandomStates
 from phalanx.transport.tensors import copy_all
 
 _HEAD = struct.Struct("q7Q")  # the number; sizes of four random states, of the buffers' plan, the buffers, their room
-_SMALL_HEAD = struct.Struct("q7Q")  # the number; sizes of data, forms, tensors; their checksum; flags; asked room
+# The number; sizes of data, forms, tensors; whether they are there; the checksum; whether it is late; asked room.
+_SMALL_HEAD = struct.Struct("q8Q")
 _SMALL_AT = 128
+_SAID, _SAID_AT = struct.Struct("4Q"), _SMALL_AT + 40  # the last four of these
 _LACK = struct.Struct("qQ")  # the number, and whether there was no room when its backward began
 _LACK_AT = 256
 _RANDOM_BYTES = 16384  # 5056 torch's, 3.7 KiB Python's, 2.7 KiB NumPy's; and CUDA's
@@ -47,7 +49,6 @@ _PAGE = 4096
 _BEGIN = _PAGE + _RANDOM_BYTES
 _SPARE = 1 << 18
 _SLOTS = 3
-_IS_LATE, _IS_THERE = 1, 2
 
 
 class Said(NamedTuple):
@@ -68,6 +69,8 @@ class _Slot:
         self.bytes = memoryview(_array(memory))
         self.plan = b""  # that the views go by
         self.views: list[Tensor] = []
+        self.small: Frozen | None = None  # that was written last, where it had no tensors
+        self.said: tuple[int, ...] = ()  # with it
 
 
 class RankRecords:
@@ -117,7 +120,7 @@ class RankRecords:
         """Whether something was drawn, or a buffer changed, behind a backward."""
         for slot in self._slots:
             _HEAD.pack_into(slot.bytes, 0, -1, *[0] * 7)
-            _SMALL_HEAD.pack_into(slot.bytes, _SMALL_AT, -1, *[0] * 7)
+            _SMALL_HEAD.pack_into(slot.bytes, _SMALL_AT, -1, *[0] * 8)
             _LACK.pack_into(slot.bytes, _LACK_AT, -1, 0)
         if self._is_shared:
             dist.barrier(group=group)  # a number that nobody wrote must not be read
@@ -141,7 +144,7 @@ class RankRecords:
             _LACK.pack_into(slot.bytes, _LACK_AT, number, needed > room)
         if needed > room:
             slot, room = _Slot(torch.empty(_BEGIN + needed, dtype=torch.uint8)), needed
-            _SMALL_HEAD.pack_into(slot.bytes, _SMALL_AT, -1, *[0] * 7)
+            _SMALL_HEAD.pack_into(slot.bytes, _SMALL_AT, -1, *[0] * 8)
             self._alone = {one: memory for one, memory in self._alone.items() if one > number - _SLOTS}
             self._alone[number] = slot.memory
         else:
@@ -175,15 +178,19 @@ class RankRecords:
     def write_small(self, number: int, small: Frozen) -> None:
         """Write what is small in commit `number`; where it has no room, this rank alone knows it, and asks for more."""
         slot = self._slots[number % _SLOTS]
-        slot.bytes[_SMALL_AT : _SMALL_AT + 8] = _NONE
         self._smalls[number] = small
         self._smalls.pop(number - _SLOTS, None)
+        if small is slot.small and slot.said == (self.is_late, *self._asks):  # only the number is another
+            slot.bytes[_SMALL_AT : _SMALL_AT + 8] = number.to_bytes(8, "little", signed=True)
+            return
+        slot.bytes[_SMALL_AT : _SMALL_AT + 8] = _NONE
+        slot.small = None
         data, forms = small.data, b""
         if not small.tensors and 2 * len(data) <= self.room[1]:
             begin = _BEGIN + self.room[0]
             slot.bytes[begin : begin + len(data)] = data
-            flags = _IS_LATE * self.is_late | _IS_THERE
-            _SMALL_HEAD.pack_into(slot.bytes, _SMALL_AT, -1, len(data), 0, 0, zlib.crc32(data), flags, *self._asks)
+            slot.small, slot.said = small, (self.is_late, *self._asks)
+            _SMALL_HEAD.pack_into(slot.bytes, _SMALL_AT, -1, len(data), 0, 0, True, zlib.crc32(data), *slot.said)
             slot.bytes[_SMALL_AT : _SMALL_AT + 8] = number.to_bytes(8, "little", signed=True)
             return
         if small.tensors:
@@ -204,8 +211,9 @@ class RankRecords:
             for view, tensor in zip(views, small.tensors, strict=True):
                 offset = view.data_ptr() - memory.data_ptr()
                 checksum = zlib.crc32(seen[offset : offset + tensor.nbytes], checksum)
-        flags = _IS_LATE * self.is_late | _IS_THERE * (memory is slot.memory)
-        _SMALL_HEAD.pack_into(slot.bytes, _SMALL_AT, -1, len(data), len(forms), nbytes, checksum, flags, *self._asks)
+        said = checksum, self.is_late, *self._asks
+        is_there = memory is slot.memory
+        _SMALL_HEAD.pack_into(slot.bytes, _SMALL_AT, -1, len(data), len(forms), nbytes, is_there, *said)
         slot.bytes[_SMALL_AT : _SMALL_AT + 8] = number.to_bytes(8, "little", signed=True)
 
     def _ask(self, kind: int, needed: int) -> None:
@@ -231,16 +239,14 @@ class RankRecords:
         """
         if not self._is_shared:
             return True
-        said_at = (number - 1) % _SLOTS * self._slot_bytes + _SMALL_AT
+        said_at = (number - 1) % _SLOTS * self._slot_bytes + _SAID_AT
         lack_at = number % _SLOTS * self._slot_bytes + _LACK_AT
-        checksum = None
+        mine, lacks = _SAID.unpack_from(self._seen[self.rank], said_at), (number, True)
+        if mine[1:] != _NOTHING:
+            return False
         for seen in self._seen.values():
-            head = _SMALL_HEAD.unpack_from(seen, said_at)
-            if head[5] & _IS_LATE or head[6] or head[7] or checksum not in (None, head[4]):
+            if _SAID.unpack_from(seen, said_at) != mine or _LACK.unpack_from(seen, lack_at) == lacks:
                 return False
-            if _LACK.unpack_from(seen, lack_at) == (number, 1):
-                return False
-            checksum = head[4]
         return True
 
     def read(self, rank: int, number: int) -> Tensor | None:
@@ -271,15 +277,15 @@ class RankRecords:
 
 
 def _summarize(heads: Sequence[tuple[int, ...]]) -> Said:
-    room = max((head[6] for head in heads), default=0), max((head[7] for head in heads), default=0)
-    return Said(len({head[4] for head in heads}) > 1, any(head[5] & _IS_LATE for head in heads), room)
+    checksums, late, *asked = zip(*(head[5:] for head in heads), strict=True)
+    return Said(len(set(checksums)) > 1, any(late), (max(asked[0]), max(asked[1])))
 
 
 def small_of(slot: Tensor, number: int) -> Frozen | None:
     """What is small in a slot; None where its rank did not come to the end of commit `number`, or had no room."""
     *_, room = _HEAD.unpack_from(_array(slot))
-    found, data, forms_bytes, _, _, flags, *_ = _SMALL_HEAD.unpack_from(_array(slot), _SMALL_AT)
-    if found != number or not flags & _IS_THERE:
+    found, data, forms_bytes, _, is_there, *_ = _SMALL_HEAD.unpack_from(_array(slot), _SMALL_AT)
+    if found != number or not is_there:
         return None
     begin = _BEGIN + room
     forms: list[Any] = []
@@ -310,6 +316,7 @@ def _to_pages(nbytes: int) -> int:
 
 
 _NONE = (-1).to_bytes(8, "little", signed=True)
+_NOTHING = (0, 0, 0)
 
 
 def _number_of(slot: Tensor) -> int:

@@ -1,6 +1,6 @@
 """What a rank holds beside parameters and optimizers, which is small, and may differ from rank to rank.
 
-    values            what State was given as plain values              {"step": 7, "best": 0.25}
+    values            what State was given as plain values              {"best": 0.25}
     others            states of small objects with `state_dict`          a metric
     extra             what layers give as `get_extra_state`              scales of float8
     attributes        numbers and generators that layers of the script's own classes keep
@@ -11,6 +11,7 @@ It is taken at each commit, and given back after a loss: the rank's own where ra
 
 from __future__ import annotations
 
+import marshal
 import pickle
 from collections.abc import Mapping
 from typing import Any
@@ -22,8 +23,12 @@ from phalanx.elastic.buffers import Buffers
 from phalanx.elastic.frozen import Frozen, freeze, thaw
 from phalanx.elastic.objects import Objects
 
+_POSITION = ("epoch", "step")  # which go with the number of the commit
+_PLAIN = b"values:"  # and numbers, in the form that Python reads and writes fastest; no pickle begins so
 _NUMBERS = frozenset((int, float, bool, complex, str, type(None)))
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+
+_NO_VALUES = Frozen(_PLAIN + marshal.dumps({}, 2), [])
 
 
 class SmallState:
@@ -41,14 +46,17 @@ class SmallState:
         self._is_plain = not (objects.small or self._extra or self._users or averages)  # values are all that there is
 
     def capture(self, values: Mapping[str, Any]) -> Frozen:
-        """As it is now, but for `values`; nobody changes it any more.
+        """Return it as it is now, and nobody changes what is returned; of `values`, those that the script has set.
 
         Raises:
             TypeError: a value, or the state of an object, cannot be pickled.
         """
-        if self._is_plain and all(type(value) in _NUMBERS for value in values.values()):
-            return Frozen(pickle.dumps({"values": values}), [])
-        content: dict[str, Any] = {"values": {name: _shown(value) for name, value in values.items()}}
+        if self._is_plain and len(values) == len(_POSITION):
+            return _NO_VALUES
+        own = {name: value for name, value in values.items() if name not in _POSITION}
+        if self._is_plain and _NUMBERS.issuperset(map(type, own.values())):
+            return Frozen(_PLAIN + marshal.dumps(own, 2), [])  # the bytes of later versions depend on references
+        content: dict[str, Any] = {"values": {name: _shown(value) for name, value in own.items()}}
         if self._objects.small:
             content["others"] = {name: thing.state_dict() for name, thing in self._objects.small.items()}
         if self._extra:
@@ -67,6 +75,9 @@ class SmallState:
 
     def restore(self, kept: Frozen) -> None:
         """Everything is as it was when `kept` was captured, on this rank or another."""
+        if kept.data.startswith(_PLAIN):
+            self._values.update(marshal.loads(kept.data[len(_PLAIN) :]))
+            return
         frozen, plan = kept, b""
         if kept.tensors:
             data, count, plan = pickle.loads(kept.data)

@@ -181,9 +181,8 @@ class State:
     def _commit(self, *, is_step: bool) -> None:
         reached(COMMIT)
         number = self._number + 1
-        advances = "step" if is_step else "epoch"
         if self._step.runner is not None:
-            small = self._small.capture({**self._values, advances: self._values[advances] + 1})
+            small = self._small.capture(self._values)
             self._step.begin_commit(number, small)
             self._saved = small
         self._number = number
@@ -201,6 +200,7 @@ class State:
             if self._position is not None:
                 self._position.end_epoch()
                 self._mark = Mark(self._values["epoch"], None, 0)
+        self._saved_position = self._values["epoch"], self._values["step"]
         if self._step.runner is not None:
             self._step.keep_followers()
             self._step.runner.after_commit()
@@ -220,6 +220,7 @@ class State:
     def _save(self) -> None:
         """Note what is small, and may change before the next commit."""
         self._saved = self._small.capture(self._values)
+        self._saved_position = self._values["epoch"], self._values["step"]
         self._step.keep_followers()
 
     def state_dict(self) -> dict[str, Any]:
@@ -287,6 +288,7 @@ class State:
 
     def _roll_back_values(self) -> None:
         self._small.restore(self._saved)
+        self._values["epoch"], self._values["step"] = self._saved_position
 
     def _parts(self) -> list[Part]:
         """What is the same on every rank, in the order in which it is handed over."""
@@ -302,6 +304,7 @@ class State:
         return {
             "number": self._number,
             "small": tuple(self._saved),
+            "position": self._saved_position,
             "where": where,
             "modes": self._modes,
             "late": self._step.lateness,
@@ -311,6 +314,7 @@ class State:
     def _put_progress(self, progress: Any) -> None:
         self._number = progress["number"]
         self._saved = Frozen(*progress["small"])
+        self._saved_position = progress["position"]
         self._modes = progress["modes"]
         self._step.lateness = progress["late"]
         if self._global is not None:
