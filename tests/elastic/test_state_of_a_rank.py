@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from tests.elastic.jobs import Job, Strike
 from tests.elastic.programs import GlobalSGD, Program, differences, train_program
 from tests.elastic.small_agent import Ended, SmallAgent
@@ -199,3 +200,32 @@ def test_buffers_that_wrappers_bring_in_line_before_a_forward_are_so_after_a_los
 def test_a_chained_scheduler_is_kept(tmp_path: Path, undisturbed: Any) -> None:
     """`State` raised AttributeError: it has no `last_epoch` of its own."""
     check(Program(does=("chained",)), tmp_path, undisturbed, *LOSSES)
+
+
+def _train_elsewhere(kind: str) -> str:
+    with phalanx.init(timeout=60.0):
+        some, gloo = dist.new_group([0, 1]), dist.new_group(backend="gloo")
+        model = nn.Linear(2, 2)
+        group = {"some": some, "gloo": gloo, "all": None}[kind]
+        if dist.get_rank() == 2 and kind == "some":
+            return "no member"
+        optimizer = phalanx.ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, process_group=group, lr=0.1)
+        try:
+            elastic.run(elastic.State(model=model, optimizer=optimizer))(lambda state: None)()
+        except ValueError as error:
+            return str(error)
+        return ""
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.jit.script, as PyTorch's optimizer is imported
+@pytest.mark.parametrize(
+    ("kind", "told"), [("some", "some ranks of the job"), ("gloo", "ranks that share no memory"), ("all", "")]
+)
+def test_an_optimizer_in_shards_whose_shards_are_not_kept_is_refused_by_name(
+    kind: str, told: str, tmp_path: Path
+) -> None:
+    """On two hosts the first loss ended the job by a ValueError of shared_empty, which nobody had called."""
+    ended = SmallAgent(_train_elsewhere, 3, kind, folder=tmp_path).run()
+    assert [("is a ZeroRedundancyOptimizer over " + told in one) == bool(told) for one in ended.results[:2]] == [
+        True
+    ] * 2

@@ -77,3 +77,20 @@ def shared_empty(
     if count == 0:
         return torch.empty(shape, dtype=dtype)
     return ours.allocate_symmetric(shape, dtype, calling_site(), owner=owner)
+
+
+def host_memory(nbytes: int, group: dist.ProcessGroup) -> dict[int, Tensor]:
+    """`nbytes` of memory of each rank of this host, by its rank in `group`: the own to write, the others' to read.
+
+    What a rank has written there outlives it, while another rank of its host holds what it got. Collective: every rank
+    gives the same size. Other hosts' ranks have none here; where no memory is shared, this rank's is private.
+
+    Shape: `(nbytes,)`, uint8, uninitialised.
+
+    Raises:
+        PhalanxError: the heap has no room.
+    """
+    ours = phalanx_group(group)
+    if ours is None or group.size() == 1:
+        return {group.rank(): torch.empty(nbytes, dtype=torch.uint8)}
+    return ours.allocate_on_host(nbytes, calling_site())

@@ -21,7 +21,9 @@ class Standing:
     has_stepped: bool
     was_rank: int
     records_of: int = -1
-    """The generation whose records (of all ranks of a host) it can read; -1 for none."""
+    """The generation whose records it can read; -1 for none."""
+    reads: tuple[int, ...] = ()
+    """Whose: the numbers that the ranks of its host had in that generation."""
     groups: tuple[tuple[str, tuple[int, ...]], ...] = ()
     """The groups, by name and members, that its script has made before `elastic.run`."""
     differs: bool = False

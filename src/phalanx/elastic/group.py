@@ -239,6 +239,7 @@ class ElasticGroup:
             has_stepped=self.is_complete and state._step.stepped != 1,
             was_rank=-1 if self._records is None else self._records.rank,
             records_of=self._records_generation,
+            reads=() if self._records is None else self._records.readable,
             groups=self._script_groups.name_all(self.process_group.rank(), self.process_group.size()),
             differs=self.ranks_differ or (self._records is not None and self._records.is_late),
             form=", ".join(f"{name}={type(thing).__name__}" for name, thing in state._things.items()),
@@ -339,16 +340,17 @@ class ElasticGroup:
         """
         size = self.process_group.size()
         newest = max(one.records_of for one in standings)
-        keeper = next((r for r, one in enumerate(standings) if one.records_of == newest), None)
-        if keeper is None or newest < 0:
+        holders = [rank for rank, one in enumerate(standings) if one.records_of == newest]
+        if newest < 0:
             return None, False, False
         me = standings[self.process_group.rank()]
         mine: tuple[Tensor | None, bool, bool] = None, False, False
         if self._records is not None and me.records_of == newest:
             mine = self._records.read(self._records.rank, step), True, False
         alive = {one.was_rank for one in standings if one.records_of == newest}
-        # Who has none: the slot of the rank of its number, from somebody who maps it.
-        for orphan in (r for r in range(size) if standings[r].records_of != newest):
+        # Who has none: the slot of the rank of its number, from somebody who was on its host.
+        for orphan in (r for r in range(size) if r not in holders):
+            keeper = next((rank for rank in holders if orphan in standings[rank].reads), holders[0])
             told: list[Any] = [None]
             if self._records is not None and self.process_group.rank() == keeper:
                 is_lost = orphan < self._records.size and orphan not in alive

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import sys
 import types
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
@@ -79,12 +80,24 @@ class Objects:
                     layers[f"{thing}.{name}" if name else thing] = layer
         return layers
 
-    def refuse_what_is_not_kept(self) -> None:
-        """Find, before a job trains that ranks may be lost in, what a replacement could not have.
+    def refuse_what_is_not_kept(self, world_size: int) -> None:
+        """Find, before a job of `world_size` ranks trains that some may be lost in, what a replacement could not have.
 
         Raises:
-            ValueError: a comm hook with a state of its own; a buffer whose elements do not lie in memory one by one.
+            ValueError: a comm hook with a state of its own; a buffer whose elements do not lie in memory one by one;
+                an optimizer whose state is shared out among ranks that do not share memory, or among some ranks only.
         """
+        for name, thing in self.things.items():
+            is_some = isinstance(thing, ZeroRedundancyOptimizer) and thing.world_size not in (1, world_size)
+            if self.pipelines and is_some:
+                continue  # each stage is had back from what its rank kept
+            if is_some or _is_of_torch_in_shards(thing):
+                raise ValueError(
+                    f"phalanx.elastic: {name!r} is a ZeroRedundancyOptimizer over "
+                    f"{'some ranks of the job' if is_some else 'ranks that share no memory (several hosts)'}. What a "
+                    "rank that is lost held of its state nobody else has. Use the optimizer itself, or start the job "
+                    "as a whole again (no elastic.run, --max-restarts)."
+                )
         for name, module in self.named_modules.items():
             for layer in averaging_modules([module]):
                 for hook, state in _comm_hooks(layer):
@@ -225,6 +238,11 @@ def _is_constant(held: object) -> bool:
     return isinstance(
         held, (int, float, bool, str, type(None), torch.dtype, dist.ProcessGroup, types.BuiltinFunctionType)
     )
+
+
+def _is_of_torch_in_shards(thing: object) -> bool:
+    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    return module is not None and isinstance(thing, module.ZeroRedundancyOptimizer)
 
 
 def _bare(module: nn.Module) -> nn.Module:

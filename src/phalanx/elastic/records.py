@@ -19,7 +19,6 @@ A survivor goes back to its own slot of that step.
 
 from __future__ import annotations
 
-import ctypes
 import pickle
 import struct
 import zlib
@@ -30,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from phalanx.backend.shared import shared_empty, sharing_group
+from phalanx.backend.shared import host_memory, shares_memory
 from phalanx.elastic import random_state
 from phalanx.elastic.buffers import Buffers, views_of
 from phalanx.elastic.frozen import Frozen
@@ -74,7 +73,7 @@ class _Slot:
 
 
 class RankRecords:
-    """This rank's slots, and, where ranks share memory, everybody's. Collective to build.
+    """This rank's slots, and those of all ranks of its host. Collective to build.
 
     `room`: bytes for buffers, and for what is small; the same on all ranks, 0 where they know of none yet. Who needs
     more than half of it asks for more; what does not fit at all is kept in memory of this rank alone.
@@ -87,27 +86,15 @@ class RankRecords:
         self._buffers = Buffers(layers)
         self._buffers.look()
         self.rank, self.size = group.rank(), group.size()
-        ours = sharing_group(group) if self.size > 1 else None
-        self._is_shared = ours is not None
+        self._all_are_seen = self.size > 1 and shares_memory(group)
         mine = 2 * (self._buffers.nbytes + len(self._buffers.plan)), 0
         wanted: list[Any] = [mine] * self.size
-        if self._is_shared:
+        if self.size > 1:
             dist.all_gather_object(wanted, mine, group=group)
         self.room = tuple(_to_pages(max(room[i], *(one[i] for one in wanted)) + _SPARE) for i in range(2))
-        slot_bytes = _BEGIN + sum(self.room)
-        nbytes = _SLOTS * slot_bytes
-        self._slot_bytes = slot_bytes
-        self._others: dict[int, Tensor] = {}
-        if ours is not None:
-            memory: Tensor = shared_empty(nbytes, dtype=torch.uint8, group=group)
-            own = memory.data_ptr()
-            for rank in range(self.size):  # it lies at one offset of every rank's heap
-                address = own + (rank - self.rank) * ours.symm_mem.heap_bytes
-                array = (ctypes.c_char * nbytes).from_address(address)
-                self._others[rank] = torch.frombuffer(array, dtype=torch.uint8)
-        else:
-            memory = torch.empty(nbytes, dtype=torch.uint8)
-        self._others[self.rank] = memory
+        self._slot_bytes = slot_bytes = _BEGIN + sum(self.room)
+        self._others = host_memory(_SLOTS * slot_bytes, group)
+        memory = self._others[self.rank]
         self._seen = {rank: memoryview(_array(memory)) for rank, memory in self._others.items()}
         self._slots = [_Slot(memory[i * slot_bytes : (i + 1) * slot_bytes]) for i in range(_SLOTS)]
         self._alone: dict[int, Tensor] = {}  # by the number of the step, for which there was no room
@@ -122,7 +109,7 @@ class RankRecords:
             _HEAD.pack_into(slot.bytes, 0, -1, *[0] * 7)
             _SMALL_HEAD.pack_into(slot.bytes, _SMALL_AT, -1, *[0] * 8)
             _LACK.pack_into(slot.bytes, _LACK_AT, -1, 0)
-        if self._is_shared:
+        if self.size > 1:
             dist.barrier(group=group)  # a number that nobody wrote must not be read
 
     # -- what this rank writes -----------------------------------------------------------------------------------
@@ -217,14 +204,19 @@ class RankRecords:
         slot.bytes[_SMALL_AT : _SMALL_AT + 8] = number.to_bytes(8, "little", signed=True)
 
     def _ask(self, kind: int, needed: int) -> None:
-        if 2 * needed > self.room[kind] and self._is_shared:
+        if 2 * needed > self.room[kind] and self.size > 1:
             self._asks[kind] = max(self._asks[kind], 2 * needed)
+
+    @property
+    def readable(self) -> tuple[int, ...]:
+        """The ranks whose slots this one can read: those of its host."""
+        return tuple(self._others)
 
     # -- what the ranks read -------------------------------------------------------------------------------------
 
     def meet(self, number: int) -> Said:
         """Wait until all ranks have written what is small in commit `number`; what they say. Collective."""
-        if self._is_shared:
+        if self._all_are_seen:
             dist.barrier(group=self._group)
             at = number % _SLOTS * self._slot_bytes + _SMALL_AT
             return _summarize([_SMALL_HEAD.unpack_from(seen, at) for seen in self._seen.values()])
@@ -237,7 +229,7 @@ class RankRecords:
         """Whether no rank that this one maps said in commit `number` - 1 that ranks must wait for each other, or had no
         room when step `number` began, which all have.
         """
-        if not self._is_shared:
+        if not self._all_are_seen:
             return True
         said_at = (number - 1) % _SLOTS * self._slot_bytes + _SAID_AT
         lack_at = number % _SLOTS * self._slot_bytes + _LACK_AT

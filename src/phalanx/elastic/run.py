@@ -131,7 +131,7 @@ class ElasticJob:
             return self._run(train, world, membership)
 
     def _run(self, train: Train[_Result], world: Any, membership: Membership) -> _Result:
-        self._state._objects.refuse_what_is_not_kept()
+        self._state._objects.refuse_what_is_not_kept(world.size())
         group = self._state._step.runner = ElasticGroup(self._state, world, membership)
         del world  # a group that is over goes when the next one comes
         try:

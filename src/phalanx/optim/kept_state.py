@@ -7,7 +7,6 @@ sync B              who passes it knows that every rank has written slot k; who 
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import pickle
 import struct
@@ -17,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.backend.shared import shared_empty, sharing_group
+from phalanx.backend.shared import host_memory, shares_memory
 from phalanx.backend.skeleton import join, split
 from phalanx.log import get_logger, warn_once
 from phalanx.transport.tensors import copy_all
@@ -34,17 +33,12 @@ class KeptState:
     def __init__(self, group: Any, num_elements: int, num_parameters: int) -> None:
         self._slot_bytes = _round_up((1 << 20) + num_parameters * 4096 + _TIMES * 4 * num_elements, 4096)
         nbytes = 2 * self._slot_bytes
-        self._by_rank: list[Tensor] = []
-        ours = sharing_group(group)
-        if ours is not None and group.size() > 1:
-            self._memory: Tensor = shared_empty(nbytes, dtype=torch.uint8, group=group)
-            for rank in range(group.size()):  # it lies at one offset of every rank's heap
-                address = self._memory.data_ptr() + (rank - group.rank()) * ours.symm_mem.heap_bytes
-                array = (ctypes.c_char * nbytes).from_address(address)
-                self._by_rank.append(torch.frombuffer(array, dtype=torch.uint8))
+        if shares_memory(group):
+            self._by_rank = [*host_memory(nbytes, group).values()]
+            self._memory = self._by_rank[group.rank()]
         else:
             self._memory = torch.empty(nbytes, dtype=torch.uint8)
-            self._by_rank.append(self._memory)
+            self._by_rank = [self._memory]
         self._bytes = memoryview(_array(self._memory))
         self._known: list[list[int]] = [[], []]  # the tensors whose places each slot has
         self._views: list[list[Tensor]] = [[], []]

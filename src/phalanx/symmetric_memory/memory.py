@@ -191,6 +191,12 @@ class SymmetricMemory:
             self._put_back()
             raise
 
+    def pieces(self, own: Buffer) -> list[Buffer]:
+        """Every rank's piece of a block, by rank; `own` is this rank's, as `allocate` gave it, and keeps them all."""
+        begin = ctypes.addressof(own) - self.rank * self._heap_bytes
+        others = [(ctypes.c_char * len(own)).from_address(begin + r * self._heap_bytes) for r in range(self.world_size)]
+        return [own if rank == self.rank else other for rank, other in enumerate(others)]
+
     def _allocate(
         self, nbytes: int, deadline: Deadline, call_site: int, check: Callable[[int], None], owner: int | None
     ) -> Buffer:

@@ -44,6 +44,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from phalanx.core_numbers import SUM
@@ -93,6 +94,18 @@ class Transport(ABC):
     """Whether all ranks map one memory. Then this is a `SharedMemoryTransport`, which can do more than is asked here:
     symmetric tensors, reductions of them in place, steps that go on without some ranks, posted receives.
     """
+
+    @property
+    def host_ranks(self) -> Sequence[int]:
+        """The ranks whose memory this one maps: those of its host, where they share any; else itself alone."""
+        return (self.rank,)
+
+    def allocate_on_host(self, nbytes: int, ctx: CallContext) -> dict[int, Tensor]:
+        """Memory of `nbytes` of each of `host_ranks`: the own to write, the others' to read. Collective.
+
+        It is as long as the own is held; what a rank has written outlives the rank.
+        """
+        return {self.rank: torch.empty(nbytes, dtype=torch.uint8)}
 
     # -- where it is ---------------------------------------------------------------------------------------------
 

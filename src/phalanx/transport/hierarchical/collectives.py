@@ -29,6 +29,28 @@ class HierarchicalCollectives(DirectCollectives):
         """Return when every rank has come. Cost: one message between each two hosts' leaders, each way."""
         self._small_barrier(Call("barrier", place=self._place(ctx)), ctx)
 
+    @property
+    def host_ranks(self) -> Sequence[int]:
+        """Those of this host."""
+        return self.layout.local_ranks
+
+    def allocate_on_host(self, nbytes: int, ctx: CallContext) -> dict[int, Tensor]:
+        """As `Transport.allocate_on_host`; each host in its own memory, and all at one place of their sequence."""
+        found: dict[int, Tensor] = {}
+        call = Call("barrier", count=nbytes, place=self._place(ctx))
+        self._interruptible(call, ctx, lambda: found.update(self._allocate_on_host(nbytes, call, ctx)))
+        return found
+
+    def _allocate_on_host(self, nbytes: int, call: Call, ctx: CallContext) -> dict[int, Tensor]:
+        with self._running(call, ctx) as deadline:
+            self._agree_here(ctx, deadline)
+            memory = self.symm_mem
+            pieces = memory.pieces(memory.allocate(nbytes, deadline, ctx.call_site, self._checked))
+        return {
+            rank: torch.frombuffer(piece, dtype=torch.uint8)
+            for rank, piece in zip(self.layout.local_ranks, pieces, strict=True)
+        }
+
     # -- reductions ----------------------------------------------------------------------------------------------
 
     def sum_in_place(self, tensor: Tensor, code: int, timeout_s: float, place: tuple[str, int]) -> None:

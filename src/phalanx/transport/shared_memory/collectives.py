@@ -321,19 +321,28 @@ class SharedMemoryCollectives(SharedMemorySession):
 
     # -- symmetric tensors ----------------------------------------------------------------------------------------
 
+    @property
+    def host_ranks(self) -> Sequence[int]:
+        """All of them."""
+        return range(self.world_size)
+
+    def allocate_on_host(self, nbytes: int, ctx: CallContext) -> dict[int, Tensor]:
+        """As `Transport.allocate_on_host`."""
+        pieces = self.symm_mem.pieces(self._allocate(nbytes, ctx))
+        return {rank: torch.frombuffer(piece, dtype=torch.uint8) for rank, piece in enumerate(pieces)}
+
     def allocate(
         self, shape: tuple[int, ...], dtype: torch.dtype, ctx: CallContext, *, owner: int | None = None
     ) -> Tensor:
         """An uninitialised tensor, at one place of all ranks' heaps, or in `owner`'s alone. Collective."""
+        buffer = self._allocate(math.prod(shape) * dtype.itemsize, ctx, owner)
+        return torch.frombuffer(buffer, dtype=dtype).view(shape)
+
+    def _allocate(self, nbytes: int, ctx: CallContext, owner: int | None = None) -> Buffer:
         if self.uneven is not None:
             self.barrier(ctx)  # where all meet again, if some were out of training steps
         deadline = Deadline.after(ctx.timeout_s)
         with self.exclusive(ctx.timeout_s):
-            buffer = self.symm_mem.allocate(
-                math.prod(shape) * dtype.itemsize,
-                deadline,
-                ctx.call_site,
-                lambda status: self.check(status, ctx),
-                owner=owner,
+            return self.symm_mem.allocate(
+                nbytes, deadline, ctx.call_site, lambda status: self.check(status, ctx), owner=owner
             )
-        return torch.frombuffer(buffer, dtype=dtype).view(shape)
