@@ -79,6 +79,36 @@ def test_batchnorm_of_replicas_tracks_all_of_their_values():
         assert buffers["0.num_batches_tracked"] == 1
 
 
+def test_a_batchnorm_that_is_called_twice_tracks_each_call():
+    """Its running statistics moved once, by the values of both calls together."""
+
+    def build():
+        torch.manual_seed(0)
+        norm = nn.BatchNorm1d(3, momentum=None)
+        return nn.Sequential(norm, nn.Linear(3, 3), norm, nn.Linear(3, 2))
+
+    def train(rank, world_size):
+        pipe = phalanx.Pipeline(
+            build(), micro_batches=4, balance=[3, 1], checkpoint="always", loss_fn=functional.mse_loss
+        )
+        pipe.step(inputs, target=torch.zeros(20, 2))
+        return pipe.state_dict()
+
+    inputs = torch.randn(20, 3, generator=torch.Generator().manual_seed(1))
+    model = build()
+    calls = [[], []]
+    for part in inputs.chunk(4):
+        first = model[0](part)
+        calls[0].append(part)
+        calls[1].append(model[1](first).detach())
+    first, second = (torch.cat(call) for call in calls)
+    for state in run_ranks(train, 2):
+        torch.testing.assert_close(state["0.running_mean"], (first.mean(0) + second.mean(0)) / 2)
+        torch.testing.assert_close(state["0.running_var"], (first.var(0) + second.var(0)) / 2)
+        assert state["0.num_batches_tracked"] == 2
+        assert state["2.num_batches_tracked"] == 2
+
+
 def test_a_state_loads_into_another_split_and_into_the_unsplit_model(tmp_path):
     path = tmp_path / "model.pt"
     whole = _transformer()

@@ -3,6 +3,7 @@
 In training every micro-batch is normalized by its own statistics: those of the whole mini-batch are not known before
 its last micro-batch has come, and waiting for it would be no pipeline. What is kept for evaluation, though, is what a
 model sees that gets the mini-batch at once: one update a step, with mean and variance of all its values (as in GPipe).
+A layer that forward calls twice has two, one after the other.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ _BatchNorm: Any = find(
     instead=nn.BatchNorm1d,
 )
 
+_Seen = list[tuple[float, Tensor, Tensor]]
+"""How many values each micro-batch had in a channel, and their means and variances."""
+
 
 class MiniBatchStatistics:
     """The BatchNorm layers of some stages. A layer whose class has a forward of its own is left alone."""
@@ -39,10 +43,10 @@ class MiniBatchStatistics:
             and layer.track_running_stats
             and layer.running_mean is not None
         ]
-        self._seen: dict[nn.Module, list[tuple[float, Tensor, Tensor]]] = {}
+        self._seen: dict[nn.Module, list[_Seen]] = {}  # of each call that a forward makes of the layer
 
     def measured(self) -> AbstractContextManager[None]:
-        """While this lasts, layers in training note the statistics of what they get; the running ones stay."""
+        """While one forward lasts, layers in training note the statistics of what they get; the running ones stay."""
         return self._watched() if self._layers else nullcontext()
 
     @contextmanager
@@ -62,16 +66,17 @@ class MiniBatchStatistics:
     @contextmanager
     def unnoticed(self) -> Iterator[None]:
         """While this lasts, nothing is noted: a micro-batch is run a second time."""
-        count = {layer: len(seen) for layer, seen in self._seen.items()}
-        with self.measured():
-            yield
-        for layer, seen in self._seen.items():
-            del seen[count.get(layer, 0) :]
+        seen, self._seen = self._seen, {}
+        try:
+            with self.measured():
+                yield
+        finally:
+            self._seen = seen
 
     def update(self) -> None:
         """Move the running statistics by all that was noted since the last time. Collective over the replicas."""
         seen, self._seen = self._seen, {}
-        moved = [(layer, _combine(seen[layer])) for layer in self._layers if seen.get(layer)]
+        moved = [(layer, _combine(call)) for layer in self._layers for call in seen.get(layer, ()) if call]
         if self._replicas is not None and moved:
             mine = torch.cat([statistics.flatten() for _, statistics in moved])
             found = [torch.empty_like(mine) for _ in range(self._replicas.size())]
@@ -99,8 +104,9 @@ class MiniBatchStatistics:
 class _Watch:
     """Runs a layer on buffers of its own, which then hold the statistics of the micro-batch."""
 
-    def __init__(self, seen: list[tuple[float, Tensor, Tensor]]) -> None:
+    def __init__(self, seen: list[_Seen]) -> None:
         self._seen = seen
+        self._calls = 0
         self._kept: tuple[Any, ...] = ()
 
     def before(self, layer: Any, args: tuple[Any, ...]) -> None:
@@ -113,11 +119,14 @@ class _Watch:
     def after(self, layer: Any, args: tuple[Any, ...], output: Any) -> None:
         mean, var = layer.running_mean, layer.running_var
         layer.running_mean, layer.running_var, layer.num_batches_tracked, layer.momentum = self._kept
+        if self._calls == len(self._seen):
+            self._seen.append([])
+        self._calls += 1
         if isinstance(output, Tensor) and args and args[0].numel():
-            self._seen.append((args[0].numel() / args[0].shape[1], mean, var))
+            self._seen[self._calls - 1].append((args[0].numel() / args[0].shape[1], mean, var))
 
 
-def _combine(parts: list[tuple[float, Tensor, Tensor]]) -> Tensor:
+def _combine(parts: _Seen) -> Tensor:
     """Count, mean and unbiased variance of all values together: (3, C), the count in each channel.
 
     Chan, Golub and LeVeque (1979): means and squared deviations are combined, not sums of squares.
