@@ -80,7 +80,7 @@ def shared_empty(
 
 
 def host_memory(nbytes: int, group: dist.ProcessGroup) -> dict[int, Tensor]:
-    """`nbytes` of memory of each rank of this host, by its rank in `group`: the own to write, the others' to read.
+    """Return `nbytes` of memory of each rank of this host, by its rank in `group`: write its own, read the others'.
 
     What a rank has written there outlives it, while another rank of its host holds what it got. Collective: every rank
     gives the same size. Other hosts' ranks have none here; where no memory is shared, this rank's is private.

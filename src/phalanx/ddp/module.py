@@ -316,11 +316,11 @@ class DistributedDataParallel(JoinInterface, TorchInterface):
 
     @property
     def batchnorm_choice(self) -> tuple[bool, bool]:
-        """Of `sync_batchnorm="auto"`: whether it is still to be decided, and whether BatchNorm layers span ranks."""
+        """Whether `sync_batchnorm="auto"` is still to be decided, and whether BatchNorm layers span the ranks."""
         return self._batchnorm_undecided, self._batchnorm_synced
 
     def follow_batchnorm_choice(self, choice: tuple[bool, bool]) -> None:
-        """Have what another rank's wrapper has decided."""
+        """Do what another rank's wrapper has decided."""
         undecided, synced = choice
         if synced and not self._batchnorm_synced:
             span_ranks(self.module, self.process_group)

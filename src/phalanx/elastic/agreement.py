@@ -23,11 +23,11 @@ class Standing:
     records_of: int = -1
     """The generation whose records it can read; -1 for none."""
     reads: tuple[int, ...] = ()
-    """Whose: the numbers that the ranks of its host had in that generation."""
+    """The ranks, by their numbers in that generation, whose records these are: those of its host."""
     groups: tuple[tuple[str, tuple[int, ...]], ...] = ()
     """The groups, by name and members, that its script has made before `elastic.run`."""
     differs: bool = False
-    """Whether ranks differ in what is small, so that each has its own back."""
+    """Whether ranks differ in their small state, so that each must have its own back."""
     form: str = ""
     """The names and kinds of what its State has: the same on all ranks, or one can't take another's."""
 

@@ -1,4 +1,4 @@
-"""The buffers of modules by name, in the forms that they have now: late, grown, None, or under two names."""
+"""Keep the buffers of modules in the form that they have at a step: late, grown, None, or under two names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ALIGN = 64
 
 
 class Buffers:
-    """Where they are, planned once; each look is cheap, and plans anew where one has come, gone or changed its form."""
+    """Finds the buffers of `layers` at each step, and plans anew only where one has come, gone or changed its form."""
 
     def __init__(self, layers: Mapping[str, nn.Module]) -> None:
         self._layers = layers
@@ -27,12 +27,12 @@ class Buffers:
         self._count = -1
         self._forms: list[Any] = []
         self.tensors: list[Tensor] = []
-        """Those that there are, each once, at the latest look."""
+        """The buffers that the latest look has found, each once."""
         self.plan = b""
-        """Their names and forms, as bytes that `restore` understands."""
+        """Their names and forms, pickled: `restore` reads it."""
 
     def look(self) -> bool:
-        """Find the buffers as they are now; whether names and forms are those of the look before."""
+        """Find the buffers as they are now, and return whether names and forms are those of the look before."""
         count = sum(map(len, self._dicts))
         if count == self._count == 0:
             return True
@@ -71,26 +71,26 @@ class Buffers:
 
     @property
     def nbytes(self) -> int:
-        """What `views` of them take."""
+        """How many bytes `views` of them take."""
         return sum(-(-t.nbytes // _ALIGN) * _ALIGN for t in self.tensors)
 
     def views(self, memory: Tensor) -> list[Tensor]:
-        """A place for each of the tensors, in `memory`."""
+        """Return a view of `memory` for each of the tensors."""
         return views_of([(t.shape, t.dtype) for t in self.tensors], memory)
 
     @staticmethod
     def read(plan: bytes, memory: Tensor) -> list[Tensor]:
-        """What `save` has put into `memory` when `plan` was the plan."""
+        """Return the values that `save` has put into `memory` when `plan` was the plan."""
         forms = {form[0]: (torch.Size(form[1]), form[3]) for *_, form in pickle.loads(plan) if form is not None}
         return views_of([forms[number] for number in range(len(forms))], memory)
 
     def save(self, views: Sequence[Tensor]) -> None:
-        """Copy the tensors there."""
+        """Copy the tensors into `views`."""
         if self.tensors:
             copy_all(list(views), [t.detach() for t in self.tensors])
 
     def versions(self) -> list[int]:
-        """They differ where a buffer was changed in between."""
+        """Return the version of each tensor, which is another one once the tensor was changed in place."""
         return [0 if tensor.is_inference() else tensor._version for tensor in self.tensors]
 
     @torch.no_grad()
@@ -153,7 +153,7 @@ def _has_form(tensor: Any) -> bool:
 
 
 def views_of(forms: Sequence[tuple[torch.Size, torch.dtype]], memory: Tensor) -> list[Tensor]:
-    """Tensors of these forms, one behind the other in `memory`."""
+    """Return tensors of these forms that lie one behind the other in `memory`."""
     views, at = [], 0
     for shape, dtype in forms:
         nbytes = shape.numel() * dtype.itemsize

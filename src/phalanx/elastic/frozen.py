@@ -1,4 +1,4 @@
-"""A value as bytes, and the tensors in it beside them: they keep their forms, and one with two names stays one."""
+"""Take a value apart into bytes and tensors, and put it together: a tensor with two names stays one tensor."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import Tensor
 
 
 class Frozen(NamedTuple):
-    """What `freeze` gives: `data` speaks of tensors by their numbers in `tensors`."""
+    """A value that `freeze` has taken apart: `data` names each tensor by its number in `tensors`."""
 
     data: bytes
     tensors: list[Tensor]
 
 
 def freeze(value: Any, named: Callable[[], Mapping[int, str]] = dict) -> Frozen:
-    """Take `value` apart; the tensors are those that are in it. Those that `named` gives, by id, go as their names.
+    """Take `value` apart, without a copy of its tensors. A tensor that `named` gives, by id, goes as its name.
 
     Raises:
         TypeError, AttributeError, PicklingError: something in it cannot be pickled.
@@ -31,7 +31,7 @@ def freeze(value: Any, named: Callable[[], Mapping[int, str]] = dict) -> Frozen:
 
 
 def thaw(frozen: Frozen, named: Callable[[], Mapping[str, Tensor]] = dict) -> Any:
-    """The value again, with copies of its tensors, and the own ones of those that went as their names."""
+    """Return the value again, with copies of its tensors; for those that went as names, with what `named` gives."""
     return _Unpickler(frozen, named).load()
 
 

@@ -55,7 +55,7 @@ class ElasticGroup:
         self._prepared_seq = (-1, -1)
         self._script_groups = ScriptGroups(group)
         self.ranks_differ = False
-        """In what is small, or in when they change the rest: then they wait for each other in each commit."""
+        """Whether ranks differ in their small state, or in when they change the rest: then they meet in each commit."""
         self._page = open_page(rendezvous.agent_address())
         self._page.set_generation(self.generation)
         self._used = 0  # samples of this pass, at the latest commit
@@ -78,7 +78,7 @@ class ElasticGroup:
         self.ranks_differ = self._records.meet(0).differ and not self._state._objects.rounds
 
     def _layers(self) -> dict[str, Any]:
-        """Those whose buffers each rank has for itself."""
+        """Return the layers whose buffers each rank has for itself."""
         objects = self._state._objects
         trained = {id(layer) for module in objects.trained for layer in module.modules()}
         return {key: layer for key, layer in objects.named_layers().items() if id(layer) in trained}
@@ -111,11 +111,11 @@ class ElasticGroup:
         dist.barrier(group=self.process_group)
 
     def before_commit(self, number: int, small: Frozen, counted: tuple[int, int]) -> bool:
-        """See to it that the record of this commit is there, on all ranks; whether they wait for each other for it.
+        """Write the record of this commit, and return whether the ranks wait for each other for it.
 
-        They do so in the job's first commits, and where nobody has waited since the backward. Then on, whether ranks
-        differ in what is small, draw and change buffers behind a backward, or need room, the commit before tells, which
-        all have made who have given gradients for this one: so all know it, and wait again.
+        They do so in the job's first commits, and where nobody has waited since the backward. From then on the commit
+        before tells whether ranks differ in their small state, draw or change buffers behind a backward, or need room:
+        who has given gradients for this commit has made that one, so that all know it, and wait again.
         """
         records = self._records
         assert records is not None
@@ -136,7 +136,7 @@ class ElasticGroup:
         return self.ranks_differ or is_unseen
 
     def _give_room(self, number: int, small: Frozen, room: tuple[int, int]) -> None:
-        """Have larger records, with this commit in them. Collective."""
+        """Go on with larger records, which have this commit in them. Collective."""
         assert self._records is not None
         fresh = RankRecords(self.process_group, self._layers(), self._random, room)
         fresh.is_late = self._records.is_late
@@ -296,7 +296,7 @@ class ElasticGroup:
             state._random_again = functools.partial(restore_random, mine)
 
     def _have_own_small(self, mine: Tensor | None, agreement: Agreement, *, is_lost: bool) -> None:
-        """In place of the source's, which may have others."""
+        """Take this rank's own small state in place of the source's, which may be another."""
         number = agreement.number
         small = None if self._records is None else self._records.own_small(number)
         if small is None and mine is not None:
@@ -333,10 +333,10 @@ class ElasticGroup:
             optimizer.keep_state()
 
     def _find_record(self, step: int, standings: list[Standing]) -> tuple[Tensor | None, bool, bool]:
-        """What this rank, or the one that it replaces, left of the step to go on from. Collective.
+        """Return what this rank, or the one that it replaces, left of the step to go on from. Collective.
 
-        Also whether it is its own (who comes in addition, or in the place of a rank whose memory is lost, has the
-        buffers of another), and whether one was lost.
+        It returns as well whether that is its own record (who comes in addition, or in the place of a rank whose memory
+        is lost, has the buffers of another), and whether one was lost.
         """
         size = self.process_group.size()
         newest = max(one.records_of for one in standings)

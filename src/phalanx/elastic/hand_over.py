@@ -36,7 +36,7 @@ class Part(Protocol):
 
 
 class ModulePart:
-    """Parameters by name, and, where no record holds them, buffers.
+    """Hands over a module: parameters by name, and, where no record holds them, buffers.
 
     What wrappers that average gradients have decided by themselves (`sync_batchnorm="auto"`) goes with them.
     """
@@ -55,7 +55,7 @@ class ModulePart:
         }
 
     def take(self, value: Any) -> None:
-        """What was received lies in place, unless it had another form.
+        """Take what was received; it lies in place already, unless it had another form.
 
         Raises:
             JobEndedError: the other's has parameters that this one has not, or of other shapes.
@@ -92,7 +92,7 @@ def _word(form: Any) -> str:
 
 
 class OptimizerPart:
-    """Groups, and state: by the number of the parameter, or, of what hangs on no parameter, by its key.
+    """Hands over an optimizer: its groups, and its state by the parameter's number, or by key if it belongs to none.
 
     Tensors are as they are, so that no bit is converted. By the names of `models`' parameters a group that the loop has
     added is found.
@@ -104,7 +104,7 @@ class OptimizerPart:
         self._names: dict[Tensor, str] = {}
 
     def show(self) -> Any:
-        """Options of each group, whose parameters it has, and the state."""
+        """Return the options of each group, the names of its parameters, and the state."""
         groups = [{**_options(group), "params": self._named(group)} for group in self._optimizer.param_groups]
         parameters = self._parameters()
         known = {id(p) for p in parameters}
@@ -115,7 +115,7 @@ class OptimizerPart:
         }
 
     def take(self, value: Any) -> None:
-        """Have the same.
+        """Take groups, options and state.
 
         Raises:
             JobEndedError: a group has parameters that no model of State has.

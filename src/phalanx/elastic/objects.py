@@ -70,7 +70,7 @@ class Objects:
         return itertools.chain(self.pipelines, below)  # a Pipeline's modules are those of the model alone
 
     def named_layers(self) -> dict[str, nn.Module]:
-        """All modules, and those inside them, each once, by name; those of a Pipeline are kept with its stages."""
+        """Return all modules, and those inside them, once each by name; a Pipeline's are kept with its stages."""
         layers: dict[str, nn.Module] = {}
         seen: set[int] = set()
         for thing, module in self.named_modules.items() if not self.pipelines else ():
@@ -215,7 +215,7 @@ def has_state(thing: Any) -> bool:
 
 
 def _is_small(state: Any) -> bool:
-    """Whether it can be copied in each step; an average of a model that is no module can't."""
+    """Return whether it can be copied in each step; an average of a model that is no module can't."""
     tensors: list[Tensor] = []
     split(state, tensors)
     return sum(t.nbytes for t in tensors) <= _SMALL
@@ -228,7 +228,7 @@ def _comm_hooks(wrapper: Any) -> list[tuple[Any, Any]]:
 
 
 def _is_constant(held: object) -> bool:
-    """Whether nothing in it can change from step to step; of a function, in what it has around it."""
+    """Return whether nothing in `held` can change from step to step, nor in the closure of a function."""
     if type(held) is tuple:
         return all(map(_is_constant, held))
     if isinstance(held, functools.partial):

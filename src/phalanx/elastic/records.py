@@ -1,17 +1,17 @@
-"""What each rank alone knows of a step, kept where the others can read it: a slot for each of three steps.
+"""Keep what each rank alone knows of a step where the others of its host can read it: in one of three slots.
 
     forward of step n
     its backward begins        slot n%3: number -1; random states and buffers; number n          prepared
     gradients, update          ...                        (who has all gradients of step n knows that all prepared)
-    commit of step n           slot n%3, apart: what is small (values, extra states); its checksum; number n
-                               ranks wait for each other: in the first commits, and if they differ in what is small,
+    commit of step n           slot n%3, apart: the small state (values, extra states); its checksum; number n
+                               ranks wait for each other: in the first commits, and if their small states differ, they
                                draw behind a backward or need more room
 
 A rank that dies leaves its slots in memory that the others map. Whoever completed step n had every rank's gradients,
-and each rank gave them after it had prepared: so the slot of the agreed step is whole, whenever its rank died. What is
-small is there where ranks waited for each other in that commit; otherwise a survivor's is as good.
+and each rank gave them after it had prepared: so the slot of the agreed step is whole, whenever its rank died. The
+small state is there where ranks waited for each other in that commit; otherwise a survivor's is as good.
 
-The third slot is that of who has begun a step in which nobody has waited yet, while another still reads the first.
+The third slot is for a rank that has begun a step in which nobody has waited yet, while another still reads the first.
 
 A slot says how its bytes are to be read, so that it doesn't matter what the buffers look like in the step after.
 A survivor goes back to its own slot of that step.
@@ -51,8 +51,8 @@ _SLOTS = 3
 
 
 class Said(NamedTuple):
-    """What the ranks say of a commit: whether they differ in what is small, or change late what is prepared, and how
-    much room they ask for.
+    """What the ranks say of a commit: whether their small states differ, whether one draws or changes buffers behind
+    its backward, and how much room they ask for.
     """
 
     differ: bool
@@ -61,7 +61,7 @@ class Said(NamedTuple):
 
 
 class _Slot:
-    """Memory for what one rank leaves of a step."""
+    """The memory for the record of one step of one rank."""
 
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory
@@ -73,9 +73,9 @@ class _Slot:
 
 
 class RankRecords:
-    """This rank's slots, and those of all ranks of its host. Collective to build.
+    """The slots of this rank, and those of all ranks of its host. Collective to build.
 
-    `room`: bytes for buffers, and for what is small; the same on all ranks, 0 where they know of none yet. Who needs
+    `room`: bytes for buffers, and for the small state; the same on all ranks, 0 where they know of none yet. Who needs
     more than half of it asks for more; what does not fit at all is kept in memory of this rank alone.
     """
 
@@ -159,11 +159,11 @@ class RankRecords:
         )
 
     def has_begun(self, number: int) -> bool:
-        """Whether step `number` was prepared, whatever has come since."""
+        """Return whether step `number` was prepared, whatever has come since."""
         return self._numbers[number % _SLOTS] == number
 
     def write_small(self, number: int, small: Frozen) -> None:
-        """Write what is small in commit `number`; where it has no room, this rank alone knows it, and asks for more."""
+        """Write the small state of commit `number`; without room this rank keeps it to itself, and asks for it."""
         slot = self._slots[number % _SLOTS]
         self._smalls[number] = small
         self._smalls.pop(number - _SLOTS, None)
@@ -215,7 +215,7 @@ class RankRecords:
     # -- what the ranks read -------------------------------------------------------------------------------------
 
     def meet(self, number: int) -> Said:
-        """Wait until all ranks have written what is small in commit `number`; what they say. Collective."""
+        """Wait until all ranks have written the small state of commit `number`; return what they say. Collective."""
         if self._all_are_seen:
             dist.barrier(group=self._group)
             at = number % _SLOTS * self._slot_bytes + _SMALL_AT
@@ -226,8 +226,8 @@ class RankRecords:
         return _summarize(told)
 
     def is_quiet(self, number: int) -> bool:
-        """Whether no rank that this one maps said in commit `number` - 1 that ranks must wait for each other, or had no
-        room when step `number` began, which all have.
+        """Return whether nothing calls for a meeting in commit `number`: in the commit before all small states were the
+        same, nobody was late or asked for room, and nobody lacked room when step `number` began, which all have begun.
         """
         if not self._all_are_seen:
             return True
@@ -252,13 +252,13 @@ class RankRecords:
         return slot.clone() if _number_of(slot) == number else None
 
     def own_small(self, number: int) -> Frozen | None:
-        """What is small in commit `number` of this rank, if it has come so far."""
+        """Return the small state of commit `number` of this rank, if it has come so far."""
         return self._smalls.get(number)
 
     # -- what this rank becomes: slots may be those of a group before this one ------------------------------------
 
     def restore(self, slot: Tensor, *, random: bool = True) -> None:
-        """Become what a slot says; `random`: also of random numbers."""
+        """Have the buffers that a slot says, and, with `random`, its random states."""
         if random:
             restore_random(slot)
         *_, plan_bytes, _, _ = _HEAD.unpack_from(_array(slot))
@@ -274,7 +274,7 @@ def _summarize(heads: Sequence[tuple[int, ...]]) -> Said:
 
 
 def small_of(slot: Tensor, number: int) -> Frozen | None:
-    """What is small in a slot; None where its rank did not come to the end of commit `number`, or had no room."""
+    """Return the small state in a slot; None where its rank did not finish commit `number`, or had no room."""
     *_, room = _HEAD.unpack_from(_array(slot))
     found, data, forms_bytes, _, is_there, *_ = _SMALL_HEAD.unpack_from(_array(slot), _SMALL_AT)
     if found != number or not is_there:

@@ -1,4 +1,4 @@
-"""What a rank holds beside parameters and optimizers, which is small, and may differ from rank to rank.
+"""Take and give back the small state of a rank: what it holds beside parameters and optimizers, and for itself.
 
     values            what State was given as plain values              {"best": 0.25}
     others            states of small objects with `state_dict`          a metric
@@ -32,7 +32,7 @@ _NO_VALUES = Frozen(_PLAIN + marshal.dumps({}, 2), [])
 
 
 class SmallState:
-    """That of one rank. Cost: microseconds in each commit, and what the script's own `get_extra_state` takes."""
+    """The small state of one rank. Cost: microseconds in each commit, and what the script's `get_extra_state` takes."""
 
     def __init__(self, objects: Objects, values: dict[str, Any]) -> None:
         self._objects, self._values = objects, values
@@ -46,7 +46,7 @@ class SmallState:
         self._is_plain = not (objects.small or self._extra or self._users or averages)  # values are all that there is
 
     def capture(self, values: Mapping[str, Any]) -> Frozen:
-        """Return it as it is now, and nobody changes what is returned; of `values`, those that the script has set.
+        """Return the state as it is now, in a form that nobody changes; of `values`, those that the script has set.
 
         Raises:
             TypeError: a value, or the state of an object, cannot be pickled.
@@ -74,7 +74,7 @@ class SmallState:
         return Frozen(whole, [t.detach().clone() for t in (*frozen.tensors, *self._buffers.tensors)])
 
     def restore(self, kept: Frozen) -> None:
-        """Everything is as it was when `kept` was captured, on this rank or another."""
+        """Put everything back to what it was when `kept` was captured, on this rank or another."""
         if kept.data.startswith(_PLAIN):
             self._values.update(marshal.loads(kept.data[len(_PLAIN) :]))
             return
@@ -107,7 +107,7 @@ class SmallState:
 
 
 class _GeneratorState(tuple[bytes]):
-    """Of a generator, which stays the object that it is."""
+    """The state of a generator, which stays the object that it is."""
 
 
 def _shown(value: Any) -> Any:

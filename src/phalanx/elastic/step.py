@@ -33,8 +33,8 @@ class Runner(Protocol):
     """Who is told of commits, while the job runs."""
 
     def before_commit(self, number: int, small: Frozen, counted: tuple[int, int]) -> bool:
-        """Commit `number` is about to be made, with what is small in it, so many collectives having been `counted`;
-        whether the ranks wait for each other there, as they do in each commit like this one.
+        """Prepare commit `number`, with its small state; `counted` collectives came before it. Return whether the ranks
+        wait for each other there, as they do in each commit like this one.
         """
         ...
 

@@ -64,7 +64,7 @@ class Undo:
 
 
 def _count(scheduler: LRScheduler) -> Any:
-    """What differs where a scheduler has stepped; a ChainedScheduler counts nothing, but those inside of it do."""
+    """Return something that differs once a scheduler has stepped; of a ChainedScheduler, from those inside of it."""
     inner = getattr(scheduler, "_schedulers", ())
     return getattr(scheduler, "last_epoch", None), [_count(one) for one in inner]
 

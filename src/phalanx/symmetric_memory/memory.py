@@ -192,7 +192,7 @@ class SymmetricMemory:
             raise
 
     def pieces(self, own: Buffer) -> list[Buffer]:
-        """Every rank's piece of a block, by rank; `own` is this rank's, as `allocate` gave it, and keeps them all."""
+        """Return every rank's piece of a block, by rank; `own` is this rank's, from `allocate`, and keeps them all."""
         begin = ctypes.addressof(own) - self.rank * self._heap_bytes
         others = [(ctypes.c_char * len(own)).from_address(begin + r * self._heap_bytes) for r in range(self.world_size)]
         return [own if rank == self.rank else other for rank, other in enumerate(others)]

@@ -101,7 +101,7 @@ class Transport(ABC):
         return (self.rank,)
 
     def allocate_on_host(self, nbytes: int, ctx: CallContext) -> dict[int, Tensor]:
-        """Memory of `nbytes` of each of `host_ranks`: the own to write, the others' to read. Collective.
+        """Allocate `nbytes` of memory of each of `host_ranks`: its own to write, the others' to read. Collective.
 
         It is as long as the own is held; what a rank has written outlives the rank.
         """

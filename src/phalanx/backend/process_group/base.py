@@ -285,7 +285,7 @@ class ProcessGroupBase(TorchGroup):
         return self.in_order(lambda: memory.allocate(shape, dtype, ctx, owner=owner))
 
     def allocate_on_host(self, nbytes: int, place: tuple[str, int]) -> dict[int, torch.Tensor]:
-        """Memory of each rank of this host, as `Transport` says; `place` is the caller's. Collective."""
+        """Allocate memory of each rank of this host, as `Transport` says; `place` is the caller's. Collective."""
         transport, ctx = self.transport, CallContext(self._timeout_s, self.transport.call_site(place))
         return self.in_order(lambda: transport.allocate_on_host(nbytes, ctx))
 

@@ -31,11 +31,11 @@ class HierarchicalCollectives(DirectCollectives):
 
     @property
     def host_ranks(self) -> Sequence[int]:
-        """Those of this host."""
+        """The ranks of this host."""
         return self.layout.local_ranks
 
     def allocate_on_host(self, nbytes: int, ctx: CallContext) -> dict[int, Tensor]:
-        """As `Transport.allocate_on_host`; each host in its own memory, and all at one place of their sequence."""
+        """Allocate it as `Transport` says: each host in its own memory, and all at one place of their sequence."""
         found: dict[int, Tensor] = {}
         call = Call("barrier", count=nbytes, place=self._place(ctx))
         self._interruptible(call, ctx, lambda: found.update(self._allocate_on_host(nbytes, call, ctx)))

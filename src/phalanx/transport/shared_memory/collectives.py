@@ -323,11 +323,11 @@ class SharedMemoryCollectives(SharedMemorySession):
 
     @property
     def host_ranks(self) -> Sequence[int]:
-        """All of them."""
+        """All ranks of the group."""
         return range(self.world_size)
 
     def allocate_on_host(self, nbytes: int, ctx: CallContext) -> dict[int, Tensor]:
-        """As `Transport.allocate_on_host`."""
+        """Allocate it as `Transport` says."""
         pieces = self.symm_mem.pieces(self._allocate(nbytes, ctx))
         return {rank: torch.frombuffer(piece, dtype=torch.uint8) for rank, piece in enumerate(pieces)}
 
