@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
@@ -38,7 +37,7 @@ def _find_group(layer: Any, new: Any) -> Any:
 def _rebind_torch(ddp: Any, old: Any, new: Any) -> None:
     """PyTorch's wrapper: a reducer is for one group and cannot be interrupted, so it gets a new one, as unpickled."""
     ddp.process_group = new
-    ddp._comm_hooks = [(hook, new if state is old else state) for hook, state in ddp._comm_hooks]
+    hooks, ddp._comm_hooks = ddp._comm_hooks, []
     for parameter in ddp.module.parameters():
         parameter.grad = None
     parameters, expect_sparse_gradient = ddp._build_params_for_reducer()
@@ -46,8 +45,8 @@ def _rebind_torch(ddp: Any, old: Any, new: Any) -> None:
     ddp.reducer = ddp.logger = None  # its hooks go with it, before the next one sets its own
     ddp._ddp_init_helper(parameters, expect_sparse_gradient, names, ddp.static_graph)
     ddp._has_rebuilt_buckets = False
-    for hook, state in ddp._comm_hooks:
-        dist._register_comm_hook(ddp.reducer, state, hook)
+    for hook, state in hooks:
+        ddp.register_comm_hook(new if state is old else state, hook)
     ddp.require_backward_grad_sync = ddp.require_forward_param_sync = True
     if ddp.static_graph:
         ddp.reducer._set_static_graph()
