@@ -1,13 +1,17 @@
 """A checkpoint and parts that do not fit it: an error, and nothing has changed. What fits is loaded to the bit."""
 
+import contextlib
 import copy
 import random
 import threading
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
+import phalanx
 from phalanx.checkpoint import CheckpointManager, load_checkpoint, save_checkpoint
 from phalanx.errors import CheckpointError
 from phalanx.testing import run_ranks
@@ -185,6 +189,78 @@ def test_a_part_that_fails_on_one_rank_changes_nothing_on_any(tmp_path):
     assert first == second
     assert "rank 1" in first
     assert "brittle" in first
+
+
+class Late(Brittle):
+    """A part that, on one rank, gives its state only when another rank has loaded, or will not do so for now."""
+
+    def __init__(self, store, waits):
+        super().__init__(False)
+        self.store, self.waits = store, waits
+
+    def state_dict(self):
+        if self.waits:
+            with contextlib.suppress(RuntimeError):
+                self.store.wait(["loaded"], timedelta(seconds=1))
+        return super().state_dict()
+
+
+class Telling(Brittle):
+    """A part that says that it is loaded, and fails."""
+
+    def __init__(self, store):
+        super().__init__(True)
+        self.store = store
+
+    def load_state_dict(self, state):
+        self.store.set("loaded", "1")
+        super().load_state_dict(state)
+
+
+def fail_in_shared_memory(rank, world_size, folder, offload):
+    torch.manual_seed(1)
+    model = nn.Sequential(*[nn.Linear(5, 5) for _ in range(4)]).to(torch.bfloat16 if offload else torch.float32)
+    optimizer = phalanx.ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, offload=offload)
+
+    def step(seed):
+        torch.manual_seed(seed)
+        for parameter in model.parameters():
+            parameter.grad = torch.randn(parameter.shape).to(parameter.dtype)
+        optimizer.step()
+
+    def now():
+        optimizer.consolidate_state_dict(to=0)
+        return copy.deepcopy([model.state_dict(), optimizer.state_dict() if rank == 0 else None])
+
+    store = dist.FileStore(str(folder / f"store-{offload}"), world_size)
+    manager = CheckpointManager(folder / f"checkpoints-{offload}", sharded=True)
+    step(1)
+    manager.save(1, {"late": {"value": 7}, "model": model, "optimizer": optimizer, "telling": {"value": 7}})
+    step(2)
+    before = now()
+    with pytest.raises(CheckpointError, match=r"all parts are as they were"):
+        manager.load(
+            {"late": Late(store, rank == 1), "model": model, "optimizer": optimizer, "telling": Telling(store)}
+        )
+    assert_equal(now(), before)
+    step(3)
+    after = now()
+    dist.barrier()  # now all have read what lies in memory that they share
+    with torch.no_grad():
+        for parameter, saved in zip(model.parameters(), before[0].values(), strict=True):
+            parameter.copy_(saved)
+    dist.barrier()
+    states = [before[1]]
+    dist.broadcast_object_list(states, src=0)
+    optimizer.load_state_dict(states[0])
+    step(3)
+    assert_equal(now(), after)
+
+
+@pytest.mark.parametrize("offload", [False, True], ids=["shared", "offload"])
+def test_a_load_that_fails_leaves_a_sharded_optimizer_and_its_parameters_as_they_were(tmp_path, offload):
+    """Its state was that of the checkpoint; and one rank remembered parameters that another had loaded already."""
+    run_ranks(fail_in_shared_memory, 2, tmp_path, offload)
 
 
 class Silent(Brittle):

@@ -150,3 +150,24 @@ def test_shards_that_do_not_make_a_whole_are_refused():
         merge_state_dicts(shards[:1])
     with pytest.raises(ValueError, match="of different models"):
         merge_state_dicts([shards[0], {**shards[1], "layout": {}}])
+
+
+def test_what_outlives_a_lost_rank_has_the_strides_of_the_parameters():
+    """Moments of a parameter that was whole on one rank were contiguous, and fused optimizers look at no strides."""
+
+    def kept(rank, world_size):
+        torch.manual_seed(1)
+        model = nn.Sequential(*[nn.Conv2d(4, 4, 3) for _ in range(3)]).to(memory_format=torch.channels_last)
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), optim.AdamW, fused=True)
+        optimizer.keep_state()
+        torch.manual_seed(2)
+        model(torch.randn(2, 4, 8, 8)).square().mean().backward()
+        optimizer.step()
+        optimizer.consolidate_state_dict(to=rank if world_size == 1 else 0)
+        if rank == 0:
+            whole = optimizer.state_dict()
+            _same_state({**whole, "state": optimizer.kept_state()}, whole)
+            return [state["exp_avg"].stride() for state in optimizer.kept_state().values()][::2]
+        return None
+
+    assert run_ranks(kept, 2)[0] == [(36, 1, 12, 4)] * 3

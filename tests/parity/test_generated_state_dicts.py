@@ -4,7 +4,7 @@ What is expected is the state of the plain module that one process has trained o
 order, bits, dtypes, strides, `requires_grad`, which tensors are one memory, what is no tensor. A load is right if the
 next step of training is, too, to the bit.
 
-`--models N` draws N / 4 models in place of the number that is right for a test run.
+`--models N` draws N / 5 models in place of the number that is right for a test run.
 """
 
 import copy
@@ -41,6 +41,20 @@ OPTIMIZERS = {
 
 class Derived(phalanx.DistributedDataParallel):
     """A class of the user's own."""
+
+
+class Brittle:
+    """A part that refuses what was saved of another."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def state_dict(self):
+        return {"value": self.value}
+
+    def load_state_dict(self, state):
+        if state["value"] != self.value:
+            raise RuntimeError("brittle")
 
 
 def compiled(model):
@@ -131,6 +145,8 @@ def unlike_strides(expected, found, *, whole=True):
 
 def unlike_optimizer(expected, found):
     """As `unlike`, of the states of optimizers; the order of a group's options says nothing."""
+    if not expected:
+        return ""
     groups = [[dict(sorted(group.items())) for group in state["param_groups"]] for state in (expected, found)]
     if text := difference(*groups, "param_groups") or difference(expected["state"], found["state"], "optimizer"):
         return text
@@ -225,8 +241,11 @@ class Case:
             train(wrapped, optimizer, self.seed, step)
             plain.average(averaged, wrapped)
         self.expect_trained("trained", wrapped, self.prefix, optimizer, averaged)
-        parts = {"averaged": compiled(averaged) if self.compiles_average else averaged}
-        self.back_into_plain(self.save_parts({"model": wrapped, "optimizer": optimizer, **parts}))
+        parts = {"averaged": compiled(averaged) if self.compiles_average else averaged, "brittle": Brittle(1)}
+        load = self.save_parts({"model": wrapped, "optimizer": optimizer, **parts})
+        self.back_into_plain(load)
+        if not (self.zero and self.save == "file"):  # a load of each rank by itself, into memory that all share
+            self.without_a_change(load)
 
     def save_parts(self, parts):
         """Save them; return what loads them into parts, or gives their state."""
@@ -267,6 +286,24 @@ class Case:
             load({"model": holder, "optimizer": optimizer, "averaged": averaged})
             self.expect_loaded("loaded into plain parts", model, "", optimizer, averaged)
 
+    def without_a_change(self, load):
+        """A load that fails in its last part leaves the wrapper as it was."""
+        model = scramble(self.plain.build(), extra_state=True)
+        averaged = AveragedModel(model)
+        wrapped, optimizer = self.wrap(model)
+        train(wrapped, optimizer, self.seed, 0)
+        parts = {"model": wrapped, "optimizer": optimizer, "averaged": averaged}
+        before = copy.deepcopy(
+            (state_of(wrapped, self.prefix), averaged.state_dict(), self.state_of_optimizer(optimizer))
+        )
+        if self.save == "file" and self.compiles_average:
+            parts["averaged"] = compiled(averaged)  # the names in the file are those of the wrapper
+        with pytest.raises(phalanx.CheckpointError, match="Nothing was loaded: all parts are as they were"):
+            load({**parts, "brittle": Brittle(2)})
+        self.expect_state("a load that failed", before[0], wrapped, self.prefix)
+        self.expect("a load that failed, averaged", unlike(before[1], averaged.state_dict()))
+        self.expect("a load that failed", unlike_optimizer(before[2], self.state_of_optimizer(optimizer)))
+
     def unlike_versions(self, found, contained):
         mine = {contained + name if name else contained[:-1]: value for name, value in self.plain.versions.items()}
         theirs = {name: value for name, value in found.items() if name or not contained}
@@ -295,10 +332,16 @@ class Case:
         self.expect_state(what, plain.state, model, prefix)
         if averaged is not None:
             self.expect(f"{what}, averaged", unlike(plain.averaged_state, averaged.state_dict()))
+        found = self.state_of_optimizer(optimizer)
+        self.expect(what, unlike_optimizer(plain.optimizer_state if found else found, found))
+
+    def state_of_optimizer(self, optimizer):
+        """The whole state; on the first rank alone where each has a part of it."""
         if isinstance(optimizer, phalanx.ZeroRedundancyOptimizer):
             optimizer.consolidate_state_dict(to=0)
-        if self.rank == 0 or not isinstance(optimizer, phalanx.ZeroRedundancyOptimizer):
-            self.expect(what, unlike_optimizer(plain.optimizer_state, optimizer.state_dict()))
+            if self.rank:
+                return {}
+        return optimizer.state_dict()
 
     def expect_loaded(self, what, model, prefix, optimizer, averaged=None):
         self.expect_trained(what, model, prefix, optimizer, averaged)
@@ -330,7 +373,8 @@ def run_cases(rank, world_size, seeds, folder):
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 def test_the_state_of_random_modules_is_that_of_plain_pytorch(models, tmp_path):
     """Versions did not reach modules in wrappers, and moments in channels_last came back contiguous."""
-    seeds = range(max(models // 4, 1))
+    seeds = range(max(models // 5, 1))
+    compiled(nn.Identity())  # imports much: once here, and not once in each rank
     found = run_ranks(run_cases, 2, seeds, str(tmp_path), timeout=60 + 5 * len(seeds))
     assert not any(found), "\n".join(problem[:500] for problems in found for problem in problems)
 

@@ -99,9 +99,9 @@ def _load(
     report.missing += [name for name in wanted if name not in state and name not in stateful]
     told = "" if not report else f"{peers.what} on rank {peers.rank}: {path} does not fit:\n{report}\n"
     advice = "Nothing was loaded. Build the parts as they were saved, or load what fits with strict=False."
+    undo = Undo(stateful)  # on all ranks, before one of them loads into memory that they share
     peers.agree(told + advice if told and strict else None)
     problem, cause, gaps = None, None, list[str]()
-    undo = Undo(stateful)
     try:
         own = {**state, **{name: fitting for name, (fitting, _) in stages.items()}}
         gaps = _load_parts(own, stateful, report, undo, strict=strict)

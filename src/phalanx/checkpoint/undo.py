@@ -17,8 +17,11 @@ class Undo:
     A part with a true `loads_all_or_nothing` is not asked for its state, which may be on other workers: its own
     `load_state_dict` changes nothing when it raises a ValueError. After another error it may hold a part of the state.
 
-    Cost: a copy of the parameters and buffers of models, in memory of the host; nothing for torch's optimizers, whose
-    `load_state_dict` makes a new state.
+    Collective where ranks share the memory of parts (the parameters of a ZeroRedundancyOptimizer): all have to be
+    remembered before any rank loads, and put back before any goes on.
+
+    Cost: a copy of the parameters and buffers of models, in memory of the host, and of this rank's part of the state of
+    a ZeroRedundancyOptimizer; nothing for torch's optimizers, whose `load_state_dict` makes a new state.
     """
 
     def __init__(self, parts: Mapping[str, Any]) -> None:
@@ -82,10 +85,20 @@ def _remember(part: Any) -> Iterator[Callable[[], object]]:
         inner = getattr(part, "optim", None)  # of a ZeroRedundancyOptimizer
         optimizers = [part, inner] if isinstance(inner, torch.optim.Optimizer) else [part]
         yield from [_remember_attributes(optimizer) for optimizer in optimizers]
+        if hasattr(part, "load_shard"):  # ours, which loads into the state that it has, and into masters
+            sharded: Any = part
+            shard = _cloned(sharded.shard_state_dict()["state"])
+            yield lambda: sharded.load_shard(shard)
     elif hasattr(part, "state_dict") and not _loads_all_or_nothing(part):
         yield _remember_attributes(part)
         state = deepcopy(part.state_dict())
         yield lambda: part.load_state_dict(state)
+
+
+def _cloned(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.clone()
+    return {key: _cloned(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
 def _remember_attributes(part: Any) -> Callable[[], object]:

@@ -19,6 +19,7 @@ from torch import Tensor
 from phalanx.backend.shared import host_memory, shares_memory
 from phalanx.backend.skeleton import join, split
 from phalanx.log import get_logger, warn_once
+from phalanx.transport.memory_order import Strides, find_strides, lay_out
 from phalanx.transport.tensors import copy_all
 
 _logger = get_logger(__name__)
@@ -103,7 +104,8 @@ class KeptState:
             *itertools.accumulate((_round_up(t.nbytes, _ALIGN) for t in forms), initial=_round_up(16 + length, 64))
         ]
         places = self._places(slot, forms, offsets)
-        return join(structure, [t.clone().to(leaf.device) for t, leaf in zip(places, leaves, strict=True)])
+        copies = [lay_out(place.clone(), _strides(leaf)) for place, leaf in zip(places, leaves, strict=True)]
+        return join(structure, [copy.to(leaf.device) for copy, leaf in zip(copies, leaves, strict=True)])
 
     def _slot(self, rank: int, number: int) -> Tensor:
         return self._by_rank[rank][number % 2 * self._slot_bytes :][: self._slot_bytes]
@@ -118,6 +120,10 @@ def _collect(structure: Any, leaves: list[Any]) -> None:
             _collect(one, leaves)
     elif hasattr(structure, "index") and hasattr(structure, "stride"):
         leaves.append(structure)
+
+
+def _strides(leaf: Any) -> Strides | None:
+    return find_strides(torch.empty_strided(leaf.shape, leaf.stride, device="meta"))
 
 
 def _round_up(nbytes: int, to: int) -> int:

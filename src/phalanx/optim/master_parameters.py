@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from phalanx.optim.parameter_shard import in_memory_order
 from phalanx.optim.plan import Slice
 from phalanx.optim.shared_parameters import SharedBlock
 from phalanx.optim.staging import Staging, lock
@@ -135,7 +136,9 @@ class MasterParameters(SharedBlock):
         self._keep[part.index] = values is not None
         self._notes.pop(part.index, None)
         if values is not None:
-            self.flats[part.index][part.start : part.stop].copy_(values.reshape(-1))
+            like = self.parameters[part.index]
+            flat = in_memory_order(values, like) if values.shape == like.shape else values  # else it is of a slice
+            self.flats[part.index][part.start : part.stop].copy_(flat)
 
     def has_more(self, number: int) -> bool:
         """Whether the master is more precise than the parameter."""
