@@ -17,7 +17,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -107,31 +107,33 @@ def _meet_through_mpi(
     from phalanx.coordination.key import Key
 
     words = b""
-    if found.node == 0:
-        hosts = [own.address for own in own_addresses() if not own.is_loopback]
-        port = found.port or _free_port()
-        job = f"mpiexec-{socket.gethostname()}-{os.getpid()}-{start_ticks(os.getpid())}"
-        endpoints = [join_endpoint(host, port) for host in ([found.first_host] if found.first_host else hosts)]
-        words = json.dumps({"endpoints": endpoints, "port": port, "key": str(Key.generate()), "job": job}).encode()
-    try:
-        said = json.loads(broadcast(words, environ, deadline))
-    except PhalanxError as error:
-        raise LaunchError(
-            f"phalanx run: {found.describe()}: the processes are on several hosts, it does not say where the first one "
-            f"is, and MPI could not be asked: {error}\nInstall mpi4py, or set MASTER_ADDR for all to an address of "
-            "that host, and MASTER_PORT to a free port there (mpiexec -x or -genv).",
-            exit_code=2,
-        ) from None
+    with contextlib.ExitStack() as held:  # MPI opens sockets of its own meanwhile
+        if found.node == 0:
+            hosts = [own.address for own in own_addresses() if not own.is_loopback]
+            port = found.port or held.enter_context(_free_port())
+            job = f"mpiexec-{socket.gethostname()}-{os.getpid()}-{start_ticks(os.getpid())}"
+            endpoints = [join_endpoint(host, port) for host in ([found.first_host] if found.first_host else hosts)]
+            words = json.dumps({"endpoints": endpoints, "port": port, "key": str(Key.generate()), "job": job}).encode()
+        try:
+            said = json.loads(broadcast(words, environ, deadline))
+        except PhalanxError as error:
+            raise LaunchError(
+                f"phalanx run: {found.describe()}: the processes are on several hosts, it does not say where the "
+                f"first one is, and MPI could not be asked: {error}\nInstall mpi4py, or set MASTER_ADDR for all to an "
+                "address of that host, and MASTER_PORT to a free port there (mpiexec -x or -genv).",
+                exit_code=2,
+            ) from None
     mine = replace(mine, key=said["key"])
     # The first host listens at all its addresses: who reaches it by which, it cannot know.
     return _at(mine, [f":{said['port']}"] if found.node == 0 else said["endpoints"]), said["job"]
 
 
-def _free_port() -> int:
+@contextlib.contextmanager
+def _free_port() -> Iterator[int]:
+    """Give a port that is free, and that nobody else takes while this lasts."""
     with socket.socket() as sock:
         sock.bind(("", 0))
-        port: int = sock.getsockname()[1]
-        return port
+        yield sock.getsockname()[1]
 
 
 def _find_key(found: Allocation, key_file: str | None, environ: Mapping[str, str]) -> str:
