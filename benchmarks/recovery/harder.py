@@ -13,6 +13,9 @@ import run
 
 GIB = 1 << 30
 KILLS = 3
+# The kill comes after the job's first hundred steps. Each of those copies the state, to take a step back with, and the
+# step that is measured would be one of them.
+run.STEADY_STEPS = 120
 _COPY = """
 import time, torch
 torch.set_num_threads(1)
