@@ -158,3 +158,17 @@ def test_two_groups_work_at_once_from_two_threads():
             raise problems[0]
 
     run_ranks(check, 2)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "phalanx"])
+def test_the_future_of_an_all_gather_of_several_has_a_list_for_each(backend):
+    """One list of all tensors was in it, as PyTorch's own test of Gloo found."""
+
+    def gather(rank, world_size):
+        inputs = [torch.full((2,), 10.0 * rank + i) for i in range(2)]
+        outputs = [[torch.zeros(2) for _ in range(2 * world_size)] for _ in inputs]
+        future = dist.group.WORLD.allgather(outputs, inputs).get_future()
+        future.wait()
+        return [[tensor[0].item() for tensor in one] for one in future.value()]
+
+    assert run_ranks(gather, 2, backend=backend) == [[[0.0, 1.0, 10.0, 11.0]] * 2] * 2

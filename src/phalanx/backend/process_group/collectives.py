@@ -255,7 +255,7 @@ class ProcessGroupCollectives(ProcessGroupBase):
                     rank, i = divmod(at, len(inputs))
                     write_back(output.detach(), rows[i][rank].view(output.shape))
 
-        return self._carry_out(run, opts, [t for outputs in lists for t in outputs])
+        return self._carry_out(run, opts, lists)
 
     @entry_point
     def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Work:
