@@ -95,15 +95,11 @@ class Transport(ABC):
     symmetric tensors, reductions of them in place, steps that go on without some ranks, posted receives.
     """
 
-    @property
-    def host_ranks(self) -> Sequence[int]:
-        """The ranks whose memory this one maps: those of its host, where they share any; else itself alone."""
-        return (self.rank,)
-
     def allocate_on_host(self, nbytes: int, ctx: CallContext) -> dict[int, Tensor]:
-        """Allocate `nbytes` of memory of each of `host_ranks`: its own to write, the others' to read. Collective.
+        """Allocate `nbytes` of memory for each rank, and return those of this host, by rank. Collective.
 
-        It is as long as the own is held; what a rank has written outlives the rank.
+        A rank writes its own and reads the others', which are there while it holds its own; what a rank has written
+        outlives it. Where ranks share no memory, each has its own alone.
         """
         return {self.rank: torch.empty(nbytes, dtype=torch.uint8)}
 

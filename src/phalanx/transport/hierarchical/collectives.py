@@ -29,11 +29,6 @@ class HierarchicalCollectives(DirectCollectives):
         """Return when every rank has come. Cost: one message between each two hosts' leaders, each way."""
         self._small_barrier(Call("barrier", place=self._place(ctx)), ctx)
 
-    @property
-    def host_ranks(self) -> Sequence[int]:
-        """The ranks of this host."""
-        return self.layout.local_ranks
-
     def allocate_on_host(self, nbytes: int, ctx: CallContext) -> dict[int, Tensor]:
         """Allocate it as `Transport` says: each host in its own memory, and all at one place of their sequence."""
         found: dict[int, Tensor] = {}

@@ -321,11 +321,6 @@ class SharedMemoryCollectives(SharedMemorySession):
 
     # -- symmetric tensors ----------------------------------------------------------------------------------------
 
-    @property
-    def host_ranks(self) -> Sequence[int]:
-        """All ranks of the group."""
-        return range(self.world_size)
-
     def allocate_on_host(self, nbytes: int, ctx: CallContext) -> dict[int, Tensor]:
         """Allocate it as `Transport` says."""
         pieces = self.symm_mem.pieces(self._allocate(nbytes, ctx))
