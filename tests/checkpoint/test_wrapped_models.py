@@ -64,7 +64,7 @@ def load_versions(rank, world_size, folder):
 
 
 def test_modules_are_told_the_version_of_their_state_through_every_wrapper(tmp_path):
-    """What was loaded into a wrapper had no versions, so that modules took it for a state of their first one."""
+    """A state that was loaded into a wrapper had no versions, and modules took it for one of their first version."""
     (found,) = run_ranks(load_versions, 1, tmp_path)
     assert set(found.values()) == {4.0}, found
 
@@ -175,7 +175,7 @@ FUSED = {
 
 
 def convolutions(memory_format=torch.channels_last):
-    """Of which a ZeroRedundancyOptimizer of two ranks cuts one, and leaves the others whole."""
+    """A ZeroRedundancyOptimizer of two ranks cuts one of these parameters, and leaves the others whole."""
     torch.manual_seed(1)
     return nn.Sequential(*[nn.Conv2d(4, 4, 3) for _ in range(3)]).to(memory_format=memory_format)
 

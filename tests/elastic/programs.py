@@ -166,7 +166,7 @@ def strike_inside_update(job: Job, find_step: Callable[[], int]) -> None:
 
 
 def train_program(job: Job, program: Program) -> dict[str, Any]:
-    """What every rank runs."""
+    """Train `program` on this rank, and return all that it holds."""
     does = program.does
     group.TRIAL_STEPS = step.TRIAL_STEPS = program.trial  # type: ignore[misc]
     with phalanx.init(timeout=60.0):

@@ -22,7 +22,7 @@ from phalanx import elastic
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What a program gives that nobody disturbs."""
+    """Run a program that nobody disturbs, once, and return how it ends."""
     known: dict[Any, Ended] = {}
 
     def run(program: Program, world_size: int, job: Job) -> Ended:

@@ -381,7 +381,7 @@ def test_state_is_that_of_the_plain_optimizer_and_loads_everywhere():
 
 @pytest.mark.parametrize("model_first", [True, False])
 def test_masters_of_half_parameters_are_saved_and_come_back_to_the_bit(model_first):
-    """Those of a parameter that is transposed, and whole on one rank, came back to other elements."""
+    """The masters of a transposed parameter that is whole on one rank came back to other elements."""
 
     def resumed(rank, world_size):
         parameters = _half_parameters()

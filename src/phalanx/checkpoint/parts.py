@@ -271,7 +271,7 @@ def _cut_like(mine: Any, value: Any) -> Any:
 
 
 def _fit_optimizer_state(optimizer: torch.optim.Optimizer, saved: Any) -> Any:
-    """What it keeps of each parameter, cut and laid out in memory as that is: fused optimizers look at no strides."""
+    """Cut and lay out each parameter's state as the parameter is: fused optimizers look at no strides."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     of = dict(zip(numbers, parameters, strict=True))

@@ -18,7 +18,7 @@ _OURS = (DataParallel.__name__, TorchDistributedDataParallel.__name__)
 
 
 def wrapper_prefixes(module: nn.Module) -> list[str]:
-    """What wrappers have put into the names of parameters: "module.", "encoder.module."; the outermost first."""
+    """Return what wrappers have put into names of parameters ("module.", "encoder.module."), the outermost first."""
     return [
         f"{name}.{attribute}." if name else f"{attribute}."
         for name, inner in module.named_modules(remove_duplicate=False)  # a module may have several names

@@ -51,8 +51,8 @@ _SLOTS = 3
 
 
 class Said(NamedTuple):
-    """What the ranks say of a commit: whether their small states differ, whether one draws or changes buffers behind
-    its backward, and how much room they ask for.
+    """The answers of all ranks in a commit: whether their small states differ, whether one draws or changes buffers
+    behind its backward, and how much room they ask for.
     """
 
     differ: bool
