@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import phalanx
 from phalanx import elastic
+from phalanx.diagnostics.progress_page import open_page, parse_page
 from phalanx.elastic import points
 from phalanx.optim import undo
 
@@ -230,7 +231,15 @@ def train_job(job: Job) -> dict[str, Any]:
             "rate": optimizer.param_groups[0]["lr"],
             "scale": state.scaler.get_scale() if job.amp else 1.0,
             "fds": len(os.listdir("/proc/self/fd")),
+            "samples_on_page": samples_on_page(),
         }
+
+
+def samples_on_page() -> int:
+    """Return how many samples `phalanx top` sees of this rank; 0 if it has committed no step."""
+    said = parse_page(bytes(open_page("")._memory))
+    assert said is not None
+    return 0 if said.state is None else said.state.samples
 
 
 def strike_when_done(job: Job, find_step: Callable[[], int]) -> None:

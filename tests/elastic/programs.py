@@ -247,6 +247,7 @@ def train_program(job: Job, program: Program) -> dict[str, Any]:
             for _ in state.epochs(program.epochs):
                 for number, (ids, x, y) in enumerate(loader, start=1):
                     job.strike("batch", state.step)
+                    job.wait(state.step)
                     is_last = "accumulate" not in does or number % 2 == 0
                     ddp.require_backward_grad_sync = is_last
                     out = ddp(x)

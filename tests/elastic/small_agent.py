@@ -29,6 +29,7 @@ from phalanx.launch.calls import outcome
 from phalanx.launch.processes import die_with_parent
 
 Body = Callable[..., Any]
+LEAVES = signal.SIGALRM  # who is ended by it is not replaced
 
 
 @dataclass
@@ -212,10 +213,8 @@ class SmallAgent:
         self.generation += 1
         self._new_store()
         before = len(self.seats)
-        for _ in range(add):
-            seat = max(self.seats) + 1
-            self._start(seat, before, before + add)
-            before += 1
+        for rank in range(before, before + add):
+            self._start(max(self.seats) + 1, rank, before + add)
         for number in self.seats:
             self._tell(number)
 
@@ -235,12 +234,12 @@ class SmallAgent:
             raise RuntimeError("\n".join(self._outcome_text(n) for n in raised or bad))
         self.generation += 1
         self._new_store()
+        replaced = [n for n in bad if self._replace and self.seats[n].process.exitcode != -LEAVES]
         for number in bad:
             self._remove(number)
-        size = len(self.seats) + (len(bad) if self._replace else 0)
-        if self._replace:
-            for number in bad:
-                self._start(number, number, size)
+        ranks = self._ranks([*self.seats, *replaced])
+        for number in replaced:
+            self._start(number, ranks[number], len(ranks))
         for number in self.seats:
             self._tell(number)
 

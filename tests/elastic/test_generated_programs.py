@@ -8,12 +8,14 @@ from __future__ import annotations
 import dataclasses
 import os
 import random
+import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from tests.elastic.jobs import Job, Strike
 from tests.elastic.programs import LAYERS, LOOPS, MORE, OPTIMIZERS, Program, differences, train_program
-from tests.elastic.small_agent import SmallAgent
+from tests.elastic.small_agent import LEAVES, Ended, SmallAgent
 
 _PLACES = ("batch", "forward", "backward", "update", "updated", "commit")
 _PLACES_OF = {"adamw": ("inside",), "zero": ("inside", "done", "done")}
@@ -62,22 +64,75 @@ def draw_strikes(draw: random.Random, program: Program, world_size: int) -> tupl
     return (first,)
 
 
-def run_drawn(seed: int, folder: Path) -> None:
+@dataclass(frozen=True)
+class Change:
+    """From step `step` on there are `add` ranks more, or, where that is -1, one fewer: rank `leaves`."""
+
+    step: int
+    add: int
+    leaves: int = -1
+
+
+def draw_change(draw: random.Random, program: Program, world_size: int) -> Change:
+    """Other ranks at any step but the first: one or two more, or one fewer."""
+    step = draw.randrange(1, 4 if "accumulate" in program.does else 8)
+    if world_size > 2 and draw.random() < 0.5:
+        return Change(step, -1, draw.randrange(world_size))
+    return Change(step, draw.choice((1, 1, 2)))
+
+
+def goes_with(strike: Strike, change: Change) -> bool:
+    """Return whether who is lost in `strike` is lost apart from `change`.
+
+    The ranks that are there wait in the change's step for those that come, and would not hear of a loss. Who comes has
+    what rank 0 has for itself: if that one is lost while it hands over, it is another's. And of two ranks that are lost
+    where one is replaced, the replacement may be either.
+    """
+    if strike.step == -1:
+        return change.add > 0 and strike.rank != 0
+    return strike.step not in (change.step - 1, change.step)
+
+
+def run_one(job: Job, program: Program, world_size: int, change: Change | None) -> Ended:
+    """Run the program with what befalls it; all ranks of the change come, and go, at the same step."""
+    os.makedirs(job.folder)
+    folder = Path(job.folder)
+    if change is not None and change.add < 0:
+        leaves = Strike(change.leaves, "batch", change.step, LEAVES)
+        job = dataclasses.replace(job, strikes=(*job.strikes, leaves))
+    elif change is not None:
+        job = dataclasses.replace(job, wait_at=change.step)
+
+    def let_come(agent: SmallAgent) -> None:
+        if change is None or (folder / "come").exists():
+            return
+        if all((folder / f"waits-{seat.process.pid}").exists() for seat in agent.seats.values()):
+            agent.regroup(add=change.add)
+            time.sleep(0.1)  # a rank looks every 20 ms whether somebody comes
+            (folder / "come").touch()
+
+    return SmallAgent(train_program, world_size, job, program, folder=folder, on_turn=let_come).run()
+
+
+def run_drawn(seed: int, folder: Path, *, changes: bool = False) -> None:
     """Run the program of `seed`, disturbed and not, and compare all that each rank holds."""
     draw = random.Random(seed)
     program, world_size = draw_program(draw), draw.choice((2, 2, 2, 3, 3, 4))
-    job = Job(str(folder / "lost"), draw_strikes(draw, program, world_size), samples=16 * world_size)
+    strikes = draw_strikes(draw, program, world_size)
+    change = draw_change(draw, program, world_size) if changes else None
+    if change is not None:
+        strikes = tuple(strike for strike in strikes if goes_with(strike, change))
+    job = Job(str(folder / "lost"), strikes, samples=16 * world_size)
     quiet = dataclasses.replace(job, folder=str(folder / "quiet"), strikes=())
     ends = []
     for one in (job, quiet):
-        os.makedirs(one.folder)
         try:
-            ends.append(SmallAgent(train_program, world_size, one, program, folder=Path(one.folder)).run())
+            ends.append(run_one(one, program, world_size, change))
         except Exception as error:
-            raise AssertionError(f"seed {seed}: {program}, {one.strikes}") from error
+            raise AssertionError(f"seed {seed}: {program}, {one.strikes}, {change}") from error
     for rank, (mine, theirs) in enumerate(zip(ends[0].results, ends[1].results, strict=True)):
         different = differences(mine, theirs)
-        assert not different, f"seed {seed}, rank {rank}: {program}, {job.strikes}: {different}"
+        assert not different, f"seed {seed}, rank {rank}: {program}, {job.strikes}, {change}: {different}"
 
 
 @pytest.mark.parametrize("share", range(_SHARES))
@@ -87,3 +142,13 @@ def test_a_program_that_is_drawn_at_random_loses_ranks_and_no_bit(
     first = pytestconfig.getoption("--first-program")
     for seed in range(first + share, first + pytestconfig.getoption("--programs"), _SHARES):
         run_drawn(seed, tmp_path / str(seed))
+
+
+@pytest.mark.parametrize("share", range(_SHARES // 2))
+def test_a_program_that_grows_or_shrinks_loses_ranks_and_no_bit(
+    share: int, tmp_path: Path, pytestconfig: pytest.Config
+) -> None:
+    """The undisturbed program grows and shrinks at the same step."""
+    first = pytestconfig.getoption("--first-program")
+    for seed in range(first + share, first + pytestconfig.getoption("--programs") // 3, _SHARES // 2):
+        run_drawn(seed, tmp_path / str(seed), changes=True)

@@ -91,6 +91,8 @@ class Buffers:
 
     def versions(self) -> list[int]:
         """Return the version of each tensor, which is another one once the tensor was changed in place."""
+        if not self.tensors:
+            return []
         return [0 if tensor.is_inference() else tensor._version for tensor in self.tensors]
 
     @torch.no_grad()

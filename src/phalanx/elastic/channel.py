@@ -163,6 +163,8 @@ class AgentChannel:
             return False
         self._next_poll = now + _POLL_EVERY_S
         self._receive(wait_s=0.0)
+        if not self._arrived:
+            return False
         return any(m["kind"] in _ENDS or int(m.get("generation", 0)) > number for m in self._arrived)
 
     def _latest(self, after: int) -> Generation | None:

@@ -43,7 +43,7 @@ class ElasticGroup:
     """This rank's place in it. It is the `Runner` of `state`."""
 
     def __init__(self, state: State, group: Any, membership: Membership) -> None:
-        self.process_group = group
+        self._set_group(group)
         self.generation = rendezvous.generation()
         self.is_complete = True  # False while a state is only half received
         self._state, self._membership = state, membership
@@ -58,7 +58,11 @@ class ElasticGroup:
         """Whether ranks differ in their small state, or in when they change the rest: then they meet in each commit."""
         self._page = open_page(rendezvous.agent_address())
         self._page.set_generation(self.generation)
-        self._used = 0  # samples of this pass, at the latest commit
+
+    def _set_group(self, group: Any) -> None:
+        self.process_group, ours = group, phalanx_group(group)
+        assert ours is not None  # elastic.run forms no other
+        self._ours: PhalanxProcessGroup = ours
 
     def start(self) -> None:
         """The job's first group: all ranks hold the same state. Collective."""
@@ -72,7 +76,7 @@ class ElasticGroup:
                 self._stages.keep(self._records)
             return
         self._records.prepare(0)
-        self._records.write_small(0, self._state._saved)
+        self._records.write_small(0, self._state._latest.small)
         for optimizer in self._state._objects.sharded:
             optimizer.keep_state()
         self.ranks_differ = self._records.meet(0).differ and not self._state._objects.rounds
@@ -88,7 +92,7 @@ class ElasticGroup:
     def before_backward(self) -> None:
         """What this rank alone knows of the step is written where it outlives the rank."""
         assert self._records is not None
-        self._records.prepare(self._state._number + 1)
+        self._records.prepare(self._state._latest.number + 1)
         self._prepared_seq = self.count_collectives()
 
     @property
@@ -96,15 +100,10 @@ class ElasticGroup:
         """How long an operation of the group may take."""
         return self._ours._timeout_s
 
-    @property
-    def _ours(self) -> PhalanxProcessGroup:
-        ours = phalanx_group(self.process_group)
-        assert ours is not None  # elastic.run forms no other
-        return ours
-
     def count_collectives(self) -> tuple[int, int]:
         """Of the default group; rounds of gradients are not among its collectives, and count as well."""
-        return self.process_group._get_sequence_number_for_group(), self._ours.num_gradient_rounds
+        ours = self._ours
+        return ours._get_sequence_number_for_group(), ours.num_gradient_rounds
 
     def require_group(self) -> None:
         """A barrier, which raises at once what has ended the group."""
@@ -147,10 +146,6 @@ class ElasticGroup:
 
     def after_commit(self) -> None:
         """Here, and nowhere else, the ranks stop for others to come in."""
-        mark = self._state._mark
-        used = 0 if mark is None else mark.used
-        self._page.commit(self._state.step, used - self._used if used > self._used else used)
-        self._used = used
         if self._stages is not None:
             assert self._records is not None
             self._stages.keep(self._records)
@@ -176,7 +171,7 @@ class ElasticGroup:
 
     def restore_own(self) -> None:
         """Have what this rank alone knows as it was at the latest commit."""
-        record = None if self._records is None else self._records.read(self._records.rank, self._state._number)
+        record = None if self._records is None else self._records.read(self._records.rank, self._state._latest.number)
         if self._records is not None and record is not None:
             self._records.restore(record)
 
@@ -205,7 +200,7 @@ class ElasticGroup:
 
         with checked_while_meeting(check), one_except_hook():
             dist.init_process_group("phalanx", store=store, rank=rank, world_size=world_size, timeout=timeout)
-        self.process_group = dist.group.WORLD
+        self._set_group(dist.group.WORLD)
         reached(AGREE)
         standings = self._ask_standings()
         with checked_while_meeting(check):
@@ -234,7 +229,7 @@ class ElasticGroup:
         state = self._state
         state._step.take_back(state.step)
         mine = Standing(
-            number=state._number if self._stages is None else self._stages.number,
+            number=state._latest.number if self._stages is None else self._stages.number,
             is_whole=self.is_complete and state._step.is_whole,
             has_stepped=self.is_complete and state._step.stepped != 1,
             was_rank=-1 if self._records is None else self._records.rank,
@@ -264,8 +259,8 @@ class ElasticGroup:
         state, rank = self._state, self.process_group.rank()
         receives = rank in agreement.receivers
         if state._objects.rounds and not receives and state._step.stepped:
-            state._count_as_done(state._number + 1)
-        number = state._number if state._objects.rounds else agreement.number
+            state._count_as_done(state._latest.number + 1)
+        number = state._latest.number if state._objects.rounds else agreement.number
         mine, is_own, is_lost = self._find_record(number, standings)
         if agreement.is_ahead and not receives:
             state._count_as_done(agreement.number)
@@ -284,16 +279,18 @@ class ElasticGroup:
         fresh = RankRecords(self.process_group, self._layers(), self._random)
         if mine is not None:
             fresh.restore(mine, random=is_own)
-        fresh.prepare(state._number)
-        fresh.write_small(state._number, state._saved)
+        fresh.prepare(state._latest.number)
+        fresh.write_small(state._latest.number, state._latest.small)
         dist.barrier(
             group=self.process_group
         )  # whoever is lost from here on has left its record; until then the old ones count
         self._records, self._records_generation = fresh, self.generation
         self.is_complete = True
         self._prepared_seq = (-1, -1)
-        if mine is not None and is_own and state._mark is not None:
-            state._random_again = functools.partial(restore_random, mine)
+        if state._mark is not None:  # also for who has just come: a loss in its first step takes it back to here
+            record = fresh.read(rank, state._latest.number)
+            assert record is not None
+            state._random_again = functools.partial(restore_random, record)
 
     def _have_own_small(self, mine: Tensor | None, agreement: Agreement, *, is_lost: bool) -> None:
         """Take this rank's own small state in place of the source's, which may be another."""
@@ -302,7 +299,7 @@ class ElasticGroup:
         if small is None and mine is not None:
             small = small_of(mine, number)
         if small is not None:
-            self._state._saved = small
+            self._state._latest.small = small
         elif is_lost:
             _logger.warning(
                 "phalanx.elastic: nothing is left of rank %d at commit %d (its host is lost, or its buffers had grown "

@@ -95,10 +95,12 @@ class DataPosition:
         self._iterator = weakref.ref(iterator)
         self._on_iterator(is_new and bool(getattr(loader, "persistent_workers", False)))
 
-    @property
-    def samples_per_step(self) -> int:
-        """Of this rank, with the latest loader."""
-        return self._batch_size * self.sampler.num_parts
+    def samples_between(self, last: Mark | None, mark: Mark) -> int:
+        """Return how many samples this rank has used from `last`, if that is of the same pass, or the pass's begin."""
+        if mark.partition is None:
+            return 0
+        before = last.used if last is not None and last.partition is mark.partition else 0
+        return (mark.used - before) * self.sampler.num_parts
 
     def mark(self) -> Mark:
         """Where this rank is."""
@@ -150,7 +152,8 @@ class DataPosition:
         iterator = self._iterator()
         if iterator is None:
             return int(stream.taken)
-        return int(iterator._num_yielded // self.sampler.num_parts * self._batch_size)
+        samples: int = iterator._num_yielded // self.sampler.num_parts * self._batch_size
+        return min(samples, stream.partition.count)  # the last batch may be smaller
 
     @property
     def ends_step(self) -> bool:

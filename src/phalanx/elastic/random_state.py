@@ -12,11 +12,13 @@ import importlib
 import pickle
 import random
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 _WORDS = 624
+_cuda_is_initialized: Callable[[], bool] = torch.cuda.is_initialized
 
 
 class RandomStates:
@@ -37,7 +39,7 @@ class RandomStates:
             torch.default_generator.get_state().numpy().tobytes(),
             self._capture_python(),
             self._capture_numpy() if "numpy" in sys.modules else b"",
-            _capture_cuda(),
+            pickle.dumps(torch.cuda.get_rng_state_all()) if _cuda_is_initialized() else b"",
         )
 
     def _capture_python(self) -> bytes:
@@ -73,12 +75,6 @@ def restore(states: tuple[bytes, bytes, bytes, bytes]) -> None:
         set_state(pickle.loads(numpy_state))
     if cuda_state and torch.cuda.is_available():
         torch.cuda.set_rng_state_all(pickle.loads(cuda_state))
-
-
-def _capture_cuda() -> bytes:
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return b""
-    return pickle.dumps(torch.cuda.get_rng_state_all())
 
 
 def _python_words() -> Any:

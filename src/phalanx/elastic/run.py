@@ -136,7 +136,7 @@ class ElasticJob:
         del world  # a group that is over goes when the next one comes
         try:
             if rehearses(group.process_group):
-                self._state._number = -1
+                self._state._latest.number = -1
                 self._recover(group, membership, None)
             else:
                 group.start()
@@ -180,10 +180,10 @@ class ElasticJob:
             raise SystemExit(error.exit_code)
         state._step.take_back(state.step)
         if group.is_complete and state._step.stepped == 2:
-            state._count_as_done(state._number + 1)
+            state._count_as_done(state._latest.number + 1)
         leave_all_groups()
         saved = ""
-        if self._checkpoint is not None and group.is_complete and state._number >= 0 and state._step.is_whole:
+        if self._checkpoint is not None and group.is_complete and state._latest.number >= 0 and state._step.is_whole:
             state._roll_back_values()
             group.restore_own()
             path = Path(self._checkpoint)

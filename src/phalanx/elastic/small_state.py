@@ -28,7 +28,8 @@ _PLAIN = b"values:"  # and numbers, in the form that Python reads and writes fas
 _NUMBERS = frozenset((int, float, bool, complex, str, type(None)))
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
-_NO_VALUES = Frozen(_PLAIN + marshal.dumps({}, 2), [])
+NO_VALUES = Frozen(_PLAIN + marshal.dumps({}, 2), [])
+"""The small state of a rank that has nothing for itself."""
 
 
 class SmallState:
@@ -52,7 +53,7 @@ class SmallState:
             TypeError: a value, or the state of an object, cannot be pickled.
         """
         if self._is_plain and len(values) == len(_POSITION):
-            return _NO_VALUES
+            return NO_VALUES
         own = {name: value for name, value in values.items() if name not in _POSITION}
         if self._is_plain and _NUMBERS.issuperset(map(type, own.values())):
             return Frozen(_PLAIN + marshal.dumps(own, 2), [])  # the bytes of later versions depend on references

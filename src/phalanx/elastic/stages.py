@@ -62,7 +62,7 @@ class StageRecords:
 
     def keep(self, records: RankRecords) -> None:
         """Write this commit, as everybody does. Collective."""
-        number, num_steps = self._state._number, sum(pipe.num_steps for pipe in self._state._objects.pipelines)
+        number, num_steps = self._state._latest.number, sum(pipe.num_steps for pipe in self._state._objects.pipelines)
         if num_steps == self._num_steps:  # nobody has waited for the others since the last one
             dist.barrier(group=self._group)
         self._num_steps = num_steps

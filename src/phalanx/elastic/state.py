@@ -16,11 +16,24 @@ from phalanx.elastic.objects import Objects, has_state
 from phalanx.elastic.points import COMMIT, reached
 from phalanx.elastic.position import DataPosition, Mark
 from phalanx.elastic.rebind import averaging_modules
-from phalanx.elastic.small_state import SmallState
+from phalanx.elastic.small_state import NO_VALUES, SmallState
 from phalanx.elastic.step import Step
 from phalanx.log import get_logger
 
 _logger = get_logger(__name__)
+
+
+class LatestCommit:
+    """The commit that a loss takes this rank back to: its number, the epoch and step after it, and the small state.
+
+    The ends of epochs are commits as well, so that numbers run ahead of steps.
+    """
+
+    __slots__ = ("epoch", "number", "small", "step")
+
+    def __init__(self) -> None:
+        self.number = self.epoch = self.step = 0
+        self.small = NO_VALUES
 
 
 class State:
@@ -64,7 +77,7 @@ class State:
             else:
                 setattr(self, name, thing)
         self._page = open_page(rendezvous.agent_address())  # where `phalanx top` sees how far this rank is
-        self._number = 0  # of commits, those at the end of an epoch included
+        self._latest = LatestCommit()
         self._position: DataPosition | None = None
         self._mark: Mark | None = None
         self._has_told_idle = False
@@ -180,33 +193,35 @@ class State:
 
     def _commit(self, *, is_step: bool) -> None:
         reached(COMMIT)
-        number = self._number + 1
-        if self._step.runner is not None:
-            small = self._small.capture(self._values)
-            self._step.begin_commit(number, small)
-            self._saved = small
-        self._number = number
-        self._step.end()
+        latest, values, step = self._latest, self._values, self._step
+        runner = step.runner
+        number = latest.number + 1
+        if runner is not None:
+            small = self._small.capture(values)
+            step.begin_commit(number, small)
+            latest.small = small
+        latest.number = number
+        step.end()
         if is_step:
             if not self._modes:
                 self._modes = [layer.training for layer in self._objects.layers()]
-            self._values["step"] += 1
-            self._page.commit(self._values["step"], 0 if self._position is None else self._position.samples_per_step)
-            if self._position is not None:
-                self._set_mark(self._position.mark())
+            values["step"] += 1
+            self._page.commit(values["step"], 0 if self._position is None else self._advance(self._position))
         else:
-            self._values["epoch"] += 1
+            values["epoch"] += 1
             self._modes = []
             if self._position is not None:
                 self._position.end_epoch()
-                self._mark = Mark(self._values["epoch"], None, 0)
-        self._saved_position = self._values["epoch"], self._values["step"]
-        if self._step.runner is not None:
-            self._step.keep_followers()
-            self._step.runner.after_commit()
+                self._mark = Mark(values["epoch"], None, 0)
+        latest.epoch, latest.step = values["epoch"], values["step"]
+        if runner is not None:
+            step.followers.keep()
+            runner.after_commit()
 
-    def _set_mark(self, mark: Mark) -> None:
-        last, self._mark = self._mark, mark
+    def _advance(self, position: DataPosition) -> int:
+        """Note where the data stands now; return how many samples of this rank the step has used."""
+        last, mark = self._mark, position.mark()
+        self._mark = mark
         if mark.used and not self._has_told_idle and last is not None and mark.stands_at(last):
             self._has_told_idle = True
             _logger.warning(
@@ -216,12 +231,14 @@ class State:
                 "state.commit(samples=len(batch)). If it does several steps with one batch, commit after the last.",
                 self._values["step"] - 1,
             )
+        return position.samples_between(last, mark)
 
     def _save(self) -> None:
         """Note what is small, and may change before the next commit."""
-        self._saved = self._small.capture(self._values)
-        self._saved_position = self._values["epoch"], self._values["step"]
-        self._step.keep_followers()
+        latest = self._latest
+        latest.small = self._small.capture(self._values)
+        latest.epoch, latest.step = self._values["epoch"], self._values["step"]
+        self._step.followers.keep()
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint holds: the state of each object under its name, the plain values, and the data's position.
@@ -280,15 +297,16 @@ class State:
     def _count_as_done(self, number: int) -> None:
         """The update is made, and only the commit is missing."""
         self._step.count(self._values["step"])
-        self._number = number
+        self._latest.number = number
         self._values["step"] += 1
         if self._position is not None:
             self._mark = self._position.mark()
         self._save()
 
     def _roll_back_values(self) -> None:
-        self._small.restore(self._saved)
-        self._values["epoch"], self._values["step"] = self._saved_position
+        latest = self._latest
+        self._small.restore(latest.small)
+        self._values["epoch"], self._values["step"] = latest.epoch, latest.step
 
     def _parts(self) -> list[Part]:
         """What is the same on every rank, in the order in which it is handed over."""
@@ -302,9 +320,9 @@ class State:
         mark = self._mark
         where = None if mark is None else (mark.epoch, mark.consumed)
         return {
-            "number": self._number,
-            "small": tuple(self._saved),
-            "position": self._saved_position,
+            "number": self._latest.number,
+            "small": tuple(self._latest.small),
+            "position": (self._latest.epoch, self._latest.step),
             "where": where,
             "modes": self._modes,
             "late": self._step.lateness,
@@ -312,9 +330,10 @@ class State:
         }
 
     def _put_progress(self, progress: Any) -> None:
-        self._number = progress["number"]
-        self._saved = Frozen(*progress["small"])
-        self._saved_position = progress["position"]
+        latest = self._latest
+        latest.number = progress["number"]
+        latest.small = Frozen(*progress["small"])
+        latest.epoch, latest.step = progress["position"]
         self._modes = progress["modes"]
         self._step.lateness = progress["late"]
         if self._global is not None:

@@ -72,7 +72,7 @@ class Step:
         for optimizer in objects.optimizers:
             optimizer.register_step_pre_hook(self._before_step)
             optimizer.register_step_post_hook(self._after_step)
-        self._followers = Followers(objects.schedulers, objects.scalers, objects.optimizers)
+        self.followers = Followers(objects.schedulers, objects.scalers, objects.optimizers)
         holds_apart = objects.rounds or objects.pipelines
         self._undo = None if holds_apart else Undo(objects.parts_of_update())
         self._num_updates: list[int] = []  # of each optimizer in shards, before the step's first update
@@ -138,7 +138,7 @@ class Step:
 
         A backward that ended by an error of the loop's own, on all ranks, is the loop's business.
         """
-        if self._open_backward in (None, _backward_number()) and not self._has_failed:
+        if not self._has_failed and (self._open_backward is None or self._open_backward == _backward_number()):
             return
         if self.runner is not None and not self._objects.rounds:
             self.runner.require_group()
@@ -178,10 +178,6 @@ class Step:
         if self._undo is not None and self._undo.is_kept:
             self._undo.end_step(drop=not self._has_late)
 
-    def keep_followers(self) -> None:
-        """A commit is made: schedulers and scalers are as they are now."""
-        self._followers.keep()
-
     def forget_backward(self) -> None:
         """What has begun before a loss does not count."""
         self._open_backward, self._has_failed = None, False
@@ -214,7 +210,7 @@ class Step:
             elif updated == {False} and self._undo is None:  # else there were others in this step before
                 self.stepped = 0
         if not self.stepped:
-            self._followers.give_back()
+            self.followers.give_back()
             for number in self._forward_changes.give_back()[:1]:
                 _logger.warning(
                     "phalanx.elastic: %s was changed before the update for the first time in step %d, which is done "

@@ -91,12 +91,16 @@ class Followers:
         self._kept: Any = None
 
     def _look(self) -> list[Any]:
-        rates = [group.get("lr") for optimizer in self._optimizers for group in optimizer.param_groups]
-        return [
-            [_count(s) for s in self._schedulers],
-            [s.state_dict() for s in self._scalers],
-            [(id(rate), rate._version) if isinstance(rate, Tensor) else rate for rate in rates],
-        ]
+        seen: list[Any] = []
+        for scheduler in self._schedulers:
+            seen.append(_count(scheduler))
+        for scaler in self._scalers:
+            seen.append(scaler.state_dict())
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                rate = group.get("lr")
+                seen.append((id(rate), rate._version) if isinstance(rate, Tensor) else rate)
+        return seen
 
     def keep(self) -> None:
         """As they are now; cheap where nothing has changed."""
@@ -105,7 +109,7 @@ class Followers:
             return
         self._kept = (
             [_copy_state(s, s.state_dict()) for s in self._schedulers],
-            seen[1],
+            [s.state_dict() for s in self._scalers],
             [
                 {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
                 for optimizer in self._optimizers
