@@ -29,7 +29,7 @@ from phalanx.launch.calls import outcome
 from phalanx.launch.processes import die_with_parent
 
 Body = Callable[..., Any]
-LEAVES = signal.SIGALRM  # who is ended by it is not replaced
+LEAVES = signal.SIGVTALRM  # whom it ends is not replaced
 
 
 @dataclass

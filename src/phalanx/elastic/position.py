@@ -153,7 +153,8 @@ class DataPosition:
         if iterator is None:
             return int(stream.taken)
         samples: int = iterator._num_yielded // self.sampler.num_parts * self._batch_size
-        return min(samples, stream.partition.count)  # the last batch may be smaller
+        count: int = stream.partition.count
+        return min(samples, count)  # the last batch may be smaller
 
     @property
     def ends_step(self) -> bool:
