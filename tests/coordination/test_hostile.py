@@ -4,7 +4,6 @@ By hand, for longer:  pytest tests/coordination/test_hostile.py --frames 1000000
 """
 
 import contextlib
-import os
 import random
 import socket
 import struct
@@ -15,6 +14,7 @@ import pytest
 import zmq
 
 from phalanx.coordination.client import Client
+from phalanx.coordination.connection_guard import cut
 from phalanx.coordination.coordinator import Coordinator
 from phalanx.coordination.key import Key
 from phalanx.coordination.service import Service
@@ -188,7 +188,7 @@ def test_members_work_while_one_who_knows_the_key_sends_rubbish_and_floods(num_f
             for n in range(num_frames // 5):
                 with contextlib.suppress(zmq.Again):
                     frame = rng.choice([random_message(rng)[:-1], b"", b"x" * 100, flood, flood])
-                    dealer.send_multipart(rng.choice([[frame], [frame, b"more"], [b""] * 5]), zmq.NOBLOCK)
+                    dealer.send_multipart(rng.choice([cut(frame), [frame, b"more"], [b""] * 5]), zmq.NOBLOCK)
                 if n == num_frames // 10:
                     before = work.steps
             while work.steps < before + 50:  # with the flood still in the pipes
@@ -266,30 +266,6 @@ def test_strangers_do_not_get_in_and_members_go_on(num_strangers):
     assert len(said) <= 21 + num_strangers // 500  # a few lines, not one for each
 
 
-def test_strangers_who_stay_do_not_keep_members_out_when_descriptors_run_short(monkeypatch):
-    """ZeroMQ's thread turned in circles when accept() found no descriptor left, and the process could open no file."""
-    import phalanx.coordination.service as module
-
-    with contextlib.ExitStack() as stack:
-        monkeypatch.setattr(module, "_descriptors_left", lambda: 20)
-        service = stack.enter_context(Service("127.0.0.1:0", KEY))
-
-        def come(count):
-            for _ in range(count):
-                stranger = stack.enter_context(socket.create_connection(("127.0.0.1", service.address.port)))
-                with contextlib.suppress(OSError):
-                    stranger.send(b"\xff")
-
-        come(60)
-        while not service.is_full:
-            time.sleep(0.01)
-        opened = len(os.listdir("/proc/self/fd"))
-        come(200)
-        assert len(os.listdir("/proc/self/fd")) < opened + 200 + 80  # theirs, and what was being accepted just then
-        with Client(service.local) as client:  # those of this host are not concerned
-            client.set("a", "1")
-
-
 def test_a_client_that_asks_for_much_and_reads_nothing_is_told_so_and_keeps_nobody_waiting():
     with Service("127.0.0.1:0", KEY) as service:
         work = Work(service)
@@ -297,12 +273,12 @@ def test_a_client_that_asks_for_much_and_reads_nothing_is_told_so_and_keeps_nobo
             local.set("big", bytes(8 << 20))
             frame = b"".join(pack(Op.GET, n, b"big") for n in range(100))
             for _ in range(20):
-                dealer.send(frame)
+                dealer.send_multipart(cut(frame))
             before = work.steps
             while work.steps < before + 100:
                 pass
             dealer.rcvtimeo = 20000
-            statuses = {message.what for message in unpack(dealer.recv()[8:])}
+            statuses = {message.what for message in unpack(b"".join(dealer.recv_multipart())[8:])}
             assert statuses <= {Status.OK, Status.WRONG_CALL}
         work.end()
 

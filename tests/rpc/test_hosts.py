@@ -1,7 +1,10 @@
 """Workers of several hosts: network namespaces, with the job's key and without."""
 
+import contextlib
 import os
 import signal
+import socket
+import struct
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -195,3 +198,36 @@ def _join(rank: int, options: rpc.RpcBackendOptions, folder: str) -> None:
 
 def test_workers_of_two_hosts_join_and_leave_and_come_again(tmp_path: Path) -> None:
     on_hosts([1, 2], _join, str(tmp_path), lost=[1], joining=True)
+
+
+def _used() -> tuple[int, int]:
+    """How many descriptors this process has, and how many bytes of memory."""
+    with open("/proc/self/smaps_rollup") as file:
+        nbytes = next(int(line.split()[1]) << 10 for line in file if line.startswith("Pss:"))
+    return len(os.listdir("/proc/self/fd")), nbytes
+
+
+def _besiege(rank: int) -> None:
+    """Worker 1 connects to worker 0's port as somebody without a key, who has begun to send a frame of 2 GiB."""
+    if rank == 0:
+        return
+    host, _, port = current.agent().membership.find("w0").network.rpartition(":")
+    files, nbytes = rpc.rpc_sync("w0", _used)
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)
+    with contextlib.ExitStack() as stack:
+        for _ in range(300):
+            stranger = stack.enter_context(socket.create_connection((host, int(port)), timeout=10.0))
+            with contextlib.suppress(OSError):  # he may be closed by now
+                stranger.sendall(greeting + b"\x06" + struct.pack(">Q", 1 << 31))
+                stranger.setblocking(False)
+                stranger.send(bytes(1 << 20))
+            assert rpc.rpc_sync("w0", same, (1,)) == 1
+        files_during, nbytes_during = rpc.rpc_sync("w0", _used)
+        big = torch.arange(1 << 20)
+        assert torch.equal(rpc.rpc_sync("w0", same, (big,)), big)
+    assert files_during - files < 150
+    assert nbytes_during - nbytes < 64 << 20
+
+
+def test_strangers_at_the_port_of_a_worker_cost_it_few_descriptors_and_little_memory() -> None:
+    on_hosts([1, 1], _besiege)

@@ -1,13 +1,11 @@
 """Who is admitted through the network: those who know the key. Who is not is counted, and told with its address.
 
 ZeroMQ does the cryptography (CURVE) and asks here about each public key (its protocol ZAP). Somebody with another key
-fails before that question, in the handshake; so the monitor of the socket is read as well.
+fails before that question, in the handshake, which `connection_guard` sees.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
 import socket
 import sys
 from collections import OrderedDict
@@ -20,8 +18,6 @@ from zmq.utils import z85
 _MAX_REMEMBERED = 1024
 _PAUSE_S = 10.0  # between two lines that say the same
 _MAX_LINES = 20  # in such a pause, whatever they say
-_EVENT_BYTES = 6
-_READ_S = 1.0  # between two readings of the kernel's table, which may be long
 _MAX_GUESSES = 4
 _ENDED = (4, 5, 6, 8, 9, 11)  # FIN_WAIT1, FIN_WAIT2, TIME_WAIT, CLOSE_WAIT, LAST_ACK, CLOSING
 
@@ -82,72 +78,6 @@ class Admission:
     def close(self) -> None:
         """Nobody is admitted any more."""
         self.socket.close()
-
-
-class ConnectionMonitor:
-    """Watches the connections of a listening socket: who was refused in the handshake, and how many are open."""
-
-    def __init__(self, watched: zmq.Socket[bytes], port: int, complaints: Complaints) -> None:
-        self._watched = watched
-        self._port = port
-        self._read_at = -_READ_S
-        self._complaints = complaints
-        self.socket = watched.get_monitor_socket(
-            zmq.EVENT_ACCEPTED
-            | zmq.EVENT_DISCONNECTED
-            | zmq.EVENT_CLOSED
-            | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-            | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-        )
-        self._peers: dict[int, str] = {}
-        self._failed = False
-
-    @property
-    def num_open(self) -> int:
-        """How many connections are open, authenticated or not yet."""
-        return len(self._peers)
-
-    def read_events(self, now: float) -> None:
-        """Read what has happened since."""
-        while True:
-            try:
-                frame, _ = self.socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            event, value = int.from_bytes(frame[:2], "little"), int.from_bytes(frame[2:_EVENT_BYTES], "little")
-            if event == zmq.EVENT_ACCEPTED:
-                self._peers[value] = _peer_name(value)
-            elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
-                self._failed = True  # of the connection that ends next: one thread of ZeroMQ does both
-            elif event == zmq.EVENT_DISCONNECTED:
-                peer = self._peers.pop(value, "")
-                if self._failed:
-                    if not peer and now - self._read_at >= _READ_S:
-                        self._read_at, peer = now, gone_peers(self._port)
-                    peer = peer or "an address that was gone before it could be seen"
-                    self._complaints.refused(peer, "it does not know the job's key, or speaks another language", now)
-                self._failed = False
-
-    def close(self) -> None:
-        """Stop watching."""
-        self._watched.disable_monitor()
-        self.socket.close(0)
-
-
-def _peer_name(fd: int) -> str:
-    """Who is at the other end of a connection of ZeroMQ's, if it is still there."""
-    with contextlib.suppress(OSError):
-        copy = os.dup(fd)
-        try:
-            connection = socket.socket(fileno=copy)
-        except OSError:  # it has gone, and the number is that of something else by now
-            os.close(copy)
-            raise
-        with connection:
-            place = connection.getpeername()
-            if connection.family in (socket.AF_INET, socket.AF_INET6):
-                return str(place[0]).removeprefix("::ffff:")
-    return ""
 
 
 def gone_peers(port: int) -> str:

@@ -20,6 +20,7 @@ from datetime import timedelta
 import zmq
 
 from phalanx.coordination.address import Address
+from phalanx.coordination.connection_guard import cut
 from phalanx.coordination.dealer import EPOCH_BYTES, EVENTS, open_dealer
 from phalanx.coordination.event import Event
 from phalanx.coordination.event_inbox import EventInbox
@@ -278,7 +279,7 @@ class Connection:
     def _transmit_raw(self, message: bytes) -> None:
         try:
             assert self._socket is not None
-            self._socket.send(message, _NOBLOCK)
+            self._socket.send_multipart(cut(message), _NOBLOCK)
         except zmq.Again:  # its queue is full: it will be sent again
             pass
 
@@ -346,7 +347,7 @@ class Connection:
         while int(monitor.get(_READY)) & _POLLIN:
             self._note(int.from_bytes(monitor.recv_multipart(_NOBLOCK)[0][:2], "little"))
         while int(dealer.get(_READY)) & _POLLIN:
-            frame = dealer.recv(_NOBLOCK)
+            frame = b"".join(dealer.recv_multipart(_NOBLOCK))
             self._heard_at = time.monotonic()
             epoch = frame[:EPOCH_BYTES]
             if epoch != self._epoch:

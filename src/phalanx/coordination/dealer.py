@@ -6,8 +6,8 @@ import os
 
 import zmq
 
+from phalanx.coordination.connection_guard import protect
 from phalanx.coordination.key import Key
-from phalanx.coordination.wire import MAX_FRAME_BYTES
 
 EPOCH_BYTES = 8  # in front of each frame of the coordinator
 EVENTS = (
@@ -24,7 +24,7 @@ def open_dealer(context: zmq.Context[zmq.Socket[bytes]], key: Key | None) -> zmq
     dealer = context.socket(zmq.DEALER)
     dealer.linger = 0
     dealer.routing_id = b"\x01" + os.urandom(15)
-    dealer.maxmsgsize = MAX_FRAME_BYTES + EPOCH_BYTES
+    protect(dealer)
     dealer.sndhwm = dealer.rcvhwm = 1000
     dealer.ipv6 = True
     dealer.reconnect_ivl, dealer.reconnect_ivl_max = 50, 1000

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import resource
 import shutil
 import socket
 import sys
@@ -21,7 +20,8 @@ from types import TracebackType
 import zmq
 
 from phalanx.coordination.address import Address, listen
-from phalanx.coordination.admission import Admission, Complaints, ConnectionMonitor
+from phalanx.coordination.admission import Admission, Complaints
+from phalanx.coordination.connection_guard import ConnectionGuard, connections_allowed, cut, protect
 from phalanx.coordination.coordinator import Coordinator
 from phalanx.coordination.key import Key
 from phalanx.coordination.wire import MAX_FRAME_BYTES, frames
@@ -29,13 +29,12 @@ from phalanx.errors import AuthenticationError, CoordinationError
 from phalanx.symmetric_memory.private import new_listener
 
 BACKLOG = 4096
-_HANDSHAKE_S = 5.0
 _QUEUE_FRAMES = 32  # of a client that we have yet to read, or that has yet to read
 _ROUND_FRAMES, _ROUND_S = 256, 0.02  # read before answers are sent and others are heard: until the first of them
 _TICK_S = 0.25
 # As plain numbers: pyzmq's enumerations take longer than what is done with them.
 _NOBLOCK, _POLLIN, _RCVMORE = int(zmq.NOBLOCK), int(zmq.POLLIN), int(zmq.RCVMORE)
-_MAX_CONNECTIONS = 1 << 16
+_MAX_YOUNG = 256  # connections that have not sent a message yet
 
 
 class Service:
@@ -77,10 +76,7 @@ class Service:
         self._context.max_sockets = 64
         self._complaints = Complaints(self._say)
         self._admission: Admission | None = None
-        self._monitor: ConnectionMonitor | None = None
-        self._listener: socket.socket | None = None
-        self._is_listening = False
-        self._endpoint = ""
+        self._guard: ConnectionGuard | None = None
         self._stopping = False
         self._folder, self._path_fd = "", -1
         self._is_closed = False
@@ -102,9 +98,9 @@ class Service:
         return self._complaints.num_refused
 
     @property
-    def is_full(self) -> bool:
-        """Whether so many connections are open that new ones are left waiting."""
-        return self._remote is not None and not self._is_listening
+    def num_open(self) -> int:
+        """How many connections of other hosts are open, authenticated or not yet."""
+        return 0 if self._guard is None else self._guard.num_open
 
     def close(self) -> None:
         """End: waiters and members are left to find out. A second call does nothing."""
@@ -125,12 +121,10 @@ class Service:
         self.close()
 
     def _free(self) -> None:
-        if self._monitor is not None:
-            self._monitor.close()
+        if self._guard is not None:
+            self._guard.close()
         if self._admission is not None:
             self._admission.close()
-        if self._listener is not None:
-            self._listener.close()
         self._context.destroy(linger=0)
         if self._path_fd != -1:
             os.close(self._path_fd)
@@ -152,7 +146,7 @@ class Service:
 
     def _open_remote(self, place: Address, key: Key) -> zmq.Socket[bytes]:
         try:
-            self._listener = listen(place, BACKLOG)
+            listener = listen(place, BACKLOG)
         except OSError as error:
             raise CoordinationError(
                 f"the coordinator cannot listen at {place}: {error.strerror or error}.\n"
@@ -165,34 +159,23 @@ class Service:
         router.curve_publickey, router.curve_secretkey = pair.public, pair.secret
         router.zap_domain = b"phalanx"
         router.ipv6 = True
-        self.address = Address(place.host, self._listener.getsockname()[1])
-        self._monitor = ConnectionMonitor(router, self.address.port, self._complaints)
-        self._remote = router
-        self._listen(True)
+        port = listener.getsockname()[1]
+        self.address = Address(place.host, port)
+        self._guard = ConnectionGuard(
+            router, port, self._complaints, max_young=_MAX_YOUNG, max_open=connections_allowed(raises=True)
+        )
+        host = "[::]" if listener.family == socket.AF_INET6 else "0.0.0.0"
+        router.use_fd = listener.detach()  # from here on ZeroMQ's to close
+        router.bind(f"tcp://{host}:{port}")
         return router
-
-    def _listen(self, on: bool) -> None:
-        """Accept connections, or leave them in the kernel's queue; the port is ours either way."""
-        assert self._listener is not None
-        assert self._remote is not None
-        if on:
-            family = self._listener.family
-            self._remote.use_fd = os.dup(self._listener.fileno())
-            host = "[::]" if family == socket.AF_INET6 else "0.0.0.0"
-            self._remote.bind(f"tcp://{host}:{self._listener.getsockname()[1]}")
-            self._endpoint = self._remote.get_string(zmq.LAST_ENDPOINT)
-        else:
-            self._remote.unbind(self._endpoint)
-        self._is_listening = on
 
     def _router(self) -> zmq.Socket[bytes]:
         router = self._context.socket(zmq.ROUTER)
         router.linger = 0
-        router.maxmsgsize = MAX_FRAME_BYTES
+        protect(router)
         router.rcvhwm = router.sndhwm = _QUEUE_FRAMES
         router.router_mandatory = True  # we want to know whether an answer can be delivered
         router.router_handover = True  # a client that comes again takes its own place
-        router.handshake_ivl = int(_HANDSHAKE_S * 1000)
         router.backlog = BACKLOG
         beat_s = heartbeat_s(self.coordinator.members.lost_after_s)
         router.heartbeat_ivl = int(beat_s * 1000)
@@ -220,20 +203,17 @@ class Service:
             poller.register(router, _POLLIN)
         if self._admission is not None:
             poller.register(self._admission.socket, _POLLIN)
-        if self._monitor is not None:
-            poller.register(self._monitor.socket, _POLLIN)
+        if self._guard is not None:
+            poller.register(self._guard.socket, _POLLIN)
         poller.register(self._alarm, _POLLIN)
-        max_open = _descriptors_left()
         ticked_at = time.monotonic()
         while not self._stopping:
             ready = {
                 socket for socket, _ in poller.poll(max(0, int((ticked_at + _TICK_S - time.monotonic()) * 1000) + 1))
             }
             now = time.monotonic()
-            if self._monitor is not None and self._monitor.socket in ready:
-                self._monitor.read_events(now)
-                if self._is_listening != (fits := self._monitor.num_open < max_open):
-                    self._listen(fits)
+            if self._guard is not None and (self._guard.socket in ready or self._guard.num_young):
+                self._guard.read_events(now)
             if self._admission is not None and self._admission.socket in ready:
                 self._admission.answer(now)
             for router in routers:
@@ -258,11 +238,7 @@ class Service:
                 route = recv(_NOBLOCK)
             except zmq.Again:
                 return
-            frame = recv()  # a message is there whole, or not at all
-            if router.get(_RCVMORE):
-                while router.get(_RCVMORE):
-                    recv()
-                frame = b"\0"
+            frame = self._read_frame(router)
             try:
                 fine = handle((router, route), frame, now)
             except Exception as error:  # our bug; it must not end the job
@@ -271,6 +247,25 @@ class Service:
             if not fine:
                 self._complaints.add(f"what {self.coordinator.who((router, route))} sends makes no sense", now)
 
+    def _read_frame(self, router: zmq.Socket[bytes]) -> bytes:
+        """Return what follows a route: a message is there whole, or not at all."""
+        guard = self._guard
+        if guard is not None and guard.num_young and router is not self._local:
+            first = router.recv(copy=False)
+            guard.admit(first)
+            frame = first.bytes
+        else:
+            frame = router.recv()
+        if not router.get(_RCVMORE):
+            return frame
+        pieces, nbytes = [frame], len(frame)
+        while router.get(_RCVMORE):
+            piece = router.recv()
+            nbytes += len(piece)
+            if nbytes <= MAX_FRAME_BYTES:
+                pieces.append(piece)
+        return b"".join(pieces) if nbytes <= MAX_FRAME_BYTES else b"\0"
+
     def _send(self) -> None:
         coordinator = self.coordinator
         for session, answers in coordinator.take_outgoing():
@@ -278,7 +273,7 @@ class Service:
             parts = frames(answers)
             try:
                 while parts:
-                    router.send_multipart((route, b"".join((coordinator.epoch, *parts[0]))), _NOBLOCK)
+                    router.send_multipart((route, *cut(b"".join((coordinator.epoch, *parts[0])))), _NOBLOCK)
                     del parts[0]
             except zmq.Again:  # it reads nothing now
                 coordinator.put_back(session, [answer for frame in parts for answer in frame])
@@ -286,13 +281,6 @@ class Service:
                 coordinator.undelivered(session)
             else:
                 coordinator.delivered(session)
-
-
-def _descriptors_left() -> int:
-    """How many connections may be open at a time: ZeroMQ's thread turns in circles when accept() finds no descriptor,
-    and the rest of the process needs some, too."""
-    limit = min(resource.getrlimit(resource.RLIMIT_NOFILE)[0], _MAX_CONNECTIONS)
-    return limit - limit // 4
 
 
 def heartbeat_s(lost_after_s: float) -> float:

@@ -13,7 +13,7 @@ import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
-VERSION = 1
+VERSION = 2
 MAX_VALUE_BYTES = 8 << 20  # as TCPStore's
 MAX_FRAME_BYTES = MAX_VALUE_BYTES + (1 << 20)
 MAX_MESSAGES = 256  # in a frame: what a member can have done before the next one's turn

@@ -20,16 +20,18 @@ process does not take in a large tensor.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import zmq
 
-from phalanx.coordination.admission import Admission, Complaints, ConnectionMonitor
+from phalanx.coordination.admission import Admission, Complaints
+from phalanx.coordination.connection_guard import ConnectionGuard, connections_allowed, cut, protect
 from phalanx.coordination.key import Key
 from phalanx.errors import PhalanxError
 from phalanx.log import get_logger
@@ -43,6 +45,8 @@ _BEAT_S = 0.2
 _GRACE_S = 0.1  # after the pulse has ended: if the process has, the other connection ends as well, behind its answers
 _CONNECT_S = 20.0
 _LINGER_S = 1.0
+_PIECE_BYTES = 1 << 18  # in which parts travel
+_MAX_YOUNG = 64  # connections that have not sent a message yet
 _COPY_BYTES = 1 << 14  # below, a copy is cheaper than keeping count of who uses the memory
 _HELLO = b"hello"
 _EVENTS = (
@@ -103,9 +107,12 @@ class Network:
         self._router.zap_domain = b"phalanx"
         self._router.router_mandatory = True
         host = f"[{address}]" if ":" in address else address
+        protect(self._router, _PIECE_BYTES)
         port = self._router.bind_to_random_port(f"tcp://{host}")
         self.address = f"{host}:{port}"
-        self._monitor = ConnectionMonitor(self._router, port, self._complaints)
+        self._guard = ConnectionGuard(
+            self._router, port, self._complaints, max_young=_MAX_YOUNG, max_open=connections_allowed()
+        )
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._sleeps = False
         self._posted: deque[tuple[NetworkConnection | None, Any]] = deque()
@@ -120,7 +127,7 @@ class Network:
         made.linger = int(_LINGER_S * 1000)
         made.sndhwm = made.rcvhwm = 0  # calls under way are bounded, and so is what is sent
         made.ipv6 = True
-        made.handshake_ivl = int(_CONNECT_S * 1000)
+        made.handshake_ivl = int(_CONNECT_S * 1000)  # of one that connects
         made.heartbeat_ivl = made.heartbeat_timeout = int(SILENT_S * 500)
         return made
 
@@ -144,7 +151,7 @@ class Network:
         poller.register(self._bell, zmq.POLLIN)
         poller.register(self._router, zmq.POLLIN)
         poller.register(self._admission.socket, zmq.POLLIN)
-        poller.register(self._monitor.socket, zmq.POLLIN)
+        poller.register(self._guard.socket, zmq.POLLIN)
         dying: dict[_Dealer, float] = {}  # whose pulse has ended, and until when they are given
         while not self._closed:
             self._send_posted(poller)
@@ -156,8 +163,8 @@ class Network:
                     os.eventfd_read(self._bell)
             if self._admission.socket in ready:
                 self._admission.answer(time.monotonic())
-            if self._monitor.socket in ready:
-                self._monitor.read_events(time.monotonic())
+            if self._guard.socket in ready or self._guard.num_young:
+                self._guard.read_events(time.monotonic())
             for dealer in list(self._dealers.values()):  # answers first: who says goodbye has answered before
                 if dealer.socket in ready:
                     self._read_dealer(dealer)
@@ -173,7 +180,7 @@ class Network:
         for dealer in list(self._dealers.values()):
             self._drop(dealer, poller)
         self._admission.close()
-        self._monitor.close()
+        self._guard.close()
         self._router.close()
         self._context.term()
 
@@ -187,10 +194,11 @@ class Network:
                 continue
             many = len(parts) > 3 and any(len(part) > _COPY_BYTES for part in parts)
             try:
+                pieces = [piece for part in parts for piece in cut(part, _PIECE_BYTES)]
                 if connection.identity:
-                    self._router.send_multipart([connection.identity, *parts], zmq.NOBLOCK, copy=not many)
+                    self._router.send_multipart([connection.identity, *pieces], zmq.NOBLOCK, copy=not many)
                 elif (dealer := self._dealers.get(connection.peer.uid)) is not None:
-                    dealer.socket.send_multipart(parts, zmq.NOBLOCK, copy=not many)
+                    dealer.socket.send_multipart(pieces, zmq.NOBLOCK, copy=not many)
             except zmq.ZMQError as error:  # it is gone: its dealer hears it
                 _logger.debug("rpc: %s: %s", connection.peer, error)
 
@@ -209,9 +217,17 @@ class Network:
     def _read_router(self) -> None:
         while True:
             try:
-                identity, *parts = self._router.recv_multipart(zmq.NOBLOCK)
+                identity = self._router.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
+            if self._guard.num_young:
+                first = self._router.recv(copy=False)
+                self._guard.admit(first)
+                parts = [first.bytes]
+            else:
+                parts = [self._router.recv()]
+            while self._router.get(zmq.RCVMORE):
+                parts.append(self._router.recv())
             connection = self._callers.get(identity)
             try:
                 if connection is not None:
@@ -333,10 +349,26 @@ def _introduce(made: zmq.Socket[bytes], key: Key) -> None:
     made.connect_timeout = int(_CONNECT_S * 1000)
 
 
-def _parse(parts: Sequence[bytes]) -> Frame:
-    head, data, extras, *buffers = parts
-    _, call, _, _, num_buffers, kind, _ = HEAD.unpack_from(head)
+def _parse(pieces: Sequence[bytes]) -> Frame:
+    """Put a frame together; each of its parts came in pieces.
+
+    Raises:
+        PhalanxError: they are not those of the frame that its head announces.
+    """
+    _, call, num_data, num_extras, num_buffers, kind, _ = HEAD.unpack_from(pieces[0])
+    rest = iter(pieces)
+    head = b"".join(_take(rest, HEAD.size + BUFFER.size * num_buffers))
+    data, extras = b"".join(_take(rest, num_data)), b"".join(_take(rest, num_extras))
     sizes = [nbytes for nbytes, _ in BUFFER.iter_unpack(head[HEAD.size :])]
-    if num_buffers != len(buffers) or sizes != [len(one) for one in buffers]:
-        raise PhalanxError(f"{len(buffers)} tensors came with a frame of {num_buffers}")
-    return Frame(kind, call, data, extras, [bytearray(one) for one in buffers])
+    buffers = [bytearray().join(_take(rest, nbytes)) for nbytes in sizes]
+    if any(True for _ in rest):
+        raise PhalanxError("more came with a frame than its head announces")
+    return Frame(kind, call, data, extras, buffers)
+
+
+def _take(pieces: Iterator[bytes], nbytes: int) -> list[bytes]:
+    """Take the pieces of a part of `nbytes`."""
+    found = list(itertools.islice(pieces, max(1, -(-nbytes // _PIECE_BYTES))))
+    if sum(map(len, found)) != nbytes:
+        raise PhalanxError(f"{sum(map(len, found))} bytes came where the head of a frame announces {nbytes}")
+    return found

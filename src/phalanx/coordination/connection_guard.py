@@ -1,0 +1,203 @@
+"""Keep strangers from holding the connections of a listening socket of ZeroMQ's.
+
+    accepted ──► young ──a member's message──► admitted         a young one that ZeroMQ has not authenticated within
+                   │                                            HANDSHAKE_S is closed by ZeroMQ itself
+                   ╰──others crowd in──► closed by us
+
+ZeroMQ accepts whoever comes, and has no limit for it. So we close single connections: where too many are young, the
+oldest of the address that has the most of them. A member that is closed so by chance connects again by itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import resource
+import socket
+from collections import OrderedDict
+from typing import NamedTuple
+
+import zmq
+
+from phalanx.coordination.admission import Complaints, gone_peers
+
+HANDSHAKE_S = 5.0
+PIECE_BYTES = 1 << 16  # the most that ZeroMQ gives memory for at once, before it knows for whom
+_CURVE_BYTES = 64  # what encryption adds to a piece, at most
+_EVENT_BYTES = 6
+_MAX_OPEN_FILES = 1 << 16
+_READ_S = 1.0  # between two readings of the kernel's table, which may be long
+
+
+class _Peer(NamedTuple):
+    """Who is at the other end of a connection: its address and port, and what counts as one address."""
+
+    place: tuple[str, int]
+    network: str
+
+
+class ConnectionGuard:
+    """Watches the listening socket `watched`, and closes connections of strangers where they crowd in.
+
+    Arguments:
+        max_young: how many connections may be open before their first message.
+        max_open: how many may be open in all; who comes then is closed, and comes again.
+    """
+
+    def __init__(
+        self, watched: zmq.Socket[bytes], port: int, complaints: Complaints, *, max_young: int, max_open: int
+    ) -> None:
+        self._watched = watched
+        self._port = port
+        self._read_at = -_READ_S
+        self._complaints = complaints
+        self._max_young, self._max_open = max_young, max_open
+        self.socket = watched.get_monitor_socket(
+            zmq.EVENT_ACCEPTED
+            | zmq.EVENT_DISCONNECTED
+            | zmq.EVENT_CLOSED
+            | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+            | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+        )
+        self._peers: dict[int, _Peer | None] = {}  # by descriptor
+        self._young: OrderedDict[int, float] = OrderedDict()  # when they were accepted, by descriptor
+        self._crowds: dict[str, OrderedDict[int, None]] = {}  # the young ones, by network
+        self._failed = False
+
+    @property
+    def num_open(self) -> int:
+        """How many connections are open, authenticated or not yet."""
+        return len(self._peers)
+
+    @property
+    def num_young(self) -> int:
+        """How many of them have not sent a message yet."""
+        return len(self._young)
+
+    def admit(self, frame: zmq.Frame) -> None:
+        """Note that the connection is a member's over which `frame`, a part of a message, has come."""
+        self._grow_up(int(frame.get(zmq.SRCFD)))
+
+    def read_events(self, now: float) -> None:
+        """Read what has happened since, and close whom there is no room for."""
+        for fd in [fd for fd, since in self._young.items() if now - since > HANDSHAKE_S + 1.0]:
+            self._grow_up(fd)  # ZeroMQ has authenticated it, or it would be closed
+        while True:
+            try:
+                frame, _ = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            event, value = int.from_bytes(frame[:2], "little"), int.from_bytes(frame[2:_EVENT_BYTES], "little")
+            if event == zmq.EVENT_ACCEPTED:
+                self._accept(value, now)
+            elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
+                self._failed = True  # of the connection that ends next: one thread of ZeroMQ does both
+            elif event == zmq.EVENT_DISCONNECTED:
+                peer = self._peers.pop(value, None)
+                self._grow_up(value, peer)
+                if self._failed:
+                    self._refuse("" if peer is None else peer.place[0], now)
+                self._failed = False
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._watched.disable_monitor()
+        self.socket.close(0)
+
+    def _accept(self, fd: int, now: float) -> None:
+        self._grow_up(fd)
+        peer = self._peers[fd] = _find_peer(fd)
+        if peer is None:  # it has gone already
+            return
+        if len(self._peers) > self._max_open:
+            self._close(fd, peer)
+            self._complaints.add(
+                f"{self._max_open} connections are open, and a process may have no more: {peer.place[0]} is left "
+                "waiting. Raise the limit of open files (`ulimit -Hn`, LimitNOFILE= of a service)",
+                now,
+            )
+            return
+        self._young[fd] = now
+        self._crowds.setdefault(peer.network, OrderedDict())[fd] = None
+        if len(self._young) > self._max_young:
+            crowd = max(self._crowds.values(), key=len)
+            oldest = next(iter(crowd))
+            victim = self._peers[oldest]
+            self._grow_up(oldest)
+            if victim is not None:
+                self._close(oldest, victim)
+                self._complaints.refused(victim.place[0], "it keeps connections open and says nothing", now)
+
+    def _grow_up(self, fd: int, peer: _Peer | None = None) -> None:
+        """Count the connection among the young ones no more."""
+        if self._young.pop(fd, None) is None:
+            return
+        peer = peer or self._peers.get(fd)
+        assert peer is not None  # of others we don't know that they are young
+        crowd = self._crowds[peer.network]
+        del crowd[fd]
+        if not crowd:
+            del self._crowds[peer.network]
+
+    def _close(self, fd: int, peer: _Peer) -> None:
+        """End a connection, which is ZeroMQ's to close, if `fd` is still that one's."""
+        with contextlib.suppress(OSError):
+            connection = socket.socket(fileno=fd)
+            try:
+                if connection.getsockname()[1] == self._port and connection.getpeername()[:2] == peer.place:
+                    connection.shutdown(socket.SHUT_RDWR)
+            finally:
+                connection.detach()
+
+    def _refuse(self, peer: str, now: float) -> None:
+        if not peer and now - self._read_at >= _READ_S:
+            self._read_at, peer = now, gone_peers(self._port)
+        peer = (peer or "an address that was gone before it could be seen").removeprefix("::ffff:")
+        self._complaints.refused(peer, "it does not know the job's key, or speaks another language", now)
+
+
+def protect(listening: zmq.Socket[bytes], piece_bytes: int = PIECE_BYTES) -> None:
+    """Bound what one connection of `listening`, which is not bound yet, costs before it is authenticated."""
+    listening.maxmsgsize = piece_bytes + _CURVE_BYTES
+    listening.handshake_ivl = int(HANDSHAKE_S * 1000)
+
+
+def connections_allowed(*, raises: bool = False) -> int:
+    """Return how many connections a socket may have; with `raises`, once the process may have all descriptors it can.
+
+    The rest of the process needs some, too; and ZeroMQ's thread turns in circles when accept() finds none.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_OPEN_FILES)
+    if raises and soft != resource.RLIM_INFINITY and soft < most:
+        with contextlib.suppress(OSError, ValueError):  # a sandbox
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+            soft = most
+    limit = most if soft == resource.RLIM_INFINITY else min(soft, most)
+    return limit - limit // 4
+
+
+def cut(part: bytes | memoryview, piece_bytes: int = PIECE_BYTES) -> list[memoryview]:
+    """Return `part` in pieces that a protected socket takes; an empty one is one piece."""
+    view = memoryview(part)
+    return [view[at : at + piece_bytes] for at in range(0, len(view), piece_bytes)] or [view]
+
+
+def _find_peer(fd: int) -> _Peer | None:
+    """Who is at the other end of a connection of ZeroMQ's, if it is still there. It takes no descriptor."""
+    try:
+        connection = socket.socket(fileno=fd)
+    except OSError:  # it has gone, and the number is that of something else by now
+        return None
+    try:
+        host, port = connection.getpeername()[:2]
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except (OSError, ValueError, TypeError):
+        return None
+    finally:
+        connection.detach()
+    if isinstance(address, ipaddress.IPv6Address):
+        if address.ipv4_mapped is not None:
+            return _Peer((host, port), str(address.ipv4_mapped))
+        return _Peer((host, port), str(ipaddress.ip_network((address, 64), strict=False)))
+    return _Peer((host, port), host)
