@@ -56,6 +56,9 @@ class CoordinationStore(Store):
             `torch.distributed.DistStoreError` for a key that does not come in time, and `DistNetworkError`.
     """
 
+    wait_is_interruptible = True
+    """Ctrl-C ends a wait, and one of milliseconds says nothing: whoever waits need not ask again and again."""
+
     if TYPE_CHECKING:
         timeout: timedelta  # torch's stub lacks it
 

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any, Protocol
 
 from phalanx.coordination.rank_info import Arrival, Failure, RankInfo, find_dead, find_problem, host_identity
@@ -32,6 +33,8 @@ from phalanx.symmetric_memory.watch import ProcessId
 
 _logger = get_logger(__name__)
 _LONGEST_PAUSE_S = 0.02
+_WAITS_PER_S = 256  # that all ranks together begin in the store while the first decides
+_LONGEST_WAIT_S = 5.0
 _CHECK_PROCESSES_S = 0.25  # how often a rank checks whether another process has ended
 _ACKNOWLEDGE_S = 1.0
 _PATIENCE_S = 2.0  # the first to arrive reports who is missing; a little later the others do it themselves
@@ -66,6 +69,14 @@ class Store(Protocol):
         """Whether all keys are there."""
         ...
 
+    def multi_get(self, keys: list[str], /) -> list[bytes]:
+        """Return the values of several keys, which are there."""
+        ...
+
+    def wait(self, keys: list[str], timeout: timedelta, /) -> None:
+        """Wait until all keys are there."""
+        ...
+
     def add(self, key: str, amount: int, /) -> int:
         """Add to a number, which begins at zero; the sum."""
         ...
@@ -98,6 +109,7 @@ class Bootstrap:
         self._before: dict[str, Any] = {}
         self._known: dict[int, Arrival] = {}
         self._in_file = _file_of(store)
+        self._waits_in_store = getattr(base_of(store), "wait_is_interruptible", False)
         self.infos: list[RankInfo] = []
 
     def join(self) -> list[RankInfo]:
@@ -224,11 +236,22 @@ class Bootstrap:
     def _arrived(self) -> dict[int, Arrival]:
         """Who has come, by place in the row."""
         came = self._key("came")
-        for i in range(int(self._store.get(came)) if self._store.check([came]) else 0):
-            key = self._key(f"rank/{i}")
-            if i not in self._known and self._store.check([key]):  # else its process is between the two, or died there
-                self._known[i] = Arrival.from_json(json.loads(self._store.get(key)))
+        num_came = int(self._store.get(came)) if self._store.check([came]) else 0
+        self._read([i for i in range(num_came) if i not in self._known])
         return self._known
+
+    def _read(self, places: list[int]) -> None:
+        """Read who has taken these places, all at once; in halves where the process of one is between the two calls, or
+        has died there.
+        """
+        keys = [self._key(f"rank/{i}") for i in places]
+        if keys and self._store.check(keys):
+            for i, text in zip(places, self._store.multi_get(keys), strict=True):
+                self._known[i] = Arrival.from_json(json.loads(text))
+        elif len(places) > 1:
+            middle = len(places) // 2
+            self._read(places[:middle])
+            self._read(places[middle:])
 
     # -- waiting -------------------------------------------------------------------------------------------------
 
@@ -250,7 +273,14 @@ class Bootstrap:
                 is_first = min(self._known) == self._index  # or whoever had the place before has died in taking it
             return False
 
-        if not self._poll_until(is_over, patience, lambda: _logger.warning(self._describe_wait(patience))):
+        def pause(pause_s: float) -> None:
+            if is_first or not self._waits_in_store:
+                time.sleep(pause_s)
+            else:  # hundreds of ranks that ask again and again would keep the store from answering the first
+                wait_s = min(max(_CHECK_PROCESSES_S, self._me.world_size / _WAITS_PER_S), _LONGEST_WAIT_S)
+                self._wait_in_store(self._key("ranks"), min(wait_s, patience.left_s))
+
+        if not self._poll_until(is_over, patience, lambda: _logger.warning(self._describe_wait(patience)), pause):
             self._give_up()
         outcome: dict[str, Any] = json.loads(self._store.get(self._key("ranks")))
         return outcome
@@ -342,11 +372,23 @@ class Bootstrap:
             return ValueError(f"{here}: {failure.text}")
         return MismatchError(f"{here}: {failure.text}", calls=who)
 
-    def _poll_until(self, is_over: Callable[[], bool], deadline: Deadline, notice: Callable[[], None]) -> bool:
+    def _wait_in_store(self, key: str, wait_s: float) -> None:
+        from torch.distributed import DistStoreError
+
+        with contextlib.suppress(DistStoreError):  # the key has not come
+            self._store.wait([key], timedelta(seconds=wait_s))
+
+    def _poll_until(
+        self,
+        is_over: Callable[[], bool],
+        deadline: Deadline,
+        notice: Callable[[], None],
+        pause: Callable[[float], None] = time.sleep,
+    ) -> bool:
         """Ask until it is over; `notice` is called once, after five seconds. False when time is up.
 
-        Asking, because a store's own `wait` cannot be interrupted by Ctrl-C, counts in whole seconds where the store
-        is a file, and has TCPStore print a warning whenever it ends without the key.
+        Asking, because the `wait` of torch's stores cannot be interrupted by Ctrl-C, counts in whole seconds where the
+        store is a file, and has TCPStore print a warning whenever it ends without the key.
         """
         notice_at = Deadline.after(NOTICE_S, deadline.clock)
         spoken, pause_s = False, 0.0005
@@ -361,7 +403,7 @@ class Bootstrap:
             if notice_at.passed and not spoken:
                 spoken = True
                 notice()
-            time.sleep(min(pause_s, deadline.left_s))
+            pause(min(pause_s, deadline.left_s))
             pause_s = min(pause_s * 1.5, _LONGEST_PAUSE_S)
 
     def _describe_wait(self, patience: Deadline) -> str:
