@@ -250,6 +250,18 @@ def test_use_env_changes_nothing() -> None:
             "--nnodes=2 --rdzv_backend=c10d --rdzv_endpoint=n1:1 --rdzv-conf is_host=false,keep_alive_interval=2",
             Rendezvous("n1:1", False, None, 2, 2, host_timeout_s=6.0),
         ),
+        *(
+            (f"--nnodes=2 {where} --rdzv-conf {conf}", Rendezvous(*meets, join_timeout_s=wait_s))
+            for where, meets, static in (
+                ("--rdzv_backend=c10d --rdzv_endpoint=n1:1", ("n1:1", None, None, 2, 2), False),
+                ("--node-rank 1 --master-addr n1 --master-port 1", ("n1:1", False, 1, 2, 2), True),
+            )
+            for conf, wait_s in (
+                ("timeout=8", 8.0),
+                ("join_timeout=9", 9.0),
+                ("timeout=8,join_timeout=9", 8.0 if static else 9.0),
+            )
+        ),
         ("--nnodes 1 --node-rank 0 --master-addr n1 --master-port 7", None),
         ("--nnodes 1:1 --rdzv-backend c10d --rdzv-endpoint localhost:0", None),
         ("--rdzv-id x", None),

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,33 @@ def test_ranks_see_the_same_under_a_torchrun_line(tmp_path: Path, number: int) -
     python, quoted = shlex.quote(sys.executable), shlex.quote(str(script))
     words = shlex.split(_LINES[number].format(python=python, script=quoted, port=29600 + number))
     _see_under_both(tmp_path, words, {})
+
+
+_OF_RANK = ("LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK")
+
+
+@pytest.mark.parametrize("apart_s", [0.0, 2.0])
+def test_a_line_for_two_hosts_that_is_typed_twice_on_one_is_a_job_of_two_agents(tmp_path: Path, apart_s: float) -> None:
+    """The second ended in "Address already in use", and the first waited for it."""
+    script = write_script(tmp_path, _SEE)
+    words = shlex.split("--nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:29632 --rdzv-id 7")
+    seen: dict[str, list[tuple[str, ...]]] = {}
+    for name, module in (("torchrun", "torch.distributed.run"), ("phalanx", "phalanx.cli")):
+        (tmp_path / name).mkdir()
+        environ = {key: value for key, value in os.environ.items() if key not in _UNSET and "TORCHELASTIC" not in key}
+        environ |= {"SEEN": str(tmp_path / name), "XDG_CONFIG_HOME": str(tmp_path)}
+        line = [sys.executable, "-m", module, *(["run"] if name == "phalanx" else []), *words, str(script)]
+        started = []
+        for number in range(2):
+            time.sleep(number * apart_s)
+            started.append(
+                subprocess.Popen(line, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            )
+        ends = [(process.communicate()[1], process.returncode) for process in started]
+        assert [code for _, code in ends] == [0, 0], ends
+        found = [json.loads((tmp_path / name / str(rank)).read_text())["environment"] for rank in range(4)]
+        seen[name] = [tuple(one[variable] for variable in _OF_RANK) for one in found]
+    assert seen["phalanx"] == seen["torchrun"]
 
 
 def test_variables_that_a_cluster_sets_for_torchrun_are_read(tmp_path: Path) -> None:

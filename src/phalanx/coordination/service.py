@@ -7,6 +7,7 @@ other hosts    tcp://<address>                 CURVE with the job's key
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import socket
@@ -150,7 +151,8 @@ class Service:
         except OSError as error:
             raise CoordinationError(
                 f"the coordinator cannot listen at {place}: {error.strerror or error}.\n"
-                "Give an address of this host and a port that is free (port 0 takes one), or leave the host out: :0"
+                "Give an address of this host and a port that is free (port 0 takes one), or leave the host out: :0",
+                reason="taken" if error.errno == errno.EADDRINUSE else "",
             ) from None
         pair = key.coordinator_pair()
         self._admission = Admission(self._context, key.member_pair().public, self._complaints)

@@ -135,7 +135,9 @@ def _read_conf(conf: Mapping[str, str], backend: str, problems: list[str]) -> di
     """What --rdzv-conf says of times; as in torchrun, keys that nobody knows are nobody's."""
     if conf.get("store_type", "tcp") != "tcp":
         problems.append(f"--rdzv-conf store_type={conf['store_type']}: hosts meet through the network; leave it out")
-    names = {"timeout" if backend == "static" else "join_timeout": "join_timeout_s", "last_call_timeout": "last_call_s"}
+    # Each of torchrun's backends knows one of the first two; where both are given, that one.
+    joins = ("join_timeout", "timeout") if backend == "static" else ("timeout", "join_timeout")
+    names = {**dict.fromkeys(joins, "join_timeout_s"), "last_call_timeout": "last_call_s"}
     times = {field: _read_number(key, conf[key], problems) for key, field in names.items() if key in conf}
     if "keep_alive_interval" in conf or "keep_alive_max_attempt" in conf:
         interval = _read_number("keep_alive_interval", conf.get("keep_alive_interval", "5"), problems)

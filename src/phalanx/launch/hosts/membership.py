@@ -34,7 +34,7 @@ from phalanx.launch.rendezvous import Rendezvous
 
 T = TypeVar("T")
 _PAUSE_S = 0.1
-_TRY_S = 20.0
+_FIRST_TRY_S, _TRY_S = 5.0, 20.0
 _TELL_AFTER_S = 3.0
 _LEAVE_TIMEOUT_S = 5.0
 _REJOIN_TRY_S = 3.0
@@ -76,14 +76,20 @@ def connect(
     began = time.monotonic()
     for endpoint in itertools.cycle(endpoints):
         try:
-            client = Client(endpoint, key, timeout=_TRY_S, job=job)
+            client = Client(endpoint, key, timeout=_TRY_S if told else min(_FIRST_TRY_S, timeout_s), job=job)
             break
         except AuthenticationError as error:
             if len(endpoints) == 1:
                 raise LaunchError(f"phalanx run: {error}", exit_code=2) from None
             problem: PhalanxError = error
-        except (CoordinationError, DeadlineError) as error:
+        except CoordinationError as error:
             problem = error
+        except DeadlineError:
+            problem = DeadlineError(
+                f"Something listens at {endpoint}, and says nothing that a coordinator of Phalanx says: it is another "
+                "program's port (a store of torchrun, say), or the first host's command is stopped.\nLook there which "
+                "process has the port (`ss -ltnp`), or give another port on all hosts."
+            )
         now = time.monotonic()
         if now > end or is_over():
             raise LaunchError(f"phalanx run: gave up after {now - began:.0f} s: {problem}") from None

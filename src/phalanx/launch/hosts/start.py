@@ -36,7 +36,13 @@ def see_through_with_others(plan: JobPlan, zygote: ZygoteProcess, signals: int, 
     rendezvous = plan.settings.rendezvous
     assert rendezvous is not None
     if joined is None and decide_lead(rendezvous):
-        return _lead(plan, rendezvous, zygote, signals)
+        with contextlib.ExitStack() as stack:
+            notices = Notices()
+            key = Key.generate() if rendezvous.is_local else find_or_make_key(plan, rendezvous)
+            opened = _open_service(plan, rendezvous, key, notices)
+            if opened is not None:
+                stack.enter_context(opened[0])
+                return _lead(plan, zygote, signals, key, notices, *opened)
     with opened_host(plan, zygote, signals, lambda display: Forward()) as host:
         return follow(plan, rendezvous, host, joined or join_first_host(plan, rendezvous, host))
 
@@ -48,9 +54,18 @@ def decide_lead(rendezvous: Rendezvous) -> bool:
     return is_own(split_endpoint(rendezvous.endpoint, 0)[0])
 
 
-def _lead(plan: JobPlan, rendezvous: Rendezvous, zygote: ZygoteProcess, signals: int) -> int:
-    key = Key.generate() if rendezvous.is_local else find_or_make_key(plan, rendezvous)
-    with opened_host(plan, zygote, signals) as host, _serving(plan, rendezvous, key) as (service, channel, advertised):
+def _lead(
+    plan: JobPlan,
+    zygote: ZygoteProcess,
+    signals: int,
+    key: Key,
+    notices: Notices,
+    service: Service,
+    advertised: list[OwnAddress],
+) -> int:
+    rendezvous = plan.settings.rendezvous
+    assert rendezvous is not None
+    with opened_host(plan, zygote, signals) as host, _first_member(plan, rendezvous, service, notices) as channel:
         port = service.address.port if service.address is not None else 0
         gathering = Gathering(plan, rendezvous, host, channel, key, advertised, port)
 
@@ -81,29 +96,31 @@ def _fetch_outcomes(service: Service, verdict: str, code: int) -> None:
 
 
 @contextlib.contextmanager
-def _serving(
-    plan: JobPlan, rendezvous: Rendezvous, key: Key
-) -> Iterator[tuple[Service, ControlChannel, list[OwnAddress]]]:
-    """The coordinator of the job, with this agent as its first member, and the addresses where others find it."""
-    notices = Notices()
-    service, advertised = _open_service(plan, rendezvous, key, notices)
-    with service:
-        if rendezvous.announce is not None:
-            rendezvous.announce(service.local)
-        client = Client(service.local)
-        # In this order: others join once the job spec is there, and this agent hears only of those that join after it.
-        client.join({"kind": "first", "host": socket.gethostname(), "pid": os.getpid()})
-        channel = ControlChannel(client, notices)
-        try:
-            client.set(KEY, JobSpec.of(plan.settings, plan.run_id, plan.environ).to_bytes())
-            yield service, channel, advertised
-        finally:
-            channel.close()
+def _first_member(
+    plan: JobPlan, rendezvous: Rendezvous, service: Service, notices: Notices
+) -> Iterator[ControlChannel]:
+    """Make this agent the first member at its coordinator."""
+    if rendezvous.announce is not None:
+        rendezvous.announce(service.local)
+    client = Client(service.local)
+    # In this order: others join once the job spec is there, and this agent hears only of those that join after it.
+    client.join({"kind": "first", "host": socket.gethostname(), "pid": os.getpid()})
+    channel = ControlChannel(client, notices)
+    try:
+        client.set(KEY, JobSpec.of(plan.settings, plan.run_id, plan.environ).to_bytes())
+        yield channel
+    finally:
+        channel.close()
 
 
 def _open_service(
     plan: JobPlan, rendezvous: Rendezvous, key: Key, notices: Notices
-) -> tuple[Service, list[OwnAddress]]:
+) -> tuple[Service, list[OwnAddress]] | None:
+    """Return the coordinator of the job, and the addresses where others find it.
+
+    None where this host was to find out whether it is the first, and a process that listens at the endpoint already is:
+    torchrun's line, typed twice on one host, is a job of two agents.
+    """
     if rendezvous.is_local:
         service = Service(job=plan.run_id, lost_after_s=rendezvous.host_timeout_s, say=notices.add_refusal)
         return service, [OwnAddress("127.0.0.1", "lo")]
@@ -115,6 +132,8 @@ def _open_service(
                 bind, key, job=plan.run_id, lost_after_s=rendezvous.host_timeout_s, say=notices.add_refusal
             )
         except CoordinationError as error:
+            if error.reason == "taken" and rendezvous.leads is None:
+                return None
             problems.append(f"phalanx run: {error}")
         else:
             return service, advertised
