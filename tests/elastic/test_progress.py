@@ -1,5 +1,7 @@
 """What `State` commits is counted where `phalanx top` and the agent see it."""
 
+import dataclasses
+
 import pytest
 import torch
 from tests.elastic.jobs import Job, train_job
@@ -28,5 +30,6 @@ def test_commits_are_counted_on_the_page_of_the_rank(monkeypatch):
     "job", [Job("", samples=60), Job("", accumulate=2), Job("", batch_of="global"), Job("", workers=1)], ids=str
 )
 def test_each_sample_of_a_rank_is_counted_once(job, tmp_path):
+    job = dataclasses.replace(job, folder=str(tmp_path))
     ended = SmallAgent(train_job, 2, job, folder=tmp_path).run()
     assert [result["samples_on_page"] for result in ended.results] == [job.epochs * job.samples // 2] * 2

@@ -142,7 +142,7 @@ def _count_commits() -> int:
     from phalanx.elastic.run import running_state  # here, because most calls are made outside of `phalanx run`
 
     state = running_state()
-    return -1 if state is None else state._number
+    return -1 if state is None else state._latest.number
 
 
 def _store_lost(team: Team, error: Exception) -> PeerLostError:
