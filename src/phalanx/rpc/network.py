@@ -194,7 +194,9 @@ class Network:
                 continue
             many = len(parts) > 3 and any(len(part) > _COPY_BYTES for part in parts)
             try:
-                pieces = [piece for part in parts for piece in cut(part, _PIECE_BYTES)]
+                pieces = parts
+                if max(map(len, parts)) > _PIECE_BYTES:
+                    pieces = [piece for part in parts for piece in cut(part, _PIECE_BYTES)]
                 if connection.identity:
                     self._router.send_multipart([connection.identity, *pieces], zmq.NOBLOCK, copy=not many)
                 elif (dealer := self._dealers.get(connection.peer.uid)) is not None:
@@ -217,17 +219,12 @@ class Network:
     def _read_router(self) -> None:
         while True:
             try:
-                identity = self._router.recv(zmq.NOBLOCK)
+                if self._guard.num_young:
+                    identity, *parts = self._read_and_admit()
+                else:
+                    identity, *parts = self._router.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            if self._guard.num_young:
-                first = self._router.recv(copy=False)
-                self._guard.admit(first)
-                parts = [first.bytes]
-            else:
-                parts = [self._router.recv()]
-            while self._router.get(zmq.RCVMORE):
-                parts.append(self._router.recv())
             connection = self._callers.get(identity)
             try:
                 if connection is not None:
@@ -238,6 +235,11 @@ class Network:
                     self._welcome(member)
             except (ValueError, KeyError, TypeError, IndexError, PhalanxError) as error:
                 _logger.error("rpc: a member of the job sent what makes no sense: %s", error)
+
+    def _read_and_admit(self) -> list[bytes]:
+        parts = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
+        self._guard.admit(parts[-1])
+        return [part.bytes for part in parts]
 
     def _read_dealer(self, dealer: _Dealer) -> None:
         while True:
@@ -356,6 +358,8 @@ def _parse(pieces: Sequence[bytes]) -> Frame:
         PhalanxError: they are not those of the frame that its head announces.
     """
     _, call, num_data, num_extras, num_buffers, kind, _ = HEAD.unpack_from(pieces[0])
+    if num_buffers == 0 and len(pieces) == 3 and (len(pieces[1]), len(pieces[2])) == (num_data, num_extras):
+        return Frame(kind, call, pieces[1], pieces[2], [])
     rest = iter(pieces)
     head = b"".join(_take(rest, HEAD.size + BUFFER.size * num_buffers))
     data, extras = b"".join(_take(rest, num_data)), b"".join(_take(rest, num_extras))
