@@ -75,10 +75,45 @@ def test_the_job_of_kubernetes_has_a_pod_for_each_node_that_finds_the_first():
         "PET_NNODES": "2",
         "MASTER_ADDR": "train-0.train",
         "MASTER_PORT": "29400",
+        "HOME": "/tmp",
+        "USER": "phalanx",
     }
     assert variables["PHALANX_KEY"]["valueFrom"]["secretKeyRef"] == {"name": "phalanx-key", "key": "key"}
     assert "kubectl -n ml create secret generic phalanx-key --from-file=key=" in text
     assert container["resources"]["limits"] == {"memory": "64Gi", "nvidia.com/gpu": "8"}
+
+
+def test_kubernetes_expands_nothing_in_the_words_of_a_user():
+    """`$(PHALANX_KEY)` would have put the key on the command line, where `ps` shows it; and `$$` became `$`."""
+    words = ["train.py", "$(PHALANX_KEY)", "$$", "${local_rank}", "5$", "$$(MASTER_ADDR)"]
+    container = kubernetes("--nodes=2", *IMAGE, *words)[2]["spec"]["template"]["spec"]["containers"][0]
+    expanded = [
+        re.sub(r"\$(\$|\(\w+\))", lambda m: "$" if m[1] == "$" else "EXPANDED", w) for w in container["command"]
+    ]
+    assert expanded == ["phalanx", "run", *words]
+
+
+def test_a_restricted_namespace_takes_the_pods_and_their_memory_has_a_limit():
+    """What the Pod Security Standards ask for under "restricted"."""
+    pod = kubernetes("--nodes=2", *IMAGE, "train.py")[2]["spec"]["template"]["spec"]
+    assert pod["securityContext"] == {
+        "runAsNonRoot": True,
+        "runAsUser": 1000,
+        "runAsGroup": 1000,
+        "fsGroup": 1000,
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+    assert pod["containers"][0]["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    limits = [
+        kubernetes("--nodes=2", *words, *IMAGE, "a.py")[2]["spec"]["template"]["spec"]["volumes"][0]["emptyDir"]
+        for words in ([], ["--memory=64Gi"], ["--memory=64Gi", "--shm=2Gi"])
+    ]
+    assert [one["sizeLimit"] for one in limits] == ["8Gi", "64Gi", "2Gi"]
+    root = kubernetes("--nodes=2", "--user=0", *IMAGE, "train.py")[2]["spec"]["template"]["spec"]
+    assert root["securityContext"] == {"seccompProfile": {"type": "RuntimeDefault"}}
 
 
 def test_cores_without_gpus_say_how_many_ranks():

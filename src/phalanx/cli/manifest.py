@@ -64,12 +64,18 @@ def slurm(ctx: click.Context, /, time_limit: str, partition: str, log: str, **as
 @click.option("--namespace", default="", help="Namespace.")
 @click.option("--secret", default="phalanx-key", show_default=True, help="The Secret with the job's key.")
 @click.option("--folder", default="", help="Working directory in the image.")
+@click.option(
+    "--user", type=click.IntRange(min=0), default=1000, show_default=True, help="Number of the user; 0: root."
+)
+@click.option("--shm", default="", help="Limit on /dev/shm (default: as --memory, else 8Gi).")
 @click.pass_context
-def kubernetes(ctx: click.Context, /, image: str, namespace: str, secret: str, folder: str, **asked: Any) -> None:
+def kubernetes(
+    ctx: click.Context, /, image: str, namespace: str, secret: str, folder: str, user: int, shm: str, **asked: Any
+) -> None:
     """Write a headless Service and an indexed Job, a pod for each node; the key is in a Secret that they name."""
     from phalanx.launch.manifests.kubernetes import Cluster, write_manifest
 
-    cluster = Cluster(image, namespace, secret, folder)
+    cluster = Cluster(image, namespace, secret, folder, user, shm)
     _write(ctx, lambda request: write_manifest(request, cluster), **asked)
 
 

@@ -12,18 +12,25 @@ from phalanx.launch.manifests.request import Request
 from phalanx.launch.settings import USAGE_EXIT_CODE
 
 _PORT = 29400
+_SHM = "8Gi"
 _MAX_NAME = 52  # the pods' names, NAME-INDEX, are names of hosts, 63 characters at most
 _QUANTITY = re.compile(r"\d+(\.\d+)?(m|k|M|G|T|Ki|Mi|Gi|Ti)?")
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Where the pods run. `secret` is the name of the Secret that holds the key, in the field `key`."""
+    """Where the pods run, and as whom. `secret` is the name of the Secret that holds the key, in the field `key`.
+
+    `user` is a number; 0 is root, which a namespace with the restricted Pod Security Standard refuses. `shm` limits
+    what files in /dev/shm may take; that counts as memory of the pod.
+    """
 
     image: str
     namespace: str = ""
     secret: str = "phalanx-key"
     folder: str = ""
+    user: int = 1000
+    shm: str = ""
 
 
 def write_manifest(request: Request, cluster: Cluster) -> str:
@@ -72,18 +79,24 @@ def _job(request: Request, cluster: Cluster) -> dict[str, Any]:
     container: dict[str, Any] = {
         "name": "phalanx",
         "image": cluster.image,
-        "command": ["phalanx", "run", *request.run_words],
+        "command": ["phalanx", "run", *(word.replace("$", "$$") for word in request.run_words)],  # $(X) is its variable
         **({"workingDir": cluster.folder} if cluster.folder else {}),
         "env": [
             {"name": "PET_NNODES", "value": str(request.nodes)},
             {"name": "MASTER_ADDR", "value": f"{request.name}-0.{request.name}"},
             {"name": "MASTER_PORT", "value": str(_PORT)},
+            *([{"name": "HOME", "value": "/tmp"}, {"name": "USER", "value": "phalanx"}] if cluster.user else []),
             {"name": "PHALANX_KEY", "valueFrom": {"secretKeyRef": {"name": cluster.secret, "key": "key"}}},
         ],
         "ports": [{"name": "coordinator", "containerPort": _PORT}],
         **({"resources": {"limits": limits}} if limits else {}),
+        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
         "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}],
     }
+    # DataLoader's workers and the ranks' own memory. What a volume in memory holds counts as the pod's.
+    shm = {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": cluster.shm or request.memory or _SHM}}
+    user = cluster.user
+    whom = {"runAsNonRoot": True, "runAsUser": user, "runAsGroup": user, "fsGroup": user} if user else {}
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
@@ -98,8 +111,9 @@ def _job(request: Request, cluster: Cluster) -> dict[str, Any]:
                 "spec": {
                     "subdomain": request.name,
                     "restartPolicy": "Never",
+                    "securityContext": {**whom, "seccompProfile": {"type": "RuntimeDefault"}},
                     "containers": [container],
-                    "volumes": [{"name": "shm", "emptyDir": {"medium": "Memory"}}],  # DataLoader's workers
+                    "volumes": [shm],
                 },
             },
         },
@@ -121,8 +135,9 @@ def _check(request: Request, cluster: Cluster) -> None:
             )
     if not cluster.image or cluster.image.split() != [cluster.image]:
         problems.append(f"--image {cluster.image!r}: name the image that has Phalanx and the script in it")
-    if request.memory and not _QUANTITY.fullmatch(request.memory):
-        problems.append(f"--memory {request.memory!r}: an amount of Kubernetes is like 64Gi or 512Mi")
+    for option, amount in (("--memory", request.memory), ("--shm", cluster.shm)):
+        if amount and not _QUANTITY.fullmatch(amount):
+            problems.append(f"{option} {amount!r}: an amount of Kubernetes is like 64Gi or 512Mi")
     if problems:
         raise LaunchError("\n".join(f"phalanx manifest: {one}." for one in problems), exit_code=USAGE_EXIT_CODE)
 
