@@ -21,6 +21,9 @@ from typing import Any
 import pytest
 from tests.system.phalanx_command import start, write_script
 
+from phalanx.errors import LaunchError
+from phalanx.launch.stacks.jobs import RunningJob
+from phalanx.launch.top import watch
 from phalanx.testing import hosts, why_no_hosts
 
 # Rank 1 is the slow one. All end together, when the file is there.
@@ -285,3 +288,30 @@ def test_the_ranks_of_all_hosts_are_shown_on_the_first_and_no_job_is_said(tmp_pa
             over.touch()
             for job in jobs:
                 assert job.finish().code == 0
+
+
+def test_a_name_with_escape_codes_is_shown_as_text(tmp_path: Path) -> None:
+    """It cleared the screen of whoever asked."""
+    script = tmp_path / "clear\x1b[2J\x1b]0;title\x07.py"
+    script.write_text(_HANG)
+    with start("run", "--nproc-per-node", "2", str(script)) as job:
+        job.read_until_all("running", 2)
+        for command in ("top", "stacks"):
+            words = [command, str(job.process.pid), *(["--once"] if command == "top" else [])]
+            done = subprocess.run([sys.executable, "-m", "phalanx.cli", *words], capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr
+            assert "clear\\x1b[2J\\x1b]0;title" in done.stdout  # rich leaves the bell out
+            assert not {"\x1b", "\x07"} & set(done.stdout)
+        refused = subprocess.run([sys.executable, "-m", "phalanx.cli", "stacks", "1"], capture_output=True, text=True)
+        assert "clear\\x1b[2J" in refused.stderr
+        assert "\x1b" not in refused.stderr
+
+
+def test_of_several_jobs_one_must_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = [RunningJob(os.getpid(), "a"), RunningJob(os.getppid(), "b")]
+    monkeypatch.setattr(watch, "find_jobs", lambda command: jobs)
+    with pytest.raises(LaunchError, match=rf"top: several jobs are running; say which:\n(.*\n)*.*{os.getpid()}"):
+        watch.choose_job(None)
+    assert watch.choose_job(str(os.getpid())) == jobs[0]
+    jobs.pop()
+    assert watch.choose_job(None) == jobs[0]

@@ -13,11 +13,12 @@ def command(ctx: click.Context, job: int | None) -> None:
 
     JOB is the process number of a `phalanx run` of yours on this host; it may be left out when only one is running.
     """
+    from phalanx.diagnostics.printable import printable_lines
     from phalanx.errors import LaunchError
     from phalanx.launch.stacks.report import report_stacks
 
     try:
-        click.echo(report_stacks(job))
+        click.echo(printable_lines(report_stacks(job)))
     except LaunchError as error:
-        click.echo(error, err=True)
+        click.echo(printable_lines(str(error)), err=True)
         ctx.exit(error.exit_code)

@@ -19,11 +19,12 @@ import click
 def command(ctx: click.Context, job: str | None, once: bool, as_data: bool, interval: float) -> None:
     """Watch a running job: hosts and ranks, steps, where the time goes, memory, who is slowest.
 
-    JOB is the process number of a `phalanx run` of yours on this host, or the name of its script; left out, it is the
-    newest. The job does nothing for it and is not slowed down. q ends it.
+    JOB is the process number of a `phalanx run` of yours on this host, or the name of its script; it may be left out
+    when only one is running. The job does nothing for it and is not slowed down. q ends it.
     """
     from rich.console import Console
 
+    from phalanx.diagnostics.printable import printable_lines
     from phalanx.errors import LaunchError
     from phalanx.launch.top.as_json import as_json
     from phalanx.launch.top.table import all_lines, as_text
@@ -49,5 +50,5 @@ def command(ctx: click.Context, job: str | None, once: bool, as_data: bool, inte
                 console.print(*all_lines(last, console.width), sep="\n")
                 click.echo(f"Job {last.pid} has ended.")
     except LaunchError as error:
-        click.echo(error, err=True)
+        click.echo(printable_lines(str(error)), err=True)
         ctx.exit(error.exit_code)

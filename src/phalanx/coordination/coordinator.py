@@ -29,6 +29,7 @@ from phalanx.coordination.wire import (
     unpack_number,
     unpack_text,
 )
+from phalanx.diagnostics.printable import printable
 
 MAX_WAITING_BYTES = 8 * OUTBOX_BYTES  # for one member, of events that nobody was asked about: who joined, who went
 MAX_SESSIONS = 1 << 16
@@ -181,7 +182,7 @@ class Coordinator(PendingAnswers):
             name = str(facts.get("host") or f"member {member.id}")[:200]
         except (ValueError, AttributeError, RecursionError):
             return f"member {member.id}"
-        return "".join(letter if letter.isprintable() else "?" for letter in name)  # it goes to a terminal
+        return printable(name)
 
     # Requests. Each returns its answer, or None where it waits or needs none.
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from phalanx.diagnostics.printable import printable
 from phalanx.launch.environment import Place
 
 UNFIT = "unfit"  # the kind of a member that has come only to say why its host cannot run the job
@@ -71,8 +72,7 @@ def describe_unfit(facts: Mapping[str, Any]) -> str:
     """A line on a host that has come and cannot run the job; empty for other members."""
     if facts.get("kind") != UNFIT:
         return ""
-    words = f"{facts.get('host')} has come, and cannot run the job: {facts.get('why')}"[:_MAX_WORDS]
-    return "".join(message if message.isprintable() else "?" for message in words)  # it goes to a terminal
+    return printable(f"{facts.get('host')} has come, and cannot run the job: {facts.get('why')}"[:_MAX_WORDS])
 
 
 def find_conflict(hosts: Sequence[HostFacts], max_nodes: int) -> str:

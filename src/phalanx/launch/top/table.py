@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from rich.text import Text
 
+from phalanx.diagnostics.printable import printable
 from phalanx.diagnostics.rank_list import name_ranks
 from phalanx.launch.top.view import COUNTED, ROUNDS, JobView, RankView, left_s
 
@@ -144,6 +145,7 @@ def all_lines(job: JobView, width: int | None) -> list[Text]:
 
 
 def _fit(text: Text, width: int | None) -> Text:
+    text.plain = printable(text.plain)
     if width is not None:
         text.truncate(width)
     text.no_wrap = True
@@ -152,6 +154,7 @@ def _fit(text: Text, width: int | None) -> Text:
 
 def _wrap(text: Text, width: int | None) -> list[Text]:
     """A sentence on as many lines as it needs."""
+    text.plain = printable(text.plain)
     if width is None or len(text.plain) <= width:
         return [text]
     return [_fit(Text(line, style=text.style), width) for line in textwrap.wrap(text.plain, max(10, width))]

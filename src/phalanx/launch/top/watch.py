@@ -20,20 +20,22 @@ _LEAST_MORE_LOOKS, _MORE_LOOKS, _PAUSE_S = 3, 8, 0.1
 
 
 def choose_job(wanted: str | None) -> RunningJob:
-    """The newest job of this user, or the newest whose process number or script is `wanted`.
+    """The only job of this user, or the newest whose process number or script is `wanted`.
 
     Raises:
-        LaunchError: there is none.
+        LaunchError: there is none, or there are several to choose from.
     """
     jobs = sorted(find_jobs(COMMAND), key=lambda job: _started(job.pid), reverse=True)
+    lines = "\n".join(f"  {job.pid}  {describe_command(job.pid)}".rstrip() for job in jobs)
     if wanted is None:
         if not jobs:
             raise LaunchError(f"{COMMAND}: no job of yours is running on this host (started by `phalanx run`)")
+        if len(jobs) > 1:
+            raise LaunchError(f"{COMMAND}: several jobs are running; say which:\n{lines}", exit_code=2)
         return jobs[0]
     for job in jobs:
         if str(job.pid) == wanted or (not wanted.isdecimal() and is_called(_target(job), wanted)):
             return job
-    lines = "\n".join(f"  {job.pid}  {describe_command(job.pid)}".rstrip() for job in jobs)
     known = f"Running are:\n{lines}" if jobs else "No job of yours is running on this host."
     raise LaunchError(f"{COMMAND}: no `phalanx run` of yours on this host is called {wanted}. {known}", exit_code=2)
 

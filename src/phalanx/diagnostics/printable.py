@@ -1,0 +1,15 @@
+"""Text of others (names of scripts and hosts, reasons), as it may go to a terminal."""
+
+from __future__ import annotations
+
+
+def printable(text: str) -> str:
+    """Return `text` on one line, with what a terminal could take for a command in words, such as "\\x1b" for ESC."""
+    if text.isprintable():
+        return text
+    return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text)
+
+
+def printable_lines(text: str) -> str:
+    """Do so with each line of `text`."""
+    return "\n".join(printable(line.expandtabs()) for line in text.split("\n"))
