@@ -39,7 +39,10 @@ def test_the_first_host_hears_of_one_that_joins_as_soon_as_it_may(monkeypatch: p
     assert settings is not None
     assert settings.rendezvous is not None
     local = replace(settings.rendezvous, is_local=True)  # in a socket file, and without a key
-    with start._serving(plan_job(settings, os.environ), local, Key(bytes(32))) as (_, channel, _):
+    plan, notices = plan_job(settings, os.environ), start.Notices()
+    opened = start._open_service(plan, local, Key(bytes(32)), notices)
+    assert opened is not None
+    with opened[0] as service, start._first_member(plan, local, service, notices) as channel:
         (other,) = others
         with other:
             assert channel.member == FIRST
