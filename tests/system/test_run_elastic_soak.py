@@ -251,7 +251,7 @@ class Soaked:
 def is_probe_of_loader(path: Path) -> bool:
     """Whether torch's DataLoader made this file, to see whether a worker died for want of descriptors.
 
-    A rank that is killed at that moment leaves it, or the one of four bytes with which Python's tempfile tries a folder.
+    A rank that is killed at that moment leaves it, or that of four bytes by which Python's tempfile tries a folder.
     """
     return re.fullmatch(r"(tmp)?\w{8}", path.name) is not None and path.is_file() and path.stat().st_size in (0, 4)
 
