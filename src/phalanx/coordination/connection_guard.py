@@ -30,14 +30,14 @@ _READ_S = 1.0  # between two readings of the kernel's table, which may be long
 
 
 class _Peer(NamedTuple):
-    """Who is at the other end of a connection: its address and port, and what counts as one address."""
+    """The other end of a connection: its address and port, and the network whose connections are counted together."""
 
     place: tuple[str, int]
     network: str
 
 
 class ConnectionGuard:
-    """Watches the listening socket `watched`, and closes connections of strangers where they crowd in.
+    """A guard that watches the listening socket `watched`, and closes connections of strangers where they crowd in.
 
     Arguments:
         max_young: how many connections may be open before their first message.
@@ -66,12 +66,12 @@ class ConnectionGuard:
 
     @property
     def num_open(self) -> int:
-        """How many connections are open, authenticated or not yet."""
+        """The number of connections that are open, authenticated or not yet."""
         return len(self._peers)
 
     @property
     def num_young(self) -> int:
-        """How many of them have not sent a message yet."""
+        """The number of connections over which no message has come yet."""
         return len(self._young)
 
     def admit(self, frame: zmq.Frame) -> None:
@@ -184,7 +184,7 @@ def cut(part: bytes | memoryview, piece_bytes: int = PIECE_BYTES) -> list[memory
 
 
 def _find_peer(fd: int) -> _Peer | None:
-    """Who is at the other end of a connection of ZeroMQ's, if it is still there. It takes no descriptor."""
+    """Find the other end of a connection of ZeroMQ's, if it is still there; this takes no descriptor."""
     try:
         connection = socket.socket(fileno=fd)
     except OSError:  # it has gone, and the number is that of something else by now

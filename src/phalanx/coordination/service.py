@@ -100,7 +100,7 @@ class Service:
 
     @property
     def num_open(self) -> int:
-        """How many connections of other hosts are open, authenticated or not yet."""
+        """The number of connections of other hosts that are open, authenticated or not yet."""
         return 0 if self._guard is None else self._guard.num_open
 
     def close(self) -> None:

@@ -19,10 +19,11 @@ _QUANTITY = re.compile(r"\d+(\.\d+)?(m|k|M|G|T|Ki|Mi|Gi|Ti)?")
 
 @dataclass(frozen=True)
 class Cluster:
-    """Where the pods run, and as whom. `secret` is the name of the Secret that holds the key, in the field `key`.
+    """The place where the pods run, and their user.
 
-    `user` is a number; 0 is root, which a namespace with the restricted Pod Security Standard refuses. `shm` limits
-    what files in /dev/shm may take; that counts as memory of the pod.
+    `secret` is the name of the Secret that holds the key, in the field `key`. `user` is a number; 0 is root, which a
+    namespace with the restricted Pod Security Standard refuses. `shm` limits what files in /dev/shm may take; that
+    counts as memory of the pod.
     """
 
     image: str

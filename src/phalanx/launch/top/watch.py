@@ -20,7 +20,7 @@ _LEAST_MORE_LOOKS, _MORE_LOOKS, _PAUSE_S = 3, 8, 0.1
 
 
 def choose_job(wanted: str | None) -> RunningJob:
-    """The only job of this user, or the newest whose process number or script is `wanted`.
+    """Return the only job of this user, or the newest whose process number or script is `wanted`.
 
     Raises:
         LaunchError: there is none, or there are several to choose from.
