@@ -21,4 +21,5 @@ def test_a_port_where_something_else_listens_is_told_soon_and_at_the_end():
     assert said[0].startswith(
         f"phalanx run: waiting for the first host. Something listens at {place}, and says nothing"
     )
+    assert "ss -ltnp" in said[0]
     assert "ss -ltnp" in str(refused.value)

@@ -87,7 +87,7 @@ def connect(
         except DeadlineError:
             problem = DeadlineError(
                 f"Something listens at {endpoint}, and says nothing that a coordinator of Phalanx says: it is another "
-                "program's port (a store of torchrun, say), or the first host's command is stopped.\nLook there which "
+                "program's port (a store of torchrun, say), or the first host's command is stopped. Look there which "
                 "process has the port (`ss -ltnp`), or give another port on all hosts."
             )
         now = time.monotonic()
