@@ -1,4 +1,4 @@
-"""What a start asks of the store: as much of each rank, however many there are."""
+"""A start asks the store for as much per rank, however many ranks there are."""
 
 import json
 import threading

@@ -1,4 +1,4 @@
-"""What a host says while it waits for the first one."""
+"""A host that waits for the first one says soon why it waits."""
 
 import socket
 

@@ -94,7 +94,7 @@ def test_kubernetes_expands_nothing_in_the_words_of_a_user():
 
 
 def test_a_restricted_namespace_takes_the_pods_and_their_memory_has_a_limit():
-    """What the Pod Security Standards ask for under "restricted"."""
+    """The fields are those that the Pod Security Standards ask for under "restricted"."""
     pod = kubernetes("--nodes=2", *IMAGE, "train.py")[2]["spec"]["template"]["spec"]
     assert pod["securityContext"] == {
         "runAsNonRoot": True,
