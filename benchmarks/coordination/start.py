@@ -1,7 +1,8 @@
 """How long do N ranks of several hosts take to meet, and what does that cost the process that keeps the store?
 
 Each rank is a thread with a connection of its own, 64 of them in a process; they do what `init_process_group` does in
-the job's store. The peer is the same over PyTorch's TCPStore, which does not encrypt.
+the job's store. The peer is the same over PyTorch's TCPStore, which does not encrypt; there ranks ask every 20 ms, and
+a run with 128 and 256 of them was not over after a minute on two cores, so that it is measured up to 64.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ FORK = multiprocessing.get_context("fork")
 OURS = "phalanx, CURVE over TCP"
 RANKS_OF_PROCESS = 64
 TIMEOUT_S = 200.0
+MOST_OF_PEER = 64
 
 
 def serve_peer(answer: Any, stop: Event) -> None:
@@ -149,17 +151,21 @@ def main() -> None:
     for number in range(arguments.rounds):
         for size in sizes:
             for name in sorted(CONTESTANTS, reverse=bool(number % 2)):
-                found[name][size].append(measure(name, size))
+                if name == OURS or size <= MOST_OF_PEER:
+                    found[name][size].append(measure(name, size))
     rows = []
     for size in sizes:
-        peer = harness.summarise([one["seconds"] for one in found[PEER][size]]).median
+        theirs = [one["seconds"] for one in found[PEER][size]]
         for name in CONTESTANTS:
             samples = found[name][size]
+            if not samples:
+                continue
             seconds, cpu_s, requests = (
                 harness.summarise([one[key] for one in samples]).median for key in ("seconds", "cpu_s", "requests")
             )
             rows.append([
-                str(size), name, harness.format_time(seconds), harness.format_ratio(seconds / peer),
+                str(size), name, harness.format_time(seconds),
+                harness.format_ratio(seconds / harness.summarise(theirs).median) if theirs else "",
                 harness.format_time(cpu_s), f"{requests:.1f}" if requests else "",
             ])  # fmt: skip
     harness.print_table(["ranks", "store", "all have met", "of TCPStore", "server's CPU", "requests per rank"], rows)
