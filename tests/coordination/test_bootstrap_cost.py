@@ -8,7 +8,7 @@ import pytest
 
 from phalanx.backend.coordination_store import CoordinationStore
 from phalanx.coordination.bootstrap import Bootstrap, exchange
-from phalanx.coordination.rank_info import Arrival, RankInfo, host_identity
+from phalanx.coordination.rank_info import Arrival, RankInfo, host_identity, unpack_infos
 from phalanx.coordination.service import Service
 from phalanx.deadline import Deadline
 from phalanx.errors import DeadlineError
@@ -44,7 +44,7 @@ def test_the_first_reads_all_who_have_come_at_once(store):
     before = store.num_requests
     first._arrive()
     come_all(store, range(1, 200), 200)
-    assert len(first._wait()["ranks"]) == 200
+    assert len(unpack_infos(first._wait()["ranks"])) == 200
     assert store.num_requests - before - 2 * 199 < 40
 
 

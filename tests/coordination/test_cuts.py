@@ -193,7 +193,7 @@ def test_a_coordinator_that_has_ended_is_told_to_members_at_once():
         service = stack.enter_context(Service("127.0.0.1:0", KEY, lost_after_s=600.0))
         clients = [stack.enter_context(Client(str(service.address), KEY)), stack.enter_context(Client(service.local))]
         for client in clients:
-            client.join({"host": "anna"}, watch=False)
+            client.join({"host": "anna"}, watch=())
         service.close()
         for client in clients:
             (event,) = client.wait_event()

@@ -67,7 +67,7 @@ def random_frame(rng):
 def test_no_frame_ends_the_coordinator_or_costs_a_member_its_place(num_frames):
     rng = random.Random(num_frames)
     coordinator = Coordinator(max_bytes=1 << 20)
-    coordinator.handle("member", pack(Op.JOIN, 1, b'{"host": "anna"}', b"1"), 0.0)
+    coordinator.handle("member", pack(Op.JOIN, 1, b'{"host": "anna"}', b"all"), 0.0)
     coordinator.handle("member", pack(Op.SET, 2, b"mine", b"kept"), 0.0)
     now = 0.0
     for step in range(num_frames):
@@ -164,11 +164,11 @@ class Work:
 
 def test_a_member_that_takes_no_events_is_lost_before_they_fill_the_memory():
     coordinator = Coordinator()
-    coordinator.handle("idle", pack(Op.JOIN, 1, b'{"host": "idle"}', b"1"), 0.0)
+    coordinator.handle("idle", pack(Op.JOIN, 1, b'{"host": "idle"}', b"all"), 0.0)
     facts = b'{"host": "' + b"x" * 60000 + b'"}'
     said = []
     for n in range(3000):
-        coordinator.handle("busy", pack(Op.JOIN, 2 * n, facts, b"0"), 0.0)
+        coordinator.handle("busy", pack(Op.JOIN, 2 * n, facts, b""), 0.0)
         coordinator.handle("busy", pack(Op.LEAVE, 2 * n + 1, b"-1", b"bye"), 0.0)
         said += coordinator.tick(0.0)
         for session, _ in coordinator.take_outgoing():

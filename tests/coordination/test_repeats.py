@@ -42,7 +42,7 @@ def test_a_barrier_that_is_sent_again_after_a_long_silence_is_counted_once():
     talk = Talk()
     talk.ask("r0", Op.BARRIER, 1, b"k", b"3")
     talk.coordinator.tick(61.0)
-    assert talk.ask("r0", Op.BARRIER, 1, b"k", b"3", now=61.1) == {"r0": [(Status.HEARTBEAT, [])]}
+    assert talk.ask("r0", Op.BARRIER, 1, b"k", b"3", now=61.1) == {"r0": [(Status.PARKED, [])]}
     assert talk.ask("r1", Op.BARRIER, 1, b"k", b"3", now=62.0) == {}
     assert talk.coordinator.store.get(b"k") == b"2"
     sent = talk.ask("r2", Op.BARRIER, 1, b"k", b"3", now=63.0)
@@ -54,11 +54,11 @@ def test_a_barrier_that_is_sent_again_after_a_long_silence_is_counted_once():
 def test_a_lost_member_that_asks_again_is_not_counted_at_a_barrier_again():
     """Whoever was counted out was let go of, too: back again, it asked again, and stood at the barrier twice."""
     talk = Talk()
-    talk.ask("r0", Op.JOIN, 1, b"{}", b"1")
+    talk.ask("r0", Op.JOIN, 1, b"{}", b"all")
     talk.ask("r0", Op.BARRIER, 2, b"k", b"3")
     talk.coordinator.tick(11.0)
     assert [what for what, _ in talk.sent()["r0"]] == [Status.UNKNOWN]
-    assert talk.ask("r0", Op.BARRIER, 2, b"k", b"3", now=11.1) == {"r0": [(Status.HEARTBEAT, [])]}
+    assert talk.ask("r0", Op.BARRIER, 2, b"k", b"3", now=11.1) == {"r0": [(Status.PARKED, [])]}
     assert talk.coordinator.store.get(b"k") == b"1"
     talk.coordinator.tick(700.0)  # its process has ended: nothing is kept for ever
     assert not talk.coordinator.sessions
@@ -68,7 +68,7 @@ def test_a_coordinator_that_was_stopped_forgets_no_answers():
     """It had heard of no client for ten minutes and forgot what it had answered: a sum was added to again."""
     talk = Talk()
     talk.ask("r0", Op.ADD, 1, b"k", b"1")
-    talk.ask("r0", Op.JOIN, 2, b"{}", b"1")
+    talk.ask("r0", Op.JOIN, 2, b"{}", b"all")
     talk.coordinator.forgive(3600.0, 3601.0)
     assert talk.coordinator.tick(3601.0) == []
     assert talk.ask("r0", Op.ADD, 1, b"k", b"1", now=3601.1) == {"r0": [(Status.OK, [b"1"])]}
@@ -78,7 +78,7 @@ def test_a_coordinator_that_was_stopped_forgets_no_answers():
 def test_what_was_heard_after_a_pause_is_not_forgiven_twice():
     """Who was heard already when the pause was noticed was given the length of it again, and could be silent longer."""
     talk = Talk()
-    talk.ask("r0", Op.JOIN, 1, b"{}", b"1", now=100.0)
+    talk.ask("r0", Op.JOIN, 1, b"{}", b"all", now=100.0)
     talk.coordinator.forgive(99.0, 100.0)
     assert talk.coordinator.tick(109.0) == []
     assert len(talk.coordinator.tick(110.5)) == 1

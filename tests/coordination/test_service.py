@@ -112,7 +112,7 @@ def test_what_a_member_does_not_take_keeps_its_senders_waiting_and_nobody_else()
     with service(None, None) as (running, _, _), contextlib.ExitStack() as stack:
         first, second, third = (stack.enter_context(Client(running.local)) for _ in range(3))
         for name, client in zip(("anna", "bert", "carl"), (first, second, third), strict=True):
-            client.join({"host": name}, watch=False)
+            client.join({"host": name}, watch=())
         sending = threading.Thread(target=lambda: [second.post(0, b"%04d" % n + bytes(1 << 20)) for n in range(40)])
         sending.start()
         with pytest.raises(DeadlineError, match="member 0 has not taken the messages that it got"):  # noqa: PT012

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 import torch.distributed as dist
 from torch.distributed import Store
 
-from phalanx.coordination.client import Client
+from phalanx.coordination.client import Client, PendingGet
 from phalanx.coordination.key import Key
 from phalanx.errors import CoordinationError, DeadlineError
 
@@ -90,6 +90,10 @@ class CoordinationStore(Store):
         """Whether this is a way, still open, to the coordinator at `address`."""
         return not self._client.is_closed and str(self._client.address) == address
 
+    def begin_get(self, key: str) -> PendingGet:
+        """Ask for the value of `key` without waiting for it; what is returned says when it has come."""
+        return self._client.begin_get(key)
+
     def close(self) -> None:
         """Let go of the coordinator, for all clones as well."""
         _kept.difference_update([store for store in _kept if store._client is self._client])
@@ -137,6 +141,11 @@ class CoordinationStore(Store):
     def delete_key(self, key: str) -> bool:
         """Whether it was there."""
         return self._client.delete_key(key)
+
+    @_in_torchs_words
+    def delete_prefix(self, prefix: str) -> int:
+        """Delete the keys that start with `prefix`; how many they were."""
+        return self._client.delete_prefix(prefix)
 
     @_in_torchs_words
     def barrier(self, key: str, world_size: int, timeout: timedelta | None = None) -> None:

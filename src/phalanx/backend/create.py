@@ -14,6 +14,7 @@ from dataclasses import replace
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
+from weakref import WeakValueDictionary
 
 from phalanx.backend import device_backends
 from phalanx.backend.connect import MetGroup, build_engine, open_gloo
@@ -25,6 +26,7 @@ from phalanx.coordination.bootstrap import Bootstrap, base_of, exchange
 from phalanx.coordination.rank_info import RankInfo, host_identity
 from phalanx.deadline import Deadline
 from phalanx.diagnostics.failure_report import FailureReport
+from phalanx.diagnostics.failure_signals import FailureSignals
 from phalanx.diagnostics.failure_store import FailureStore
 from phalanx.diagnostics.rank_list import name_ranks
 from phalanx.engines.gloo import local_address
@@ -405,10 +407,24 @@ def _open_failure_store(
         group_key,
         options.group_rank,
         size,
+        _signals_of(store),
         server_rank=next((r for r, info in enumerate(infos) if info.keeps_store), -1),
         address=(store.host, store.port) if getattr(store, "host", "") else None,
         find_lost_host=lambda: _report_lost_host(options.global_ranks_in_group or range(size), processes),
+        waits_in_store=getattr(store, "wait_is_interruptible", False),
     )
+
+
+_signals: WeakValueDictionary[tuple[int, int], FailureSignals] = WeakValueDictionary()  # by process and store
+
+
+def _signals_of(store: Any) -> FailureSignals:
+    """The signals in `store`, the same object for all groups of this process that have met there."""
+    key = (os.getpid(), id(store))
+    signals = _signals.get(key)
+    if signals is None:
+        signals = _signals[key] = FailureSignals(store)
+    return signals
 
 
 def _over_gloo(bootstrap: Bootstrap, options: Any, settings: Options, deadline: Deadline) -> Transport:

@@ -24,7 +24,16 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Protocol
 
-from phalanx.coordination.rank_info import Arrival, Failure, RankInfo, find_dead, find_problem, host_identity
+from phalanx.coordination.rank_info import (
+    Arrival,
+    Failure,
+    RankInfo,
+    find_dead,
+    find_problem,
+    host_identity,
+    pack_infos,
+    unpack_infos,
+)
 from phalanx.deadline import Deadline
 from phalanx.diagnostics.rank_list import name_ranks
 from phalanx.errors import DeadlineError, MismatchError, PeerLostError, PhalanxError
@@ -130,7 +139,7 @@ class Bootstrap:
             # Those who are still to come fit no better; those who are missing will not come.
             self.acknowledge_failure(expected=self._me.world_size - 1 if failure["kind"] == "mismatch" else 0)
             raise self._error(Failure(failure["kind"], failure["text"], failure["ranks"]))
-        self.infos = [RankInfo.from_json(info) for info in outcome["ranks"]]
+        self.infos = unpack_infos(outcome["ranks"])
         return self.infos
 
     def contest(self) -> str:
@@ -179,6 +188,10 @@ class Bootstrap:
         members = [[r, info.to_json()] for r, info in enumerate(self.infos)]
         how = f"a group of this name was formed here at {time.strftime('%H:%M:%S')}"
         self._end(how, members if len(members) <= _MOST_REMEMBERED else [])
+        base = base_of(self._store)
+        if hasattr(base, "delete_prefix"):
+            base.delete_prefix(base.name_through(self._store, self._key("")))
+            return
         for key in [*(f"rank/{i}" for i in list(self._arrived())), "came", "ranks"]:
             with contextlib.suppress(Exception):  # a store that cannot delete keeps a few bytes
                 self._store.delete_key(self._key(key))
@@ -190,7 +203,7 @@ class Bootstrap:
 
     def _current(self) -> tuple[str, int, dict[str, Any]]:
         """The key `bootstrap`: as it stands, the number of the start, and how the one before ended."""
-        text = self._store.get("bootstrap").decode() if self._store.check(["bootstrap"]) else ""
+        text = self._store.compare_set("bootstrap", "", "").decode()  # check and get, at once
         data: dict[str, Any] = json.loads(text) if text else {"number": 0, "before": {}}
         return text, data["number"], data["before"]
 
@@ -217,17 +230,19 @@ class Bootstrap:
 
     def _is_left_behind(self) -> str:
         """How this start has ended, if it has, and concerns nobody who comes now; else nothing."""
-        processes = [one.info.process for one in self._arrived().values()]
         if self._store.check([self._key("ranks")]):
             failure = json.loads(self._store.get(self._key("ranks"))).get("failure")
+            if failure is None:
+                return ""
             # A late rank of that job should hear why it failed. Of a file nobody knows which job wrote it: as long as
             # one of its processes runs, it is that one. Who was told already means to try again.
+            processes = [one.info.process for one in self._arrived().values()]
             is_told = self._me.info.process in processes
             is_old = bool(self._in_file) and not any(process.is_running() for process in processes)
-            if failure is None or not (is_told or is_old):
+            if not (is_told or is_old):
                 return ""
             return f"an earlier start ended at {failure['at']}: {failure['text'].splitlines()[0]}"
-        if self._in_file and (dead := find_dead(list(self._known.values()), self._me.info)):
+        if self._in_file and (dead := find_dead(list(self._arrived().values()), self._me.info)):
             # A file outlives its job: they ended in an earlier one, and nobody will ever answer for them.
             who = ", ".join(f"rank {r} ({info})" for r, info in dead.ranks.items())
             return f"an earlier start was left behind in {self._in_file}: {who} has ended"
@@ -291,8 +306,8 @@ class Bootstrap:
         if failure := find_problem(arrivals):
             self._publish(failure)
         elif len(arrivals) == self._me.world_size:
-            infos = [one.info.to_json() for one in sorted(arrivals, key=lambda one: one.rank)]
-            self._store.compare_set(self._key("ranks"), "", json.dumps({"ranks": infos}))
+            infos = [one.info for one in sorted(arrivals, key=lambda one: one.rank)]
+            self._store.compare_set(self._key("ranks"), "", json.dumps({"ranks": pack_infos(infos)}))
 
     def _check_processes(self, is_first: bool) -> None:
         """Whether somebody who came has ended, or nobody will come any more."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from phalanx.coordination.connection import Timeout
 from phalanx.coordination.member_connection import MemberConnection
+from phalanx.coordination.pending_call import PendingCall
 from phalanx.coordination.wire import (
     MAX_VALUE_BYTES,
     Op,
@@ -43,6 +44,10 @@ class Client(MemberConnection):
     def get(self, key: str, timeout: Timeout = None) -> bytes:
         """The value of `key`; waits until it is there."""
         return self._call(Op.GET, _name(key), deadline=self._deadline(timeout), waits_for=(key,))[0]
+
+    def begin_get(self, key: str) -> PendingGet:
+        """Ask for the value of `key`, without waiting for it."""
+        return PendingGet(self, self._begin(Op.GET, _name(key), deadline=self._deadline(None)))
 
     def add(self, key: str, amount: int) -> int:
         """Add to the number at `key`, zero if it is not there; the sum."""
@@ -164,6 +169,34 @@ class Client(MemberConnection):
         while page := self._call(Op.REPORTS, kind.encode(), pack_number(len(found))):
             found += ((int(number), body) for number, body in zip(page[::2], page[1::2], strict=True))
         return found
+
+
+class PendingGet:
+    """A `get` that waits in the coordinator while its caller does something else, and looks at it from time to time.
+
+    It must be ended by `cancel`, whether the value has come or not.
+    """
+
+    def __init__(self, client: Client, call: PendingCall) -> None:
+        self._client = client
+        self._call: PendingCall | None = call
+
+    def look(self) -> bytes | None:
+        """Return the value, or None if it is not there yet. It takes a millisecond at most.
+
+        Raises:
+            CoordinationError: the connection has failed.
+            ClosedError: the client was closed.
+        """
+        assert self._call is not None
+        self._client._look(self._call)
+        return self._call.result(self._client._where)[0] if self._call.is_over else None
+
+    def cancel(self) -> None:
+        """Ask no more. A second call does nothing."""
+        call, self._call = self._call, None
+        if call is not None:
+            self._client._end(call)
 
 
 def _name(key: str) -> bytes:

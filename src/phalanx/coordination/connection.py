@@ -45,7 +45,8 @@ from phalanx.coordination.wire import (
 from phalanx.deadline import Deadline
 from phalanx.errors import AuthenticationError, ClosedError, CoordinationError, DeadlineError
 
-_RESEND_S = 3.0
+_LONGEST_POLL_S = 3.0  # then what was not answered is looked through
+_SILENCE_S = 30.0  # a coordinator that is asked answers sooner, also who waits for a key
 _MAX_CALLS = 400  # at a time; the coordinator remembers more answers than that
 _HANDSHAKES, _HANDSHAKES_S = 2, 1.0  # that must fail, and for so long, before we believe it is not by accident
 _DIAGNOSIS_S = 2.0
@@ -222,6 +223,17 @@ class Connection:
     ) -> list[bytes]:
         if deadline is None:
             deadline = Deadline.after(self.timeout)
+        call = self._begin(what, *fields, deadline=deadline)
+        try:
+            self._await(call, deadline)
+        finally:
+            self._end(call)  # it is not over if time is up, or after Ctrl-C
+        if not call.is_over:
+            raise self._late(deadline, waits_for)
+        return call.result(self._where)
+
+    def _begin(self, what: int, *fields: bytes, deadline: Deadline) -> PendingCall:
+        """Send a request; every call of this needs one of `_end`."""
         if os.getpid() != self._pid:
             self._revive(deadline)
         if self._is_closed:
@@ -240,17 +252,32 @@ class Connection:
                 self._calls[call.number] = call
                 self._transmit(call)
                 self._read()
+        except BaseException:
+            self._room.release()
+            raise
+        return call
+
+    def _await(self, call: PendingCall, deadline: Deadline) -> None:
+        """Wait until the request is answered, or time is up; it goes on nevertheless."""
+        while not call.is_over and not deadline.passed:
+            self._wait(call, deadline)
+
+    def _look(self, call: PendingCall) -> None:
+        """Read what has arrived, unless another thread reads."""
+        if not call.is_over and self._reading.acquire(blocking=False):
             try:
-                while not call.is_over and not deadline.passed:
-                    self._wait(call, deadline)
+                self._poll_once(0.0)
             finally:
-                if not call.is_over:  # time is up, or Ctrl-C
-                    self._withdraw(call)
+                self._reading.release()
+                self._appoint()
+
+    def _end(self, call: PendingCall) -> None:
+        """Forget a request; the coordinator is told if it was not answered."""
+        try:
+            if not call.is_over:
+                self._withdraw(call)
         finally:
             self._room.release()
-        if not call.is_over:
-            raise self._late(deadline, waits_for)
-        return call.result(self._where)
 
     def _withdraw(self, call: PendingCall) -> None:
         with self._lock:
@@ -261,7 +288,7 @@ class Connection:
     def _late(self, deadline: Deadline, waits_for: Iterable[str]) -> DeadlineError:
         silent_s = time.monotonic() - self._heard_at
         keys = list(waits_for)
-        if keys and silent_s < 3 * _RESEND_S and self._cut_at is None:
+        if keys and silent_s < _SILENCE_S and self._cut_at is None:
             shown = ", ".join(keys[:5]) + (f" and {len(keys) - 5} more" if len(keys) > 5 else "")
             return DeadlineError(f"wait timeout after {deadline.timeout_s * 1000:.0f}ms, keys: {shown}")
         return DeadlineError(
@@ -316,7 +343,7 @@ class Connection:
         if self._suspect is not None:
             self._diagnose(self._suspect, limit_s)
             return
-        ready = self._poll.poll(min(limit_s, _RESEND_S) * 1000 + 1)
+        ready = self._poll.poll(min(limit_s, _LONGEST_POLL_S) * 1000 + 1)
         with self._lock:
             if self._socket is None:
                 return
@@ -333,7 +360,7 @@ class Connection:
                         reason="lost",
                     )
                 )
-            late = [call for call in self._calls.values() if now - call.sent_at > _RESEND_S]
+            late = [call for call in self._calls.values() if now > call.resend_at]
             for call in late[:MAX_MESSAGES]:
                 self._transmit(call)
             if late:
@@ -376,6 +403,8 @@ class Connection:
                         self._awaken(call)
                     elif status == Status.UNKNOWN and self.member >= 0 and fields[1:] == [pack_number(self.member)]:
                         self._expelled(fields[0])
+                elif status == Status.PARKED and number in self._calls:
+                    self._calls[number].is_parked = True
                 elif status == Status.EVENT:
                     self._inbox.receive(number, Event(fields[0].decode(), unpack_number(fields[1]), fields[2]))
 

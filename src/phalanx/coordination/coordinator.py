@@ -101,7 +101,7 @@ class Coordinator(PendingAnswers):
             return False
         fine = True
         if number in session.parked:  # sent again while it waits
-            self._send(session, pack(Status.HEARTBEAT, number))
+            self._send(session, pack(Status.PARKED, number))
             return True
         answer = session.answered(number) if what in _CHANGES else None
         if answer is None and session.outgoing_bytes > MAX_OUTGOING_BYTES:
@@ -166,7 +166,7 @@ class Coordinator(PendingAnswers):
         session.member, session.gone = None, why
         self._unpark_repeatable(session)
         self._send(session, pack(Status.UNKNOWN, 0, why.encode(), pack_number(member.id)))
-        self._tell_all()
+        self._send_changes()
         return f"member {member.id} ({self.name_of(member)}) is lost: {why}"
 
     def who(self, route: object) -> str:
@@ -304,9 +304,10 @@ class Coordinator(PendingAnswers):
             raise RefusedError(f"facts of {len(facts)} bytes (at most {MAX_FACTS_BYTES}), {len(self.members)} members")
         if not isinstance(json.loads(facts), dict):
             raise WireError("facts are not an object")
-        session.member = self.members.join(session, facts, watches == b"1", session.heard_at)
+        watched = None if watches == b"all" else frozenset(map(unpack_number, filter(None, watches.split(b","))))
+        session.member = self.members.join(session, facts, watched, session.heard_at)
         session.gone = ""
-        self._tell_all()
+        self._send_changes()
         return pack(Status.OK, message.number, pack_number(session.member.id))
 
     def _leave(self, session: Session, message: Message) -> Answer:
@@ -318,7 +319,7 @@ class Coordinator(PendingAnswers):
             self.members.remove(me, b"left", why)
             session.member, session.gone = None, why or "it left"
             self._unpark_repeatable(session)
-            self._tell_all()
+            self._send_changes()
         elif (member := self.members.get(who)) is not None:
             self.lose(member, f"{self.name_of(me)} (member {me.id}) says: {why}")
         return pack(Status.OK, message.number)
@@ -391,8 +392,7 @@ class Coordinator(PendingAnswers):
         self._wake(self.store.release(barrier))
         return pack(Status.OK, message.number)
 
-    def _tell_all(self) -> None:
-        for member in self.members:
-            if member.watches:
-                assert isinstance(member.owner, Session)
-                self.outgoing[member.owner] = None
+    def _send_changes(self) -> None:
+        for member in self.members.take_told():
+            assert isinstance(member.owner, Session)
+            self.outgoing[member.owner] = None

@@ -10,7 +10,7 @@ import os
 import select
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from phalanx.coordination.connection import Connection, Timeout
@@ -25,8 +25,8 @@ _REFUSED_S, _REFUSED_EVERY_S, _PROBE_S = 1.0, 0.25, 0.3  # a port that refuses f
 class MemberConnection(Connection):
     """A connection whose process may join. Arguments and errors of the construction are those of `Connection`."""
 
-    def join(self, facts: Mapping[str, Any], *, watch: bool = True) -> int:
-        """Become a member; its number. Members that `watch` are told of those who join and go from now on.
+    def join(self, facts: Mapping[str, Any], *, watch: Collection[int] | None = None) -> int:
+        """Become a member; its number. It is told of those who join and go from now on: all, or those in `watch`.
 
         `facts` is what the others are told: JSON, up to 64 KiB; "host" is the name by which messages call this member.
         """
@@ -36,7 +36,8 @@ class MemberConnection(Connection):
             self._ring()
             self._thread.join()
         self._stop.clear()
-        self.member = int(self._call(Op.JOIN, body, b"1" if watch else b"0")[0])
+        watched = b"all" if watch is None else b",".join(map(pack_number, watch))
+        self.member = int(self._call(Op.JOIN, body, watched)[0])
         self._is_silent = False
         self._thread = threading.Thread(target=self._beat, name="phalanx-heartbeat", daemon=True)
         self._thread.start()

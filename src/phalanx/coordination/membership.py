@@ -21,12 +21,15 @@ _OVERHEAD_BYTES = 100
 
 @dataclass(eq=False)
 class Member:
-    """One process that has joined. `heard_at` is when it last said anything."""
+    """One process that has joined. `heard_at` is when it last said anything.
+
+    `watches` holds the members of which it is told that they join and go; None stands for all.
+    """
 
     id: int
     owner: object
     facts: bytes
-    watches: bool
+    watches: frozenset[int] | None
     heard_at: float
     _outbox: deque[tuple[int, bytes]] = field(default_factory=deque)
     _last: int = 0
@@ -76,6 +79,7 @@ class Membership:
         self._members: dict[int, Member] = {}
         self._gone: dict[int, str] = {}
         self._next = 0
+        self._told: list[Member] = []
 
     def __len__(self) -> int:
         return len(self._members)
@@ -91,8 +95,8 @@ class Membership:
         """Why it is not in the job any more; empty for one that never was, or went long ago."""
         return self._gone.get(member, "")
 
-    def join(self, owner: object, facts: bytes, watches: bool, now: float) -> Member:
-        """A new member; the others that watch are told its facts."""
+    def join(self, owner: object, facts: bytes, watches: frozenset[int] | None, now: float) -> Member:
+        """A new member; the others that watch it are told its facts."""
         member = Member(self._next, owner, facts, watches, now)
         self._next += 1
         self._tell(b"joined", member.id, facts)
@@ -100,7 +104,7 @@ class Membership:
         return member
 
     def remove(self, member: Member, kind: bytes, why: str) -> None:
-        """A member has `left`, or is `lost`; those that watch are told why."""
+        """A member has `left`, or is `lost`; those that watch it are told why."""
         del self._members[member.id]
         self._gone[member.id] = why
         if len(self._gone) > _GONE_KEPT:
@@ -125,5 +129,11 @@ class Membership:
 
     def _tell(self, kind: bytes, member: int, detail: bytes) -> None:
         for other in self._members.values():
-            if other.watches:
+            if other.watches is None or member in other.watches:
                 other.put(kind, member, detail)
+                self._told.append(other)
+
+    def take_told(self) -> list[Member]:
+        """The members that have been told of a change since the last call."""
+        told, self._told = self._told, []
+        return told

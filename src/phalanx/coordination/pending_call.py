@@ -7,17 +7,21 @@ import threading
 from phalanx.coordination.wire import Status
 from phalanx.errors import CoordinationError
 
+_RESEND_S = 3.0
+_RESEND_PARKED_S = 20.0  # the coordinator lets go of what a client that says nothing for a minute waits for
+
 
 class PendingCall:
     """Request `number`, of kind `what`. The connection's lock guards all but the reading of `is_over`."""
 
-    __slots__ = ("answer", "error", "fields", "message", "number", "sent_at", "wake", "what")
+    __slots__ = ("answer", "error", "fields", "is_parked", "message", "number", "sent_at", "wake", "what")
 
     def __init__(self, number: int, what: int, message: bytes) -> None:
         self.number = number
         self.what = what
         self.message = message
         self.sent_at = 0.0
+        self.is_parked = False  # the coordinator has said that it has the request, and that it waits there
         self.answer: int | None = None
         self.fields: list[bytes] = []
         self.error: Exception | None = None
@@ -27,6 +31,11 @@ class PendingCall:
     def is_over(self) -> bool:
         """Whether it was answered, or has failed."""
         return self.answer is not None or self.error is not None
+
+    @property
+    def resend_at(self) -> float:
+        """When to send the request again, unless it was answered."""
+        return self.sent_at + (_RESEND_PARKED_S if self.is_parked else _RESEND_S)
 
     def result(self, where: str) -> list[bytes]:
         """The fields of the answer, which has come from `where`.

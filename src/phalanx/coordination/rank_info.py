@@ -5,8 +5,11 @@ Purely data, but for a look at the processes of this host that may have ended.
 
 from __future__ import annotations
 
+import base64
+import json
 import os
 import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -15,7 +18,7 @@ from phalanx.log import get_logger, warn_once
 from phalanx.symmetric_memory.watch import ProcessId
 
 _logger = get_logger(__name__)
-PROTOCOL = 2  # of the words in the store; ranks whose installations speak differently must not guess
+PROTOCOL = 3  # of the words in the store; ranks whose installations speak differently must not guess
 _MOST_NAMED = 8
 
 Kind = Literal["mismatch", "missing", "lost"]
@@ -74,6 +77,37 @@ class RankInfo:
 
     def __str__(self) -> str:
         return f"pid {self.process.pid} on {self.hostname}"
+
+
+def pack_infos(infos: Sequence[RankInfo]) -> str:
+    """Return the information of all ranks as text for the store: some ten bytes per rank where there are thousands.
+
+    What ranks have in common is there once. Of each host the token of its first rank is kept, where the others of that
+    host fetch its memory; nobody connects to them, so that theirs are left out.
+    """
+    hosts: set[str] = set()
+    columns: dict[str, tuple[dict[str, int], list[int]]] = {}  # each value once, and its number for each rank
+    for info in infos:
+        data = info.to_json()
+        if info.host in hosts:
+            data["token"] = ""
+        hosts.add(info.host)
+        for name, value in data.items():
+            values, numbers = columns.setdefault(name, ({}, []))
+            numbers.append(values.setdefault(json.dumps(value), len(values)))
+    text = json.dumps({name: [list(values), numbers] for name, (values, numbers) in columns.items()})
+    return base64.b64encode(zlib.compress(text.encode())).decode()
+
+
+def unpack_infos(text: str) -> list[RankInfo]:
+    """The opposite of `pack_infos`."""
+    columns = json.loads(zlib.decompress(base64.b64decode(text)))
+    values = {name: [json.loads(value) for value in distinct] for name, (distinct, _) in columns.items()}
+    size = len(next(iter(columns.values()))[1])
+    return [
+        RankInfo.from_json({name: values[name][numbers[r]] for name, (_, numbers) in columns.items()})
+        for r in range(size)
+    ]
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
-VERSION = 2
+VERSION = 3
 MAX_VALUE_BYTES = 8 << 20  # as TCPStore's
 MAX_FRAME_BYTES = MAX_VALUE_BYTES + (1 << 20)
 MAX_MESSAGES = 256  # in a frame: what a member can have done before the next one's turn
@@ -64,6 +64,7 @@ class Status(enum.IntEnum):
     UNKNOWN = 4  # this process is no member, or not any more
     EVENT = 5  # not an answer: something happened
     HEARTBEAT = 6
+    PARKED = 7  # not an answer: the request that was sent again waits here already
 
 
 class Message(NamedTuple):

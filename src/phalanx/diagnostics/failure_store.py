@@ -15,22 +15,24 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from datetime import timedelta
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from phalanx.deadline import Deadline
 from phalanx.diagnostics.failure_report import FailureReport
+from phalanx.diagnostics.failure_signals import FailureSignals
 from phalanx.diagnostics.flight_recorder import Position
 
-T = TypeVar("T")
 Fate = Literal["ended", "hangs"]
 
 _COLLECT_S = 0.8
-_POLL_S = 0.02  # asked again and again: torch's own wait prints warnings when it times out
+_ANSWERS_PER_S = 2048  # that a store takes from ranks which are all asked at once
+_POLL_S, _LONGEST_POLL_S = 0.02, 0.2  # asked again and again: torch's own wait prints warnings when it times out
+_WAIT_S = 0.1  # in a store that can wait without a word
 _ANSWER_S = 2.0
 _LINGER_S = 5.0
 
@@ -49,17 +51,20 @@ class FailureStore:
         group_key: str,
         rank: int,
         world_size: int,
+        signals: FailureSignals,
         *,
         server_rank: int = -1,
         address: tuple[str, int] | None = None,
         find_lost_host: Callable[[], FailureReport | None] = lambda: None,
+        waits_in_store: bool = False,
     ) -> None:
         self._store = store
-        self._group_key = group_key
+        self.group_key = group_key
+        self.signals = signals
+        self._waits_in_store = waits_in_store
         self._rank = rank
         self._world_size = world_size
         self._answered = False
-        self._gone = False
         self._server_rank = server_rank
         self._address = address
         self.find_lost_host = find_lost_host
@@ -68,7 +73,7 @@ class FailureStore:
     @property
     def is_gone(self) -> bool:
         """Whether the store failed to answer; it is not asked again."""
-        return self._gone
+        return self.signals.is_store_gone
 
     def server_fate(self) -> tuple[int, Fate] | None:
         """The rank that kept the store, and what became of it, where the store's silence says that; else None.
@@ -76,7 +81,7 @@ class FailureStore:
         A process that has ended leaves its port closed. One that is stopped leaves it open: the kernel takes
         connections for it. Only where the host does not answer either may it be the network.
         """
-        if not self._gone or self._server_rank in (-1, self._rank) or self._address is None:
+        if not self.is_gone or self._server_rank in (-1, self._rank) or self._address is None:
             return None
         try:
             with socket.create_connection(self._address, timeout=_ANSWER_S):
@@ -86,54 +91,56 @@ class FailureStore:
         except OSError:
             return None
 
-    def _try(self, ask: Callable[[], T], default: T) -> T:
-        if self._gone:
-            return default
-        answers: list[T] = []
-        asking = threading.Thread(target=self._ask, args=(ask, answers), name="phalanx-failure-store", daemon=True)
-        asking.start()
-        asking.join(_ANSWER_S)
-        self._gone = not answers
-        return answers[0] if answers else default
-
-    @staticmethod
-    def _ask(ask: Callable[[], T], answers: list[T]) -> None:
-        with contextlib.suppress(RuntimeError):
-            answers.append(ask())
-
     # -- the report -----------------------------------------------------------------------------------------------
 
     def report(self) -> FailureReport | None:
         """The report, if some rank has posted one, or a host is lost, which explains all that follows."""
-        return self.find_lost_host() or self.told_here() or self._try(self._read, None)
+        return self.report_here() or self.signals.ask(self._read, None)
+
+    def report_here(self) -> FailureReport | None:
+        """As `report`, as far as this host knows without the store."""
+        return self.find_lost_host() or self.told_here()
 
     def _read(self) -> FailureReport | None:
-        text = self._get(f"failure/{self._group_key}")
+        text = self._get(f"failure/{self.group_key}")
         return FailureReport.from_json(text) if text else None
 
     def _get(self, key: str) -> str:
         return self._store.get(key).decode() if self._store.check([key]) else ""
 
     def _position_key(self, rank: int) -> str:
-        return f"position/{self._group_key}/{rank}"
+        return f"position/{self.group_key}/{rank}"
 
     def post(self, report: FailureReport) -> FailureReport:
         """Post `report` unless there is one; returns the one that stands."""
         report = self.find_lost_host() or report
-        key = f"failure/{self._group_key}"
-        stands: bytes = self._try(lambda: self._store.compare_set(key, "", report.to_json()), b"")
+        key = f"failure/{self.group_key}"
+        mine = report.to_json()
+        stands: bytes = self.signals.ask(lambda: self._store.compare_set(key, "", mine), b"")
+        if stands == mine.encode():
+            self.signals.send(self.group_key)
         return FailureReport.from_json(stands.decode()) if stands else self.told_here() or report
 
     def await_report(self, patience_s: float) -> FailureReport | None:
         """The report of a rank that knows more, if it comes soon."""
         deadline = Deadline.after(patience_s)
         while (report := self.report()) is None and not deadline.passed:
-            time.sleep(_POLL_S)
+            self._pause([f"failure/{self.group_key}"], min(deadline.left_s, _WAIT_S))
         return report
 
+    def _pause(self, keys: list[str], longest_s: float) -> None:
+        """Wait a little: until the keys are there, in a store that can wait for them without a word."""
+        if self._waits_in_store and not self.is_gone:
+            with contextlib.suppress(RuntimeError):
+                self._store.wait(keys, timedelta(seconds=max(longest_s, 0.001)))
+        else:
+            time.sleep(_POLL_S)
+
     def acknowledge(self) -> None:
-        """Say that this rank knows the report."""
-        self._try(lambda: self._store.set(self._known(self._rank), ""), None)
+        """Say that this rank knows the report, if the process that keeps the store waits for that."""
+        if self._server_rank == -1:
+            return
+        self.signals.ask(lambda: self._store.set(self._known(self._rank), ""), None)
 
     def linger(self, report: FailureReport) -> None:
         """Before the process goes that keeps the store: let the others read there why, for five seconds at most.
@@ -144,24 +151,24 @@ class FailureStore:
             return
         others = [self._known(r) for r in range(self._world_size) if r != self._rank and r not in report.ranks]
         deadline = Deadline.after(_LINGER_S)
-        while others and not deadline.passed and not self._gone:
-            if self._try(lambda: self._store.check(others), False):
+        while others and not deadline.passed and not self.is_gone:
+            if self.signals.ask(lambda: self._store.check(others), False):
                 return
             time.sleep(_POLL_S)
 
     def _known(self, rank: int) -> str:
-        return f"known/{self._group_key}/{rank}"
+        return f"known/{self.group_key}/{rank}"
 
     # -- how a rank ended ----------------------------------------------------------------------------------------
 
     def leave_exit_reason(self, reason: str, position: Position) -> None:
         """Say how this rank ends, and where it was."""
         text = json.dumps({"reason": reason, "position": asdict(position)})
-        self._try(lambda: self._store.set(f"exit/{self._group_key}/{self._rank}", text), None)
+        self.signals.ask(lambda: self._store.set(f"exit/{self.group_key}/{self._rank}", text), None)
 
     def exit_reason(self, rank: int) -> tuple[str, Position | None]:
         """What `rank` said about its end; nothing if it said nothing."""
-        text = self._try(lambda: self._get(f"exit/{self._group_key}/{rank}"), "")
+        text = self.signals.ask(lambda: self._get(f"exit/{self.group_key}/{rank}"), "")
         if not text:
             return "", None
         data = json.loads(text)
@@ -170,24 +177,48 @@ class FailureStore:
     # -- who is where -------------------------------------------------------------------------------------------
 
     def collect_positions(self) -> dict[int, Position]:
-        """Ask all ranks where they are, and give them a moment; whoever does not answer is not in the result."""
-        self._try(lambda: self._store.set(f"positions/{self._group_key}", str(self._rank)), None)
-        others = [r for r in range(self._world_size) if r != self._rank]
+        """Ask all ranks where they are, and give them a moment; whoever does not answer is not in the result.
+
+        Where ranks run out of time together, the first to ask collects the answers, and the others wait for its
+        report, which stands; they read the answers if none comes.
+        """
+        mine, key = str(self._rank), f"positions/{self.group_key}"
+        asked: bytes = self.signals.ask(lambda: self._store.compare_set(key, "", mine), b"")
         answers: dict[int, Position] = {}
-        deadline = Deadline.after(_COLLECT_S)
-        while len(answers) < len(others) and not (deadline.passed or self._gone):
-            time.sleep(_POLL_S)
-            for r in others:
-                if r not in answers and (text := self._try(partial(self._get, self._position_key(r)), "")):
-                    answers[r] = Position(**json.loads(text))
-        return answers
+        others = [r for r in range(self._world_size) if r != self._rank]
+        deadline = Deadline.after(_COLLECT_S + self._world_size / _ANSWERS_PER_S)
+        if asked == mine.encode():
+            self.signals.send(self.group_key)
+        elif self.await_report(deadline.left_s + _COLLECT_S) is not None:
+            return answers
+        pause_s = _POLL_S
+        while True:
+            missing = [r for r in others if r not in answers]
+            answers |= self.signals.ask(partial(self._read_positions, missing), {})
+            if len(answers) == len(others) or deadline.passed or self.is_gone:
+                return answers
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_POLL_S)
+
+    def _read_positions(self, ranks: list[int]) -> dict[int, Position]:
+        """What these ranks have answered: all at once, or in halves where some have not."""
+        keys = [self._position_key(r) for r in ranks]
+        if keys and self._store.check(keys):
+            found = zip(ranks, self._store.multi_get(keys), strict=True)
+            return {r: Position(**json.loads(text)) for r, text in found}
+        if len(ranks) <= 1:
+            return {}
+        middle = len(ranks) // 2
+        return self._read_positions(ranks[:middle]) | self._read_positions(ranks[middle:])
 
     def wants_positions(self) -> bool:
         """Whether some rank ran out of time, and is about to tell."""
-        return self._try(lambda: self._store.check([f"positions/{self._group_key}"]), False)
+        return self.signals.ask(lambda: self._store.check([f"positions/{self.group_key}"]), False)
 
     def report_position(self, position: Position) -> None:
         """If somebody asks where we are and we have not yet said so, say it."""
         if not self._answered and self.wants_positions():
             self._answered = True
-            self._try(lambda: self._store.set(self._position_key(self._rank), json.dumps(asdict(position))), None)
+            self.signals.ask(
+                lambda: self._store.set(self._position_key(self._rank), json.dumps(asdict(position))), None
+            )

@@ -1,11 +1,14 @@
-"""The thread that listens while its rank computes, waits or hangs."""
+"""The thread that listens while the ranks of this process compute, wait or hang: one for all groups of a store."""
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
+from typing import ClassVar
 
 from phalanx.diagnostics.failure_report import FailureReport
+from phalanx.diagnostics.failure_signals import FailureSignals
 from phalanx.diagnostics.failure_store import FailureStore
 from phalanx.diagnostics.flight_recorder import Position
 
@@ -14,16 +17,15 @@ _JOIN_S = 2.0  # it may hang in a store whose host was cut off
 
 
 class HealthMonitor:
-    """Reads the failure store five times a second: says where this rank is when asked, and when the group is over.
+    """Says where this rank is when another rank of the group asks, and when the group is over.
 
     `where` tells this rank's position. `is_over` looks at this host; `over` is called when the group is over here, and
-    (again) with the report when it is told, and wakes whoever still waits. When the store goes, the launcher of this
-    host may still tell that another one is lost.
+    (again) with the report when it is told, and wakes whoever still waits. Both are looked at five times a second,
+    as is what the launcher of this host tells of hosts that are lost. The store is read when a signal has come.
     """
 
     def __init__(
         self,
-        name: str,
         failure_store: FailureStore,
         where: Callable[[], Position],
         is_over: Callable[[], bool],
@@ -33,24 +35,77 @@ class HealthMonitor:
         self._where = where
         self._is_over = is_over
         self._over = over
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._listen, name=f"phalanx-{name}-health-monitor", daemon=True)
-        self._thread.start()
+        self._woken = False
+        self._looked = False
+        self._looking = threading.RLock()
+        self._is_closed = False
+        self._listener = _Listener.of(failure_store.signals, self)
 
-    def _listen(self) -> None:
-        woken = False
-        while not self._stop.wait(_EVERY_S):
-            self._failure_store.report_position(self._where())
-            report = self._failure_store.report()
-            if report is not None:
-                self._over(report)
+    def look(self, signals: set[str]) -> None:
+        """Look whether the group is over. The listener's thread calls this, with the groups that were signalled."""
+        with self._looking:
+            if self._is_closed:
                 return
-            if not woken and self._is_over():  # the report is yet to come
-                woken = True
+            # A signal that was sent before we listened is not among them.
+            if not self._looked or self._failure_store.group_key in signals:
+                self._looked = True
+                self._failure_store.report_position(self._where())
+                report = self._failure_store.report()
+            else:
+                report = self._failure_store.report_here()
+            if report is not None:
+                self._is_closed = True
+                self._over(report)
+            elif not self._woken and self._is_over():  # the report is yet to come
+                self._woken = True
                 self._over(None)
 
     def close(self) -> None:
         """Stop listening."""
-        self._stop.set()
+        self._listener.remove(self)
+        if self._looking.acquire(timeout=_JOIN_S):
+            self._is_closed = True
+            self._looking.release()
+
+
+class _Listener:
+    """The thread that asks the monitors of one store to look."""
+
+    _lock = threading.Lock()
+    _running: ClassVar[dict[tuple[int, int], _Listener]] = {}  # by process and signals
+
+    def __init__(self, signals: FailureSignals) -> None:
+        self._signals = signals
+        self._monitors: list[HealthMonitor] = []
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._listen, name="phalanx-health-monitor", daemon=True)
+
+    @classmethod
+    def of(cls, signals: FailureSignals, monitor: HealthMonitor) -> _Listener:
+        """The listener of the store of `signals`, which runs, with `monitor` among its monitors."""
+        with cls._lock:
+            key = (os.getpid(), id(signals))
+            listener = cls._running.get(key)
+            if listener is None:
+                listener = cls._running[key] = cls(signals)
+                listener._thread.start()
+            listener._monitors = [*listener._monitors, monitor]
+            return listener
+
+    def remove(self, monitor: HealthMonitor) -> None:
+        """Ask `monitor` no more; the thread ends with the last one."""
+        with self._lock:
+            self._monitors = [one for one in self._monitors if one is not monitor]
+            if self._monitors or self._stop.is_set():
+                return
+            self._stop.set()
+            self._running.pop((os.getpid(), id(self._signals)), None)
         if self._thread is not threading.current_thread():
             self._thread.join(_JOIN_S)
+
+    def _listen(self) -> None:
+        while not self._stop.wait(_EVERY_S):
+            signals = self._signals.receive()
+            for monitor in self._monitors:
+                monitor.look(signals)
+        self._signals.close()

@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -164,7 +164,7 @@ class ControlChannel:
         """A time that `member` told, on this host's monotonic clock: late by the shortest way of a message so far."""
         return at + self._offsets.get(member, 0.0)
 
-    def join_again(self, facts: Mapping[str, Any], timeout_s: float) -> None:
+    def join_again(self, facts: Mapping[str, Any], timeout_s: float, watch: Collection[int]) -> None:
         """Be a new member, after this one was given up: what was to be sent, or was taken and given back, is dropped.
 
         Raises:
@@ -177,7 +177,7 @@ class ControlChannel:
         self._client.timeout = timeout_s
         if self._client.member >= 0:  # it may count on us again, but our ranks are gone
             self._client.leave("it has lost the first host for a while")
-        self.member = self._client.join(facts)
+        self.member = self._client.join(facts, watch=watch)
         self._given_back = [message for message in self.take() if isinstance(message, ControlMessage)]
 
     @property

@@ -23,7 +23,7 @@ from phalanx.launch.hosts.leader import LeaderAttempt
 from phalanx.launch.hosts.membership import name_own_address
 from phalanx.launch.hosts.node_plan import HostFacts, Node, describe_unfit, find_conflict, plan_nodes
 from phalanx.launch.hosts.peer_hosts import PeerHosts, tell_start
-from phalanx.launch.hosts.reach import TRY_S, Target, describe, try_all
+from phalanx.launch.hosts.reach import TRY_S, Target, choose_targets, describe, try_all
 from phalanx.launch.plan import JobPlan, find_free_port
 from phalanx.launch.processes import ENDING_SIGNALS, name_signal
 from phalanx.launch.rendezvous import Rendezvous, join_endpoint
@@ -265,7 +265,7 @@ class Gathering:
         self._channel.put(member, "end", code=1, why=f"phalanx run: {why}")
 
     def _try_reach(self, nodes: Sequence[Node]) -> bool:
-        """Let every host try every other one; False if one has gone meanwhile.
+        """Let every host try every other one, or some of very many; False if one has gone meanwhile.
 
         Raises:
             LaunchError: some cannot reach some other one.
@@ -304,7 +304,8 @@ class Gathering:
         """What came back to each host from each target; None if a host has gone meanwhile."""
         expected, trial = set(), self._trial
         for node in nodes:
-            theirs = [target for target in targets if target.node != node.place.node]
+            tried = choose_targets(node.place.node, [target.node for target in targets])
+            theirs = [target for target in targets if target.node in tried]
             if not theirs:
                 continue  # the first host was reached: they have come
             expected.add(node.facts.member)

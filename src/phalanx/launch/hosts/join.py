@@ -142,7 +142,7 @@ def _tell_first_host(joined: Joined, why: str) -> None:
         client.timeout = _TELL_S
         client.join(
             {"kind": UNFIT, "host": socket.gethostname(), "why": why.splitlines()[0].removeprefix("phalanx run: ")},
-            watch=False,
+            watch=(),
         )
         client.leave("it cannot run the job")
 

@@ -206,7 +206,7 @@ def follow(plan: JobPlan, rendezvous: Rendezvous, host: Host, joined: Joined) ->
     assert isinstance(host.pump.viewer, Forward)
     told = {**facts.to_json(), "reached": client.address.host}
     try:
-        client.join(told)
+        client.join(told, watch=(FIRST,))
         channel = ControlChannel(client)
     except PhalanxError as error:
         client.close()
@@ -273,7 +273,7 @@ class _Followed:
         def join() -> bool:
             while not over.is_set() and time.monotonic() < end and not self._channel.is_over:
                 try:
-                    self._channel.join_again(self._facts, _REJOIN_TRY_S)
+                    self._channel.join_again(self._facts, _REJOIN_TRY_S, (FIRST,))
                 except PhalanxError:
                     time.sleep(_PAUSE_S)
                 else:

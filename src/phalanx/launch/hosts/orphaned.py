@@ -30,6 +30,6 @@ def tell_first_host(membership: Mapping[str, Any], agent: int) -> None:
         contextlib.suppress(PhalanxError, OSError, ValueError),
         Client(membership["address"], key, timeout=_TELL_S, job=membership["job"]) as client,
     ):
-        client.join({"kind": "orphaned", "host": socket.gethostname()}, watch=False)
+        client.join({"kind": "orphaned", "host": socket.gethostname()}, watch=())
         client.expel(membership["member"], f"`phalanx run` (pid {agent}) was killed there, and its ranks with it")
         client.leave()

@@ -1,4 +1,6 @@
-"""Whether every host reaches every other one under the address that it gives: tried before it is used.
+"""Whether the hosts reach each other under the addresses that they give: tried before they are used.
+
+Up to 33 hosts each tries every other one. Of more it tries some, so that each host is tried from many places.
 
 Each agent answers, at a port of that address, whoever brings a nonce with a proof that only the job's key allows; so
 an address that leads to some other machine (two networks may use the same numbers) does not count. Nothing else can be
@@ -32,6 +34,7 @@ from phalanx.deadline import Deadline
 
 _NONCE_BYTES = 32
 _ANSWER_S = 2.0
+_MOST_TARGETS = 32  # that a host tries; of more hosts it tries some
 _MAX_CONNECTIONS = 128  # at a time; beyond that the oldest is sent away
 TRY_S = 5.0
 
@@ -111,6 +114,19 @@ class Responder:
         ready.unregister(connection)
         del self._connections[connection]
         connection.close()
+
+
+def choose_targets(node: int, nodes: Sequence[int]) -> set[int]:
+    """Which of `nodes`, each of them another host or itself, host `node` tries: all, as long as they are few.
+
+    With more than 32 it tries those that are 1, 2, 4, ... places behind it in the row. So each is tried by as many
+    others, in all parts of the row, and a job of a thousand hosts makes ten thousand trials and not a million.
+    """
+    others = [other for other in nodes if other != node]
+    if len(others) <= _MOST_TARGETS:
+        return set(others)
+    behind = [other for other in others if other > node] + [other for other in others if other < node]
+    return {behind[(1 << k) - 1] for k in range(len(behind).bit_length())}
 
 
 def check_own(address: str) -> None:

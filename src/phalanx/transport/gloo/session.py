@@ -79,7 +79,7 @@ class GlooSession(EngineSession):
         self._is_closed = False
         self._monitor: HealthMonitor | None = None
         if self.world_size > 1:
-            self._monitor = HealthMonitor(group, failure_store, self._where, lambda: False, self._take_report)
+            self._monitor = HealthMonitor(failure_store, self._where, lambda: False, self._take_report)
 
     # -- what the process group asks -----------------------------------------------------------------------------
 

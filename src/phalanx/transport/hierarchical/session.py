@@ -147,7 +147,7 @@ class HierarchicalSession(Reports):
             self._rail = Rail(engine, layout.rail, layout.host, options.algorithm, self._compression, options.link)
         if layout.local_rank == 0:
             self._leaders = LeaderExchange(self.group, engine, layout)
-        self._monitor = HealthMonitor(self.group, failure_store, self._where, self._is_over, self._take_report)
+        self._monitor = HealthMonitor(failure_store, self._where, self._is_over, self._take_report)
 
     @property
     def symm_mem(self) -> SymmetricMemory:

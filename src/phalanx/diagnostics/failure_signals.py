@@ -1,0 +1,120 @@
+"""How a rank hears that some rank has posted a failure, or asks where all ranks are: one key at a time, for all groups.
+
+    phalanx/signal/<n>    the n-th signal: the key of the group in whose part of the store there is something to read
+    phalanx/signals       a number from which to look for the next one
+
+A rank with many groups waits for one key, and where the store can wait (the coordinator of `phalanx run` on several
+hosts) nothing is sent until something has happened.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+_NEXT = "phalanx/signals"
+_ANSWER_S = 2.0
+
+
+class FailureSignals:
+    """The signals in `store`, which all groups of the job have in common.
+
+    All of it is best effort: a store that does not answer (its host was cut off: torch's client would wait for a
+    quarter of an hour) is not asked again.
+    """
+
+    def __init__(self, store: Any) -> None:
+        self.store = store  # as the groups know it
+        self._store = store.clone()  # a call that waits in one keeps those of the other waiting
+        self._next: int | None = None
+        self._waiting: Any = None
+        self.is_store_gone = False
+
+    def ask(self, question: Callable[[], T], default: T) -> T:
+        """What the store answers to `question`; `default` if it doesn't within two seconds, or has not before."""
+        if self.is_store_gone:
+            return default
+        answers: list[T] = []
+        thread = threading.Thread(target=_ask, args=(question, answers), name="phalanx-failure-store", daemon=True)
+        thread.start()
+        thread.join(_ANSWER_S)
+        self.is_store_gone = not answers
+        return answers[0] if answers else default
+
+    def send(self, group_key: str) -> None:
+        """Let all ranks look what there is in the store for this group."""
+        self.ask(lambda: self._send(group_key), None)
+
+    def _send(self, group_key: str) -> None:
+        number, mine = self._first(), f"{os.urandom(8).hex()} {group_key}"
+        while self._store.compare_set(_key(number), "", mine).decode() != mine:  # somebody else's
+            number += 1
+        self._store.set(_NEXT, str(number + 1))
+
+    def _first(self) -> int:
+        return int(self._store.get(_NEXT)) if self._store.check([_NEXT]) else 0
+
+    def receive(self) -> set[str]:
+        """The keys of the groups of which there was a signal since the last call."""
+        if self._next is None:
+            first = self.ask(self._first, -1)
+            if first < 0:
+                return set()
+            self._next = first
+        begin_get = getattr(self._store, "begin_get", None)
+        return self._take_all(self._next) if begin_get is None else self._take_arrived(self._next, begin_get)
+
+    def _take_all(self, number: int) -> set[str]:
+        def take() -> set[str]:
+            keys: set[str] = set()
+            there = number
+            while self._store.check([_key(there)]):
+                keys.add(_group_key(self._store.get(_key(there))))
+                there += 1
+            self._next = there
+            return keys
+
+        return self.ask(take, set())
+
+    def _take_arrived(self, number: int, begin_get: Callable[[str], Any]) -> set[str]:
+        """As `_take_all`, where the store itself waits for the next key and tells."""
+        keys: set[str] = set()
+        try:
+            while not self.is_store_gone:
+                if self._waiting is None:
+                    self._waiting = begin_get(_key(number))
+                value: bytes | None = self._waiting.look()
+                if value is None:
+                    break
+                self._waiting.cancel()
+                self._waiting = None
+                keys.add(_group_key(value))
+                number = self._next = number + 1
+        except (RuntimeError, ValueError):  # the connection is gone, or the store refuses
+            self.is_store_gone = True
+        return keys
+
+    def close(self) -> None:
+        """Wait for no key any more."""
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None:
+            with contextlib.suppress(RuntimeError):
+                waiting.cancel()
+
+
+def _ask(question: Callable[[], T], answers: list[T]) -> None:
+    with contextlib.suppress(RuntimeError):
+        answers.append(question())
+
+
+def _key(number: int) -> str:
+    return f"phalanx/signal/{number}"
+
+
+def _group_key(value: bytes) -> str:
+    return value.decode().partition(" ")[2]
