@@ -3,91 +3,22 @@
 import contextlib
 import itertools
 import os
-import select
 import signal
-import socket
 import threading
 
 import pytest
+from tests.coordination.cable import Cable
 
 import phalanx.coordination.connection as connection_module
 from phalanx.coordination.client import Client
 from phalanx.coordination.coordinator import Coordinator
 from phalanx.coordination.key import Key
+from phalanx.coordination.relay import Relay
 from phalanx.coordination.service import Service
 from phalanx.coordination.wire import Op, Status, pack, unpack
 from phalanx.errors import ClosedError, CoordinationError, DeadlineError
 
 KEY = Key.generate()
-
-
-class Cable:
-    """A TCP relay in front of a coordinator, that can be cut: every connection ends, in the middle of what it says."""
-
-    def __init__(self, port):
-        self._target = ("127.0.0.1", port)
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
-        self._pairs = {}
-        self._num_doomed = 0
-        self._doomed = {}  # how much of a greeting the coordinator's end has yet to say
-        self._commands, self._command = socket.socketpair()
-        self._done = threading.Semaphore(0)
-        self._thread = threading.Thread(target=self._run, name="cable")
-        self._thread.start()
-
-    def cut(self):
-        self._command.send(b"c")
-        self._done.acquire()
-
-    def spoil(self, number):
-        """Cut each of the next connections in the middle of its handshake."""
-        self._num_doomed = number
-
-    def close(self):
-        self._command.send(b"x")
-        self._thread.join()
-        for end in (self._listener, self._commands, self._command):
-            end.close()
-
-    def _run(self):
-        while True:
-            ready, _, _ = select.select([self._listener, self._commands, *self._pairs], [], [])
-            if self._commands in ready:
-                word = self._commands.recv(1)
-                for end in self._pairs:
-                    end.close()
-                self._pairs.clear()
-                if word == b"x":
-                    return
-                self._done.release()
-                continue
-            for end in ready:
-                if end is self._listener:
-                    near, _ = end.accept()
-                    try:
-                        far = socket.create_connection(self._target)
-                    except OSError:
-                        near.close()
-                        continue
-                    self._pairs.update({near: far, far: near})
-                    if self._num_doomed:
-                        self._num_doomed -= 1
-                        self._doomed[far] = 64
-                elif end in self._pairs:
-                    with contextlib.suppress(OSError):
-                        if data := end.recv(1 << 16):
-                            self._pairs[end].sendall(data)
-                            if end not in self._doomed:
-                                continue
-                            self._doomed[end] -= len(data)
-                            if self._doomed[end] > 0:
-                                continue
-                    self._doomed.pop(end, None)
-                    other = self._pairs.pop(end)
-                    self._pairs.pop(other, None)
-                    end.close()
-                    other.close()
 
 
 @contextlib.contextmanager
@@ -100,8 +31,25 @@ def cable(**options):
             line.close()
 
 
-def test_what_is_sent_again_after_a_cut_is_done_once():
-    with cable() as (service, line), Client(line.address, KEY) as client, Client(service.local) as local:
+@contextlib.contextmanager
+def way_through(line, is_relayed):
+    """Where clients connect, and with which key: at the cable, or at a relay of their host behind it."""
+    if not is_relayed:
+        yield line.address, KEY
+        return
+    relay = Relay(f"tcp://{line.address}", KEY)
+    yield relay.path, None
+    relay.close()
+
+
+@pytest.mark.parametrize("is_relayed", [False, True])
+def test_what_is_sent_again_after_a_cut_is_done_once(is_relayed):
+    with (
+        cable() as (service, line),
+        way_through(line, is_relayed) as way,
+        Client(*way) as client,
+        Client(service.local) as local,
+    ):
 
         def work():
             for _ in range(100):
@@ -127,11 +75,13 @@ def test_what_is_sent_again_after_a_cut_is_done_once():
         assert local.queue_len("q") == 400
 
 
-def test_who_waits_through_a_cut_gets_its_answer_and_every_message_once():
+@pytest.mark.parametrize("is_relayed", [False, True])
+def test_who_waits_through_a_cut_gets_its_answer_and_every_message_once(is_relayed):
     with (
         cable() as (service, line),
-        Client(line.address, KEY) as far,
-        Client(line.address, KEY) as other,
+        way_through(line, is_relayed) as way,
+        Client(*way) as far,
+        Client(*way) as other,
         Client(service.local) as near,
     ):
         near.join({"host": "near"})

@@ -1,6 +1,6 @@
 """What the agent of a host tells its ranks in a job on several hosts: a file without a name, which they may read.
 
-    0       {"address": …, "key": …}          where the job's store is, and what opens it
+    0       {"address": …, "key": …, …}       where the job's store is, and what opens it
     4096    {"ranks": […], "reason": …}       once a host is lost: the ranks that are gone with it, and why
 
 The key is in no variable: every program that a rank starts would inherit it. That a host is lost is told here because
@@ -28,20 +28,34 @@ class LostHost:
     reason: str
 
 
-def create_agent_file(address: str, key: str) -> tuple[int, str]:
+def create_agent_file(address: str, key: str, relay: str = "") -> tuple[int, str]:
     """A descriptor of such a file, and what PHALANX_STORE says.
 
-    Where `address` is a path the store needs no `key`; but workers of other hosts (`phalanx.rpc`) ask for it.
+    Where `address` is a path the store needs no `key`; but workers of other hosts (`phalanx.rpc`) ask for it. `relay`
+    is a path at which this process hands on what is sent to the store.
     """
     fd = create("phalanx-agent")
-    os.pwrite(fd, json.dumps({"address": address, "key": key}).encode(), 0)
+    told = {"address": address, "key": key, "relay": relay, "processes": _pid_namespace()}
+    os.pwrite(fd, json.dumps(told).encode(), 0)
     return fd, f"{COORDINATOR}/proc/{os.getpid()}/fd/{fd}"
 
 
 def read_store(fd: int) -> tuple[str, str]:
-    """The coordinator's address and the key."""
+    """The coordinator's address and the key.
+
+    The address is the relay's where there is one; it lies under the agent's number, which means nothing in a container
+    with process numbers of its own.
+    """
     told = json.loads(os.pread(fd, _LOST_AT, 0).rstrip(b"\0"))
-    return told["address"], told["key"]
+    can_relay = told["relay"] and told["processes"] == _pid_namespace()
+    return told["relay"] if can_relay else told["address"], told["key"]
+
+
+def _pid_namespace() -> str:
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:  # no Linux
+        return ""
 
 
 def tell_lost(fd: int, lost: LostHost) -> None:

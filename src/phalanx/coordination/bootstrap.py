@@ -34,6 +34,7 @@ from phalanx.coordination.rank_info import (
     pack_infos,
     unpack_infos,
 )
+from phalanx.coordination.wire import WRITE_ONCE
 from phalanx.deadline import Deadline
 from phalanx.diagnostics.rank_list import name_ranks
 from phalanx.errors import DeadlineError, MismatchError, PeerLostError, PhalanxError
@@ -48,6 +49,7 @@ _CHECK_PROCESSES_S = 0.25  # how often a rank checks whether another process has
 _ACKNOWLEDGE_S = 1.0
 _PATIENCE_S = 2.0  # the first to arrive reports who is missing; a little later the others do it themselves
 _MOST_REMEMBERED = 64
+_RANKS = f"ranks{WRITE_ONCE}"  # ranks of one host fetch it once
 NOTICE_S = 5.0
 
 # Called again and again while ranks meet: by raising, whoever knows better ends the wait.
@@ -145,7 +147,7 @@ class Bootstrap:
     def contest(self) -> str:
         """What is said of the start that others wait in, or will, once this rank has come, too, as one kept out."""
         _, self._number, _ = self._current()
-        infos = self._key("ranks")
+        infos = self._key(_RANKS)
         if self._store.check([infos]) or (self._number and not self._arrived()):
             return ""  # no start is going on
         self._index = self._store.add(self._key("came"), 1) - 1
@@ -192,7 +194,7 @@ class Bootstrap:
         if hasattr(base, "delete_prefix"):
             base.delete_prefix(base.name_through(self._store, self._key("")))
             return
-        for key in [*(f"rank/{i}" for i in list(self._arrived())), "came", "ranks"]:
+        for key in [*(f"rank/{i}" for i in list(self._arrived())), "came", _RANKS]:
             with contextlib.suppress(Exception):  # a store that cannot delete keeps a few bytes
                 self._store.delete_key(self._key(key))
 
@@ -230,8 +232,8 @@ class Bootstrap:
 
     def _is_left_behind(self) -> str:
         """How this start has ended, if it has, and concerns nobody who comes now; else nothing."""
-        if self._store.check([self._key("ranks")]):
-            failure = json.loads(self._store.get(self._key("ranks"))).get("failure")
+        if self._store.check([self._key(_RANKS)]):
+            failure = json.loads(self._store.get(self._key(_RANKS))).get("failure")
             if failure is None:
                 return ""
             # A late rank of that job should hear why it failed. Of a file nobody knows which job wrote it: as long as
@@ -278,7 +280,7 @@ class Bootstrap:
 
         def is_over() -> bool:
             nonlocal next_check, is_first
-            if self._store.check([self._key("ranks")]):
+            if self._store.check([self._key(_RANKS)]):
                 return True
             if is_first:
                 self._decide()
@@ -293,11 +295,11 @@ class Bootstrap:
                 time.sleep(pause_s)
             else:  # hundreds of ranks that ask again and again would keep the store from answering the first
                 wait_s = min(max(_CHECK_PROCESSES_S, self._me.world_size / _WAITS_PER_S), _LONGEST_WAIT_S)
-                self._wait_in_store(self._key("ranks"), min(wait_s, patience.left_s))
+                self._wait_in_store(self._key(_RANKS), min(wait_s, patience.left_s))
 
         if not self._poll_until(is_over, patience, lambda: _logger.warning(self._describe_wait(patience)), pause):
             self._give_up()
-        outcome: dict[str, Any] = json.loads(self._store.get(self._key("ranks")))
+        outcome: dict[str, Any] = json.loads(self._store.get(self._key(_RANKS)))
         return outcome
 
     def _decide(self) -> None:
@@ -307,11 +309,11 @@ class Bootstrap:
             self._publish(failure)
         elif len(arrivals) == self._me.world_size:
             infos = [one.info for one in sorted(arrivals, key=lambda one: one.rank)]
-            self._store.compare_set(self._key("ranks"), "", json.dumps({"ranks": pack_infos(infos)}))
+            self._store.compare_set(self._key(_RANKS), "", json.dumps({"ranks": pack_infos(infos)}))
 
     def _check_processes(self, is_first: bool) -> None:
         """Whether somebody who came has ended, or nobody will come any more."""
-        if self._current()[1] != self._number and not self._store.check([self._key("ranks")]):
+        if self._current()[1] != self._number and not self._store.check([self._key(_RANKS)]):
             raise _Superseded
         if is_first or not self._store.check([self._key("rank/0")]):
             arrived = self._arrived()
@@ -373,7 +375,7 @@ class Bootstrap:
         """Say why there is no group, unless somebody has said something already."""
         now = time.strftime("%H:%M:%S")
         data = {"kind": failure.kind, "text": failure.text, "ranks": dict(failure.ranks), "at": now}
-        self._store.compare_set(self._key("ranks"), "", json.dumps({"failure": data}))
+        self._store.compare_set(self._key(_RANKS), "", json.dumps({"failure": data}))
 
     def _error(self, failure: Failure) -> Exception:
         who = {int(r): what for r, what in failure.ranks.items()}

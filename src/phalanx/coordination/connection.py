@@ -170,6 +170,11 @@ class Connection:
                 ) from None
 
     @property
+    def endpoint(self) -> str:
+        """Where the coordinator was found, as ZeroMQ writes it."""
+        return self.address.endpoint if self._route is None else self._route.address.endpoint
+
+    @property
     def own_host(self) -> str:
         """The address of this host from which the coordinator was reached; empty on the coordinator's own socket."""
         return self._route.own_host if self._route is not None else ""
@@ -405,6 +410,10 @@ class Connection:
                         self._expelled(fields[0])
                 elif status == Status.PARKED and number in self._calls:
                     self._calls[number].is_parked = True
+                elif status == Status.CUT:
+                    self._note(zmq.EVENT_DISCONNECTED)
+                elif status == Status.RESUMED:
+                    self._note(zmq.EVENT_HANDSHAKE_SUCCEEDED)
                 elif status == Status.EVENT:
                     self._inbox.receive(number, Event(fields[0].decode(), unpack_number(fields[1]), fields[2]))
 

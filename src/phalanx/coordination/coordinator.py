@@ -14,7 +14,7 @@ from phalanx.coordination.key_value import KeyValueStore, RefusedError, Waiter
 from phalanx.coordination.membership import MAX_FACTS_BYTES, MAX_MEMBERS, OUTBOX_BYTES, Member, Membership
 from phalanx.coordination.pending_answers import PendingAnswers
 from phalanx.coordination.reports import Reports
-from phalanx.coordination.session import Answer, Session
+from phalanx.coordination.session import Answer, Relayed, Session
 from phalanx.coordination.wire import (
     MAX_FIELDS,
     MAX_VALUE_BYTES,
@@ -33,6 +33,7 @@ from phalanx.diagnostics.printable import printable
 
 MAX_WAITING_BYTES = 8 * OUTBOX_BYTES  # for one member, of events that nobody was asked about: who joined, who went
 MAX_SESSIONS = 1 << 16
+MAX_ROUTE_BYTES = 64
 FORGOTTEN_AFTER_S = 600.0  # a session that is silent, waits for nothing and is no member
 UNPARKED_AFTER_S = 60.0  # a client that waits says so every few seconds
 MAX_OUTGOING_BYTES = 4 * MAX_VALUE_BYTES  # that a client has asked for and not read
@@ -84,6 +85,8 @@ class Coordinator(PendingAnswers):
         except WireError:
             self.num_malformed += 1
             return False
+        if messages and messages[0].what in (Op.RELAY, Op.UNDELIVERED):
+            return self._handle_relay(route, messages, now)
         fine, num_long = True, 0
         for message in messages:
             num_long += message.what in _LONG
@@ -91,6 +94,25 @@ class Coordinator(PendingAnswers):
                 self._send(session, pack(Status.WRONG_CALL, message.number, b"one such request at a time"))
             else:
                 fine &= self._handle(session, message)
+        return fine
+
+    def _handle_relay(self, relay: object, messages: list[Message], now: float) -> bool:
+        """Do what the processes of a relay's host ask for, each as a session of its own."""
+        if isinstance(relay, Relayed):
+            self.num_malformed += 1
+            return False
+        fine = True
+        for what, _, fields in messages:
+            if what == Op.RELAY and len(fields) % 2 == 0:
+                for route, frame in zip(fields[::2], fields[1::2], strict=True):
+                    fine &= len(route) <= MAX_ROUTE_BYTES and self.handle(Relayed(relay, route), frame, now)
+            elif what == Op.UNDELIVERED and fields:
+                session = self.sessions.get(Relayed(relay, fields[0]))
+                if session is not None:
+                    self.undelivered(session, set(map(unpack_number, fields[1:])))
+            else:
+                fine = False
+        self.num_malformed += not fine
         return fine
 
     def _handle(self, session: Session, message: Message) -> bool:

@@ -8,7 +8,7 @@ request ──► park ──► what it waits for has come: wake ──► outg
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from phalanx.coordination.key_value import KeyValueStore, RefusedError, Waiter
 from phalanx.coordination.session import Answer, Session
@@ -43,12 +43,16 @@ class PendingAnswers(ABC):
             if answers:
                 yield session, answers
 
-    def undelivered(self, session: Session) -> None:
-        """What was just taken did not reach the session: nothing may be lost by that."""
-        while session.num_unsent_pops and session.popped:
-            session.num_unsent_pops -= 1
-            self._unpop(session, next(reversed(session.popped)))
-        session.num_unsent_pops = 0
+    def undelivered(self, session: Session, numbers: Collection[int] | None = None) -> None:
+        """What was just taken, or the answers to these requests, did not reach the session: nothing may be lost."""
+        if numbers is None:
+            while session.num_unsent_pops and session.popped:
+                session.num_unsent_pops -= 1
+                self._unpop(session, next(reversed(session.popped)))
+            session.num_unsent_pops = 0
+        else:
+            for number in [number for number in session.popped if number in numbers]:
+                self._unpop(session, number)
         if session.member is not None:
             session.member.rewind(0)
 

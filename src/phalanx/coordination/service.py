@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import os
-import shutil
 import socket
-import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
+from typing import Any
 
 import zmq
 
@@ -25,16 +22,17 @@ from phalanx.coordination.admission import Admission, Complaints
 from phalanx.coordination.connection_guard import ConnectionGuard, connections_allowed, cut, protect
 from phalanx.coordination.coordinator import Coordinator
 from phalanx.coordination.key import Key
-from phalanx.coordination.wire import MAX_FRAME_BYTES, frames
+from phalanx.coordination.local_socket import BACKLOG, LocalSocket
+from phalanx.coordination.session import Answer, Relayed, Session
+from phalanx.coordination.wire import MAX_ENVELOPE_BYTES, MAX_FRAME_BYTES, Status, frames, pack
 from phalanx.errors import AuthenticationError, CoordinationError
-from phalanx.symmetric_memory.private import new_listener
 
-BACKLOG = 4096
 _QUEUE_FRAMES = 32  # of a client that we have yet to read, or that has yet to read
 _ROUND_FRAMES, _ROUND_S = 256, 0.02  # read before answers are sent and others are heard: until the first of them
 _TICK_S = 0.25
 # As plain numbers: pyzmq's enumerations take longer than what is done with them.
 _NOBLOCK, _POLLIN, _RCVMORE = int(zmq.NOBLOCK), int(zmq.POLLIN), int(zmq.RCVMORE)
+_MAX_RELAYED = 1024  # frames in one message to a relay
 _MAX_YOUNG = 256  # connections that have not sent a message yet
 
 
@@ -79,7 +77,7 @@ class Service:
         self._admission: Admission | None = None
         self._guard: ConnectionGuard | None = None
         self._stopping = False
-        self._folder, self._path_fd = "", -1
+        self._local_socket: LocalSocket | None = None
         self._is_closed = False
         self.local = ""  # where processes of this user on this host find it
         self.problem: BaseException | None = None
@@ -127,22 +125,13 @@ class Service:
         if self._admission is not None:
             self._admission.close()
         self._context.destroy(linger=0)
-        if self._path_fd != -1:
-            os.close(self._path_fd)
-        if self._folder:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        if self._local_socket is not None:
+            self._local_socket.close()
 
     def _open_local(self) -> zmq.Socket[bytes]:
         router = self._router()
-        if sys.platform == "linux":  # no file: nothing is left when we are killed
-            listener, self._path_fd = new_listener(BACKLOG)
-            self.local = f"/proc/{os.getpid()}/fd/{self._path_fd}"
-            router.use_fd = listener.detach()  # from here on ZeroMQ's to close
-            router.set(zmq.IPC_FILTER_UID, os.getuid())
-        else:
-            self._folder = tempfile.mkdtemp(prefix="phalanx-", dir="/tmp")  # 0700; a socket's path has little room
-            self.local = os.path.join(self._folder, "coordinator")
-        router.bind(f"ipc://{self.local}")
+        self._local_socket = LocalSocket(router)
+        self.local = self._local_socket.path
         return router
 
     def _open_remote(self, place: Address, key: Key) -> zmq.Socket[bytes]:
@@ -264,13 +253,17 @@ class Service:
         while router.get(_RCVMORE):
             piece = router.recv()
             nbytes += len(piece)
-            if nbytes <= MAX_FRAME_BYTES:
+            if nbytes <= MAX_ENVELOPE_BYTES:
                 pieces.append(piece)
-        return b"".join(pieces) if nbytes <= MAX_FRAME_BYTES else b"\0"
+        return b"".join(pieces) if nbytes <= MAX_ENVELOPE_BYTES else b"\0"
 
     def _send(self) -> None:
         coordinator = self.coordinator
+        relayed: dict[Any, list[tuple[Session, list[Answer]]]] = {}
         for session, answers in coordinator.take_outgoing():
+            if type(session.route) is Relayed:
+                relayed.setdefault(session.route.relay, []).append((session, answers))
+                continue
             router, route = session.route
             parts = frames(answers)
             try:
@@ -283,6 +276,40 @@ class Service:
                 coordinator.undelivered(session)
             else:
                 coordinator.delivered(session)
+        for relay, batch in relayed.items():
+            self._send_to_relay(relay, batch)
+
+    def _send_to_relay(self, relay: tuple[zmq.Socket[bytes], bytes], batch: list[tuple[Session, list[Answer]]]) -> None:
+        """Send answers for several processes of a host, in as few messages as the limits allow."""
+        coordinator = self.coordinator
+        router, route = relay
+        left = [(session, frame) for session, answers in batch for frame in frames(answers)]
+        try:
+            while left:
+                number = _fitting([sum(map(len, frame)) for _, frame in left])
+                fields = [field for session, frame in left[:number] for field in (session.route.route, b"".join(frame))]
+                envelope = b"".join((coordinator.epoch, pack(Status.RELAYED, 0, *fields)))
+                router.send_multipart((route, *cut(envelope)), _NOBLOCK)
+                del left[:number]
+        except zmq.Again:
+            for session, frame in reversed(left):
+                coordinator.put_back(session, frame)
+        except zmq.ZMQError:
+            for session, _ in left:
+                coordinator.undelivered(session)
+        waiting = {session for session, _ in left}
+        for session, _ in batch:
+            if session not in waiting:
+                coordinator.delivered(session)
+
+
+def _fitting(sizes: list[int]) -> int:
+    """How many frames of these sizes go into one message: at least one."""
+    number, size = 1, sizes[0]
+    while number < min(len(sizes), _MAX_RELAYED) and size + sizes[number] <= MAX_FRAME_BYTES:
+        size += sizes[number]
+        number += 1
+    return number
 
 
 def heartbeat_s(lost_after_s: float) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from phalanx.coordination.key_value import Waiter
 from phalanx.coordination.membership import Member
@@ -18,6 +18,13 @@ MAX_ANSWERS = 1024  # kept per session; a client never has half as many requests
 MAX_ANSWER_BYTES = 4 * MAX_VALUE_BYTES
 
 Answer = bytes
+
+
+class Relayed(NamedTuple):
+    """The way to a client on the host of a relay."""
+
+    relay: Any
+    route: bytes
 
 
 @dataclass(eq=False)

@@ -18,6 +18,9 @@ MAX_VALUE_BYTES = 8 << 20  # as TCPStore's
 MAX_FRAME_BYTES = MAX_VALUE_BYTES + (1 << 20)
 MAX_MESSAGES = 256  # in a frame: what a member can have done before the next one's turn
 MAX_FIELDS = 0xFFFF
+MAX_ENVELOPE_BYTES = MAX_FRAME_BYTES + (64 << 10)  # of frames that a relay hands on together, or of one
+WRITE_ONCE = "#once"
+"""A key that ends so is set once and keeps its value as long as it is there: a host need not ask for it twice."""
 
 _HEAD = struct.Struct("<HBQ")
 _FIELD_BYTES = 4
@@ -52,6 +55,8 @@ class Op(enum.IntEnum):
     REPORT = 24
     REPORTS = 25
     BARRIER = 26
+    RELAY = 27  # from a relay: frames of the processes of its host
+    UNDELIVERED = 28  # from a relay: answers that a process of its host did not take
 
 
 class Status(enum.IntEnum):
@@ -65,6 +70,9 @@ class Status(enum.IntEnum):
     EVENT = 5  # not an answer: something happened
     HEARTBEAT = 6
     PARKED = 7  # not an answer: the request that was sent again waits here already
+    RELAYED = 8  # to a relay: frames for the processes of its host
+    CUT = 9  # from a relay: it has lost the coordinator, for now
+    RESUMED = 10  # from a relay: it has found it again; what was sent meanwhile may be lost
 
 
 class Message(NamedTuple):

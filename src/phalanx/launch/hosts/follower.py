@@ -190,7 +190,7 @@ class FollowerAttempt(Attempt):
         number: int,
         place: Place,
         channel: ControlChannel,
-        store: tuple[str, str],
+        store: tuple[str, str, str],
         first: BeginGeneration | None = None,
     ) -> None:
         self.wait_s = 0.0  # how long elastic ranks wait for hosts

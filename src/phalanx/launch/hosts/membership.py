@@ -16,6 +16,7 @@ from typing import Any, NoReturn, TypeVar
 from phalanx.coordination.client import Client
 from phalanx.coordination.key import Key
 from phalanx.coordination.key_file import find_key
+from phalanx.coordination.relay import Relay
 from phalanx.errors import AuthenticationError, CoordinationError, DeadlineError, LaunchError, PhalanxError
 from phalanx.launch.agent.host import Host
 from phalanx.launch.agent.signals import read_signals
@@ -217,7 +218,7 @@ def follow(plan: JobPlan, rendezvous: Rendezvous, host: Host, joined: Joined) ->
     try:
         return followed.run()
     finally:
-        followed.stop_answering()
+        followed.close()
         if not followed.is_alone:
             channel.leave(_LEAVE_TIMEOUT_S)
         channel.close()
@@ -236,6 +237,7 @@ class _Followed:
         self._channel = channel
         self._own = own
         self._responder: Responder | None = None
+        self._relay: Relay | None = None
         self._has_begun = False
         self.is_alone = False  # the first host is lost
 
@@ -285,6 +287,19 @@ class _Followed:
         self._host.zygote.remember(describe_membership(self._joined.client))
         self._host.display.say("phalanx run: the first host is heard again")
         return True
+
+    def _open_relay(self) -> str:
+        """The path at which this host's ranks reach the job's store, over one connection for all of them."""
+        client = self._joined.client
+        if self._relay is None and not client.address.path:
+            self._relay = Relay(client.endpoint, self._joined.key)
+        return "" if self._relay is None else self._relay.path
+
+    def close(self) -> None:
+        """Let go of what this host opened for the others and for its ranks."""
+        self.stop_answering()
+        if self._relay is not None:
+            self._relay.close()
 
     def stop_answering(self) -> None:
         """Close the port at which other hosts have tried to reach this one, if it is open."""
@@ -388,7 +403,7 @@ class _Followed:
             f"phalanx run: host {place.node + 1} of {place.num_nodes} of the job at {body['first_host']}: "
             f"{describe_ranks(place)} of {place.world_size}. What they print is shown there."
         )
-        store = (str(self._joined.client.address), str(self._joined.key or ""))
+        store = (str(self._joined.client.address), str(self._joined.key or ""), self._open_relay())
         first = None if body.get("begun") is None else generation_from_json(body["begun"])
         return FollowerAttempt(plan, self._host, int(body["attempt"]), place, self._channel, store, first)
 

@@ -1,0 +1,46 @@
+"""The socket at which processes of this user on this host find the coordinator, or the way to it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+
+import zmq
+
+from phalanx.symmetric_memory.private import new_listener
+
+BACKLOG = 4096
+
+
+class LocalSocket:
+    """An address of this host that `router` listens at: no file is left on Linux when the process is killed.
+
+    The kernel vouches for the user of whoever connects, so that no key is asked for.
+    """
+
+    def __init__(self, router: zmq.Socket[bytes]) -> None:
+        self._folder, self._path_fd = "", -1
+        if sys.platform == "linux":
+            listener, self._path_fd = new_listener(BACKLOG)
+            self.path = f"/proc/{os.getpid()}/fd/{self._path_fd}"
+            router.use_fd = listener.detach()  # from here on ZeroMQ's to close
+            router.set(zmq.IPC_FILTER_UID, os.getuid())
+        else:
+            self._folder = tempfile.mkdtemp(prefix="phalanx-", dir="/tmp")  # 0700; a socket's path has little room
+            self.path = os.path.join(self._folder, "coordinator")
+        try:
+            router.bind(f"ipc://{self.path}")
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Nobody finds it any more. A second call does nothing."""
+        if self._path_fd != -1:
+            os.close(self._path_fd)
+            self._path_fd = -1
+        if self._folder:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = ""

@@ -1,0 +1,208 @@
+"""A relay: what its clients see is what they would see at the coordinator itself."""
+
+import random
+import threading
+import time
+
+import pytest
+from tests.coordination.cable import Cable
+
+from phalanx.coordination.client import Client
+from phalanx.coordination.key import Key
+from phalanx.coordination.relay import Relay
+from phalanx.coordination.service import Service
+from phalanx.coordination.wire import WRITE_ONCE, Op
+from phalanx.errors import ClosedError, CoordinationError, DeadlineError
+
+KEY = Key(bytes(range(32)))
+
+
+@pytest.fixture
+def service():
+    with Service("127.0.0.1:0", KEY, job="job 1", lost_after_s=2.0) as made:
+        yield made
+
+
+@pytest.fixture
+def relay(service):
+    made = Relay(f"tcp://{service.address}", KEY)
+    yield made
+    made.close()
+
+
+def in_thread(call):
+    results = []
+    thread = threading.Thread(target=lambda: results.append(call()), name="phalanx-test-caller")
+    thread.start()
+    return thread, results
+
+
+def wait_until(condition):
+    while not condition():
+        time.sleep(0.005)
+
+
+def requests_of(service):
+    """What the coordinator is asked from here on."""
+    asked = []
+    handle = service.coordinator._handle
+
+    def note(session, message):
+        asked.append((message.what, message.number))
+        return handle(session, message)
+
+    service.coordinator._handle = note
+    return asked
+
+
+def test_random_calls_through_a_relay_are_answered_as_without_one(service, relay):
+    """The same calls at the coordinator's own socket are the anchor."""
+    for seed in range(20):
+        random_ = random.Random(seed)
+        with Client(relay.path) as far, Client(service.local) as near:
+            for _ in range(60):
+                name = random_.choice("abc")
+                value = random_.randbytes(random_.choice((0, 1, 10, 70_000)))
+                amount = random_.randrange(9)
+                call = random_.choice((
+                    lambda c, k, n=name, v=value: c.set(k + n, v),
+                    lambda c, k, n=name: c.get(k + n, 1.0) if c.check([k + n]) else None,
+                    lambda c, k, n=name, v=value: c.compare_set(k + n, b"", v),
+                    lambda c, k, n=name, v=value: c.append(k + n, v),
+                    lambda c, k, n=name: c.delete_key(k + n),
+                    lambda c, k, a=amount: c.add(k + "number", a),
+                    lambda c, k, v=value: c.queue_push(k + "queue", v),
+                    lambda c, k: c.queue_pop(k + "queue", False),
+                    lambda c, k: c.queue_len(k + "queue"),
+                    lambda c, k: [name.removeprefix(k) for name in c.list_keys(k)],
+                    lambda c, k, n=name: c.multi_get([k + n], 1.0) if c.check([k + n]) else None,
+                ))  # fmt: skip
+                assert call(far, f"far{seed}/") == call(near, f"near{seed}/")
+
+
+def test_clients_of_one_relay_are_one_connection_of_the_coordinator(service, relay):
+    clients = [Client(relay.path) for _ in range(20)]
+    assert service.num_open == 1
+    assert [client.job for client in clients] == ["job 1"] * 20
+    waits = [in_thread(lambda c=client: c.barrier("all", 20, 20.0)) for client in clients]
+    for thread, _ in waits:
+        thread.join()
+    for client in clients:
+        client.close()
+
+
+def test_a_value_that_is_written_once_is_fetched_once_for_all(service, relay):
+    key, value = f"facts{WRITE_ONCE}", bytes(300_000)
+    clients = [Client(relay.path) for _ in range(8)]
+    asked = requests_of(service)
+    waits = [in_thread(lambda c=client: c.get(key, 20.0)) for client in clients]
+    wait_until(lambda: any(what == Op.GET for what, _ in asked))
+    with Client(service.local) as near:
+        near.set(key, value)
+    for thread, results in waits:
+        thread.join()
+        assert results == [value]
+    assert clients[0].get(key, 20.0) == value  # from what the relay keeps
+    assert len({number for what, number in asked if what == Op.GET}) == 1  # a request that is woken is handled twice
+    for client in clients:
+        client.close()
+
+
+def test_a_wait_for_such_a_value_can_be_given_up(service, relay):
+    with Client(relay.path) as one, Client(relay.path) as other:
+        thread, results = in_thread(lambda: other.get(f"late{WRITE_ONCE}", 20.0))
+        with pytest.raises(DeadlineError, match="wait timeout"):
+            one.get(f"late{WRITE_ONCE}", 0.1)
+        one.set(f"late{WRITE_ONCE}", b"now")
+        thread.join()
+        assert results == [b"now"]
+        with pytest.raises(DeadlineError):
+            one.get(f"never{WRITE_ONCE}", 0.1)
+        wait_until(lambda: not any(s.parked for s in list(service.coordinator.sessions.values())))
+
+
+def test_an_item_whose_taker_died_is_for_another_one(service, relay):
+    """It waits at the coordinator; its process ends without a word, and then the item comes."""
+    dying = Client(relay.path)
+
+    def pop():
+        with pytest.raises(ClosedError):
+            dying.queue_pop("queue", True, 30.0)
+
+    thread, _ = in_thread(pop)
+    wait_until(lambda: any(s.parked for s in list(service.coordinator.sessions.values())))
+    dying._transmit_raw = lambda message: None  # it does not say that it waits no more
+    dying.close()
+    thread.join()
+    with Client(service.local) as near:
+        near.queue_push("queue", b"item")
+        assert near.queue_pop("queue", True, 10.0) == b"item"
+
+
+def test_after_a_cut_what_was_asked_is_asked_again(service):
+    line = Cable(service.address.port)
+    relay = Relay(f"tcp://{line.address}", KEY)
+    with Client(relay.path) as client, Client(service.local) as near:
+        client.set("before", b"1")
+        thread, results = in_thread(lambda: client.get("later", 30.0))
+        once, once_results = in_thread(lambda: client.get(f"later{WRITE_ONCE}", 30.0))
+        wait_until(lambda: sum(len(s.parked) for s in list(service.coordinator.sessions.values())) == 2)
+        line.cut()
+        near.set("later", b"2")
+        near.set(f"later{WRITE_ONCE}", b"3")
+        thread.join()
+        once.join()
+        assert (results, once_results) == ([b"2"], [b"3"])
+        assert client.add("n", 1) == 1
+    relay.close()
+    line.close()
+
+
+def test_who_asks_hears_that_the_coordinator_has_gone():
+    service = Service("127.0.0.1:0", KEY, lost_after_s=0.3)
+    relay = Relay(f"tcp://{service.address}", KEY)
+    with Client(relay.path) as client:
+        client.set("a", b"1")
+        service.close()
+        with pytest.raises(CoordinationError, match="the connection was cut"):
+            client.get("b", 60.0)
+    relay.close()
+
+
+def test_who_asks_hears_that_the_relay_has_gone(service):
+    relay = Relay(f"tcp://{service.address}", KEY)
+    with Client(relay.path) as client:
+        client.set("a", b"1")
+        relay.close()
+        with pytest.raises(CoordinationError, match="the connection was cut"):
+            client.get("b", 60.0)
+
+
+def test_a_relay_with_another_key_is_not_let_in(service):
+    relay = Relay(f"tcp://{service.address}", Key(bytes(32)))
+    with pytest.raises(DeadlineError):
+        Client(relay.path, timeout=1.0)
+    relay.close()
+
+
+def test_a_member_may_join_through_a_relay(service, relay):
+    with Client(service.local) as near, Client(relay.path) as far:
+        near.join({"host": "first"})
+        number = far.join({"host": "second"}, watch=(0,))
+        assert [(event.kind, event.member) for event in near.wait_event(10.0)] == [("joined", number)]
+        near.post(number, b"hello")
+        assert [event.body for event in far.wait_event(10.0)] == [b"hello"]
+        near.leave("done")
+        assert [(event.kind, event.member) for event in far.wait_event(10.0)] == [("left", 0)]
+
+
+def test_of_all_who_come_only_those_who_watch_a_member_hear_of_it(service):
+    with Client(service.local) as first, Client(service.local) as second, Client(service.local) as third:
+        first.join({})
+        second.join({}, watch=(0,))
+        third.join({}, watch=())
+        assert [event.member for event in first.wait_event(10.0)] == [1]
+        third.leave()
+        first.leave()
+        assert [(event.kind, event.member) for event in second.wait_event(10.0)] == [("left", 0)]
+        assert third.take() == []
