@@ -7,6 +7,7 @@ frame from a session ──► handle() ──► answers, for this session and 
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable
 
@@ -36,6 +37,7 @@ MAX_SESSIONS = 1 << 16
 MAX_ROUTE_BYTES = 64
 FORGOTTEN_AFTER_S = 600.0  # a session that is silent, waits for nothing and is no member
 UNPARKED_AFTER_S = 60.0  # a client that waits says so every few seconds
+SWEEP_EVERY_S = 5.0
 MAX_OUTGOING_BYTES = 4 * MAX_VALUE_BYTES  # that a client has asked for and not read
 _PAGE_BYTES = 4 << 20
 
@@ -59,6 +61,7 @@ class Coordinator(PendingAnswers):
         self.reports = Reports()
         self.sessions: dict[object, Session] = {}
         self.num_malformed = 0
+        self._swept_at = -math.inf  # when the sessions were looked through
         self._handlers: dict[int, Callable[[Session, Message], Answer | None]] = {
             Op.HELLO: self._hello, Op.SET: self._set, Op.GET: self._get, Op.ADD: self._add,
             Op.COMPARE_SET: self._compare_set, Op.APPEND: self._append, Op.CHECK: self._check, Op.WAIT: self._wait,
@@ -159,6 +162,9 @@ class Coordinator(PendingAnswers):
                 said.append(
                     self.lose(member, f"{member.num_bytes >> 20} MiB of events wait, and it does not take them")
                 )
+        if now - self._swept_at < SWEEP_EVERY_S:
+            return said
+        self._swept_at = now
         for session in list(self.sessions.values()):
             silent_s = now - session.heard_at
             if silent_s > UNPARKED_AFTER_S and session.parked:

@@ -30,7 +30,7 @@ def open_dealer(context: zmq.Context[zmq.Socket[bytes]], key: Key | None) -> zmq
     dealer.reconnect_ivl, dealer.reconnect_ivl_max = 50, 1000
     dealer.connect_timeout = 3000
     dealer.handshake_ivl = 10000
-    dealer.heartbeat_ivl, dealer.heartbeat_timeout = 1000, 4000
+    dealer.heartbeat_ivl, dealer.heartbeat_timeout = 2000, 4000
     if key is not None:
         pair = key.member_pair()
         dealer.curve_publickey, dealer.curve_secretkey = pair.public, pair.secret

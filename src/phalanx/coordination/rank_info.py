@@ -103,6 +103,7 @@ def unpack_infos(text: str) -> list[RankInfo]:
     """The opposite of `pack_infos`."""
     columns = json.loads(zlib.decompress(base64.b64decode(text)))
     values = {name: [json.loads(value) for value in distinct] for name, (distinct, _) in columns.items()}
+    values["cpus"] = [frozenset(cpus) for cpus in values["cpus"]]  # the same object for all ranks that have the same
     size = len(next(iter(columns.values()))[1])
     return [
         RankInfo.from_json({name: values[name][numbers[r]] for name, (_, numbers) in columns.items()})

@@ -168,9 +168,8 @@ class Service:
         router.router_mandatory = True  # we want to know whether an answer can be delivered
         router.router_handover = True  # a client that comes again takes its own place
         router.backlog = BACKLOG
-        beat_s = heartbeat_s(self.coordinator.members.lost_after_s)
-        router.heartbeat_ivl = int(beat_s * 1000)
-        router.heartbeat_timeout = router.heartbeat_ttl = int(max(3 * beat_s, 3.0) * 1000)
+        # Only so that the connection of a host that was switched off is closed: clients and members say that they live.
+        router.heartbeat_ivl, router.heartbeat_timeout, router.heartbeat_ttl = 5000, 15000, 15000
         return router
 
     def _say(self, line: str) -> None:
@@ -314,4 +313,4 @@ def _fitting(sizes: list[int]) -> int:
 
 def heartbeat_s(lost_after_s: float) -> float:
     """How often a member says that it is there."""
-    return min(1.0, lost_after_s / 5)
+    return min(2.0, lost_after_s / 5)
