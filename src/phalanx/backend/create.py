@@ -38,6 +38,7 @@ from phalanx.symmetric_memory.fd_server import FdAddress, FdServer, new_token
 from phalanx.symmetric_memory.liveness_pipe import why_unwatched
 from phalanx.symmetric_memory.watch import ProcessId
 from phalanx.torch_versions import describe_untested
+from phalanx.transport.authentication import derive_pickle_key
 from phalanx.transport.base import CallContext, Transport
 from phalanx.transport.gloo.transport import GlooTransport
 from phalanx.transport.hierarchical.layout import Layout
@@ -185,7 +186,7 @@ def _rank_info(server: FdServer | None, obstacle: str, store: Any, settings: Opt
     return RankInfo(
         host=host_identity(),
         hostname=os.uname().nodename,
-        token=str(server.address) if server else "",
+        token=str(server.address) if server else new_token(),
         process=ProcessId.of_self(),
         cpus=frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset(),
         core=_core.VERSION if _core is not None else 0,
@@ -373,6 +374,7 @@ def _connect(server: FdServer, bootstrap: Bootstrap, options: Any, settings: Opt
     except BaseException:
         symm_mem.close()
         raise
+    transport.pickle_key = derive_pickle_key(token)
     transport.attach(symm_mem, engine, failure_store)
     return _begin(transport, bootstrap, options, deadline)
 
@@ -436,6 +438,7 @@ def _over_gloo(bootstrap: Bootstrap, options: Any, settings: Options, deadline: 
     group = MetGroup(name, _GLOO, options.store, infos, layout)
     engine = open_gloo(group, settings, deadline, failure_store)
     transport = GlooTransport(name, engine, failure_store, processes, lambda r: infos[r].has_ended(infos[rank]))
+    transport.pickle_key = derive_pickle_key(infos[0].token)
     return _begin(transport, bootstrap, options, deadline)
 
 

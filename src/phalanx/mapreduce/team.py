@@ -17,9 +17,11 @@ import torch.distributed as dist
 
 from phalanx.backend.shared import rehearses
 from phalanx.backend.torch_integration.groups import phalanx_group, store_of
+from phalanx.backend.torch_integration.object_collectives import pickle_key
 from phalanx.coordination.rank_info import host_identity
 from phalanx.errors import DeadlineError, MismatchError, PeerLostError
 from phalanx.symmetric_memory.watch import ProcessId
+from phalanx.transport.authentication import MAC_BYTES, authenticate, verify
 
 _LOOK_S = 0.2  # how often it is asked whether the others live
 _LONGEST_PAUSE_S = 0.02
@@ -146,7 +148,9 @@ class Team:
         """Give each rank its part; what came from each, whose length is known. Collective."""
         if self.group is None:
             return [memoryview(parts[0])]
-        device = self._device()
+        device, (key, name) = self._device(), pickle_key(self.group)
+        if key:  # what travels are pickles
+            parts, lengths = [authenticate(part, key) for part in parts], [length + MAC_BYTES for length in lengths]
         send = _tensor_over(bytearray().join(parts)).to(device)
         receive = _tensor_over(bytearray(sum(lengths))).to(device)
         self._run(
@@ -157,7 +161,7 @@ class Team:
         view = memoryview(cast(Any, receive.cpu().numpy()))
         found, start = [], 0
         for length in lengths:
-            found.append(view[start : start + length])
+            found.append(memoryview(verify(view[start : start + length], key, name)))
             start += length
         return found
 

@@ -26,12 +26,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.backend.shared import shares_memory, sharing_group
+from phalanx.backend.torch_integration.object_collectives import pickle_key
 from phalanx.deadline import Deadline
 from phalanx.errors import MismatchError, PeerLostError, PhalanxError
 from phalanx.pipeline.failure import with_note
 from phalanx.pipeline.frames import HEADER_BYTES, WORDS, Frames, aligned, end_of, nbytes_of, tensor_in
 from phalanx.pipeline.meeting import FAREWELL_S, meets_by_messages, outlive
 from phalanx.pipeline.nested import tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
+from phalanx.transport.authentication import authenticate, verify
 from phalanx.transport.memory_order import Strides, find_strides, flatten, restore
 
 if TYPE_CHECKING:
@@ -188,7 +190,8 @@ class Wire:
         news = b""
         if self._sent.get(edge) != (tree, described):
             self._sent[edge] = (tree, described)
-            news = _Form("" if tree is None else treespec_dumps(tree), tuple(described)).encode()
+            form = _Form("" if tree is None else treespec_dumps(tree), tuple(described))
+            news = authenticate(form.encode(), pickle_key(self._group)[0])
         self._post(edge, step, news, rows, tensors)
 
     def send_gradients(self, edge: Edge, grads: Sequence[Tensor | None], step: Step) -> None:
@@ -300,7 +303,7 @@ class Wire:
         """
         header, step, parts = self._header(edge)
         if header[1]:
-            form: _Form = pickle.loads(parts.take_bytes(header[1]))
+            form: _Form = pickle.loads(verify(parts.take_bytes(header[1]), *pickle_key(self._group)))
             self._forms[edge] = form, treespec_loads(form.tree) if form.tree else None
         form, tree = self._forms[edge]
         words = iter(header[_FIXED:])

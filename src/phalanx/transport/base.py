@@ -90,6 +90,9 @@ class Transport(ABC):
     eager_bytes = 256
     """Up to so many bytes a rank, an all_gather costs hardly more than its latency."""
 
+    pickle_key = b""
+    """What authenticates pickles between the group's ranks (`phalanx.transport.authentication`); empty on one host."""
+
     ranks_share_memory = False
     """Whether all ranks map one memory. Then this is a `SharedMemoryTransport`, which can do more than is asked here:
     symmetric tensors, reductions of them in place, steps that go on without some ranks, posted receives.

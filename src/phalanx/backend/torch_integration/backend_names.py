@@ -103,6 +103,7 @@ def _serve_our_backend(plugin: Any) -> None:
     from phalanx.backend.torch_integration.dist2 import serve_dist2
     from phalanx.backend.torch_integration.flight_recorder import serve_dumps
     from phalanx.backend.torch_integration.monitored_barrier import extend_monitored_barrier
+    from phalanx.backend.torch_integration.object_collectives import authenticate_object_collectives
     from phalanx.backend.torch_integration.rendezvous_handlers import serve_agents_store, serve_cluster_launchers
 
     backend: Any = dist.Backend
@@ -118,6 +119,7 @@ def _serve_our_backend(plugin: Any) -> None:
     serve_dist2()
     serve_cluster_launchers()
     extend_monitored_barrier()
+    authenticate_object_collectives()
     serve_dumps()
 
 
