@@ -53,7 +53,7 @@ from phalanx.coordination.wire import (  # noqa: E402
 from phalanx.deadline import Deadline  # noqa: E402
 
 FORK, SPAWN = multiprocessing.get_context("fork"), multiprocessing.get_context("spawn")
-TIMEOUT_S = 60.0
+TIMEOUT_S = 200.0
 IDLE_S = 10.0
 LOST_AFTER_S = 8.0
 SIGNAL = "phalanx/signal/0"
@@ -111,6 +111,7 @@ class Mux:
         for _, source in zip(hosts, sources, strict=True):
             dealer = open_dealer(self.context, Key(KEY))
             dealer.connect(endpoint.replace("tcp://", f"tcp://{source}:0;"))
+            dealer.send(pack(Op.RELAY, 0, b"", pack(Op.HELLO, 1, pack_number(VERSION))))  # as a relay begins
             self.hosts.append(Host(dealer))
         self.lock = threading.Lock()
         self.busy: set[Host] = set()
@@ -280,7 +281,13 @@ def be_ranks(endpoint: str, hosts: range, ranks: int, size: int, answers: Any, s
     mux = Mux(f"tcp://{endpoint}", hosts, [f"127.1.{host // 250}.{host % 250 + 1}" for host in hosts])
     meet.wait()
     # Each rank of a real job reads the facts for itself, on a core of its own; here thousands share two.
-    bootstrap.unpack_infos = functools.cache(bootstrap.unpack_infos)
+    unpack_once, unpacking = functools.cache(bootstrap.unpack_infos), threading.Lock()
+
+    def unpack_infos(text: str) -> Any:
+        with unpacking:
+            return unpack_once(text)
+
+    bootstrap.unpack_infos = unpack_infos
     here = ProcessId.of_self()
     firsts: list[Any] = []
 

@@ -4,6 +4,8 @@ import contextlib
 import itertools
 import os
 import signal
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -293,3 +295,44 @@ def test_a_first_connection_whose_handshakes_break_goes_on_for_a_while(monkeypat
         line.spoil(3)
         with Client(line.address, KEY, timeout=60.0) as client:
             client.set("a", "1")
+
+
+_FLOODED = """
+import sys, time, zmq
+from phalanx.coordination.client import Client
+from phalanx.coordination.dealer import open_dealer
+from phalanx.coordination.key import Key
+from phalanx.coordination.service import Service
+from phalanx.coordination.wire import VERSION, Op, pack, pack_number
+
+key, stalls_s = Key(bytes(range(32))), [0.0]
+with Service("127.0.0.1:0", key) as service:
+    handle = service.coordinator.handle
+
+    def handle_late(route, frame, now):
+        wait_s, stalls_s[0] = stalls_s[0], 0.0
+        time.sleep(wait_s)
+        return handle(route, frame, now)
+
+    service.coordinator.handle = handle_late
+    context = zmq.Context()
+    dealer = open_dealer(context, key)
+    dealer.connect(f"tcp://{service.address}")
+    dealer.send(pack(Op.HELLO, 1, pack_number(VERSION)))
+    dealer.recv()
+    stalls_s[0] = 5.0
+    for number in range(300):
+        dealer.send(pack(Op.SET, 2 + number, b"key", bytes(1000)))
+    time.sleep(0.5)
+    dealer.close(0)
+    context.term()
+    with Client(service.local) as client:
+        print(len(client.get("key")))
+"""
+
+
+def test_a_member_that_goes_while_its_messages_wait_does_not_end_the_coordinator():
+    """The coordinator was busy for a few seconds, and a member died whose messages it had yet to read. libzmq sent that
+    member a heartbeat, and an assertion of its own ended the agent of the first host, and the job."""
+    done = subprocess.run([sys.executable, "-c", _FLOODED], capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stdout.strip()) == (0, "1000"), done.stderr

@@ -26,6 +26,8 @@ PIECE_BYTES = 1 << 16  # the most that ZeroMQ gives memory for at once, before i
 _CURVE_BYTES = 64  # what encryption adds to a piece, at most
 _EVENT_BYTES = 6
 _MAX_OPEN_FILES = 1 << 16
+_HONEST_YOUNG = 8  # connections that a host of a job may open at once
+_CROWDS = 8  # times as many may be young in all, where no address has more than that
 _READ_S = 1.0  # between two readings of the kernel's table, which may be long
 
 
@@ -40,7 +42,8 @@ class ConnectionGuard:
     """A guard that watches the listening socket `watched`, and closes connections of strangers where they crowd in.
 
     Arguments:
-        max_young: how many connections may be open before their first message.
+        max_young: how many connections may be open before their first message; eight times as many as long as no
+            address has more than eight of them.
         max_open: how many may be open in all; who comes then is closed, and comes again.
     """
 
@@ -121,6 +124,8 @@ class ConnectionGuard:
         self._crowds.setdefault(peer.network, OrderedDict())[fd] = None
         if len(self._young) > self._max_young:
             crowd = max(self._crowds.values(), key=len)
+            if len(crowd) <= _HONEST_YOUNG and len(self._young) <= _CROWDS * self._max_young:
+                return  # the hosts of a large job that begin at once, each with a few connections
             oldest = next(iter(crowd))
             victim = self._peers[oldest]
             self._grow_up(oldest)

@@ -25,7 +25,7 @@ def open_dealer(context: zmq.Context[zmq.Socket[bytes]], key: Key | None) -> zmq
     dealer.linger = 0
     dealer.routing_id = b"\x01" + os.urandom(15)
     protect(dealer)
-    dealer.sndhwm = dealer.rcvhwm = 1000
+    dealer.sndhwm, dealer.rcvhwm = 1000, 0  # with a limit, heartbeats may end the process: see `Service`
     dealer.ipv6 = True
     dealer.reconnect_ivl, dealer.reconnect_ivl_max = 50, 1000
     dealer.connect_timeout = 3000

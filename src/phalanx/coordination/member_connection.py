@@ -81,12 +81,14 @@ class MemberConnection(Connection):
     def wait_event(self, timeout: Timeout = None) -> list[Event]:
         """As `take`, but waits for the first one; empty if none comes in time."""
         deadline = self._deadline(timeout)
+        poll = select.poll()  # select() refuses descriptors above 1,023
+        poll.register(self.fileno(), select.POLLIN)
         while True:
             if events := self.take():
                 return events
             if deadline.passed:
                 return []
-            select.select([self.fileno()], [], [], min(deadline.left_s, 3600.0))
+            poll.poll(min(deadline.left_s, 3600.0) * 1000 + 1)
 
     # The member's thread.
 

@@ -26,6 +26,7 @@ from phalanx.coordination.key import Key
 from phalanx.coordination.local_socket import BACKLOG, LocalSocket
 from phalanx.coordination.wire import (
     MAX_FRAME_BYTES,
+    VERSION,
     WRITE_ONCE,
     Op,
     Status,
@@ -86,7 +87,9 @@ class Relay:
         self._routes: dict[bytes, None] = {}
         self._waiting: list[bytes] = []  # frames that the coordinator's side has no room for yet
         self._was_connected = self._is_cut = False
-        self._number = 0
+        self._number = 1
+        # A connection that says nothing is a stranger's: ranks come only when they have imported torch.
+        self._waiting.append(pack(Op.RELAY, 0, _OWN, pack(Op.HELLO, self._number, pack_number(VERSION))))
         self._fetches: dict[bytes, _Fetch] = {}  # by key
         self._kept: OrderedDict[bytes, tuple[float, bytes]] = OrderedDict()  # since when; the value
         self._thread = threading.Thread(target=self._run, name="phalanx-relay", daemon=True)

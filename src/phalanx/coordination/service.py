@@ -168,8 +168,10 @@ class Service:
         router.router_mandatory = True  # we want to know whether an answer can be delivered
         router.router_handover = True  # a client that comes again takes its own place
         router.backlog = BACKLOG
-        # Only so that the connection of a host that was switched off is closed: clients and members say that they live.
-        router.heartbeat_ivl, router.heartbeat_timeout, router.heartbeat_ttl = 5000, 15000, 15000
+        # ZeroMQ's heartbeats would end this process (an assertion of libzmq 4.3.5): one is due where a client has gone
+        # whose messages wait to be read. The kernel closes the connection of a host that was switched off.
+        router.tcp_keepalive, router.tcp_keepalive_idle = 1, 10
+        router.tcp_keepalive_intvl, router.tcp_keepalive_cnt = 5, 3
         return router
 
     def _say(self, line: str) -> None:
