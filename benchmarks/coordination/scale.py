@@ -295,7 +295,7 @@ def be_ranks(endpoint: str, hosts: range, ranks: int, size: int, answers: Any, s
         host = rank // ranks
         info = RankInfo(
             f"{host:036x} net:[4026531840] user:[4026531837] 0", f"node{host}", f"{rank:040x}@/proc/{rank}/fd/9",
-            ProcessId(rank, here.start_ticks + rank, "pid:[1] time:[1]"), frozenset(range(96)), 7, _address(host),
+            ProcessId(rank, here.start_ticks + rank, "pid:[1] time:[1]"), frozenset(range(12)), 7, _address(host),
             "timeout=1800.0 engine=gloo algorithm=ring wire_dtype=None",
         )  # fmt: skip
         client._call(Op.HELLO, pack_number(VERSION))

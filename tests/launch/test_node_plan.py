@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from phalanx.launch.hosts.addresses import is_own, own_addresses
@@ -45,6 +47,21 @@ def test_two_hosts_with_one_number_are_named() -> None:
     assert conflict == "n1 (10.0.0.1) and n2 (10.0.0.2) both came as --node-rank 1. Give each host a number of its own"
     assert find_conflict([host(0), host(1, node_rank=2)], 2) == "n1 (10.0.0.1) came as --node-rank 2 of --nnodes 2"
     assert find_conflict([host(0), host(1, node_rank=1)], 2) == ""
+
+
+def test_hosts_that_were_given_different_numbers_of_hosts_are_named() -> None:
+    two, three, any_number = (replace(host(n), nnodes=nnodes) for n, nnodes in enumerate(("2", "3", "")))
+    conflict = find_conflict([two, any_number, three], 2)
+    assert conflict == (
+        "n0 (10.0.0.0) was started with --nnodes 2, and n1 (10.0.0.1) with --nnodes 3. "
+        "Give the same number on all hosts"
+    )
+    assert find_conflict([two, any_number, two], 2) == ""
+
+
+def test_what_another_host_calls_itself_can_move_no_cursor() -> None:
+    sneaky = replace(host(1, node_rank=5), name="n1\x1b[2J")
+    assert "\x1b" not in find_conflict([host(0), sneaky], 2)
 
 
 @pytest.mark.parametrize(

@@ -126,6 +126,26 @@ def test_a_line_for_two_hosts_that_is_typed_twice_on_one_is_a_job_of_two_agents(
     assert seen["phalanx"] == seen["torchrun"]
 
 
+@pytest.mark.parametrize("numbers", [("2", "3"), ("3", "2"), ("1:2", "2")])
+def test_hosts_that_were_given_different_numbers_of_hosts_all_refuse(tmp_path: Path, numbers: tuple[str, str]) -> None:
+    """They started with the first host's number, and nothing was said; or waited for hosts that would not come."""
+    script = write_script(tmp_path, "print('ran')")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        place = f"127.0.0.1:{free.getsockname()[1]}"
+    environ = {key: value for key, value in os.environ.items() if key not in _UNSET and "TORCHELASTIC" not in key}
+    environ |= {"XDG_CONFIG_HOME": str(tmp_path)}
+    started = []
+    for nnodes in numbers:
+        words = ["--nnodes", nnodes, "--rdzv-backend", "c10d", "--rdzv-endpoint", place, "--rdzv-id", "7", str(script)]
+        line = [sys.executable, "-m", "phalanx.cli", "run", *words]
+        started.append(subprocess.Popen(line, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+    for process in started:
+        out, err = process.communicate(timeout=60)
+        assert (process.returncode, out) == (2, ""), err
+        assert all(f"--nnodes {nnodes}" in err for nnodes in numbers), err
+        assert "Give the same number on all hosts" in err
+
+
 def test_variables_that_a_cluster_sets_for_torchrun_are_read(tmp_path: Path) -> None:
     extra = {
         "PET_NPROC_PER_NODE": "2",

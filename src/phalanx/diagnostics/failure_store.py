@@ -194,7 +194,8 @@ class FailureStore:
         pause_s = _POLL_S
         while True:
             missing = [r for r in others if r not in answers]
-            answers |= self.signals.ask(partial(self._read_positions, missing), {})
+            found: dict[int, Position] = self.signals.ask(partial(self._read_positions, missing), {})
+            answers |= found
             if len(answers) == len(others) or deadline.passed or self.is_gone:
                 return answers
             time.sleep(pause_s)

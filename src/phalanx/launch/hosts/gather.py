@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from phalanx.coordination.key import Key
+from phalanx.diagnostics.printable import printable
 from phalanx.errors import LaunchError
 from phalanx.launch.agent.host import Host
 from phalanx.launch.agent.signals import read_signals
@@ -21,7 +22,7 @@ from phalanx.launch.hosts.control_channel import MALFORMED, Change, ControlChann
 from phalanx.launch.hosts.job_spec import choose_environment
 from phalanx.launch.hosts.leader import LeaderAttempt
 from phalanx.launch.hosts.membership import name_own_address
-from phalanx.launch.hosts.node_plan import HostFacts, Node, describe_unfit, find_conflict, plan_nodes
+from phalanx.launch.hosts.node_plan import HostFacts, Node, describe_nnodes, describe_unfit, find_conflict, plan_nodes
 from phalanx.launch.hosts.peer_hosts import PeerHosts, tell_start
 from phalanx.launch.hosts.reach import TRY_S, Target, choose_targets, describe, try_all
 from phalanx.launch.plan import JobPlan, find_free_port
@@ -141,6 +142,7 @@ class Gathering:
         return HostFacts(
             self._channel.member, socket.gethostname(), os.getpid(), self._plan.num_ranks, settings.role, address,
             self._rendezvous.node_rank, self._plan.run_id,
+            describe_nnodes(self._rendezvous.min_nodes, self._rendezvous.max_nodes),
         )  # fmt: skip
 
     def _gather(self) -> list[Node]:
@@ -170,10 +172,13 @@ class Gathering:
         for late in list(self._joined_hosts)[rendezvous.max_nodes - 1 :]:
             self._refuse(late, f"the job has its {rendezvous.max_nodes} hosts")
         hosts = [self._own, *(joined_host.facts for joined_host in joined_hosts)]
-        conflict = find_conflict(hosts, rendezvous.max_nodes)
+        self._check_conflict(hosts)
+        return plan_nodes(hosts)
+
+    def _check_conflict(self, hosts: Sequence[HostFacts]) -> None:
+        conflict = find_conflict(hosts, self._rendezvous.max_nodes)
         if conflict:
             raise LaunchError(f"phalanx run: {conflict}.", exit_code=2)
-        return plan_nodes(hosts)
 
     @property
     def _is_inviting(self) -> bool:
@@ -243,10 +248,12 @@ class Gathering:
             facts = HostFacts.from_json(change.member, change.facts)
             if facts is not None and "reached" in change.facts:
                 self._joined_hosts[change.member] = JoinedHost(facts, str(change.facts["reached"]))
+                if self._peers is None:  # at once: the hosts that are still missing may never come
+                    self._check_conflict([self._own, facts])
         elif change.kind in ("left", "lost"):
             gone = self._joined_hosts.pop(change.member, None)
             if gone is not None and change.kind == "lost":
-                who = f"{gone.facts.name} ({gone.facts.address})"
+                who = printable(f"{gone.facts.name} ({gone.facts.address})")
                 self._host.display.say(f"phalanx run: {who} is lost before the job began: {change.why}")
         elif change.kind in ("unreachable", "expelled"):
             raise LaunchError(f"phalanx run: the coordinator on this host has failed: {change.why}")

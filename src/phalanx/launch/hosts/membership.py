@@ -26,7 +26,7 @@ from phalanx.launch.hosts.control_channel import Change, ControlChannel, Control
 from phalanx.launch.hosts.follower import FIRST, FollowerAttempt, Forward, say_host_lost, tells_first_lost
 from phalanx.launch.hosts.generation_message import generation_from_json
 from phalanx.launch.hosts.job_spec import KEY, JobSpec
-from phalanx.launch.hosts.node_plan import HostFacts
+from phalanx.launch.hosts.node_plan import HostFacts, describe_nnodes
 from phalanx.launch.hosts.orphaned import describe_membership
 from phalanx.launch.hosts.reach import Responder, Target, check_own, try_all
 from phalanx.launch.plan import JobPlan
@@ -203,6 +203,7 @@ def follow(plan: JobPlan, rendezvous: Rendezvous, host: Host, joined: Joined) ->
     facts = HostFacts(
         -1, socket.gethostname(), os.getpid(), plan.num_ranks, plan.settings.role, own, rendezvous.node_rank,
         joined.job_spec.run_id,
+        "" if rendezvous.max_nodes == 1 else describe_nnodes(rendezvous.min_nodes, rendezvous.max_nodes),
     )  # fmt: skip
     assert isinstance(host.pump.viewer, Forward)
     told = {**facts.to_json(), "reached": client.address.host}

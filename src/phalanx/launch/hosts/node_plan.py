@@ -15,7 +15,10 @@ _MAX_WORDS = 500
 
 @dataclass(frozen=True)
 class HostFacts:
-    """What the agent of a host tells of it. `address` is where other hosts reach it."""
+    """What the agent of a host tells of it. `address` is where other hosts reach it.
+
+    `nnodes` is what --nnodes says there: "2" or "1:4"; it is empty where nobody was asked (`phalanx join`).
+    """
 
     member: int
     name: str
@@ -25,6 +28,7 @@ class HostFacts:
     address: str
     node_rank: int | None = None
     run_id: str = ""
+    nnodes: str = ""
 
     @property
     def known_as(self) -> str:
@@ -43,6 +47,7 @@ class HostFacts:
             return cls(
                 member, str(facts["host"]), int(facts["pid"]), num_ranks, str(facts["role"]),
                 str(facts["address"]), None if node_rank is None else int(node_rank), str(facts["run_id"]),
+                str(facts["nnodes"]),
             )  # fmt: skip
         except (KeyError, TypeError, ValueError, OverflowError):
             return None
@@ -52,6 +57,11 @@ class HostFacts:
         fields = asdict(self)
         del fields["member"]
         return {"kind": "agent", "host": fields.pop("name"), **fields}
+
+
+def describe_nnodes(min_nodes: int, max_nodes: int) -> str:
+    """What --nnodes says."""
+    return f"{min_nodes}" if min_nodes == max_nodes else f"{min_nodes}:{max_nodes}"
 
 
 @dataclass(frozen=True)
@@ -76,16 +86,25 @@ def describe_unfit(facts: Mapping[str, Any]) -> str:
 
 
 def find_conflict(hosts: Sequence[HostFacts], max_nodes: int) -> str:
-    """Why these hosts cannot be in one job, in the words for the user; empty if they can."""
+    """Why these hosts cannot be in one job, in the words for the user; empty if they can. The first is the leader."""
+    first = hosts[0]
+    for host in hosts:
+        if host.nnodes and first.nnodes and host.nnodes != first.nnodes:
+            return printable(
+                f"{first.name} ({first.address}) was started with --nnodes {first.nnodes}, and {host.name} "
+                f"({host.address}) with --nnodes {host.nnodes}. Give the same number on all hosts"
+            )
     seen: dict[int, HostFacts] = {}
     for host in hosts:
         if host.node_rank is None:
             continue
         if host.node_rank >= max_nodes:
-            return f"{host.name} ({host.address}) came as --node-rank {host.node_rank} of --nnodes {max_nodes}"
+            return printable(
+                f"{host.name} ({host.address}) came as --node-rank {host.node_rank} of --nnodes {max_nodes}"
+            )
         other = seen.setdefault(host.node_rank, host)
         if other is not host:
-            return (
+            return printable(
                 f"{other.name} ({other.address}) and {host.name} ({host.address}) both came as --node-rank "
                 f"{host.node_rank}. Give each host a number of its own"
             )
