@@ -3,12 +3,13 @@
 import json
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
 from phalanx.backend.coordination_store import CoordinationStore
 from phalanx.coordination.bootstrap import Bootstrap, exchange
-from phalanx.coordination.rank_info import Arrival, RankInfo, host_identity, unpack_infos
+from phalanx.coordination.rank_info import Arrival, RankInfo, host_identity, pack_infos, unpack_infos
 from phalanx.coordination.service import Service
 from phalanx.deadline import Deadline
 from phalanx.errors import DeadlineError
@@ -83,3 +84,17 @@ def test_who_waits_hears_that_all_have_come(store):
     first._wait()
     waiter.join()
     assert len(heard[0].infos) == 5000
+
+
+def test_what_ranks_know_of_each_other_comes_back_and_secrets_of_others_do_not():
+    """Of each host the first token is kept, of all ranks the first secret."""
+    infos = [
+        replace(INFO, host=f"host {rank // 3}", token=f"token {rank}", secret=f"secret {rank}", cpus=frozenset({rank}))
+        for rank in range(7)
+    ]
+    expected = [
+        replace(info, token=info.token if rank % 3 == 0 else "", secret=info.secret if rank == 0 else "")
+        for rank, info in enumerate(infos)
+    ]
+    assert unpack_infos(pack_infos(infos)) == expected
+    assert "secret 0" not in repr(infos[0])

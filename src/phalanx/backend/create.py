@@ -186,7 +186,7 @@ def _rank_info(server: FdServer | None, obstacle: str, store: Any, settings: Opt
     return RankInfo(
         host=host_identity(),
         hostname=os.uname().nodename,
-        token=str(server.address) if server else new_token(),
+        token=str(server.address) if server else "",
         process=ProcessId.of_self(),
         cpus=frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset(),
         core=_core.VERSION if _core is not None else 0,
@@ -194,6 +194,7 @@ def _rank_info(server: FdServer | None, obstacle: str, store: Any, settings: Opt
         agreed=settings.agreed(),
         obstacle=obstacle,
         keeps_store=is_kept_here(base_of(store)),
+        secret=new_token(),
     )
 
 
@@ -374,7 +375,7 @@ def _connect(server: FdServer, bootstrap: Bootstrap, options: Any, settings: Opt
     except BaseException:
         symm_mem.close()
         raise
-    transport.pickle_key = derive_pickle_key(token)
+    transport.pickle_key = derive_pickle_key(infos[0].secret)
     transport.attach(symm_mem, engine, failure_store)
     return _begin(transport, bootstrap, options, deadline)
 
@@ -438,7 +439,7 @@ def _over_gloo(bootstrap: Bootstrap, options: Any, settings: Options, deadline: 
     group = MetGroup(name, _GLOO, options.store, infos, layout)
     engine = open_gloo(group, settings, deadline, failure_store)
     transport = GlooTransport(name, engine, failure_store, processes, lambda r: infos[r].has_ended(infos[rank]))
-    transport.pickle_key = derive_pickle_key(infos[0].token)
+    transport.pickle_key = derive_pickle_key(infos[0].secret)
     return _begin(transport, bootstrap, options, deadline)
 
 

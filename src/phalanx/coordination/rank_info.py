@@ -38,6 +38,7 @@ class RankInfo:
     agreed: str = ""  # what must be the same on every rank
     obstacle: str = ""  # why this process can share no memory
     keeps_store: bool = False  # the job's store ends with this process
+    secret: str = field(default="", repr=False)  # that of rank 0 is known to the ranks of the group alone
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for the store."""
@@ -53,6 +54,7 @@ class RankInfo:
             "agreed": self.agreed,
             "obstacle": self.obstacle,
             "keeps_store": self.keeps_store,
+            "secret": self.secret,
         }
 
     @classmethod
@@ -69,6 +71,7 @@ class RankInfo:
             data["agreed"],
             data["obstacle"],
             data["keeps_store"],
+            data["secret"],
         )
 
     def has_ended(self, mine: RankInfo) -> bool:
@@ -80,10 +83,10 @@ class RankInfo:
 
 
 def pack_infos(infos: Sequence[RankInfo]) -> str:
-    """Return the information of all ranks as text for the store: some ten bytes per rank where there are thousands.
+    """Return the information of all ranks as text for the store: some 25 bytes per rank where there are thousands.
 
     What ranks have in common is there once. Of each host the token of its first rank is kept, where the others of that
-    host fetch its memory; nobody connects to them, so that theirs are left out.
+    host fetch its memory; nobody connects to them, so that theirs are left out. So are all secrets but that of rank 0.
     """
     hosts: set[str] = set()
     columns: dict[str, tuple[dict[str, int], list[int]]] = {}  # each value once, and its number for each rank
@@ -91,6 +94,8 @@ def pack_infos(infos: Sequence[RankInfo]) -> str:
         data = info.to_json()
         if info.host in hosts:
             data["token"] = ""
+        if hosts:
+            data["secret"] = ""
         hosts.add(info.host)
         for name, value in data.items():
             values, numbers = columns.setdefault(name, ({}, []))

@@ -28,9 +28,8 @@ def authenticate_object_collectives() -> None:
         if not key:
             return pickled, size
         sent = bytearray(authenticate(pickled.numpy().tobytes(), key))
-        return torch.frombuffer(sent, dtype=torch.uint8).clone().to(device), (size + MAC_BYTES).to(
-            device
-        )  # torch resizes it
+        tensor = torch.frombuffer(sent, dtype=torch.uint8).clone()  # torch resizes it
+        return tensor.to(device), (size + MAC_BYTES).to(device)
 
     def _tensor_to_object(tensor: Tensor, tensor_size: Any, group: Any, *args: Any, **kwargs: Any) -> Any:
         key, name = pickle_key(group)
