@@ -187,7 +187,7 @@ class Bootstrap:
 
         Before the first barrier: whoever has passed that may begin to meet anew.
         """
-        members = [[r, info.to_json()] for r, info in enumerate(self.infos)]
+        members = [[r, {**info.to_json(), "secret": ""}] for r, info in enumerate(self.infos)]
         how = f"a group of this name was formed here at {time.strftime('%H:%M:%S')}"
         self._end(how, members if len(members) <= _MOST_REMEMBERED else [])
         base = base_of(self._store)

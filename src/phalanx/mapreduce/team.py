@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from phalanx.backend.shared import rehearses
 from phalanx.backend.torch_integration.groups import phalanx_group, store_of
-from phalanx.backend.torch_integration.object_collectives import pickle_key
+from phalanx.backend.torch_integration.object_collectives import count_exchange, pickle_key
 from phalanx.coordination.rank_info import host_identity
 from phalanx.errors import DeadlineError, MismatchError, PeerLostError
 from phalanx.symmetric_memory.watch import ProcessId
@@ -76,6 +76,10 @@ def _tensor_over(data: bytearray) -> torch.Tensor:
     """In memory of Python's: glibc gives a tensor of torch, which is aligned, other memory each time (before 2.38), and
     as much as went through the shuffle was held in the end."""
     return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+
+
+def _purpose(number: int, src: int, dst: int) -> str:
+    return f"exchange {number} of map_reduce from {src} to {dst}"
 
 
 @dataclass(frozen=True)
@@ -149,8 +153,12 @@ class Team:
         if self.group is None:
             return [memoryview(parts[0])]
         device, (key, name) = self._device(), pickle_key(self.group)
-        if key:  # what travels are pickles
-            parts, lengths = [authenticate(part, key) for part in parts], [length + MAC_BYTES for length in lengths]
+        number = 0
+        if key:  # what travels are pickles, and pieces of them, which stand nowhere else than where they were sent to
+            number = count_exchange(self.group)
+            me = self.rank
+            parts = [authenticate(part, key, _purpose(number, me, peer)) for peer, part in enumerate(parts)]
+            lengths = [length + MAC_BYTES for length in lengths]
         send = _tensor_over(bytearray().join(parts)).to(device)
         receive = _tensor_over(bytearray(sum(lengths))).to(device)
         self._run(
@@ -160,8 +168,9 @@ class Team:
         )
         view = memoryview(cast(Any, receive.cpu().numpy()))
         found, start = [], 0
-        for length in lengths:
-            found.append(memoryview(verify(view[start : start + length], key, name)))
+        for peer, length in enumerate(lengths):
+            purpose = _purpose(number, peer, self.rank)
+            found.append(memoryview(verify(view[start : start + length], key, purpose, name)))
             start += length
         return found
 

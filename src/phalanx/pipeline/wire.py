@@ -53,6 +53,7 @@ notice of it takes to come to the sender. On one host one does it; each takes me
 _HAS_STATE, _INSIDE = 1, 2
 _WORD = 2**31
 _CPU = torch.device("cpu")
+_PURPOSE = "form of a Pipeline's values"  # what is authenticated between hosts
 
 
 class Edge(NamedTuple):
@@ -191,7 +192,7 @@ class Wire:
         if self._sent.get(edge) != (tree, described):
             self._sent[edge] = (tree, described)
             form = _Form("" if tree is None else treespec_dumps(tree), tuple(described))
-            news = authenticate(form.encode(), pickle_key(self._group)[0])
+            news = authenticate(form.encode(), pickle_key(self._group)[0], _PURPOSE)
         self._post(edge, step, news, rows, tensors)
 
     def send_gradients(self, edge: Edge, grads: Sequence[Tensor | None], step: Step) -> None:
@@ -303,7 +304,8 @@ class Wire:
         """
         header, step, parts = self._header(edge)
         if header[1]:
-            form: _Form = pickle.loads(verify(parts.take_bytes(header[1]), *pickle_key(self._group)))
+            key, name = pickle_key(self._group)
+            form: _Form = pickle.loads(verify(parts.take_bytes(header[1]), key, _PURPOSE, name))
             self._forms[edge] = form, treespec_loads(form.tree) if form.tree else None
         form, tree = self._forms[edge]
         words = iter(header[_FIXED:])

@@ -93,6 +93,9 @@ class Transport(ABC):
     pickle_key = b""
     """What authenticates pickles between the group's ranks (`phalanx.transport.authentication`); empty on one host."""
 
+    num_exchanges = 0
+    """How often `phalanx.mapreduce` has exchanged bytes over it."""
+
     ranks_share_memory = False
     """Whether all ranks map one memory. Then this is a `SharedMemoryTransport`, which can do more than is asked here:
     symmetric tensors, reductions of them in place, steps that go on without some ranks, posted receives.

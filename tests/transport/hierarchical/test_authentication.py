@@ -1,6 +1,8 @@
 """Pickles between hosts: a forged one is refused before anything of it is read, an honest one arrives."""
 
+import contextlib
 import os
+import pickle
 import random
 
 import pytest
@@ -8,6 +10,7 @@ import torch
 import torch.distributed as dist
 from tests.system.hosts_jobs import on_hosts
 
+import phalanx.mapreduce.team as team_module
 from phalanx.backend.torch_integration.object_collectives import pickle_key
 from phalanx.elastic.hand_over import hand_over
 from phalanx.errors import PhalanxError
@@ -145,15 +148,58 @@ def test_a_forged_pickle_is_refused_before_it_is_read(number, tmp_path):
     assert "nothing of it was read" in told
 
 
+def _replay(rank, world_size, machines, path):
+    """Rank 0 plays what a record of `map_reduce` holds back where an object, or an earlier piece, is read."""
+    group = dist.new_group(backend="phalanx")
+    team = Team.of(group)
+    pieces, told = [], []
+    take = team_module.authenticate
+
+    def note(sent, key, purpose):
+        pieces.append(take(sent, key, purpose))
+        return pieces[-1]
+
+    team_module.authenticate = note
+    record = pickle.dumps(Code(path)) if rank == 0 else b""
+    size = len(pickle.dumps(Code(path)))
+    team.all_to_all([b"", record if rank == 0 else b""], [0, 0] if rank == 0 else [size, 0])
+    if rank == 0:
+        piece = pieces[1]
+        team_module.authenticate = lambda sent, key, purpose: piece
+        dist.send(torch.tensor([len(piece)]), group=group, group_dst=1)
+        dist.send(torch.frombuffer(bytearray(piece), dtype=torch.uint8), group=group, group_dst=1)
+    else:
+        with pytest.raises(PhalanxError, match="wrong MAC"):
+            dist.recv_object_list([None], group=group, group_src=0)
+        told.append("object")
+    dist.barrier()
+    if rank == 0:
+        team_module.authenticate = lambda sent, key, purpose: piece if sent else take(sent, key, purpose)
+        with contextlib.suppress(PhalanxError):
+            team.all_to_all([b"", record], [0, 0])
+    else:
+        with pytest.raises(PhalanxError, match="wrong MAC"):
+            team.all_to_all([b"", b""], [size, 0])
+        told.append("piece")
+    return told, os.path.exists(os.path.join(path, str(os.getpid())))
+
+
+def test_a_piece_of_a_shuffle_is_no_message_of_another_kind_and_of_no_other_exchange(tmp_path):
+    """Whoever wrote a record could have it read as a pickle: a piece carried the MAC of any pickle of the group."""
+    assert on_hosts((1, 1), _replay, str(tmp_path))[1] == (["object", "piece"], False)
+
+
 def test_each_changed_bit_is_found():
     key = derive_pickle_key("a secret of the group")
-    sent = authenticate(b"a pickle", key)
-    assert verify(sent, key, "0") == b"a pickle"
+    sent = authenticate(b"a pickle", key, "object")
+    assert verify(sent, key, "object", "0") == b"a pickle"
+    with pytest.raises(PhalanxError, match="wrong MAC"):
+        verify(sent, key, "piece", "0")
     for bit in range(8 * len(sent)):
         changed = bytearray(sent)
         changed[bit // 8] ^= 1 << bit % 8
         with pytest.raises(PhalanxError, match="wrong MAC"):
-            verify(bytes(changed), key, "0")
+            verify(bytes(changed), key, "object", "0")
     for length in range(len(sent)):
         with pytest.raises(PhalanxError, match="wrong MAC"):
-            verify(sent[:length], key, "0")
+            verify(sent[:length], key, "object", "0")

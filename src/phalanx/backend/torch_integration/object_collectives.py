@@ -11,6 +11,8 @@ from phalanx.backend.torch_integration.groups import phalanx_group
 from phalanx.backend.torch_integration.patch import distributed_c10d, patch
 from phalanx.transport.authentication import MAC_BYTES, authenticate, verify
 
+_PURPOSE = "object of a collective"
+
 
 @patch(
     "torch.distributed.distributed_c10d._object_to_tensor(obj, device, group)",
@@ -27,7 +29,7 @@ def authenticate_object_collectives() -> None:
         pickled, size = to_tensor(obj, "cpu" if key else device, group, *args, **kwargs)
         if not key:
             return pickled, size
-        sent = bytearray(authenticate(pickled.numpy().tobytes(), key))
+        sent = bytearray(authenticate(pickled.numpy().tobytes(), key, _PURPOSE))
         tensor = torch.frombuffer(sent, dtype=torch.uint8).clone()  # torch resizes it
         return tensor.to(device), (size + MAC_BYTES).to(device)
 
@@ -36,7 +38,7 @@ def authenticate_object_collectives() -> None:
         if not key:
             return to_object(tensor, tensor_size, group, *args, **kwargs)
         received = tensor.cpu().numpy().tobytes()[: int(tensor_size)]
-        pickled = bytearray(verify(received, key, name))
+        pickled = bytearray(verify(received, key, _PURPOSE, name))
         return to_object(torch.frombuffer(pickled, dtype=torch.uint8), len(pickled), group, *args, **kwargs)
 
     c10d._object_to_tensor, c10d._tensor_to_object = _object_to_tensor, _tensor_to_object
@@ -49,3 +51,11 @@ def pickle_key(group: Any) -> tuple[bytes, str]:
     """
     ours = phalanx_group(distributed_c10d().group.WORLD if group is None else group)
     return (b"", "") if ours is None else (ours.transport.pickle_key, ours.transport.group)
+
+
+def count_exchange(group: Any) -> int:
+    """Return a number that is the same on all ranks and another one at each call; one of our groups across hosts."""
+    ours = phalanx_group(group)
+    assert ours is not None
+    ours.transport.num_exchanges += 1
+    return ours.transport.num_exchanges

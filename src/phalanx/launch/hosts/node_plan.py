@@ -47,7 +47,7 @@ class HostFacts:
             return cls(
                 member, str(facts["host"]), int(facts["pid"]), num_ranks, str(facts["role"]),
                 str(facts["address"]), None if node_rank is None else int(node_rank), str(facts["run_id"]),
-                str(facts["nnodes"]),
+                str(facts.get("nnodes", "")),
             )  # fmt: skip
         except (KeyError, TypeError, ValueError, OverflowError):
             return None
