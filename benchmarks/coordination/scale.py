@@ -1,4 +1,4 @@
-"""What does a job of a thousand hosts with eight ranks each ask of its coordinator?
+"""Measure what a job of many hosts with several ranks each asks of its coordinator.
 
 The coordinator, the network (loopback), the encryption and the agents' memberships are real. The ranks of a host are
 threads that run the real bootstrap of a group. What is simulated is the relay between them (`Mux`): one per process

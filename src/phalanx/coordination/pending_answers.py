@@ -44,7 +44,7 @@ class PendingAnswers(ABC):
                 yield session, answers
 
     def undelivered(self, session: Session, numbers: Collection[int] | None = None) -> None:
-        """What was just taken, or the answers to these requests, did not reach the session: nothing may be lost."""
+        """Undo what was just taken, or the answers to these requests, as they did not reach the session."""
         if numbers is None:
             while session.num_unsent_pops and session.popped:
                 session.num_unsent_pops -= 1

@@ -219,7 +219,7 @@ class Relay:
     # Values that never change.
 
     def _without_fetches(self, route: bytes, frame: bytes) -> bytes:
-        """What is left of a rank's frame for the coordinator once the relay has taken what it fetches itself."""
+        """Return a rank's frame for the coordinator without the requests that the relay answers itself."""
         try:
             messages = unpack(frame)
         except WireError:

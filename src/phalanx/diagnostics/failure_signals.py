@@ -36,7 +36,7 @@ class FailureSignals:
         self.is_store_gone = False
 
     def ask(self, question: Callable[[], T], default: T) -> T:
-        """What the store answers to `question`; `default` if it doesn't within two seconds, or has not before."""
+        """Return what the store answers to `question`; `default` if it doesn't in two seconds, or has not before."""
         if self.is_store_gone:
             return default
         answers: list[T] = []
@@ -82,7 +82,7 @@ class FailureSignals:
         return self.ask(take, set())
 
     def _take_arrived(self, number: int, begin_get: Callable[[str], Any]) -> set[str]:
-        """As `_take_all`, where the store itself waits for the next key and tells."""
+        """Do the same as `_take_all`, where the store itself waits for the next key and tells."""
         keys: set[str] = set()
         try:
             while not self.is_store_gone:

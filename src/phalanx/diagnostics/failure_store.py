@@ -98,7 +98,7 @@ class FailureStore:
         return self.report_here() or self.signals.ask(self._read, None)
 
     def report_here(self) -> FailureReport | None:
-        """As `report`, as far as this host knows without the store."""
+        """Return the report as far as this host knows it without the store."""
         return self.find_lost_host() or self.told_here()
 
     def _read(self) -> FailureReport | None:
@@ -202,7 +202,7 @@ class FailureStore:
             pause_s = min(2 * pause_s, _LONGEST_POLL_S)
 
     def _read_positions(self, ranks: list[int]) -> dict[int, Position]:
-        """What these ranks have answered: all at once, or in halves where some have not."""
+        """Return what these ranks have answered, read at once, or in halves where some have not."""
         keys = [self._position_key(r) for r in ranks]
         if keys and self._store.check(keys):
             found = zip(ranks, self._store.multi_get(keys), strict=True)

@@ -15,7 +15,7 @@ _MAX_WORDS = 500
 
 @dataclass(frozen=True)
 class HostFacts:
-    """What the agent of a host tells of it. `address` is where other hosts reach it.
+    """The facts that the agent of a host tells of it. `address` is where other hosts reach it.
 
     `nnodes` is what --nnodes says there: "2" or "1:4"; it is empty where nobody was asked (`phalanx join`).
     """
