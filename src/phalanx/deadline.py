@@ -24,7 +24,7 @@ class Deadline:
 
     @classmethod
     def after(cls, timeout: float | timedelta | None, clock: Clock = time.monotonic) -> Deadline:
-        """The deadline `timeout` (seconds or a timedelta) from now; None never comes."""
+        """Return the deadline `timeout` (seconds or a timedelta) from now; None never comes."""
         if timeout is None:
             return cls(math.inf, math.inf, clock)
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)

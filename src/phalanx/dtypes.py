@@ -90,18 +90,18 @@ _REDUCED = frozenset((d, code) for d in DTYPES for op, code in REDUCTIONS.items(
 
 
 def dtype_of(dtype: torch.dtype) -> DType:
-    """The table's row for `dtype`; a type that is not in it is moved as bytes and cannot be combined."""
+    """Return the table's row for `dtype`; a type that is not in it is moved as bytes and cannot be combined."""
     row = DTYPES.get(dtype)
     return row if row is not None else DType(BYTES, dtype.itemsize, _name(dtype))
 
 
 def dtype_name(code: int) -> str:
-    """What people call the type with this number."""
+    """Return what people call the type with this number."""
     return DTYPE_NAMES.get(code, f"dtype {code}")
 
 
 def reduction_name(code: int) -> str:
-    """What people call the reduction with this number."""
+    """Return what people call the reduction with this number."""
     return REDUCTION_NAMES.get(code, f"reduction {code}")
 
 

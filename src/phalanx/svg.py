@@ -30,7 +30,7 @@ class Drawing:
         self, x: float, y: float, width: float, height: float, *, fill: str, stroke: str = "none",
         radius: float = 0, dashed: bool = False, stroke_width: float = 1,
     ) -> None:  # fmt: skip
-        """A rectangle with its upper left corner at x, y."""
+        """Draw a rectangle with its upper left corner at x, y."""
         dash = ' stroke-dasharray="3 2"' if dashed else ""
         self._shapes.append(
             f'<rect x="{_n(x)}" y="{_n(y)}" width="{_n(width)}" height="{_n(height)}" rx="{_n(radius)}" '
@@ -41,7 +41,7 @@ class Drawing:
         self, x: float, y: float, text: str, *, size: float = 12, fill: str = INK, anchor: str = "middle",
         bold: bool = False,
     ) -> None:  # fmt: skip
-        """A line of text on the baseline y; `anchor` is start, middle or end."""
+        """Write a line of text on the baseline y; `anchor` is start, middle or end."""
         weight = ' font-weight="600"' if bold else ""
         self._shapes.append(
             f'<text x="{_n(x)}" y="{_n(y)}" font-size="{_n(size)}" fill="{fill}" text-anchor="{anchor}"{weight}>'
@@ -49,7 +49,7 @@ class Drawing:
         )
 
     def line(self, points: list[tuple[float, float]], *, stroke: str, width: float = 1, dashed: bool = False) -> None:
-        """A line through all points."""
+        """Draw a line through all points."""
         dash = ' stroke-dasharray="4 3"' if dashed else ""
         path = " ".join(f"{_n(x)},{_n(y)}" for x, y in points)
         self._shapes.append(
@@ -58,7 +58,7 @@ class Drawing:
         )
 
     def circle(self, x: float, y: float, radius: float, *, fill: str, stroke: str = "none", told: str = "") -> None:
-        """A dot; `told` is what the pointer above it shows."""
+        """Draw a dot; `told` is what the pointer above it shows."""
         title = f"<title>{escape(told)}</title>" if told else ""
         edge = "" if stroke == "none" else f' stroke="{stroke}" stroke-width="2"'
         self._shapes.append(f'<circle cx="{_n(x)}" cy="{_n(y)}" r="{_n(radius)}" fill="{fill}"{edge}>{title}</circle>')
@@ -66,7 +66,7 @@ class Drawing:
     def arrow(
         self, start: tuple[float, float], end: tuple[float, float], *, stroke: str, width: float, dashed: bool
     ) -> None:
-        """A curve that leaves downwards and arrives from above, with a head of its colour."""
+        """Draw a curve that leaves downwards and arrives from above, with a head of its colour."""
         (x0, y0), (x1, y1) = start, end
         bend = (y1 - y0) * 0.55
         head = self._arrowheads.setdefault(stroke, f"head{len(self._arrowheads)}")
@@ -77,7 +77,7 @@ class Drawing:
         )
 
     def inline(self) -> str:
-        """The picture as a part of a page, on the page's paper, as wide as there is room."""
+        """Return the picture as a part of a page, on the page's paper, as wide as there is room."""
         width, height = self._size
         lines = [f'<svg viewBox="0 0 {_n(width)} {_n(height)}" role="img">', f"<title>{escape(self._title)}</title>"]
         return "".join([*lines, *self._shapes, "</svg>"])

@@ -17,7 +17,7 @@ _PAUSE_S = 0.1
 
 
 def own_addresses() -> list[str]:
-    """This host's IPv4 addresses, those of the loopback interface last; never empty."""
+    """Return this host's IPv4 addresses, those of the loopback interface last; never empty."""
     found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
         for _, name in socket.if_nameindex():
@@ -31,7 +31,7 @@ def own_addresses() -> list[str]:
 
 
 def reachable(addresses: Sequence[str], port: int, deadline: Deadline) -> str:
-    """The first of `addresses` where `port` takes a connection, asked in turn until time is up; else nothing."""
+    """Return the first of `addresses` where `port` takes a connection, asked in turn until time is up; else nothing."""
     while True:
         for address in addresses:
             with contextlib.suppress(OSError), socket.create_connection((address, port), timeout=_TRY_S):

@@ -36,7 +36,7 @@ def timeout_of(options: Any, default_s: float) -> float:
 
 
 def reduction_of(op: Any, dtype: torch.dtype, operation: str) -> tuple[int, Any]:
-    """The number of the reduction in the core, and the factor of PREMUL_SUM (else None).
+    """Return the number of the reduction in the core, and the factor of PREMUL_SUM (else None).
 
     Raises:
         ValueError: there is no such reduction, or it has no meaning for `dtype`.
@@ -60,7 +60,7 @@ def reduction_of(op: Any, dtype: torch.dtype, operation: str) -> tuple[int, Any]
 
 
 def check_tensor(tensor: Any, operation: str, *, written: bool = False) -> Tensor:
-    """A dense tensor on the CPU, or an error that says what it is instead. `written`: it receives the result."""
+    """Return a dense tensor on the CPU, or an error that says what it is instead. `written`: it receives the result."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{operation}: expected a tensor, got {type(tensor).__name__}")
     if not tensor.is_cpu:
@@ -86,7 +86,7 @@ def _overlaps_itself(tensor: Tensor) -> bool:
 def one(
     tensors: Any, operation: str, *, words: str = "requires a single-element tensor list", written: bool = False
 ) -> Tensor:
-    """The single tensor of a list; `words` are torch's where there are more, or none."""
+    """Return the single tensor of a list; `words` are torch's where there are more, or none."""
     if isinstance(tensors, Tensor):
         return check_tensor(tensors, operation, written=written)
     if len(tensors) != 1:
@@ -203,14 +203,14 @@ def check_parts(whole: Tensor, part: Tensor, world_size: int, operation: str, na
 
 
 def check_rank(rank: int, world_size: int, operation: str, name: str) -> int:
-    """A rank of the group."""
+    """Return a rank of the group."""
     if not 0 <= rank < world_size:
         raise ArgumentError(f"{operation}: {name} is {rank}, the group has ranks 0 to {world_size - 1}")
     return rank
 
 
 def check_root(options: Any, world_size: int, operation: str, name: str, num_tensors: int | None = None) -> int:
-    """The root rank of a call of one tensor, or of `num_tensors`, of which `options.rootTensor` counts."""
+    """Return the root rank of a call of one tensor, or of `num_tensors`, of which `options.rootTensor` counts."""
     root: int = options.rootRank
     if not 0 <= root < world_size:
         raise ArgumentError(
@@ -224,7 +224,7 @@ def check_root(options: Any, world_size: int, operation: str, name: str, num_ten
 
 
 def split_rows(tensor: Tensor, sizes: Sequence[int], world_size: int, operation: str, name: str) -> list[Tensor]:
-    """Views of `tensor` along its first dimension, one per rank: `sizes` rows each, or equal parts.
+    """Return views of `tensor` along its first dimension, one per rank: `sizes` rows each, or equal parts.
 
     Raises:
         ValueError: the sizes do not fit.

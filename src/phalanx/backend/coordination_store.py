@@ -106,7 +106,7 @@ class CoordinationStore(Store):
 
     @_in_torchs_words
     def get(self, key: str) -> bytes:
-        """The value of `key`; waits until it is there."""
+        """Return the value of `key`; waits until it is there."""
         return self._client.get(key, self.timeout)
 
     @_in_torchs_words
@@ -159,7 +159,7 @@ class CoordinationStore(Store):
 
     @_in_torchs_words
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """The values of `keys`; waits until all are there."""
+        """Return the values of `keys`; waits until all are there."""
         return self._client.multi_get(keys, self.timeout)
 
     @_in_torchs_words
@@ -176,7 +176,7 @@ class CoordinationStore(Store):
 
     @_in_torchs_words
     def queue_pop(self, key: str, block: bool = True) -> bytes:
-        """The oldest item of the queue `key`.
+        """Return the oldest item of the queue `key`.
 
         Raises:
             QueueEmptyError: there is none, and `block` is False.
@@ -210,7 +210,7 @@ class CoordinationStore(Store):
     deleteKey = delete_key
 
     def name_through(self, store: Store, key: str) -> str:
-        """What `store`, some PrefixStores around this one, makes of `key`; nothing is sent."""
+        """Return what `store`, some PrefixStores around this one, makes of `key`; nothing is sent."""
         self._asked.keys = []
         try:
             store.check([key])

@@ -51,7 +51,9 @@ def find_device(arguments: Sequence[Any]) -> torch.device | None:
 
 
 def no_backend_for(device: torch.device, operation: str, other: torch.device | None = None) -> str:
-    """The error for a tensor that is where no engine reaches, with the ways out; `other`: where one of its call is."""
+    """Return the error for a tensor that is where no engine reaches, with the ways out; `other`: where one of its call
+    is.
+    """
     device_backend = DEVICE_BACKENDS.get(device.type)
     here = f"{operation}: the tensor is on {device}; "
     if device_backend is None:

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 
 def mesh(device_type: str = "cpu", /, **axes: int) -> DeviceMesh:
-    """A `DeviceMesh` over all ranks, with these axes: `phalanx.mesh(pipeline=2, data=2)`. Collective.
+    """Return a `DeviceMesh` over all ranks, with these axes: `phalanx.mesh(pipeline=2, data=2)`. Collective.
 
     One axis may be -1: it takes what the others leave. Neighbours on the last axis have neighbouring ranks.
 

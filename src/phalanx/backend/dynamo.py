@@ -39,7 +39,8 @@ def skipped(function: _Function) -> _Function:
 
 
 def undecorated(function: Any) -> Any:
-    """A method of torch's optimizers without what torch puts around it for Dynamo's sake, for `untraced` callers.
+    """Return a method of torch's optimizers without what torch puts around it for Dynamo's sake, for `untraced`
+    callers.
 
     Each would import Dynamo at its first call: half a second, and 30 to 70 MB in every process.
     """

@@ -20,7 +20,9 @@ class GradientListener(Protocol):
         """
 
     def on_mean(self) -> None:
-        """The parameter's `.grad` is the mean: with the values of what `on_launch` was given, if it was called."""
+        """Hear that the parameter's `.grad` is the mean: with the values of what `on_launch` was given, if it was
+        called.
+        """
 
 
 _listeners: MutableMapping[Tensor, weakref.ref[GradientListener]] = WeakIdKeyDictionary()

@@ -60,7 +60,7 @@ def need_all(parameter: Tensor) -> None:
 
 
 def find_needed(parameter: Tensor, group: dist.ProcessGroup) -> NeededSlice | None:
-    """What this rank needs of a gradient that is averaged over `group`; None for all of it."""
+    """Return what this rank needs of a gradient that is averaged over `group`; None for all of it."""
     needed = _needed.get(parameter)
     if needed is None or needed.ranks != tuple(dist.get_process_group_ranks(group)):
         return None

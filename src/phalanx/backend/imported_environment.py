@@ -11,7 +11,7 @@ _SET_BY_IMPORTS = ("TORCHINDUCTOR_CACHE_DIR",)  # torch sets it again where it c
 
 @contextmanager
 def environment_kept() -> Iterator[None]:
-    """What torch's compiler sets while this lasts is taken back."""
+    """Take back, at the end, what torch's compiler has set in the environment meanwhile."""
     before = {name: os.environ.get(name) for name in _SET_BY_IMPORTS}
     try:
         yield

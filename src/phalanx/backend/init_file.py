@@ -28,7 +28,7 @@ _POLL_S = 0.005
 def file_rendezvous(
     original: Callable[..., Iterator[Any]], url: str, timeout: timedelta, **kwargs: Any
 ) -> Iterator[Any]:
-    """The handler of `file://`: torch's, once the file is known to be a store's, or is not there yet."""
+    """Yield the handler of `file://`: torch's, once the file is known to be a store's, or is not there yet."""
     check_init_file(url, Deadline.after(timeout))
     yield from original(url, timeout=timeout, **kwargs)
 

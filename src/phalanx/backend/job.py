@@ -200,7 +200,7 @@ def find_cuda_backend(config: str) -> str | None:
 def decide_device(
     local_rank: int, ranks_here: int | None, gpus: int, ranks_per_gpu: int, backend: str | None
 ) -> torch.device:
-    """The device for a rank of a host with `gpus`: `ranks_per_gpu` neighbours share one.
+    """Return the device for a rank of a host with `gpus`: `ranks_per_gpu` neighbours share one.
 
     Where there are more ranks than that leaves room for, they were not counted by GPUs, and get the CPU; with NCCL,
     which knows nothing else, a GPU in turn. Over Gloo and MPI, `backend` of CUDA's tensors, whoever wants a GPU takes

@@ -68,7 +68,8 @@ class Lending:
                 self._pool.leave()
 
     def lend(self, tensor: Tensor) -> int | None:
-        """A place that tells a borrower where `tensor` is. None where it lies elsewhere and can't be copied to us.
+        """Return a place that tells a borrower where `tensor` is. None where it lies elsewhere and can't be copied to
+        us.
 
         Cost: nothing if it was made in `making()`; else one copy.
         """
@@ -96,7 +97,7 @@ class Lending:
             self._free.append(piece)
 
     def borrow(self, rank: int, place: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """The tensor that `rank` lent. Its memory goes back when no tensor uses it any more."""
+        """Return the tensor that `rank` lent. Its memory goes back when no tensor uses it any more."""
         address = self._symm_mem.address_of(rank, place & ((1 << _WORD) - 1))
         buffer = (ctypes.c_char * (math.prod(shape) * dtype.itemsize)).from_address(address)
         weakref.finalize(buffer, self._give_back, rank, place >> _WORD).atexit = False

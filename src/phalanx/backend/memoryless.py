@@ -80,7 +80,7 @@ def check_memory(tensor: Tensor, operation: str, *, written: bool) -> None:
 
 
 def nothing_done(operation: str, arguments: tuple[Any, ...]) -> DoneWork:
-    """The answer to a call with fake tensors."""
+    """Return the answer to a call with fake tensors."""
     tensors = list(_tensors_in(arguments))
     if not all(map(is_fake, tensors)):
         raise TypeError(f"{operation}: some tensors of the call are fake (FakeTensorMode) and some are real")

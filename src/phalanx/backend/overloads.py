@@ -115,7 +115,7 @@ def first_form(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> t
 
 
 def resolve(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The arguments of `group.<name>(*args, **kwargs)` in the first form of that method, every one in its place.
+    """Return the arguments of `group.<name>(*args, **kwargs)` in the first form of that method, every one in its place.
 
     Raises:
         TypeError: it is none of PyTorch's overloads.

@@ -60,7 +60,7 @@ def launcher() -> Launcher | None:
 
 
 def launched_rendezvous(original: Handler, url: str, timeout: timedelta, **kwargs: Any) -> Iterator[StoreAddress]:
-    """The handler of `env://` in a rank of `phalanx run`, whichever backend it asks for."""
+    """Yield the handler of `env://` in a rank of `phalanx run`, whichever backend it asks for."""
     path = find_agents_store(os.environ)
     if path and "?" not in url:
         yield _from_agent(path)
@@ -69,7 +69,7 @@ def launched_rendezvous(original: Handler, url: str, timeout: timedelta, **kwarg
 
 
 def env_rendezvous(original: Handler, url: str, timeout: timedelta, **kwargs: Any) -> Iterator[StoreAddress]:
-    """The handler of `env://` for our backend."""
+    """Yield the handler of `env://` for our backend."""
     if find_agents_store(os.environ) and "?" not in url:
         yield from launched_rendezvous(original, url, timeout, **kwargs)  # the agent keeps the store: no port is opened
         return
@@ -115,7 +115,9 @@ def address_rendezvous(original: Handler, url: str, timeout: timedelta, **kwargs
 
 
 def _place(url: str, timeout: timedelta) -> store_errors.StoreAddress:
-    """What the URL says of the rendezvous, or else the environment; torch has yet to find out what is wrong with it."""
+    """Return what the URL says of the rendezvous, or else the environment; torch has yet to find out what is wrong with
+    it.
+    """
     parts = urlsplit(url)
     asked = {name: values[0] for name, values in parse_qs(parts.query).items()}
 
@@ -141,12 +143,12 @@ def agent_address() -> str:
 
 
 def find_lost_host() -> LostHost | None:
-    """What the agent of this host has told of a lost host, in a job on several; costs a system call."""
+    """Return what the agent of this host has told of a lost host, in a job on several; costs a system call."""
     return read_lost(_agent_file) if _agent_file >= 0 else None
 
 
 def agents_key() -> Key | None:
-    """The job's key, in a rank of `phalanx run` on several hosts; None elsewhere."""
+    """Return the job's key, in a rank of `phalanx run` on several hosts; None elsewhere."""
     from phalanx.coordination.key import Key  # not at the top: a job on one host needs none
 
     key = read_store(_agent_file)[1] if _agent_file >= 0 else ""
@@ -154,7 +156,7 @@ def agents_key() -> Key | None:
 
 
 def own_address() -> str:
-    """This host's address in a job on several, which the agents have tried; empty where nobody has."""
+    """Return this host's address in a job on several, which the agents have tried; empty where nobody has."""
     return os.environ.get("PHALANX_ADDRESS", "") if find_agents_store(os.environ) else ""
 
 
@@ -164,7 +166,7 @@ _rehearsal_over = False
 
 
 def generation() -> int:
-    """The generation that this process belongs to: 0 in a job that has lost nobody, or that is not elastic."""
+    """Return the generation that this process belongs to: 0 in a job that has lost nobody, or that is not elastic."""
     text = os.environ.get("PHALANX_GENERATION", "") if find_agents_store(os.environ) else ""
     return int(text) if text.isdecimal() else 0
 
@@ -216,7 +218,7 @@ def _find_file(path: str) -> str:
 
 
 def _open_coordinator(path: str) -> Any:
-    """The store of a job on several hosts."""
+    """Return the store of a job on several hosts."""
     from phalanx.backend.coordination_store import (
         CoordinationStore,
     )  # not at the top: a job on one host needs none of it
@@ -248,7 +250,7 @@ def _is_memfd(path: str) -> bool:
 
 
 def _store_of_agent(path: str) -> str:
-    """The store from the hands of the agent, for a rank that does not see the agent's process."""
+    """Return the store from the hands of the agent, for a rank that does not see the agent's process."""
     fd = fetch_store(agent_address())
     if fd is None:
         raise PhalanxError(
@@ -309,7 +311,8 @@ def _compare(launch: Launch, environ: Mapping[str, str]) -> None:
 
 
 def _on_one_host(launch: Launch, prefix: str, deadline: Deadline) -> Any:
-    """The store of a job on one host: in memory of rank 0, found by the job's name in a folder of this user alone.
+    """Return the store of a job on one host: in memory of rank 0, found by the job's name in a folder of this user
+    alone.
 
     The name is no secret, and need not be one: nobody else can go there, or take the name first.
     """
@@ -353,7 +356,9 @@ def _around_rank_0(launch: Launch, address: FdAddress, deadline: Deadline) -> An
 
 
 def _at_first_host(launch: Launch, deadline: Deadline) -> Any:
-    """The store of a job of Slurm on several hosts: a port of the first host that follows from the job's number."""
+    """Return the store of a job of Slurm on several hosts: a port of the first host that follows from the job's
+    number.
+    """
     host = os.environ.get("MASTER_ADDR") or find_address(launch.first_host)
     port = int(os.environ.get("MASTER_PORT", launch.port))
     here = f"init_process_group under Slurm on rank {launch.rank} of {launch.world_size}"
@@ -372,7 +377,7 @@ def _at_first_host(launch: Launch, deadline: Deadline) -> Any:
 
 
 def _across_hosts(launch: Launch, deadline: Deadline) -> Any:
-    """The store of an MPI job on several hosts: rank 0 keeps it, and says through MPI where it is."""
+    """Return the store of an MPI job on several hosts: rank 0 keeps it, and says through MPI where it is."""
     here = f"init_process_group under {launch.launcher} on rank {launch.rank}"
     if problem := why_not(launcher()):
         raise PhalanxError(
@@ -384,7 +389,7 @@ def _across_hosts(launch: Launch, deadline: Deadline) -> Any:
 
 
 def store_through_mpi(here: str, deadline: Deadline) -> Any:
-    """A store for all ranks of MPI_COMM_WORLD, at a free port of rank 0's host. Collective over them.
+    """Return a store for all ranks of MPI_COMM_WORLD, at a free port of rank 0's host. Collective over them.
 
     Raises:
         DeadlineError: rank 0 did not come.

@@ -37,7 +37,7 @@ def rehearses(group: dist.ProcessGroup) -> bool:
 def shared_empty(
     *size: Any, dtype: torch.dtype | None = None, group: dist.ProcessGroup | None = None, owner: int | None = None
 ) -> Tensor:
-    """An uninitialised tensor in the group's symmetric memory, at the same place of every rank's heap.
+    """Return an uninitialised tensor in the group's symmetric memory, at the same place of every rank's heap.
 
     With `owner`, a rank of the group, it is one memory for all: every rank's tensor lies in the owner's piece of the
     heap, and what one rank writes all others see. Order the writes with barriers; collectives are for the other kind.

@@ -60,7 +60,7 @@ class SharedReducer:
         self._reducer.begin()
 
     def ready(self, number: int, instead: Tensor | None = None, needed: tuple[int, int] | None = None) -> None:
-        """This rank's tensor, or the one `instead` of it, is complete.
+        """Hand in this rank's tensor, or the one `instead` of it, which is complete.
 
         `needed`: this rank needs these elements (start, stop) of the result only, and what lies elsewhere stays as it
         is. All ranks say so, or none does; together they need each element once.

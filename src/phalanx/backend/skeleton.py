@@ -22,7 +22,7 @@ class Leaf:
 
 
 def split(value: Any, tensors: list[Tensor]) -> Any:
-    """The structure of `value`, with a `Leaf` for each tensor, which is appended to `tensors`."""
+    """Return the structure of `value`, with a `Leaf` for each tensor, which is appended to `tensors`."""
     if isinstance(value, Tensor):
         tensors.append(value.detach())
         form = value.detach()
@@ -35,7 +35,7 @@ def split(value: Any, tensors: list[Tensor]) -> Any:
 
 
 def join(structure: Any, tensors: Sequence[Tensor]) -> Any:
-    """The inverse of `split`."""
+    """Put together again what `split` has taken apart."""
     if isinstance(structure, Leaf):
         return tensors[structure.index]
     if isinstance(structure, dict):

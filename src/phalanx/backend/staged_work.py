@@ -49,12 +49,12 @@ class StagedDone(DoneWork):
         self._call = call
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """True; another stream than the one that called may wait, too."""
+        """Return True; another stream than the one that called may wait, too."""
         self._call.order_caller()
         return True
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future that is done."""
+        """Return a future that is done."""
         future: torch.futures.Future[Any] = torch.futures.Future(devices=self._call.stream.future_devices)
         with self._call.stream.queueing():
             future.set_result(list(self._outputs))
@@ -96,11 +96,11 @@ class StagedReceive(dist.Work):
         return self.is_completed() and bool(self._work.is_success())
 
     def exception(self) -> Any:
-        """What went wrong, if anything did."""
+        """Return what went wrong, if anything did."""
         return self._work.exception()
 
     def result(self) -> list[torch.Tensor]:
-        """The tensor, once it is there."""
+        """Return the tensor, once it is there."""
         self.wait()
         return self._outputs
 
@@ -112,7 +112,7 @@ class StagedReceive(dist.Work):
     _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future whose value is the tensor on its device."""
+        """Return a future whose value is the tensor on its device."""
         future: torch.futures.Future[Any] = torch.futures.Future(devices=self._call.stream.future_devices)
 
         def told(came: torch.futures.Future[Any]) -> None:

@@ -52,7 +52,7 @@ def is_default(environ: Mapping[str, str], device_id: object, accelerator: str, 
 
 
 def explain_unlaunched(missing: Sequence[str], argv: Sequence[str], torch_error: str) -> str:
-    """The message where the environment says nothing of a job."""
+    """Return the message where the environment says nothing of a job."""
     script = os.path.basename(argv[0]) if argv and argv[0].endswith(".py") else "train.py"
     are = "is" if len(missing) == 1 else "are"
     return (
@@ -65,13 +65,15 @@ def explain_unlaunched(missing: Sequence[str], argv: Sequence[str], torch_error:
 
 
 def _missing(url: str, environ: Mapping[str, str]) -> list[str]:
-    """The variables that `env://` would have read and that are not there; rank and world size may be in the URL."""
+    """Return the variables that `env://` would have read and that are not there; rank and world size may be in
+    the URL.
+    """
     query = parse_qs(urlsplit(url).query)
     return [name for name in _ENV if name.lower() not in query and not environ.get(name)]
 
 
 def _accelerator() -> str:
-    """The type of device that torch would choose a backend for; initialises nothing on it."""
+    """Return the type of device that torch would choose a backend for; initialises nothing on it."""
     accelerator = torch.accelerator.current_accelerator()
     return "cpu" if accelerator is None else accelerator.type
 

@@ -42,7 +42,7 @@ def explained(address: StoreAddress) -> Iterator[None]:
 
 
 def probe(host: str, port: int) -> str:
-    """What one plain connection to that address meets; empty when it is made."""
+    """Return what one plain connection to that address meets; empty when it is made."""
     try:
         with socket.create_connection((host, port), timeout=_LOOK_S):
             return ""
@@ -57,7 +57,7 @@ def probe(host: str, port: int) -> str:
 
 
 def explain(address: StoreAddress, seen: str, torch_error: str) -> str:
-    """The message. `seen` is what `probe` says, `torch_error` what torch says."""
+    """Return the message. `seen` is what `probe` says, `torch_error` what torch says."""
     who = f" on rank {address.rank} of {address.world_size}" if address.rank >= 0 else ""
     place = f"{address.host} port {address.port}"
     span = f"within {address.timeout.total_seconds():.1f} s"
@@ -79,7 +79,9 @@ def explain(address: StoreAddress, seen: str, torch_error: str) -> str:
 
 
 def explain_taken(address: StoreAddress, contested: str, torch_error: str) -> str:
-    """The message of a rank 0 whose port another process has; `contested` is what ranks that wait there are told."""
+    """Return the message of a rank 0 whose port another process has; `contested` is what ranks that wait there are
+    told.
+    """
     fact = f"\n{contested}" if contested else " It is no start of a group: another program's, or a job that goes on."
     return (
         f"init_process_group on rank 0 of {address.world_size}: port {address.port} is in use by another process of "

@@ -57,7 +57,7 @@ def length(store: Any, key: str) -> int:
 
 
 def _read(store: Any, key: str) -> str:
-    """A value, or nothing; unlike `add(key, 0)` it lets the file not grow."""
+    """Return a value, or nothing; unlike `add(key, 0)` it lets the file not grow."""
     return str(store.get(key).decode()) if store.check([key]) else ""
 
 

@@ -26,7 +26,7 @@ _PAUSE_S = 0.1
 
 
 def open_store(place: StoreAddress, *, keep: bool, libuv: bool = True) -> Any:
-    """The store at `place`; with `keep` this process keeps it.
+    """Return the store at `place`; with `keep` this process keeps it.
 
     Raises:
         DistNetworkError: another process has the port, or rank 0 cannot be reached; the message says which.
@@ -46,7 +46,7 @@ def open_store(place: StoreAddress, *, keep: bool, libuv: bool = True) -> Any:
 
 
 def _connect(place: StoreAddress, libuv: bool, slice_s: float) -> tuple[Any, str]:
-    """A connection to the store, or what torch says. In a thread, for torch may never come back."""
+    """Return a connection to the store, or what torch says. In a thread, for torch may never come back."""
     answers: list[Any] = []
     errors: list[str] = []
 

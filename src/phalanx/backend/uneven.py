@@ -32,7 +32,7 @@ def take_part(group: Any, participant: Participant) -> bool:
 
 @contextlib.contextmanager
 def training_step(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Collectives of `group` inside are part of a training step: whoever is out of it takes part with zeros.
+    """Make collectives of `group` inside part of a training step: whoever is out of it takes part with zeros.
 
     They must be such that zeros are neutral: a sum, a maximum of what is not negative, an all_gather whose receivers
     know empty rows, a broadcast that any rank's tensor serves. On groups without a participant nothing changes.
@@ -49,7 +49,7 @@ def training_step(group: dist.ProcessGroup | None) -> Iterator[None]:
 
 
 def absent_ranks(group: Any) -> list[int]:
-    """The ranks that were out of the latest step of `group`."""
+    """Return the ranks that were out of the latest step of `group`."""
     ours = phalanx_group(group)
     return list(ours.symm_mem.core.absent) if ours is not None and ours._uneven_inputs is not None else []
 

@@ -23,7 +23,7 @@ _SMALL_BYTES = 64
 
 
 def start_thread(target: Callable[[], None], name: str) -> threading.Thread:
-    """A daemon thread, running.
+    """Return a daemon thread, running.
 
     Raises:
         PhalanxError: the system gives this process no more threads.
@@ -129,11 +129,11 @@ class PhalanxWork(dist.Work):
         return self._done.is_set() and self._error is None
 
     def exception(self) -> BaseException | None:
-        """What went wrong, if anything did."""
+        """Return what went wrong, if anything did."""
         return self._error
 
     def result(self) -> list[Any]:
-        """The output tensors."""
+        """Return the output tensors."""
         self.wait()
         return list(self._values())
 
@@ -144,7 +144,7 @@ class PhalanxWork(dist.Work):
     _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future whose value is the list of output tensors."""
+        """Return a future whose value is the list of output tensors."""
         with self._lock:
             if self._future is None:
                 self._future = self._new_future()
@@ -169,7 +169,7 @@ class PhalanxWork(dist.Work):
         return [ref() for ref in self._weak]
 
     def settle(self, error: BaseException | None) -> Callable[[], None] | None:
-        """Called once, by the thread that carried it out: the outcome is known, nobody has been told.
+        """Take the outcome, which nobody has been told yet. The thread that carried it out calls this once.
 
         Returns what tells the future's callbacks, if anybody has asked for a future; `release` comes after that.
 
@@ -215,23 +215,23 @@ class DoneWork(dist.Work):
     _source_rank = source_rank
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """True at once."""
+        """Return True at once."""
         return True
 
     def is_completed(self) -> bool:
-        """True."""
+        """Return True."""
         return True
 
     def is_success(self) -> bool:
-        """True."""
+        """Return True."""
         return True
 
     def result(self) -> list[Any]:
-        """The output tensors."""
+        """Return the output tensors."""
         return list(self._outputs)
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future that is done."""
+        """Return a future that is done."""
         future: torch.futures.Future[Any] = torch.futures.Future()
         future.set_result(list(self._outputs))
         return future
@@ -248,10 +248,10 @@ class Ledger(Protocol):
     """Who must know whether all that was queued is over: the core's rounds of gradients, which pass the queue by."""
 
     def issue(self) -> None:
-        """An action is about to be queued."""
+        """Note that an action is about to be queued."""
 
     def carried_out(self) -> None:
-        """An action is over, and so are the callbacks of its future."""
+        """Note that an action is over, and so are the callbacks of its future."""
 
 
 Action = Callable[[], None]
@@ -341,7 +341,7 @@ class SerialExecutor:
 
     @contextlib.contextmanager
     def postponing(self) -> Iterator[None]:
-        """What this thread queues inside, as a signal handler does that interrupts it, waits for the end of the block.
+        """Hold back until the end what this thread queues inside, as a signal handler does that interrupts it.
 
         What was queued before is carried out meanwhile, and so is what other threads queue.
         """

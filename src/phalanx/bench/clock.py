@@ -28,18 +28,18 @@ class Clock:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """A part of the step that has begun last."""
+        """Yield a part of the step that has begun last."""
         begin = time.perf_counter()
         yield
         self._steps[-1][name] += time.perf_counter() - begin
 
     def add(self, **amounts: float) -> None:
-        """What was measured elsewhere."""
+        """Add what was measured elsewhere."""
         for name, amount in amounts.items():
             self._steps[-1][name] += amount
 
     def medians(self, skip: int) -> Mapping[str, float]:
-        """The median of each part, without the first `skip` steps."""
+        """Return the median of each part, without the first `skip` steps."""
         names = {name for step in self._steps for name in step}
         return {name: statistics.median(step.get(name, 0.0) for step in self._steps[skip:]) for name in names}
 
@@ -58,7 +58,7 @@ class ClockedForward(nn.Module):
         self._runs: list[tuple[float, float, int]] = []  # one list for all replicas
 
     def forward(self, *args: Any) -> Any:
-        """What `module` returns."""
+        """Return what `module` returns."""
         stops, begin, begin_cpu = _stops(), time.perf_counter(), time.thread_time()
         output = self.module(*args)
         self._runs.append((time.perf_counter() - begin, time.thread_time() - begin_cpu, _stops() - stops))

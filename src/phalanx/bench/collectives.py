@@ -55,7 +55,7 @@ def _rank(rank: int, world_size: int, device: str, rounds: int) -> Seconds:
 
 
 def _call(name: str, size: int, device: torch.device, world_size: int) -> Callable[[], Any]:
-    """The collective, on a tensor of `size` bytes in all: what all ranks have, or what one has of all."""
+    """Return the collective, on a tensor of `size` bytes in all: what all ranks have, or what one has of all."""
     whole = torch.zeros(size // 4 // world_size * world_size, device=device)
     part = torch.zeros(whole.numel() // world_size, device=device)
     parts: list[Tensor] = list(whole.chunk(world_size))
@@ -90,7 +90,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def as_text(seconds: Seconds, world_size: int, where: str) -> list[str]:
-    """A line for each collective; milliseconds by size, and GB/s of the largest."""
+    """Return a line for each collective; milliseconds by size, and GB/s of the largest."""
     lines = [f"{world_size} ranks on {where}: milliseconds a call, by the bytes of the whole tensor"]
     sizes: Sequence[int] = SIZES
     lines.append(" " * 16 + "".join(f"{f'{size >> 10} KiB':>12}" for size in sizes) + "        GB/s")
@@ -101,5 +101,5 @@ def as_text(seconds: Seconds, world_size: int, where: str) -> list[str]:
 
 
 def as_json(seconds: Seconds, world_size: int, where: str) -> str:
-    """The same for programs."""
+    """Return the results as JSON, for programs."""
     return json.dumps({"world_size": world_size, "device": where, "seconds": seconds}, indent=2)

@@ -45,7 +45,7 @@ class Comparison:
         return low, high
 
     def title_of(self, contestant: str) -> str:
-        """The contestant in words."""
+        """Return the contestant in words."""
         return CONTESTANTS[contestant].title.format(self.world_size)
 
 

@@ -64,7 +64,7 @@ def measure(transport: HierarchicalTransport, names: Sequence[str], rounds: int)
 
 
 def find_link(seconds: Mapping[int, float]) -> Link:
-    """The link by which exchanges of so many bytes take so long: at least two sizes.
+    """Return the link by which exchanges of so many bytes take so long: at least two sizes.
 
     A few bytes tell the latency. The two largest sizes tell the bandwidth, by what the one takes longer than the other:
     switches and clouds let a burst through faster than they go on.
@@ -96,13 +96,13 @@ def _exchange(transport: HierarchicalTransport, pair: tuple[int, int], rounds: i
 
 
 def slowest(measured: Sequence[Measured]) -> Link:
-    """What to reckon with where links differ: a collective is as slow as its slowest link."""
+    """Return what to reckon with where links differ: a collective is as slow as its slowest link."""
     latency_s = max(one.link.latency_s for one in measured)
     return Link(latency_s, min(one.link.bytes_per_s for one in measured))
 
 
 def as_option(link: Link) -> str:
-    """What to type, with as many digits as a measurement deserves."""
+    """Return what to type, with as many digits as a measurement deserves."""
     numbers = f"latency_s={link.latency_s:.2g}, bytes_per_s={link.bytes_per_s:.3g}"
     return f"phalanx.Options(link=phalanx.collectives.Link({numbers}))"
 
@@ -114,7 +114,7 @@ def _own_name() -> str:
 
 
 def run(rounds: int, say: Callable[[str], None], *, in_json: bool) -> None:
-    """The whole command, on one rank of a job on several hosts; rank 0 says what came of it.
+    """Carry out the whole command, on one rank of a job on several hosts; rank 0 says what came of it.
 
     Raises:
         PhalanxError: all ranks are on one host, or the hosts' engine is another than Gloo or MPI.

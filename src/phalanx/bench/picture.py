@@ -15,7 +15,7 @@ _REST = "#c3cad2"  # what lies between the parts
 
 
 def draw(comparisons: Sequence[Comparison]) -> str:
-    """The medians of `comparisons` as SVG; each has an axis of its own."""
+    """Return the medians of `comparisons` as SVG; each has an axis of its own."""
     height = 60 + sum(_HEAD + _ROW * len(comparison.samples) + 20 for comparison in comparisons) + 64
     world_size = comparisons[0].world_size
     title = f"One step of training with {world_size} threads or processes"

@@ -57,7 +57,7 @@ def as_text(comparisons: Sequence[Comparison], usable_cores: int) -> Iterator[st
 
 
 def print_tables(comparisons: Sequence[Comparison], usable_cores: int) -> None:
-    """The same in colour, for a person at a terminal; green is the fastest."""
+    """Print the results in colour, for a person at a terminal; green is the fastest."""
     from rich.console import Console
     from rich.table import Table
 

@@ -34,7 +34,7 @@ class Sample:
 
 
 def median_of(samples: Sequence[Sample]) -> Sample:
-    """The median of each figure by itself."""
+    """Return the median of each figure by itself."""
     stops = [sample.stops for sample in samples if sample.stops is not None]
     return Sample(
         step=statistics.median(sample.step for sample in samples),
@@ -49,5 +49,5 @@ def median_of(samples: Sequence[Sample]) -> Sample:
 
 
 def slowest_of(samples: Sequence[Sample]) -> Sample:
-    """The rank that all others wait for."""
+    """Return the rank that all others wait for."""
     return max(samples, key=lambda sample: sample.step)

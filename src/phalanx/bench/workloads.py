@@ -20,7 +20,7 @@ class Workload:
     batch: int
 
     def build(self) -> nn.Module:
-        """The model, the same in every process."""
+        """Return the model, the same in every process."""
         torch.manual_seed(0)
         layers: list[nn.Module] = []
         for _ in range(self.num_layers):
@@ -28,12 +28,12 @@ class Workload:
         return nn.Sequential(*layers)
 
     def inputs(self) -> Tensor:
-        """The whole batch, the same in every process; shape (batch, width)."""
+        """Return the whole batch, the same in every process; shape (batch, width)."""
         return torch.randn(self.batch, self.width, generator=torch.Generator().manual_seed(1))
 
 
 def loss_of(model: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
-    """A mean over samples, so that parts of a batch add up to the whole."""
+    """Return a mean over samples, so that parts of a batch add up to the whole."""
     return model(inputs).square().mean()
 
 

@@ -151,7 +151,9 @@ def _write_unnamed(path: Path, write: Callable[[BinaryIO], None]) -> bool:
 
 @contextmanager
 def _named(path: Path) -> Iterator[BinaryIO]:
-    """A hidden file beside `path`, locked while it is written; gone in the end, unless it has another name by then."""
+    """Yield a hidden file beside `path`, locked while it is written; gone in the end, unless it has another
+    name by then.
+    """
     while True:
         name = _partial_name(path)
         with open(name, "x+b") as file:

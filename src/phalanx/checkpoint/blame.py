@@ -83,7 +83,7 @@ def _advice(path: str, value: Any) -> str:
 
 
 def publish_name(full: str) -> str:
-    """The name under which users know a class that a pickle calls `full`: Python 3.13 keeps pathlib's in
+    """Return the name under which users know a class that a pickle calls `full`: Python 3.13 keeps pathlib's in
     `pathlib._local`, and shows them in `pathlib`.
     """
     module, _, name = full.rpartition(".")

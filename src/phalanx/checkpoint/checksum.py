@@ -56,7 +56,7 @@ def checksum_of(path: Path, see: Callable[[bytes], None] = lambda block: None) -
 
 
 def find_damage(file: BinaryIO) -> str:
-    """The first record of the archive that is not what its checksum says, in words; empty if all are.
+    """Return the first record of the archive that is not what its checksum says, in words; empty if all are.
 
     A file that was written without checksums (torch.utils.serialization.config.save.compute_crc32 is False: all are
     zero) passes.

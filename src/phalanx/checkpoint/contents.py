@@ -55,8 +55,8 @@ class Contents:
 
 
 def inspect(path: str | os.PathLike[str], *, verify: bool = False) -> Contents:
-    """What is in `path`: a file of torch.save, a checkpoint of a CheckpointManager or the folder that holds them, or a
-    folder of torch.distributed.checkpoint.
+    """Return what is in `path`: a file of torch.save, a checkpoint of a CheckpointManager or the folder that holds
+    them, or a folder of torch.distributed.checkpoint.
 
     Arguments:
         verify: compare checksums, too: reads everything.
@@ -137,7 +137,7 @@ def _of_torch(path: Path) -> Contents:
 
 
 def _pieces(path: Path) -> dict[str, Item]:
-    """The leaves that torch's `.metadata` speaks of."""
+    """Return the leaves that torch's `.metadata` speaks of."""
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     from phalanx.checkpoint.sharded_metadata import decode_metadata

@@ -6,7 +6,7 @@ import errno
 
 
 def describe_disk_error(error: BaseException) -> tuple[str, str]:
-    """The fact and the advice; empty if it was not the disk's doing."""
+    """Return the fact and the advice; empty if it was not the disk's doing."""
     disk = _disk_error(error)
     if disk is None:
         return "", ""
@@ -14,7 +14,7 @@ def describe_disk_error(error: BaseException) -> tuple[str, str]:
 
 
 def _disk_error(error: BaseException | None) -> OSError | None:
-    """The disk's own error, which torch.save replaces by a complaint about positions in its archive."""
+    """Return the disk's own error, which torch.save replaces by a complaint about positions in its archive."""
     while error is not None and not isinstance(error, OSError):
         error = error.__cause__ or error.__context__
     return error

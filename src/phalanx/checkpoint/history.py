@@ -131,7 +131,7 @@ class History:
         return entries[0].number + 1 if entries else 1
 
     def draft(self, step: int) -> Draft:
-        """A new hidden folder to write into; makes the folder itself, and removes what dead writers left.
+        """Return a new hidden folder to write into; makes the folder itself, and removes what dead writers left.
 
         Raises:
             OSError: the disk or its permissions would not have it.

@@ -40,7 +40,7 @@ def load_checkpoint(
     into: Mapping[str, Stateful] | None = None,
     verify: bool = True,
 ) -> dict[str, Any]:
-    """The state that `save_checkpoint` wrote to `path`, with its tensors on `map_location`.
+    """Return the state that `save_checkpoint` wrote to `path`, with its tensors on `map_location`.
 
     `path` may also be a checkpoint of a `CheckpointManager`, or the folder that holds them: the latest, then.
 
@@ -80,7 +80,7 @@ def load_checkpoint(
 
 
 def _read_folder(path: Path, map_location: str | torch.device) -> tuple[dict[str, Any], OptimizerNotes]:
-    """The checkpoint of a `CheckpointManager`, which is always verified, and the notes on its optimizers."""
+    """Return the checkpoint of a `CheckpointManager`, which is always verified, and the notes on its optimizers."""
     found = find_latest(path)
     if found is None:
         raise CheckpointError(

@@ -59,7 +59,7 @@ class Manifest:
 
     @classmethod
     def decode(cls, text: bytes) -> Manifest:
-        """The opposite of `encode`.
+        """Read what `encode` wrote.
 
         Raises:
             ValueError: it is not what `encode` gave.
@@ -87,7 +87,7 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """What `folder` should consist of.
+    """Return what `folder` should consist of.
 
     Raises:
         CheckpointError: the manifest is missing or damaged.

@@ -71,7 +71,7 @@ def find_other_class(name: str, optimizer: torch.optim.Optimizer, saved: str) ->
 
 
 def _class_of(optimizer: torch.optim.Optimizer) -> str:
-    """The nearest class of torch.optim; empty for an optimizer that is derived from none."""
+    """Return the nearest class of torch.optim; empty for an optimizer that is derived from none."""
     inner = getattr(optimizer, "optim", None)  # of a ZeroRedundancyOptimizer
     kind = type(inner if isinstance(inner, torch.optim.Optimizer) else optimizer)
     known = [one for one in kind.__mro__ if one is not torch.optim.Optimizer and one in vars(torch.optim).values()]

@@ -13,7 +13,7 @@ _SHOWN = 4
 
 
 def describe_gap(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> str:
-    """What `load_state_dict` would take without a word: any part of the state, the rest of which starts afresh.
+    """Return what `load_state_dict` would take without a word: any part of the state, the rest of which starts afresh.
 
     Returns the sentence on parameters that are trained and have no state in `saved`; empty if all have, or need none.
     """

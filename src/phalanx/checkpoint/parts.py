@@ -62,7 +62,7 @@ class Report:
 
 
 def states_of(parts: Mapping[str, Any], peers: Peers, *, sharded: bool) -> dict[str, Any]:
-    """What to save: of each part its `state_dict()`, of anything else itself.
+    """Return what to save: of each part its `state_dict()`, of anything else itself.
 
     A sharded optimizer is asked for this rank's part if `sharded`, else for the whole on rank 0, and nothing elsewhere.
     """
@@ -114,7 +114,7 @@ def buffer_names(parts: Mapping[str, Any]) -> set[str]:
 
 
 def module_state(module: nn.Module) -> dict[str, Any]:
-    """A module's `state_dict()`, without the `module.` and `_orig_mod.` of what it is wrapped in, at any depth.
+    """Return a module's `state_dict()`, without the `module.` and `_orig_mod.` of what it is wrapped in, at any depth.
 
     Of a model of which each rank has a part, this rank's.
     """
@@ -225,7 +225,9 @@ def _can_hold(dtype: torch.dtype, values: Tensor) -> bool:
 
 
 def _as_named_by(mine: Mapping[str, Any], saved: Mapping[str, Any], prefixes: Sequence[str]) -> Mapping[str, Any]:
-    """`saved` under the names of `mine`, which have no wrappers: other programs save a wrapped model as it is."""
+    """Return `saved` under the names of `mine`, which have no wrappers: other programs save a wrapped model as
+    it is.
+    """
     stripped = without_wrappers(saved, prefixes)
     return stripped if len(stripped.keys() & mine.keys()) > len(saved.keys() & mine.keys()) else saved
 
@@ -292,7 +294,7 @@ def _laid_out_like(parameter: Any, value: Any) -> Any:
 
 
 def _that_fits(module: nn.Module, state: Mapping[str, Any]) -> OrderedDict[str, Any]:
-    """What of `state` has the shape that it has here: load_state_dict refuses another shape, strict or not."""
+    """Return what of `state` has the shape that it has here: load_state_dict refuses another shape, strict or not."""
     mine = module_state(module) if isinstance(module, PartOwner) else module.state_dict()
     return OrderedDict(
         (key, value)

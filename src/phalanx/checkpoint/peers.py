@@ -39,7 +39,7 @@ class Peers:
 
     @classmethod
     def alone(cls, what: str) -> Peers:
-        """This process by itself, whatever group it is in."""
+        """Return this process by itself, whatever group it is in."""
         peers = cls.__new__(cls)
         peers.what, peers.group, peers.rank, peers.world_size = what, None, 0, 1
         return peers
@@ -50,7 +50,7 @@ class Peers:
         return self.rank == 0
 
     def all_gather(self, value: T) -> list[T]:
-        """What each rank passes, on every rank."""
+        """Return what each rank passes, on every rank."""
         if self.world_size == 1:
             return [value]
         values: list[Any] = [None] * self.world_size
@@ -58,7 +58,7 @@ class Peers:
         return values
 
     def gather(self, value: T) -> list[T]:
-        """What each rank passes, on rank 0; nothing on the others."""
+        """Return what each rank passes, on rank 0; nothing on the others."""
         if self.world_size == 1:
             return [value]
         values: list[Any] | None = [None] * self.world_size if self.is_first else None
@@ -66,7 +66,7 @@ class Peers:
         return values or []
 
     def broadcast(self, value: T, *, src: int = 0) -> T:
-        """What rank `src` passes, on every rank."""
+        """Return what rank `src` passes, on every rank."""
         if self.world_size == 1:
             return value
         values = [value if self.rank == src else None]

@@ -31,7 +31,7 @@ class RandomState:
         self.process_group = process_group
 
     def state_dict(self) -> dict[str, Any]:
-        """The states of all ranks."""
+        """Return the states of all ranks."""
         return {"ranks": Peers(self.process_group, what="RandomState.state_dict").all_gather(local_state())}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -51,7 +51,7 @@ class RandomState:
 
 
 def local_state() -> dict[str, Any]:
-    """This process's."""
+    """Return this process's."""
     version, numbers, gauss = random.getstate()
     state: dict[str, Any] = {
         "python": {"version": version, "numbers": torch.tensor(numbers), "gauss": gauss},

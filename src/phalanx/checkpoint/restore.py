@@ -134,14 +134,14 @@ def _load_parts(
 
 
 def find_latest(path: Path) -> Path | None:
-    """The checkpoint that `path` is, or else the latest of those in it."""
+    """Return the checkpoint that `path` is, or else the latest of those in it."""
     if is_checkpoint(path):
         return path
     return next((entry.path for entry in History(path, None).entries()), None)
 
 
 def read_moved(peers: Peers, path: Path, map_location: str | torch.device) -> tuple[dict[str, Any], OptimizerNotes]:
-    """The whole state of the checkpoint at `path`, on a device, and the notes on its optimizers. Collective.
+    """Return the whole state of the checkpoint at `path`, on a device, and the notes on its optimizers. Collective.
 
     Raises:
         DamagedError: a file is not what was written.
@@ -151,7 +151,7 @@ def read_moved(peers: Peers, path: Path, map_location: str | torch.device) -> tu
 
 
 def read_state(peers: Peers, path: Path, parts: Mapping[str, Any]) -> tuple[Manifest, dict[str, Any]]:
-    """A checkpoint's manifest and its state, on the CPU; shards where a part has shards. Collective.
+    """Return a checkpoint's manifest and its state, on the CPU; shards where a part has shards. Collective.
 
     Raises:
         DamagedError: a file is not what was written; on every rank.
@@ -234,7 +234,7 @@ def _refuse_damage(peers: Peers, problem: str | None) -> None:
 
 
 def _shards(pieces: Pieces, structure: Node, parts: Mapping[str, Any]) -> dict[str, DTensor]:
-    """New tensors, sharded as a part's own are, for what is to be loaded into it."""
+    """Return new tensors, sharded as a part's own are, for what is to be loaded into it."""
     found: dict[str, DTensor] = {}
     for name, part in parts.items():
         if isinstance(part, nn.Module):

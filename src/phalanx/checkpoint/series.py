@@ -194,7 +194,7 @@ class CheckpointManager:
             raise
 
     def _collect(self, peers: Peers, parts: Mapping[str, Any]) -> tuple[dict[str, Any], Kind, set[str]]:
-        """The state of all parts, how it is to be written, and whose value counts where ranks differ."""
+        """Return the state of all parts, how it is to be written, and whose value counts where ranks differ."""
         problem, cause = None, None
         state: dict[str, Any] = {}
         wants = self.sharded
@@ -228,7 +228,7 @@ class CheckpointManager:
         return state, kind, buffer_names(parts)
 
     def _open_draft(self, peers: Peers, step: int, kind: Kind) -> tuple[Draft | None, Path]:
-        """The hidden folder to write into, which all ranks see if all of them write. Only rank 0 holds it."""
+        """Return the hidden folder to write into, which all ranks see if all of them write. Only rank 0 holds it."""
         draft: Draft | None = None
         problem, cause, name = None, None, ""
         if peers.is_first:
@@ -372,7 +372,7 @@ class CheckpointManager:
         return [entry.path for entry in self._history.entries()]
 
     def latest(self) -> Path | None:
-        """The checkpoint that was saved last, as this rank sees the folder; None if there is none."""
+        """Return the checkpoint that was saved last, as this rank sees the folder; None if there is none."""
         return next(iter(self.checkpoints()), None)
 
     def load(
@@ -423,7 +423,7 @@ class CheckpointManager:
         raise AssertionError("unreachable")
 
     def _find(self, peers: Peers, step: int | None) -> list[str]:
-        """The names of the checkpoints to try, in order, on every rank; rank 0's folder counts."""
+        """Return the names of the checkpoints to try, in order, on every rank; rank 0's folder counts."""
         problem, cause, mine = None, None, list[Entry]()
         try:
             mine = self._history.entries()

@@ -85,7 +85,7 @@ def plan_save(tree: Tree, pinned: Collection[str], peers: Peers, before: Plan | 
 
 
 def _signature(tree: Tree) -> tuple[Any, ...]:
-    """What the plan follows from."""
+    """Return what the plan follows from."""
     return (*(_form(name, leaf) for name, leaf in tree.leaves.items()), tuple(tree.aliases.items()))
 
 
@@ -151,7 +151,7 @@ class Pieces:
 
 
 def take_pieces(plan: Plan, tree: Tree, memory: SnapshotMemory | None) -> Pieces:
-    """What this rank is to write, copied into `memory`; as it is in the state if None."""
+    """Return what this rank is to write, copied into `memory`; as it is in the state if None."""
     pieces = Pieces()
     for item in plan.mine.items:
         leaf = tree.leaves[item.index.fqn]
@@ -199,7 +199,7 @@ class RecordingFileSystem(FileSystem):
 
     @contextlib.contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Any:
-        """A stream whose length and checksum are recorded when it ends."""
+        """Yield a stream whose length and checksum are recorded when it ends."""
         with open(path, mode) as file:
             stream = ChecksummedStream(cast(Any, file))
             yield stream
@@ -226,7 +226,7 @@ class Part:
 
     @classmethod
     def decode(cls, text: str) -> Part:
-        """The opposite of `encode`."""
+        """Read what `encode` wrote."""
         content = json.loads(text)
         files = {name: FileRecord(**record) for name, record in content["files"].items()}
         return cls(files, [tuple(piece) for piece in content["pieces"]])

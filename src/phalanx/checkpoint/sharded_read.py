@@ -76,7 +76,7 @@ def read_tensors(
     shards: Mapping[str, DTensor],
     seers: Sequence[int],
 ) -> tuple[dict[str, Tensor], str | None]:
-    """The tensors of these names, whole, or filled into `shards`; and what could not be read here. Collective.
+    """Return the tensors of these names, whole, or filled into `shards`; and what could not be read here. Collective.
 
     `shards` are tensors to fill, of which this rank has a part. `seers` are the ranks that see the folder.
     """

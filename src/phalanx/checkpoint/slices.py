@@ -74,7 +74,7 @@ class SlicedTensor:
         return [(offsets, self._back(box.sizes)) for offsets, box in self._boxes.items()]
 
     def piece(self, offsets: Sequence[int]) -> Tensor:
-        """The piece that begins at `offsets`: a view."""
+        """Return the piece that begins at `offsets`: a view."""
         box = self._boxes[tuple(offsets)]
         piece = self._flat[box.start : box.start + math.prod(box.sizes)].view(box.sizes)
         return piece.permute([self._order.index(dim) for dim in range(len(self._order))])
@@ -88,7 +88,9 @@ class SlicedTensor:
 
 
 def slice_state(shard: Mapping[str, Any]) -> dict[str, Any]:
-    """What `shard_state_dict()` gave as the plain optimizer's state, of which this rank has parts: `SlicedTensor`s."""
+    """Return what `shard_state_dict()` gave as the plain optimizer's state, of which this rank has parts:
+    `SlicedTensor`s.
+    """
     state = {}
     for number, part in shard["state"].items():
         shape, stride = shard["layout"][number]

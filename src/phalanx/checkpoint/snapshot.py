@@ -41,7 +41,7 @@ class SnapshotMemory:
         self._at = 0
 
     def take(self, nbytes: int) -> Tensor:
-        """A piece of it, as bytes: a storage of its own."""
+        """Return a piece of it, as bytes: a storage of its own."""
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8)
         assert self._memory is not None
@@ -69,8 +69,8 @@ def copy_contiguous(tensors: Iterable[Tensor], memory: SnapshotMemory) -> list[T
 
 
 def copy_tree(state: Any, memory: SnapshotMemory) -> Any:
-    """A state with copies of its tensors, on the CPU, which share memory where the originals do: torch.save sees no
-    difference. Whatever else can change is copied, too.
+    """Return a state with copies of its tensors, on the CPU, which share memory where the originals do: torch.save sees
+    no difference. Whatever else can change is copied, too.
     """
     tensors: dict[int, Tensor] = {}
     _collect(state, tensors)

@@ -15,7 +15,7 @@ STRUCTURE = "structure.pt"
 
 
 def encode_structure(tree: Tree) -> bytes:
-    """The content of the file.
+    """Return the content of the file.
 
     Raises:
         UnreadableError: something in it could not be loaded again.
@@ -26,7 +26,7 @@ def encode_structure(tree: Tree) -> bytes:
 
 
 def decode_structure(content: bytes) -> tuple[Node, Mapping[str, str]]:
-    """The structure, and which of its tensors are the memory of which others."""
+    """Return the structure, and which of its tensors are the memory of which others."""
     structure, aliases = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     return structure, aliases
 

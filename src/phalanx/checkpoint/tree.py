@@ -73,7 +73,7 @@ class Tree:
 
 
 def build(structure: Node, tensor: Callable[[str], Any], aliases: Mapping[str, str]) -> Any:
-    """The state again; `tensor` gives the tensor of a name."""
+    """Return the state again; `tensor` gives the tensor of a name."""
     kind = structure[0]
     if kind == "value":
         return structure[1]
@@ -92,7 +92,7 @@ def build(structure: Node, tensor: Callable[[str], Any], aliases: Mapping[str, s
 
 
 def merge(first: Node, second: Node) -> Node:
-    """The structure of two ranks: what either has; the first where they differ."""
+    """Return the structure of two ranks: what either has; the first where they differ."""
     if first[0] in _DICTS and second[0] in _DICTS:
         theirs = dict(second[1])
         mine = [(key, merge(node, theirs.pop(key)) if key in theirs else node) for key, node in first[1]]
@@ -108,7 +108,7 @@ def merge(first: Node, second: Node) -> Node:
 
 
 def find(structure: Node, *path: Any) -> Node | None:
-    """The node at `path`, if there is one."""
+    """Return the node at `path`, if there is one."""
     node: Node | None = structure
     for key in path:
         if node is None or node[0] not in _DICTS:
@@ -128,7 +128,9 @@ def tensor_names(structure: Node) -> list[str]:
 
 
 def strides_of_tensors(structure: Node) -> dict[str, tuple[int, ...]]:
-    """The strides of those tensors, by name, whose elements do not lie in memory as those of a contiguous one."""
+    """Return the strides of those tensors, by name, whose elements do not lie in memory as those of a
+    contiguous one.
+    """
     if structure[0] == "tensor":
         return {structure[1]: tuple(structure[2][2])} if len(structure[2]) > 2 else {}
     if structure[0] == "value":
@@ -175,7 +177,7 @@ def _form(value: Any) -> tuple[Any, ...]:
 
 
 def _memory(value: Any) -> tuple[Any, ...] | None:
-    """What is equal for two tensors only if they are the same elements in the same memory."""
+    """Return what is equal for two tensors only if they are the same elements in the same memory."""
     if is_dtensor(value) or not isinstance(value, Tensor) or value.layout is not torch.strided:
         return None
     if value.numel() == 0 or value.is_meta:

@@ -58,7 +58,8 @@ def write_whole(folder: Path, state: Mapping[str, Any]) -> dict[str, FileRecord]
 
 
 def hand_on(peers: Peers, path: Path, record: FileRecord) -> tuple[str | None, BinaryIO | None]:
-    """What is wrong with the file at `path`, or else the file: rank 0's own, and the others' copy of it. Collective.
+    """Return what is wrong with the file at `path`, or else the file: rank 0's own, and the others' copy of it.
+    Collective.
 
     Cost: rank 0 reads it once, and broadcasts it in pieces of 16 MiB; where all ranks are on one machine and see that
     very file, the system has it in memory for all of them by then, and nothing is sent.
@@ -94,7 +95,7 @@ def _open(path: Path, record: FileRecord) -> tuple[BinaryIO | None, str | None]:
 
 
 def _identity(file: BinaryIO | None) -> tuple[object, ...]:
-    """What is equal on ranks of one machine that have opened the same file; nothing where that is not known."""
+    """Return what is equal on ranks of one machine that have opened the same file; nothing where that is not known."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
     except OSError:

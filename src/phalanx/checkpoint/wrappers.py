@@ -27,7 +27,7 @@ def wrapper_prefixes(module: nn.Module) -> list[str]:
 
 
 def unwrap_key(key: str, prefixes: Sequence[str]) -> str:
-    """The name of a parameter without what wrappers have put into it."""
+    """Return the name of a parameter without what wrappers have put into it."""
     for prefix in reversed(prefixes):  # the innermost first: those around it are still in the key
         if key.startswith(prefix):
             outer, _, _ = prefix[:-1].rpartition(".")
@@ -51,7 +51,9 @@ def versions_as_wrapped(versions: Mapping[str, Any], own: Mapping[str, Any], pre
 
 
 def versions_of(state: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The versions of the modules that have given `state`, by name, on which it depends how they read it again."""
+    """Return the versions of the modules that have given `state`, by name, on which it depends how they read it
+    again.
+    """
     versions: Mapping[str, Any] | None = getattr(state, "_metadata", None)
     return versions
 
@@ -72,7 +74,7 @@ def _unwrap_module(name: str, prefixes: Sequence[str]) -> str:
 
 
 def _wraps_as(module: nn.Module) -> str:
-    """The attribute in which a wrapper keeps its module; empty if it is none."""
+    """Return the attribute in which a wrapper keeps its module; empty if it is none."""
     if isinstance(module, (TorchDistributedDataParallel, DataParallel)) or any(
         map(_is_our_wrapper, type(module).__mro__)
     ):

@@ -74,7 +74,7 @@ def _spread(low: int, high: int) -> Iterable[int]:
 
 
 def _parse_hosts(text: str) -> Topology:
-    """The number of ranks on each host: 2,3."""
+    """Parse the number of ranks on each host: 2,3."""
     return Topology.of_sizes(_parse_world_size(part) for part in text.split(","))
 
 
@@ -94,7 +94,7 @@ _operation_option = click.option(
 
 
 def _network_options(function: F) -> F:
-    """The options that describe the buffer and the network; `_links` takes those that end up in `Links`."""
+    """Add the options that describe the buffer and the network; `_links` takes those that end up in `Links`."""
     for flag, name, kind, default, text in reversed(
         (
             ("--bytes", "nbytes", _BYTES, "64MiB", "Size of the buffer of each rank."),
@@ -182,7 +182,7 @@ def _topology(algorithm: Algorithm, world_size: int | None, hosts: Topology | No
 
 
 def _explanation_of(algorithm: Algorithm) -> click.Command:
-    """The command that tells and draws one algorithm."""
+    """Return the command that tells and draws one algorithm."""
 
     def explain(
         operation: Operation,

@@ -97,7 +97,9 @@ ALGORITHMS: dict[str, Algorithm] = {
 
 
 def find(name: str) -> Algorithm:
-    """The algorithm called `name`; dashes and underscores are one. Raises ValueError that lists the valid names."""
+    """Return the algorithm called `name`; dashes and underscores are one. Raises ValueError that lists the
+    valid names.
+    """
     algorithm = ALGORITHMS.get(name.replace("-", "_").lower())
     if algorithm is None:
         raise ValueError(f"algorithm {name!r} is unknown{_close(name, ALGORITHMS)} Valid: {', '.join(ALGORITHMS)}")
@@ -105,7 +107,7 @@ def find(name: str) -> Algorithm:
 
 
 def offering(operation: str) -> list[Algorithm]:
-    """The algorithms that can do `operation`. Raises ValueError that lists the valid operations."""
+    """Return the algorithms that can do `operation`. Raises ValueError that lists the valid operations."""
     if operation not in OPERATIONS:
         close = _close(operation, OPERATIONS)
         raise ValueError(f"operation {operation!r} is unknown{close} Valid: {', '.join(OPERATIONS)}")
@@ -113,7 +115,7 @@ def offering(operation: str) -> list[Algorithm]:
 
 
 def build(name: str, operation: Operation, topology: Topology, root: int = 0) -> Schedule:
-    """The schedule of `operation` by the algorithm `name` for the ranks of `topology`.
+    """Return the schedule of `operation` by the algorithm `name` for the ranks of `topology`.
 
     Raises:
         ValueError: an unknown name or operation, an algorithm that does not offer it, or cannot run on this topology.

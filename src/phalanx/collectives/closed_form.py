@@ -26,7 +26,7 @@ from phalanx.collectives.schedule import Operation
 
 
 def predict(algorithm: str, operation: Operation, nbytes: float, topology: Topology, links: Links) -> Cost:
-    """The cost by formula where there is one, else from the schedule. Raises ValueError as `build` does."""
+    """Return the cost by formula where there is one, else from the schedule. Raises ValueError as `build` does."""
     schedule = build(algorithm, operation, topology)
     require_fit(schedule, nbytes, topology)
     formula = closed_form(find(algorithm).name, operation, nbytes, topology, links)
@@ -34,7 +34,7 @@ def predict(algorithm: str, operation: Operation, nbytes: float, topology: Topol
 
 
 def closed_form(algorithm: str, operation: Operation, nbytes: float, topology: Topology, links: Links) -> Cost | None:
-    """The cost by formula; None where there is none: unequal links, or a case the formulas do not cover."""
+    """Return the cost by formula; None where there is none: unequal links, or a case the formulas do not cover."""
     if topology.world_size == 1:
         return Cost(0, 0.0, 0.0)
     if algorithm == "hierarchical":
@@ -97,7 +97,7 @@ def _both_ways(half: int, s: float, link: Link, gamma: float) -> Cost:
 
 
 def _folded(p: int, steps: int, nbytes: float, combined: float, s: float, link: Link, gamma: float) -> Cost:
-    """What the Q ranks do among themselves, and a step before and after it for those that are folded."""
+    """Return what the Q ranks do among themselves, and a step before and after it for those that are folded."""
     among = _cost(steps, nbytes, combined, link, gamma)
     if p & (p - 1) == 0:
         return among

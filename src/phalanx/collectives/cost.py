@@ -34,7 +34,9 @@ class Cost:
 
 
 def of_schedule(schedule: Schedule, nbytes: float, topology: Topology, links: Links) -> Cost:
-    """The cost of `schedule` for buffers of `nbytes`; looks at each transfer, once where a phase repeats its steps."""
+    """Return the cost of `schedule` for buffers of `nbytes`; looks at each transfer, once where a phase repeats its
+    steps.
+    """
     require_fit(schedule, nbytes, topology)
     bytes_per_chunk = nbytes / schedule.num_chunks
     sent, received = [0] * schedule.world_size, [0] * schedule.world_size

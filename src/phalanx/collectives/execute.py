@@ -26,11 +26,11 @@ class Buffer(Protocol):
     """A row of elements that can be cut into views of itself."""
 
     def __len__(self) -> int:
-        """The number of elements."""
+        """Return the number of elements."""
         ...
 
     def __getitem__(self: B, part: slice, /) -> B:
-        """A view of a part, not a copy."""
+        """Return a view of a part, not a copy."""
         ...
 
 

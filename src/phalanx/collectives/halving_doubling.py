@@ -53,7 +53,7 @@ class Fold:
         return self.world_size if self.chunk_per_rank else self.actors
 
     def rank(self, actor: int) -> int:
-        """The rank that acts as `actor`."""
+        """Return the rank that acts as `actor`."""
         return 2 * actor if actor < self.folded else actor + self.folded
 
     def actor(self, rank: int) -> int | None:
@@ -91,7 +91,9 @@ def _exchange(name: str, fold: Fold, kind: Kind) -> Phase:
 
 
 def neighbours(name: str, fold: Fold, kind: Kind, *, inward: bool, chunks: Callable[[int], tuple[int, int]]) -> Phase:
-    """The one step between a rank that stands aside (odd) and the one that acts for it; none if nobody is folded."""
+    """Return the one step between a rank that stands aside (odd) and the one that acts for it; none if nobody is
+    folded.
+    """
 
     def sends(step: int, rank: int) -> tuple[Transfer, ...]:
         if rank >= 2 * fold.folded or rank % 2 != inward:

@@ -39,12 +39,14 @@ class _Slices:
         return max(len(host) for host in self.topology.hosts)
 
     def driver(self, host: int, piece: int) -> int:
-        """The rank of `host` that drives slice `piece`."""
+        """Return the rank of `host` that drives slice `piece`."""
         ranks = self.topology.hosts[host]
         return ranks[piece * len(ranks) // self.count]
 
     def driven(self, host: int, local_rank: int) -> range:
-        """The slices that a host's `local_rank` drives; never empty, because no host has more ranks than slices."""
+        """Return the slices that a host's `local_rank` drives; never empty, because no host has more ranks than
+        slices.
+        """
         size = len(self.topology.hosts[host])
         return range(-(-local_rank * self.count // size), -(-(local_rank + 1) * self.count // size))
 

@@ -46,14 +46,14 @@ def all_reduce(world_size: int) -> Schedule:
 
 
 def reduce_scatter(world_size: int) -> Schedule:
-    """The first half of all_reduce: P-1 steps, S(P-1)/P bytes sent per rank."""
+    """Return the first half of all_reduce: P-1 steps, S(P-1)/P bytes sent per rank."""
     require_world_size(world_size)
     phases = (_around("scatter-reduce", world_size, -1, "reduce"),)
     return Schedule("ring", "reduce_scatter", world_size, world_size, phases, ORDER)
 
 
 def all_gather(world_size: int) -> Schedule:
-    """The second half of all_reduce: P-1 steps, S(P-1)/P bytes sent per rank (S bytes gathered in all)."""
+    """Return the second half of all_reduce: P-1 steps, S(P-1)/P bytes sent per rank (S bytes gathered in all)."""
     require_world_size(world_size)
     phases = (_around("all-gather", world_size, 0, "copy"),)
     return Schedule("ring", "all_gather", world_size, world_size, phases, "nothing is combined")

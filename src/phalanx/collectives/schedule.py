@@ -67,7 +67,7 @@ class Phase:
             yield from self.sends(step, rank)
 
     def recvs(self, step: int, rank: int) -> tuple[Transfer, ...]:
-        """What arrives at `rank` in `step`, in the order in which it is combined."""
+        """Return what arrives at `rank` in `step`, in the order in which it is combined."""
         return tuple(t for src in self.sources(step, rank) for t in self.sends(step, src) if t.dst == rank)
 
 
@@ -127,7 +127,9 @@ class Schedule:
                 number += 1
 
     def for_rank(self, rank: int) -> Iterator[RankStep]:
-        """The part that `rank` plays, without the steps in which it is idle; costs nothing for the other ranks."""
+        """Yield the part that `rank` plays, without the steps in which it is idle; costs nothing for the other
+        ranks.
+        """
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank must be in 0..{self.world_size - 1}, got {rank}")
         for number, phase, within in self.steps():

@@ -60,7 +60,7 @@ def _one_by_one(phases: Sequence[Phase], count: int, chunks: int) -> Sequence[Ph
         return phases
 
     def under_way(turn: int) -> Iterator[tuple[int, Phase, int]]:
-        """The segments that do a step in this turn, the oldest first, and which step."""
+        """Yield the segments that do a step in this turn, the oldest first, and which step."""
         for segment in range(max(0, turn - len(steps) + 1), min(count, turn + 1)):
             yield segment * chunks, *steps[turn - segment]
 

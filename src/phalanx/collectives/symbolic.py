@@ -131,7 +131,7 @@ def _must_end_with(schedule: Schedule, rank: int, chunk: int) -> bool:
 
 
 def _refuse_impossible(schedule: Schedule, phase: Phase, transfers: tuple[Transfer, ...]) -> None:
-    """What can be said of a step without knowing who holds what."""
+    """Refuse what is wrong with a step whoever holds what."""
     for t in transfers:
         if not (0 <= t.src < schedule.world_size and 0 <= t.dst < schedule.world_size and t.src != t.dst):
             raise ValueError(f"{_words(t)}: source and destination must be two different ranks of the schedule")

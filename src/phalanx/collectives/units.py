@@ -20,17 +20,17 @@ _NUMBER = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)(e[+-]?[0-9]+)?\s*([a-zÂ
 
 
 def parse_bytes(text: str) -> int:
-    """A size such as 64MiB, 100kB, 4096 (bytes); powers of 1024 have the i. Raises ValueError."""
+    """Parse a size such as 64MiB, 100kB, 4096 (bytes); powers of 1024 have the i. Raises ValueError."""
     return round(_parse(text, _BYTES, bare="b", what="size", examples="64MiB, 100kB, 4096"))
 
 
 def parse_seconds(text: str) -> float:
-    """A span such as 30us, 1.5ms, 2s; a number without a unit is refused, except 0. Raises ValueError."""
+    """Parse a span such as 30us, 1.5ms, 2s; a number without a unit is refused, except 0. Raises ValueError."""
     return _parse(text, _SECONDS, bare=None, what="time", examples="30us, 1.5ms, 2s")
 
 
 def parse_bytes_per_s(text: str) -> float:
-    """A bandwidth such as 1Gbit, 10Gbit/s, 8GB/s, in bytes per second; more than zero. Raises ValueError."""
+    """Parse a bandwidth such as 1Gbit, 10Gbit/s, 8GB/s as bytes per second; more than zero. Raises ValueError."""
     bare = text.strip()
     bare = bare[:-2] if bare.endswith("/s") else bare
     value = _parse(bare, _BYTES_PER_S, bare=None, what="bandwidth", examples="1Gbit, 10Gbit/s, 8GB/s")

@@ -17,7 +17,7 @@ class Address:
 
     @classmethod
     def parse(cls, text: str, *, default_port: int | None = None) -> Address:
-        """The address that `text` shows.
+        """Return the address that `text` shows.
 
         Raises:
             ValueError: it shows none.
@@ -45,7 +45,7 @@ class Address:
 
 
 def listen(address: Address, backlog: int) -> socket.socket:
-    """A listening socket at `address`; an empty host, or `*`, is every interface, IPv4 and IPv6.
+    """Return a listening socket at `address`; an empty host, or `*`, is every interface, IPv4 and IPv6.
 
     Raises:
         OSError: the address is not ours, the port is taken, or the name leads nowhere.

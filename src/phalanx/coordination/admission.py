@@ -32,7 +32,7 @@ class Complaints:
         self.num_refused = 0
 
     def refused(self, peer: str, why: str, now: float) -> None:
-        """A connection from `peer` was not admitted."""
+        """Note that a connection from `peer` was not admitted."""
         self.num_refused += 1
         self.add(f"refused a connection from {peer}: {why}", now)
 

@@ -29,7 +29,7 @@ class LostHost:
 
 
 def create_agent_file(address: str, key: str, relay: str = "") -> tuple[int, str]:
-    """A descriptor of such a file, and what PHALANX_STORE says.
+    """Return a descriptor of such a file, and what PHALANX_STORE says.
 
     Where `address` is a path the store needs no `key`; but workers of other hosts (`phalanx.rpc`) ask for it. `relay`
     is a path at which this process hands on what is sent to the store.
@@ -41,7 +41,7 @@ def create_agent_file(address: str, key: str, relay: str = "") -> tuple[int, str
 
 
 def read_store(fd: int) -> tuple[str, str]:
-    """The coordinator's address and the key.
+    """Return the coordinator's address and the key.
 
     The address is the relay's where there is one; it lies under the agent's number, which means nothing in a container
     with process numbers of its own.
@@ -66,7 +66,7 @@ def tell_lost(fd: int, lost: LostHost) -> None:
 
 
 def read_lost(fd: int) -> LostHost | None:
-    """What was told of a lost host, if it was."""
+    """Return what was told of a lost host, if it was."""
     data = os.pread(fd, _MAX_BYTES, _LOST_AT)
     if not data:
         return None
@@ -80,7 +80,7 @@ def describe_loss(host: str, why: str) -> str:
 
 
 def _spans(ranks: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Runs of numbers, so that a thousand ranks find room."""
+    """Return the runs of numbers, so that a thousand ranks find room."""
     spans: list[tuple[int, int]] = []
     for rank in sorted(ranks):
         if spans and spans[-1][1] == rank - 1:

@@ -42,7 +42,7 @@ class Client(MemberConnection):
         self._call(Op.SET, _name(key), _bytes(value))
 
     def get(self, key: str, timeout: Timeout = None) -> bytes:
-        """The value of `key`; waits until it is there."""
+        """Return the value of `key`; waits until it is there."""
         return self._call(Op.GET, _name(key), deadline=self._deadline(timeout), waits_for=(key,))[0]
 
     def begin_get(self, key: str) -> PendingGet:
@@ -80,7 +80,7 @@ class Client(MemberConnection):
         return int(self._call(Op.NUM_KEYS)[0])
 
     def multi_get(self, keys: Sequence[str], timeout: Timeout = None) -> list[bytes]:
-        """The values of `keys`; waits until all are there."""
+        """Return the values of `keys`; waits until all are there."""
         deadline = self._deadline(timeout)
         values: list[bytes] = []
         for part in _parts([_name(key) for key in keys], 1):
@@ -108,7 +108,9 @@ class Client(MemberConnection):
         self._call(Op.QUEUE_PUSH, _name(key), _bytes(value))
 
     def queue_pop(self, key: str, block: bool = True, timeout: Timeout = None) -> bytes | None:
-        """The oldest item of the queue `key`, which nobody else gets; without `block`, None where there is none."""
+        """Return the oldest item of the queue `key`, which nobody else gets; without `block`, None where there
+        is none.
+        """
         deadline = self._deadline(timeout)
         found = self._call(
             Op.QUEUE_POP, _name(key), b"1" if block else b"0", deadline=deadline, waits_for=(key,) if block else ()
@@ -120,7 +122,7 @@ class Client(MemberConnection):
         return int(self._call(Op.QUEUE_LEN, _name(key))[0])
 
     def list_keys(self, prefix: str = "") -> list[str]:
-        """The keys that start with `prefix`."""
+        """Return the keys that start with `prefix`."""
         return [key.decode() for key in self._call(Op.LIST_KEYS, _name(prefix))]
 
     def delete_prefix(self, prefix: str) -> int:
@@ -134,7 +136,7 @@ class Client(MemberConnection):
         self._call(Op.LEAVE, pack_number(member), why.encode())
 
     def members(self) -> dict[int, dict[str, Any]]:
-        """The facts of all that are members now, by number."""
+        """Return the facts of all that are members now, by number."""
         found: dict[int, dict[str, Any]] = {}
         start = 0
         while page := self._call(Op.MEMBERS, pack_number(start)):

@@ -42,5 +42,7 @@ def run_coordinator(
 
 
 def advertised_host(host: str) -> str:
-    """What to tell others where we listen on `host`: itself, or this host's name where that is every interface."""
+    """Return what to tell others where we listen on `host`: itself, or this host's name where that is every
+    interface.
+    """
     return host if host not in ("", "*", "::", "0.0.0.0") else socket.gethostname()

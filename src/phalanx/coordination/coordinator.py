@@ -198,13 +198,13 @@ class Coordinator(PendingAnswers):
         return f"member {member.id} ({self.name_of(member)}) is lost: {why}"
 
     def who(self, route: object) -> str:
-        """What a person calls whoever is behind `route`."""
+        """Return what a person calls whoever is behind `route`."""
         session = self.sessions.get(route)
         member = session.member if session is not None else None
         return "somebody who knows the key" if member is None else f"member {member.id} ({self.name_of(member)})"
 
     def name_of(self, member: Member) -> str:
-        """What a person calls it: its host, where it has told one."""
+        """Return what a person calls it: its host, where it has told one."""
         try:
             facts = json.loads(member.facts)
             name = str(facts.get("host") or f"member {member.id}")[:200]

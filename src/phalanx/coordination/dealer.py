@@ -20,7 +20,7 @@ EVENTS = (
 
 
 def open_dealer(context: zmq.Context[zmq.Socket[bytes]], key: Key | None) -> zmq.Socket[bytes]:
-    """A socket that is not connected yet; `key` is None for the coordinator's socket on this host."""
+    """Return a socket that is not connected yet; `key` is None for the coordinator's socket on this host."""
     dealer = context.socket(zmq.DEALER)
     dealer.linger = 0
     dealer.routing_id = b"\x01" + os.urandom(15)

@@ -25,12 +25,12 @@ class EventInbox:
         self._untold_bytes = 0  # of what was taken since the coordinator was told
 
     def fileno(self) -> int:
-        """A descriptor that is readable while there are events to take."""
+        """Return a descriptor that is readable while there are events to take."""
         assert self._fds is not None
         return self._fds[0]
 
     def restart(self) -> None:
-        """This process has joined (again): what comes from here on is numbered anew."""
+        """Begin to count anew: this process has joined (again)."""
         self.last = self.taken = self._untold_bytes = 0
 
     def receive(self, number: int, event: Event) -> None:
@@ -40,12 +40,12 @@ class EventInbox:
             self.put(event)
 
     def put(self, event: Event) -> None:
-        """An event of our own, without a number."""
+        """Add an event of our own, which has no number."""
         self._events.append(event)
         ring(self._fds)
 
     def take(self) -> list[Event]:
-        """What has come since the last call."""
+        """Return what has come since the last call."""
         events = list(self._events)
         self._events.clear()
         self.taken = self.last
@@ -59,7 +59,7 @@ class EventInbox:
         return self._untold_bytes > _TELL_BYTES
 
     def told(self) -> None:
-        """The coordinator has been sent `taken`."""
+        """Note that the coordinator has been sent `taken`."""
         self._untold_bytes = 0
 
     def close(self) -> None:

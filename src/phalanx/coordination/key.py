@@ -40,12 +40,12 @@ class Key:
 
     @classmethod
     def generate(cls) -> Key:
-        """A new key, from the system's random numbers."""
+        """Return a new key, from the system's random numbers."""
         return cls(os.urandom(_BYTES))
 
     @classmethod
     def parse(cls, text: str) -> Key:
-        """The key that `text` shows, as `str(key)` printed it.
+        """Return the key that `text` shows, as `str(key)` printed it.
 
         Raises:
             ValueError: it is none; the message says what is wrong and does not repeat it.
@@ -71,11 +71,11 @@ class Key:
         return hashlib.blake2b(self.raw, digest_size=4, person=b"plx-fingerprint").hexdigest()
 
     def coordinator_pair(self) -> CurvePair:
-        """The pair by which the coordinator proves that it knows the key."""
+        """Return the pair by which the coordinator proves that it knows the key."""
         return self._pair(b"plx-coordinator")
 
     def member_pair(self) -> CurvePair:
-        """The pair by which everybody else does."""
+        """Return the pair by which everybody else does."""
         return self._pair(b"plx-member")
 
     def reach_secret(self) -> bytes:

@@ -31,7 +31,8 @@ def default_path(environment: Mapping[str, str]) -> Path:
 
 
 def find_key(path: str | os.PathLike[str] | None = None, environment: Mapping[str, str] = os.environ) -> Key | None:
-    """The job's key: in the file `path`, else PHALANX_KEY_FILE's, else PHALANX_KEY, else the user's own; else None.
+    """Return the job's key: in the file `path`, else PHALANX_KEY_FILE's, else PHALANX_KEY, else the user's own; else
+    None.
 
     Raises:
         AuthenticationError: a file that was named is not there; others can read it; or what is there is no key.
@@ -50,7 +51,9 @@ def find_key(path: str | os.PathLike[str] | None = None, environment: Mapping[st
 
 
 def ask_for_key(prompt: str = "The job's key (as `phalanx key --print` shows it): ") -> Key | None:
-    """The key from a person at the terminal, who does not see it while typing; None where there is no terminal."""
+    """Return the key from a person at the terminal, who does not see it while typing; None where there is no
+    terminal.
+    """
     import getpass
 
     if not sys.stdin.isatty():
@@ -66,7 +69,7 @@ def ask_for_key(prompt: str = "The job's key (as `phalanx key --print` shows it)
 
 
 def read_key(path: str | os.PathLike[str]) -> Key:
-    """The key in a file that only its owner can read.
+    """Return the key in a file that only its owner can read.
 
     Raises:
         AuthenticationError: it cannot be read, others can read it, or it holds no key.
@@ -102,7 +105,7 @@ def read_key(path: str | os.PathLike[str]) -> Key:
 
 
 def make_key(path: str | os.PathLike[str]) -> tuple[Key, bool]:
-    """The key in the file `path`, which is made if it is not there; and whether it was.
+    """Return the key in the file `path`, which is made if it is not there; and whether it was.
 
     Several hosts that share the folder and make it at the same time get the same key: it appears whole, once.
 
@@ -136,7 +139,7 @@ def make_key(path: str | os.PathLike[str]) -> tuple[Key, bool]:
 
 
 def _read_when_whole(path: Path) -> Key:
-    """The key in `path`, which another process may just be writing."""
+    """Return the key in `path`, which another process may just be writing."""
     deadline = Deadline.after(_WRITING_S)
     while True:
         try:

@@ -49,7 +49,7 @@ class KeyValueStore:
         return len(self._values)
 
     def get(self, key: bytes) -> bytes | None:
-        """The value, or None."""
+        """Return the value, or None."""
         value = self._values.get(key)
         if isinstance(value, bytearray):
             value = self._values[key] = bytes(value)
@@ -127,7 +127,7 @@ class KeyValueStore:
         return value is not None
 
     def keys(self, prefix: bytes = b"") -> list[bytes]:
-        """The keys that start with `prefix`, in the order in which they came."""
+        """Return the keys that start with `prefix`, in the order in which they came."""
         return [key for key in self._values if key.startswith(prefix)]
 
     def push(self, queue: bytes, value: bytes) -> list[Waiter]:
@@ -143,7 +143,7 @@ class KeyValueStore:
         return self._came(queue) if queue in self._waiters else []
 
     def pop(self, queue: bytes) -> bytes | None:
-        """The oldest item, or None."""
+        """Return the oldest item, or None."""
         items = self._queues.get(queue)
         if items is None:
             return None

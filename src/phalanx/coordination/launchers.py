@@ -58,7 +58,7 @@ _STEPD = re.compile(r"slurmstepd: \[(\d+)\.(\w+)\]")
 
 
 def find_launch(environment: Mapping[str, str]) -> Launch | None:
-    """What an `mpiexec` or Slurm says of this process, or None: nobody says that it is one of several.
+    """Return what an `mpiexec` or Slurm says of this process, or None: nobody says that it is one of several.
 
     MPI goes first: an `mpiexec` inside Slurm starts its helpers as a step, whose variables its ranks inherit.
     """
@@ -68,7 +68,7 @@ def find_launch(environment: Mapping[str, str]) -> Launch | None:
 
 
 def mpi_launch(environment: Mapping[str, str]) -> Launch | None:
-    """What an `mpiexec` says of this process (MPICH and Intel MPI speak alike), or None."""
+    """Return what an `mpiexec` says of this process (MPICH and Intel MPI speak alike), or None."""
     if _is_pmi_of_slurm(environment):
         return None
     for launcher, (rank, size, local_rank, local_size) in _MPI.items():
@@ -90,7 +90,7 @@ def _is_number(environment: Mapping[str, str], name: str) -> bool:
 
 
 def slurm_launch(environment: Mapping[str, str]) -> Launch | None:
-    """What a step of Slurm (`srun`) says of this process; None outside of a step, or alone in one."""
+    """Return what a step of Slurm (`srun`) says of this process; None outside of a step, or alone in one."""
     try:
         rank = int(environment["SLURM_PROCID"])
         size = int(environment.get("SLURM_STEP_NUM_TASKS") or environment["SLURM_NTASKS"])
@@ -168,7 +168,7 @@ def _is_pmi_of_slurm(environment: Mapping[str, str]) -> bool:
 
 
 def first_of(hosts: str) -> str:
-    """The first name of a list as Slurm writes it: 'n[03-05,9]' begins with n03."""
+    """Return the first name of a list as Slurm writes it: 'n[03-05,9]' begins with n03."""
     match = re.match(r"([^\[,]*)(?:\[(\w+)[^\]]*\])?([^\[,]*)", hosts)
     return "".join(part or "" for part in match.groups()) if match else ""
 
@@ -195,7 +195,7 @@ def find_agents_store(environment: Mapping[str, str]) -> str:
 
 
 def find_incomplete_environment(environment: Mapping[str, str], *, is_spawned: bool) -> str:
-    """What says that this process is one of several, where nothing says which, or where they meet; or nothing.
+    """Return what says that this process is one of several, where nothing says which, or where they meet; or nothing.
 
     `is_spawned`: it was started by `multiprocessing`.
     """

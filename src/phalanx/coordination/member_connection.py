@@ -66,11 +66,11 @@ class MemberConnection(Connection):
     # Events.
 
     def fileno(self) -> int:
-        """A descriptor that is readable while there are events to take."""
+        """Return a descriptor that is readable while there are events to take."""
         return self._inbox.fileno()
 
     def take(self) -> list[Event]:
-        """The events that have come since the last call; never blocks. What is taken is not sent again."""
+        """Return the events that have come since the last call; never blocks. What is taken is not sent again."""
         with self._lock:
             events = self._inbox.take()
             if self._inbox.is_overdue and self._socket is not None:

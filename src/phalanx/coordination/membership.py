@@ -48,12 +48,12 @@ class Member:
         self.num_bytes += len(event) + _OVERHEAD_BYTES
 
     def took(self, number: int) -> None:
-        """The member has all events up to `number`."""
+        """Note that the member has all events up to `number`."""
         while self._outbox and self._outbox[0][0] <= number:
             self.num_bytes -= len(self._outbox.popleft()[1]) + _OVERHEAD_BYTES
 
     def unsent(self) -> Iterator[bytes]:
-        """The events that have not been sent since the last `rewind`; they are now."""
+        """Yield the events that have not been sent since the last `rewind`; they are now."""
         if not self._outbox or self._sent == self._last:
             return
         start = max(0, self._sent + 1 - self._outbox[0][0])
@@ -88,7 +88,7 @@ class Membership:
         return iter(list(self._members.values()))
 
     def get(self, member: int) -> Member | None:
-        """The member with this number, if it is in the job now."""
+        """Return the member with this number, if it is in the job now."""
         return self._members.get(member)
 
     def why_gone(self, member: int) -> str:
@@ -96,7 +96,7 @@ class Membership:
         return self._gone.get(member, "")
 
     def join(self, owner: object, facts: bytes, watches: frozenset[int] | None, now: float) -> Member:
-        """A new member; the others that watch it are told its facts."""
+        """Return a new member; the others that watch it are told its facts."""
         member = Member(self._next, owner, facts, watches, now)
         self._next += 1
         self._tell(b"joined", member.id, facts)
@@ -104,7 +104,7 @@ class Membership:
         return member
 
     def remove(self, member: Member, kind: bytes, why: str) -> None:
-        """A member has `left`, or is `lost`; those that watch it are told why."""
+        """Remove a member that has `left`, or is `lost`; those that watch it are told why."""
         del self._members[member.id]
         self._gone[member.id] = why
         if len(self._gone) > _GONE_KEPT:
@@ -121,7 +121,7 @@ class Membership:
             member.heard_at = min(now, member.heard_at + pause_s)
 
     def post(self, sender: int, to: Member, detail: bytes) -> bool:
-        """A message from one member to another; False: there is no room yet."""
+        """Post a message from one member to another; return False if there is no room yet."""
         if not to.has_room(len(detail)):
             return False
         to.put(b"message", sender, detail)
@@ -134,6 +134,6 @@ class Membership:
                 self._told.append(other)
 
     def take_told(self) -> list[Member]:
-        """The members that have been told of a change since the last call."""
+        """Return the members that have been told of a change since the last call."""
         told, self._told = self._told, []
         return told

@@ -34,7 +34,7 @@ class PendingAnswers(ABC):
         """Do what a message asks for; False: it is malformed."""
 
     def take_outgoing(self) -> Iterator[tuple[Session, list[Answer]]]:
-        """What is to be sent, session by session."""
+        """Yield what is to be sent, session by session."""
         outgoing, self.outgoing = self.outgoing, {}
         for session in outgoing:
             answers, session.outgoing, session.outgoing_bytes = session.outgoing, [], 0
@@ -57,13 +57,13 @@ class PendingAnswers(ABC):
             session.member.rewind(0)
 
     def delivered(self, session: Session) -> None:
-        """What was just taken is on its way."""
+        """Note that what was just taken is on its way."""
         session.num_unsent_pops = 0
         while len(session.popped) > MAX_POPS:
             session.popped.popitem(last=False)
 
     def put_back(self, session: Session, answers: list[Answer]) -> None:
-        """What was just taken could not be sent yet."""
+        """Put back what was just taken and could not be sent yet."""
         session.outgoing[:0] = answers
         session.outgoing_bytes += sum(map(len, answers))
         self.outgoing[session] = None

@@ -59,7 +59,7 @@ class RankInfo:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> RankInfo:
-        """The opposite of `to_json`."""
+        """Read what `to_json` wrote."""
         return cls(
             data["host"],
             data["hostname"],
@@ -105,7 +105,7 @@ def pack_infos(infos: Sequence[RankInfo]) -> str:
 
 
 def unpack_infos(text: str) -> list[RankInfo]:
-    """The opposite of `pack_infos`."""
+    """Read what `pack_infos` wrote."""
     columns = json.loads(zlib.decompress(base64.b64decode(text)))
     values = {name: [json.loads(value) for value in distinct] for name, (distinct, _) in columns.items()}
     values["cpus"] = [frozenset(cpus) for cpus in values["cpus"]]  # the same object for all ranks that have the same
@@ -134,7 +134,7 @@ class Arrival:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Arrival:
-        """The opposite of `to_json`."""
+        """Read what `to_json` wrote."""
         fields = {name: data[name] for name in ("rank", "world_size", "at", "protocol", "is_contested")}
         return cls(info=RankInfo.from_json(data["rank_info"]), **fields)
 
@@ -152,7 +152,7 @@ class Failure:
 
 
 def find_problem(arrivals: Sequence[Arrival]) -> Failure | None:
-    """What is wrong with those who have come so far, in whatever order; None as long as they fit together."""
+    """Return what is wrong with those who have come so far, in whatever order; None as long as they fit together."""
     if len({one.protocol for one in arrivals}) > 1:
         return _disagreement(arrivals, "the ranks run different versions of Phalanx", lambda one: f"{one.protocol}")
     if len({one.world_size for one in arrivals}) > 1:
@@ -193,7 +193,9 @@ def _twice(one: Arrival, other: str) -> Failure:
 
 
 def find_dead(arrivals: Sequence[Arrival], mine: RankInfo) -> Failure | None:
-    """The first of those who came and whose process has ended since, as far as the process of `mine` can see that."""
+    """Return the first of those who came and whose process has ended since, as far as the process of `mine` can see
+    that.
+    """
     for one in arrivals:
         if one.info.has_ended(mine):
             return Failure(
@@ -220,7 +222,7 @@ def _disagreement(arrivals: Sequence[Arrival], fact: str, say: Callable[[Arrival
 
 
 def host_identity() -> str:
-    """What two processes have in common when they can share memory through us: a kernel, network, and user.
+    """Return what two processes have in common when they can share memory through us: a kernel, network, and user.
 
     A host's name proves nothing: two hosts may have one name, and containers of one host may have two. The memory is
     handed over through a socket of the network namespace, to a user of the user namespace. Pid namespaces do not

@@ -11,7 +11,7 @@ from phalanx.errors import AuthenticationError, CoordinationError
 def explain_refusal(
     address: Address, route: Route, key: Key | None, timeout_s: float
 ) -> AuthenticationError | CoordinationError | None:
-    """An error that says it, after a look at who answers there; None if nobody does within `timeout_s`."""
+    """Return an error that says it, after a look at who answers there; None if nobody does within `timeout_s`."""
     answer = who_answers(route.address, timeout_s)
     if answer == "coordinator":
         assert key is not None

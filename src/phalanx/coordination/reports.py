@@ -32,7 +32,7 @@ class Reports:
         return not full
 
     def page(self, kind: bytes, start: int, max_bytes: int) -> list[tuple[int, bytes]]:
-        """The reports of a kind from number `start`, as many as fit in `max_bytes`, but one at least."""
+        """Return the reports of a kind from number `start`, as many as fit in `max_bytes`, but one at least."""
         found: list[tuple[int, bytes]] = []
         size = 0
         for sender, body in self._by_kind.get(kind, [])[max(start, 0) :]:

@@ -38,7 +38,8 @@ class NoRouteError(Exception):
 
 
 def find_route(place: Address, deadline: Deadline) -> Route:
-    """The first address of `place` that takes a connection. They are tried side by side, one a little after the other.
+    """Return the first address of `place` that takes a connection. They are tried side by side, one a little after the
+    other.
 
     Raises:
         NoRouteError: none did within the time (a few seconds for each address, or `deadline`).
@@ -109,7 +110,8 @@ def is_refused(address: Address, timeout_s: float) -> bool:
 
 
 def who_answers(address: Address, timeout_s: float) -> str:
-    """What listens at a numeric address: 'coordinator', what it seems to be instead, or '' where nothing answers.
+    """Return what listens at a numeric address: 'coordinator', what it seems to be instead, or '' where nothing
+    answers.
 
     It takes no longer than `timeout_s`, however slowly the other end speaks.
     """

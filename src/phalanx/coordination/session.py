@@ -45,7 +45,7 @@ class Session:
     _answer_bytes: int = 0
 
     def answered(self, number: int) -> Answer | None:
-        """What was answered to this request already."""
+        """Return what was answered to this request already."""
         return self._answers.get(number)
 
     def remember(self, number: int, answer: Answer) -> None:
@@ -56,7 +56,7 @@ class Session:
             self._answer_bytes -= len(self._answers.popitem(last=False)[1])
 
     def unanswer(self, number: int) -> None:
-        """The answer never reached the client, and what it said is not so any more."""
+        """Forget an answer that never reached the client, and is not true any more."""
         answer = self._answers.pop(number, None)
         if answer is not None:
             self._answer_bytes -= len(answer)

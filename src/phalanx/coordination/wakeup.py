@@ -7,7 +7,7 @@ import threading
 
 
 def new_wakeup() -> tuple[int, int]:
-    """A pipe whose first end is readable once somebody has written to it with `ring`; nothing blocks."""
+    """Return a pipe whose first end is readable once somebody has written to it with `ring`; nothing blocks."""
     ends = os.pipe()
     for end in ends:
         os.set_blocking(end, False)

@@ -100,7 +100,7 @@ _ONE = struct.Struct("<HBQI")
 
 
 def unpack(frame: bytes, max_fields: int | None = None) -> list[Message]:
-    """The messages of a frame.
+    """Return the messages of a frame.
 
     Raises:
         WireError: it is not made of messages, or of too many, or they have more than `max_fields` fields in all.
@@ -128,12 +128,12 @@ def unpack(frame: bytes, max_fields: int | None = None) -> list[Message]:
 
 
 def pack_number(value: int) -> bytes:
-    """A number as a field."""
+    """Return a number as a field."""
     return b"%d" % value
 
 
 def unpack_number(field: bytes) -> int:
-    """The number in a field.
+    """Return the number in a field.
 
     Raises:
         WireError: it is none of 64 bits.
@@ -150,7 +150,7 @@ def unpack_number(field: bytes) -> int:
 
 
 def unpack_text(field: bytes) -> str:
-    """The text in a field.
+    """Return the text in a field.
 
     Raises:
         WireError: it is not UTF-8.

@@ -42,7 +42,7 @@ class IndexStream:
         return self.taken >= self.partition.count
 
     def blocks(self) -> Iterator[Iterator[int]]:
-        """Iterators over the consecutive blocks; chained together they are the pass."""
+        """Yield iterators over the consecutive blocks; chained together they are the pass."""
         while self._computed < self.partition.count:
             size = min(BLOCK, self.partition.count - self._computed)
             indices = self.compute(self._computed, size).tolist()
@@ -51,7 +51,7 @@ class IndexStream:
             yield self._block
 
     def compute(self, first: int, size: int) -> Indices:
-        """The `size` indices from the `first` on."""
+        """Return the `size` indices from the `first` on."""
         partition = self.partition
         positions = np.arange(size, dtype=np.uint64)
         positions *= np.uint64(partition.step)

@@ -50,7 +50,7 @@ class Partition:
 def plan_partition(
     length: int, world_size: int, rank: int, *, consumed: int = 0, padding: bool = True, drop_last: bool = False
 ) -> Partition:
-    """The partition of `rank` of what is left of an epoch over `length` samples of which `consumed` are done.
+    """Return the partition of `rank` of what is left of an epoch over `length` samples of which `consumed` are done.
 
     With `drop_last` every rank takes the same number and the remainder is left out; otherwise with `padding` every
     rank takes the same number and the first samples are repeated; without, the first ranks take one more.

@@ -64,13 +64,13 @@ class Permutation:
         return self.length
 
     def __getitem__(self, position: int) -> int:
-        """The index at `position` of the shuffled order; negative positions count from its end."""
+        """Return the index at `position` of the shuffled order; negative positions count from its end."""
         if not -self.length <= position < self.length:
             raise IndexError(f"position {position} is outside of a permutation of {self.length}")
         return int(self.take(np.array([position % self.length], dtype=np.uint64))[0])
 
     def take(self, positions: Indices) -> Indices:
-        """The indices at `positions`, an array of any shape whose values are all below `length`."""
+        """Return the indices at `positions`, an array of any shape whose values are all below `length`."""
         indices = self._encrypt(positions)
         outside = indices >= self.length
         while outside.any():
@@ -105,6 +105,8 @@ class Permutation:
 
 
 def _derive_round_keys(key: str, rounds: int) -> list[np.uint64]:
-    """`rounds` independent words of 64 bits; a cryptographic hash, so that nearby keys have nothing in common."""
+    """Return `rounds` independent words of 64 bits; a cryptographic hash, so that nearby keys have nothing in
+    common.
+    """
     stream = hashlib.shake_128(key.encode()).digest(8 * rounds)
     return [np.uint64(word) for word in np.frombuffer(stream, dtype="<u8")]

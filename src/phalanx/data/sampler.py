@@ -88,7 +88,7 @@ class DistributedSampler(torch_sampler.DistributedSampler[int]):
         self._pass = None
 
     def state_dict(self, consumed: int | None = None) -> dict[str, Any]:
-        """The position of the whole job: its epoch, and how many samples of it all ranks together have consumed.
+        """Return the position of the whole job: its epoch, and how many samples of it all ranks together have consumed.
 
         It is the same on every rank, provided that they stand at the same step.
 

@@ -69,7 +69,7 @@ def refuse(**given: object) -> None:
 
 
 def decide_caps(bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float] | None) -> tuple[float, ...]:
-    """The caps of the first, second, ... bucket in MiB; the last one serves all that follow.
+    """Return the caps of the first, second, ... bucket in MiB; the last one serves all that follow.
 
     Raises:
         ValueError: a cap is not above zero.
@@ -87,7 +87,7 @@ def decide_caps(bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float]
 
 
 def decide_group(process_group: dist.ProcessGroup | None, device_mesh: DeviceMesh | None) -> dist.ProcessGroup:
-    """The group to average over: the given one, the mesh's, or the default group.
+    """Return the group to average over: the given one, the mesh's, or the default group.
 
     Raises:
         ValueError: both are given, the mesh has not one axis, or is a part of a larger one.
@@ -114,7 +114,7 @@ def decide_device(
     device_ids: Sequence[int | torch.device] | None,
     output_device: int | torch.device | None,
 ) -> torch.device | None:
-    """The device that inputs are moved to; None leaves them where they are.
+    """Return the device that inputs are moved to; None leaves them where they are.
 
     Raises:
         ValueError: the module spans devices, or `device_ids` says something else than the parameters.

@@ -10,7 +10,9 @@ _SHOWN = 8  # parameter names in a message
 
 
 def interrupted(rank: int, num_launched: int, num_buckets: int) -> RuntimeError:
-    """An exception ended the backward before, with some of its buckets on their way."""
+    """Return the error of a forward before which an exception ended the backward, with some of its buckets on
+    their way.
+    """
     return RuntimeError(
         f"{_here(rank)}: the backward before this forward was interrupted after {num_launched} of {num_buckets} "
         "buckets had been sent, so ranks are out of step. Let the exception that interrupted it end the job, and "
@@ -19,7 +21,7 @@ def interrupted(rank: int, num_launched: int, num_buckets: int) -> RuntimeError:
 
 
 def another_gradient(rank: int, parameter: ParameterSpec) -> RuntimeError:
-    """A gradient was written again after its bucket had been closed."""
+    """Return the error of a gradient that was written again after its bucket had been closed."""
     return RuntimeError(
         f"{_here(rank)}: parameter {parameter} received another gradient in one backward, after its bucket was closed. "
         "Reentrant checkpointing of a module that is used twice does that, and so do two backwards that each reach "
@@ -30,7 +32,9 @@ def another_gradient(rank: int, parameter: ParameterSpec) -> RuntimeError:
 
 
 def nothing_learnt(rank: int) -> RuntimeError:
-    """A rank without data is asked for a shadow of the round in which a static graph is learnt."""
+    """Return the error of a rank without data that is asked for a shadow of the round in which a static graph
+    is learnt.
+    """
     return RuntimeError(
         f"{_here(rank)}: static_graph=True learns the graph in the first step, and this rank has no batch for it. Give "
         "every rank at least one batch."

@@ -63,7 +63,7 @@ class BucketSet:
             self.adopt(self.plan_in())
 
     def plan_in(self, order: Sequence[int] | None = None) -> BucketPlan:
-        """The plan for gradients that become ready in this order, or in that of the parameters, last first."""
+        """Return the plan for gradients that become ready in this order, or in that of the parameters, last first."""
         return plan_buckets(self._specs, self._caps_mb, order, None if self.pool is None else LARGE_BYTES)
 
     def adopt(self, plan: BucketPlan, gradients: Sequence[Tensor | None] | None = None) -> None:

@@ -30,7 +30,7 @@ class GradBucket:
         self._is_last = is_last
 
     def index(self) -> int:
-        """The bucket's number in the plan, which is the order of launching."""
+        """Return the bucket's number in the plan, which is the order of launching."""
         return self._bucket.plan.index
 
     def buffer(self) -> Tensor:
@@ -42,7 +42,7 @@ class GradBucket:
         self._buffer = buffer
 
     def gradients(self) -> list[Tensor]:
-        """The gradients, as views of the buffer, each with its parameter's shape.
+        """Return the gradients, as views of the buffer, each with its parameter's shape.
 
         As in PyTorch, elements are in the order of memory: those of a channels_last parameter are not in the order of
         its indices. So a gradient can be viewed as a matrix, which is what PowerSGD does.
@@ -55,7 +55,7 @@ class GradBucket:
         return gradients
 
     def parameters(self) -> list[Tensor]:
-        """The parameters, in the order of `gradients()`."""
+        """Return the parameters, in the order of `gradients()`."""
         return list(self._bucket.parameters)
 
     def is_last(self) -> bool:

@@ -39,7 +39,7 @@ def has_bytes(tensor: Tensor) -> bool:
 
 @torch.no_grad()
 def digest(tensor: Tensor) -> Tensor:
-    """The digest of a tensor's elements in logical order, whatever its strides: a scalar, int64, on its device.
+    """Return the digest of a tensor's elements in logical order, whatever its strides: a scalar, int64, on its device.
 
     For tensors that have bytes.
 
@@ -60,7 +60,7 @@ def digest(tensor: Tensor) -> Tensor:
 
 
 def digests(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
-    """The digest of each tensor, in order: shape (tensors,), int64, on `device`."""
+    """Return the digest of each tensor, in order: shape (tensors,), int64, on `device`."""
     found = [digest(tensor).to(device) for tensor in tensors]
     return torch.stack(found) if found else torch.empty(0, dtype=torch.int64, device=device)
 

@@ -68,7 +68,7 @@ class EpochOrder:
 
 
 def explain_repetition(num_steps: int) -> str:
-    """What to do when the first batches have come again at step `num_steps`."""
+    """Return what to do when the first batches have come again at step `num_steps`."""
     return (
         f"steps {num_steps - NUM_BATCHES + 1} to {num_steps} were given the batches of steps 1 to {NUM_BATCHES} again, "
         "in the same order, so every epoch shows the data in one order. With torch's DistributedSampler call "

@@ -117,13 +117,15 @@ class SharedExchange:
 
 
 def _content(bucket: DenseBucket) -> Tensor:
-    """The bucket's memory; of a single gradient only that, since one that lies elsewhere has nothing behind it."""
+    """Return the bucket's memory; of a single gradient only that, since one that lies elsewhere has nothing
+    behind it.
+    """
     (first, *others) = bucket.plan.slots
     return bucket.buffer if others else bucket.buffer[: first.numel]
 
 
 def _needed(bucket: DenseBucket) -> tuple[int, int] | None:
-    """The elements that this rank needs of a bucket, as the reducer counts them: complex ones in two parts."""
+    """Return the elements that this rank needs of a bucket, as the reducer counts them: complex ones in two parts."""
     if bucket.needed is None:
         return None
     parts = 2 if bucket.plan.dtype.is_complex else 1
@@ -131,7 +133,7 @@ def _needed(bucket: DenseBucket) -> tuple[int, int] | None:
 
 
 def _real(buffer: Tensor) -> Tensor:
-    """The mean of complex numbers is that of their parts."""
+    """Return the parts of complex numbers, whose mean is that of the parts."""
     return torch.view_as_real(buffer) if buffer.is_complex() else buffer
 
 
@@ -183,7 +185,7 @@ class SparsePending:
 
 
 def _gather(rows: Tensor, counts: list[int], group: dist.ProcessGroup) -> Tensor:
-    """The rows of all ranks, one below the other; ranks may have different numbers of them."""
+    """Return the rows of all ranks, one below the other; ranks may have different numbers of them."""
     padded = rows.new_zeros(max(counts), *rows.shape[1:])
     padded[: len(rows)] = rows
     received = [torch.empty_like(padded) for _ in counts]

@@ -78,7 +78,7 @@ def gather_join_state(status: JoinStatus, group: dist.ProcessGroup, device: torc
 
 
 def find_last(is_last: bool, group: dist.ProcessGroup, device: torch.device) -> int:
-    """The highest rank among those that left last. Collective."""
+    """Return the highest rank among those that left last. Collective."""
     rows = _gather([is_last], group, device)
     return max(rank for rank, row in enumerate(rows) if row[0])
 
@@ -163,7 +163,7 @@ class JoinInterface(nn.Module, Joinable):
         )
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """What `torch.distributed.algorithms.Join` calls on a rank that has left it."""
+        """Return what `torch.distributed.algorithms.Join` calls on a rank that has left it."""
         self._divide_by_initial_world_size = bool(kwargs.get("divide_by_initial_world_size", True))
         return JoinShadow(self._shadow_step, self._broadcast_last)
 

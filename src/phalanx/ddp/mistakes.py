@@ -37,7 +37,7 @@ class Observation:
     """1 if an optimizer has stepped over look-alikes of the parameters, and none over the parameters."""
 
     def row(self) -> list[int]:
-        """The numbers, in the order of the fields."""
+        """Return the numbers, in the order of the fields."""
         return list(dataclasses.astuple(self))
 
 
@@ -54,7 +54,7 @@ class Mistake:
 
 
 def decide_warnings(steps: Sequence[Step], names: Sequence[str], differing: Sequence[int] = ()) -> list[Mistake]:
-    """What to warn of after the steps so far, the latest one last.
+    """Return what to warn of after the steps so far, the latest one last.
 
     Arguments:
         names: of the parameters, in the order that `Observation.nan_gradient` counts.
@@ -148,7 +148,7 @@ def _stale_optimizer(latest: Step) -> Mistake | None:
 
 
 def _alike(values: Mapping[int, Hashable]) -> list[list[int]]:
-    """The groups of two or more ranks that have the same value."""
+    """Return the groups of two or more ranks that have the same value."""
     groups: dict[Hashable, list[int]] = {}
     for rank, value in values.items():
         groups.setdefault(value, []).append(rank)

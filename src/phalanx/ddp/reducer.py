@@ -197,7 +197,7 @@ class Reducer:
     # During backward
 
     def on_begin(self, sync: bool) -> None:
-        """A backward reached outputs of a forward that decided `sync`; one that syncs decides for all."""
+        """Note that a backward reached outputs of a forward that decided `sync`; one that syncs decides for all."""
         self._backward_syncs = sync or bool(self._backward_syncs)
         # torch.autograd.grad and backward(inputs=...) come past the same nodes, and write no parameter's gradient.
         self._backward_writes = _engine.is_checkpoint_valid()
@@ -231,7 +231,8 @@ class Reducer:
             self._mark_ready(index)
 
     def _syncs_unannounced(self) -> bool:
-        """What a backward does that came past no output that we saw: of outputs that hide their tensors, or of none.
+        """Return what a backward does that came past no output that we saw: of outputs that hide their tensors, or of
+        none.
 
         A penalty on the parameters, after the backward of the loss, is of none: as in PyTorch it adds to this rank's
         gradients, which hold the mean. Before any round has taken a forward's gradients it could be either.
@@ -286,7 +287,7 @@ class Reducer:
     # At the end of backward
 
     def _leave(self) -> None:
-        """Runs when autograd has nothing left to do in this backward."""
+        """Finish when autograd has nothing left to do in this backward."""
         reached_none = not self._round.started and self._backward_syncs and self._backward_writes
         if self._fresh is not None and not self._backward_syncs:
             self._separate(self._fresh)
@@ -388,7 +389,8 @@ class Reducer:
             self._watch = None
 
     def shadow_step(self) -> None:
-        """A round of zeros, beside the others' round of gradients; this rank's own gradients stay as they are.
+        """Carry out a round of zeros, beside the others' round of gradients; this rank's own gradients stay as they
+        are.
 
         Raises:
             RuntimeError: it would be the first round with static_graph=True, which every rank must see.

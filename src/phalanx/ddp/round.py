@@ -22,7 +22,7 @@ class Round:
         self.pending: list[Pending] = []
 
     def mark_ready(self, index: int, *, bucket: int) -> None:
-        """A parameter, which has a place in `bucket`, gets no more gradients."""
+        """Note that a parameter, which has a place in `bucket`, gets no more gradients."""
         self.ready[index] = True
         self.num_missing[bucket] -= 1
         if self.num_missing[bucket] == 0:

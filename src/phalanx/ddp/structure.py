@@ -44,7 +44,7 @@ Structure = dict[str, Entry]
 
 
 def describe(module: nn.Module, ignored: frozenset[str], *, memory: bool = True) -> Structure:
-    """The parameters and buffers of a module, by dotted name, in order of registration.
+    """Return the parameters and buffers of a module, by dotted name, in order of registration.
 
     `memory`: parameters also by how they lie in memory, on which the layout of their gradients depends. Buffers travel
     in logical order, whatever their strides are.
@@ -169,7 +169,9 @@ def _mismatch(everyone: Sequence[tuple[Structure, dict[str, str]]], caller: str)
 
 
 def specify(module: nn.Module, trained: Sequence[tuple[str, nn.Parameter]]) -> list[ParameterSpec]:
-    """What planning needs to know of each parameter; one of an `nn.Embedding(sparse=True)` has sparse gradients."""
+    """Return what planning needs to know of each parameter; one of an `nn.Embedding(sparse=True)` has sparse
+    gradients.
+    """
     specs = []
     for name, parameter in trained:
         owner = module.get_submodule(name.rpartition(".")[0])

@@ -177,7 +177,7 @@ class TorchInterface(nn.Module):
         return (self._moved(inputs),), (self._moved(kwargs),)
 
     def gather(self, outputs: Any, output_device: int | torch.device) -> Any:
-        """Outputs of several devices, put together along `dim`: torch.nn.parallel.gather."""
+        """Put outputs of several devices together along `dim`, as torch.nn.parallel.gather."""
         return gather(outputs, output_device, dim=self.dim)
 
     def _sync_buffers(self) -> None:

@@ -80,7 +80,7 @@ def are_shared(parameters: Iterable[Tensor], group: Any) -> bool:
 
 
 def describe(absent: Sequence[int], present: Sequence[int], num_steps: int, positions: Sequence[str]) -> str:
-    """The line about ranks that are out of a step for the first time; `positions` say where they are instead."""
+    """Return the line about ranks that are out of a step for the first time; `positions` say where they are instead."""
     where = "; ".join(f"rank {rank} {position}" for rank, position in zip(absent, positions, strict=True))
     go_on = f"{name_ranks(present)} {'goes' if len(present) == 1 else 'go'} on, averaging over those that are left"
     return f"{name_ranks(absent)} ran out of data after {_steps(num_steps)} ({where}); {go_on}"

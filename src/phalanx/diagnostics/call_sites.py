@@ -47,6 +47,6 @@ def calling_site(depth: int = 2) -> tuple[str, int]:
 
 
 def short(filename: str) -> str:
-    """The file as people name it: relative to the working directory when it lies below it."""
+    """Return the file as people name it: relative to the working directory when it lies below it."""
     here = os.getcwd() + os.sep
     return filename[len(here) :] if filename.startswith(here) else filename

@@ -23,7 +23,7 @@ JOIN_ADVICE = (
 
 
 def describe_divergence(operations: Mapping[int, str]) -> str:
-    """The sentence on ranks that are in different lines of the program; empty when they are in the same.
+    """Return the sentence on ranks that are in different lines of the program; empty when they are in the same.
 
     `operations` says of each rank what it called as its operation of one number, 'all_reduce #42 (train.py:88)', or
     nothing. Ranks that are in one operation and one line, and differ in a size or an option, do not diverge.
@@ -49,7 +49,7 @@ def describe_divergence(operations: Mapping[int, str]) -> str:
 
 
 def describe_left_alone(operation: str, here: Sequence[int], gone: Sequence[int], behind: Mapping[int, str]) -> str:
-    """The sentence on an operation whose missing ranks have ended in good order: they can never come.
+    """Return the sentence on an operation whose missing ranks have ended in good order: they can never come.
 
     `here` are the ranks that have come to it, `gone` those that have left, `behind` where the rest is.
     """
@@ -58,7 +58,8 @@ def describe_left_alone(operation: str, here: Sequence[int], gone: Sequence[int]
 
 
 def describe_earlier_divergence(records: Sequence[Sequence[Record]], before: int) -> str:
-    """The sentence on the latest operation before number `before` that the ranks called from different lines, if any.
+    """Return the sentence on the latest operation before number `before` that the ranks called from different lines, if
+    any.
 
     Calls that are alike are no disagreement, but one that is answered by another line's is how ranks fall out of step:
     the operation that fails is then the next but one.
@@ -75,7 +76,9 @@ def describe_earlier_divergence(records: Sequence[Sequence[Record]], before: int
 
 
 def describe_absence(absent: Sequence[int], num_steps: int) -> str:
-    """The sentence on ranks that were out of the latest steps when a collective did not match; empty if none were."""
+    """Return the sentence on ranks that were out of the latest steps when a collective did not match; empty if none
+    were.
+    """
     if not absent or not num_steps:
         return ""
     was, steps = "were" if len(absent) > 1 else "was", "steps" if num_steps > 1 else "step"

@@ -91,7 +91,7 @@ class FailureReport:
         return f"{operation}: " + "\n".join(filter(None, sentences[self.kind]())) + f" {OVER}"
 
     def error(self, operation: Operation) -> PhalanxError:
-        """The error for the rank that was in `operation`."""
+        """Return the error for the rank that was in `operation`."""
         message = self.message(operation)
         error: PhalanxError
         if self.kind == "mismatch":
@@ -174,7 +174,7 @@ class FailureReport:
 
     @classmethod
     def from_json(cls, text: str) -> FailureReport:
-        """The opposite of `to_json`."""
+        """Read what `to_json` wrote."""
         data: dict[str, Any] = json.loads(text)
         data["ranks"], data["remarks"] = tuple(data["ranks"]), tuple(data["remarks"])
         data["processes"] = {int(rank): process for rank, process in data["processes"].items()}
@@ -192,7 +192,7 @@ def ended_well(reason: str) -> bool:
 
 
 def describe_wait(operation: str, group: str, rank: int, missing: Sequence[int], waited_s: float, where: str) -> str:
-    """The warning of a rank that waits for long. Without `missing` it says `where` it waits for something."""
+    """Return the warning of a rank that waits for long. Without `missing` it says `where` it waits for something."""
     whom = name_ranks(missing) if missing else where
     positions = f" ({where})" if missing and where else ""
     return f"{operation} in group {group!r} on rank {rank}: waiting for {whom} for {waited_s:.0f} s{positions}"
@@ -204,7 +204,7 @@ def describe_interruption(
     processes: Mapping[int, str],
     positions: Mapping[int, Position] | None,
 ) -> str:
-    """What the exception says that interrupted `operation`: who was waited for, and where those ranks were.
+    """Return what the exception says that interrupted `operation`: who was waited for, and where those ranks were.
 
     `processes` are those of the missing ranks; `positions` is None where nobody was asked.
     """
@@ -216,7 +216,7 @@ def describe_interruption(
 
 
 def nested(what: str, group: str, rank: int) -> PhalanxError:
-    """The error for an operation of a signal handler that could only end after the one that it interrupted."""
+    """Return the error for an operation of a signal handler that could only end after the one that it interrupted."""
     return PhalanxError(
         f"{what} in group {group!r} on rank {rank}: it was called in a signal handler that interrupted an operation of "
         "the same group, which goes on when the handler returns: it would wait for itself.\n"
@@ -235,7 +235,7 @@ def late(
     is_collective: bool,
     remarks: tuple[str, ...] = (),
 ) -> FailureReport:
-    """The report of rank `waiter`, which gave up after `timeout_s`: `missing` have not come.
+    """Return the report of rank `waiter`, which gave up after `timeout_s`: `missing` have not come.
 
     `names`: of all ranks' processes; `answers`: where those are that still say so.
     """
@@ -252,7 +252,7 @@ def late(
 
 
 def closed(group: str) -> ClosedError:
-    """The error for a group that this process has left."""
+    """Return the error for a group that this process has left."""
     return ClosedError(
         f"group {group!r}: it was destroyed in this process, or this process was forked from a rank.\n"
         "Create the group again, or start processes that communicate with spawn."

@@ -76,7 +76,7 @@ class FailureStore:
         return self.signals.is_store_gone
 
     def server_fate(self) -> tuple[int, Fate] | None:
-        """The rank that kept the store, and what became of it, where the store's silence says that; else None.
+        """Return the rank that kept the store, and what became of it, where the store's silence says that; else None.
 
         A process that has ended leaves its port closed. One that is stopped leaves it open: the kernel takes
         connections for it. Only where the host does not answer either may it be the network.
@@ -94,7 +94,7 @@ class FailureStore:
     # -- the report -----------------------------------------------------------------------------------------------
 
     def report(self) -> FailureReport | None:
-        """The report, if some rank has posted one, or a host is lost, which explains all that follows."""
+        """Return the report, if some rank has posted one, or a host is lost, which explains all that follows."""
         return self.report_here() or self.signals.ask(self._read, None)
 
     def report_here(self) -> FailureReport | None:
@@ -122,7 +122,7 @@ class FailureStore:
         return FailureReport.from_json(stands.decode()) if stands else self.told_here() or report
 
     def await_report(self, patience_s: float) -> FailureReport | None:
-        """The report of a rank that knows more, if it comes soon."""
+        """Return the report of a rank that knows more, if it comes soon."""
         deadline = Deadline.after(patience_s)
         while (report := self.report()) is None and not deadline.passed:
             self._pause([f"failure/{self.group_key}"], min(deadline.left_s, _WAIT_S))
@@ -167,7 +167,7 @@ class FailureStore:
         self.signals.ask(lambda: self._store.set(f"exit/{self.group_key}/{self._rank}", text), None)
 
     def exit_reason(self, rank: int) -> tuple[str, Position | None]:
-        """What `rank` said about its end; nothing if it said nothing."""
+        """Return what `rank` said about its end; nothing if it said nothing."""
         text = self.signals.ask(lambda: self._get(f"exit/{self.group_key}/{rank}"), "")
         if not text:
             return "", None

@@ -14,7 +14,7 @@ from phalanx.symmetric_memory.memory import SymmetricMemory
 def failure(
     status: int, symm_mem: SymmetricMemory, group: str, timeout_s: float, *, kind: int = 0, peer: int = -1
 ) -> PhalanxError:
-    """The error for `status`, told from what the shared memory says of every rank.
+    """Return the error for `status`, told from what the shared memory says of every rank.
 
     The operation is this rank's latest collective, or with `kind` its latest message of that kind with `peer`: other
     threads may have begun something else meanwhile.
@@ -30,7 +30,7 @@ def failure(
 
 
 def status_of(error: PhalanxError) -> int:
-    """The opposite of `failure`, as far as it goes: what the flight recorder says of an operation that ended so."""
+    """Return what the flight recorder says of an operation that ended with `error`: the opposite of `failure`."""
     kinds = ((MismatchError, MISMATCH), (PeerLostError, PEER_LOST), (DeadlineError, DEADLINE), (ClosedError, CLOSED))
     return next((status for kind, status in kinds if isinstance(error, kind)), INVALID)
 
@@ -41,7 +41,7 @@ def _own(records: list[Record], kind: int, peer: int) -> Record | None:
 
 
 def _forgotten(kind: int, peer: int) -> str:
-    """A receive may be posted for so long that the recorder's line for it is another's by now."""
+    """Name a receive that was posted for so long that the recorder's line for it is another's by now."""
     who = f"rank {peer}" if peer >= 0 else "any rank"
     return {SEND: f"send to {who}", RECV: f"recv from {who}"}.get(kind, "operation")
 
@@ -92,7 +92,9 @@ def _called(record: Record | None) -> RankCall:
 
 
 def _counterpart(records: list[Record], mine: Record) -> Record | None:
-    """What a rank called when we called `mine`: not simply its latest, for it may have caught the error and gone on."""
+    """Return what a rank called when we called `mine`: not simply its latest, for it may have caught the error and gone
+    on.
+    """
     collectives = [r for r in reversed(records) if r.is_collective]
     for r in collectives:  # rounds of gradients are counted apart
         if r.seq == mine.seq and r.is_numbered_call == mine.is_numbered_call:

@@ -119,7 +119,7 @@ class Record:
         return f"{self.label} ({self.call_site})" if self.call_site else self.label
 
     def call(self) -> str:
-        """The call as its rank made it: 'all_reduce(SUM) of float32 (3, 4) at train.py:88'."""
+        """Return the call as its rank made it: 'all_reduce(SUM) of float32 (3, 4) at train.py:88'."""
         options = []
         if self.kind in _REDUCES:
             options.append(self.reduction)
@@ -132,7 +132,7 @@ class Record:
 
 
 def read(core: _core.Group, rank: int) -> list[Record]:
-    """The last operations of `rank`, oldest first; it may be running, hanging or dead."""
+    """Return the last operations of `rank`, oldest first; it may be running, hanging or dead."""
     return [Record(*record) for record in core.records(rank)]
 
 

@@ -78,7 +78,7 @@ def show(agent: str, group_info: GroupInfo, control: int) -> bool:
 
 
 def fetch_store(agent: str, timeout_s: float = 5.0) -> int | None:
-    """The descriptor of the job's store from the agent with address `agent`, or None; the caller owns it.
+    """Return the descriptor of the job's store from the agent with address `agent`, or None; the caller owns it.
 
     For ranks that do not see the agent's process in their /proc.
     """

@@ -30,7 +30,7 @@ _gradient_bytes: dict[str, int] = {}  # by group: what a round of its reducer ha
 
 
 def note_gradients(group: str, num_bytes: int) -> None:
-    """A round of gradients of this group has so many bytes; the recorder's line does not say."""
+    """Note how many bytes a round of gradients of this group has; the recorder's line does not say."""
     _gradient_bytes[group] = num_bytes
 
 
@@ -83,7 +83,7 @@ class OperationSampler:
         return new
 
     def _number_of(self, group: whereabouts.ObservedGroup) -> int:
-        """Groups of one name follow each other when ranks form theirs anew."""
+        """Return a group's number among those of its name, which follow each other when ranks form theirs anew."""
         number = self._numbers.get(group.symm_mem)
         if number is None:
             number = len(self._groups)

@@ -62,7 +62,9 @@ class ProgressPage:
         self._num_loops = 0
 
     def begin_loop(self, total_steps: int | None) -> int:
-        """A loop begins: the number to count it with. While several run inside each other the innermost counts."""
+        """Begin a loop, and return the number to count it with. While several run inside each other the innermost
+        counts.
+        """
         self._num_loops += 1
         words = self._words
         words[_LOOP] = 0
@@ -80,7 +82,7 @@ class ProgressPage:
             _advance(words, _LOOP, words[_LOOP] + 1, words[_LOOP + 2] + samples)
 
     def commit(self, step: int, samples: int = 0) -> None:
-        """The step with this number is done, with so many samples of this rank, where that is known."""
+        """Note that the step with this number is done, with so many samples of this rank, where that is known."""
         words = self._words
         _advance(words, _STATE, step, words[_STATE + 2] + samples)
 
@@ -95,7 +97,7 @@ class ProgressPage:
         return self._words[_STATE]
 
     def set_generation(self, generation: int) -> None:
-        """The ranks have formed their group anew, for the so-manieth time."""
+        """Note how many times the ranks have formed their group anew."""
         for listener in list(_listeners):
             listener()
         self._words[1] = generation
@@ -110,7 +112,7 @@ def _advance(words: memoryview, track: int, step: int, samples: int) -> None:
 
 
 def read_page(fd: int) -> Progress | None:
-    """What the page with descriptor `fd` says now; None if it is none, or another version's."""
+    """Return what the page with descriptor `fd` says now; None if it is none, or another version's."""
     try:
         data = os.pread(fd, PAGE_BYTES, 0)
     except OSError:
@@ -119,7 +121,7 @@ def read_page(fd: int) -> Progress | None:
 
 
 def parse_page(data: bytes) -> Progress | None:
-    """What a page with these bytes says; its writer may have been in the middle of a step."""
+    """Return what a page with these bytes says; its writer may have been in the middle of a step."""
     if len(data) != PAGE_BYTES:
         return None
     words = _WORDS.unpack(data)
@@ -159,7 +161,7 @@ _own: ProgressPage | None = None
 
 
 def open_page(agent: str) -> ProgressPage:
-    """This process's page, shown to the agent with address `agent` ("name:token") when it is first asked for.
+    """Return this process's page, shown to the agent with address `agent` ("name:token") when it is first asked for.
 
     Without an agent, or where there is no shared memory, it is a page that nobody reads.
     """
@@ -176,12 +178,12 @@ def own_generation() -> int:
 
 
 def own_step() -> int:
-    """The number of the step that this process's `phalanx.elastic.State` has committed last; 0: it has none."""
+    """Return the number of the step that this process's `phalanx.elastic.State` has committed last; 0: it has none."""
     return 0 if _own is None else _own.state_step
 
 
 def _forget() -> None:
-    """A child of a rank is no rank: it counts on a page of its own."""
+    """Give a child of a rank, which is no rank, a page of its own to count on."""
     global _own
     _own = ProgressPage(bytearray(PAGE_BYTES))
 

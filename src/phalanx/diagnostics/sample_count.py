@@ -13,7 +13,8 @@ _DEEPEST = 8
 
 
 def count_samples(batch: Any) -> float | None:
-    """The first dimension of the first tensor (or array) in it, else the length of the first list; None: not known.
+    """Return the first dimension of the first tensor (or array) in it, else the length of the first list; None: not
+    known.
 
     It runs within a program's own loader, so it raises nothing of its own, whatever the batch is.
     """
@@ -27,7 +28,7 @@ def count_samples(batch: Any) -> float | None:
 
 
 def _parts(batch: Any, depth: int) -> Iterator[Any]:
-    """It, and all that is in it."""
+    """Yield the batch, and all that is in it."""
     yield batch
     if depth >= _DEEPEST:
         return

@@ -149,20 +149,20 @@ class StepFile:
         self._words[_FACTS_LENGTH] = len(data)
 
     def set_peak(self, num_bytes: int) -> None:
-        """The most memory that the process has had."""
+        """Write the most memory that the process has had."""
         self._words[_PEAK_BYTES] = num_bytes
 
     def set_ended(self) -> None:
-        """The rank has come to its end in order."""
+        """Note that the rank has come to its end in order."""
         self._words[_ENDED] = 1
 
     def set_cost(self, seconds: float, operations_seen: int) -> None:
-        """What recording has taken, where it was measured, and how many operations there were in all."""
+        """Write what recording has taken, where it was measured, and how many operations there were in all."""
         self._words[_COST] = seconds
         self._words[_OPERATIONS_SEEN] = operations_seen
 
     def set_state(self, state: str) -> None:
-        """What a reader needs to turn the events after these records into more, as JSON.
+        """Write what a reader needs to turn the events after these records into more, as JSON.
 
         Where it does not fit the one before stays, and the reader turns the events after that.
         """
@@ -176,7 +176,9 @@ class StepFile:
         self._words[_STATE] = twin
 
     def events_since(self, number: int) -> tuple[list[float], int]:
-        """The fields of all events after the first `number` that are still there, and how many there were ever."""
+        """Return the fields of all events after the first `number` that are still there, and how many there
+        were ever.
+        """
         num = self._num_events[0]
         return read_events(self._events, number, num), num
 
@@ -243,7 +245,7 @@ class StepFile:
         self._turn_operations()
 
     def _turn_steps(self) -> None:
-        """The other table takes over: a reader in between sees few records of it, never those of the wrong one."""
+        """Let the other table take over: a reader in between sees few records of it, never those of the wrong one."""
         words = self._words
         words[_STEP_COUNT] = 0
         words[_STEP_TABLE] = self._steps * 8 // _STEPS_BYTES
@@ -293,7 +295,8 @@ class Contents(NamedTuple):
 
 
 def read_contents(data: bytes) -> Contents | None:
-    """What a file with these bytes holds; None if it is none. Its writer may be alive, or have died at any store.
+    """Return what a file with these bytes holds; None if it is none. Its writer may be alive, or have died at any
+    store.
 
     Raises:
         ValueError, OverflowError, IndexError: something has been written over it.
@@ -326,7 +329,7 @@ def read_contents(data: bytes) -> Contents | None:
 
 
 def read_events(events: Any, since: int, num: int) -> list[float]:
-    """The fields of events `since` to `num` that are still in the ring `events`, a view of doubles."""
+    """Return the fields of events `since` to `num` that are still in the ring `events`, a view of doubles."""
     first = max(since, num - NUM_EVENTS)
     if first >= num:
         return []

@@ -101,7 +101,7 @@ class StepMachine:
 
     @classmethod
     def resume(cls, state: Mapping[str, Any], on_step: Callable[[FinishedStep], None]) -> StepMachine:
-        """The machine that was in this state."""
+        """Return the machine that was in this state."""
         machine = cls(0.0, on_step)
         vars(machine).update({name: value for name, value in state.items() if name in vars(machine)})
         machine._stepped = set(machine._stepped)
@@ -186,7 +186,7 @@ class StepMachine:
                 self._has_begun = False
 
     def _end_phase(self, now: float, phase: float) -> None:
-        """The time since the last event was this phase's."""
+        """Count the time since the last event as this phase's."""
         self._parts[int(phase)] += now - self.since
         self._turn_to(OTHER, now)
 
@@ -194,14 +194,14 @@ class StepMachine:
         self._samples, self._batch_samples = samples, 0.0
 
     def _own_loss(self, _: float, loss: float) -> None:
-        """The step's, in place of what the backward began from."""
+        """Take the step's loss in place of what the backward began from."""
         self._loss, self._is_own_loss = loss, True
 
     def _no_loss(self, _: float, __: float) -> None:
         self._loss, self._is_own_loss = None, True
 
     def _step(self, now: float, _: float) -> None:
-        """A step ends here, whatever was seen of it."""
+        """End a step here, whatever was seen of it."""
         self._take_batch()
         self._end_phase(now, OTHER)
         self._updated_at = now
@@ -234,7 +234,7 @@ class StepMachine:
         self.marks.append((int(now * 1e9), phase))
 
     def _take_batch(self) -> None:
-        """The batch, if there is one, was for training."""
+        """Count the batch, if there is one, as one for training."""
         if self._batch_s:
             self._has_batch = self._has_loader = True
             self._parts[DATA] += self._batch_s
@@ -242,7 +242,7 @@ class StepMachine:
             self._batch_s = self._batch_samples = 0.0
 
     def _end_step(self) -> None:
-        """The step has ended with its last update."""
+        """End the step, which ended with its last update."""
         end = self._updated_at
         self._on_step(FinishedStep(self._begin, end, self._parts, self._samples, self._loss))
         self._parts = [0.0] * (len(PHASES) + 1)
@@ -254,7 +254,7 @@ class StepMachine:
         self._split = None
 
     def _end_step_before(self, parts: list[float], samples: float, loss: float | None, updated_at: float) -> None:
-        """It has ended with an earlier update; what came since is of the next one."""
+        """End the step, which ended with an earlier update; what came since is of the next one."""
         since = [now - then for now, then in zip(self._parts, parts, strict=True)]
         loss_since = None if self._loss is None else self._loss - (loss or 0.0)
         self._parts, self._samples, self._loss = parts, samples, loss

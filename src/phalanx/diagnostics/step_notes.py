@@ -39,7 +39,7 @@ def stop_listening() -> None:
 
 
 def note_wait(seconds: float, on: Literal["stages", "servers"]) -> None:
-    """This rank has waited so long, until now, for other stages of its pipeline, or for parameter servers."""
+    """Note that this rank has waited so long, until now, for other stages of its pipeline, or for parameter servers."""
     for listener in _listeners:
         if on not in _told:
             _told.add(on)
@@ -49,7 +49,7 @@ def note_wait(seconds: float, on: Literal["stages", "servers"]) -> None:
 
 @contextmanager
 def waiting_for(on: Literal["stages", "servers"]) -> Iterator[None]:
-    """What runs inside is a wait."""
+    """Count what runs inside as a wait."""
     began = time.monotonic()
     try:
         yield
@@ -58,7 +58,7 @@ def waiting_for(on: Literal["stages", "servers"]) -> Iterator[None]:
 
 
 def note_loss(loss: Any) -> None:
-    """The step's, a tensor, where it is not what `backward` is called on."""
+    """Note the step's loss, a tensor, where it is not what `backward` is called on."""
     for listener in _listeners:
         if (value := listener.read_loss(loss)) is not None:
             listener.note_loss(value)

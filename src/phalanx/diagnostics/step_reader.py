@@ -40,7 +40,9 @@ class RankFile:
 
 
 def read_rank_file(data: bytes) -> RankFile | None:
-    """What a file with these bytes says; None if it is none. Its writer may be alive, or have died at any store."""
+    """Return what a file with these bytes says; None if it is none. Its writer may be alive, or have died at
+    any store.
+    """
     try:
         contents = read_contents(data)
         return None if contents is None else _catch_up(contents)
@@ -62,8 +64,8 @@ def read_folder(folder: str | os.PathLike[str]) -> list[RankFile]:
 
 
 def put_in_order(records: Sequence[StepRecord]) -> tuple[StepRecord, ...]:
-    """The same where the clock has gone forward; where it went back (a machine restored from a snapshot), as if it had
-    stood still.
+    """Return the same where the clock has gone forward; where it went back (a machine restored from a snapshot), as if
+    it had stood still.
     """
     ordered: list[StepRecord] = []
     for record in records:

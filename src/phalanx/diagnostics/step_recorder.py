@@ -111,7 +111,7 @@ class StepRecorder:
     # -- events --------------------------------------------------------------------------------------------------------
 
     def mark(self, kind: float, value: float = 0.0) -> None:
-        """An event, of `step_machine`'s. Who needs it quick calls the log."""
+        """Note an event of `step_machine`'s. Who needs it quick calls the log."""
         if self._given_clock is None:
             self.log.mark(kind, value)
         else:
@@ -119,7 +119,7 @@ class StepRecorder:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """What a loop does by itself, by one of the names in `PHASES`."""
+        """Count what a loop does by itself under one of the names in `PHASES`."""
         if name not in PHASES:
             raise ValueError(f"phase: {name!r} is none of {', '.join(PHASES)}")
         if name in _BEGIN_OF:
@@ -135,7 +135,7 @@ class StepRecorder:
                 self.mark(END_PHASE, PHASES.index(name))
 
     def step(self, samples: float | None = None, loss: float | None = None) -> None:
-        """A step ends here, whatever was seen of it."""
+        """End a step here, whatever was seen of it."""
         if samples is not None:
             self.mark(SAMPLES, samples)
         if loss is not None:
@@ -155,14 +155,14 @@ class StepRecorder:
             self.mark(END_BACKWARD_WITH_LOSS, value)
 
     def end_data(self, samples: float | None) -> None:
-        """The batch is there, with so many samples; None: there is none any more."""
+        """Note that the batch is there, with so many samples; None: there is none any more."""
         if samples is None:
             self.mark(NO_DATA)
         else:
             self.mark(END_DATA, samples)
 
     def read_loss(self, loss: Any) -> float | None:
-        """The value of a tensor of one element. On an accelerator that waits for it: once a second is enough.
+        """Return the value of a tensor of one element. On an accelerator that waits for it: once a second is enough.
 
         None where a CUDA graph is captured, which a wait would end: nothing runs there, so there is no value.
         """
@@ -180,7 +180,7 @@ class StepRecorder:
         return float(value) if isinstance(value, (float, int)) else None
 
     def note_loss(self, loss: float | None) -> None:
-        """What the step's loss is, in place of what the backward began from; None if it is not known."""
+        """Note what the step's loss is, in place of what the backward began from; None if it is not known."""
         if loss is None:
             self.mark(NO_LOSS)
         else:
@@ -189,14 +189,14 @@ class StepRecorder:
     # -- facts ---------------------------------------------------------------------------------------------------------
 
     def tell(self, **facts: Any) -> None:
-        """What is known of this rank, or of the run, besides."""
+        """Write what else is known of this rank, or of the run."""
         if self._thread == -1:
             return
         self._facts.update(facts)
         self._file.set_facts(self._facts)
 
     def end_group(self, group: ObservedGroup) -> None:
-        """This process is about to leave a group."""
+        """Read a group's last operations: this process is about to leave it."""
         if threading.get_ident() == self._thread:
             self.log.take()
             with Quiet(self._give_up):
@@ -231,7 +231,7 @@ class StepRecorder:
         return self._tally.num_steps
 
     def forget(self) -> None:
-        """This process is a fork of the one that records: it writes nothing."""
+        """Write nothing any more: this process is a fork of the one that records."""
         self._thread = -1
         self.log.close()
 
@@ -271,7 +271,7 @@ class StepRecorder:
     # -- now and then --------------------------------------------------------------------------------------------------
 
     def _take_safely(self) -> None:
-        """Runs within a program's own calls, so what goes wrong here is said, and recording ends.
+        """Take what has happened, within a program's own calls: what goes wrong here is said, and recording ends.
 
         Only an exception of the program's own, from a signal's handler, passes: what it has broken off is done again.
         """
@@ -367,7 +367,7 @@ class StepRecorder:
         self._file.set_state(self._kept)
 
     def _await_place(self) -> None:
-        """The ranks are about to go on in another generation: what came before was of this one."""
+        """Write what came before the ranks go on in another generation."""
         if threading.get_ident() == self._thread:
             self._is_learning = True
             self.log.take()

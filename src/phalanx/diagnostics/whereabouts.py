@@ -51,7 +51,7 @@ def stop_listening(listener: Callable[[ObservedGroup], None]) -> None:
 
 
 def tell_end(group: ObservedGroup) -> None:
-    """This process is about to leave the group."""
+    """Tell those who watch that this process is about to leave the group."""
     for listener in list(_listeners):
         listener(group)
 
@@ -80,13 +80,13 @@ def _waits_in_another(symm_mem: SymmetricMemory, rank: int) -> str:
 
 
 def late_ranks(core: _core.Group, rank: int, world_size: int) -> list[int]:
-    """The ranks that have not come as far as `rank` has."""
+    """Return the ranks that have not come as far as `rank` has."""
     mine = core.state(rank)[3]
     return [r for r in range(world_size) if core.state(r)[3] < mine]
 
 
 def name_process(symm_mem: SymmetricMemory, rank: int) -> str:
-    """What people know the process of `rank` by: 'pid 17'."""
+    """Return what people know the process of `rank` by: 'pid 17'."""
     theirs, ours = symm_mem.process_of(rank), symm_mem.process_of(symm_mem.rank)
     return f"pid {theirs.pid}" + (" in another pid namespace" if theirs.namespace != ours.namespace else "")
 

@@ -20,7 +20,7 @@ _SLOWED = {0x4: "its power limit", 0x8: "hardware", 0x20: "heat", 0x40: "heat (h
 
 
 def ask_driver(python: str = sys.executable) -> Driver:
-    """What the driver says of itself and its GPUs; of a host without one, that there is none."""
+    """Return what the driver says of itself and its GPUs; of a host without one, that there is none."""
     try:
         ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
@@ -43,7 +43,7 @@ def ask_driver(python: str = sys.executable) -> Driver:
 
 
 def main() -> None:
-    """The process."""
+    """Be the process that asks the driver."""
     print(json.dumps(_ask(ctypes.CDLL("libnvidia-ml.so.1"))), flush=True)
 
 

@@ -92,7 +92,7 @@ def check_ipc(facts: Facts) -> Finding:
 
 
 def _judge(name: str, probe: Probe | None, advice: str) -> Finding:
-    """What was tried; `advice` is for where it does not work."""
+    """Return what was tried; `advice` is for where it does not work."""
     if probe is None:
         return Finding(name, Status.OK, "not tried: PyTorch uses no GPU here")
     if probe.works:

@@ -25,7 +25,9 @@ _RESOLVE = "import socket; print(*sorted({entry[4][0] for entry in socket.getadd
 
 
 def examine_host(root: Path = Path("/")) -> Host:
-    """The host, with `/proc` and `/sys` looked for below `root`. May take seconds where name resolution is slow."""
+    """Return the host, with `/proc` and `/sys` looked for below `root`. May take seconds where name resolution
+    is slow.
+    """
     gpu_tool, gpus = _gpus()
     group = cgroup_folders(root)
     free, limited = _available_memory(root, group)
@@ -81,7 +83,7 @@ def _folder() -> str | None:
 
 
 def cgroup_folders(root: Path) -> list[Path]:
-    """The control-group folders that bound this process, its own first, for version 2 and version 1 alike."""
+    """Return the control-group folders that bound this process, its own first, for version 2 and version 1 alike."""
     mount = root / "sys/fs/cgroup"
     folders = []
     for line in (_read(root / "proc/self/cgroup") or "").splitlines():
@@ -94,7 +96,7 @@ def cgroup_folders(root: Path) -> list[Path]:
 
 
 def cpu_quota(groups: list[Path]) -> float | None:
-    """The cores' worth of time that the control groups grant, the smallest of them; None without a limit."""
+    """Return the cores' worth of time that the control groups grant, the smallest of them; None without a limit."""
     quotas = []
     for group in groups:
         if words := (_read(group / "cpu.max") or "").split():  # version 2: "max 100000" or "150000 100000"
@@ -106,7 +108,7 @@ def cpu_quota(groups: list[Path]) -> float | None:
 
 
 def _available_memory(root: Path, groups: list[Path]) -> tuple[int | None, bool]:
-    """The bytes that can be had, and whether a control group, not the machine, is what limits them."""
+    """Return the bytes that can be had, and whether a control group, not the machine, is what limits them."""
     machine = _meminfo(root).get("MemAvailable")
     free = math.inf if machine is None else machine
     limited = False
@@ -122,7 +124,9 @@ def _available_memory(root: Path, groups: list[Path]) -> tuple[int | None, bool]
 
 
 def _commit_headroom(root: Path) -> int | None:
-    """The bytes that may still be promised where the kernel promises no more than it has; None where it overcommits."""
+    """Return the bytes that may still be promised where the kernel promises no more than it has; None where it
+    overcommits.
+    """
     if _number(root / "proc/sys/vm/overcommit_memory") != 2:
         return None
     memory = _meminfo(root)
@@ -135,7 +139,9 @@ def _meminfo(root: Path) -> dict[str, int]:
 
 
 def _processes(root: Path, groups: list[Path]) -> tuple[int | None, int | None]:
-    """The limit on processes and threads, and how many count against it; a control group's is the tighter one."""
+    """Return the limit on processes and threads, and how many count against it; a control group's is the
+    tighter one.
+    """
     for group in groups:
         limit, used = _number(group / "pids.max"), _number(group / "pids.current")
         if limit is not None:

@@ -16,7 +16,7 @@ _COLOURS = {Status.OK: "green", Status.WARNING: "yellow", Status.PROBLEM: "bold 
 
 
 def as_json(facts: Facts, findings: Sequence[Finding]) -> str:
-    """Findings and the facts behind them, as one JSON object."""
+    """Return findings and the facts behind them, as one JSON object."""
     words: dict[str, Any] = {
         "would_train": would_train(list(findings)),
         "findings": [{**dataclasses.asdict(finding), "status": finding.status.value} for finding in findings],
@@ -38,7 +38,7 @@ def as_text(findings: Sequence[Finding]) -> str:
 
 
 def print_table(findings: Sequence[Finding]) -> None:
-    """The same in colour, for a person at a terminal."""
+    """Print them in colour, for a person at a terminal."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text

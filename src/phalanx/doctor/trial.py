@@ -26,7 +26,7 @@ _COPIED_BYTES = 64 << 20
 
 
 def try_training(python: str = sys.executable) -> tuple[Torch | str, Probe]:
-    """What PyTorch says of itself, or why it could not be imported, and how two ranks fared."""
+    """Return what PyTorch says of itself, or why it could not be imported, and how two ranks fared."""
     try:
         run = subprocess.run(
             [python, "-m", __name__],
@@ -57,7 +57,9 @@ def try_training(python: str = sys.executable) -> tuple[Torch | str, Probe]:
 
 
 def main() -> None:
-    """The process: one line for PyTorch, one for the training, and where PyTorch uses a GPU one for that."""
+    """Be the process that tries PyTorch: print one line for PyTorch, one for the training, and where PyTorch uses a GPU
+    one for that.
+    """
     _say(torch=_examine_torch())
     _say(training=_train())
     import torch
@@ -93,7 +95,7 @@ def _examine_torch() -> dict[str, Any]:
 
 
 def _try_gpu() -> dict[str, Any]:
-    """What exchanging tensors of a GPU needs, each tried for real on the first one."""
+    """Return what exchanging tensors of a GPU needs, each tried for real on the first one."""
     import torch
 
     nccl: Any = getattr(torch.cuda, "nccl", None)

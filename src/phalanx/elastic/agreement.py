@@ -56,7 +56,7 @@ def describe_differing(standings: Sequence[Standing]) -> str:
 
 
 def decide(standings: Sequence[Standing], *, apart: bool = False) -> Agreement | None:
-    """What the ranks go on from, by rank; None if nobody holds a whole state.
+    """Return what the ranks go on from, by rank; None if nobody holds a whole state.
 
     `apart`: they train apart (LocalSGD, DiLoCo), so each goes on from its own step, and only who is new receives.
 

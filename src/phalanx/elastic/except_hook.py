@@ -34,7 +34,7 @@ def one_except_hook() -> Iterator[None]:
 
 
 def _find_inner(hook: Hook) -> Hook | None:
-    """What torch's hook was put around; None where `hook` is not torch's."""
+    """Return what torch's hook was put around; None where `hook` is not torch's."""
     if getattr(hook, "__qualname__", "") != _TORCHS:
         return None
     inner: Hook | None = inspect.getclosurevars(hook).nonlocals.get("old_hook")

@@ -30,7 +30,7 @@ class ForwardChanges:
 
     @torch.no_grad()
     def begin_step(self) -> None:
-        """The first forward of a step is about to begin; once in each."""
+        """Copy what forwards may change, as the first of a step is about to begin."""
         if self._versions is not None or not self._tensors:
             return
         self._versions = [tensor._version for tensor in self._tensors]
@@ -44,7 +44,7 @@ class ForwardChanges:
 
     @torch.no_grad()
     def learn(self) -> None:
-        """The update is about to begin: what has changed by now was changed by a forward."""
+        """Learn what forwards change: all that has changed as the update is about to begin."""
         if self._versions is None:
             return
         self._changing = self._changed() | (self._changing or set())
@@ -52,7 +52,7 @@ class ForwardChanges:
             del self._copies[number], self._places[number]
 
     def end_step(self) -> None:
-        """It is committed, or taken back."""
+        """Forget a step that is committed, or taken back."""
         self._versions = None
 
     @torch.no_grad()

@@ -95,7 +95,7 @@ class GlobalBatch:
             wrapper._reducer.rescale = self.scale
 
     def end_step(self) -> None:
-        """A step is done."""
+        """Count a step that is done."""
         self._has_mean = False
 
     # -- in each micro-batch -------------------------------------------------------------------------------------

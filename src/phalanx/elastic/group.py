@@ -65,7 +65,7 @@ class ElasticGroup:
         self._ours: PhalanxProcessGroup = ours
 
     def start(self) -> None:
-        """The job's first group: all ranks hold the same state. Collective."""
+        """Form the job's first group, in which all ranks hold the same state. Collective."""
         self._state._save()
         self._records = RankRecords(self.process_group, self._layers(), self._random)
         self._records_generation = self.generation
@@ -90,7 +90,7 @@ class ElasticGroup:
     # -- while it trains -----------------------------------------------------------------------------------------
 
     def before_backward(self) -> None:
-        """What this rank alone knows of the step is written where it outlives the rank."""
+        """Write what this rank alone knows of the step to where it outlives the rank."""
         assert self._records is not None
         self._records.prepare(self._state._latest.number + 1)
         self._prepared_seq = self.count_collectives()
@@ -106,7 +106,7 @@ class ElasticGroup:
         return ours._get_sequence_number_for_group(), ours.num_gradient_rounds
 
     def require_group(self) -> None:
-        """A barrier, which raises at once what has ended the group."""
+        """Wait in a barrier, which raises at once what has ended the group."""
         dist.barrier(group=self.process_group)
 
     def before_commit(self, number: int, small: Frozen, counted: tuple[int, int]) -> bool:
@@ -145,7 +145,7 @@ class ElasticGroup:
         self._records = fresh
 
     def after_commit(self) -> None:
-        """Here, and nowhere else, the ranks stop for others to come in."""
+        """Let others come in: here, and nowhere else, the ranks stop for them."""
         if self._stages is not None:
             assert self._records is not None
             self._stages.keep(self._records)
@@ -160,7 +160,9 @@ class ElasticGroup:
         self._membership.finished()
 
     def find_loss(self, error: BaseException) -> BaseException | None:
-        """The loss, if it is one; also under an error that came through torch's C++, as that of its reducer does."""
+        """Return the loss, if it is one; also under an error that came through torch's C++, as that of its
+        reducer does.
+        """
         if is_loss(error):
             return error
         if type(error) is not RuntimeError:

@@ -27,7 +27,7 @@ class Part(Protocol):
     """Something that can be handed over."""
 
     def show(self) -> Any:
-        """What it holds: tensors, and what can be pickled, in dicts, lists and tuples."""
+        """Return what it holds: tensors, and what can be pickled, in dicts, lists and tuples."""
         ...
 
     def take(self, value: Any) -> None:
@@ -47,7 +47,7 @@ class ModulePart:
         self._without = without  # parameters, by id, that all ranks have in one memory
 
     def show(self) -> Any:
-        """The tensors themselves: who takes, receives into them."""
+        """Return the tensors themselves: who takes, receives into them."""
         return {
             "decided": [one.batchnorm_choice for one in self._wrappers()],
             "trains": {name: p.requires_grad for name, p in self._module.named_parameters()},
@@ -247,7 +247,7 @@ class ValuePart:
         self._get, self._put = get, put
 
     def show(self) -> Any:
-        """The value."""
+        """Return the value."""
         return self._get()
 
     def take(self, value: Any) -> None:
@@ -281,7 +281,7 @@ def hand_over(parts: Sequence[Part], source: int, receivers: Sequence[int], grou
 
 
 def _collect(structure: Any) -> list[Leaf]:
-    """The leaves of a structure, in the order of its tensors."""
+    """Return the leaves of a structure, in the order of its tensors."""
     if isinstance(structure, Leaf):
         return [structure]
     if isinstance(structure, dict):

@@ -18,7 +18,7 @@ class Generation:
 
     @classmethod
     def of_message(cls, message: Mapping[str, Any]) -> Generation:
-        """The launcher's words."""
+        """Read a generation in the launcher's words."""
         return cls(int(message["generation"]), dict(message["environment"]))
 
 
@@ -75,7 +75,7 @@ class Membership(Protocol):
         ...
 
     def failed(self, step: int, error: str) -> None:
-        """An exception of the user's own is about to end this rank."""
+        """Tell the launcher that an exception of the user's own is about to end this rank."""
         ...
 
     def finished(self) -> None:

@@ -118,7 +118,7 @@ class Objects:
                     )
 
     def watched_tensors(self) -> dict[Tensor, str]:
-        """What neither an optimizer updates nor a rank's record holds, with its name."""
+        """Return what neither an optimizer updates nor a rank's record holds, with its name."""
         updated = {p for o in self.optimizers for g in o.param_groups for p in g["params"] if p.requires_grad}
         watched: dict[Tensor, str] = {}
         for name, module in self.things.items():
@@ -131,7 +131,7 @@ class Objects:
     # -- as parts ------------------------------------------------------------------------------------------------
 
     def parts(self) -> list[Part]:
-        """What is the same on every rank, in the order in which it is handed over."""
+        """Return what is the same on every rank, in the order in which it is handed over."""
         parts: list[Part] = []
         models = self.named_modules
         shared = frozenset(id(p) for o in self.sharded for group in o.param_groups for p in group["params"])
@@ -147,11 +147,13 @@ class Objects:
         return parts
 
     def parts_of_update(self) -> list[Part]:
-        """What changes between an update and its commit, in a loop that keeps an average of the model, too."""
+        """Return what changes between an update and its commit, also in a loop that keeps an average of the model."""
         return [part for part in self.parts() if not isinstance(part, StatefulPart) or part.is_large]
 
     def own_parts(self) -> list[Part]:
-        """What each rank has for itself where the model is in stages: all of it, so that a rank is what it has left."""
+        """Return what each rank has for itself where the model is in stages: all of it, so that a rank is what
+        it has left.
+        """
         parts: list[Part] = []
         models = self.named_modules
         for name, thing in self.things.items():
@@ -168,7 +170,7 @@ class Objects:
     # -- in a checkpoint -----------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of each but the sampler, under its name. Not collective, unless there is a Pipeline."""
+        """Return the state of each but the sampler, under its name. Not collective, unless there is a Pipeline."""
         states: dict[str, Any] = {}
         for name, thing in self.things.items():
             if isinstance(thing, DistributedSampler):
@@ -246,13 +248,13 @@ def _is_of_torch_in_shards(thing: object) -> bool:
 
 
 def _bare(module: nn.Module) -> nn.Module:
-    """The module inside a wrapper that averages gradients."""
+    """Return the module inside a wrapper that averages gradients."""
     wrapped = isinstance(module, (DistributedDataParallel, TorchDistributedDataParallel))
     return cast(nn.Module, module.module) if wrapped else module
 
 
 def _pipeline_of(thing: Any) -> Pipeline | None:
-    """That whose parameters an optimizer updates."""
+    """Return the pipeline whose parameters an optimizer updates."""
     owner = owner_of(thing) if isinstance(thing, Optimizer) else None
     return owner if isinstance(owner, Pipeline) else None
 

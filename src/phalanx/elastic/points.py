@@ -26,6 +26,6 @@ def listen(listener: Callable[[str], None] | None) -> None:
 
 
 def reached(point: str) -> None:
-    """This rank has got there."""
+    """Note that this rank has got there."""
     if _listener is not None:
         _listener(point)

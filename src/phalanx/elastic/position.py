@@ -117,7 +117,7 @@ class DataPosition:
         return self._counted[0] is not None and self._counted[0] is self.sampler._pass
 
     def count(self, samples: int) -> None:
-        """The loop has used so many more of this pass: no longer does all count that it was handed.
+        """Count so many more of this pass as used; no longer does all count that the loop was handed.
 
         Raises:
             ValueError: it was not handed so many, or the loader is in another pass by now.
@@ -145,7 +145,7 @@ class DataPosition:
         self._counted = stream, used
 
     def end_epoch(self) -> None:
-        """What is left of the pass at hand is not going to be used."""
+        """Leave the rest of the pass at hand, which is not going to be used."""
         self._counted = None, 0
 
     def _handed_out(self, stream: Any) -> int:
@@ -168,7 +168,7 @@ class DataPosition:
         return bool(iterator._num_yielded % self.sampler.num_parts == 0)
 
     def go_to(self, epoch: int, consumed: int) -> None:
-        """The next pass is the rest of that epoch."""
+        """Begin the next pass with the rest of that epoch."""
         self._iterator = lambda: None
         self.end_epoch()
         own = self.sampler.state_dict()

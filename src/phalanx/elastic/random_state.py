@@ -34,7 +34,7 @@ class RandomStates:
         self._python_blob = b""
 
     def capture(self) -> tuple[bytes, bytes, bytes, bytes]:
-        """The states of torch (CPU), Python, NumPy and CUDA, as bytes; empty for what is not there."""
+        """Return the states of torch (CPU), Python, NumPy and CUDA, as bytes; empty for what is not there."""
         return (
             torch.default_generator.get_state().numpy().tobytes(),
             self._capture_python(),
@@ -78,7 +78,7 @@ def restore(states: tuple[bytes, bytes, bytes, bytes]) -> None:
 
 
 def _python_words() -> Any:
-    """The words of Python's generator where they lie, if they do (CPython: after the object's header)."""
+    """Return the words of Python's generator where they lie, if they do (CPython: after the object's header)."""
     instance: Any = random._inst
     header = object.__basicsize__
     if sys.implementation.name != "cpython" or type(instance).__basicsize__ < header + 4 * (_WORDS + 1):
@@ -89,7 +89,7 @@ def _python_words() -> Any:
 
 
 def _numpy_words(generator: Any) -> Any:
-    """The words of NumPy's generator, if it is the one of old."""
+    """Return the words of NumPy's generator, if it is the one of old."""
     if type(generator).__name__ != "MT19937":
         return None
     address = generator.ctypes.state_address

@@ -29,7 +29,9 @@ def rebind_module(module: nn.Module, old: Any, new: Any) -> None:
 
 
 def _find_group(layer: Any, new: Any) -> Any:
-    """The wrapper's own group if it was formed again, else `new`: its default group may be of any generation before."""
+    """Return the wrapper's own group if it was formed again, else `new`: its default group may be of any
+    generation before.
+    """
     own = layer.process_group
     return own if is_listed(own) else new
 
@@ -54,6 +56,6 @@ def _rebind_torch(ddp: Any, old: Any, new: Any) -> None:
 
 
 def averaging_modules(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """The wrappers that average gradients, ours and PyTorch's."""
+    """Return the wrappers that average gradients, ours and PyTorch's."""
     kinds = (DistributedDataParallel, TorchDistributedDataParallel)
     return [layer for module in modules for layer in module.modules() if isinstance(layer, kinds)]

@@ -242,7 +242,7 @@ class RankRecords:
         return True
 
     def read(self, rank: int, number: int) -> Tensor | None:
-        """A copy of what `rank` left of step `number`; None if it left nothing of it."""
+        """Return a copy of what `rank` left of step `number`; None if it left nothing of it."""
         if rank == self.rank and number in self._alone:
             return self._alone[number].clone()
         memory = self._others.get(rank)

@@ -33,7 +33,7 @@ Train = Callable[[State], _Result]
 
 
 def running_state() -> State | None:
-    """The state that this process trains inside of a function that is `elastic.run`; None outside of one."""
+    """Return the state that this process trains inside of a function that is `elastic.run`; None outside of one."""
     return _running
 
 
@@ -169,7 +169,7 @@ class ElasticJob:
             membership.close()
 
     def _end(self, group: ElasticGroup, error: JobEndedError) -> NoReturn:
-        """What is in memory is saved, and the process ends.
+        """Save what is in memory, and end the process.
 
         Each survivor of a host saves, one after another; who is behind what is there already does not.
         """

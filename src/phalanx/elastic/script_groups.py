@@ -53,7 +53,9 @@ class ScriptGroups:
             )
 
     def name_all(self, rank: int, size: int) -> tuple[Named, ...]:
-        """The groups that may be formed among `size` ranks of which this process is `rank`, with their members."""
+        """Return the groups that may be formed among `size` ranks of which this process is `rank`, with their
+        members.
+        """
         stays = (rank, size) == (self._rank, self._size)
         named = ((kept, self._members(kept, size)) for kept in self._kept)
         return tuple((kept.name, ranks) for kept, ranks in named if stays or self._is_of_all(kept))

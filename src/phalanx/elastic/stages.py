@@ -35,7 +35,7 @@ class OwnPart:
         self._value = value
 
     def show(self) -> Any:
-        """What was given, or what is there."""
+        """Return what was given, or what is there."""
         return [part.show() for part in self._parts] if self._value is None else self._value
 
     def take(self, value: Any) -> None:

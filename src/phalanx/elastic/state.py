@@ -131,7 +131,7 @@ class State:
     # -- what the loop calls -------------------------------------------------------------------------------------
 
     def epochs(self, num_epochs: int) -> Iterator[int]:
-        """The epochs from `state.epoch` up to `num_epochs`; the first may be one that was left half done.
+        """Yield the epochs from `state.epoch` up to `num_epochs`; the first may be one that was left half done.
 
         What the body does after its last batch (validation, a scheduler's step) belongs to the epoch, and is done again
         if ranks are lost in it; so is what it does before its first batch (`rate *= 0.5`): compute that from the epoch.
@@ -144,7 +144,7 @@ class State:
             self._commit(is_step=False)
 
     def commit(self, *, samples: int | None = None) -> None:
-        """A step is done on this rank: what comes from here on may be lost, what was before may not.
+        """Commit a step that is done on this rank: what comes from here on may be lost, what was before may not.
 
         `samples`: how many of this rank's samples were used in it, where the loop takes batches from its loader ahead
         of those that it trains on; in each commit of an epoch, or in none. Otherwise all that the loader has handed to
@@ -241,7 +241,8 @@ class State:
         self._step.followers.keep()
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint holds: the state of each object under its name, the plain values, and the data's position.
+        """Return what a checkpoint holds: the state of each object under its name, the plain values, and the data's
+        position.
 
         Of the latest commit, if it is called right after one. Not collective, unless there is a Pipeline. Keys of
         models are those of the module inside a wrapper; the state of an optimizer in shards is whole, and so is that
@@ -285,8 +286,8 @@ class State:
         self._save()
 
     def _on_iterator(self, would_last: bool) -> None:
-        """A loader that goes on inside an epoch has drawn a seed for its workers, as an undisturbed one has not; nor
-        has one whose workers last, at the beginning of any epoch but the job's first.
+        """Set the random states again where a loader that goes on inside an epoch has drawn a seed for its workers, as
+        an undisturbed one has not; nor has one whose workers last, at the beginning of any epoch but the job's first.
         """
         again, self._random_again = self._random_again, None
         if again is not None and (would_last or (self._mark is not None and self._mark.is_inside)):
@@ -295,7 +296,7 @@ class State:
     # -- what the runner asks ------------------------------------------------------------------------------------
 
     def _count_as_done(self, number: int) -> None:
-        """The update is made, and only the commit is missing."""
+        """Note that the update is made, and only the commit is missing."""
         self._step.count(self._values["step"])
         self._latest.number = number
         self._values["step"] += 1
@@ -309,11 +310,11 @@ class State:
         self._values["epoch"], self._values["step"] = latest.epoch, latest.step
 
     def _parts(self) -> list[Part]:
-        """What is the same on every rank, in the order in which it is handed over."""
+        """Return what is the same on every rank, in the order in which it is handed over."""
         return [*self._objects.parts(), ValuePart(self._get_progress, self._put_progress)]
 
     def _own_parts(self) -> list[Part]:
-        """What each rank has for itself where the model is in stages."""
+        """Return what each rank has for itself where the model is in stages."""
         return [*self._objects.own_parts(), ValuePart(self._get_progress, self._put_progress)]
 
     def _get_progress(self) -> Any:

@@ -39,11 +39,11 @@ class Runner(Protocol):
         ...
 
     def after_commit(self) -> None:
-        """It is made."""
+        """Hear that the commit is made."""
         ...
 
     def count_collectives(self) -> tuple[int, int]:
-        """A number that differs where the ranks have waited for each other."""
+        """Return a number that differs where the ranks have waited for each other."""
         ...
 
     def require_group(self) -> None:
@@ -51,7 +51,7 @@ class Runner(Protocol):
         ...
 
     def before_backward(self) -> None:
-        """What this rank draws for the step, and what its forward changes, is done; gradients are to come."""
+        """Hear that what this rank draws for the step, and what its forward changes, is done; gradients are to come."""
         ...
 
 
@@ -134,7 +134,8 @@ class Step:
         self._open_backward = None
 
     def require_backward(self) -> None:
-        """A loop may have swallowed the error by which it was to hear of a loss; what it has done since does not count.
+        """Refuse to go on in a loop that swallowed the error by which it was to hear of a loss: what it has done since
+        does not count.
 
         A backward that ended by an error of the loop's own, on all ranks, is the loop's business.
         """
@@ -170,7 +171,7 @@ class Step:
             self._has_late = self._num_quiet < TRIAL_STEPS
 
     def end(self) -> None:
-        """It is committed, or everything is as at the latest commit."""
+        """End a step that is committed, or where everything is as at the latest commit."""
         self.stepped = 0
         self._forward_changes.end_step()
         self._at_update = None
@@ -179,7 +180,7 @@ class Step:
             self._undo.end_step(drop=not self._has_late)
 
     def forget_backward(self) -> None:
-        """What has begun before a loss does not count."""
+        """Forget what has begun before a loss, which does not count."""
         self._open_backward, self._has_failed = None, False
 
     # -- when it was interrupted ---------------------------------------------------------------------------------
@@ -224,7 +225,7 @@ class Step:
         return all(optimizer.can_take_back(number) for optimizer, number in pairs)
 
     def count(self, step: int) -> None:
-        """The update of step number `step` is made, and only the commit is missing: it counts."""
+        """Count the update of step number `step`, of which only the commit is missing."""
         if not self._objects.rounds and self.stepped == 2 and not self.is_committing:
             self._has_late = self._was_late = True
             _logger.warning(

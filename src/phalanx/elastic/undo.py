@@ -49,7 +49,7 @@ class Undo:
         self._structure = structure
 
     def end_step(self, *, drop: bool) -> None:
-        """What was kept is of no use any more; `drop`: nor is the memory for it."""
+        """Forget what was kept and is of no use any more; with `drop`, the memory for it, too."""
         self._structure = None
         if drop:
             self._copies = []

@@ -23,7 +23,7 @@ _POLL_S, _LONGEST_POLL_S = 0.0002, 0.02
 
 
 def open_sockets() -> dict[int, int]:
-    """The sockets of this process: their inodes, by descriptor. Empty where the system does not tell."""
+    """Return the sockets of this process: their inodes, by descriptor. Empty where the system does not tell."""
     if sys.platform != "linux":
         return {}
     try:
@@ -54,7 +54,7 @@ def _inode(descriptor: int) -> int | None:
 
 
 def _unacknowledged(descriptor: int) -> int:
-    """The bytes that the other end has not acknowledged; 0 where there is no other end (any more)."""
+    """Return the bytes that the other end has not acknowledged; 0 where there is no other end (any more)."""
     answer = struct.pack("i", 0)
     try:
         (count,) = struct.unpack("i", fcntl.ioctl(descriptor, termios.TIOCOUTQ, answer))

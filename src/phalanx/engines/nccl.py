@@ -24,7 +24,7 @@ def is_available() -> bool:
 def open_nccl(
     store: Any, rank: int, world_size: int, timeout: timedelta, name: str, global_ranks: Sequence[int]
 ) -> Any:
-    """A process group of torch's whose CUDA tensors NCCL carries. Talks to nobody until it is first used."""
+    """Return a process group of torch's whose CUDA tensors NCCL carries. Talks to nobody until it is first used."""
     nccl: Any = vars(c10d)["ProcessGroupNCCL"]  # not in a CPU build
     options = nccl.Options()
     options._timeout = timeout

@@ -49,7 +49,7 @@ class Launch(ModuleType):
         nnodes: int | None = None,
         **options: object,
     ) -> list[Any]:
-        """The same on the Ray cluster of this driver, on `nnodes` of its nodes (default: all)."""
+        """Call it on the Ray cluster of this driver, on `nnodes` of its nodes (default: all)."""
         from phalanx.launch.on_ray import launch_on_ray
 
         return launch_on_ray(fn, args, kwargs, nproc_per_node=nproc_per_node, nnodes=nnodes, **options)

@@ -25,7 +25,7 @@ complete phalanx 'p/1/(run)/' 'c/--/({names})/' 'p/*/f/'
 
 
 def make_completion(shell: str) -> str:
-    """The script for bash, zsh or tcsh."""
+    """Return the script for bash, zsh or tcsh."""
     names = [option.name for option in OPTIONS] + ["help"]
     if shell == "tcsh":
         return _TCSH.format(names=" ".join(names))

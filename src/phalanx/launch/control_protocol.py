@@ -33,7 +33,7 @@ class Channel:
         self.gone = False
 
     def fileno(self) -> int:
-        """What to wait on: for messages, and while `waiting` for room."""
+        """Return what to wait on: for messages, and while `waiting` for room."""
         return self._sock.fileno()
 
     @property
@@ -69,7 +69,7 @@ class Channel:
                 self._queue.popleft()
 
     def take(self) -> list[dict[str, Any]]:
-        """The messages that have come; sets `gone` when there will be no more."""
+        """Return the messages that have come; sets `gone` when there will be no more."""
         try:
             data = self._sock.recv(_READ_BYTES)
         except BlockingIOError:
@@ -118,7 +118,7 @@ def send(sock: socket.socket, message: dict[str, Any], fds: Sequence[int] = ()) 
 
 
 def receive(sock: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
-    """The next message and its descriptors (close-on-exec, owned by the caller); None when the peer has gone."""
+    """Return the next message and its descriptors (close-on-exec, owned by the caller); None when the peer has gone."""
     try:
         header, fds, _, _ = socket.recv_fds(sock, _LENGTH.size, _MAX_FDS)
         for fd in fds:

@@ -12,7 +12,8 @@ _DEVICES = "/dev/nvidia"
 
 
 def find_cuda_use(modules: Mapping[str, Any], descriptors: Iterable[str]) -> str:
-    """What tells that CUDA has been initialised, by the modules of a process and what its descriptors lead to; or "".
+    """Return what tells that CUDA has been initialised, by the modules of a process and what its descriptors lead to;
+    or "".
 
     The driver opens its devices in cuInit, whoever calls that, and torch says so of itself; asking initialises nothing.
     """
@@ -39,7 +40,7 @@ def close_devices() -> None:
 
 
 def describe(use: str, *, preloads: bool) -> str:
-    """The line for the user. `preloads`: without the early import of torch it need not happen."""
+    """Return the line for the user. `preloads`: without the early import of torch it need not happen."""
     suspects = _plugins()
     who = f" Suspects: {', '.join(suspects)}." if suspects else ""
     said = (
@@ -58,7 +59,7 @@ def describe(use: str, *, preloads: bool) -> str:
 
 
 def _plugins() -> list[str]:
-    """What torch's import runs of other packages, apart from ours."""
+    """Return what torch's import runs of other packages, apart from ours."""
     try:
         found = metadata.entry_points(group="torch.backends")
     except Exception:

@@ -8,14 +8,14 @@ from collections.abc import Mapping
 
 
 def find_cpus() -> tuple[int, ...]:
-    """The cores that this process may run on: fewer than the machine has under taskset, Slurm or a container."""
+    """Return the cores that this process may run on: fewer than the machine has under taskset, Slurm or a container."""
     if hasattr(os, "sched_getaffinity"):
         return tuple(sorted(os.sched_getaffinity(0)))
     return tuple(range(os.cpu_count() or 1))
 
 
 def share_cpus(cpus: tuple[int, ...], node: int, num_nodes: int) -> tuple[int, ...]:
-    """The part of `cpus` that is for node `node` of the `num_nodes` on this host.
+    """Return the part of `cpus` that is for node `node` of the `num_nodes` on this host.
 
     All of them where whoever started this process has bound it to cores of its own, or where there are fewer.
     """
@@ -33,7 +33,7 @@ def _is_bound(cpus: tuple[int, ...]) -> bool:
 
 
 def count_gpus(environ: Mapping[str, str]) -> int:
-    """The CUDA devices that torch would see: the driver's, limited by CUDA_VISIBLE_DEVICES."""
+    """Return the CUDA devices that torch would see: the driver's, limited by CUDA_VISIBLE_DEVICES."""
     return count_visible(_count_installed(), environ.get("CUDA_VISIBLE_DEVICES"))
 
 
@@ -56,7 +56,7 @@ def count_visible(installed: int, visible: str | None) -> int:
 
 
 def _count_installed() -> int:
-    """What NVML counts, the library that comes with the driver; 0 without one."""
+    """Return what NVML counts, the library that comes with the driver; 0 without one."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:

@@ -78,7 +78,7 @@ class Job:
 
 
 def plan_rank_environment(job: Job, rank: int) -> dict[str, str]:
-    """The variables of `rank`, which is one of this host's."""
+    """Return the variables of `rank`, which is one of this host's."""
     place = job.place
     local_rank = rank - place.first_rank
     variables = {
@@ -124,7 +124,7 @@ _MALLOC = "glibc.malloc.mmap_threshold=1073741824:glibc.malloc.trim_threshold=10
 
 
 def plan_zygote_environment(environ: Mapping[str, str], threads: int) -> dict[str, str]:
-    """The user's environment without any launcher's variables, and without the job's key.
+    """Return the user's environment without any launcher's variables, and without the job's key.
 
     OMP_NUM_THREADS is `threads`, and glibc's allocator keeps freed memory for the next step, unless the user set
     OMP_NUM_THREADS or GLIBC_TUNABLES.

@@ -43,12 +43,12 @@ class ErrorFiles:
         return os.path.join(self._attempt, str(local_rank), "error.json") if self._attempt else ""
 
     def renew(self, local_rank: int) -> None:
-        """A process is about to start as this rank: what the one before it left was read."""
+        """Make room for a process that is about to start as this rank: what the one before it left was read."""
         with contextlib.suppress(OSError):
             os.unlink(self.path_of(local_rank))
 
     def find(self, local_rank: int) -> str:
-        """The file of this rank if it has written one; else empty."""
+        """Return the file of this rank if it has written one; else empty."""
         path = self.path_of(local_rank)
         return path if os.path.isfile(path) else ""
 
@@ -77,7 +77,7 @@ def is_attempt(name: str) -> bool:
 
 
 def read_report(path: str, rank: int, pid: int, ended_at: float) -> Report | None:
-    """The error that a process has left in `path`, which ended at `ended_at`; None if it cannot be read.
+    """Return the error that a process has left in `path`, which ended at `ended_at`; None if it cannot be read.
 
     It failed when the file was written: the timestamp inside has whole seconds only.
     """

@@ -97,7 +97,7 @@ def find_job_folder() -> str | None:
 
 
 def use_in_rank(path: str) -> None:
-    """This process is a rank of the job whose folder is `path`: Python's multiprocessing puts its sockets there, in
+    """Enter as a rank of the job whose folder is `path`: Python's multiprocessing puts its sockets there, in
     this process and in all that it starts, and so do we.
     """
     global _of_this_rank
@@ -124,7 +124,9 @@ def _make(parent: str) -> str:
 
 
 def _lock(path: str) -> int:
-    """A descriptor that holds the folder's lock; OSError while another has it, and where the file system has none."""
+    """Return a descriptor that holds the folder's lock; OSError while another has it, and where the file system
+    has none.
+    """
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -65,7 +65,7 @@ class HostPart:
     place: Place
 
     def rank_of(self, seat: int) -> int:
-        """The rank of a seat of this host."""
+        """Return the rank of a seat of this host."""
         return self.place.first_rank + self.seats.index(seat)
 
 
@@ -98,7 +98,7 @@ class Generation:
         return tuple(rank for rank in range(self.world_size) if rank not in new)
 
     def part_of(self, member: int) -> HostPart | None:
-        """What a host has to do with it; None where it has nothing."""
+        """Return what a host has to do with it; None where it has nothing."""
         return next((part for part in self.parts if part.member == member), None)
 
 
@@ -120,7 +120,7 @@ class Seating:
 
     @classmethod
     def begin(cls, hosts: Sequence[HostSeats]) -> Seating:
-        """That of the first generation."""
+        """Return the seats of the first generation."""
         return cls(tuple(hosts))
 
     @property
@@ -163,7 +163,7 @@ class Seating:
         return Seating(tuple(hosts), tuple(left for left in self.vacated if left.first_seat != host.first_seat))
 
     def find_missing(self, limits: Limits) -> str:
-        """What the job lacks to go on, for people; empty where it may."""
+        """Return what the job lacks to go on, for people; empty where it may."""
         hosts = [host for host in self.hosts if host.occupied]
         lacks = []
         if len(hosts) < limits.min_hosts:
@@ -181,7 +181,7 @@ def choose_candidates(seating: Seating, candidates: Sequence[Candidate], limits:
 
 
 def plan_generation(number: int, seating: Seating) -> Generation:
-    """The ranks of everybody who has a seat. Hosts without any process have no part in it."""
+    """Return the ranks of everybody who has a seat. Hosts without any process have no part in it."""
     hosts = [host for host in sorted(seating.hosts, key=lambda each: each.first_seat) if host.occupied]
     world_size = sum(len(host.occupied) for host in hosts)
     in_role: dict[str, int] = {}

@@ -43,7 +43,7 @@ class NodeAgent:
         self._folder = self._open.enter_context(call.opened_folder())
 
     def find_place(self) -> tuple[str, int]:
-        """An address of this node that the others reach, and a port that is free there."""
+        """Return an address of this node that the others reach, and a port that is free there."""
         import ray.util
 
         with socket.socket() as sock:
@@ -86,7 +86,7 @@ class NodeAgent:
             self._agent.send_signal(signum)
 
     def read_files(self) -> dict[str, bytes]:
-        """What lies in the agent's folder at the end: outcomes and the verdict."""
+        """Return what lies in the agent's folder at the end: outcomes and the verdict."""
         names = [name for name in os.listdir(self._folder) if name == "verdict" or name.startswith("outcome-")]
         return {name: Path(self._folder, name).read_bytes() for name in names if not name.endswith(".draft")}
 
@@ -163,7 +163,9 @@ def _run(
     *,
     told: bool,
 ) -> tuple[int, dict[str, bytes]]:
-    """The exit code of the first node's agent, and the files that all have left; of equal names the first node's."""
+    """Return the exit code of the first node's agent, and the files that all have left; of equal names the
+    first node's.
+    """
     from phalanx.coordination.key import Key
 
     with _cluster() as ray, _actors(ray, nproc, nnodes) as (actors, ranks):
@@ -267,7 +269,7 @@ def _try(address: str) -> None:
 
 @contextlib.contextmanager
 def _actors(ray: Any, nproc: str, nnodes: int) -> Iterator[tuple[list[Any], int]]:
-    """An actor on each of the nodes, and how many ranks each starts."""
+    """Yield an actor on each of the nodes, and how many ranks each starts."""
     from ray.util.placement_group import placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -338,7 +340,7 @@ def _describe(bundle: Mapping[str, float]) -> str:
 
 
 def _without_places(words: Sequence[str]) -> list[str]:
-    """The words without --on, --nnodes and --nproc-per-node in front of the target: they have been followed."""
+    """Return the words without --on, --nnodes and --nproc-per-node in front of the target: they have been followed."""
     rest, kept = list(words), []
     while rest and rest[0].startswith("-") and rest[0] != "--":
         word = rest.pop(0)

@@ -32,7 +32,9 @@ class JobPlan:
     verdict: str = ""  # a file for how the job ended, where a program reads them and not a user
 
     def describe_job(self, place: Place, restart_count: int, store: str, agent: str) -> Job:
-        """What the ranks of one attempt have in common; takes a port that is free now, unless one was asked for."""
+        """Return what the ranks of one attempt have in common; takes a port that is free now, unless one was
+        asked for.
+        """
         settings = self.settings
         columns = None
         if self.terminal:
@@ -57,7 +59,7 @@ class JobPlan:
 
 
 def make_run_id() -> str:
-    """A name for a job that was given none: a random UUID, as torchrun makes one."""
+    """Return a name for a job that was given none: a random UUID, as torchrun makes one."""
     digits = bytearray(os.urandom(16))
     digits[6], digits[8] = digits[6] & 0x0F | 0x40, digits[8] & 0x3F | 0x80
     text = digits.hex()
@@ -65,7 +67,7 @@ def make_run_id() -> str:
 
 
 def find_free_port() -> int:
-    """A port that is free now, on every address of this host."""
+    """Return a port that is free now, on every address of this host."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port: int = sock.getsockname()[1]

@@ -62,7 +62,7 @@ class Settings:
 def parse(
     words: Sequence[str], environ: Mapping[str, str] | None = None, *, old_launcher: bool = False
 ) -> Settings | None:
-    """The settings that the words after `phalanx run` ask for, and PET_ variables in `environ` behind them.
+    """Return the settings that the words after `phalanx run` ask for, and PET_ variables in `environ` behind them.
 
     None if they ask for help. Everything behind the script belongs to the script. `old_launcher`: the words are those
     of torch.distributed.launch, which starts one rank unless told otherwise, and tells it its local rank by argument.
@@ -153,7 +153,7 @@ def _read_value(option: Option, name: str, text: str, given: dict[str, Any], pro
 
 
 def _read_environment(environ: Mapping[str, str], given: dict[str, Any], problems: list[str]) -> None:
-    """What torchrun takes from PET_NNODES and the like, where the command line says nothing of it."""
+    """Take from PET_NNODES and the like what torchrun takes, where the command line says nothing of it."""
     for option in OPTIONS:
         name = f"PET_{option.name.replace('-', '_').upper()}"
         text = environ.get(name, "")

@@ -29,7 +29,7 @@ class Target:
 
 
 def find_local_rank_flag(target: Target) -> str:
-    """The option by which `target` is told its local rank, as it spells it: with an underscore, if only so."""
+    """Return the option by which `target` is told its local rank, as it spells it: with an underscore, if only so."""
     source = _read_source(target)
     only_underscore = b"--local_rank" in source and b"--local-rank" not in source
     return "--local_rank" if only_underscore else "--local-rank"

@@ -260,7 +260,7 @@ def _tell(error: BaseException) -> str:
 
 
 def _raise_problem(team: Team, problem: tuple[int, str, str] | None, cause: BaseException | None = None) -> None:
-    """What one rank has said is what all raise."""
+    """Raise on all ranks what one has said."""
     if problem is None:
         return
     rank, kind, text = problem
@@ -280,7 +280,7 @@ def _shuffle(
     makers: Mapping[int, int],
     reports: Sequence[TaskReport],
 ) -> Iterator[tuple[int, Iterator[bytes]]]:
-    """The partitions of this rank, each with its buckets in the order of tasks and runs.
+    """Yield the partitions of this rank, each with its buckets in the order of tasks and runs.
 
     What a rank has for another is one stream, ordered by partition, task and run; from the reports both know where in
     it each bucket lies.

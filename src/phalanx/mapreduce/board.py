@@ -35,7 +35,7 @@ class Standing:
 
 
 def choose_idle_task(standings: Sequence[Standing], world_size: int, patience_s: float) -> int | None:
-    """What a rank that has nothing to do should do; None: wait.
+    """Return the task for a rank that has nothing to do; None: it waits.
 
     First what failed and nobody does again, by another rank than the one at which it failed, if there is one. Then the
     straggler that runs least often.
@@ -67,7 +67,7 @@ class Board:
         return "/".join([self.prefix, *map(str, words)])
 
     def claim(self) -> int | None:
-        """The next task that nobody has begun; None if there is none."""
+        """Return the next task that nobody has begun; None if there is none."""
         store = self.team.store
         number = store.add(self._key("next"), 1) - 1
         if number >= len(self.tasks):
@@ -75,7 +75,7 @@ class Board:
         return self.begin(self.tasks[number])
 
     def begin(self, task: int) -> int:
-        """This rank does it."""
+        """Begin a task on this rank, and return which run of it this is."""
         self._ran_here.add(task)
         number = self.team.store.add(self._key("runs", task), 1)
         self.team.store.set(self._key("run", task, number), str(self.team.rank))
@@ -96,13 +96,13 @@ class Board:
         return not self._is_done(task) and self.problem() is None
 
     def finish(self, task: int, seconds: float) -> bool:
-        """This rank has done it; whether it was the first."""
+        """Note that this rank has done the task, and return whether it was the first."""
         self._took_s.append(seconds)
         self._done.add(task)
         return self.team.store.add(self._key("done", task), 1) == 1
 
     def fail(self, task: int, text: str) -> int:
-        """It failed here; how often it has, everywhere."""
+        """Note that the task failed here, and return how often it has, everywhere."""
         self._failed_here.add(task)
         number = self.team.store.add(self._key("failures", task), 1)
         self.team.store.set(self._key("failure", task, number), json.dumps([self.team.rank, text]))

@@ -30,7 +30,7 @@ class Values:
 
 
 def pack_buckets(contents: Values | TextSums, types: set[type], job: Job) -> Iterator[tuple[int, int, bytes]]:
-    """The partition, a number within it, and the bucket, partition after partition. Empties `contents`.
+    """Return the partition, a number within it, and the bucket, partition after partition. Empties `contents`.
 
     `types`: of the keys. A partition has several buckets if it holds more than a part of the memory.
     """

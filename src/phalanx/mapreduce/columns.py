@@ -49,7 +49,7 @@ def length_of_keys(head: bytes) -> int:
 
 
 def unpack_keys(data: bytes) -> list[Any]:
-    """The keys alone, of so many bytes."""
+    """Return the keys alone, of so many bytes."""
     return _unpack_column(data[:1], memoryview(data)[HEADER:])
 
 

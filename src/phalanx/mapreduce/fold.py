@@ -18,7 +18,7 @@ def fold_in_python(
     limit: int,
     progress: list[Any],
 ) -> None:
-    """What `fold_pairs` of csrc/py_fold.c does, to the letter."""
+    """Do what `fold_pairs` of csrc/py_fold.c does, to the letter."""
     records = count = 0
     progress[2] = None
     try:

@@ -37,7 +37,7 @@ class Stored:
         self._extent = extent
 
     def packed(self) -> bytes:
-        """The entry as it lies there."""
+        """Return the entry as it lies there."""
         return self._spool.read(*self._extent)
 
     def __iter__(self) -> Iterator[Any]:
@@ -75,7 +75,7 @@ def write_blocks(
 
 
 def read_blocks(spool: Spool, run: Run) -> Iterator[tuple[Any, Any]]:
-    """The pairs again."""
+    """Yield the pairs again."""
     for offset, length in run:
         yield from zip(*unpack(spool.read(offset, length)), strict=True)
 
@@ -111,7 +111,7 @@ class Grouper:
         self._runs: list[tuple[int, Run]] = []  # with how often they were merged
 
     def add_packed(self, data: bytes) -> int:
-        """What one bucket holds, packed; how many keys.
+        """Add what one bucket holds, packed, and return how many keys there are.
 
         Raises:
             TypeError: two keys cannot be compared.
@@ -128,7 +128,7 @@ class Grouper:
         return len(keys)
 
     def add(self, keys: list[Any], values: list[Any]) -> None:
-        """What one bucket holds.
+        """Add what one bucket holds.
 
         Raises:
             TypeError: two keys cannot be compared.

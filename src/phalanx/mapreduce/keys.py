@@ -25,7 +25,7 @@ _PLAIN = frozenset((str, bytes, tuple, int, float))
 
 
 def stable_hash(key: Any) -> int:
-    """The same number for the same key in every process; equal keys have equal numbers.
+    """Return the same number for the same key in every process; equal keys have equal numbers.
 
     Raises:
         TypeError: nothing in a key of this type is known to be the same in every process.
@@ -86,7 +86,7 @@ def _mix(number: int) -> int:
 
 
 def partitions_of(keys: Collection[Any], types: set[type], count: int) -> npt.NDArray[Any]:
-    """The partition of each key, in a type in which few partitions are quick to sort by."""
+    """Return the partition of each key, in a type in which few partitions are quick to sort by."""
     hashes: npt.NDArray[np.uint32] | None = None
     if types == {str}:
         try:
@@ -99,7 +99,7 @@ def partitions_of(keys: Collection[Any], types: set[type], count: int) -> npt.ND
 
 
 def find_kinds(types: Iterable[type]) -> set[str]:
-    """The kinds of keys that are among `types`: those of one kind can be compared with each other."""
+    """Return the kinds of keys that are among `types`: those of one kind can be compared with each other."""
     return {_kind_of(one) for one in types}
 
 

@@ -40,7 +40,7 @@ class Survivors:
     number: int = 0  # of memberships since
 
     def regroup(self, team: Team, lost: Collection[int]) -> Team:
-        """The team of those who are left of `team`, of whom `lost` (its ranks) are known not to be.
+        """Return the team of those who are left of `team`, of whom `lost` (its ranks) are known not to be.
 
         Raises:
             PeerLostError: the others go on without this rank.
@@ -58,7 +58,7 @@ class Survivors:
                     raise
 
     def find_lost(self, team: Team) -> tuple[int, ...]:
-        """The ranks of the first membership that are not in `team`."""
+        """Return the ranks of the first membership that are not in `team`."""
         left = {person.number for person in team.persons}
         return tuple(person.number for person in self.persons if person.number not in left)
 

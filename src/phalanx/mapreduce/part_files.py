@@ -50,7 +50,7 @@ def write_part(folder: str, number: int, partitions: int, read: Callable[[], Ite
 
 
 def read_parts(folder: str | os.PathLike[str]) -> Iterable[tuple[Any, Any]]:
-    """What the parts in a folder hold, as JSON has it: file after file, each in the order of its keys."""
+    """Return what the parts in a folder hold, as JSON has it: file after file, each in the order of its keys."""
     for name in sorted(os.listdir(folder)):
         if _NAME.fullmatch(name):
             with open(Path(folder, name), encoding="utf-8") as file:

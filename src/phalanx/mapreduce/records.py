@@ -57,7 +57,7 @@ def read_blocks(
 
 
 def read_lines(piece: Piece, block_bytes: int) -> Iterator[tuple[int, bytes]]:
-    """The lines that begin in `piece`, as bytes of several whole lines each, with the offset of the first.
+    """Yield the lines that begin in `piece`, as bytes of several whole lines each, with the offset of the first.
 
     Cost: reads in blocks; a line that is longer is held as a whole.
     """

@@ -65,7 +65,7 @@ class Result:
         return self.counters.bad_records
 
     def partition(self, number: int) -> Iterator[tuple[Any, Any]]:
-        """The keys and values of one partition, in order.
+        """Return the keys and values of one partition, in order.
 
         Raises:
             KeyError: it is not here.
@@ -105,14 +105,14 @@ class Result:
 
 
 def blocks_of(results: Mapping[int, Run], spool: Spool) -> dict[int, tuple[Stream, list[int]]]:
-    """The partitions that this rank has finished, as a result reads them."""
+    """Return the partitions that this rank has finished, as a result reads them."""
     return {number: (Stream(spool, run), [extent.length for extent in run]) for number, run in results.items()}
 
 
 def gather_blocks(
     team: Team, results: Mapping[int, Run], spool: Spool, inbox: Spool, memory_bytes: int
 ) -> dict[int, tuple[Stream, list[int]]]:
-    """The partitions of all ranks; those of others go to `inbox`. Collective."""
+    """Return the partitions of all ranks; those of others go to `inbox`. Collective."""
     mine = {number: [extent.length for extent in run] for number, run in sorted(results.items())}
     told: list[dict[int, list[int]]] = team.gather(mine)
     stream = Stream(spool, [extent for number in mine for extent in results[number]])

@@ -25,7 +25,7 @@ _DEPTH = 4
 
 
 def size_of(value: Any, depth: int = _DEPTH) -> int:
-    """The bytes that `value` holds, those of what it contains included."""
+    """Return the bytes that `value` holds, those of what it contains included."""
     if isinstance(value, torch.Tensor):
         return 200 + value.element_size() * value.numel()
     if isinstance(value, np.ndarray | memoryview):  # what was unpickled, or is a part of another, says it had nothing
@@ -43,7 +43,7 @@ def size_of(value: Any, depth: int = _DEPTH) -> int:
 
 
 def quick_size(value: Any) -> int:
-    """The same, cheap enough to ask of every value."""
+    """Return the bytes of a value as `size_of` does, cheaply enough to ask of every value."""
     kind = type(value)
     if kind in _PLAIN:
         return _PLAIN_BYTES
@@ -79,7 +79,7 @@ def _scaled(sizes: Any, count: int) -> int:
 
 
 def size_of_table(table: dict[Any, Any]) -> int:
-    """The bytes that a dict and all in it hold; of keys and values those of a hundred are looked at."""
+    """Return the bytes that a dict and all in it hold; of keys and values those of a hundred are looked at."""
     if not table:
         return 0
     step = max(1, len(table) // _SAMPLE)
@@ -88,7 +88,9 @@ def size_of_table(table: dict[Any, Any]) -> int:
 
 
 def size_of_lists(table: dict[Any, Any]) -> int:
-    """The same for a dict of lists of values, and of values that are no list, of which a few keys may have most."""
+    """Return the bytes of a dict of lists of values, and of values that are no list, of which a few keys may
+    have most.
+    """
     if not table:
         return 0
     lists = list(table.values())

@@ -92,7 +92,7 @@ def names_files(inputs: Any) -> bool:
 
 
 def find_files(inputs: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> list[tuple[str, int]]:
-    """The files that `inputs` name, with their sizes: patterns in sorted order, the rest in the order given.
+    """Return the files that `inputs` name, with their sizes: patterns in sorted order, the rest in the order given.
 
     Raises:
         FileNotFoundError: a path or pattern leads to no file.

@@ -49,7 +49,7 @@ class Spool:
         return extent
 
     def read(self, offset: int, length: int) -> bytes:
-        """What lies there."""
+        """Return what lies there."""
         if not length:
             return b""
         if self._fd >= 0:
@@ -129,7 +129,7 @@ class Stream:
         return max(0, min(length, len(self) - start))
 
     def part(self, start: int, length: int) -> Stream:
-        """The bytes from `start` on as a stream of their own."""
+        """Return the bytes from `start` on as a stream of their own."""
         extents = []
         index, stop = bisect_right(self._ends, start), start + length
         while start < stop:

@@ -20,7 +20,7 @@ _AT_ONCE = 1024  # keys
 
 
 def new_sums() -> TextSums | None:
-    """An empty table; None where there is no core.
+    """Return an empty table; None where there is no core.
 
     Cost of a pair: a hash, and two lines of the cache; a quarter of what a dict does, in a third of its memory.
     """
@@ -28,7 +28,7 @@ def new_sums() -> TextSums | None:
 
 
 def sorted_items(sums: TextSums) -> Iterator[tuple[str | bytes, int]]:
-    """The keys and their sums, sorted by key."""
+    """Yield the keys and their sums, sorted by key."""
     sums.sort()
     for start in range(0, len(sums), _AT_ONCE):
         yield from zip(*sums.items(start, min(start + _AT_ONCE, len(sums))), strict=True)

@@ -80,7 +80,7 @@ class Table:
             fold_pairs(self._values, mapped, self._job.combine, self._job.adds, self._next_look - self._pairs, progress)
 
     def _leave_sums(self) -> None:
-        """A pair came that is no text with an integer: from here on there is a dict."""
+        """Go on with a dict, as a pair came that is no text with an integer."""
         if self._sums:
             self._spill(self)
         self._sums = None
@@ -106,7 +106,7 @@ class Table:
         return size_of_lists(self._values) if self._job.combine is None else size_of_table(self._values)
 
     def drain(self) -> tuple[set[type], Values | TextSums]:
-        """The types of the keys, and what is there; empty afterwards."""
+        """Return the types of the keys, and what is there; empty afterwards."""
         contents: Values | TextSums
         if self._sums is not None:
             contents, self._sums = self._sums, new_sums()

@@ -42,7 +42,8 @@ class BatchStatistics:
 
 
 def measure(values: Tensor) -> Tensor:
-    """The statistics of `values` (N, C, ...) as one message of 2C + 1 numbers: mean, m2, count. Zeros without values.
+    """Return the statistics of `values` (N, C, ...) as one message of 2C + 1 numbers: mean, m2, count. Zeros without
+    values.
 
     Cost: reads `values` twice, writes nothing of their size.
     """
@@ -61,7 +62,7 @@ def measure(values: Tensor) -> Tensor:
 
 
 def combine(messages: Tensor) -> BatchStatistics:
-    """The statistics of all ranks' values together, from `messages` (ranks, 2C + 1) of `measure`.
+    """Return the statistics of all ranks' values together, from `messages` (ranks, 2C + 1) of `measure`.
 
     Numerics: in float64 and in the order of ranks, so equal messages give equal bits.
     """

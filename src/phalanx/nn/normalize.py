@@ -22,7 +22,7 @@ from phalanx.nn.batch_statistics import BatchStatistics, combine, measure, stati
 
 
 def gather_statistics(values: Tensor, group: dist.ProcessGroup) -> BatchStatistics:
-    """The statistics of all ranks' `values` (N, C, ...) together; ranks may have different N, and zero.
+    """Return the statistics of all ranks' `values` (N, C, ...) together; ranks may have different N, and zero.
 
     A rank that has run out of data, and waits elsewhere, counts as one with N = 0.
 
@@ -67,7 +67,7 @@ class Normalize(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradients of x, w and b, from sums over all ranks.
+        """Return the gradients of x, w and b, from sums over all ranks.
 
         Raises:
             RuntimeError: called with create_graph=True.

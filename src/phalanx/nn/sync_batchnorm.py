@@ -147,7 +147,7 @@ class SyncBatchNorm(_BatchNorm):
 
 
 def find_batchnorms(module: nn.Module) -> dict[str, Any]:
-    """The BatchNorm layers of `module`, by dotted name, other than `SyncBatchNorm`."""
+    """Return the BatchNorm layers of `module`, by dotted name, other than `SyncBatchNorm`."""
     return {
         name: layer
         for name, layer in module.named_modules()

@@ -17,7 +17,7 @@ _Form = tuple[tuple[int, ...], str, tuple[int, ...]]  # shape, dtype, strides
 
 
 def decide_group(process_group: dist.ProcessGroup | None, caller: str = "ZeroRedundancyOptimizer") -> dist.ProcessGroup:
-    """The given group, or the default one.
+    """Return the given group, or the default one.
 
     Raises:
         RuntimeError: there is no default group.
@@ -133,7 +133,9 @@ def check_parameters(
 
 
 def find_overlap(parameters: Iterable[Tensor]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """The shapes of two different parameters whose memory overlaps, if there are; of dense ones, without gaps."""
+    """Return the shapes of two different parameters whose memory overlaps, if there are; of dense ones, without
+    gaps.
+    """
     blocks = []
     for parameter in {id(parameter): parameter for parameter in parameters}.values():
         strided = parameter.layout is torch.strided and not parameter.is_meta
@@ -148,7 +150,7 @@ def find_overlap(parameters: Iterable[Tensor]) -> tuple[tuple[int, ...], tuple[i
 
 
 def list_parameters(params: Any) -> tuple[Any, list[Tensor]]:
-    """An optimizer's argument, of which iterators may be read once, to be read again; and the tensors in it."""
+    """Return an optimizer's argument, of which iterators may be read once, to be read again; and the tensors in it."""
     if isinstance(params, Tensor):  # the base class says what is wrong with it
         return params, []
     params = list(params)

@@ -58,7 +58,7 @@ class PeriodicModelAverager:
         self.step += 1
 
     def _room_for(self, parameters: list[Tensor]) -> Flat:
-        """The room of the last time if the parameters are the same, else a new one. Collective."""
+        """Return the room of the last time if the parameters are the same, else a new one. Collective."""
         if self._flat is None or [id(one) for one in self._averaged] != [id(one) for one in parameters]:
             self._flat = Flat(parameters, group=self.process_group)
             self._averaged = parameters

@@ -70,7 +70,7 @@ class DiLoCo(Rounds):
         self._outer = self._common = OuterParameters("DiLoCo", self._named, outer_optimizer, backup_device)
 
     def outer_parameters(self) -> dict[str, Tensor]:
-        """The outer parameters by name: the model to evaluate or save between rounds. Not copies.
+        """Return the outer parameters by name: the model to evaluate or save between rounds. Not copies.
 
         Shape: as the model's parameters.
         """
@@ -94,7 +94,7 @@ class DiLoCo(Rounds):
         self._flat.give()
 
     def state_dict(self) -> dict[str, Any]:
-        """The outer parameters and optimizer, the same on all ranks, and how far this rank is into its round."""
+        """Return the outer parameters and optimizer, the same on all ranks, and how far this rank is into its round."""
         return {**super().state_dict(), **self._outer.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

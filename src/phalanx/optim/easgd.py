@@ -74,7 +74,7 @@ class EASGD(Rounds):
         self._center = self._common = CommonParameters("EASGD", self._named, backup_device)
 
     def center_parameters(self) -> dict[str, Tensor]:
-        """The center variable by name: the model to evaluate or save between rounds. Not copies.
+        """Return the center variable by name: the model to evaluate or save between rounds. Not copies.
 
         Shape: as the model's parameters.
         """
@@ -103,7 +103,9 @@ class EASGD(Rounds):
         self._center.flat.give()
 
     def state_dict(self) -> dict[str, Any]:
-        """The center, the same on all ranks, and how far this rank is into its round. Models differ: save each."""
+        """Return the center, the same on all ranks, and how far this rank is into its round. Models differ:
+        save each.
+        """
         return {**super().state_dict(), "center_parameters": self._center.cloned()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -76,7 +76,7 @@ class KeptState:
         return [memory[at : at + t.nbytes].view(t.dtype).view(t.shape) for at, t in zip(offsets, tensors, strict=False)]
 
     def read(self, number: int) -> list[Any] | None:
-        """A copy of what every rank left of step `number`; None if one left nothing of it."""
+        """Return a copy of what every rank left of step `number`; None if one left nothing of it."""
         if not self.holds_all(number):
             return None
         return [self.read_of(rank, number) for rank in range(len(self._by_rank))]
@@ -93,7 +93,7 @@ class KeptState:
         return found == number
 
     def read_of(self, rank: int, number: int) -> Any:
-        """A copy of what `rank` left of step `number`, which it `holds`."""
+        """Return a copy of what `rank` left of step `number`, which it `holds`."""
         slot = self._slot(rank, number)
         _, length = _HEAD.unpack_from(_array(slot))
         leaves: list[Any] = []

@@ -13,7 +13,9 @@ from phalanx.backend.dynamo import undecorated
 def build_local(
     optimizer_class: type[Optimizer], group: dict[str, Any], defaults: dict[str, Any], *, cuts: bool
 ) -> Optimizer:
-    """This rank's optimizer; of torch's own classes, which `cuts`, one that does not import Dynamo, hidden from it."""
+    """Return this rank's optimizer; of torch's own classes, which `cuts`, one that does not import Dynamo,
+    hidden from it.
+    """
     if not cuts:
         return optimizer_class([group], **defaults)
     local = optimizer_class.__new__(optimizer_class)

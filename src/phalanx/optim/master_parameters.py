@@ -95,7 +95,9 @@ class MasterParameters(SharedBlock):
                 )
 
     def values(self, number: int) -> Tensor:
-        """A parameter's values in the master's precision, on the host: of the master, where it rounds to them."""
+        """Return a parameter's values in the master's precision, on the host: of the master, where it rounds to
+        them.
+        """
         parameter, master = self.parameters[number], self._masters[number]
         now = parameter.detach().cpu()
         if not self._is_half[number] or not self._live[number]:
@@ -195,7 +197,7 @@ class MasterParameters(SharedBlock):
             self._notes[number] = self._stagings[parameter.device].note(self._on_device(number), host)
 
     def find_moved(self) -> int | None:
-        """The first parameter that changed its device or dtype, if there is one."""
+        """Return the first parameter that changed its device or dtype, if there is one."""
         for number, parameter in enumerate(self.parameters):
             if parameter.device not in self._stagings or master_dtype(parameter.dtype) != self.dtypes[number]:
                 return number

@@ -168,7 +168,7 @@ class Offload:
             masters.push_exact()
 
     def gradient_slices(self) -> list[Tensor]:
-        """This rank's slices of the gradients, on their devices."""
+        """Return this rank's slices of the gradients, on their devices."""
         slices = (shard.gradient_slice() for _, shard in self._all())
         return [gradient for gradient in slices if gradient is not None]
 

@@ -133,14 +133,14 @@ class OffloadedShard:
         self._masters.load(self.part, values)
 
     def gradient_slice(self) -> Tensor | None:
-        """This rank's slice of the gradient, on its device; a copy if its strides are not the parameter's."""
+        """Return this rank's slice of the gradient, on its device; a copy if its strides are not the parameter's."""
         gradient = self.parameter.grad
         if gradient is None:
             return None
         return in_memory_order(gradient, self.parameter)[self.part.start : self.part.stop]
 
     def noted_gradient(self) -> tuple[Tensor, Tensor] | None:
-        """This rank's slice of the gradient, and what was noted of it when it was copied; waits for the copy."""
+        """Return this rank's slice of the gradient, and what was noted of it when it was copied; waits for the copy."""
         gradient = self.gradient_slice()
         if gradient is None or self._wait is None or self._note is None:
             return None
@@ -148,14 +148,16 @@ class OffloadedShard:
         return gradient, self._note
 
     def staged_copy(self) -> Tensor | None:
-        """The copy of the gradient's slice, if there is one: what is done to the gradient is to be done to it, too."""
+        """Return the copy of the gradient's slice, if there is one: what is done to the gradient is to be done
+        to it, too.
+        """
         if not self.is_staged or self._wait is None:
             return None
         self._wait()
         return self._host
 
     def note_scaled(self) -> None:
-        """The gradient and its copy, which was of the gradient of now, have been changed alike."""
+        """Note that the gradient and its copy, which was of the gradient of now, have been changed alike."""
         gradient = self.gradient_slice()
         if gradient is not None and self._host is not None:
             self._note = self._staging.note(gradient, self._host)

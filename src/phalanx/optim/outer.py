@@ -154,7 +154,7 @@ class OuterParameters(CommonParameters):
             self.optimizer.load_state_dict(told[0])
 
     def state_dict(self) -> dict[str, Any]:
-        """The same on all ranks."""
+        """Return the same on all ranks."""
         return {"outer_parameters": self.cloned(), "outer_optimizer": self.optimizer.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -60,7 +60,9 @@ class ParameterShard:
 
 
 def in_memory_order(tensor: Tensor, like: Tensor) -> Tensor:
-    """The elements of `tensor` in the order of memory of those of `like`, a dense tensor; a view if it can be."""
+    """Return the elements of `tensor` in the order of memory of those of `like`, a dense tensor; a view if it
+    can be.
+    """
     tensor = tensor.detach()
     if tensor.stride() != like.stride():
         strided = torch.empty_strided(like.shape, like.stride(), dtype=tensor.dtype, device=tensor.device)

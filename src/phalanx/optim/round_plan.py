@@ -84,7 +84,7 @@ class RoundPlan:
         return tuple(tuple(sorted(drawn[first : first + 2])) for first in range(0, self.world_size, 2))
 
     def describe(self, num_rounds: int) -> str:
-        """The first rounds as a table."""
+        """Return the first rounds as a table."""
         lines = ["round  behind step  taken over  fragment  ranks"]
         for number in range(num_rounds):
             one = self.round(number)
@@ -95,7 +95,7 @@ class RoundPlan:
 
 
 def decide_topology(world_size: int, topology: Topology | None) -> Topology:
-    """The one that is asked for; by default "hypercube" where it reaches all alike, and "random" elsewhere.
+    """Return the one that is asked for; by default "hypercube" where it reaches all alike, and "random" elsewhere.
 
     Raises:
         ValueError: there is no such one, or not of so many ranks.

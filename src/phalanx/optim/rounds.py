@@ -140,7 +140,8 @@ class Rounds(ABC):
         self._flat = Flat(self._find_tensors, group=process_group)
 
     def catch_up(self, *, is_new: bool) -> None:
-        """A round out of turn, in which ranks that are new have no say: then all go on from the same one. Collective.
+        """Carry out a round out of turn, in which ranks that are new have no say: then all go on from the same one.
+        Collective.
 
         Whoever was lost has missed it, with the steps since the round before. A rank that heard of the loss where
         others had the round done already has missed that one: what all have alike it gets from those.
@@ -160,11 +161,15 @@ class Rounds(ABC):
         self._hold(finished=False, counts=counts)
 
     def _catch_up_without_round(self, root: int) -> None:
-        """Some have missed the latest round, which `root` has done, and nobody has stepped since. Collective."""
+        """Make up for the latest round, which some have missed and `root` has done; nobody has stepped since.
+        Collective.
+        """
         return None
 
     def _find_newest(self, *, is_new: bool) -> tuple[int, int, bool]:
-        """The latest round that a rank has done, the first such rank, and whether others have not. Collective."""
+        """Return the latest round that a rank has done, the first such rank, and whether others have not.
+        Collective.
+        """
         group = self.process_group
         done = torch.zeros(group.size(), dtype=torch.int64, device=self._parameters[0].device)
         done[group.rank()] = -1 if is_new else self.num_rounds
@@ -223,7 +228,9 @@ def read_said(said: Tensor, work: dist.Work | None) -> tuple[tuple[int, ...], in
 
 
 def _find_buffers(model: nn.Module) -> list[tuple[nn.Module, str]]:
-    """The module and the name of each that is averaged along: of floating or complex type, once where it is shared."""
+    """Return the module and the name of each buffer that is averaged along: of floating or complex type, once
+    where it is shared.
+    """
     places: dict[int, tuple[nn.Module, str]] = {}
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
@@ -233,7 +240,7 @@ def _find_buffers(model: nn.Module) -> list[tuple[nn.Module, str]]:
 
 
 def _find_others(model: nn.Module, combined: Sequence[Tensor]) -> list[tuple[str, Tensor]]:
-    """The frozen parameters and the buffers of whole numbers, by name: what no round changes."""
+    """Return the frozen parameters and the buffers of whole numbers, by name: what no round changes."""
     known = {id(tensor) for tensor in combined}
     named = itertools.chain(model.named_parameters(), model.named_buffers())
     return [(name, one) for name, one in named if id(one) not in known and one.layout is torch.strided]

@@ -15,7 +15,7 @@ PAGE = 4096
 
 
 def whole_pages(nbytes: int) -> int:
-    """The bytes of the pages that so many bytes fill."""
+    """Return the bytes of the pages that so many bytes fill."""
     return -(-nbytes // PAGE) * PAGE
 
 
@@ -57,7 +57,7 @@ class SharedBlock:
         return torch.frombuffer(self.memory.numpy(), dtype=dtype, count=extent.numel, offset=self.offsets[number])
 
     def shaped(self, number: int) -> Tensor:
-        """A parameter's elements with its shape, and its strides where they fill one block."""
+        """Return a parameter's elements with its shape, and its strides where they fill one block."""
         flat, like = self.flats[number], self.parameters[number]
         return flat.as_strided(like.shape, like.stride()) if is_dense(like) else flat.view(like.shape)
 
@@ -92,7 +92,7 @@ class SharedParameters(SharedBlock):
             parameter.data = self.shaped(number)
 
     def find_moved(self) -> int | None:
-        """The first parameter that does not live here any more, if there is one."""
+        """Return the first parameter that does not live here any more, if there is one."""
         for number, (parameter, flat) in enumerate(zip(self.parameters, self.flats, strict=True)):
             if parameter.data_ptr() != flat.data_ptr() or parameter.dtype != flat.dtype:
                 return number

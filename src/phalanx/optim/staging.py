@@ -40,7 +40,7 @@ class Staging:
 
     @contextlib.contextmanager
     def beside(self, wait: Callable[[], object] | None = None) -> Iterator[None]:
-        """What is queued in here runs beside what is queued after it; after `wait`, or after all that is queued so far.
+        """Run what is queued in here beside what is queued after it; after `wait`, or after all that is queued so far.
 
         `wait` orders the stream in which it is called, as the works of torch.distributed do on devices.
         """
@@ -70,7 +70,7 @@ class Staging:
         return wait
 
     def follow(self) -> None:
-        """What is queued on the device from now on comes after the copies to the host that have begun."""
+        """Let what is queued on the device from now on come after the copies to the host that have begun."""
         if self._stream is not None:
             torch.accelerator.current_stream(self.device).wait_stream(self._stream)
 
@@ -92,7 +92,7 @@ class Staging:
             self._sent = None
 
     def note(self, flat: Tensor, host: Tensor) -> Tensor:
-        """What `differ` knows by later whether `flat`, of one dimension, has been written since, by whomever.
+        """Return what `differ` knows by later whether `flat`, of one dimension, has been written since, by whomever.
 
         On the CPU that is `host`, of the same values, which stays as it is until then. Else a checksum, queued on the
         device; what is queued later does not count.
@@ -159,7 +159,7 @@ def _nothing() -> None:
 
 
 def plan_pages(address: int, ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The addresses of the whole pages around ranges of bytes from `address` on, neighbours made one: pure.
+    """Return the addresses of the whole pages around ranges of bytes from `address` on, neighbours made one: pure.
 
     A page can be locked once, and two ranges may touch the same.
     """

@@ -24,7 +24,8 @@ StateDict = dict[str, Any]
 
 
 def merge_state_dicts(shards: Sequence[Mapping[str, Any]]) -> StateDict:
-    """The whole state from the shards of all ranks, in any order: what the plain optimizer's `state_dict` would be.
+    """Return the whole state from the shards of all ranks, in any order: what the plain optimizer's `state_dict` would
+    be.
 
     Raises:
         ValueError: the shards don't fit together, or some are missing; the message says for which parameter.
@@ -44,19 +45,19 @@ def merge_state_dicts(shards: Sequence[Mapping[str, Any]]) -> StateDict:
 
 
 def layout_of(parameters: Iterable[Tensor]) -> dict[int, Any]:
-    """The form of each parameter, by number, as shards have it."""
+    """Return the form of each parameter, by number, as shards have it."""
     return {number: (tuple(p.shape), tuple(p.stride())) for number, p in enumerate(parameters)}
 
 
 def merge_states(states: Sequence[Mapping[int, Any]], parameters: Iterable[Tensor]) -> dict[int, Any]:
-    """The whole state from that of the shards of all ranks."""
+    """Return the whole state from that of the shards of all ranks."""
     layout = layout_of(parameters)
     merged = merge_state_dicts([{"layout": layout, "state": state, "param_groups": []} for state in states])
     return dict(merged["state"])
 
 
 def _orders(layout: Mapping[int, Any]) -> dict[int, Any]:
-    """The shapes, and the strides of those dimensions that have more than one element: others are any."""
+    """Return the shapes, and the strides of those dimensions that have more than one element: others are any."""
     return {
         number: (shape, [step for n, step in zip(shape, stride, strict=True) if n != 1])
         for number, (shape, stride) in layout.items()
@@ -110,12 +111,14 @@ def _merge(number: int, parts: Sequence[Mapping[str, Any]], shape: tuple[int, ..
 
 
 def _is_per_element(value: object, part: Mapping[str, Any]) -> bool:
-    """A slice's own state is one-dimensional; counters are tensors without a dimension, or numbers."""
+    """Return whether a value is a slice's own state, which is one-dimensional; counters are tensors without a
+    dimension, or numbers.
+    """
     return isinstance(value, Tensor) and value.dim() == 1 and value.numel() == part["stop"] - part["start"]
 
 
 def cut_state(whole: State, parameter: Tensor, start: int, stop: int) -> State:
-    """The state of one slice of a parameter, in memory of its own."""
+    """Return the state of one slice of a parameter, in memory of its own."""
     state: State = {}
     for key, value in whole.items():
         if not isinstance(value, Tensor):

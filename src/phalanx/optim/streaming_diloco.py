@@ -117,7 +117,7 @@ class StreamingDiLoCo(Rounds):
         return RoundPlan(world_size, self.sync_every, len(self._fragments), self.delay)
 
     def _make_rooms(self) -> None:
-        """A group for what is sent while the others are used, and room for what goes through it. Collective."""
+        """Make a group for what is sent while the others are used, and room for what goes through it. Collective."""
         group = self.process_group
         ranks = dist.get_process_group_ranks(group)
         self._exchange: Any = dist.new_group(ranks, backend=dist.get_backend(group), use_local_synchronization=True)
@@ -132,7 +132,7 @@ class StreamingDiLoCo(Rounds):
         return [self._parameters[one] for one in fragment] + (self._buffers if is_last else [])
 
     def outer_parameters(self) -> dict[str, Tensor]:
-        """The outer parameters by name: the model to evaluate or save between rounds. Not copies.
+        """Return the outer parameters by name: the model to evaluate or save between rounds. Not copies.
 
         Shape: as the model's parameters.
         """
@@ -224,7 +224,8 @@ class StreamingDiLoCo(Rounds):
         self._leave_exchange()
 
     def state_dict(self) -> dict[str, Any]:
-        """The outer parameters and optimizer, the same on all ranks, what is on its way, and how far this rank is.
+        """Return the outer parameters and optimizer, the same on all ranks, what is on its way, and how far this rank
+        is.
 
         Waits for what is on its way to come; it is not taken over before its time.
         """
@@ -292,7 +293,7 @@ def _check_times(sync_every: int, num_fragments: int, delay: int, mix: float) ->
 
 
 def _decide_fragments(model: nn.Module, fragments: int | Sequence[nn.Module]) -> tuple[tuple[int, ...], ...]:
-    """The numbers of the trained parameters of each.
+    """Return the numbers of the trained parameters of each.
 
     Raises:
         ValueError: there are not so many, or modules that do not share the parameters among them.

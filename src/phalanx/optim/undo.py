@@ -78,7 +78,9 @@ def _shared(count: int, dtype: torch.dtype, group: dist.ProcessGroup) -> Tensor:
 
 
 def _joined(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The ranges, ascending, neighbours made one: what lies between two parameters is nobody's, and may go along."""
+    """Return the ranges, ascending, neighbours made one: what lies between two parameters is nobody's, and may
+    go along.
+    """
     joined: list[tuple[int, int]] = []
     for start, stop in sorted(ranges):
         if joined and start - joined[-1][1] < 128:
@@ -171,7 +173,9 @@ class Undo:
         return self._number
 
     def before(self) -> list[Tensor]:
-        """A copy of each block's memory as it was before the latest update, which this rank has not gone on from."""
+        """Return a copy of each block's memory as it was before the latest update, which this rank has not gone
+        on from.
+        """
         return [region.before() for region in self._regions]
 
     def start_from(self, number: int) -> None:
@@ -209,7 +213,7 @@ class Undo:
                 region.restore(rank)
 
     def _refuse_if_one_gave_up(self) -> None:
-        """A rank that failed may have come to a later sync, where we took it for one that had done its part."""
+        """Refuse to go on where a rank failed in this step, and came to a later sync as if it had done its part."""
         gone = [rank for rank in range(self._world_size) if self._word(rank) == 4 * self._number + _GAVE_UP]
         if gone:
             raise PeerLostError(
@@ -228,7 +232,7 @@ class Undo:
             )
 
     def _decision(self) -> tuple[int, int] | None:
-        """What was decided on this step, and by which rank; None while nobody has."""
+        """Return what was decided on this step, and by which rank; None while nobody has."""
         from phalanx import _core
 
         number, decided = divmod(_core.load_word(self._address(self._world_size)), 2 * self._world_size)

@@ -99,7 +99,7 @@ class ZeroRedundancyOptimizer(Optimizer):
         offload: bool = False,
         **defaults: Any,
     ) -> Any:
-        """An instance of this class where ranks share memory; of PyTorch's where they don't."""
+        """Return an instance of this class where ranks share memory; of PyTorch's where they don't."""
         group = decide_group(process_group)
         if shares_memory(group) or rehearses(group):
             return super().__new__(cls)
@@ -278,7 +278,7 @@ class ZeroRedundancyOptimizer(Optimizer):
 
     @contextlib.contextmanager
     def _gradients(self) -> Iterator[list[Tensor]]:
-        """The tensors that this rank's optimizer updates, with their gradients."""
+        """Yield the tensors that this rank's optimizer updates, with their gradients."""
         shards = [shard for group in self._shards for shard in group]
         try:
             for shard in shards:
@@ -350,14 +350,14 @@ class ZeroRedundancyOptimizer(Optimizer):
                     yield parameter, needed
 
     def _pass_options(self) -> None:
-        """What users and schedulers have set, to this rank's optimizer."""
+        """Give what users and schedulers have set to this rank's optimizer."""
         for mine, local, fuses in zip(self.param_groups, self.optim.param_groups, self._fuses, strict=True):
             local.update(_options(mine))
             if fuses and may_fuse(self._optimizer_class, mine, mine["params"]):
                 local["fused"] = True
 
     def _show_options(self, first: int = 0) -> None:
-        """What this rank's optimizer has set, its defaults above all, to the users: of groups from `first` on."""
+        """Give what this rank's optimizer has set, its defaults above all, to the users: of groups from `first` on."""
         for mine, local, fuses in [*zip(self.param_groups, self.optim.param_groups, self._fuses, strict=False)][first:]:
             chosen = {"fused": mine.get("fused")} if fuses else {}  # what we have chosen is not what the user has
             mine.update({**_options(local), **chosen})
@@ -411,7 +411,8 @@ class ZeroRedundancyOptimizer(Optimizer):
                 shared.leave(memory)
 
     def kept_state(self) -> dict[int, Any] | None:
-        """The whole state of the parameters' step, by number, of all ranks of the group, also of those that are lost.
+        """Return the whole state of the parameters' step, by number, of all ranks of the group, also of those that are
+        lost.
 
         None if it was not kept.
         """
@@ -473,7 +474,8 @@ class ZeroRedundancyOptimizer(Optimizer):
     # -- state ---------------------------------------------------------------------------------------------------
 
     def shard_state_dict(self) -> StateDict:
-        """This rank's part of the state, for this rank to save; `merge_state_dicts` makes the whole of all of them.
+        """Return this rank's part of the state, for this rank to save; `merge_state_dicts` makes the whole of all of
+        them.
 
         Not collective. The tensors are the optimizer's own: save or copy them before the next step. State that belongs
         to no parameter is refused (ValueError).
@@ -521,7 +523,7 @@ class ZeroRedundancyOptimizer(Optimizer):
 
     @untraced
     def state_dict(self) -> StateDict:
-        """The whole state, as the plain optimizer's `state_dict`: it loads there, and into any number of ranks.
+        """Return the whole state, as the plain optimizer's `state_dict`: it loads there, and into any number of ranks.
 
         Raises:
             RuntimeError: the state of now was not consolidated on this rank.
@@ -567,7 +569,7 @@ class ZeroRedundancyOptimizer(Optimizer):
                 group["params"] = parameters
 
     def _take_state(self, whole: Mapping[Tensor, Any]) -> None:
-        """This rank's part of the whole state, which is by parameter; and the options of now."""
+        """Load this rank's part of the whole state, which is by parameter; and the options of now."""
         self.optim.state.clear()
         for shard in (shard for group in self._shards for shard in group):
             if state := whole.get(shard.parameter):
@@ -590,7 +592,7 @@ class ZeroRedundancyOptimizer(Optimizer):
 
 
 def _master_of(shard: ParameterShard | OffloadedShard) -> dict[str, Tensor]:
-    """What is to be saved with a state that was made of more precise parameters than the model has."""
+    """Return what is to be saved with a state that was made of more precise parameters than the model has."""
     if isinstance(shard, OffloadedShard) and shard.tensor.dtype != shard.parameter.dtype:
         return {_MASTER: shard.tensor.detach()}
     return {}

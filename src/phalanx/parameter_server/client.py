@@ -222,7 +222,7 @@ class ParameterServer:
     # -- a step --------------------------------------------------------------------------------------------------------
 
     def pull(self, rows: Mapping[str, Tensor] | None = None, dense: Sequence[str] | None = None) -> Pulled:
-        """The values for this trainer's next step, once it may make it: one call to each server.
+        """Return the values for this trainer's next step, once it may make it: one call to each server.
 
         Shape: of table `t` with rows of length D and ids of shape (*): (*, D). `dense`: names; by default all.
 
@@ -469,7 +469,7 @@ class ParameterServer:
     def _wait(
         self, index: int, function: Callable[..., Any], request: tuple[Any, ...], future: Future[Any] | PeerLostError
     ) -> Any:
-        """The answer; if the server is lost, that of the one which has taken over."""
+        """Return the answer; if the server is lost, that of the one which has taken over."""
         cause: PhalanxError | None = None
         while self._hosts[index]:
             host = self._hosts[index][0]
@@ -554,7 +554,7 @@ class ParameterServer:
 
 
 def _describe(group: Group, values: Mapping[str, Tensor]) -> str:
-    """A group in words, by which trainers find that they have given different ones."""
+    """Return a group in words, by which trainers find that they have given different ones."""
     forms = {name: (tuple(values[name].shape), str(values[name].dtype)) for name in group["params"]}
     return f"{forms}, { {key: one for key, one in group.items() if key != 'params'} }"
 

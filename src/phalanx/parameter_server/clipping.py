@@ -45,7 +45,7 @@ class Clip:
 
 
 def make_clip(caller: str, max_norm: float | None, norm_type: float) -> Clip | None:
-    """What is asked for, if anything is.
+    """Return what is asked for, if anything is.
 
     Raises:
         ValueError: a number makes no sense.

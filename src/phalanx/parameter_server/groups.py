@@ -19,7 +19,7 @@ KINDS = ("dense", "tables")
 
 
 def read_groups(what: str, given: object) -> list[tuple[dict[str, Tensor], Options]]:
-    """The named tensors and the options of each group: of a mapping by name, or of a list of groups as torch's.
+    """Return the named tensors and the options of each group: of a mapping by name, or of a list of groups as torch's.
 
     Raises:
         TypeError: it is neither.
@@ -35,7 +35,7 @@ def read_groups(what: str, given: object) -> list[tuple[dict[str, Tensor], Optio
 
 
 def read_group(what: str, group: Mapping[str, Any]) -> tuple[dict[str, Tensor], Options]:
-    """The named tensors and the options of one group.
+    """Return the named tensors and the options of one group.
 
     Raises:
         TypeError: its tensors have no names.
@@ -53,17 +53,17 @@ def read_group(what: str, group: Mapping[str, Any]) -> tuple[dict[str, Tensor], 
 
 
 def options_of(group: Mapping[str, Any]) -> Options:
-    """What of a group is no parameter."""
+    """Return what of a group is no parameter."""
     return {key: copy_value(one) for key, one in group.items() if key not in ("params", "param_names")}
 
 
 def copy_value(value: Any) -> Any:
-    """A tensor that later changes in place do not change; anything else as it is."""
+    """Return a tensor that later changes in place do not change; anything else as it is."""
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
 def find_differing(one: Options, other: Options) -> list[str]:
-    """The options that are not the same."""
+    """Return the options that are not the same."""
     return sorted(
         key for key in one.keys() | other.keys() if not (key in one and key in other and _same(one[key], other[key]))
     )
@@ -149,7 +149,7 @@ class HeldGroups:
                     self.optimizer.state[parameter] = copy_values(kept[name])
 
     def kept(self) -> dict[str, Any]:
-        """What the optimizer keeps, by name; a copy."""
+        """Return what the optimizer keeps, by name; a copy."""
         if self.optimizer is None:
             return {}
         state = self.optimizer.state
@@ -157,5 +157,5 @@ class HeldGroups:
 
 
 def copy_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What an optimizer keeps of a parameter, apart from it."""
+    """Return what an optimizer keeps of a parameter, apart from it."""
     return {key: one.clone() if isinstance(one, Tensor) else one for key, one in values.items()}

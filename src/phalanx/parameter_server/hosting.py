@@ -103,7 +103,7 @@ class Hosted:
                 future.set_result(result)
 
     def _held(self) -> Shard | None:
-        """The shard, if requests are for this server; None while its primary may still be there."""
+        """Return the shard, if requests are for this server; None while its primary may still be there."""
         if self._shard is None:
             raise NotHeldError(f"server {self._agent.me.info.name!r} has no copy of shard {self._index}.")
         return self._shard if self._is_primary else None
@@ -118,7 +118,7 @@ class Hosted:
         return self._ack(self._installed)
 
     def give_up(self) -> list[str]:
-        """The first trainer waits no more for those who have the one before: who they are."""
+        """Wait no more for the trainers that have the optimizer before this one, and return who they are."""
         with self._lock:
             given_up = [
                 one for one in self._waiting if isinstance(one.attempt, partial) and one.attempt.func == self.create
@@ -129,7 +129,7 @@ class Hosted:
         return list(self.clocks())
 
     def attach(self, trainer: str, described: str) -> Any:
-        """The trainer's clock and how many states were loaded, once the shard is there.
+        """Return the trainer's clock and how many states were loaded, once the shard is there.
 
         One that this trainer has closed is not: it makes the next of the name, which begins when all have closed this.
         """
@@ -146,7 +146,7 @@ class Hosted:
         return self._shard.clocks[trainer], self._shard.load_number
 
     def ask_load(self, trainer: str, number: int) -> None:
-        """The trainer has nothing more to push before load `number`."""
+        """Note that the trainer has nothing more to push before load `number`."""
         with self._lock:
             self._asked[trainer] = number
 
@@ -221,7 +221,7 @@ class Hosted:
         return self.write(("push", trainer, clock, gradients))
 
     def norms(self, trainer: str, clock: int) -> Any:
-        """The norms of the gradients here for synchronous step `clock`, once all have pushed it."""
+        """Return the norms of the gradients here for synchronous step `clock`, once all have pushed it."""
         shard = self._held()
         if shard is None:
             return _WAIT
@@ -265,7 +265,7 @@ class Hosted:
             self._asked, self._failure = {}, None
 
     def pull(self, trainer: str, clock: int, dense: list[str], rows: Mapping[str, Tensor]) -> Any:
-        """The values, and how far the slowest trainer is behind, once the trainer may go on."""
+        """Return the values, and how far the slowest trainer is behind, once the trainer may go on."""
         shard = self._held()
         if shard is None or not self._may_go_on(shard, trainer, clock):
             return _WAIT
@@ -399,7 +399,7 @@ class Hosted:
             next_one.add_done_callback(partial(_pass_on, ack))
 
     def hear_lost(self, member: Member) -> None:
-        """A worker is gone: take over from it, replace it, or tell who waits for it."""
+        """Take over from a worker that is gone, replace it, or tell who waits for it."""
         with self._lock:
             if self._shard is not None:
                 if not self._is_primary and self._primary == member.uid:
@@ -468,13 +468,13 @@ def _hear_lost(agent: Agent, member: Member) -> None:
 
 @async_execution
 def create(name: str, index: int, spec: Spec, state: State) -> Future[Any]:
-    """The first trainer has these values."""
+    """Create the shard with the values of the first trainer."""
     place = _host(name, index)
     return place.request(partial(place.create, spec, state))
 
 
 def give_up(name: str, index: int) -> list[str]:
-    """The first trainer waits no more for those who have the one before; who they are."""
+    """Wait no more for the trainers that have the optimizer before this one, and return who they are."""
     return _host(name, index).give_up()
 
 
@@ -494,7 +494,7 @@ def push(name: str, index: int, trainer: str, clock: int, gradients: Gradients) 
 
 @async_execution
 def leave(name: str, index: int, trainer: str) -> Future[Any]:
-    """A trainer has done its work."""
+    """Count a trainer out that has done its work."""
     place = _host(name, index)
     return place.request(partial(place.write, ("leave", trainer)))
 
@@ -509,14 +509,14 @@ def load(name: str, index: int, trainer: str, number: int, state: State | None) 
 
 @async_execution
 def pull(name: str, index: int, trainer: str, clock: int, dense: list[str], rows: Mapping[str, Tensor]) -> Future[Any]:
-    """What a trainer needs from this server for its next step."""
+    """Return what a trainer needs from this server for its next step."""
     place = _host(name, index)
     return place.request(partial(place.pull, trainer, clock, dense, rows))
 
 
 @async_execution
 def norms(name: str, index: int, trainer: str, clock: int) -> Future[dict[str, Norms]]:
-    """The norms of the gradients that this server has for a step."""
+    """Return the norms of the gradients that this server has for a step."""
     place = _host(name, index)
     return place.request(partial(place.norms, trainer, clock))
 

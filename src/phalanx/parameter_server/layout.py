@@ -14,7 +14,9 @@ State = dict[str, Any]
 
 
 def plan_dense(sizes: Mapping[str, int], num_servers: int, load: list[int] | None = None) -> dict[str, int]:
-    """The server of each dense tensor: the largest first, each to the one that has least; `load` is what they have."""
+    """Return the server of each dense tensor: the largest first, each to the one that has least; `load` is what
+    they have.
+    """
     load = [0] * num_servers if load is None else load
     place = {}
     for name, size in sorted(sizes.items(), key=lambda one: (-one[1], one[0])):
@@ -25,12 +27,12 @@ def plan_dense(sizes: Mapping[str, int], num_servers: int, load: list[int] | Non
 
 
 def ring(servers: Sequence[str], index: int) -> list[str]:
-    """The servers that may hold shard `index`, in order: its own one, then who would take over from it."""
+    """Return the servers that may hold shard `index`, in order: its own one, then who would take over from it."""
     return [*servers[index:], *servers[:index]]
 
 
 def take_rows(table: Tensor, index: int, num_servers: int) -> Tensor:
-    """The rows that are on server `index`."""
+    """Return the rows that are on server `index`."""
     if table.is_sparse:  # the momentum of SGD
         ids, values = table._indices(), table._values()
         here = ids[0] % num_servers == index
@@ -40,7 +42,7 @@ def take_rows(table: Tensor, index: int, num_servers: int) -> Tensor:
 
 
 def join_rows(parts: Sequence[Tensor]) -> Tensor:
-    """The table whose rows these are."""
+    """Return the table whose rows these are."""
     num_rows = sum(len(part) for part in parts)
     if parts[0].is_sparse:
         ids = torch.cat([part._indices() * len(parts) + index for index, part in enumerate(parts)], 1)
@@ -55,12 +57,14 @@ def join_rows(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _sparse(ids: Tensor, values: Tensor, shape: tuple[int, ...], is_coalesced: bool) -> Tensor:
-    """A sparse tensor of these entries, as they are: whether it is coalesced decides in which order they are summed."""
+    """Return a sparse tensor of these entries, as they are: whether it is coalesced decides in which order they
+    are summed.
+    """
     return torch.sparse_coo_tensor(ids, values, shape, check_invariants=False, is_coalesced=is_coalesced)
 
 
 def split_state(state: State, place: Mapping[str, int], num_servers: int) -> list[State]:
-    """What each server has of a whole state."""
+    """Return what each server has of a whole state."""
     shards: list[State] = []
     tables: Mapping[str, Tensor] = state["tables"]
     for index in range(num_servers):
@@ -82,7 +86,7 @@ def split_state(state: State, place: Mapping[str, int], num_servers: int) -> lis
 
 
 def join_states(shards: Sequence[State]) -> State:
-    """The opposite of `split_state`."""
+    """Put together again what `split_state` has divided."""
     first = shards[0]
     dense = {name: value for shard in shards for name, value in shard["dense"].items()}
     kept: dict[str, Any] = {

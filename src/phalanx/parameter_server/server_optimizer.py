@@ -70,7 +70,7 @@ class ServerOptimizer(torch.optim.Optimizer):
             self._is_pushing = False
 
     def said(self) -> list[Options]:
-        """The options of all groups as they are now."""
+        """Return the options of all groups as they are now."""
         return [options_of(group) for group in self.param_groups]
 
     def show(self, said: Sequence[Options]) -> None:

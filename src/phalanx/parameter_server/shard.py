@@ -103,7 +103,7 @@ class Shard:
             self._held[kind].add(group, values)
 
     def leave(self, trainer: str) -> None:
-        """A trainer pushes no more; the others do not wait for it."""
+        """Count a trainer out that pushes no more; the others do not wait for it."""
         self.left.add(trainer)
         self._advance()
 
@@ -127,7 +127,7 @@ class Shard:
     # -- updates -------------------------------------------------------------------------------------------------------
 
     def active(self) -> list[str]:
-        """The trainers that have not left."""
+        """Return the trainers that have not left."""
         return [one for one in self.spec.trainers if one not in self.left]
 
     def behind(self) -> list[str]:
@@ -156,7 +156,8 @@ class Shard:
         return {one: pushed[one] for one in self.spec.trainers if one in pushed}
 
     def _find_mismatch(self, pushed: Mapping[str, Gradients]) -> MismatchError | None:
-        """What is wrong with a step for which trainers have set different options, before anything of it is applied.
+        """Return what is wrong with a step for which trainers have set different options, before anything of it is
+        applied.
 
         Every server hears all options, so all refuse it.
         """
@@ -232,21 +233,21 @@ class Shard:
         return max((clock - self.clocks[one] for one in self.active() if one not in gone), default=0)
 
     def values(self, dense: Iterable[str], rows: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Copies, which later updates do not change."""
+        """Return copies, which later updates do not change."""
         parameters, tables = (self._held[kind].parameters for kind in KINDS)
         whole = {name: parameters[name].detach().clone() for name in dense}
         return whole, {name: tables[name].detach().index_select(0, ids) for name, ids in rows.items()}
 
     def added(self) -> list[tuple[str, str]]:
-        """The groups that came later: their kinds, and what they are in words."""
+        """Return the groups that came later: their kinds, and what they are in words."""
         return self._added
 
     def said(self) -> dict[str, list[Options]]:
-        """The options of all groups, as a trainer last said them."""
+        """Return the options of all groups, as a trainer last said them."""
         return {kind: [options_of(one) for one in held.said] for kind, held in self._held.items()}
 
     def state(self, said: Mapping[str, Sequence[Options]] | None = None) -> State:
-        """What `load` takes; a copy. What trainers have pushed for a step that is not complete is not in it.
+        """Return what `load` takes; a copy. What trainers have pushed for a step that is not complete is not in it.
 
         `said`: the options of the trainer that asks, which it may have changed since its last push.
         """
@@ -265,7 +266,7 @@ class Shard:
 
     @classmethod
     def from_snapshot(cls, snapshot: tuple[Any, ...]) -> Shard:
-        """The opposite of `snapshot`."""
+        """Make a shard of what `snapshot` returned."""
         spec, state, load_number, clocks, left, pending, (said, added, norms) = snapshot
         shard = cls(spec, state, load_number)
         shard.clocks, shard.left, shard._pending = clocks, left, pending
@@ -276,12 +277,12 @@ class Shard:
 
 
 def _groups_in(state: State) -> Mapping[str, Sequence[Group]]:
-    """The groups of a state; one of all parameters where it says nothing of groups."""
+    """Return the groups of a state; one of all parameters where it says nothing of groups."""
     return state.get("groups") or {kind: [{"params": list(state[kind])}] if state[kind] else [] for kind in KINDS}
 
 
 def _find_difference(one: Gradients, other: Gradients) -> tuple[str, object, object] | None:
-    """What two trainers have said differently of a step, in words, and both."""
+    """Return what two trainers have said differently of a step, in words, and both."""
     if one.clip != other.clip:
         return "what gradients are clipped to", one.clip, other.clip
     for kind in KINDS:

@@ -54,7 +54,8 @@ class LayerList:
 
 
 def list_layers(module: nn.Module, split_points: Sequence[str] = (), *, given: Sequence[str] = ()) -> LayerList:
-    """The layers of `module`. A child that contains one of `split_points` is looked into, as an nn.Sequential is.
+    """Return the layers of `module`. A child that contains one of `split_points` is looked into, as an nn.Sequential
+    is.
 
     Arguments:
         split_points: dotted names of modules at which somebody wants to cut.
@@ -79,7 +80,7 @@ def list_layers(module: nn.Module, split_points: Sequence[str] = (), *, given: S
 
 
 def given_arguments(module: nn.Module, example: Any) -> list[str]:
-    """The names of forward's arguments that an example has: a tuple of them, a dict, or the first one alone."""
+    """Return the names of forward's arguments that an example has: a tuple of them, a dict, or the first one alone."""
     if example is None:
         return []
     if isinstance(example, Mapping):
@@ -110,7 +111,7 @@ def _hooks(module: nn.Module) -> bool:
 
 
 def _chain(module: nn.Module) -> fx.Graph:
-    """The graph of an nn.Sequential, without running anything."""
+    """Return the graph of an nn.Sequential, without running anything."""
     graph = fx.Graph()
     value = graph.placeholder("input")
     for name in _leaves(module, ""):
@@ -153,7 +154,7 @@ class _Tracer(fx.Tracer):
 
 
 def _switches() -> tuple[Any, ...]:
-    """What `torch.no_grad` and its like have set."""
+    """Return what `torch.no_grad` and its like have set."""
     autocast = [torch.is_autocast_enabled(device) for device in ("cpu", "cuda")]
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast
 
@@ -191,7 +192,7 @@ def _trace(module: nn.Module, split_points: Sequence[str], defaults: dict[str, A
 
 @contextlib.contextmanager
 def _refused_changes(module: nn.Module) -> Iterator[None]:
-    """What forward sets on its module would be set while it is traced, and then no more.
+    """Take back what forward sets on its module while it is traced.
 
     Raises:
         ValueError: it does; what it has set is undone.
@@ -217,7 +218,7 @@ def _refused_changes(module: nn.Module) -> Iterator[None]:
 
 
 def _without_names(graph: fx.Graph, constants: Sequence[str]) -> str:
-    """The graph as text, with constants under the same names in every trace."""
+    """Return the graph as text, with constants under the same names in every trace."""
     text = str(graph)
     for number, name in enumerate(constants):
         text = re.sub(rf"\b{re.escape(name)}\b", f"constant {number}", text)

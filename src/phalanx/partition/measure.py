@@ -151,7 +151,7 @@ def _measure(
 
 
 def _clock(devices: Iterable[torch.device]) -> float:
-    """The time once the devices have done what they were given: accelerators do it later."""
+    """Return the time once the devices have done what they were given: accelerators do it later."""
     for device in devices:
         if device.type not in ("cpu", "meta"):
             torch.accelerator.synchronize(device)

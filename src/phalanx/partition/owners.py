@@ -24,29 +24,29 @@ class PartOwner(Protocol):
         ...
 
     def own_state_dict(self) -> dict[str, Any]:
-        """The entries of this rank, under the whole model's keys. Not collective."""
+        """Return the entries of this rank, under the whole model's keys. Not collective."""
         ...
 
     def gather_state_dict(self) -> dict[str, Any]:
-        """The whole on the first rank, and on others what is their own. Collective."""
+        """Return the whole on the first rank, and on others what is their own. Collective."""
         ...
 
     def optimizer_state_dict(self, optimizer: torch.optim.Optimizer, *, rank0_only: bool = False) -> dict[str, Any]:
-        """The state that one optimizer of the whole model would have. Collective."""
+        """Return the state that one optimizer of the whole model would have. Collective."""
         ...
 
     def own_optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """This rank's entries of it; with "layout", they are those of `shard_state_dict`. Collective."""
+        """Return this rank's entries of it; with "layout", they are those of `shard_state_dict`. Collective."""
         ...
 
     def optimizer_layout(self, optimizer: torch.optim.Optimizer) -> Layout:
-        """The groups that it would have. Collective."""
+        """Return the groups that it would have. Collective."""
         ...
 
     def fit_optimizer_state(
         self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any], layout: Layout | None
     ) -> tuple[dict[str, Any], list[str]]:
-        """What of a whole state is this optimizer's, and what of it does not fit, in words. Changes nothing."""
+        """Return what of a whole state is this optimizer's, and what of it does not fit, in words. Changes nothing."""
         ...
 
 
@@ -66,13 +66,13 @@ def register(name: str, parameter: nn.Parameter, owner: PartOwner) -> None:
 
 
 def whole_name(parameter: torch.Tensor) -> str | None:
-    """What it is called in the whole model; None if it is nobody's part."""
+    """Return what it is called in the whole model; None if it is nobody's part."""
     entry = _entries.get(parameter)
     return None if entry is None else entry.name
 
 
 def owner_of(optimizer: torch.optim.Optimizer) -> PartOwner | None:
-    """The model of which this optimizer updates a part, and nothing else."""
+    """Return the model of which this optimizer updates a part, and nothing else."""
     parameters: Sequence[Any] = [p for group in optimizer.param_groups for p in group["params"]]
     entries = [_entries.get(parameter) for parameter in parameters]
     owners = {id(owner): owner for e in entries if (owner := None if e is None else e.owner()) is not None}

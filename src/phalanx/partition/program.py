@@ -52,7 +52,7 @@ class Program:
     def run(
         self, values: Mapping[fx.Node, Any], inside: Callable[[], AbstractContextManager[None]] = nullcontext
     ) -> dict[fx.Node, Any]:
-        """The results, from the values that come from elsewhere. Marked nodes run in a context of `inside()`."""
+        """Return the results, from the values that come from elsewhere. Marked nodes run in a context of `inside()`."""
         env = dict(values)
         self.running = True  # and stays so if a layer raises
         for name, node, function, arguments, done, simple, is_marked in self._steps:
@@ -79,7 +79,7 @@ class Program:
         )
 
     def _read(self, node: fx.Node) -> Any:
-        """A parameter or buffer that forward uses itself."""
+        """Return a parameter or buffer that forward uses itself."""
         assert node.op == "get_attr", f"{node} has no value yet"
         return operator.attrgetter(str(node.target))(self._root)
 

@@ -32,7 +32,7 @@ def agree_on_cut(
     group: dist.ProcessGroup,
     data_group: dist.ProcessGroup | None,
 ) -> Cut:
-    """The first rank measures and decides, for all pipelines. All compare what they were asked for first. Collective.
+    """Let the first rank measure and decide, for all pipelines. All compare what they were asked for first. Collective.
 
     Raises:
         MismatchError: ranks were asked for different pipelines.

@@ -15,7 +15,7 @@ _CHECKPOINTS = ("never", "except_last", "always")
 def find_groups(
     mesh: DeviceMesh | None, process_group: dist.ProcessGroup | None
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None]:
-    """The ranks of this pipeline, and those with the same stages in others.
+    """Return the ranks of this pipeline, and those with the same stages in others.
 
     Raises:
         ValueError: the mesh has other axes, or this rank is not in the group.

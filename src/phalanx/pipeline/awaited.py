@@ -20,7 +20,8 @@ class Awaited(NamedTuple):
 
 
 def plan_receives(order: Sequence[Action], own: Mapping[int, Part]) -> list[Awaited]:
-    """The messages from other ranks that actions in this order need, as they take them. `own`: this rank's stages.
+    """Return the messages from other ranks that actions in this order need, as they take them. `own`: this rank's
+    stages.
 
     Of gradients those that may come: a micro-batch's values may turn out to need none.
     """

@@ -62,7 +62,7 @@ def _bytes(count: float) -> str:
 
 
 def split_points(wanted: Balance) -> list[str]:
-    """The modules that a balance names."""
+    """Return the modules that a balance names."""
     return [] if isinstance(wanted, str) else [name for name in wanted if isinstance(name, str)]
 
 
@@ -88,7 +88,7 @@ def check_balance(wanted: Any) -> None:
 
 
 def measure(layers: LayerList, wanted: Balance, example: Any) -> list[LayerCost] | None:
-    """What layers cost, where that is asked for and can be had: only with an example can anything be run.
+    """Return what layers cost, where that is asked for and can be had: only with an example can anything be run.
 
     Raises:
         ValueError: the balance needs times, and there is no example.
@@ -174,7 +174,7 @@ def _by_names(points: list[str], names: Sequence[str], stages: int) -> list[int]
 def describe_cut(
     layers: LayerList, parts: Sequence[Part], schedule: Schedule, reason: str, costs: Sequence[LayerCost] | None
 ) -> CutPlan:
-    """The table."""
+    """Return the table."""
     sizes, rows, at = _parameter_bytes(layers), [], 0
     for part in parts:
         end = at + len(part.layers)
@@ -203,7 +203,7 @@ def _parameter_bytes(layers: LayerList) -> list[int]:
 
 
 def require_one_owner_of_buffers(layers: LayerList, parts: Sequence[Part]) -> None:
-    """A module with buffers that two stages call would have two of them, which drift apart.
+    """Refuse a module with buffers that two stages call: they would have two of them, which drift apart.
 
     Raises:
         ValueError: there is one.

@@ -86,7 +86,7 @@ class Executor:
         """The places in the order of actions for which receives are posted, those to come."""
 
     def begin(self) -> None:
-        """A step begins, in which nothing has failed yet."""
+        """Begin a step, in which nothing has failed yet."""
         self.has_told = self.leaves = self.failed_itself = False
         self.awaited = None
 
@@ -331,19 +331,21 @@ class Executor:
     # -- failure -------------------------------------------------------------------------------------------------
 
     def refuse(self, error: BaseException) -> BaseException:
-        """The error to raise for what fails before the first action, after those who wait for it have been told."""
+        """Return the error to raise for what fails before the first action, after those who wait for it have
+        been told.
+        """
         self.at = self.awaited = self.schedule = None
         return self._fail(error)
 
     def tell_end(self, error: BaseException) -> None:
-        """This rank fails behind its last action, and takes part in no further step: others may be in one already."""
+        """Fail behind this rank's last action, and take part in no further step: others may be in one already."""
         text = f"Pipeline: rank {self._rank}, at the end of a step: {summary_of(error)}"
         self.has_told = True
         lost = isinstance(error, PeerLostError)
         self._wire.tell_failure(self._edges(), text, lost=lost, leaves=True, between=True)
 
     def _fail(self, error: BaseException) -> BaseException:
-        """The error to raise here, after all who wait for this rank have been told."""
+        """Return the error to raise here, after all who wait for this rank have been told."""
         where = describe_failure(self, self._rank)
         if isinstance(error, (StageFailedError, StageLostError)):
             text = str(error)

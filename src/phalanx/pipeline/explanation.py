@@ -21,12 +21,12 @@ _CHUNKS = 3  # stages of a rank that have colours of their own; further ones hav
 
 
 def ideal(schedule: Schedule, backward: float = 2.0) -> Timeline:
-    """The schedule with equal stages and messages that take no time."""
+    """Return the schedule with equal stages and messages that take no time."""
     return simulate(schedule, unit_seconds(schedule, backward))
 
 
 def facts(schedule: Schedule, timeline: Timeline) -> list[str]:
-    """What the numbers of a schedule say, in lines."""
+    """Return what the numbers of a schedule say, in lines."""
     per_rank = schedule.num_stages // schedule.num_ranks
     held = ", ".join(str(schedule.in_flight(stage)) for stage in range(schedule.num_stages))
     bound = 1.0 - ideal_efficiency(schedule.num_ranks, schedule.micro_batches, per_rank)
@@ -84,7 +84,7 @@ def _label(schedule: Schedule, action: Action) -> str:
 def plain(
     schedule: Schedule, timeline: Timeline, failed: Action | None = None, *, columns: int | None = _COLUMNS
 ) -> list[str]:
-    """The grid in text: F forward, B backward (I of inputs, W of weights), dots where a rank waits."""
+    """Return the grid in text: F forward, B backward (I of inputs, W of weights), dots where a rank waits."""
     return [
         f"rank {rank} |" + "".join(text for text, _ in line).rstrip()
         for rank, line in enumerate(grid(schedule, timeline, failed, columns))
@@ -92,7 +92,7 @@ def plain(
 
 
 def show(schedule: Schedule, timeline: Timeline, console: Console, failed: Action | None = None) -> None:
-    """The grid in colours, in pieces below each other where it is wider than the terminal."""
+    """Print the grid in colours, in pieces below each other where it is wider than the terminal."""
     from rich.text import Text
 
     rows = []
@@ -147,7 +147,7 @@ def _ms(seconds: float) -> str:
 def draw(
     schedule: Schedule, planned: Timeline, recording: Recording | None = None, failed: Action | None = None
 ) -> str:
-    """The grid as SVG; of a recorded step below it, on its own scale of time."""
+    """Return the grid as SVG; of a recorded step below it, on its own scale of time."""
     row, left, right, top = 30.0, 70.0, 20.0, 62.0
     width = 1000.0
     blocks = [("schedule", planned, failed)]

@@ -42,7 +42,7 @@ def describe_failure(running: _Running, rank: int) -> str:
 
 
 def draw_failure(schedule: Schedule | None, at: Action | None) -> list[str]:
-    """The schedule with that cell marked; of a large one what is around it."""
+    """Return the schedule with that cell marked; of a large one what is around it."""
     if schedule is None or at is None:
         return []
     lines = plain(schedule, ideal(schedule), at, columns=None)
@@ -62,7 +62,7 @@ def draw_failure(schedule: Schedule | None, at: Action | None) -> list[str]:
 
 
 def with_note(error: BaseException, note: str) -> BaseException:
-    """The same error, whose message says where it was."""
+    """Return the same error, whose message says where it was."""
     if type(error).__str__ in (Exception.__str__, BaseException.__str__) and len(error.args) == 1:
         error.args = (f"{error.args[0]}\n{note}",)
     elif sys.version_info >= (3, 11):

@@ -36,21 +36,24 @@ class Frames:
         self._grad = False
 
     def begin(self, *, grad: bool) -> None:
-        """A step begins, with a backward or without one."""
+        """Begin a step, with a backward or without one."""
         self._grad = grad
         self._needed.clear()
 
     def length_of(self, edge: Edge) -> int:
-        """The bytes of each frame there."""
+        """Return the bytes of each frame there."""
         return self._lengths.get((edge, self._grad), HEADER_BYTES)
 
     def note(self, edge: Edge, needed: int) -> None:
-        """A message needed so many bytes, whether or not its frame had them. Sender and receiver note the same."""
+        """Note that a message needed so many bytes, whether or not its frame had them. Sender and receiver note
+        the same.
+        """
         key = edge, self._grad
         self._needed[key] = max(self._needed.get(key, 0), needed)
 
     def learn(self) -> None:
-        """The step is over, on all ranks: from now on frames are as long as its messages have needed, or were before.
+        """End the step on all ranks: from now on frames are as long as its messages have needed, or were before. from
+        now on frames are as long as its messages have needed, or were before.
 
         Messages that would make a frame too long go beside it; the frame stays a header then.
         """
@@ -71,11 +74,13 @@ def aligned(nbytes: int) -> int:
 
 
 def tensor_in(frame: Tensor, begin: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A tensor over the bytes of `frame` from `begin` on; no view of it: changes in place are counted for each."""
+    """Return a tensor over the bytes of `frame` from `begin` on; no view of it: changes in place are counted
+    for each.
+    """
     flat = torch.empty(0, dtype=dtype)
     return flat.set_(frame.untyped_storage(), begin // dtype.itemsize, (math.prod(shape),), (1,)).view(shape)
 
 
 def nbytes_of(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    """The bytes of the elements."""
+    """Return the bytes of the elements."""
     return math.prod(shape) * dtype.itemsize

@@ -50,7 +50,7 @@ class Meeting:
         """The rank that was found to be gone first."""
 
     def begin(self, count: int) -> None:
-        """A step begins, at whose end so many numbers are added. That a rank is gone is raised there: others count on
+        """Begin a step, at whose end so many numbers are added. That a rank is gone is raised there: others count on
         this one until then, and its neighbours find out by themselves."""
         for other in self._others:
             numbers = torch.empty(count, dtype=torch.float64)
@@ -110,7 +110,7 @@ class Meeting:
         return first
 
     def _of(self, other: int, error: RuntimeError) -> RuntimeError:
-        """The error, with the rank whose connection it is about."""
+        """Return the error, with the rank whose connection it is about."""
         self.lost = other if self.lost is None else self.lost
         with_note(error, f"That is the connection to rank {other}.")
         return error

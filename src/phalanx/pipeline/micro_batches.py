@@ -12,7 +12,7 @@ from phalanx.pipeline.nested import tree_flatten, tree_unflatten
 
 
 def count_rows(values: Any, what: str) -> int:
-    """The size of the first dimension of all tensors in `values`.
+    """Return the size of the first dimension of all tensors in `values`.
 
     Raises:
         ValueError: they differ, there is no tensor, or none has rows.
@@ -36,13 +36,13 @@ def cut(rows: int, micro_batches: int) -> list[int]:
 
 
 def take(values: Any, begin: int, rows: int) -> Any:
-    """These rows of every tensor in `values`; what is no tensor, or has no dimension, is for all."""
+    """Return these rows of every tensor in `values`; what is no tensor, or has no dimension, is for all."""
     leaves, tree = tree_flatten(values)
     return tree_unflatten([v[begin : begin + rows] if isinstance(v, Tensor) and v.dim() else v for v in leaves], tree)
 
 
 def join(results: Sequence[Any], rows: Sequence[int]) -> Any:
-    """The results of micro-batches of so many `rows` as that of the mini-batch.
+    """Return the results of micro-batches of so many `rows` as that of the mini-batch.
 
     Raises:
         TypeError: a result holds something that can't be put together: no tensor, or one without dimensions.

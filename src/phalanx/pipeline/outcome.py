@@ -44,12 +44,12 @@ class Outcome:
         """Whether the step failed, and every rank of the pipeline has come here and was told."""
 
     def begin(self) -> None:
-        """A step begins, which ends with `share` or `leave`."""
+        """Begin a step, which ends with `share` or `leave`."""
         if self._meeting is not None:
             self._meeting.begin(3)
 
     def share(self, loss: Tensor | None, error: Exception | None, *, replicas: bool) -> Tensor:
-        """The loss, of which one rank has said what it is, on every rank; with `replicas` the mean over them.
+        """Return the loss, of which one rank has said what it is, on every rank; with `replicas` the mean over them.
 
         Raises:
             `error`, if this rank has one.
@@ -84,7 +84,8 @@ class Outcome:
         return self._meeting is not None
 
     def leave(self, *, lost: bool, who: int | None = None) -> None:
-        """This rank ends its step without the others, who shall not wait: it was interrupted, or `lost` a peer.
+        """End this rank's step without the others, who shall not wait: it was interrupted, or `lost` a peer. it was
+        interrupted, or `lost` a peer.
 
         `who`: that peer, if it is known.
         """
@@ -106,7 +107,7 @@ class Outcome:
         self._meeting.leave(torch.tensor(last, dtype=torch.float64), stay_s=0.0 if lost else FAREWELL_S)
 
     def abandon(self, error: BaseException) -> None:
-        """This rank fails behind the place where all meet, where the others may wait for it in either group.
+        """Fail behind the place where all meet, where the others may wait for this rank in either group.
 
         Where they meet by messages, they find its last words at their next meeting.
         """
@@ -120,7 +121,7 @@ class Outcome:
     def _meet(
         self, group: dist.ProcessGroup, numbers: list[float], error: Exception | None
     ) -> tuple[list[float], Exception | None]:
-        """The sums of `numbers` over the group, and an error on all ranks if there is one on any."""
+        """Return the sums of `numbers` over the group, and an error on all ranks if there is one on any."""
         words = torch.tensor([*numbers, float(error is not None)], dtype=torch.float64)
         if self._meeting is not None and group is self._group:
             self._meeting.add(words)

@@ -37,7 +37,7 @@ class OwnModules(nn.Module):
             holder._modules[last] = module
 
     def _reach(self, root: nn.Module, path: str) -> nn.Module:
-        """The module at `path`, made of nothing where there is none yet."""
+        """Return the module at `path`, made of nothing where there is none yet."""
         at: nn.Module = self
         for depth, step in enumerate(path.split(".") if path else ()):
             if step not in at._modules:

@@ -189,11 +189,11 @@ class Pipeline(StageModule):
         return tuple(self._counts)
 
     def stages_of(self, rank: int) -> range:
-        """The stages on a rank of the pipeline."""
+        """Return the stages on a rank of the pipeline."""
         return self._plan(self._micro_batches, True).stages_of(rank)
 
     def pipeline_rank(self, rank: int) -> int:
-        """The rank in its pipeline of a rank of the job."""
+        """Return the rank in its pipeline of a rank of the job."""
         return rank if self._mesh is None else place_in(self._mesh, rank)
 
     @property
@@ -267,7 +267,7 @@ class Pipeline(StageModule):
         return loss
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's result for a mini-batch, without gradients: on the rank of the last stage, None on others.
+        """Return the model's result for a mini-batch, without gradients: on the rank of the last stage, None on others.
 
         Collective. With outputs="all" every rank has it.
 
@@ -338,7 +338,7 @@ class Pipeline(StageModule):
         return work, None
 
     def _end(self, work: Work, error: Exception | None) -> Tensor:
-        """The loss of a step in which all ranks have done their part; of an evaluation, which has none, zero."""
+        """Return the loss of a step in which all ranks have done their part; of an evaluation, which has none, zero."""
         loss = None
         if error is None and work.grad and (self._num_stages - 1) % self._size == self._rank:
             loss = torch.stack([work.results[i] for i in sorted(work.results)]).sum()
@@ -378,7 +378,9 @@ class Pipeline(StageModule):
             raise
 
     def _end_alone(self, failure: Exception, *, has_met: bool) -> None:
-        """A peer is lost at the end of a step: others may have seen nothing of it, and be in the next one already."""
+        """Fail after a peer was lost at the end of a step: others may have seen nothing of it, and be in the
+        next one already.
+        """
         is_news = isinstance(failure, (StageFailedError, StageLostError))  # that all have, or get
         if self._outcome.meets_by_messages and isinstance(failure, RuntimeError) and not is_news:
             if has_met and not self._executor.has_told:
@@ -496,7 +498,7 @@ class Pipeline(StageModule):
         return norm.float()
 
     def extra_repr(self) -> str:
-        """The table of the cut."""
+        """Return the table of the cut."""
         return f"schedule={self._schedule!r}, micro_batches={self._micro_batches}\n{self.plan}"
 
 

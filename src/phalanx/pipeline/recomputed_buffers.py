@@ -24,7 +24,7 @@ class RecomputedBuffers:
         self._changing: dict[Hashable, list[_Place]] = {}
 
     def values(self, mode: Hashable) -> dict[_Place, Tensor]:
-        """Copies of those that may change."""
+        """Return copies of those that may change."""
         return {place: _buffer(place).detach().clone() for place in self._changing.get(mode, self._all)}
 
     @contextmanager

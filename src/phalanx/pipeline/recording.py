@@ -54,7 +54,7 @@ class Recording:
         return sum(begin - due for _, due, begin, _ in self.spans[rank])
 
     def mean_seconds(self, kind: Kind, stage: int) -> float:
-        """What a stage's forward or backward of a micro-batch took."""
+        """Return what a stage's forward or backward of a micro-batch took."""
         rank = self.schedule.rank_of(stage)
         took = [end - begin for a, _, begin, end in self.spans[rank] if a.kind == kind and a.stage == stage]
         return sum(took) / len(took) if took else 0.0
@@ -114,7 +114,7 @@ class Recording:
 
 
 def load_recording(path: str | Path) -> Recording:
-    """What `Recording.save` wrote.
+    """Return what `Recording.save` wrote.
 
     Raises:
         ValueError: the file holds something else.
@@ -137,7 +137,7 @@ def load_recording(path: str | Path) -> Recording:
 
 
 def parse_action(text: str) -> Action:
-    """An action as it is printed: 1B3 is the backward of micro-batch 3 on stage 1.
+    """Read an action as it is printed: 1B3 is the backward of micro-batch 3 on stage 1.
 
     Raises:
         ValueError: it is none.
@@ -150,6 +150,6 @@ def parse_action(text: str) -> Action:
 
 
 def name_layers(recording: Recording, counts: Sequence[int]) -> list[str]:
-    """The first layer of every stage of another cut: where it begins."""
+    """Return the first layer of every stage of another cut: where it begins."""
     names = [layer.name for stage in recording.layers for layer in stage]
     return [names[sum(counts[:stage])] for stage in range(len(counts))]

@@ -55,7 +55,7 @@ class Schedule:
         return stage % self.num_ranks
 
     def stages_of(self, rank: int) -> range:
-        """The stages of a rank, first to last."""
+        """Return the stages of a rank, first to last."""
         return range(rank, self.num_stages, self.num_ranks)
 
     def in_flight(self, stage: int) -> int:
@@ -95,7 +95,7 @@ class Schedule:
 def plan_schedule(
     name: str, num_ranks: int, micro_batches: int, num_stages: int | None = None, *, training: bool = True
 ) -> Schedule:
-    """The schedule of that name. `num_stages`: default one per rank, of an interleaved schedule two per rank.
+    """Return the schedule of that name. `num_stages`: default one per rank, of an interleaved schedule two per rank.
 
     Without `training` it is the forward half alone.
 

@@ -50,7 +50,7 @@ class Timeline:
 
 
 def depends_on(action: Action, schedule: Schedule) -> Sequence[Action]:
-    """What must be over before an action can begin, beside what its rank does before it."""
+    """Return what must be over before an action can begin, beside what its rank does before it."""
     kind, stage, i = action
     split = schedule.name == "zero_bubble"
     if kind == "F":

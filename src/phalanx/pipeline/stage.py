@@ -82,7 +82,7 @@ class Stage:
         self._most = 1
 
     def begin(self, most: int) -> None:
-        """A step begins, in which at most so many micro-batches are in flight here."""
+        """Begin a step, in which at most so many micro-batches are in flight here."""
         self._most = most
         # So does `register_backward_hook`, whose hooks see the gradients of weights that the last operation makes.
         if any(module._backward_hooks and module._is_full_backward_hook is False for module in self._own):
@@ -102,7 +102,8 @@ class Stage:
         finish: Callable[[dict[fx.Node, Any]], Any] | None = None,
         making: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> tuple[dict[int, tuple[list[Any], list[bool]]], Any]:
-        """What each later stage gets, with which of its tensors need gradients; and what `finish` made of the result.
+        """Return what each later stage gets, with which of its tensors need gradients; and what `finish` made of the
+        result.
 
         `finish` is the loss of the last stage: it is computed anew with the rest, where the stage is recomputed.
         What is sent is made in `making()`. `training`: whether there will be a backward; `in_training`: as of a module.
@@ -290,7 +291,7 @@ def _copy(value: Any) -> Any:
 
 
 def flat_tensors(values: Sequence[Any]) -> list[Tensor]:
-    """The tensors in nested values."""
+    """Return the tensors in nested values."""
     if all(isinstance(value, Tensor) for value in values):
         return list(values)
     return [leaf for leaf in tree_flatten(list(values))[0] if isinstance(leaf, Tensor)]

@@ -41,7 +41,7 @@ class StageModule(nn.Module):
     _no_parameter: nn.Parameter
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup) -> None:
-        """`module`: the whole model; `take_own` says what of it is this rank's."""
+        """Take this rank's part of `module`, the whole model; `take_own` says what that is."""
         super().__init__()
         self.training = module.training
         self._group = group
@@ -107,7 +107,8 @@ class StageModule(nn.Module):
     def state_dict(
         self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False, rank0_only: bool = False
     ) -> Any:
-        """The state of the whole model, as it is without a pipeline. Collective: every rank of the group calls it.
+        """Return the state of the whole model, as it is without a pipeline. Collective: every rank of the group calls
+        it.
 
         With `rank0_only` the whole is on the first rank alone, and each other one has what is its own: for a model
         that is too large for one process.
@@ -127,7 +128,7 @@ class StageModule(nn.Module):
         return list(self._state_names)
 
     def own_state_dict(self) -> dict[str, Any]:
-        """The entries of this rank, under the keys of the whole model. Not collective."""
+        """Return the entries of this rank, under the keys of the whole model. Not collective."""
         return self._own_state(keep_vars=False)
 
     def _own_state(self, *, keep_vars: bool) -> dict[str, Any]:
@@ -136,7 +137,7 @@ class StageModule(nn.Module):
         return own
 
     def gather_state_dict(self) -> dict[str, Any]:
-        """The whole on the first rank, and on others what is their own. Collective."""
+        """Return the whole on the first rank, and on others what is their own. Collective."""
         whole: dict[str, Any] = self.state_dict(rank0_only=True)
         return whole
 
@@ -165,7 +166,7 @@ class StageModule(nn.Module):
     # -- the optimizer of the whole model ------------------------------------------------------------------------
 
     def optimizer_state_dict(self, optimizer: torch.optim.Optimizer, *, rank0_only: bool = False) -> dict[str, Any]:
-        """The state that one optimizer of the whole model would have, which any split takes, and plain PyTorch.
+        """Return the state that one optimizer of the whole model would have, which any split takes, and plain PyTorch.
 
         Collective: every rank of every pipeline calls it, with its optimizer of this Pipeline's parameters (also a
         ZeroRedundancyOptimizer over a mesh's axis "data"). With `rank0_only` the first rank has the whole, and each
@@ -200,7 +201,7 @@ class StageModule(nn.Module):
         optimizer.load_state_dict(fitting)
 
     def own_optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """This rank's entries of the whole state, under the numbers that they have there. Collective.
+        """Return this rank's entries of the whole state, under the numbers that they have there. Collective.
 
         Of a sharded optimizer that says what its part is (`shard_state_dict`) in that form, which has a "layout".
         """
@@ -217,13 +218,13 @@ class StageModule(nn.Module):
         return {**renamed, "param_groups": describe_groups(groups)}
 
     def optimizer_layout(self, optimizer: torch.optim.Optimizer) -> Layout:
-        """The names of the parameters of each group of the whole model's optimizer. Collective."""
+        """Return the names of the parameters of each group of the whole model's optimizer. Collective."""
         return [group.names for group in self._whole_groups(optimizer)]
 
     def fit_optimizer_state(
         self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any], layout: Layout | None
     ) -> tuple[dict[str, Any], list[str]]:
-        """What of a whole state is this optimizer's, as it loads it, and what does not fit, in words.
+        """Return what of a whole state is this optimizer's, as it loads it, and what does not fit, in words.
 
         `layout`: that of `optimizer_layout`; without it a state must have names, or one group of all parameters.
         """
@@ -234,7 +235,7 @@ class StageModule(nn.Module):
         return fit(state, names, self._own_groups(optimizer), shapes, list(self._places))
 
     def _own_entries(self, optimizer: torch.optim.Optimizer) -> tuple[dict[tuple[Any, ...], Any], list[Group]]:
-        """This rank's state by number in the whole and key, and the groups of the whole."""
+        """Return this rank's state by number in the whole and key, and the groups of the whole."""
         groups = self._whole_groups(optimizer)
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ValueError(

@@ -24,7 +24,7 @@ class Tie:
 
 
 def find_ties(root: nn.Module, parts: Sequence[Part], rank_of: Sequence[int]) -> list[Tie]:
-    """The parameters that are used by stages of several ranks, in the order of the whole model."""
+    """Return the parameters that are used by stages of several ranks, in the order of the whole model."""
     users: dict[int, set[int]] = {}
     for part in parts:
         for parameter in parameters_of(root, part):
@@ -37,7 +37,7 @@ def find_ties(root: nn.Module, parts: Sequence[Part], rank_of: Sequence[int]) ->
 
 
 def parameters_of(root: nn.Module, part: Part) -> list[nn.Parameter]:
-    """The parameters that a part uses, each once."""
+    """Return the parameters that a part uses, each once."""
     found = [p for name in part.modules for p in root.get_submodule(name).parameters()]
     for name in part.tensors:
         path, _, last = name.rpartition(".")
@@ -63,7 +63,7 @@ class TiedGradients:
             parameter.grad = None
 
     def forget(self) -> None:
-        """The step failed, and gradients with it."""
+        """Forget the gradients of a step that failed."""
         self._before = []
 
     def add(self) -> None:

@@ -24,7 +24,7 @@ class Forms:
         self._first: dict[fx.Node, tuple[int, int, list[Any]]] = {}
 
     def begin(self) -> None:
-        """A new step, whose forms may be others."""
+        """Begin a new step, whose forms may be others."""
         self._first.clear()
 
     def check(self, part: Part, micro_batch: int, rows: int, nodes: Sequence[fx.Node], values: Sequence[Any]) -> None:
@@ -81,7 +81,7 @@ def _maker(part: Part, node: fx.Node) -> str:
 
 
 def share_result(result: Any, group: dist.ProcessGroup, owner: int) -> Any:
-    """The owner's result on every rank. Collective."""
+    """Return the owner's result on every rank. Collective."""
     mine = group.rank() == owner
     leaves, tree = tree_flatten(result)
     described: list[Any] = [

@@ -123,11 +123,11 @@ class Weights:
         """Whether convolutions were looked for, too, where this step's graphs had nothing."""
 
     def begin(self) -> None:
-        """A step begins, whose graphs may be others."""
+        """Begin a step, whose graphs may be others."""
         self._fruitless.clear()
 
     def find(self, roots: Sequence[Tensor], room: float, *, convolutions: bool = True) -> WeightGradients | None:
-        """What of the gradients behind `roots` can be made apart; None if nothing can, or autograd must see all.
+        """Return what of the gradients behind `roots` can be made apart; None if nothing can, or autograd must see all.
 
         As many as find `room`, in bytes, for what they are made of are left for later: those that the backward comes to
         last, when it has let go of what others have kept. Of the rest, a convolution's can't be added in the making.
@@ -197,7 +197,7 @@ class Weights:
     def _product(
         self, node: Any, edges: Any, at: int, saved: str, uses: dict[Any, int], convolutions: bool
     ) -> tuple[_Product, tuple[Any, ...]] | None:
-        """A product, and the ends of the graph whose gradients it makes."""
+        """Return a product, and the ends of the graph whose gradients it makes."""
         source = edges[at][0]
         if source is None or getattr(node, f"_raw{saved}").unpack_hook is not None:
             return None
@@ -240,7 +240,7 @@ class Weights:
         return _Product(weight, operand, bias=bias, convolution=settings), (end,) if bias is None else (end, bias_end)
 
     def _weight(self, end: Any) -> Tensor | None:
-        """The parameter behind a node, if nobody else has to do with its gradient."""
+        """Return the parameter behind a node, if nobody else has to do with its gradient."""
         weight = self._known.get(end)
         if weight is None:
             weight = _parameter(end)
@@ -310,7 +310,9 @@ def _leave_some(products: list[Any], room: float) -> list[Any]:
 
 
 def saved_bytes(roots: Sequence[Tensor]) -> int:
-    """What the graph behind `roots` keeps for its backward, parameters left out. Slow: it looks at every node."""
+    """Return what the graph behind `roots` keeps for its backward, parameters left out. Slow: it looks at every
+    node.
+    """
     todo = [root.grad_fn for root in roots if root.grad_fn is not None]
     seen: set[Any] = set(todo)
     kept: list[Tensor] = []

@@ -28,7 +28,7 @@ class Group:
 
 
 def merge_groups(by_rank: Sequence[Sequence[Group]], order: Mapping[str, int]) -> list[Group]:
-    """The groups that one optimizer of the whole model would have.
+    """Return the groups that one optimizer of the whole model would have.
 
     Ranks with as many groups, alike in their options, have the same ones: each has a part of their parameters. Else
     groups are those of one rank each (one for each layer, say), in the order of their first parameters; a parameter
@@ -59,7 +59,7 @@ def _sorted(names: Sequence[str], order: Mapping[str, int]) -> list[str]:
 
 
 def number_names(layout: Layout) -> dict[str, int]:
-    """The number that a parameter has in the whole state."""
+    """Return the number that a parameter has in the whole state."""
     return {name: number for number, name in enumerate(name for names in layout for name in names)}
 
 
@@ -73,12 +73,12 @@ def describe_groups(groups: Sequence[Group]) -> list[dict[str, Any]]:
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What a group says beside its parameters."""
+    """Return what a group says beside its parameters."""
     return {key: value for key, value in group.items() if key not in _NOT_OPTIONS}
 
 
 def whole_names(state: Mapping[str, Any], layout: Layout | None, known: Sequence[str]) -> Layout | str:
-    """The names of a saved state's parameters, group by group, or why they are not known.
+    """Return the names of a saved state's parameters, group by group, or why they are not known.
 
     They are in the state (torch's "param_names", or the names as keys, as torch.distributed.checkpoint has them); or it
     has the groups of `layout`; or one group with all parameters of the model, `known`.
@@ -109,7 +109,7 @@ def fit(
     shapes: Mapping[str, torch.Size],
     known: Sequence[str],
 ) -> tuple[dict[str, Any], list[str]]:
-    """The state of the groups `own`, as their optimizer loads it, and what does not fit, in words."""
+    """Return the state of the groups `own`, as their optimizer loads it, and what does not fit, in words."""
     problems = []
     home = {name: at for at, group in enumerate(names) for name in group}
     keys = {

@@ -21,7 +21,7 @@ _SMALL_BYTES = 1024  # tensors up to here, as the numbers of steps that optimize
 def gather_state(
     own: Mapping[_Key, Any], names: Sequence[_Key], group: dist.ProcessGroup, *, rank0_only: bool = False
 ) -> OrderedDict[_Key, Any]:
-    """The entries of all ranks in the order of `names`; on the other ranks their own alone, with `rank0_only`.
+    """Return the entries of all ranks in the order of `names`; on the other ranks their own alone, with `rank0_only`.
 
     Collective. What several ranks have is taken from the first of them.
     Cost: with `rank0_only` every rank sends its own to the first; else all get all, one tensor at a time.
@@ -93,7 +93,8 @@ def with_every_name(own: Mapping[str, _Value], first: Mapping[str, str]) -> dict
 
 
 def select_own(state: Mapping[str, Any], own: Iterable[str], first: Mapping[str, str]) -> dict[str, Any]:
-    """What of a whole state goes into the entries `own`: of an entry with several names the last that `state` has.
+    """Return what of a whole state goes into the entries `own`: of an entry with several names the last that `state`
+    has.
 
     That is the one which stays where plain PyTorch loads the whole model.
     """

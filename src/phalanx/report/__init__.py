@@ -46,7 +46,7 @@ def begin(folder: str | os.PathLike[str]) -> None:
 def phase(
     name: Literal["data", "forward", "backward", "update", "other"],
 ) -> contextlib.AbstractContextManager[None]:
-    """What runs inside is this part of the step. Does nothing where nothing is recorded.
+    """Return what runs inside is this part of the step. Does nothing where nothing is recorded.
 
     Raises:
         ValueError: there is no such part.
@@ -56,7 +56,7 @@ def phase(
 
 
 def step(*, samples: float | None = None, loss: SupportsFloat | None = None) -> None:
-    """A step ends here, of so many samples of this rank. Does nothing where nothing is recorded.
+    """End a step here, of so many samples of this rank. Does nothing where nothing is recorded.
 
     A loss on an accelerator is waited for.
     """

@@ -141,7 +141,7 @@ class _Frame:
         return self._y0 - (self._y0 - self._y1) * min(1.0, max(0.0, self._y.place(value)))
 
     def rule(self, value: float, label: str) -> None:
-        """A line across, with what it means above it."""
+        """Draw a line across, with what it means above it."""
         at = self.y(value)
         self.drawing.line([(self._x0, at), (self._x1, at)], stroke="var(--c5)", width=1.5, dashed=True)
         self.drawing.text(self._x0 + 6, at - 5, label, size=12, fill="var(--c5)", anchor="start")
@@ -150,7 +150,7 @@ class _Frame:
 def _without_gaps(
     values: Sequence[tuple[float, float]], points: Sequence[tuple[float, float]]
 ) -> list[list[tuple[float, float]]]:
-    """The points in pieces, cut where a value is no number."""
+    """Return the points in pieces, cut where a value is no number."""
     parts: list[list[tuple[float, float]]] = [[]]
     rest = iter(points)
     for _, value in values:
@@ -162,7 +162,7 @@ def _without_gaps(
 
 
 def _apart(ends: Sequence[tuple[float, str, str]]) -> list[tuple[float, str, str]]:
-    """The labels, moved so that none covers another, each as near to its curve as that allows."""
+    """Return the labels, moved so that none covers another, each as near to its curve as that allows."""
     placed: list[tuple[float, str, str]] = []
     for at, label, colour in sorted(ends):
         if placed:

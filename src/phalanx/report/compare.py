@@ -40,7 +40,7 @@ class Row:
 
 
 def load(folder: str) -> Measurements:
-    """The run whose report is in `folder`; written first, where only the ranks' records are there.
+    """Return the run whose report is in `folder`; written first, where only the ranks' records are there.
 
     Raises:
         ValueError: there is neither.
@@ -62,7 +62,7 @@ def load(folder: str) -> Measurements:
 
 
 def compare_rows(runs: Sequence[Measurements]) -> list[Row]:
-    """The quantities that tell runs apart; of those that no run has there is no row."""
+    """Return the quantities that tell runs apart; of those that no run has there is no row."""
     rows = [
         Row("end", tuple(STATES[run.end][1] for run in runs)),
         Row("ranks", tuple(str(run.world_size) for run in runs)),
@@ -104,7 +104,7 @@ def _row(
 
 
 def judge(row: Row, number: int) -> tuple[str, str]:
-    """What stands behind a cell, `-19 %`, and whether that is good, bad or nothing."""
+    """Return what stands behind a cell, `-19 %`, and whether that is good, bad or nothing."""
     ratio = row.ratios[number] if number and row.ratios else None
     if ratio is None or abs(ratio - 1) < _MARKED or row.name.startswith("  "):
         return "", ""
@@ -115,7 +115,7 @@ def judge(row: Row, number: int) -> tuple[str, str]:
 
 
 def print_comparison(console: Console, names: Sequence[str], rows: Sequence[Row]) -> None:
-    """A column for each run; beside it what it is of the first one's."""
+    """Print a column for each run; beside it what it is of the first one's."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
@@ -133,7 +133,7 @@ def print_comparison(console: Console, names: Sequence[str], rows: Sequence[Row]
 
 
 def print_run(console: Console, folder: str, run: Measurements) -> None:
-    """The numbers of one run, and what to do."""
+    """Print the numbers of one run, and what to do."""
     console.print(f"{run.name}: {STATES[run.end][1]}{f', {run.end_text}' if run.end_text else ''}", markup=False)
     for row in compare_rows([run])[1:]:
         console.print(f"  {row.name:<28}{row.cells[0]:>14}", markup=False)
@@ -151,7 +151,7 @@ def print_run(console: Console, folder: str, run: Measurements) -> None:
 
 
 def compare_page(names: Sequence[str], runs: Sequence[Measurements]) -> str:
-    """The runs side by side: their curves over each other, their numbers, what to do about each."""
+    """Return the runs side by side: their curves over each other, their numbers, what to do about each."""
     head = "".join(f"<th>{escape(name)}</th>" for name in names)
     body = "".join(
         f"<tr><td>{escape(row.name)}</td>{''.join(_cell(row, i) for i in range(len(row.cells)))}</tr>"
@@ -201,6 +201,6 @@ def _curves(names: Sequence[str], runs: Sequence[Measurements]) -> str:
 
 
 def _short(names: Sequence[str]) -> list[str]:
-    """The last part of each name, or a number where that does not tell them apart."""
+    """Return the last part of each name, or a number where that does not tell them apart."""
     last = [os.path.basename(os.path.normpath(name))[:14] for name in names]
     return last if len(set(last)) == len(last) else [f"run {i + 1}" for i in range(len(last))]

@@ -22,7 +22,7 @@ _WARM_STEPS, _WARM_SHARE = 5, 0.1  # the first steps, in which memory is found a
 
 
 def find_job(folder: str, files: Sequence[RankFile]) -> JobRecord:
-    """What the launcher has said in `folder`; where it has said nothing, what follows from the ranks' files.
+    """Return what the launcher has said in `folder`; where it has said nothing, what follows from the ranks' files.
 
     One that never said how the job ended, and is not there any more, was killed.
     """
@@ -52,7 +52,7 @@ def is_of_run(job: JobRecord, file: RankFile) -> bool:
 
 
 def combine(job: JobRecord, files: Sequence[RankFile]) -> Measurements:
-    """The run of which `job` and the ranks' `files` tell."""
+    """Return the run of which `job` and the ranks' `files` tell."""
     offsets = [job.clock_offsets.get(str(file.facts.get("host", "")), 0.0) for file in files]
     newest = max((_attempt(file) for file in files), default=0)
     trains = any(file.steps for file in files)  # else what ranks sent is still worth a table
@@ -101,7 +101,7 @@ def _attempt(file: RankFile) -> int:
 
 
 def _rank(file: RankFile) -> int:
-    """The one that it had in the end."""
+    """Return the one that it had in the end."""
     return int(file.steps[-1].rank if file.steps else file.facts.get("rank", 0))
 
 
@@ -248,7 +248,7 @@ def _mean_loss(files: Sequence[RankFile]) -> Curve:
 
 
 def _broken(files: Sequence[RankFile]) -> tuple[int | None, bool]:
-    """The first step whose loss is not finite, and whether all that came later on that rank are not, either."""
+    """Return the first step whose loss is not finite, and whether all that came later on that rank are not, either."""
     broken = [file.first_broken for file in files if file.first_broken is not None]
     first = min(broken, default=None)
     return first, any(file.first_broken == first and file.last_finite < (first or 0) for file in files)

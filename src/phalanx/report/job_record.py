@@ -48,7 +48,7 @@ class JobRecord:
 
     @classmethod
     def read(cls, folder: str) -> JobRecord | None:
-        """That of `folder`; None if there is none that can be read."""
+        """Return the record of `folder`; None if there is none that can be read."""
         try:
             with open(os.path.join(folder, FILE), encoding="utf-8") as file:
                 fields: dict[str, Any] = json.load(file)
@@ -58,7 +58,9 @@ class JobRecord:
 
 
 def _printable(value: Any) -> Any:
-    """The same with `\\udcff` for what no page can hold: a byte of a file's name or an argument that is no UTF-8."""
+    """Return the same with `\\udcff` for what no page can hold: a byte of a file's name or an argument that is no
+    UTF-8.
+    """
     if isinstance(value, str):
         return _SURROGATES.sub(lambda found: f"\\u{ord(found[0]):04x}", value)
     if isinstance(value, dict):

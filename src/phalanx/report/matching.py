@@ -169,7 +169,9 @@ def _summarise(whole: _Calls, scales: _Scales) -> tuple[Collectives, ...]:
 
 
 def _bus_factor(kind: int, num_ranks: int) -> float:
-    """What goes over the bus per byte that a rank hands in (or gets, of a reduce_scatter), as NCCL's tests count it."""
+    """Return what goes over the bus per byte that a rank hands in (or gets, of a reduce_scatter), as NCCL's tests count
+    it.
+    """
     if kind in (ALL_REDUCE, GRADIENTS):
         return 2 * (num_ranks - 1) / num_ranks
     if kind in (ALL_GATHER, REDUCE_SCATTER, GATHER, SCATTER):

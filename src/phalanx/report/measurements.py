@@ -165,7 +165,7 @@ class Measurements:
 
     @classmethod
     def from_json(cls, text: str) -> Measurements:
-        """The inverse.
+        """Return the inverse.
 
         Raises:
             ValueError: it is none, or another version's.
@@ -206,7 +206,7 @@ def _curve(points: Any) -> Curve:
 
 
 def _without_nan(value: Any) -> Any:
-    """The same, with None for each float that is not finite."""
+    """Return the same, with None for each float that is not finite."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

@@ -33,7 +33,7 @@ _WORDS = {"bad": "Failure", "warn": "Do", "note": "Note", "good": "Well"}
 
 
 def render(run: Measurements, findings: Sequence[Finding]) -> str:
-    """The report of one run."""
+    """Return the report of one run."""
     sections = [
         ("What to do", _findings(findings)),
         ("Training", _grid([loss_picture(run), throughput_picture(run), step_picture(run), memory_picture(run)])),
@@ -47,7 +47,7 @@ def render(run: Measurements, findings: Sequence[Finding]) -> str:
 
 
 def document(title: str, body: str, foot: str) -> str:
-    """A whole page."""
+    """Return a whole page."""
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'

@@ -17,13 +17,13 @@ _ON_DARK = ("backward", "update", "waiting")
 
 
 def figure(picture: str, title: str, caption: str = "") -> str:
-    """A picture with its title and what to know of it."""
+    """Return a picture with its title and what to know of it."""
     below = f"<figcaption>{escape(caption)}</figcaption>" if caption else ""
     return f"<figure><h3>{escape(title)}</h3>{picture}{below}</figure>"
 
 
 def loss_picture(run: Measurements) -> str:
-    """The loss by step."""
+    """Return the loss by step."""
     finite = [loss for _, loss in run.loss if math.isfinite(loss)]
     if len(finite) < 2:
         return ""
@@ -42,7 +42,7 @@ def loss_picture(run: Measurements) -> str:
 
 
 def throughput_picture(run: Measurements) -> str:
-    """Samples, or steps, per second by time."""
+    """Draw samples, or steps, per second by time."""
     if len(run.throughput) < 3:
         return ""
     unit = "samples" if run.has_samples else "steps"
@@ -89,7 +89,7 @@ def memory_picture(run: Measurements) -> str:
 
 
 def bandwidth_picture(run: Measurements) -> str:
-    """Collectives by size and bandwidth, against what a copy in memory reaches."""
+    """Draw collectives by size and bandwidth, against what a copy in memory reaches."""
     rows = [row for row in run.collectives if row.bandwidth and row.num_bytes >= 1]
     if not rows:
         return ""
@@ -120,7 +120,7 @@ def bandwidth_picture(run: Measurements) -> str:
 
 
 def part_bars(run: Measurements) -> str:
-    """A bar for each rank: its step, divided into what it did."""
+    """Return a bar for each rank: its step, divided into what it did."""
     ranks = [rank for rank in run.last_attempt if rank.step_s > 0]
     if not ranks:
         return ""
@@ -217,7 +217,7 @@ def seconds_mark(value: float) -> str:
 
 
 def _rank_lines(curves: Sequence[tuple[int, Curve]]) -> list[Line]:
-    """A line for each rank; of many, the outermost are named and the others stay in the back."""
+    """Return a line for each rank; of many, the outermost are named and the others stay in the back."""
     if len(curves) <= _MAX_LINES:
         return [Line(curve, f"var(--c{i + 1})", f"rank {rank}") for i, (rank, curve) in enumerate(curves)]
     last = sorted(curves, key=lambda pair: sum(value for _, value in pair[1]) / len(pair[1]))

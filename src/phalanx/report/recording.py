@@ -34,7 +34,7 @@ _writers: list[Callable[[], None]] = []  # what this process writes as the job's
 
 
 def current() -> StepRecorder | None:
-    """What records the steps of this process, if anything does."""
+    """Return what records the steps of this process, if anything does."""
     return _recorder
 
 
@@ -132,7 +132,9 @@ def _make_way(folder: str) -> None:
 
 
 def _find_place(environ: Mapping[str, str]) -> tuple[int, int]:
-    """This process's rank and how many there are: by the environment, else by torch.distributed, else the only one."""
+    """Return this process's rank and how many there are: by the environment, else by torch.distributed, else the only
+    one.
+    """
     if environ.get("RANK", "").isdecimal():
         return _number(environ, "RANK"), _number(environ, "WORLD_SIZE") or 1
     dist = sys.modules.get("torch.distributed")
@@ -142,7 +144,9 @@ def _find_place(environ: Mapping[str, str]) -> tuple[int, int]:
 
 
 def _run_id(environ: Mapping[str, str], world_size: int) -> str:
-    """What tells this run's records from those of others; empty where the launcher has said nothing of the kind."""
+    """Return what tells this run's records from those of others; empty where the launcher has said nothing of
+    the kind.
+    """
     if own := environ.get("PHALANX_RUN", ""):
         return own
     given = environ.get("TORCHELASTIC_RUN_ID", "")
@@ -152,7 +156,7 @@ def _run_id(environ: Mapping[str, str], world_size: int) -> str:
 
 
 def _write_at_end(folder: str, recorder: StepRecorder) -> None:
-    """This process is the job's own launcher."""
+    """Write the report at the end of this process, which is the job's own launcher."""
     from phalanx.report.write import write_report
 
     begun = time.monotonic()
@@ -261,7 +265,7 @@ def _memory_bytes() -> int:
 
 
 def _forget() -> None:
-    """A child of a rank is no rank, and what is to be done at the rank's end is not for it."""
+    """Forget, in a child of a rank, what is to be done at the rank's end: the child is no rank."""
     global _recorder, _is_given
     if _recorder is not None:
         step_notes.stop_listening()
@@ -272,7 +276,7 @@ def _forget() -> None:
 
 
 def _end() -> None:
-    """Recording ends, and the report is written, if that is this process's part."""
+    """End recording, and write the report if that is this process's part."""
     global _recorder
     try:
         if _recorder is not None:

@@ -24,7 +24,7 @@ def list_records(folder: str) -> Iterator[tuple[Path, RankFile]]:
 
 
 def run_of(file: RankFile) -> str:
-    """The id of its run; empty where the rank knew none."""
+    """Return the id of its run; empty where the rank knew none."""
     return str(file.facts.get("run", ""))
 
 
@@ -53,7 +53,9 @@ def remove_old_records(folder: str, run: str = "") -> None:
 
 
 def find_other_run(folder: str) -> JobRecord | None:
-    """The job of another process of this host that is running and will write its report there; None if none is."""
+    """Return the job of another process of this host that is running and will write its report there; None if
+    none is.
+    """
     job = JobRecord.read(folder)
     return job if job is not None and job.pid != os.getpid() and is_running(job) else None
 

@@ -12,7 +12,7 @@ _MAX_ROWS = 16
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, text: Sequence[int] = ()) -> str:
-    """A table; the columns in `text` are set to the left."""
+    """Return a table; the columns in `text` are set to the left."""
 
     def mark(i: int) -> str:
         return " class=text" if i in text else ""
@@ -35,7 +35,7 @@ def part_table(run: Measurements) -> str:
 
 
 def collective_table(run: Measurements) -> str:
-    """Collectives by kind and size, the costliest in front."""
+    """Return the collectives by kind and size, the costliest in front."""
     rows = [
         [
             row.name.replace("_", " "),

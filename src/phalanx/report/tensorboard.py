@@ -34,7 +34,7 @@ def plan_scalars(run: Measurements) -> Iterator[tuple[str, int, float, float]]:
 
 
 def encode(scalars: Iterable[tuple[str, int, float, float]], begun_unix: float) -> bytes:
-    """The file's bytes."""
+    """Return the file's bytes."""
     data = _record(_field(1, struct.pack("<d", begun_unix)) + _field(3, b"brain.Event:2"))
     for tag, step, value, wall in scalars:
         point = _field(1, _field(1, tag.encode()) + _field(2, _float32(value)))
@@ -48,7 +48,7 @@ def file_name(begun_unix: float) -> str:
 
 
 def _field(number: int, value: bytes | int) -> bytes:
-    """A field of a protocol buffer: a double of eight bytes, a float of four, a varint, or what has a length."""
+    """Return a field of a protocol buffer: a double of eight bytes, a float of four, a varint, or what has a length."""
     if isinstance(value, int):
         return _varint(number << 3) + _varint(value)
     if number == 1 and len(value) == 8:

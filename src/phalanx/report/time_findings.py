@@ -113,7 +113,7 @@ def _excess(slow: RankRun, others: Sequence[RankRun]) -> dict[str, float]:
 
 
 def _why_slow(slow: RankRun, others: Sequence[RankRun]) -> str:
-    """What it spends more time on than the others do, and what to do about that."""
+    """Return what it spends more time on than the others do, and what to do about that."""
     advice = {
         "data": "its data comes late: give its loader more workers, and look at its disk",
         "forward": "its forward takes longer",

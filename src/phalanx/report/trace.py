@@ -23,7 +23,7 @@ _COLOURS = {"data": "yellow", "forward": "thread_state_running", "backward": "ra
 
 
 def plan_trace(job: JobRecord, files: Sequence[RankFile]) -> dict[str, Any]:
-    """The trace as plain data; of long runs the last part of it."""
+    """Return the trace as plain data; of long runs the last part of it."""
     events: list[dict[str, Any]] = []
     share = max(64, MAX_EVENTS // max(1, len(files)))
     for number, file in enumerate(files, start=1):

@@ -25,10 +25,10 @@ class CallHook(Protocol):
         """Whether this thread's calls are part of something that ends with their worker: then none is made again."""
 
     def on_request(self, to: Member, payload: Payload) -> Any:
-        """A call is about to be sent."""
+        """Hear that a call is about to be sent."""
 
     def receive_request(self, note: Any, arrived: Arrived, caller: Member) -> AbstractContextManager[Any]:
-        """It has arrived; the function runs inside of what this returns."""
+        """Hear that a call has arrived; the function runs inside of what this returns."""
 
     def on_reply(self, to: Member, payload: Payload, note: Any) -> Any:
         """Its result is about to be sent to the caller; `note` is the request's. May run in another thread."""

@@ -20,7 +20,7 @@ def is_set() -> bool:
 
 
 def agent() -> Agent:
-    """What makes this process a worker.
+    """Return what makes this process a worker.
 
     Raises:
         ClosedError: it is none.

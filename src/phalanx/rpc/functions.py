@@ -10,7 +10,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def async_execution(fn: F) -> F:
-    """The function returns a `torch.futures.Future`; its value, once it has one, is the result of the call.
+    """Mark a function that returns a `torch.futures.Future`; its value, once it has one, is the result of the call.
 
     So the thread that ran the function serves other calls meanwhile. Works on functions, static and class methods
     (outermost is then `@staticmethod`, `@classmethod`), and on methods called through a reference.
@@ -25,7 +25,7 @@ def async_execution(fn: F) -> F:
 
 
 def idempotent(fn: F) -> F:
-    """The function may run more than once for one call, and does no harm by it.
+    """Mark a function that may run more than once for one call, and does no harm by it.
 
     So a call of it whose worker is lost is made again, within its time-out, when a worker of that name has joined:
     where workers join and leave, that is. Without this no call is ever made twice. `rpc_sync(..., idempotent=True)`

@@ -156,7 +156,9 @@ def _call(
 
 
 def _ended(event: Any, future: Answer[Any]) -> Future[Any]:
-    """The same, once the event is in the profile. What C++ hands on would take an error for a result."""
+    """Return a future that is done once the event is in the profile. What C++ hands on would take an error for
+    a result.
+    """
     made: Answer[Any] = Answer()
 
     def settle(_: object) -> None:
@@ -172,7 +174,7 @@ def _ended(event: Any, future: Answer[Any]) -> Future[Any]:
 
 
 def _profiled(key: str, work: tuple[Any, ...]) -> tuple[tuple[Any, ...], Callable[[Any], Any] | None]:
-    """The call, and what takes its answer: with what it took there, where this thread's profile gathers that."""
+    """Return the call, and what takes its answer: with what it took there, where this thread's profile gathers that."""
     gathers = profiler.gatherer()
     return (work, None) if gathers is None else gathers.wrap(key, work)
 
@@ -191,7 +193,7 @@ def _call_until_answered(agent: Agent, what: str, name: str, to: To, work: Any, 
 
 
 def _heard(future: Answer[Any]) -> Answer[Any]:
-    """The same; the profiler hears of its end, and Python does not see how."""
+    """Return the same future; the profiler hears of its end, and Python does not see how."""
     future.needs_leader()
     return future
 
@@ -203,7 +205,7 @@ def _check(func: Callable[..., Any]) -> str:
 
 
 def find_worker(agent: Agent, to: To) -> Member:
-    """The worker that a user means.
+    """Return the worker that a user means.
 
     Raises:
         ValueError: there is none, or this is no way to name one.

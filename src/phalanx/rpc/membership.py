@@ -140,7 +140,7 @@ class Membership:
             self._by_name[member.info.name] = member
 
     def forget(self, member: Member) -> None:
-        """It is lost, or has left: where workers join and leave, one of the same name may come."""
+        """Forget a worker that is lost, or has left: where workers join and leave, one of the same name may come."""
         with self._lock:
             self._gone.add(member.uid)
             if not self.is_static:
@@ -164,16 +164,18 @@ class Membership:
             return sorted(self._by_name.values(), key=lambda one: one.info.id)
 
     def by_uid(self, uid: int) -> Member | None:
-        """The worker of this uid, if it is known."""
+        """Return the worker of this uid, if it is known."""
         return self._by_uid.get(uid)
 
     def find_lost(self, to: str | int | WorkerInfo) -> Member | None:
-        """The last worker of this name or number that was lost."""
+        """Return the last worker of this name or number that was lost."""
         name = to.name if isinstance(to, WorkerInfo) else to
         return next((one for one in self._lost.values() if name in (one.info.name, one.info.id)), None)
 
     def find(self, to: str | int | WorkerInfo) -> Member | None:
-        """The worker of this name or number; where they join, the store is asked for one that is not known yet."""
+        """Return the worker of this name or number; where they join, the store is asked for one that is not
+        known yet.
+        """
         name = to.name if isinstance(to, WorkerInfo) else to
         if isinstance(name, str):
             member = self._by_name.get(name)

@@ -132,7 +132,7 @@ class Network:
         return made
 
     def connect(self, to: Member) -> NetworkConnection:
-        """A connection to a worker; that it cannot be reached is heard later."""
+        """Return a connection to a worker; that it cannot be reached is heard later."""
         connection = NetworkConnection(self, to)
         self.post(connection, None)
         return connection

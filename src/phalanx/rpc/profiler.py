@@ -76,7 +76,7 @@ class profile(legacy.profile):
         return False
 
     def wrap(self, name: str, work: tuple[Any, ...]) -> tuple[tuple[Any, ...], Callable[[Any], Any]]:
-        """A call with this event's name that is profiled there, and what makes its result of what it answers."""
+        """Return a call with this event's name that is profiled there, and what makes its result of what it answers."""
         sent_us = self._now_us()
 
         def take(answer: Any) -> Any:
@@ -94,7 +94,7 @@ class profile(legacy.profile):
         return (time.perf_counter() - self._began) * 1e6
 
     def told(self, result: Any) -> Profiled:
-        """What the caller hears, once all is there."""
+        """Return what the caller hears, once all is there."""
         own = [
             Event(
                 event.node_id,
@@ -113,7 +113,7 @@ def _node_id() -> int:
 
 
 def gatherer() -> profile | None:
-    """The profile of this thread that gathers what calls run."""
+    """Return the profile of this thread that gathers what calls run."""
     found: profile | None = getattr(_thread, "gathers", None)
     return found
 

@@ -49,11 +49,11 @@ class References:
         self._lost: set[int] = set()
 
     def new_id(self) -> RRefId:
-        """A number that nobody else has."""
+        """Return a number that nobody else has."""
         return self._uid, next(self._numbers)
 
     def make(self, rref_id: RRefId, fork: RRefId | None = None, holder: int = 0) -> Owned:
-        """The object of this number comes to be; with `fork`, `holder` has a reference."""
+        """Make the object of this number; with `fork`, `holder` has a reference."""
         with self._lock:
             owned = self._owned.get(rref_id) or Owned(rref_id)
             owned.is_made = True
@@ -63,7 +63,7 @@ class References:
             return owned
 
     def find(self, rref_id: RRefId) -> Owned | None:
-        """The object of this number, while others hold it."""
+        """Return the object of this number, while others hold it."""
         with self._lock:
             return self._owned.get(rref_id)
 
@@ -101,7 +101,9 @@ class References:
             return True
 
     def drop_fork(self, rref_id: RRefId, fork: RRefId) -> Owned | None:
-        """A reference is gone; the object, if it was the last one: let go of it outside of all locks."""
+        """Drop a reference that is gone; return the object, if it was the last one: let go of it outside of all
+        locks.
+        """
         with self._lock:
             owned = self._owned.get(rref_id)
             if owned is None:
@@ -116,12 +118,14 @@ class References:
                 self._handed_on[fork] = what, to
 
     def has_arrived(self, fork: RRefId) -> Any:
-        """It has; what was kept for it, to be let go of outside of all locks."""
+        """Hear that a reference has arrived; return what was kept for it, to be let go of outside of all locks."""
         with self._lock:
             return self._handed_on.pop(fork, None)
 
     def lose(self, uid: int) -> tuple[list[Any], list[Owned]]:
-        """A worker is lost: what it held, to be let go of; and what it was to make and never will."""
+        """Forget a worker that is lost: return what it held, to be let go of; and what it was to make and never
+        will.
+        """
         freed: list[Any] = []
         orphans: list[Owned] = []
         with self._lock:

@@ -67,7 +67,9 @@ def _dumps(obj: Any) -> bytes | None:
 
 
 def unpack(data: bytes) -> Exception:
-    """The exception to raise here: of its own type where that can be rebuilt, with the other worker's traceback."""
+    """Return the exception to raise here: of its own type where that can be rebuilt, with the other worker's
+    traceback.
+    """
     whole, bare, kind, message, text = pickle.loads(data)
     error = _rebuild(whole, bare)
     if error is None:
@@ -129,7 +131,7 @@ def set_error(future: Future[Any], make: Callable[[], BaseException]) -> None:
 
 
 def error_of(done: Any) -> BaseException:
-    """What a future that has failed raises, made anew."""
+    """Return what a future that has failed raises, made anew."""
     try:
         done.value()
     except BaseException as error:

@@ -67,14 +67,14 @@ class RemoteModule(nn.Module):
         return rpc_async(self.module_rref.owner(), _forward, (self.module_rref, self.device, args, kwargs))
 
     def remote_parameters(self, recurse: bool = True) -> list[RRef[nn.Parameter]]:
-        """References to the module's parameters, for a `phalanx.optim.DistributedOptimizer`."""
+        """Return references to the module's parameters, for a `phalanx.optim.DistributedOptimizer`."""
         found: list[RRef[nn.Parameter]] = rpc_sync(
             self.module_rref.owner(), _refer_to_parameters, (self.module_rref, recurse)
         )
         return found
 
     def get_module_rref(self) -> RRef[nn.Module]:
-        """A reference to the module."""
+        """Return a reference to the module."""
         return self.module_rref
 
     def train(self: T, mode: bool = True) -> T:
@@ -118,7 +118,7 @@ for _name in (
 
 
 def _parse(remote_device: str) -> tuple[str | int, str]:
-    """The worker, by name or rank, and the device on it."""
+    """Return the worker, by name or rank, and the device on it."""
     worker, slash, device = remote_device.partition("/")
     kind, colon, number = worker.partition(":")
     try:

@@ -46,7 +46,7 @@ def find_place(rank: int, world_size: int | None) -> tuple[int, int | None]:
 
 
 def open_store(init_method: str, rank: int, world_size: int | None, timeout: timedelta) -> Any:
-    """The job's store; in a job of fixed size, each start of rpc in this process has keys of its own."""
+    """Return the job's store; in a job of fixed size, each start of rpc in this process has keys of its own."""
     handler = _addresses(init_method, rank, world_size, timeout)
     store, _, _ = next(handler)
     _kept.append(handler)
@@ -74,7 +74,9 @@ def is_on_network(store: Any) -> bool:
 
 
 def network_address(store: Any) -> str:
-    """The address of this host at which the others reach it: as the agents have tried, or on the way to the store."""
+    """Return the address of this host at which the others reach it: as the agents have tried, or on the way to
+    the store.
+    """
     if told := own_address():
         return told
     host = getattr(base_of(store), "host", "")
@@ -82,7 +84,7 @@ def network_address(store: Any) -> str:
 
 
 def job_key() -> Key | None:
-    """The job's key: of the agent of `phalanx run`, or the user's own."""
+    """Return the job's key: of the agent of `phalanx run`, or the user's own."""
     return agents_key() or find_key()
 
 

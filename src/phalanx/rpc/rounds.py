@@ -43,7 +43,7 @@ class Rounds:
         agent.on_lost.append(self._lose)
 
     def all_gather(self, value: Any, names: Collection[str] | None, deadline: Deadline) -> dict[str, Any]:
-        """The values of the workers `names` (None: of all), by name: once all of them have called this."""
+        """Return the values of the workers `names` (None: of all), by name: once all of them have called this."""
         members = self._agent.membership.members()
         chosen = sorted(names) if names else sorted(one.info.name for one in members)
         group = "\n".join(chosen)
@@ -55,7 +55,8 @@ class Rounds:
         return {by_rank[rank]: one for rank, one in zip(ranks, values, strict=True)}
 
     def gather(self, key: str, value: Any, deadline: Deadline, ranks: Sequence[int] = ()) -> list[Any]:
-        """The values of all workers, or of `ranks`, by rank: once all of them have called this with the same `key`.
+        """Return the values of all workers, or of `ranks`, by rank: once all of them have called this with the same
+        `key`.
 
         Raises:
             PeerLostError, DeadlineError: some worker will not come, or has not in time.

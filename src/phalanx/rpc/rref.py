@@ -83,7 +83,7 @@ class RRef(Generic[T]):
         return self._owned is not None
 
     def owner(self) -> WorkerInfo:
-        """The worker that the object is on."""
+        """Return the worker that the object is on."""
         return self._owner.info
 
     def owner_name(self) -> str:
@@ -98,7 +98,7 @@ class RRef(Generic[T]):
         return self._confirmed.done() and _succeeded(self._confirmed)
 
     def to_here(self, timeout: float = UNSET_RPC_TIMEOUT) -> T:
-        """The object: itself on its owner, else a copy, which is fetched now. Waits until it has been made.
+        """Return the object: itself on its owner, else a copy, which is fetched now. Waits until it has been made.
 
         Raises:
             Exception: what the function raised that was to make it.
@@ -117,7 +117,7 @@ class RRef(Generic[T]):
         return self._agent.invoke(self._owner, "RRef.to_here", str(self._id), self._id, timeout, kind=wire.FETCH)
 
     def local_value(self) -> T:
-        """The object, on its owner. Waits until it has been made.
+        """Return the object, on its owner. Waits until it has been made.
 
         Raises:
             RuntimeError: this worker is not the owner.
@@ -133,7 +133,9 @@ class RRef(Generic[T]):
         return value
 
     def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
-        """A stand-in for the object: each of its methods is called on the owner, and returns what that returned."""
+        """Return a stand-in for the object: each of its methods is called on the owner, and returns what that
+        returned.
+        """
         return type(self)._stand_in(self, "sync", timeout)
 
     def rpc_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
@@ -161,7 +163,7 @@ class RRef(Generic[T]):
             _run_backward(self, dist_autograd_ctx_id, retain_graph)
 
     def _get_type(self, timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
-        """The class of the object; as a Future unless `blocking`. It is asked for until it is known."""
+        """Return the class of the object; as a Future unless `blocking`. It is asked for until it is known."""
         self._check_open()
         if self._type is None or _has_failed(self._type):  # it may have timed out, while the object was made
             if self._owned is not None:
@@ -270,7 +272,7 @@ def _succeeded(future: Future[Any]) -> bool:
 
 
 def _wait(future: Future[Any], timeout_s: float = 0.0, what: str = "") -> Any:
-    """The value; a future that has no time-out of its own gets one."""
+    """Return the value; a future that has no time-out of its own gets one."""
     if timeout_s and not future.done():
         done = threading.Event()
         future.add_done_callback(lambda _: done.set())

@@ -33,7 +33,7 @@ _STEPS = 3  # a segment is at most 1/8 larger than what lies in it
 
 
 def capacity(nbytes: int) -> int:
-    """The size of the segment for so many bytes: few different sizes, so that they are used again."""
+    """Return the size of the segment for so many bytes: few different sizes, so that they are used again."""
     step = max(_PAGES, 1 << max(0, nbytes.bit_length() - 1 - _STEPS))
     return -(-nbytes // step) * step
 
@@ -72,7 +72,7 @@ class Lender:
             self._forget[connection] = forget
 
     def lend(self, nbytes: int, connection: int) -> Segment:
-        """A segment that has room for `nbytes`, for the process behind `connection`.
+        """Return a segment that has room for `nbytes`, for the process behind `connection`.
 
         Raises:
             PhalanxError: no memory can be shared.
@@ -90,7 +90,8 @@ class Lender:
             return segment
 
     def take_back(self, number: int, *, arrived: bool = True) -> None:
-        """It is free again; those that are too many now are closed, and all who map them are told.
+        """Take back a segment that is free again; those that are too many now are closed, and all who map them are
+        told.
 
         `arrived`: whether its descriptor has, or is to be sent again the next time.
         """
@@ -125,7 +126,9 @@ class Lender:
                 forget(gone)
 
     def lost(self, connection: int) -> None:
-        """The process behind `connection` is gone, or has closed it while it may still read: use none of its again."""
+        """Use none of the segments again of a process behind `connection` that is gone, or closed it while it
+        may still read.
+        """
         with self._lock:
             self._forget.pop(connection, None)
             numbers = [number for number, (_, who) in self._lent.items() if who == connection]
@@ -178,7 +181,7 @@ class Borrower:
             os.close(fd)
 
     def view(self, number: int, nbytes: int) -> Any:
-        """The first bytes of a segment, until nobody holds them any more."""
+        """Return the first bytes of a segment, until nobody holds them any more."""
         array = numpy.frombuffer(self._maps[number], dtype=numpy.uint8, count=nbytes)
         released, alive = self._released, self._alive
 
@@ -190,5 +193,5 @@ class Borrower:
         return array
 
     def forget(self, number: int) -> None:
-        """It will not come again."""
+        """Forget a segment that will not come again."""
         self._maps.pop(number, None)

@@ -108,7 +108,7 @@ class _Names:
         self._functions: dict[bytes, FunctionType] = {}
 
     def of(self, function: FunctionType) -> bytes | None:
-        """What it is called; None if it is none of a module, or another one is called so by now."""
+        """Return what it is called; None if it is none of a module, or another one is called so by now."""
         if not _is_there(function):
             return None
         name = self._names.get(function)
@@ -122,7 +122,7 @@ class _Names:
         return name
 
     def find(self, name: bytes) -> FunctionType:
-        """The function that is called so."""
+        """Return the function that is called so."""
         function = self._functions.get(name)
         if function is None or not _is_there(function):
             function = pickle.loads(memoryview(name)[_NBYTES.size :])
@@ -185,7 +185,7 @@ def _dump(obj: Any, payload: Payload) -> bytes:
 def deserialize(
     data: Any, buffers: Sequence[Any] = (), forks: Sequence[Any] = (), *, without_grad: bool = False
 ) -> tuple[Any, Arrived]:
-    """The object, and the tensors in it."""
+    """Return the object, and the tensors in it."""
     arrived = Arrived(forks, without_grad)
     if not data:
         return None, arrived
@@ -215,7 +215,7 @@ def serialize_call(work: Call, to: Any) -> Payload:
 def deserialize_call(
     data: bytes, buffers: Sequence[Any], forks: Sequence[Any], *, without_grad: bool
 ) -> tuple[Call, Arrived]:
-    """The function and its arguments, and the tensors in them."""
+    """Return the function and its arguments, and the tensors in them."""
     end = _NBYTES.unpack_from(data)[0] + _NBYTES.size
     if end == _NBYTES.size:
         return deserialize(memoryview(data)[end:], buffers, forks, without_grad=without_grad)
@@ -227,7 +227,7 @@ def deserialize_call(
 
 
 def arriving() -> Arrived:
-    """What this thread unpickles at the moment."""
+    """Return what this thread unpickles at the moment."""
     arrived = _current.arrived
     if arrived is None:
         raise pickle.UnpicklingError("this pickle was made by rpc, and only rpc can read it")
@@ -280,7 +280,9 @@ def _lay_out(plain: Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...] | Non
 
 
 def _flat(tensor: Tensor) -> tuple[Tensor, tuple[int, ...] | None]:
-    """The elements in a row as they lie, and the strides if they are not the usual ones; copies only what has holes."""
+    """Return the elements in a row as they lie, and the strides if they are not the usual ones; copies only
+    what has holes.
+    """
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
     if tensor.is_contiguous():

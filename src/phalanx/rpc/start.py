@@ -92,7 +92,7 @@ def init_rpc(
 def start_agent(
     name: str, number: int, size: int | None, store: Any, options: RpcBackendOptions, deadline: Deadline
 ) -> Agent:
-    """An agent that has joined the others in `store`."""
+    """Return an agent that has joined the others in `store`."""
     agent = Agent(name, number, host_identity(), options)
     membership = Membership(store, size)
     if size is None and is_on_network(store) and job_key() is not None:
@@ -174,7 +174,7 @@ def _leave_quietly(agent: Agent) -> None:
 
 
 def get_worker_info(worker_name: str | int | WorkerInfo | None = None) -> WorkerInfo:
-    """The worker of this name; without one, this worker.
+    """Return the worker of this name; without one, this worker.
 
     Raises:
         ValueError: there is none of this name.
@@ -196,7 +196,7 @@ def get_rpc_timeout() -> float:
 
 
 def _close_in_child() -> None:
-    """A fork of a worker is no worker: it must not keep the sockets open, nor answer in its name."""
+    """Leave in a fork of a worker, which is no worker: it must not keep the sockets open, nor answer in its name."""
     if current.is_set():
         agent = current.agent()
         current.set_agent(None)

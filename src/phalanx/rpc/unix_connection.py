@@ -104,7 +104,7 @@ class UnixConnection:
         self._queue.append(parts)
 
     def _lend(self, view: memoryview) -> int:
-        """The number of a segment with a copy of this memory; 0 where memory cannot be shared."""
+        """Return the number of a segment with a copy of this memory; 0 where memory cannot be shared."""
         try:
             segment = self._lender.lend(view.nbytes, self.number)
         except (PhalanxError, OSError):
@@ -139,7 +139,7 @@ class UnixConnection:
                 self._writing.release()
 
     def resume(self) -> None:
-        """The socket can be written again: go on."""
+        """Go on: the socket can be written again."""
         with self._writing:
             self._write()
             if not self._rest:
@@ -190,7 +190,7 @@ class UnixConnection:
     # -- in ------------------------------------------------------------------------------------------------------------
 
     def read(self) -> list[Frame] | None:
-        """The frames that have come; None when the other end is gone."""
+        """Return the frames that have come; None when the other end is gone."""
         with self._parsing:
             if self._is_broken:
                 return None
@@ -342,7 +342,7 @@ def _ignore(number: int) -> None:
 
 
 def _after(parts: list[Any], sent: int) -> list[Any]:
-    """What is left of `parts` when `sent` bytes are gone."""
+    """Return what is left of `parts` when `sent` bytes are gone."""
     for at, part in enumerate(parts):
         nbytes = len(part)
         if sent < nbytes:

@@ -102,7 +102,7 @@ class Listener:
             self._serving.watch(self._paused.pop().fileno(), self)
 
     def dismiss(self, visitor: _Visitor, member: Member | None = None, fd: int = -1) -> None:
-        """It has said who it is; or it is none of ours."""
+        """Let go of a visitor that has said who it is, or is none of ours."""
         self._pending.pop(visitor.socket.fileno(), None)
         self._serving.forget(visitor.socket.fileno())
         if member is None:
@@ -153,12 +153,12 @@ class _Visitor:
 
 
 def abstract_name(token: bytes) -> str:
-    """The name in the abstract namespace."""
+    """Return the name in the abstract namespace."""
     return f"\0phalanx-rpc-{token.hex()}"
 
 
 def connect(to: Member, me: Member, deadline: Deadline) -> tuple[socket.socket, socket.socket]:
-    """A connection to a worker of this host: for frames, and for descriptors.
+    """Return a connection to a worker of this host: for frames, and for descriptors.
 
     Raises:
         PeerLostError: it is gone.

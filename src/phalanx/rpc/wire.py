@@ -60,7 +60,7 @@ class Frame:
 
 
 def head(kind: int, call: int, data: Any, extras: Any, buffers: Sequence[tuple[int, int]]) -> bytes:
-    """What stands before the pickled object; `buffers` are (bytes, segment)."""
+    """Return what stands before the pickled object; `buffers` are (bytes, segment)."""
     nbytes = HEAD.size + len(data) + len(extras)
     if not buffers:
         return HEAD.pack(nbytes, call, len(data), len(extras), 0, kind, 0)

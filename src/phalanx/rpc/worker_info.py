@@ -58,7 +58,7 @@ class Member:
 
     @classmethod
     def of_self(cls, name: str, number: int, host: str, **addresses: str) -> Member:
-        """This process, as the worker `name`."""
+        """Return this process, as the worker `name`."""
         uid = int.from_bytes(os.urandom(6), "little")
         return cls(WorkerInfo(name, number), uid, host, socket.gethostname(), ProcessId.of_self(), **addresses)
 
@@ -81,7 +81,7 @@ class Member:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Member:
-        """The opposite of `to_json`."""
+        """Read what `to_json` wrote."""
         told: dict[str, Any] = json.loads(text)
         process = ProcessId(*told.pop("process"))
         return cls(WorkerInfo(told.pop("name"), told.pop("id")), process=process, **told)

@@ -117,7 +117,7 @@ def decide_strategy(now: Situation) -> Choice:
 
 
 def _advise(name: str) -> str:
-    """What to write instead, if that can be guessed."""
+    """Return what to write instead, if that can be guessed."""
     meant = _ELSEWHERE.get(str(name).lower())
     close = difflib.get_close_matches(str(name), ["auto", *STRATEGIES], n=1)
     if meant is None and close:
@@ -126,7 +126,7 @@ def _advise(name: str) -> str:
 
 
 def get(name: str = "auto", *, model: torch.nn.Module | None = None, **options: Any) -> Strategy:
-    """The strategy of this name; "auto" looks at ranks, hosts and devices, takes one, and says why (`reason`).
+    """Return the strategy of this name; "auto" looks at ranks, hosts and devices, takes one, and says why (`reason`).
 
     Arguments:
         name: one of `phalanx.strategies.STRATEGIES`, or "auto".

@@ -40,7 +40,7 @@ def has_strategy() -> bool:
 
 
 def current_strategy() -> Strategy | None:
-    """The strategy in whose `scope` or `run` this is."""
+    """Return the strategy in whose `scope` or `run` this is."""
     return _current.get()
 
 

@@ -25,7 +25,7 @@ class DefaultStrategy(SingleDeviceStrategy):
 
 
 def get_strategy() -> Strategy:
-    """The strategy in whose `scope` or `run` this is.
+    """Return the strategy in whose `scope` or `run` this is.
 
     Where it is in none: one of this process alone, as in tf.distribute, so that a function that asks for it runs with
     and without one. `has_strategy()` tells the two apart.
@@ -34,5 +34,5 @@ def get_strategy() -> Strategy:
 
 
 def get_replica_context() -> ReplicaContext:
-    """This replica, by the name of tf.distribute; where no strategy is in scope, the only one."""
+    """Return this replica, by the name of tf.distribute; where no strategy is in scope, the only one."""
     return ReplicaContext(get_strategy())

@@ -9,7 +9,7 @@ import torch
 
 
 def decide_devices(called: str, devices: int | Sequence[str] | None) -> list[torch.device]:
-    """The devices of one host: all GPUs, else one "cpu" for each core that this process may use.
+    """Return the devices of one host: all GPUs, else one "cpu" for each core that this process may use.
 
     Raises:
         TypeError: neither a number nor a list of names.
@@ -33,7 +33,7 @@ def decide_devices(called: str, devices: int | Sequence[str] | None) -> list[tor
 
 
 def read_device(called: str, name: torch.device | str) -> torch.device:
-    """The device of this name.
+    """Return the device of this name.
 
     Raises:
         ValueError: this is no name, or there is no such device here.
@@ -59,7 +59,7 @@ def default_device() -> torch.device:
 
 
 def device_of(devices: Sequence[torch.device], local_rank: int) -> torch.device:
-    """That of a rank; each core is "cpu" to torch."""
+    """Return the device of a rank; each core is "cpu" to torch."""
     one = devices[local_rank % len(devices)]
     if one.type == "cuda":
         torch.cuda.set_device(one)

@@ -20,7 +20,7 @@ class EachRank:
         self._held, self._process_group = held, process_group
 
     def state_dict(self) -> dict[str, Any]:
-        """The states of all ranks, on rank 0.
+        """Return the states of all ranks, on rank 0.
 
         Its own is among them although "model" and "optimizer" are parts of the checkpoint: where each rank writes its
         shards, those parts are whichever rank's they are, as of replicas.

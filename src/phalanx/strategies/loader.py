@@ -28,7 +28,7 @@ class InputContext:
         return self.num_replicas_in_sync
 
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
-        """Samples of each replica.
+        """Return the number of samples of each replica.
 
         Raises:
             ValueError: they can't share the batch evenly.
@@ -37,7 +37,7 @@ class InputContext:
 
 
 def divide_batch(batch_size: int, num_replicas: int) -> int:
-    """Samples of each replica.
+    """Return the number of samples of each replica.
 
     Raises:
         ValueError: they can't share the batch evenly; with the nearest that they can.
@@ -66,7 +66,7 @@ def make_loader(
     padding: bool,
     options: Mapping[str, Any],
 ) -> DataLoader[Any]:
-    """A DataLoader over the samples of one replica.
+    """Return a DataLoader over the samples of one replica.
 
     Raises:
         TypeError: `dataset` has no length, or an option says what the strategy decides.
@@ -123,7 +123,7 @@ def why_empty(loader: DataLoader[Any]) -> str:
 
 
 def options_of(loader: DataLoader[Any]) -> dict[str, Any] | None:
-    """What `Strategy.loader` needs to divide `loader`; None if that was done.
+    """Return what `Strategy.loader` needs to divide `loader`; None if that was done.
 
     Raises:
         ValueError, TypeError: a sampler of its own, or no batches.

@@ -30,7 +30,7 @@ class ReplicatedStrategy(Strategy):
         self.device = device_of(wanted, job.local_rank)
 
     def _find_cluster(self) -> Cluster | None:
-        """The hosts of the job, where something other than its launcher says them."""
+        """Return the hosts of the job, where something other than its launcher says them."""
         return None
 
     # Not what they were at the start: an elastic job forms its group anew, with fewer ranks perhaps.

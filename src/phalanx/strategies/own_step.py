@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 def loss_of_own_step(model: nn.Module, bare: nn.Module, batch: Any) -> Tensor:
-    """What `bare.training_step(batch)` returns, or its "loss", called through `model`, which must see a forward.
+    """Return what `bare.training_step(batch)` returns, or its "loss", called through `model`, which must see a forward.
 
     `model` is the strategy's wrapper of `bare`, or `bare` itself.
     """

@@ -93,7 +93,7 @@ class PipelineStrategy(Strategy):
         return self._pipe().clip_grad_norm_(max_norm)
 
     def evaluate(self, *inputs: Any) -> Any:
-        """The model's result on the rank of the last stage; None on the others. Collective over a pipeline."""
+        """Return the model's result on the rank of the last stage; None on the others. Collective over a pipeline."""
         with torch.no_grad(), self.autocasting():
             return self._pipe()(*inputs)
 

@@ -23,7 +23,7 @@ class Recipe:
 
     @staticmethod
     def of(called: str, model: nn.Module, optimizer: Optimizer | MakeOptimizer) -> Recipe:
-        """That of `optimizer` over parameters of `model`.
+        """Return the recipe of `optimizer` over parameters of `model`.
 
         Raises:
             ValueError: it has stepped, or holds what is no parameter of the model.
@@ -56,9 +56,9 @@ class Recipe:
         return Recipe(type(one), defaults, tuple(groups))
 
     def make_groups(self, held: Mapping[str, Tensor]) -> list[dict[str, Any]]:
-        """The groups over those parameters that are in `held`; a group of which none is there stays, empty."""
+        """Return the groups over those parameters that are in `held`; a group of which none is there stays, empty."""
         return [{**options, "params": [held[name] for name in names if name in held]} for names, options in self.groups]
 
     def make(self, held: Mapping[str, Tensor]) -> Optimizer:
-        """The optimizer over the parameters in `held`."""
+        """Return the optimizer over the parameters in `held`."""
         return self.kind(self.make_groups(held), **self.defaults)

@@ -135,7 +135,7 @@ class ParameterServerStrategy(Strategy):
             rpc.shutdown(graceful=False)
 
     def close(self) -> None:
-        """The trainer has ended; when all have, the servers end. Called when the process ends, if not before."""
+        """End the trainer; when all have ended, the servers do. This is called when the process ends, if not before."""
         if self._server is None and self._num_setups < 0:
             return
         atexit.unregister(self._close_at_exit)
@@ -221,7 +221,7 @@ class ServedOptimizer(Optimizer):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """The servers' parameters and optimizer state, whole. Called by all trainers."""
+        """Return the servers' parameters and optimizer state, whole. Called by all trainers."""
         self._say()
         # In the form of an optimizer's, which is what a checkpoint compares.
         return {"state": {}, "param_groups": super().state_dict()["param_groups"], "servers": self._server.state_dict()}
@@ -234,7 +234,7 @@ class ServedOptimizer(Optimizer):
         self._pull()
 
     def _held(self) -> dict[str, Tensor]:
-        """The parameters that the servers have, by name."""
+        """Return the parameters that the servers have, by name."""
         return {name: self._parameters[name] for names in self._server.optimizer.names for name in names}
 
     def _say(self) -> None:

@@ -97,7 +97,7 @@ class ShardedStrategy(MirroredStrategy):
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
-    """The repeated parts of a model: the children of its ModuleLists and Sequentials that have parameters."""
+    """Return the repeated parts of a model: the children of its ModuleLists and Sequentials that have parameters."""
     found = []
     for module in model.modules():
         if isinstance(module, (nn.ModuleList, nn.Sequential)):

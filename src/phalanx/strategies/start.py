@@ -25,7 +25,7 @@ class Program:
 
     @staticmethod
     def of(orig_argv: Sequence[str], argv: Sequence[str], main: ModuleType | None) -> Program | str:
-        """It, or why it cannot be started again."""
+        """Return the program, or why it cannot be started again."""
         spec = getattr(main, "__spec__", None)
         if "pytest" in sys.modules and main is not None and "pytest" in (spec.name if spec else argv[0]):
             return "a test"
@@ -51,7 +51,7 @@ def is_launched(environ: Mapping[str, str]) -> bool:
 
 
 def find_cluster(called: str) -> Cluster | None:
-    """The hosts that TF_CONFIG says; None in a process that something has launched, which says it then.
+    """Return the hosts that TF_CONFIG says; None in a process that something has launched, which says it then.
 
     Raises:
         ValueError: it is not understood.
@@ -60,8 +60,8 @@ def find_cluster(called: str) -> Cluster | None:
 
 
 def join_or_start(called: str, num_ranks: int, *, launch: bool, timeout: float, cluster: Cluster | None = None) -> Job:
-    """The place of this process in the job. Where there is none yet, the program starts again with `num_ranks` ranks,
-    on each host of `cluster`.
+    """Return the place of this process in the job. Where there is none yet, the program starts again with `num_ranks`
+    ranks, on each host of `cluster`.
 
     Raises:
         RuntimeError: it cannot be started again: in a notebook, in a test.

@@ -128,7 +128,7 @@ class Strategy(ABC):
         loss_of: LossOf | None = None,
         precision: Precision = "32-true",
     ) -> tuple[nn.Module, Optimizer]:
-        """The model and the optimizer to train with; use these from here on. Collective, once.
+        """Return the model and the optimizer to train with; use these from here on. Collective, once.
 
         Arguments:
             optimizer: a new one over the model's parameters, or a function that makes one of parameters.
@@ -176,7 +176,7 @@ class Strategy(ABC):
         padding: bool = True,
         **options: Any,
     ) -> DataLoader[Any]:
-        """A DataLoader over this replica's part of each batch of `batch_size` samples.
+        """Return a DataLoader over this replica's part of each batch of `batch_size` samples.
 
         The k-th batches of all replicas together are the same samples under every strategy. Its sampler is a
         `phalanx.DistributedSampler`; an epoch that nobody sets advances by itself.
@@ -229,7 +229,7 @@ class Strategy(ABC):
         return self.distribute(dataset)
 
     def distribute_datasets_from_function(self, dataset_fn: Callable[[InputContext], T]) -> T:
-        """What `dataset_fn` makes for this replica, as it is: for samples that no index finds, as of a stream.
+        """Return what `dataset_fn` makes for this replica, as it is: for samples that no index finds, as of a stream.
 
         It is called once, with whose samples it shall give: `InputContext`.
         """
@@ -264,7 +264,7 @@ class Strategy(ABC):
         return loss.detach()
 
     def update(self, max_norm: float | None = None) -> Tensor | None:
-        """The optimizer's step on the gradients that are there, which are then let go of.
+        """Return the optimizer's step on the gradients that are there, which are then let go of.
 
         Arguments:
             max_norm: clip to this 2-norm of all gradients together first.
@@ -297,7 +297,7 @@ class Strategy(ABC):
         return nn.utils.clip_grad_norm_(self._model.parameters(), max_norm)
 
     def autocasting(self) -> contextlib.AbstractContextManager[Any]:
-        """The context in which the forward runs, by the precision of `setup`."""
+        """Return the context in which the forward runs, by the precision of `setup`."""
         if self._autocast is None:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=self._autocast)
@@ -310,7 +310,8 @@ class Strategy(ABC):
     _broadcasts_buffers = False
 
     def evaluate(self, *inputs: Any) -> Any:
-        """The model's result without gradients, where this rank has it; None where another rank of the replica has.
+        """Return the model's result without gradients, where this rank has it; None where another rank of the replica
+        has.
 
         Not collective over replicas: they may call it different numbers of times.
         """
@@ -359,36 +360,37 @@ class Strategy(ABC):
         return reduce_over(self.process_group, reduce_op, value, axis)
 
     def gather(self, value: Tensor, axis: int = 0) -> Tensor:
-        """The replicas' tensors one behind the other along `axis`, on every rank. Collective.
+        """Return the replicas' tensors one behind the other along `axis`, on every rank. Collective.
 
         Shape: sizes along `axis` may differ, all others are the same.
         """
         return gather_over(self.process_group, value, axis)
 
     def experimental_distribute_values_from_function(self, value_fn: Callable[[ReplicaContext], T]) -> T:
-        """What `value_fn` makes for this replica."""
+        """Return what `value_fn` makes for this replica."""
         return value_fn(ReplicaContext(self))
 
     def experimental_local_results(self, value: T) -> tuple[T]:
-        """The values of the replicas of this process: one."""
+        """Return the values of the replicas of this process: one."""
         return (value,)
 
     # -- checkpoint ----------------------------------------------------------------------------------------------------
 
     def parts(self) -> dict[str, Any]:
-        """What a checkpoint needs of model and optimizer: parts for `phalanx.CheckpointManager`.
+        """Return what a checkpoint needs of model and optimizer: parts for `phalanx.CheckpointManager`.
 
         A model is saved under its own names, without wrapper, and can go on under another strategy.
         """
         return self.held()
 
     def held(self) -> dict[str, Any]:
-        """What this rank trains with, for `phalanx.elastic.State`."""
+        """Return what this rank trains with, for `phalanx.elastic.State`."""
         self._require_set_up()
         return {"model": self._model, "optimizer": self._optimizer, **({"scaler": self.scaler} if self.scaler else {})}
 
     def finish(self) -> None:
-        """The last step is done: where replicas train apart they hold their last round, and have one model. Collective.
+        """End the training after the last step: where replicas train apart they hold their last round, and have one
+        model. Collective.
 
         Nothing under other strategies. Before a last evaluation; `close` does it, too.
         """
@@ -435,7 +437,7 @@ def has_or_may_get_others() -> bool:
 
 
 def _loss_of(loss_fn: LossFn) -> LossOf:
-    """The loss of a batch that is the model's arguments and then the target."""
+    """Return the loss of a batch that is the model's arguments and then the target."""
 
     def loss_of(model: nn.Module, batch: Any) -> Tensor:
         *inputs, target = require_pair(batch)
@@ -460,7 +462,7 @@ def require_pair(batch: Any) -> Sequence[Any]:
 
 
 def _not_a_loss(loss: object) -> Exception:
-    """What is wrong with what a loss function, or a training_step, has returned."""
+    """Return what is wrong with what a loss function, or a training_step, has returned."""
     if not isinstance(loss, Tensor):
         return TypeError(f"the loss is a {type(loss).__name__}: it must be a tensor of one element, to differentiate")
     if loss.numel() != 1:

@@ -59,7 +59,7 @@ class LivenessPipes:
 
 @contextlib.contextmanager
 def new_pipes(count: int) -> Iterator[tuple[list[int], list[int]]]:
-    """The reading and the writing ends of `count` pipes, closed on exit."""
+    """Yield the reading and the writing ends of `count` pipes, closed on exit."""
     with contextlib.ExitStack() as stack:
         reads: list[int] = []
         writes: list[int] = []

@@ -61,7 +61,7 @@ def sparse_memory(name: str, nbytes: int) -> Iterator[Sparse]:
 
 
 def create(name: str) -> int:
-    """An empty anonymous file that grows as it is written; the caller closes it.
+    """Return an empty anonymous file that grows as it is written; the caller closes it.
 
     Raises:
         PhalanxError: as `memory`.

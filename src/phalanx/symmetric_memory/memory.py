@@ -160,17 +160,17 @@ class SymmetricMemory:
         return self._closed
 
     def process_of(self, rank: int) -> ProcessId:
-        """The process of that rank."""
+        """Return the process of that rank."""
         return self._members[rank].process
 
     def rank_of(self, process: ProcessId) -> int | None:
-        """The rank of a process, if it is one of the group."""
+        """Return the rank of a process, if it is one of the group."""
         return next((rank for rank, member in enumerate(self._members) if member.process == process), None)
 
     def allocate(
         self, nbytes: int, deadline: Deadline, call_site: int, check: Callable[[int], None], *, owner: int | None = None
     ) -> Buffer:
-        """This rank's piece of a block that lies at one offset of every rank's heap, as a buffer of `nbytes`.
+        """Return this rank's piece of a block that lies at one offset of every rank's heap, as a buffer of `nbytes`.
 
         With `owner` it is that rank's piece, on every rank: one memory for all. The other pieces stay unused, and what
         is not used has no pages. The memory outlives its owner.
@@ -361,7 +361,7 @@ def _processes(members: Sequence[Member]) -> list[ProcessId]:
 
 
 def _watchers(liveness_pipes: Sequence[int], members: Sequence[Member], rank: int) -> Pidfds | LivenessPipes:
-    """What tells that a member is gone."""
+    """Return what tells that a member is gone."""
     return LivenessPipes(liveness_pipes, rank) if liveness_pipes else Pidfds(_processes(members), rank)
 
 
@@ -375,7 +375,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 @contextlib.contextmanager
 def _new_memory(members: Sequence[Member]) -> Iterator[tuple[int, Sparse]]:
-    """The control memory, formatted, and the heap, empty; closed on exit."""
+    """Yield the control memory, formatted, and the heap, empty; closed on exit."""
     world_size = len(members)
     channel = channel_bytes(world_size)
     nbytes = _core.group_bytes(world_size, STAGE_BYTES, channel)

@@ -82,7 +82,7 @@ class SharedPool:
         return tensor.data_ptr() in self._range
 
     def empty_strided(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor | None:
-        """A new tensor in the pool, or None; as `torch.empty_strided`."""
+        """Return a new tensor in the pool, or None; as `torch.empty_strided`."""
         was_inside = self._enter()
         try:
             made = torch.empty_strided(shape, stride, dtype=dtype)

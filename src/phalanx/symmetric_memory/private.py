@@ -29,7 +29,8 @@ def use_place(folder: str) -> None:
 
 
 def new_listener(backlog: int) -> tuple[socket.socket, int]:
-    """A listening socket, and a descriptor by which our own processes find it: connect to /proc/<pid>/fd/<descriptor>.
+    """Return a listening socket, and a descriptor by which our own processes find it: connect to
+    /proc/<pid>/fd/<descriptor>.
 
     Its file is gone before this returns, so that nothing is left when we are killed later; when we are killed in it,
     the file lies where `use_place` has said. The caller closes both.
@@ -68,7 +69,7 @@ def _listen_in(folder: str, backlog: int) -> tuple[socket.socket, int]:
 
 
 def listen_at(path: str, backlog: int) -> socket.socket:
-    """A listening socket at `path` in `folder()`; what a process that was killed has left there makes room.
+    """Return a listening socket at `path` in `folder()`; what a process that was killed has left there makes room.
 
     Raises:
         OSError: it cannot be made; EADDRINUSE: a process that lives listens there.
@@ -99,7 +100,7 @@ def _is_listening(path: str) -> bool:
 
 
 def folder() -> Path:
-    """This user's own folder on this machine, where its processes find each other by names that others may know.
+    """Return this user's own folder on this machine, where its processes find each other by names that others may know.
 
     Raises:
         PhalanxError: other users have taken every place where it could be.
@@ -124,7 +125,7 @@ def folder() -> Path:
 
 
 def _in_folder(path: str, bind: Callable[[str], None]) -> None:
-    """A socket's path may have 107 bytes; a folder's may have more."""
+    """Bind a socket whose path may be longer than the 107 bytes that the kernel takes."""
     if len(os.fsencode(path)) < 100:
         bind(path)
         return

@@ -31,7 +31,7 @@ class Scratch:
         self._free: dict[int, list[int]] = {}
 
     def allocate(self, count: int, dtype: torch.dtype) -> Tensor:
-        """An uninitialised tensor of `count` elements; in ordinary memory where there is no room left."""
+        """Return an uninitialised tensor of `count` elements; in ordinary memory where there is no room left."""
         nbytes = -(-count * dtype.itemsize // _LINE) * _LINE
         free = self._free.setdefault(nbytes, [])
         if free:

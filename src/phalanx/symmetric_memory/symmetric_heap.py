@@ -36,7 +36,7 @@ class Placement:
         return [block for _, block in self._live]
 
     def place(self, nbytes: int) -> Block | None:
-        """A block of at least `nbytes`, or None when the heap has no gap or no index left."""
+        """Return a block of at least `nbytes`, or None when the heap has no gap or no index left."""
         size = max(ALIGN, -(-nbytes // ALIGN) * ALIGN)
         if not self._free_indices:
             return None

@@ -30,7 +30,7 @@ class ProcessId:
 
     @classmethod
     def of_self(cls) -> ProcessId:
-        """This process."""
+        """Return this process."""
         pid = os.getpid()
         ticks = start_ticks(pid)
         return cls(pid, ticks or 0, _namespace() if ticks is not None else "", _has_pidfds())
@@ -104,7 +104,8 @@ class _Watch:
         self._open: dict[ProcessId, tuple[int, int]] = {}
 
     def acquire(self, process: ProcessId) -> int:
-        """A descriptor that can be read once `process` is gone, which it may be already. `can_watch_each_other` holds.
+        """Return a descriptor that can be read once `process` is gone, which it may be already. `can_watch_each_other`
+        holds.
 
         Raises:
             PhalanxError: this process may not have one more descriptor.
@@ -142,7 +143,7 @@ def _open(process: ProcessId) -> int:
 
 
 def _of_the_gone() -> int:
-    """A descriptor that can be read at once."""
+    """Return a descriptor that can be read at once."""
     reading, writing = os.pipe()
     os.close(writing)
     return reading

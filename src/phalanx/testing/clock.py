@@ -10,7 +10,7 @@ class ManualClock:
         self._now = now
 
     def __call__(self) -> float:
-        """The seconds that it shows."""
+        """Return the seconds that it shows."""
         return self._now
 
     def turn(self, seconds: float) -> None:

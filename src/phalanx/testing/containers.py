@@ -41,7 +41,8 @@ def why_no_containers() -> str:
 def contained(
     fn: Callable[..., Any], *args: Any, namespaces: tuple[str, ...] = ("pid",), shm_bytes: int | None = None
 ) -> Any:
-    """What `fn(*args)` returns or raises in a child of this process with namespaces of its own: "pid", "net", "user".
+    """Return what `fn(*args)` returns or raises in a child of this process with namespaces of its own: "pid", "net",
+    "user".
 
     With "pid" it is process 1 and sees only itself in /proc; `shm_bytes` is the size of a /dev/shm of its own. If it
     ends without returning, this process ends the same way. To be called once in a process: the second child would find

@@ -46,7 +46,7 @@ class Snapshot:
 
     @classmethod
     def take(cls) -> Snapshot:
-        """What is held now. Reads a few files under /proc; takes a millisecond or two."""
+        """Return what is held now. Reads a few files under /proc; takes a millisecond or two."""
         return cls(
             processes=_processes(),
             threads=frozenset(thread.name for thread in threading.enumerate()),
@@ -57,7 +57,7 @@ class Snapshot:
         )
 
     def leaks(self, *, patience_s: float = 5.0) -> list[str]:
-        """What is held now and was not at the time of this snapshot, in words; empty if nothing.
+        """Return what is held now and was not at the time of this snapshot, in words; empty if nothing.
 
         What is still ending on its own gets `patience_s` to do so; with nothing left behind there is no wait.
         """
@@ -70,7 +70,7 @@ class Snapshot:
         return found
 
     def difference(self, now: Snapshot) -> list[str]:
-        """What `now` holds and this snapshot does not."""
+        """Return what `now` holds and this snapshot does not."""
         found = [f"process {pid}: {name}" for pid, name in now.processes.items() if pid not in self.processes]
         found += [f"thread {name!r}" for name in sorted(now.threads - self.threads)]
         if not found and now.pools == self.pools and now.native_threads > self.native_threads:
@@ -157,7 +157,7 @@ def _descriptors() -> dict[int, str]:
 
 
 def _listening() -> dict[_Inode, str]:
-    """The sockets of this network namespace that listen on a TCP port, by inode, in words."""
+    """Return the sockets of this network namespace that listen on a TCP port, by inode, in words."""
     found = {}
     for table in ("tcp", "tcp6"):
         try:

@@ -44,7 +44,7 @@ class Host:
                 raise OSError(ctypes.get_errno(), f"cannot enter host {self.name}")
 
     def bytes_sent(self) -> int:
-        """What has left this host through its interface since it was made, with all headers."""
+        """Return what has left this host through its interface since it was made, with all headers."""
         link = json.loads(_ip("-n", self.name, "-s", "-j", "link", "show", "dev", "eth0"))[0]
         return int(link["stats64"]["tx"]["bytes"])
 

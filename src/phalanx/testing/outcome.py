@@ -32,7 +32,7 @@ class RankFailed(PhalanxError):
 
     @classmethod
     def of(cls, outcomes: Sequence[Outcome], *, call: str, timeout_s: float) -> RankFailed:
-        """The exception that tells of every failed outcome, in the order of the ranks."""
+        """Return the exception that tells of every failed outcome, in the order of the ranks."""
         failed = [outcome for outcome in outcomes if outcome.failed]
         running = tuple(outcome.rank for outcome in failed if outcome.running)
         late = f", {name_ranks(running)} still running after {timeout_s:.1f} s" if running else ""

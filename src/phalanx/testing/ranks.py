@@ -97,7 +97,7 @@ _Call = tuple[Callable[..., Any], tuple[Any, ...]] | bytes
 
 
 def _prepare(start: str | None, fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[BaseContext, _Call]:
-    """What starts the processes, and what they call; as bytes where they do not have it from us."""
+    """Return what starts the processes, and what they call; as bytes where they do not have it from us."""
     others = [thread.name for thread in threading.enumerate() if thread is not threading.current_thread()]
     if start is None:
         start = "fork" if sys.platform == "linux" and not others else "spawn"
@@ -172,7 +172,7 @@ def _outcome(task: Task, process: BaseProcess, lost: Collection[int]) -> Outcome
 
 
 def _stack(task: Task, process: BaseProcess) -> str:
-    """The stacks of a running rank's threads; a stopped rank is woken to tell."""
+    """Return the stacks of a running rank's threads; a stopped rank is woken to tell."""
     assert process.pid is not None
     with contextlib.suppress(ProcessLookupError):
         os.kill(process.pid, SHOW_STACK)

@@ -29,6 +29,6 @@ class BatchSizes:
         return cls(total, batch_size, len(cast("Sized", loader.sampler)) - (total - 1) * batch_size)
 
     def share(self, number: int, group: range) -> float:
-        """What part of the samples of the batches `group` are in batch `number`, which is one of them."""
+        """Return what part of the samples of the batches `group` are in batch `number`, which is one of them."""
         together = self.full * len(group) - (self.full - self.last) * (self.total - 1 in group)
         return (self.last if number == self.total - 1 else self.full) / together

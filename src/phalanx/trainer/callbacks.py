@@ -46,7 +46,7 @@ class Callback:
         """`loss` is that of this rank's last batch, detached; reading it waits for the device."""
 
     def on_checkpoint(self, trainer: Trainer) -> None:
-        """It is on the disk when the next one begins, or `fit` returns."""
+        """Hear that a checkpoint is being saved; it is on the disk when the next one begins, or `fit` returns."""
 
     def on_validation_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         """`metrics` are of all samples of all ranks, the same on each rank."""
@@ -95,7 +95,7 @@ class EarlyStopping(Callback):
         self.num_bad = 0
 
     def on_fit_begin(self, trainer: Trainer) -> None:
-        """A run that had stopped, and is started again, has stopped."""
+        """Stop a run again that had stopped, and is started again."""
         self._stop_if_due(trainer)
 
     def on_validation_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
@@ -117,7 +117,7 @@ class EarlyStopping(Callback):
             trainer.stop(f"{self.monitor} has not got better than {self.best:.6g} for {self.num_bad} validations")
 
     def state_dict(self) -> dict[str, Any]:
-        """The best value, and for how long it has been that."""
+        """Return the best value, and for how long it has been that."""
         return {"best": self.best, "num_bad": self.num_bad}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -151,7 +151,7 @@ class CallbackStates:
         return bool(self._callbacks)
 
     def state_dict(self) -> dict[str, Any]:
-        """That of each."""
+        """Return the state of each."""
         return {name: one.state_dict() for name, one in self._callbacks.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

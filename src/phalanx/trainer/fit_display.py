@@ -41,13 +41,13 @@ class FitDisplay:
             print(line, flush=True)
 
     def batches(self, loader: Iterable[Any], epoch: str, per_step: int) -> Iterable[Any]:
-        """The batches of `loader`, with a line on how many there were."""
+        """Return the batches of `loader`, with a line on how many there were."""
         self._epoch, self._mean = epoch, RunningMean()
         self._bar = progress(loader, desc=epoch, per_step=per_step) if self._show else None
         return loader if self._bar is None else self._bar
 
     def add_loss(self, loss: Tensor, step: int) -> None:
-        """The loss of the batch at hand, which is part of update `step`."""
+        """Show the loss of the batch at hand, which is part of update `step`."""
         value = self._mean.add(loss)
         if self._bar is not None:
             self._bar.update(**{"mean loss": self._mean})
@@ -55,19 +55,19 @@ class FitDisplay:
             self._warn_if_broken(value, f"at step {step}")
 
     def end_epoch(self) -> None:
-        """The batch at hand is the last one, and counts."""
+        """Note that the batch at hand is the last one, and counts."""
         if self._bar is not None:
             self._bar.end()
         if self._mean.is_elsewhere:  # nobody has looked at each
             self._warn_if_broken(float(self._mean), f"in {self._epoch}")
 
     def show_metrics(self, metrics: Mapping[str, float]) -> None:
-        """What a validation has measured, behind an epoch's batches."""
+        """Show what a validation has measured, behind an epoch's batches."""
         if self._epoch:  # else a finished run that is started again measures once more
             self.say(f"{self._epoch}: validation: {values_text(metrics)}")
 
     def show_resumed(self, trainer: Trainer, path: Path) -> None:
-        """A checkpoint was loaded."""
+        """Say that a checkpoint was loaded."""
         place = f"in epoch {trainer.epoch + 1}" if trainer.epoch < trainer.max_epochs else f"epoch {trainer.epoch}"
         self.say(f"goes on from {path}, after step {trainer.step}, {place}")
 
@@ -78,7 +78,7 @@ class FitDisplay:
         self.say(f"{whose} ({what}): nothing to train; {advice}{', or give another folder' if folder else ''}")
 
     def show_end(self, trainer: Trainer) -> None:
-        """The training has ended; nothing to say where that was after `max_epochs`."""
+        """Say that the training has ended; there is nothing to say where that was after `max_epochs`."""
         if trainer.why_stopped or trainer.epoch < trainer.max_epochs:
             what, _ = _why_over(trainer)
             self.say(f"stopped after step {trainer.step}, {trainer.epoch} of {trainer.max_epochs} epochs: {what}")
@@ -132,7 +132,7 @@ class RunningMean:
 
 
 def _why_over(trainer: Trainer) -> tuple[str, str]:
-    """What has ended the training, and what to do about it."""
+    """Return what has ended the training, and what to do about it."""
     if trainer.why_stopped:
         return trainer.why_stopped, "take out the callback that stops it"
     if trainer.max_steps is not None and trainer.step >= trainer.max_steps:

@@ -19,7 +19,7 @@ tree_leaves: Any = find(
 
 
 def num_samples(batch: Any) -> int:
-    """The first dimension of the batch's first tensor.
+    """Return the first dimension of the batch's first tensor.
 
     Raises:
         ValueError: there is no tensor in it.
@@ -47,7 +47,7 @@ class SummedMetric:
 
 
 def call_metric(name: str, function: Callable[[Any, Any], Tensor], result: Any, target: Any) -> Tensor:
-    """What the metric of that name gives for a batch.
+    """Return what the metric of that name gives for a batch.
 
     Raises:
         RuntimeError: it fails; with its name, from its own error.

@@ -79,7 +79,7 @@ class Progress(Generic[T]):
         return self._total
 
     def end(self) -> None:
-        """The loop is left at the item at hand, which is done and counts: before a `break` or `return`."""
+        """Leave the loop at the item at hand, which is done and counts: before a `break` or `return`."""
         self._is_last = True
 
     def _count(self, item: T, loop: int) -> None:

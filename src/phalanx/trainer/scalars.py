@@ -61,12 +61,12 @@ class Scalars:
         self._writer = SummaryWriter(os.fspath(self.folder), purge_step=again_from)
 
     def flush(self) -> None:
-        """What was added is on the disk."""
+        """Write what was added to the disk."""
         if self._writer is not None:
             self._writer.flush()
 
     def close(self) -> None:
-        """What was added is on the disk."""
+        """Close the file; what was added is on the disk."""
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.close()

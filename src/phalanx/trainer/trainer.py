@@ -341,7 +341,7 @@ class Trainer:
             self._save(state)
 
     def validate(self, loader: DataLoader[Any]) -> dict[str, float]:
-        """The loss and the metrics over all samples of all ranks, each counted once. Collective."""
+        """Return the loss and the metrics over all samples of all ranks, each counted once. Collective."""
         sampler = getattr(loader, "sampler", None)
         if isinstance(sampler, DistributedSampler) and self.strategy.is_elastic:  # ranks may have been lost, or come
             sampler.regroup(self.strategy.num_replicas_in_sync, self.strategy.replica_id_in_sync_group)
@@ -360,7 +360,9 @@ class Trainer:
         return {name: float(summed[name](one) if name in summed else one / count) for name, one in totals.items()}
 
     def _validation_batches(self, loader: DataLoader[Any]) -> Iterator[tuple[Any, bool]]:
-        """The batches, and whether they count: where ranks must evaluate together, those with fewer repeat one."""
+        """Yield the batches, and whether they count: where ranks must evaluate together, those with fewer
+        repeat one.
+        """
         mine = min(len(loader), _DRY_STEPS) if self._dry_run else len(loader)
         most = mine
         if self.strategy.evaluates_together and self.strategy.training_group is not None:
@@ -542,7 +544,7 @@ def _in_full_precision(leaf: Any) -> Any:
 def _find_problems(
     model: Any, strategy: Any, loss: Any, metrics: Any, callbacks: Any, seed: Any, scheduler: Any
 ) -> list[str]:
-    """What is wrong with what a Trainer was given."""
+    """Return what is wrong with what a Trainer was given."""
     several = callbacks if isinstance(callbacks, Sequence) else [callbacks]
     wrong = [one for one in several if not isinstance(one, Callback)]
     name, has_model = type(strategy).__name__, isinstance(strategy, Strategy) and strategy.is_set_up

@@ -45,7 +45,7 @@ class Call:
         return _SEPARATOR.join((self.name, self.place.encode()[-_MAX_PLACE_BYTES:].decode(errors="ignore"), what))
 
     def head(self, seq: int) -> bytes:
-        """A digest of what must agree, then the words; always `HEAD_BYTES` long."""
+        """Return a digest of what must agree, then the words; always `HEAD_BYTES` long."""
         digest, words = self._common
         return digest + (seq & 0xFFFFFFFF).to_bytes(_SEQ_BYTES, "little") + words
 
@@ -59,7 +59,7 @@ class Call:
 
 
 def compare_splits(sizes: Sequence[Sequence[Sequence[int]]]) -> dict[int, RankCall]:
-    """The ranks' words of an all_to_all in which some pairs do not fit; else nothing.
+    """Return the ranks' words of an all_to_all in which some pairs do not fit; else nothing.
 
     sizes[r] is what rank r sends to each rank, and what it awaits from each, in bytes.
     """
@@ -92,7 +92,8 @@ def describe_call(
     count: int | None = None,
     sizes: tuple[int, ...] = (),
 ) -> Call:
-    """The `Call` of an operation with `tensor`, whose elements are counted where no `count` is given; -1: not compared.
+    """Return the `Call` of an operation with `tensor`, whose elements are counted where no `count` is given; -1: not
+    compared.
 
     With its head, once: a training loop makes the same calls again and again.
     """
@@ -115,7 +116,7 @@ def _same_call(
 
 
 def foreign_head(call: RankCall) -> bytes:
-    """A head that agrees with no call's, for a rank of which only its records are known."""
+    """Return a head that agrees with no call's, for a rank of which only its records are known."""
     digest = hashlib.blake2b(call.text.encode(), digest_size=_DIGEST_BYTES).digest()
     room = HEAD_BYTES - _DIGEST_BYTES
     text, _, place = call.text.partition(" at ")
@@ -126,7 +127,7 @@ def foreign_head(call: RankCall) -> bytes:
 
 
 def digest_of(head: bytes | bytearray) -> int:
-    """A number that differs, most likely, where what must agree does; its last bits, too."""
+    """Return a number that differs, most likely, where what must agree does; its last bits, too."""
     number = int.from_bytes(head[: _DIGEST_BYTES - _SEQ_BYTES], "little")
     seq = int.from_bytes(head[_DIGEST_BYTES - _SEQ_BYTES : _DIGEST_BYTES], "little")
     return number ^ seq * 0x9E3779B1
@@ -138,14 +139,14 @@ def agree(head: bytes, other: bytes) -> bool:
 
 
 def disagreement(heads: Mapping[int, bytes], seq: int) -> dict[int, RankCall]:
-    """What each rank called as its collective number `seq` if the ranks' calls differ; else nothing."""
+    """Return what each rank called as its collective number `seq` if the ranks' calls differ; else nothing."""
     if len({head[:_DIGEST_BYTES] for head in heads.values()}) <= 1:
         return {}
     return {r: rank_call(head, seq) for r, head in sorted(heads.items())}
 
 
 def rank_call(head: bytes, seq: int) -> RankCall:
-    """What the rank called as its collective number `seq`."""
+    """Return what the rank called as its collective number `seq`."""
     words = head[_DIGEST_BYTES:].rstrip(b"\0").decode(errors="replace")
     name, _, rest = words.partition(_SEPARATOR)
     place, _, what = rest.partition(_SEPARATOR)

@@ -50,7 +50,7 @@ class EngineSession(Transport):
         return self._seq
 
     def call_site(self, place: tuple[str, int]) -> int:
-        """A number for a (file, line)."""
+        """Return a number for a (file, line)."""
         text = f"{short(place[0])}:{place[1]}" if place[0] else ""
         number = self._sites.get(text)
         if number is None:
@@ -134,7 +134,7 @@ class EngineSession(Transport):
         return FailureReport("lost", (who,), self._processes(who), positions, reason=reason, remarks=remarks)
 
     def _report_late(self, answers: Mapping[int, Position], timeout_s: float, peer: int | None) -> FailureReport:
-        """This rank gave up. `answers`: where the others say that they are; `peer`: as of `_reporting`."""
+        """Report that this rank gave up. `answers`: where the others say that they are; `peer`: as of `_reporting`."""
         if peer is None:
             missing = self._missing(answers)
         else:

@@ -12,7 +12,7 @@ _UNSIGNED = (torch.uint16, torch.uint32)
 
 
 def sum_of(redop: int) -> int:
-    """The mean is a sum until it is divided, once, at the end."""
+    """Return the reduction that is carried out for `redop`: the mean is a sum until it is divided, once, at the end."""
     return SUM if redop == AVG else redop
 
 
@@ -22,7 +22,7 @@ def sum_type(tensor: Tensor) -> Tensor:
 
 
 def divide(total: Tensor, redop: int, world_size: int) -> None:
-    """The mean of a sum over so many ranks, in place, if that was asked for; of whole numbers without the rest."""
+    """Divide a sum over so many ranks, in place, if that was asked for; of whole numbers without the rest."""
     if redop != AVG:
         return
     if total.is_floating_point() or total.is_complex():

@@ -63,6 +63,6 @@ class Options:
             raise ValueError("phalanx.Options: " + "; ".join(problems))
 
     def agreed(self) -> str:
-        """What must be the same on every rank, in words that can be compared."""
+        """Return what must be the same on every rank, in words that can be compared."""
         names = ("algorithm", "wire_dtype", "error_feedback", "engine", "link", "allow_public_address")
         return ", ".join(f"{name}={getattr(self, name)}" for name in names)

@@ -73,7 +73,7 @@ class RehearsalTransport(Transport):
         return data
 
     def broadcast(self, tensor: Tensor, root: int, ctx: CallContext) -> None:
-        """What everybody has already."""
+        """Do nothing: everybody has it already."""
 
     def gather(self, outputs: Sequence[Tensor], tensor: Tensor, ctx: CallContext, *, root: int = -1) -> None:
         """`tensor`, in each of `outputs` that has its shape."""
@@ -86,33 +86,33 @@ class RehearsalTransport(Transport):
         output.detach().copy_(torch.cat([tensor.detach().reshape(-1)] * self.world_size).view(output.shape))
 
     def scatter(self, output: Tensor, inputs: Sequence[Tensor], root: int, ctx: CallContext) -> None:
-        """This rank's input, if it is the one that has inputs."""
+        """Give this rank's input, if it is the one that has inputs."""
         if inputs:
             output.detach().copy_(inputs[self.rank].detach())
 
     def reduce_scatter(
         self, output: Tensor, inputs: Sequence[Tensor], redop: int, ctx: CallContext, *, factor: Any = None
     ) -> None:
-        """This rank's part, as often as there are ranks."""
+        """Give this rank's part, as often as there are ranks."""
         output.detach().copy_(self._reduced(inputs[self.rank].detach(), redop, factor))
 
     def reduce_scatter_single(
         self, output: Tensor, tensor: Tensor, redop: int, ctx: CallContext, *, factor: Any = None
     ) -> None:
-        """This rank's part, as often as there are ranks."""
+        """Give this rank's part, as often as there are ranks."""
         part = tensor.detach().reshape(self.world_size, -1)[self.rank].view(output.shape)
         output.detach().copy_(self._reduced(part, redop, factor))
 
     def all_to_all(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], ctx: CallContext, *, splits: bool
     ) -> None:
-        """This rank's part, from every rank, where the sizes fit."""
+        """Give this rank's part, from every rank, where the sizes fit."""
         for output in outputs:
             if output.shape == inputs[self.rank].shape:
                 output.detach().copy_(inputs[self.rank].detach())
 
     def all_to_all_single(self, output: Tensor, tensor: Tensor, ctx: CallContext) -> None:
-        """This rank's part, from every rank."""
+        """Give this rank's part, from every rank."""
         part = tensor.detach().reshape(self.world_size, -1)[self.rank]
         output.detach().copy_(torch.cat([part] * self.world_size).view(output.shape))
 

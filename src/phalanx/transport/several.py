@@ -39,7 +39,7 @@ def can_combine(redop: int) -> bool:
 
 
 def combined(tensors: Sequence[Tensor], redop: int) -> Tensor:
-    """A new tensor: the reduction of tensors of one shape and dtype, in their order."""
+    """Return a new tensor: the reduction of tensors of one shape and dtype, in their order."""
     dtype = tensors[0].dtype
     combine = _COMBINE[redop]
     with torch.no_grad():
@@ -65,7 +65,7 @@ def copy_to_others(tensors: Sequence[Tensor], source: Tensor) -> None:
 def unshared(
     inputs: Sequence[Tensor], outputs: Sequence[Tensor], *, own: tuple[int, int, int] | None = None
 ) -> Sequence[Tensor]:
-    """The inputs of an operation that writes `outputs`, with a copy in place of each that overlaps one of these.
+    """Return the inputs of an operation that writes `outputs`, with a copy in place of each that overlaps one of these.
 
     `own` (i, o, skip) is the part that stays on its rank: input i may begin `skip` bytes behind where output o does, as
     calls in place have it, and is not copied then.
@@ -93,7 +93,7 @@ def unshared_one(tensor: Tensor, output: Tensor, skip: int) -> Tensor:
 
 
 def unshared_steps(inputs: Sequence[Tensor], outputs: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
-    """The inputs of steps, of which each writes its `outputs`; a copy of each that an earlier step writes to.
+    """Return the inputs of steps, of which each writes its `outputs`; a copy of each that an earlier step writes to.
 
     Cost: a copy of those. Without any, sorting as many addresses as there are tensors.
     """

@@ -26,7 +26,7 @@ def all_reduce(transport: Transport, tensor: Tensor, ctx: CallContext) -> None:
 
 
 def add_up(transport: Transport, mine: Tensor, ctx: CallContext, *, divisor: float | None = None) -> Tensor:
-    """The sum over ranks of coalesced tensors, coalesced; each entry divided by `divisor` before it is added."""
+    """Return the sum over ranks of coalesced tensors, coalesced; each entry divided by `divisor` before it is added."""
     indices, values = mine.indices().t().contiguous(), mine.values()
     counts, gathered = _exchange_packets(transport, _say(mine), indices, values, ctx)
     all_indices, all_values = gathered or _exchange(transport, counts, indices, values, ctx)
@@ -40,7 +40,7 @@ _HEAD_BYTES = 16  # how many entries there are, and a digest of the form; what f
 
 
 def _say(tensor: Tensor) -> str:
-    """What must be the same on every rank: the packets' bytes mean nothing else."""
+    """Return what must be the same on every rank: the packets' bytes mean nothing else."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     return f"a sparse {dtype} tensor of shape {tuple(tensor.shape)}, {tensor.sparse_dim()} of its dimensions sparse"
 

@@ -72,12 +72,15 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """The elements of a contiguous tensor in one dimension of stride 1; that of a single element could be anything."""
+    """Return the elements of a contiguous tensor in one dimension of stride 1; that of a single element could be
+    anything.
+    """
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def memory_order(tensor: Tensor) -> tuple[int, ...]:
-    """The strides of a block that holds the elements in the order of the tensor's memory: what ranks must have alike.
+    """Return the strides of a block that holds the elements in the order of the tensor's memory: what ranks must have
+    alike.
 
     They are the tensor's own if it is dense, else those of a contiguous one; a dimension of 1 has no say, and gets 1.
     """

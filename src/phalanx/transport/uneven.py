@@ -85,7 +85,7 @@ class UnevenInputs:
                 participant.rejoin(rejoin_channel)
 
     def leave(self) -> None:
-        """This rank is about to leave: if it has finished what it began, and fails at nothing, others may train on."""
+        """Leave: if this rank has finished what it began, and fails at nothing, others may train on."""
         participants = (participant() for participant in self._participants)
         in_round = any(one is not None and one.in_round for one in participants)
         group = self._group()

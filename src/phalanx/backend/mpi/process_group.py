@@ -48,7 +48,7 @@ class MpiProcessGroup(PhalanxProcessGroup):
         self._futures = SerialExecutor(f"phalanx-{name}-futures")
 
     def getBackendName(self) -> str:
-        """The name under which torch knows us."""
+        """Return the name under which torch knows us."""
         return "mpi"
 
     _get_backend_name = getBackendName
@@ -144,7 +144,7 @@ class MessageWork(PhalanxWork):
         return super().is_completed()
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future whose value is the list of output tensors; a thread waits for it."""
+        """Return a future whose value is the list of output tensors; a thread waits for it."""
         future = super().get_future()
         if not self._done.is_set():
             self._futures.put(self._conclude, PhalanxWork([]))

@@ -16,7 +16,7 @@ _PAUSE_S = 0.002
 
 
 def start_together(store: Any, rank: int, world_size: int, group: str, deadline: Deadline) -> tuple[Runtime, list[int]]:
-    """This rank's MPI, and every rank's number in MPI_COMM_WORLD. `store` belongs to this group alone.
+    """Return this rank's MPI, and every rank's number in MPI_COMM_WORLD. `store` belongs to this group alone.
 
     Raises:
         PhalanxError: some rank has no MPI, or the ranks are not in one MPI job; the same on every rank.
@@ -58,7 +58,7 @@ def _refuse(here: str, problems: list[str]) -> None:
 def _gather_text(
     store: Any, here: str, what: str, rank: int, world_size: int, words: str, deadline: Deadline
 ) -> list[str]:
-    """What every rank says, by rank."""
+    """Return what every rank says, by rank."""
     keys = [f"{what}/{r}" for r in range(world_size)]
     store.set(keys[rank], words)
     while not store.check(keys):

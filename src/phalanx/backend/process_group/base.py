@@ -176,14 +176,14 @@ class ProcessGroupBase(TorchGroup):
     # -- identity ------------------------------------------------------------------------------------------------
 
     def getBackendName(self) -> str:
-        """The name under which torch knows us."""
+        """Return the name under which torch knows us."""
         return "phalanx"
 
     _get_backend_name = getBackendName
     name = getBackendName
 
     def rank(self) -> int:
-        """This process's number in the group."""
+        """Return this process's number in the group."""
         return self._rank
 
     def size(self) -> int:
@@ -215,11 +215,11 @@ class ProcessGroupBase(TorchGroup):
         return self._desc
 
     def getGroupName(self) -> str:
-        """The same, for torch's C++."""
+        """Return the same, for torch's C++."""
         return self._name
 
     def getGroupDesc(self) -> str:
-        """The same, for torch's C++."""
+        """Return the same, for torch's C++."""
         return self._desc
 
     def _set_group_name(self, name: str) -> None:
@@ -259,7 +259,7 @@ class ProcessGroupBase(TorchGroup):
         return torch.device(device).type == "cpu" and self._shared_memory is not None and self._size > 1
 
     def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A tensor of `size` elements that the other ranks can read where it lies, while there is room for such.
+        """Return a tensor of `size` elements that the other ranks can read where it lies, while there is room for such.
 
         The first call of a group is collective. Large tensors of this kind are gathered with one copy, not two.
         """
@@ -279,7 +279,7 @@ class ProcessGroupBase(TorchGroup):
     def allocate_symmetric(
         self, shape: tuple[int, ...], dtype: torch.dtype, place: tuple[str, int], *, owner: int | None = None
     ) -> torch.Tensor:
-        """What `shared_empty` is for a group that shares memory; `place` is the caller's. Collective."""
+        """Return what `shared_empty` is for a group that shares memory; `place` is the caller's. Collective."""
         assert self._shared_memory is not None
         memory, ctx = self._shared_memory, CallContext(self._timeout_s, self.transport.call_site(place))
         return self.in_order(lambda: memory.allocate(shape, dtype, ctx, owner=owner))
@@ -295,7 +295,7 @@ class ProcessGroupBase(TorchGroup):
         return _Options(timedelta(seconds=self._timeout_s), list(self._global_ranks), self._name, self.getBackendName())
 
     def get_group_store(self) -> Store:
-        """The store under the group's prefix."""
+        """Return the store under the group's prefix."""
         return self._store
 
     def _get_sequence_number_for_group(self) -> int:
@@ -384,7 +384,9 @@ class ProcessGroupBase(TorchGroup):
         return executor.put(action, work)
 
     def find_failure(self) -> BaseException | None:
-        """The error of an operation that ran in the background, which torch's C++ may have told under another name."""
+        """Return the error of an operation that ran in the background, which torch's C++ may have told under another
+        name.
+        """
         return next((error for work in reversed(self._recent) if (error := work.exception()) is not None), None)
 
     # -- the end -------------------------------------------------------------------------------------------------
@@ -432,7 +434,7 @@ class ProcessGroupBase(TorchGroup):
             self.transport.close()
 
     def _let_memory_go(self) -> None:
-        """What others than the group know of its memory ends here; nothing of the group's is under way."""
+        """End what others than the group know of its memory; nothing of the group's is under way."""
 
     def _settle(self, patience_s: float) -> bool:
         """Let what is queued end, and what other threads are in; whether all was over within `patience_s`."""

@@ -136,7 +136,8 @@ class ProcessGroupCollectives(ProcessGroupBase):
         return self._carry_out(run, opts, tensors)
 
     def sparse_mean(self, tensor: Tensor) -> Tensor:
-        """The mean over ranks of a coalesced sparse CPU tensor, on every rank; the inputs stay as they are. It waits.
+        """Return the mean over ranks of a coalesced sparse CPU tensor, on every rank; the inputs stay as they are. It
+        waits.
 
         As an all_reduce with AVG, which sparse tensors do not have, without c10d's way there and a copy of the result.
         """
@@ -198,7 +199,7 @@ class ProcessGroupCollectives(ProcessGroupBase):
 
     @entry_point
     def reduce(self, tensors: Any, opts: Any = None) -> Work:
-        """The root's tensor becomes the reduction over ranks; the others keep theirs."""
+        """Make the root's tensor the reduction over ranks; the others keep theirs."""
         root = check_root(opts, self._size, "reduce", "dst", len(tensors))
         tensor = one(tensors, "reduce", written=True)
         code, factor = reduction_of(opts.reduceOp, tensor.dtype, "reduce")
@@ -381,7 +382,7 @@ class ProcessGroupCollectives(ProcessGroupBase):
 
     @entry_point
     def reduce_scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Work:
-        """The output becomes the reduction over ranks of input_tensors[0][rank]; the inputs may differ in size."""
+        """Make the output the reduction over ranks of input_tensors[0][rank]; the inputs may differ in size."""
         words = "requires a single-element output tensor list"
         output = one(output_tensors, "reduce_scatter", words=words, written=True)
         if len(input_tensors) != 1:
@@ -402,7 +403,7 @@ class ProcessGroupCollectives(ProcessGroupBase):
 
     @entry_point
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Work:
-        """The output becomes the reduction over ranks of this rank's part of the tensor."""
+        """Make the output the reduction over ranks of this rank's part of the tensor."""
         check_tensor(output, "reduce_scatter_tensor", written=True)
         check_tensor(tensor, "reduce_scatter_tensor")
         check_parts(tensor, output, self._size, "reduce_scatter_tensor", ("the input", "the output"))
@@ -502,7 +503,8 @@ class ProcessGroupCollectives(ProcessGroupBase):
         return self._carry_out(lambda ctx: self.transport.barrier(ctx), opts, [])
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """A barrier that names who did not come, as every error of this backend does; the words are Gloo's.
+        """Wait for all ranks, and name those that did not come, as every error of this backend does; the words are
+        Gloo's.
 
         `wait_all_ranks` says whether the first line names all missing ranks or the first; what follows names all.
         """
@@ -524,7 +526,9 @@ class ProcessGroupCollectives(ProcessGroupBase):
 
 
 def _arguments_of_allreduce(tensors: Any, opts: Any, timeout: Any, op: Any, tensor: Any) -> tuple[Any, Any]:
-    """The list of tensors and the options of a call of `allreduce`, in whichever of PyTorch's forms it was made."""
+    """Return the list of tensors and the options of a call of `allreduce`, in whichever of PyTorch's forms it
+    was made.
+    """
     if type(opts) is c10d.AllreduceOptions and isinstance(tensors, list) and timeout is op is tensor is None:
         return tensors, opts
     if isinstance(tensors, Tensor) and tensor is None:  # by position

@@ -72,7 +72,7 @@ class RoutedProcessGroup(StagedProcessGroup):
         super()._part(patience_s, **how)
 
     def _group_inside(self, kind: str) -> Any:
-        """The group for the tensors of that type of device; talks to nobody."""
+        """Return the group for the tensors of that type of device; talks to nobody."""
         with self._opening:
             if self._closed:
                 raise closed(self._name)
@@ -94,7 +94,7 @@ class RoutedProcessGroup(StagedProcessGroup):
         return kind in self._staged or self._device_backends[kind].open is None or ranks_share_gpus()
 
     def _route(self, device: torch.device, operation: str, *, collective: bool) -> Any:
-        """The group that carries tensors on `device`; None if they go through the host."""
+        """Return the group that carries tensors on `device`; None if they go through the host."""
         device_backend = self._device_backends.get(device.type)
         if device_backend is None:
             raise ValueError(no_backend_for(device, operation))

@@ -127,7 +127,9 @@ class ProcessGroupMessages(ProcessGroupBase):
         return self._channels[key]
 
     def _end_receives(self, tag: int) -> Callable[[], None]:
-        """The first action of the executor for receives from anybody: wait until all receives before it are over."""
+        """Return the first action of the executor for receives from anybody: wait until all receives before it are
+        over.
+        """
         keys = [key for key in self._channels if (key[0], key[2]) == ("recv", tag)]
         executors = [self._channels.pop(key) for key in keys]
         return lambda: _close_all(executors, self._timeout_s)
@@ -142,7 +144,7 @@ def _close_all(executors: Sequence[SerialExecutor], timeout_s: float) -> None:
 
 
 def _failed(error: PhalanxError, outputs: list[Tensor]) -> dist.Work:
-    """A work that is over, and not well."""
+    """Return a work that is over, and not well."""
     work = PhalanxWork(outputs)
     work.settle(error)
     work.release()

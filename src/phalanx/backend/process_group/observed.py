@@ -103,7 +103,7 @@ _this_thread = threading.local()  # told; below: it carries an operator out; red
 
 
 def _profiled(group: Any, name: str, args: tuple[Any, ...]) -> Any:
-    """An event as those of torch's backends: asynchronous, entered where called and left where done."""
+    """Return an event as those of torch's backends: asynchronous, entered where called and left where done."""
     title, position = _EVENTS[name]
     read = list(_tensors(args[position])) if 0 <= position < len(args) else []
     event = _begin_event(f"{group.getBackendName()}:{title}", *read)
@@ -205,7 +205,7 @@ def _kernel(operator: str, carry_out: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _group_behind(process_group: Any) -> Any:
-    """The group of ours whose face this is, or None."""
+    """Return the group of ours whose face this is, or None."""
     reference = _groups.get(c10d.ProcessGroup.unbox(process_group))
     return reference() if reference is not None else None
 
@@ -223,14 +223,14 @@ def _options(kind: Callable[[], Any], given: dict[str, Any]) -> Any:
 
 
 def _boxed(group: Any, work: Any) -> Any:
-    """The work as operators return it: torch's half alone, so somebody must keep ours."""
+    """Return the work as operators return it: torch's half alone, so somebody must keep ours."""
     _this_thread.work = work
     group._recent.append(work)
     return work.boxed()
 
 
 def _unboxed(boxed: Any) -> Any:
-    """The reduction in an operator's argument, which tells Python its kind and not the factor of PREMUL_SUM."""
+    """Return the reduction in an operator's argument, which tells Python its kind and not the factor of PREMUL_SUM."""
     kinds = c10d.ReduceOp.RedOpType
     kind = kinds(boxed.op())
     if kind != kinds.PREMUL_SUM:
@@ -243,7 +243,9 @@ def _unboxed(boxed: Any) -> Any:
 def _lists(
     method: str, kind: Callable[[], Any], *names: str, returns: str = ""
 ) -> Callable[[Any, dict[str, Any]], Any]:
-    """What an operator does: call the group's `method` with these arguments, and answer with `returns` and the work."""
+    """Return what an operator does: call the group's `method` with these arguments, and answer with `returns` and the
+    work.
+    """
 
     def carry_out(group: Any, given: dict[str, Any]) -> Any:
         work = _boxed(group, getattr(group, method)(*(given[name] for name in names), _options(kind, given)))

@@ -51,7 +51,7 @@ class StagedProcessGroup(PhalanxProcessGroup):
         self._opening = threading.Lock()
 
     def _open_host_memory(self, kind: str) -> None:
-        """Collective, where ranks share memory."""
+        """Open the host's memory for this kind of device. Collective, where ranks share memory."""
         piece = None
         if self.shares_memory and self._size > 1:
             nbytes = staging_bytes(self.symm_mem.heap_bytes)
@@ -81,7 +81,7 @@ class StagedProcessGroup(PhalanxProcessGroup):
     def _through_host(
         self, name: str, here: Callable[..., dist.Work], device: torch.device, args: tuple[Any, ...]
     ) -> dist.Work:
-        """The operation `here` of the CPU, with the device's tensors staged in the host's memory."""
+        """Return the operation `here` of the CPU, with the device's tensors staged in the host's memory."""
         call = self._new_call(device)
         try:
             staged = self._stage(call, name, device, args)

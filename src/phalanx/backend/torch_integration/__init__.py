@@ -13,6 +13,9 @@ names where torch looks backends up, and the rest is applied at first use: when 
     env://, tcp://                       they work under mpiexec, and say who is where  "phalanx" is asked for
     file://                              it refuses a file that no store has written    "phalanx" is asked for
     monitored_barrier                    it takes our groups, which torch refuses       "phalanx" is asked for
+    _object_to_tensor, _tensor_to_object pickles between hosts carry a MAC             "phalanx" or "mpi" is asked for
+    all_gather_object and its like       each pickle is valid in one call only         "phalanx" or "mpi" is asked for
+    _broadcast_object of torch's ZeRO, PGTransport   their pickles carry a MAC, too    they are imported, after that
     _dist2's table of backends           its new_group("phalanx") works              as the two above, whichever first
     _dump_fr_trace, _json, _file, reset  torch's flight recorder shows our groups       "phalanx" is asked for
     NanCheckHook.attach                  it is called at our operations                 a group "phalanx" is made
@@ -33,6 +36,8 @@ names where torch looks backends up, and the rest is applied at first use: when 
     env://, tcp://                       tells a rendezvous handler for which backend it is called
     file://                              ends its waiting in a foreign file at the timeout
     monitored_barrier                    asks the group instead of its name
+    _object_to_tensor and the like       authenticates the objects that its collectives send
+    _broadcast_object, PGTransport       sends no pickles in plain tensors
     _dist2's table of backends           reads the backends that were registered with `Backend.register_backend`
     _dump_fr_trace and its like          asks a backend in Python for its records
     NanCheckHook.attach                  calls hooks of groups that are written in Python

@@ -115,7 +115,7 @@ def is_recording() -> bool:
 
 
 def _format_version() -> str:
-    """The version of the format that this torch's analyser reads: that of torch's own dumps."""
+    """Return the version of the format that this torch's analyser reads: that of torch's own dumps."""
     dumped = json.loads(_originals["_dump_fr_trace_json"](False, False)) if _originals else {}
     return str(dumped.get("version", _OLDEST_FORMAT))
 

@@ -103,7 +103,7 @@ def gradients_name(group: RecordedGroup) -> str:
 
 
 def _lines(group: RecordedGroup, library: str, offset_ns: int, *, stacks: bool) -> list[tuple[int, dict[str, Any]]]:
-    """The group's operations, each with the time at which it began."""
+    """Return the group's operations, each with the time at which it began."""
     lines, collectives, messages = [], 0, 0
     for number, record in enumerate(group.records):
         if record.is_numbered_call:
@@ -161,7 +161,9 @@ def _peers(group: RecordedGroup, record: Record) -> str:
 
 
 def _sizes(group: RecordedGroup, record: Record) -> tuple[list[list[int]], list[list[int]]]:
-    """The shapes that went in and came out. We record one shape: the input's, or the output's of what is scattered."""
+    """Return the shapes that went in and came out. We record one shape: the input's, or the output's of what is
+    scattered.
+    """
     one = [list(record.shape)]
     each = [list(record.shape) for _ in group.global_ranks]
     whole = [[len(group.global_ranks), *record.shape]]

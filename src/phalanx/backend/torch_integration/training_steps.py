@@ -34,7 +34,9 @@ def begin_to_observe() -> None:
 
 
 def _hook_optimizers() -> None:
-    """The log itself is what torch calls: a function of ours in between costs more than what it does."""
+    """Let torch call the log itself as the optimizers' hooks: a function of ours in between costs more than what it
+    does.
+    """
     from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
     log = _recorders[0].log
@@ -154,7 +156,7 @@ def _observe_scaler() -> None:
 
 
 def _observe_scale(kind: Any) -> None:
-    """The `scale` that this class has itself."""
+    """Observe the `scale` that this class has itself."""
     import torch
 
     theirs = vars(kind).get("scale")

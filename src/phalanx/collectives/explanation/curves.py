@@ -69,7 +69,7 @@ def compute(operation: Operation, nbytes: int, world_sizes: Sequence[int], ranks
 
 
 def plain(curves: Curves) -> Iterator[str]:
-    """The tables and the plot as lines of text."""
+    """Yield the tables and the plot as lines of text."""
     yield curves.headline
     for title, header, rows in _tables(curves):
         widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
@@ -82,7 +82,7 @@ def plain(curves: Curves) -> Iterator[str]:
 
 
 def show(curves: Curves, console: Console) -> None:
-    """The tables and the plot on a terminal; green is the best of a row."""
+    """Print the tables and the plot on a terminal; green is the best of a row."""
     console.print(Text(curves.headline, style="bold"))
     for title, header, rows in _tables(curves):
         table = Table(title=title, title_justify="left", title_style="bold", header_style="dim", box=None)
@@ -173,7 +173,7 @@ class _Axis:
         return self.length * math.log(value / self.low) / math.log(self.high / self.low)
 
     def ticks(self, base: float) -> list[float]:
-        """The powers of `base` on the axis, or its ends if there are not two."""
+        """Return the powers of `base` on the axis, or its ends if there are not two."""
         first, last = math.ceil(math.log(self.low, base) - 1e-9), math.floor(math.log(self.high, base) + 1e-9)
         powers = [base**power for power in range(first, last + 1)]
         return powers if len(powers) > 1 else [self.low, self.high]

@@ -22,7 +22,7 @@ _BOX_HEIGHT, _GAP, _BETWEEN_RANKS = 32.0, 58.0, 22.0
 
 
 def draw(schedule: Schedule) -> str:
-    """The schedule as SVG.
+    """Return the schedule as SVG.
 
     Raises:
         ValueError: too many ranks, chunks or steps for a page that can be read.
@@ -74,7 +74,7 @@ class _Page:
         return _LEFT + rank * (self.rank_width + _BETWEEN_RANKS) + chunk * self.box
 
     def bands(self) -> None:
-        """A tinted band behind each phase, and a label for each step."""
+        """Draw a tinted band behind each phase, and a label for each step."""
         row = 0
         for number, phase in enumerate(phase for phase in self.schedule.phases if phase.num_steps):
             top = self.row_top(row) + _BOX_HEIGHT + 4
@@ -108,7 +108,7 @@ class _Page:
                     self.drawing.line(ends, stroke=INK, width=1.6)
 
     def boxes(self, row: int, snapshot: Snapshot) -> None:
-        """What every rank holds after the step."""
+        """Draw what every rank holds after the step."""
         written = {(t.dst, chunk) for t in snapshot.transfers for chunk in range(t.start, t.stop)}
         for rank, values in enumerate(snapshot.state):
             for chunk, value in enumerate(values):

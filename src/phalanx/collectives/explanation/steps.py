@@ -43,7 +43,7 @@ class StepView:
 
 
 def walk_steps(schedule: Schedule) -> Iterator[StepView]:
-    """The state before the schedule, then each step. Raises ValueError for more ranks than a person can read."""
+    """Yield the state before the schedule, then each step. Raises ValueError for more ranks than a person can read."""
     require_readable(schedule)
     before: State = ()
     for snapshot in trace(schedule):
@@ -65,7 +65,7 @@ def require_readable(schedule: Schedule) -> None:
 
 
 def headline(schedule: Schedule) -> list[str]:
-    """What the schedule is, in a few lines."""
+    """Return what the schedule is, in a few lines."""
     chunks = chunks_name(0, schedule.num_chunks)
     return [
         f"{schedule.algorithm} {schedule.operation}: {_count(schedule.world_size, 'rank')}, "
@@ -75,7 +75,7 @@ def headline(schedule: Schedule) -> list[str]:
 
 
 def plain(schedule: Schedule) -> Iterator[str]:
-    """The steps as lines of text; a star marks what a step wrote."""
+    """Yield the steps as lines of text; a star marks what a step wrote."""
     yield from headline(schedule)
     yield "a0+a1 is chunk a, the parts of ranks 0 and 1 combined; * was written in the step."
     names = [chunk_name(chunk) for chunk in range(schedule.num_chunks)]
@@ -98,7 +98,7 @@ def count_lines(schedule: Schedule) -> int:
 
 
 def summary(schedule: Schedule) -> Iterator[str]:
-    """The first and the last step of each phase, with a few of their transfers."""
+    """Yield the first and the last step of each phase, with a few of their transfers."""
     yield from headline(schedule)
     before: State = ()
     for snapshot in trace(schedule):
@@ -117,7 +117,7 @@ def summary(schedule: Schedule) -> Iterator[str]:
 
 
 def show(schedule: Schedule, console: Console) -> None:
-    """The steps on a terminal: bold is what a step wrote, green is final."""
+    """Print the steps on a terminal: bold is what a step wrote, green is final."""
     for line in headline(schedule):
         console.print(escape(line), style="bold" if line.startswith(schedule.algorithm) else "", highlight=False)
     key = "a0+a1 is chunk a, the parts of ranks 0 and 1 combined; [bold]bold[/]: written; [green]green[/]: final."

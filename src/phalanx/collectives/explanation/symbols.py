@@ -12,7 +12,7 @@ _WRITTEN_OUT = 4
 
 
 def chunk_name(chunk: int) -> str:
-    """a, b, … z, aa, ab, …"""
+    """Return the name of a chunk: a, b, … z, aa, ab, …"""
     name = ""
     chunk += 1
     while chunk:
@@ -22,12 +22,12 @@ def chunk_name(chunk: int) -> str:
 
 
 def chunks_name(start: int, stop: int) -> str:
-    """The chunks [start, stop): a, or a-d."""
+    """Return the chunks [start, stop): a, or a-d."""
     return chunk_name(start) if stop - start == 1 else f"{chunk_name(start)}-{chunk_name(stop - 1)}"
 
 
 def value_text(value: Value | None, chunk: int, world_size: int) -> str:
-    """What a rank holds of `chunk`: a0+a1, a[0-5], Σa for all of more than four ranks, · for nothing."""
+    """Return what a rank holds of `chunk`: a0+a1, a[0-5], Σa for all of more than four ranks, · for nothing."""
     if value is None:
         return "·"
     name, ranks = chunk_name(chunk), sorted(value.contributors)

@@ -21,7 +21,7 @@ _SCALE_BYTES = 4
 
 
 def message_bytes(numel: int, block: int) -> int:
-    """The length of the message for `numel` elements, a multiple of `block`."""
+    """Return the length of the message for `numel` elements, a multiple of `block`."""
     return numel + numel // block * _SCALE_BYTES
 
 
@@ -43,7 +43,7 @@ def encode(values: Tensor, block: int) -> Tensor:
 
 
 def decode(message: Tensor, block: int, dtype: torch.dtype) -> Tensor:
-    """What `encode` has left of the values: (rows, n) of `dtype`."""
+    """Return what `encode` has left of the values: (rows, n) of `dtype`."""
     rows, length = message.shape
     numel = length * block // (block + _SCALE_BYTES)
     steps = message[:, :numel].view(torch.int8).reshape(rows, numel // block, block).to(dtype)

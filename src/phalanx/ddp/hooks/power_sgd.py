@@ -82,12 +82,12 @@ class PowerSGDState:
         self.pipeline = Pipeline()
 
     def compression_stats(self) -> tuple[float, int, int]:
-        """The rate, and the number of elements before and after compression, since the first compressed step."""
+        """Return the rate, and the number of elements before and after compression, since the first compressed step."""
         before, after = self.total_numel_before_compression, self.total_numel_after_compression
         return (before / after if after else 0.0), before, after
 
     def draw_seed(self) -> int:
-        """A number that is the same on all ranks, which draw in the same order."""
+        """Return a number that is the same on all ranks, which draw in the same order."""
         self._num_drawn += 1
         return int(self._rng.randint(1_000_000_000))
 
@@ -210,7 +210,7 @@ def _compress(state: PowerSGDState, bucket: Any) -> Stages:
 
 
 def _divide(state: PowerSGDState, bucket: Any, values: Tensor) -> tuple[list[_Factored], list[Tensor]]:
-    """The matrices to be compressed, each with its Q, and everything else; views of `values`."""
+    """Return the matrices to be compressed, each with its Q, and everything else; views of `values`."""
     matrices: list[_Factored] = []
     whole: list[Tensor] = []
     seed = None
@@ -239,7 +239,7 @@ def _divide(state: PowerSGDState, bucket: Any, values: Tensor) -> tuple[list[_Fa
 
 
 def _like(residual: Tensor, values: Tensor, matrices: list[_Factored]) -> list[Tensor]:
-    """The parts of `residual` where the matrices lie in `values`."""
+    """Return the parts of `residual` where the matrices lie in `values`."""
     return [
         residual[m.value.storage_offset() : m.value.storage_offset() + m.value.numel()].view(m.value.shape)
         for m in matrices

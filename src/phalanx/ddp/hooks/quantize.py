@@ -50,7 +50,7 @@ class QuantizationState:
         self.pipeline = Pipeline()
 
     def state_dict(self, named_parameters: Named) -> dict[str, Any]:
-        """The residuals of this rank, by name: every rank saves its own, with `model.named_parameters()`."""
+        """Return the residuals of this rank, by name: every rank saves its own, with `model.named_parameters()`."""
         return {"residual": self.residual.state_dict(named_parameters)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], named_parameters: Named) -> None:

@@ -32,7 +32,9 @@ class Residual:
         self._views: dict[Tensor, Tensor] = {}
 
     def of(self, bucket: Any) -> Tensor:
-        """The residual of a bucket as one flat tensor of `bucket.buffer()`'s length; write into it to change it."""
+        """Return the residual of a bucket as one flat tensor of `bucket.buffer()`'s length; write into it to
+        change it.
+        """
         buffer: Tensor = bucket.buffer()
         parameters: list[Tensor] = bucket.parameters()
         start = buffer.storage_offset()
@@ -52,7 +54,7 @@ class Residual:
         return flat
 
     def state_dict(self, named: Named) -> dict[str, Tensor]:
-        """Copies of the residuals, by the names of `named`, which lists the model's parameters."""
+        """Return copies of the residuals, by the names of `named`, which lists the model's parameters."""
         return {name: self._views[parameter].clone() for name, parameter in named if parameter in self._views}
 
     def load_state_dict(self, state: Mapping[str, Tensor], named: Named) -> None:

@@ -109,7 +109,7 @@ class _OnDemand(torch.futures.Future[Tensor]):
     value = wait
 
     def then(self, callback: Callable[[Any], Any]) -> Any:
-        """What `callback` makes of this future, when somebody waits for it."""
+        """Return what `callback` makes of this future, when somebody waits for it."""
 
         def make() -> Any:
             self.wait()

@@ -129,7 +129,7 @@ class Underway:
         self.finish(timeout.total_seconds(), self.watch().look)
 
     def watch(self) -> Watch:
-        """What `finish` may call to end when the other end of a message leaves."""
+        """Return what `finish` may call to end when the other end of a message leaves."""
         return Watch(self._engine, self._peer)
 
     def _source_rank(self) -> int:
@@ -194,7 +194,9 @@ class MpiEngine:
         runtime.add_listener(self.listen)
 
     def _in_time(self, call: Callable[[], Any], timeout: timedelta) -> Any:
-        """What `call` returns, from a thread of its own: there is no way to ask MPI for this and come back later."""
+        """Return what `call` returns, from a thread of its own: there is no way to ask MPI for this and come back
+        later.
+        """
         answers: list[Any] = []
         errors: list[Exception] = []
 
@@ -255,7 +257,7 @@ class MpiEngine:
             return operation
 
     def memory(self, tensor: Tensor) -> Any:
-        """A contiguous tensor's bytes, in place, as MPI takes them."""
+        """Return a contiguous tensor's bytes, in place, as MPI takes them."""
         return self.runtime.mpi.memory.fromaddress(tensor.data_ptr(), tensor.numel() * tensor.element_size())
 
     def _bytes(self, tensor: Tensor) -> list[Any]:
@@ -346,6 +348,6 @@ class MpiEngine:
 
 
 def _tag_of(world_ranks: Sequence[int]) -> int:
-    """Groups that are made at the same time by different ranks must not be mixed up."""
+    """Return a tag that keeps apart groups that different ranks make at the same time."""
     digest = hashlib.blake2b(repr(list(world_ranks)).encode(), digest_size=2).digest()
     return int.from_bytes(digest, "little") >> 1  # MPI promises tags up to 32767

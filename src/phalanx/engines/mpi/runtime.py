@@ -107,7 +107,7 @@ _starting = threading.Lock()
 
 
 def start(launcher: Launcher | None) -> Runtime:
-    """The MPI of this process, started unless it was; `launcher` is what the environment says.
+    """Return the MPI of this process, started unless it was; `launcher` is what the environment says.
 
     Waits for all processes of the job, as MPI_Init does. At the end of the process MPI is finalized, which waits for
     all as well; after an uncaught exception, or with operations that never ended, the job is ended instead (MPI_Abort).
@@ -154,7 +154,7 @@ def why_not(launcher: Launcher | None) -> str:
 
 
 def _load() -> Any:
-    """The module mpi4py.MPI; if it was not there before, without its habit of starting MPI on import."""
+    """Return the module mpi4py.MPI; if it was not there before, without its habit of starting MPI on import."""
     if "mpi4py.MPI" in sys.modules:
         return sys.modules["mpi4py.MPI"]
     try:
@@ -197,7 +197,7 @@ def _start(mpi: Any) -> Runtime:
 
 
 def _unlike(launcher: Launcher, vendor: str, size: int) -> str:
-    """What to say when the launcher and MPI count differently."""
+    """Return what to say when the launcher and MPI count differently."""
     if launcher.is_mpi:
         return (
             f"MPI: mpiexec ({launcher.name}) started {launcher.world_size} processes, but {vendor} sees {size}.\n"

@@ -116,21 +116,21 @@ class Elastic:
         return self._best_step
 
     def on_step(self, step: int) -> None:
-        """A rank is known to have completed this step."""
+        """Note that a rank has completed this step."""
         self._on_step(step)
 
     def rank_of(self, seat: int) -> int:
-        """The rank of a seat in the generation that there is."""
+        """Return the rank of a seat in the generation that there is."""
         seats = self.generation.seats
         return seats.index(seat) if seat in seats else seat
 
     def on_started(self, seat: int, pid: int) -> None:
-        """A process was forked into a seat."""
+        """Note that a process was forked into a seat."""
         self.members[seat] = Member(seat, pid)
         self._forking.discard(seat)
 
     def on_message(self, seat: int, pid: int, message: Mapping[str, Any], now: float) -> list[ElasticAction]:
-        """A rank says something; what makes no sense is as if it had not come."""
+        """Hear what a rank says; what makes no sense is as if it had not come."""
         member = self.members.get(seat)
         if member is None or member.pid != pid:
             return []
@@ -165,7 +165,7 @@ class Elastic:
         return member is not None and member.pid == pid and self.active
 
     def on_report(self, report: Report, now: float) -> list[ElasticAction] | None:
-        """A rank tells of an exception that nobody caught, and is about to end; None: it is an ordinary failure."""
+        """Hear of an exception that nobody caught in a rank, which is about to end; None: it is an ordinary failure."""
         if not self.claims(report.rank, report.pid):
             return None
         self.members[report.rank].report = report
@@ -173,7 +173,7 @@ class Elastic:
         return []
 
     def on_exit(self, exit: Exit, now: float) -> list[ElasticAction] | None:
-        """The process of a rank has ended; None: as ever (it has ended well, or the job is not elastic)."""
+        """Hear that the process of a rank has ended; None: as ever (it has ended well, or the job is not elastic)."""
         member = self.members.get(exit.rank)
         if member is None or member.pid != exit.pid:
             return None
@@ -195,7 +195,7 @@ class Elastic:
         return self._decide(now)
 
     def on_unforked(self, seat: int, why: str, now: float) -> list[ElasticAction] | None:
-        """The system refused the process for a seat; None: it was one of the first."""
+        """Hear that the system refused the process for a seat; None: it was one of the first."""
         if not self.generation.number or seat in self.members:
             return None
         self._refuses_forks = True
@@ -247,7 +247,7 @@ class Elastic:
         return pid in self._evicted
 
     def give_up(self) -> GiveUp:
-        """What was lost and not decided is an ordinary failure from now on."""
+        """Take what was lost and not decided for an ordinary failure from now on."""
         self.given_up = True
         self._due = {}
         self._plan_due()
@@ -255,7 +255,7 @@ class Elastic:
         return GiveUp(tuple(e for e, _ in exits), tuple(r for _, r in exits if r is not None))
 
     def _finish(self) -> list[ElasticAction]:
-        """An ordinary job from now on: nobody is killed for being silent, and who waits for others waits in vain."""
+        """Go on as an ordinary job: nobody is killed for being silent, and who waits for others waits in vain."""
         self.finished = True
         self._due = {}
         self._plan_due()
@@ -296,7 +296,9 @@ class Elastic:
         )
 
     def _on_told_loss(self, member: Member, generation: int, told: tuple[bool, str], now: float) -> list[ElasticAction]:
-        """A rank has left a generation. If no process has ended, the others must follow, or are what it waits for."""
+        """Hear that a rank has left a generation. If no process has ended, the others must follow, or are what
+        it waits for.
+        """
         member.has_lost = max(member.has_lost, generation)
         if why := self._find_no_generation():
             return [_refuse(member, why)]
@@ -322,7 +324,7 @@ class Elastic:
                 self._set_due(other.seat, now + span_s, why)
 
     def _on_waiting(self, member: Member, generation: int, now: float) -> list[ElasticAction]:
-        """A rank waits for the generation after that one: it is answered, so that it does not wait for nobody."""
+        """Answer a rank that waits for the generation after that one, so that it does not wait for nobody."""
         if generation < self.generation.number and not self._exits:
             return [TellGeneration(member.seat)]
         if why := self._find_no_generation():
@@ -389,7 +391,7 @@ class Elastic:
         ]
 
     def _fail(self, why: str) -> list[ElasticAction]:
-        """The job fails of those that were lost; if none was, each rank of the error by which it left its group."""
+        """Fail the job by those that were lost; if none was, by the error with which each rank left its group."""
         told = [] if self._exits or self._gone else [_refuse(member, why) for member in self.members.values()]
         return [*told, self.give_up()]
 

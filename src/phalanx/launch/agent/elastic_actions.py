@@ -128,7 +128,7 @@ ElasticAction = (
 def plan_message(
     generation: Generation, seat: int, begin: BeginGeneration, environment: Mapping[str, str]
 ) -> dict[str, Any]:
-    """What the rank with this seat is told of a generation; `environment` is that of a process started now."""
+    """Return what the rank with this seat is told of a generation; `environment` is that of a process started now."""
     seats = generation.seats
     holders = [seats.index(holder) for holder in begin.holders if holder in seats]
     return {

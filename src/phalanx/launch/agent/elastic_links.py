@@ -79,7 +79,7 @@ class ElasticLinks:
             self._send_some(self._links[fd])
 
     def read(self, fd: int) -> list[tuple[int, int, dict[str, Any]]]:
-        """The messages that have come on `fd`, each with seat and process; a closed connection is let go of."""
+        """Return the messages that have come on `fd`, each with seat and process; a closed connection is let go of."""
         link = self._links.get(fd)
         messages: list[tuple[int, int, dict[str, Any]]] = []
         while link is not None and len(messages) < _MAX_AT_ONCE:
@@ -101,7 +101,7 @@ class ElasticLinks:
         return messages
 
     def drop(self, pid: int) -> list[tuple[int, int, dict[str, Any]]]:
-        """The process has ended: what it said last, before its connection is let go of."""
+        """Return what a process that has ended said last, before its connection is let go of."""
         said: list[tuple[int, int, dict[str, Any]]] = []
         for fd in [fd for fd, link in self._links.items() if link.pid == pid]:
             said += self.read(fd)

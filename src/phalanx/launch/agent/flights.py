@@ -21,7 +21,7 @@ class Flights:
         self._ended: deque[GroupLog] = deque(maxlen=_MAX_ENDED)
 
     def add(self, message: Mapping[str, Any], fds: Sequence[int], lost: Collection[int] = ()) -> None:
-        """A rank shows a group; the descriptors become ours. What can't be read is not kept.
+        """Take a group that a rank shows; the descriptors become ours. What can't be read is not kept.
 
         `lost` are processes that have ended, and others have gone on: their groups are over.
         """
@@ -51,7 +51,7 @@ class Flights:
         return tuple(self._observed)
 
     def logs(self) -> list[GroupLog]:
-        """What all known groups did, the oldest group first."""
+        """Return what all known groups did, the oldest group first."""
         return [*self._ended, *(log for observer in self._observed if (log := _read(observer)) is not None)]
 
     def close(self) -> None:

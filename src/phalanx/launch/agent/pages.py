@@ -17,7 +17,7 @@ class Pages:
         self._fds: dict[int, int] = {}  # by process
 
     def add(self, pid: int, fds: Sequence[int]) -> None:
-        """The process shows a page; the descriptors become ours. What is no page is not kept."""
+        """Take a page that the process shows; the descriptors become ours. What is no page is not kept."""
         kept = fds[0] if len(fds) == 1 and read_page(fds[0]) is not None else -1
         for fd in fds:
             if fd != kept:
@@ -32,7 +32,7 @@ class Pages:
             os.close(self._fds.pop(next(iter(self._fds))))
 
     def fds_of(self, pids: Sequence[int]) -> dict[int, int]:
-        """The descriptors of those processes that have a page; they stay ours."""
+        """Return the descriptors of those processes that have a page; they stay ours."""
         return {pid: self._fds[pid] for pid in pids if pid in self._fds}
 
     def read(self, pid: int) -> Progress | None:
@@ -41,7 +41,7 @@ class Pages:
         return None if fd is None else read_page(fd)
 
     def drop(self, pid: int) -> None:
-        """The process has ended: an elastic job may lose a thousand."""
+        """Forget a process that has ended: an elastic job may lose a thousand."""
         fd = self._fds.pop(pid, None)
         if fd is not None:
             os.close(fd)

@@ -57,7 +57,7 @@ class RankProcesses:
         return os.pread(self._dumps[rank], _MAX_DUMP_BYTES, 0).decode(errors="replace")
 
     def lose(self, exit: Exit) -> None:
-        """The process has ended, and the job goes on without it."""
+        """Forget a process that has ended, where the job goes on without it."""
         self.pids.pop(exit.rank, None)
         self.lost_ns[exit.pid] = int(exit.at * 1e9)
 

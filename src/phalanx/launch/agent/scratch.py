@@ -14,7 +14,9 @@ _next_store = 0
 
 
 def create_scratch(name: str) -> int:
-    """A file without a name that a rank writes, and we read when it can't speak any more; a write adds to its end."""
+    """Return a file without a name that a rank writes, and we read when it can't speak any more; a write adds
+    to its end.
+    """
     if sys.platform != "linux":
         return os.open(os.devnull, os.O_RDWR)
     fd = create(name)
@@ -23,7 +25,7 @@ def create_scratch(name: str) -> int:
 
 
 def create_store() -> int | None:
-    """A file without a name, which the ranks open through this process: gone with it, and no port opened.
+    """Return a file without a name, which the ranks open through this process: gone with it, and no port opened.
 
     The number of its descriptor is that of a store or of nothing, now and later: the end of torch's FileStore, which
     Python's collector may put off by several generations, opens the path once more to count itself out, and what it

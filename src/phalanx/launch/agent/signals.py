@@ -12,7 +12,7 @@ _CAUGHT = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGT
 
 @contextmanager
 def caught_signals() -> Iterator[int]:
-    """A descriptor on which each signal that arrives is a byte, its number; dispositions are restored afterwards.
+    """Yield a descriptor on which each signal that arrives is a byte, its number; dispositions are restored afterwards.
 
     A signal that whoever started us chose to ignore (nohup, a background job) stays ignored.
     """
@@ -37,7 +37,7 @@ def caught_signals() -> Iterator[int]:
 
 
 def read_signals(fd: int) -> list[int]:
-    """The signals that have arrived."""
+    """Return the signals that have arrived."""
     try:
         return list(os.read(fd, 4096))
     except BlockingIOError:

@@ -41,7 +41,7 @@ def find_silent(
     last_step_ns: Mapping[int, int],
     now_ns: int,
 ) -> list[Silent]:
-    """The processes among `pids` that others wait for, the longest silence first.
+    """Return the processes among `pids` that others wait for, the longest silence first.
 
     Arguments:
         groups: what the ranks have recorded.
@@ -83,7 +83,7 @@ def find_silent(
 
 
 def _counter(record: Record) -> str:
-    """What the operation is counted in: rounds of gradients have numbers of their own."""
+    """Return what the operation is counted in: rounds of gradients have numbers of their own."""
     return "gradients" if record.kind == GRADIENTS else "calls"
 
 
@@ -101,7 +101,7 @@ def _has_come(records: Sequence[Record], counted: str, seq: int, waiters: Sequen
 
 
 def _running(groups: Sequence[GroupLog]) -> set[int]:
-    """The processes that are in an operation."""
+    """Return the processes that are in an operation."""
     return {rank.pid for group in groups for rank in group.ranks if any(r.leave_ns == 0 for r in rank.records)}
 
 
@@ -115,7 +115,7 @@ def _last_signs(groups: Sequence[GroupLog], last_step_ns: Mapping[int, int]) -> 
 
 
 def _waits(group: GroupLog, pids: Collection[int]) -> dict[tuple[str, int], dict[int, Record]]:
-    """The collectives of the group in which somebody is, and who."""
+    """Return the collectives of the group in which somebody is, and who."""
     waits: dict[tuple[str, int], dict[int, Record]] = defaultdict(dict)
     for rank in group.ranks:
         for record in rank.records:
@@ -171,7 +171,7 @@ class Lateness:
             self._span_ns += max(seen_ns) - min(seen_ns)
 
     def find_slow(self) -> Slow | None:
-        """The process that is constantly slower than the others, if one is."""
+        """Return the process that is constantly slower than the others, if one is."""
         if self._num_operations < _FEW:
             return None
         pid = max(self._times, key=self._times.__getitem__)

@@ -36,7 +36,7 @@ def call(rank: int, fn: Callable[[], Any]) -> Outcome:
 
 
 def describe_error(error: BaseException) -> str:
-    """A headline, and the traceback."""
+    """Return a headline, and the traceback."""
     return f"raised {type(error).__name__}\n" + "".join(traceback.format_exception(error))
 
 
@@ -48,7 +48,7 @@ def write(path: Path, outcome: Outcome, dumps: Callable[[Any], bytes] = pickle.d
 
 
 def read(path: Path) -> Outcome | None:
-    """What `write` has written there; None if it has not."""
+    """Return what `write` has written there; None if it has not."""
     if not path.exists():
         return None
     outcome: Outcome = pickle.loads(path.read_bytes())
@@ -71,7 +71,7 @@ def _pickled(outcome: Outcome, dumps: Callable[[Any], bytes]) -> bytes:
 
 
 def describe_exit(exit_code: int) -> str:
-    """An exit code of `multiprocessing` in words: a signal by name, anything else by number."""
+    """Return an exit code of `multiprocessing` in words: a signal by name, anything else by number."""
     if exit_code >= 0:
         return f"left with exit code {exit_code} before its function returned"
     try:

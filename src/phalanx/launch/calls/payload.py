@@ -17,7 +17,7 @@ Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
 def encode(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
-    """The call, for `decode` in another process. Copies the arguments once.
+    """Return the call, for `decode` in another process. Copies the arguments once.
 
     Raises:
         TypeError: something cannot be sent; the message names it.
@@ -32,7 +32,7 @@ def encode(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any
 
 
 def decode(data: bytes) -> Call:
-    """The call that `encode` was given.
+    """Return the call that `encode` was given.
 
     Raises:
         Exception: whatever an import that the call needs raises here.
@@ -42,7 +42,7 @@ def decode(data: bytes) -> Call:
 
 
 def encode_value(value: object) -> bytes:
-    """What a call returned, for plain `pickle.loads` where the call came from."""
+    """Return what a call returned, for plain `pickle.loads` where the call came from."""
     import cloudpickle
 
     return bytes(cloudpickle.dumps(value))
@@ -94,7 +94,7 @@ def show_in_main(fn: Callable[..., Any]) -> None:
 
 
 def _find_unpicklable(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """The smallest part that cannot be pickled, in words."""
+    """Return the smallest part that cannot be pickled, in words."""
     for name, part in _parts(fn, args, kwargs):
         if not _can_be_sent(part):
             return f"{name} (a {type(part).__name__})"

@@ -24,7 +24,7 @@ _PART_BYTES = 1 << 20
 
 
 def connect(environ: Mapping[str, str]) -> Client | None:
-    """A connection to the coordinator of this rank's job; None in a job on one host."""
+    """Return a connection to the coordinator of this rank's job; None in a job on one host."""
     told = environ.get("PHALANX_STORE", "")
     if not told.startswith(COORDINATOR):
         return None
@@ -57,7 +57,9 @@ def find_join_timeout(client: Client) -> float:
 
 
 def take(client: Client, name: str, timeout_s: float | None = None) -> bytes:
-    """What was put under that name; waits until it is there, for the client's own time-out unless told otherwise."""
+    """Return what was put under that name; waits until it is there, for the client's own time-out unless told
+    otherwise.
+    """
     count = int(client.get(f"{_PREFIX}{name}", timeout=client.timeout if timeout_s is None else timeout_s))
     return b"".join(client.get(f"{_PREFIX}{name}/{i}") for i in range(count))
 

@@ -25,7 +25,7 @@ class Verdict:
 
     @classmethod
     def read(cls, path: str) -> Verdict | None:
-        """What was written there; None if nothing was."""
+        """Return what was written there; None if nothing was."""
         try:
             return cls(**json.loads(Path(path).read_text()))
         except FileNotFoundError:

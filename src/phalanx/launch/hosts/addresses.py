@@ -47,7 +47,9 @@ _IFF_UP = 1
 
 
 def own_addresses() -> list[OwnAddress]:
-    """This host's addresses: those that lead far in front, IPv4 before IPv6, link-local ones and loopback last."""
+    """Return this host's addresses: those that lead far in front, IPv4 before IPv6, link-local ones and
+    loopback last.
+    """
     found = []
     if sys.platform == "linux":
         libc = ctypes.CDLL(None, use_errno=True)
@@ -82,7 +84,7 @@ def _distance(own: OwnAddress) -> int:
 
 
 def _routed_address() -> str:
-    """The address from which this host reaches the rest of the world, if it does; nothing is sent."""
+    """Return the address from which this host reaches the rest of the world, if it does; nothing is sent."""
     for family, target in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):  # of no host: RFC 5737
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as sock:
             sock.connect((target, 9))
@@ -91,7 +93,7 @@ def _routed_address() -> str:
 
 
 def resolve(host: str) -> list[str]:
-    """The addresses that a name leads to; itself for an address; empty where it leads nowhere."""
+    """Return the addresses that a name leads to; itself for an address; empty where it leads nowhere."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
@@ -113,6 +115,6 @@ def is_own(host: str) -> bool:
 
 
 def find_interface(address: str) -> str:
-    """The interface that has this address of ours; empty where that is unknown."""
+    """Return the interface that has this address of ours; empty where that is unknown."""
     plain = address.partition("%")[0]
     return next((own.interface for own in own_addresses() if own.address.partition("%")[0] == plain), "")

@@ -74,7 +74,7 @@ class Notices:
             self.add(line)
 
     def take(self) -> list[str]:
-        """What has come."""
+        """Return what has come."""
         with contextlib.suppress(BlockingIOError):
             os.read(self._read, 4096)
         lines = []
@@ -132,7 +132,7 @@ class ControlChannel:
             self._lock.notify()
 
     def give_back(self, messages: Sequence[ControlMessage | Change]) -> None:
-        """What was taken, and is for whoever takes next; `has_more` says so, the descriptor does not."""
+        """Put back what was taken, and is for whoever takes next; `has_more` says so, the descriptor does not."""
         self._given_back += messages
 
     @property
@@ -141,7 +141,7 @@ class ControlChannel:
         return bool(self._given_back)
 
     def take(self) -> list[ControlMessage | Change]:
-        """What has come; does not wait."""
+        """Return what has come; does not wait."""
         messages, self._given_back = self._given_back, []
         for event in self._client.take():
             if event.kind != "message":
@@ -161,7 +161,9 @@ class ControlChannel:
         return messages
 
     def to_own_clock(self, member: int, at: float) -> float:
-        """A time that `member` told, on this host's monotonic clock: late by the shortest way of a message so far."""
+        """Return a time that `member` told, on this host's monotonic clock: late by the shortest way of a
+        message so far.
+        """
         return at + self._offsets.get(member, 0.0)
 
     def join_again(self, facts: Mapping[str, Any], timeout_s: float, watch: Collection[int]) -> None:
@@ -193,7 +195,7 @@ class ControlChannel:
         return not self._waiting_bytes
 
     def take_back(self, kind: str) -> list[dict[str, Any]]:
-        """The messages of a kind that were not sent, and will not be: whoever was to read them has gone."""
+        """Return the messages of a kind that were not sent, and will not be: whoever was to read them has gone."""
         with self._lock:
             waiting = [json.loads(data) for _, data in self._queue if data]
             for _ in range(max(0, len(self._queue) - 1)):
@@ -276,5 +278,5 @@ def encode_lines(lines: Sequence[bytes]) -> list[str]:
 
 
 def decode_lines(lines: Sequence[str]) -> list[bytes]:
-    """The opposite of `encode_lines`."""
+    """Read what `encode_lines` wrote."""
     return [str(line).encode("utf-8", "surrogateescape") for line in lines]

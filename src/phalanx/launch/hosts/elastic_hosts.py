@@ -84,7 +84,7 @@ class ElasticHosts(Elastic):
         return self._waits_since is not None and self.ended is None
 
     def on_started(self, seat: int, pid: int) -> None:
-        """A process was forked into a seat."""
+        """Note that a process was forked into a seat."""
         arrival = self._arrival_of(seat)
         if arrival is not None:
             arrival.members[seat] = Member(seat, pid)
@@ -92,7 +92,7 @@ class ElasticHosts(Elastic):
             super().on_started(seat, pid)
 
     def on_message(self, seat: int, pid: int, message: Mapping[str, Any], now: float) -> list[ElasticAction]:
-        """A rank says something."""
+        """Hear what a rank says."""
         arrival = self._arrival_of(seat)
         kind = message.get("kind")
         if arrival is None:
@@ -116,7 +116,7 @@ class ElasticHosts(Elastic):
         return self._take_in_arrivals(now)
 
     def on_report(self, report: Report, now: float) -> list[ElasticAction] | None:
-        """A rank tells of an exception that nobody caught."""
+        """Hear of an exception that nobody caught in a rank."""
         arrival = self._arrival_of(report.rank)
         if arrival is None:
             return super().on_report(report, now)
@@ -124,7 +124,7 @@ class ElasticHosts(Elastic):
         return []
 
     def on_exit(self, exit: Exit, now: float) -> list[ElasticAction] | None:
-        """The process of a rank has ended."""
+        """Hear that the process of a rank has ended."""
         arrival = self._arrival_of(exit.rank)
         if arrival is None:
             return super().on_exit(exit, now)
@@ -134,7 +134,7 @@ class ElasticHosts(Elastic):
         return [DropHost(arrival.seats.member, why)]
 
     def on_host_came(self, candidate: Candidate, now: float) -> list[ElasticAction]:
-        """A host is there, with so many places for ranks."""
+        """Hear that a host is there, with so many places for ranks."""
         self.spares[candidate.member] = candidate
         return self._use_spares(now)
 
@@ -186,7 +186,7 @@ class ElasticHosts(Elastic):
         return Lost(seat, self.rank_of(seat), gone.pid, why, now, self.generation.number, step, label)
 
     def pid_of(self, seat: int) -> int | None:
-        """The process in a seat, of those that have not ended."""
+        """Return the process in a seat, of those that have not ended."""
         arrival = self._arrival_of(seat)
         member = (self.members if arrival is None else arrival.members).get(seat)
         return None if member is None else member.pid

@@ -18,7 +18,7 @@ def logs_to_json(logs: Sequence[GroupLog]) -> list[dict[str, Any]]:
 def logs_from_json(
     groups: Sequence[Mapping[str, Any]], ended_ns: Mapping[str, int], offset_ns: int
 ) -> tuple[list[GroupLog], dict[int, int]]:
-    """The inverse, with all times `offset_ns` later: on the clock of this host."""
+    """Read what another host wrote, with all times `offset_ns` later: on the clock of this host."""
     logs = []
     for group in groups:
         ranks = []

@@ -17,7 +17,7 @@ def generation_to_json(begun: BeginGeneration) -> dict[str, Any]:
 
 
 def generation_from_json(fields: Mapping[str, Any]) -> BeginGeneration:
-    """The inverse.
+    """Read a generation from a message of the first host.
 
     Raises:
         KeyError, TypeError, ValueError: it is none.

@@ -74,7 +74,7 @@ class JobSpec:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> JobSpec:
-        """The inverse of `to_bytes`.
+        """Read what `to_bytes` wrote.
 
         Raises:
             ValueError: another version of Phalanx has written them.
@@ -93,7 +93,9 @@ class JobSpec:
             raise ValueError("the first host runs another version of Phalanx. Install the same one on all") from None
 
     def to_settings(self, own: Settings) -> Settings:
-        """The job as it runs on a host where only `phalanx join` was typed, with what `own` says of this host."""
+        """Return the job as it runs on a host where only `phalanx join` was typed, with what `own` says of this
+        host.
+        """
         return replace(
             own,
             target=Target(self.kind, self.name, self.arguments),
@@ -117,7 +119,9 @@ class JobSpec:
 
 
 def choose_environment(environ: Mapping[str, str], named: Mapping[str, str | None]) -> dict[str, str]:
-    """The variables of the first host that all ranks get; `named` are those of --env, with a value or without."""
+    """Return the variables of the first host that all ranks get; `named` are those of --env, with a value or
+    without.
+    """
     chosen = {
         name: value
         for name, value in environ.items()

@@ -18,7 +18,7 @@ _TELL_S = 15.0  # if the first host cannot be reached in that time, it finds out
 
 
 def describe_membership(client: Client) -> dict[str, Any]:
-    """What the zygote must know for `tell_first_host`, as plain data."""
+    """Return what the zygote must know for `tell_first_host`, as plain data."""
     key = str(client.key) if client.key is not None else ""
     return {"address": str(client.address), "key": key, "member": client.member, "job": client.job}
 

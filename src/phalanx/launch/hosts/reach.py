@@ -200,7 +200,9 @@ def _read(connection: socket.socket, size: int) -> bytes:
 
 
 def describe(labels: Sequence[str], results: Mapping[int, Mapping[int, str]], targets: Sequence[Target]) -> list[str]:
-    """A line for each host that could not be reached from another: who tried which address, and what came back."""
+    """Return a line for each host that could not be reached from another: who tried which address, and what
+    came back.
+    """
     lines = []
     for node, answers in sorted(results.items()):
         for target in targets:

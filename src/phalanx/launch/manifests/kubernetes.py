@@ -35,7 +35,7 @@ class Cluster:
 
 
 def write_manifest(request: Request, cluster: Cluster) -> str:
-    """A headless Service, by which the pods find each other, and an indexed Job with a pod for each node.
+    """Return a headless Service, by which the pods find each other, and an indexed Job with a pod for each node.
 
     Raises:
         LaunchError: a name or an amount is none of Kubernetes'.

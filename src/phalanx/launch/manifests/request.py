@@ -55,5 +55,5 @@ def check(words: Sequence[str]) -> None:
 
 
 def quote(words: Sequence[str]) -> str:
-    """The words as a shell takes them."""
+    """Return the words as a shell takes them."""
     return " ".join(shlex.quote(word) for word in words)

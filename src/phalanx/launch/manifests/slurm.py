@@ -10,7 +10,9 @@ from phalanx.launch.manifests.request import Request, quote
 def write_batch_script(
     request: Request, program: Sequence[str], *, time: str = "", partition: str = "", output: str = "%x-%j.log"
 ) -> str:
-    """The script for `sbatch`. `program`: the words by which every host, sharing the file system, starts `phalanx`."""
+    """Return the script for `sbatch`. `program`: the words by which every host, sharing the file system, starts
+    `phalanx`.
+    """
     options = [
         f"--job-name={request.name}",
         f"--nodes={request.nodes}",

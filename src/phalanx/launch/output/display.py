@@ -41,11 +41,11 @@ class Display:
         self._told: set[str] = set()  # what cannot be written, said once
 
     def begin(self, ranks: Iterable[int]) -> None:
-        """These ranks print from now on, or again."""
+        """Begin with these ranks, which print from now on, or again."""
         self._folder.begin(ranks)
 
     def end(self, rank: int) -> None:
-        """This rank prints nothing more."""
+        """End this rank, which prints nothing more."""
         self._folder.end(rank)
         for stream in (1, 2):
             self._statuses.pop((rank, stream), None)
@@ -112,7 +112,7 @@ class Display:
         self._show_lines(float("inf"))
 
     def say(self, text: str) -> None:
-        """The agent's own words, on stderr, behind all lines so far."""
+        """Show the agent's own words, on stderr, behind all lines so far."""
         self._show_lines(float("inf"))
         self._clear_status()
         self._err.put(encode(text) + b"\n")
@@ -138,7 +138,7 @@ class Display:
                 del self._echoes[rank]
 
     def forget(self) -> None:
-        """What is still kept back was told."""
+        """Let go of what is still kept back: it was told."""
         self._echoes.clear()
 
     def _show_lines(self, now: float) -> None:

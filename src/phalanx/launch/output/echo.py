@@ -18,7 +18,7 @@ class Echo:
         self._over = False
 
     def feed(self, line: bytes) -> list[bytes]:
-        """The lines to show now that `line` has come."""
+        """Return the lines to show now that `line` has come."""
         if self._over or self._at == len(self._lines):
             return [line]
         expected = self._lines[self._at]
@@ -37,7 +37,7 @@ class Echo:
         return []
 
     def release(self) -> list[bytes]:
-        """The lines that were kept; no more will be."""
+        """Return the lines that were kept; no more will be."""
         kept = [] if self._over else [self._tag + line for line in self._lines[: self._at]]
         self._over = True
         return kept

@@ -34,12 +34,12 @@ class _Twins:
         self._first = 0  # those before it were released
 
     def find_behind(self, order: int) -> Folded | None:
-        """The first line that stands behind `order`."""
+        """Return the first line that stands behind `order`."""
         at = bisect_right(self.lines, order, lo=self._first, key=lambda line: line.order)
         return self.lines[at] if at < len(self.lines) else None
 
     def drop_first(self) -> None:
-        """The first line was released: it is always that one, because lines are released in order."""
+        """Note that the first line was released: it is always that one, because lines are released in order."""
         self._first += 1
         if 2 * self._first >= len(self.lines):
             del self.lines[: self._first]
@@ -78,11 +78,11 @@ class Folder:
         self._live.discard(rank)
 
     def begin(self, ranks: Iterable[int]) -> None:
-        """These ranks print again (after a restart)."""
+        """Begin again with ranks that print again (after a restart)."""
         self._live |= set(ranks)
 
     def release(self, now: float) -> list[Folded]:
-        """The lines that are due, in order: complete, or waited for long enough."""
+        """Return the lines that are due, in order: complete, or waited for long enough."""
         released = []
         while self._pending:
             head = self._pending[0]

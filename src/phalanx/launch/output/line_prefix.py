@@ -14,5 +14,5 @@ def find_template(given: str, environ: Mapping[str, str]) -> str:
 
 
 def fill(template: str, *, rank: int, local_rank: int, role: str, host: str) -> str:
-    """The template with its macros replaced; what is none of them stays as it is, as in torchrun."""
+    """Return the template with its macros replaced; what is none of them stays as it is, as in torchrun."""
     return Template(template).safe_substitute(role_name=role, rank=rank, local_rank=local_rank, hostname=host)

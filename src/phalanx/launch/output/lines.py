@@ -23,7 +23,7 @@ class LineSplitter:
         self.status = b""
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The lines that `data` completed, in order, without their ends."""
+        """Return the lines that `data` completed, in order, without their ends."""
         *ended, rest = (self._rest + data).split(b"\n") if self._rest else data.split(b"\n")
         lines = []
         for line in ended:
@@ -41,7 +41,7 @@ class LineSplitter:
         return lines
 
     def finish(self) -> list[bytes]:
-        """The stream has ended: its last line, if that had no end."""
+        """Return the last line of a stream that has ended, if that had no end."""
         rest, self._rest = self._rest, b""
         return self._finish(rest) if rest else []
 
@@ -55,5 +55,5 @@ class LineSplitter:
 
 
 def _last_state(line: bytes) -> bytes:
-    """What the last carriage return left on the line."""
+    """Return what the last carriage return left on the line."""
     return line.rstrip(b"\r").rpartition(b"\r")[2]

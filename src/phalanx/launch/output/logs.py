@@ -45,7 +45,7 @@ class LogFile:
 
 
 def explain_gap(problem: OSError | None) -> bytes:
-    """What stands in place of lines that could not be written; it ends the line that was torn, if one was."""
+    """Return what stands in place of lines that could not be written; it ends the line that was torn, if one was."""
     why = (problem.strerror if problem is not None else None) or os.strerror(0)
     return encode(f"\n[phalanx run: lines are missing here: {why}]\n")
 
@@ -77,7 +77,7 @@ class Logs:
             self.attempts = tempfile.mkdtemp(prefix=name, dir=base)
 
     def begin(self, ranks: Sequence[int], attempt: int) -> None:
-        """These ranks of this host are about to start.
+        """Open the logs of these ranks of this host, which are about to start.
 
         Raises:
             OSError: a file cannot be made.

@@ -20,13 +20,13 @@ class Viewer(Protocol):
         """Whether the ranks should wait."""
 
     def begin(self, ranks: Sequence[int]) -> None:
-        """These ranks print from now on, or again."""
+        """Begin with these ranks, which print from now on, or again."""
 
     def end(self, rank: int) -> None:
-        """This rank prints nothing more."""
+        """End this rank, which prints nothing more."""
 
     def show(self, rank: int, stream: int, lines: Sequence[bytes], status: bytes) -> None:
-        """What a rank has printed, and the status that stands behind it."""
+        """Show what a rank has printed, and the status that stands behind it."""
 
     def say_once(self, what: str, text: str) -> None:
         """Say `text`, once for each `what`."""

@@ -34,7 +34,9 @@ def wants_colour(environ: Mapping[str, str], terminal: bool) -> bool:
 
 
 def plan_status(states: Sequence[tuple[int, bytes]], *, columns: int, rows: int, colour: bool) -> list[bytes]:
-    """The status lines to draw, one per different state, none wider than the terminal; few enough to leave room."""
+    """Return the status lines to draw, one per different state, none wider than the terminal; few enough to
+    leave room.
+    """
     groups: dict[bytes, set[int]] = {}
     for rank, state in states:
         groups.setdefault(state, set()).add(rank)

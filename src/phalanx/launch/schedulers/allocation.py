@@ -14,7 +14,7 @@ _STEP = 1009  # prime: the candidates of two jobs that begin alike go on differe
 
 
 def read_port(environ: Mapping[str, str], name: str, default: int = 0) -> int:
-    """The port in the variable `name`.
+    """Return the port in the variable `name`.
 
     Raises:
         LaunchError: it is none.

@@ -11,7 +11,9 @@ from phalanx.launch.schedulers.allocation import Allocation
 
 
 def find_lsf(environ: Mapping[str, str], hostname: str) -> Allocation | None:
-    """What LSF says of a job on several hosts, on each of which `blaunch` or `jsrun` starts this command once."""
+    """Return what LSF says of a job on several hosts, on each of which `blaunch` or `jsrun` starts this command
+    once.
+    """
     if not environ.get("LSB_JOBID"):
         return None
     index = environ.get("LSB_JOBINDEX", "0")
@@ -52,7 +54,7 @@ def _of_jsrun(environ: Mapping[str, str], job: str) -> Allocation | None:
 
 
 def find_pbs(environ: Mapping[str, str], hostname: str) -> Allocation | None:
-    """What PBS or Torque says of a job on several hosts, on each of which `pbsdsh` starts this command once.
+    """Return what PBS or Torque says of a job on several hosts, on each of which `pbsdsh` starts this command once.
 
     Raises:
         LaunchError: the list of hosts is not on this one.

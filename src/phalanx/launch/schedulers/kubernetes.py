@@ -18,7 +18,7 @@ _EQUAL = (  # what is said twice must be the same
 
 
 def find_kubeflow(environ: Mapping[str, str]) -> Allocation | None:
-    """What PyTorchJob or Trainer say: RANK is the pod's number, not that of a process.
+    """Return what PyTorchJob or Trainer say: RANK is the pod's number, not that of a process.
 
     LOCAL_RANK is none of theirs: where it is set, a launcher has started this process.
     """
@@ -45,7 +45,8 @@ def find_kubeflow(environ: Mapping[str, str]) -> Allocation | None:
 
 
 def find_indexed_job(environ: Mapping[str, str], fqdn: str, nnodes: int = 0) -> Allocation | None:
-    """What an indexed Job says. How many pods it has, only its file knows: `nnodes`, the option's, or PET_NNODES.
+    """Return what an indexed Job says. How many pods it has, only its file knows: `nnodes`, the option's, or
+    PET_NNODES.
 
     `fqdn` is this host's full name, NAME-INDEX.SERVICE.NAMESPACE.svc… where the pods have a headless service.
 
@@ -109,7 +110,7 @@ def _compare(environ: Mapping[str, str]) -> None:
 
 
 def _count(environ: Mapping[str, str], name: str) -> int:
-    """A number of nodes; of MIN:MAX the smaller, with which the job may begin."""
+    """Return a number of nodes; of MIN:MAX the smaller, with which the job may begin."""
     text = environ[name].partition(":")[0]
     if not text.isdecimal() or int(text) < 1:
         raise LaunchError(

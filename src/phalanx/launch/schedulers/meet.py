@@ -87,7 +87,7 @@ def _meet_on_one_host(found: Allocation, mine: Rendezvous, deadline: Deadline) -
 
 
 def _hand_out(address: FdAddress, num_nodes: int, deadline: Deadline) -> Callable[[str], None]:
-    """What gives the other nodes the path that it is called with: in a thread: the agent must hear Ctrl-C."""
+    """Return what gives the other nodes the path that it is called with: in a thread: the agent must hear Ctrl-C."""
 
     def serve(path: bytes) -> None:
         with memory("phalanx-coordinator", len(path)) as fd, FdServer(address.token, at=address.path) as server:
@@ -137,7 +137,9 @@ def _free_port() -> Iterator[int]:
 
 
 def _find_key(found: Allocation, key_file: str | None, environ: Mapping[str, str]) -> str:
-    """The user's key. Node 0 makes it if there is none; the others wait until the folder that they share shows it."""
+    """Return the user's key. Node 0 makes it if there is none; the others wait until the folder that they share
+    shows it.
+    """
     from phalanx.coordination.key_file import default_path, find_key, make_key
 
     key = find_key(key_file, environ)

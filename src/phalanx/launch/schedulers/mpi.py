@@ -16,7 +16,7 @@ _VARIABLES = {
 
 
 def find(environ: Mapping[str, str]) -> Allocation | None:
-    """What an `mpiexec` of several processes says; None without one."""
+    """Return what an `mpiexec` of several processes says; None without one."""
     launch = mpi_launch(environ)
     if launch is None or launch.world_size == 1:
         return None

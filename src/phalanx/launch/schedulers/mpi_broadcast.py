@@ -16,7 +16,8 @@ from phalanx.errors import PhalanxError
 
 
 def broadcast(words: bytes, environ: Mapping[str, str], deadline: Deadline) -> bytes:
-    """The `words` of process 0, in all processes of this `mpiexec`; a child of ours is MPI's process in our place.
+    """Return the `words` of process 0, in all processes of this `mpiexec`; a child of ours is MPI's process in our
+    place.
 
     Raises:
         PhalanxError: MPI could not be started, or process 0 did not come in time; with what the child said.

@@ -9,7 +9,7 @@ from phalanx.launch.schedulers.allocation import Allocation, read_port
 
 
 def find(environ: Mapping[str, str]) -> Allocation | None:
-    """What a step of several tasks says; None outside of one, where Slurm has started this command once."""
+    """Return what a step of several tasks says; None outside of one, where Slurm has started this command once."""
     launch = slurm_launch(environ)
     if launch is None:
         return None

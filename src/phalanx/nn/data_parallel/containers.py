@@ -33,12 +33,12 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
 
 
 def rebuild(like: tuple[Any, ...] | list[Any], items: list[Any]) -> Any:
-    """A tuple, named tuple or list of the class of `like` with other items."""
+    """Return a tuple, named tuple or list of the class of `like` with other items."""
     return type(like)._make(items) if hasattr(like, "_make") else type(like)(items)
 
 
 def rebuild_dict(like: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
-    """A dict like `like`, with its class (a defaultdict has its factory), and other values."""
+    """Return a dict like `like`, with its class (a defaultdict has its factory), and other values."""
     changed = copy.copy(like)
     changed.update(items)
     return changed

@@ -60,7 +60,7 @@ class DataParallel(nn.Module):
         output_device: DeviceId | None = None,
         dim: int = 0,
     ) -> Any:
-        """An instance of this class where devices are threads; of PyTorch's where they are accelerators."""
+        """Return an instance of this class where devices are threads; of PyTorch's where they are accelerators."""
         if module is not None and torch.accelerator.is_available() and name_accelerators(device_ids, output_device):
             return nn.DataParallel(module, device_ids, output_device, dim)  # type: ignore[arg-type]
         return super().__new__(cls)
@@ -100,20 +100,20 @@ class DataParallel(nn.Module):
     def scatter(
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any], device_ids: Sequence[torch.device]
     ) -> tuple[tuple[Any, ...], tuple[dict[str, Any], ...]]:
-        """The arguments of each replica."""
+        """Return the arguments of each replica."""
         if not inputs and not kwargs:
             return ((),), ({},)
         both = scatter((inputs, kwargs), len(device_ids), self.dim)
         return tuple(args for args, _ in both), tuple(named for _, named in both)
 
     def replicate(self, module: nn.Module, device_ids: Sequence[torch.device]) -> list[nn.Module]:
-        """A replica for each device."""
+        """Return a replica for each device."""
         return replicate(module, len(device_ids))
 
     def parallel_apply(self, replicas: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Sequence[Any]) -> list[Any]:
-        """The outputs of the replicas."""
+        """Return the outputs of the replicas."""
         return parallel_apply(self.module, replicas, inputs, kwargs)
 
     def gather(self, outputs: Sequence[Any], output_device: torch.device) -> Any:
-        """The outputs as one."""
+        """Return the outputs as one."""
         return gather(outputs, self.dim)

@@ -40,7 +40,8 @@ _storage_use_count: Any = find(
 def parallel_apply(
     module: nn.Module, replicas: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Sequence[Any]
 ) -> list[Any]:
-    """The output of each of `replicas` of `module` on its arguments, with gradients for `module` and the arguments.
+    """Return the output of each of `replicas` of `module` on its arguments, with gradients for `module` and the
+    arguments.
 
     Raises:
         Exception: what a replica raised, in its class, with the replica's number.
@@ -90,7 +91,7 @@ class _Graph:
         self.outputs = outputs
 
     def backward(self, slopes: Sequence[Tensor | None], keep: bool) -> tuple[list[Tensor | None], list[Tensor | None]]:
-        """The gradients of the trained tensors and of the arguments, given those of the outputs."""
+        """Return the gradients of the trained tensors and of the arguments, given those of the outputs."""
         reached = [(output, slope) for output, slope in zip(self.outputs, slopes, strict=True) if slope is not None]
         if reached:
             torch.autograd.backward([o for o, _ in reached], [s for _, s in reached], retain_graph=keep)
@@ -105,7 +106,7 @@ class _Join(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, graphs: list[_Graph], num_sources: int, *sources: Tensor) -> tuple[Tensor, ...]:
-        """The outputs of all graphs, cut off from them."""
+        """Return the outputs of all graphs, cut off from them."""
         ctx.graphs, ctx.num_sources = graphs, num_sources
         ctx.set_materialize_grads(False)
         return tuple(output.detach() for graph in graphs for output in graph.outputs)

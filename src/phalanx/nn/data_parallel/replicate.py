@@ -36,7 +36,7 @@ def replicate(module: nn.Module, num_replicas: int) -> list[nn.Module]:
 
 
 def trained_tensors(module: nn.Module) -> list[Tensor]:
-    """What backward reaches, each once: the same order for a module and its replicas."""
+    """Return what backward reaches, each once: the same order for a module and its replicas."""
     return [tensor for tensor in (*module.parameters(), *module.buffers()) if tensor.requires_grad]
 
 

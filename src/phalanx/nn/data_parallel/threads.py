@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 def run_in_threads(calls: Sequence[Callable[[], T]], where: str) -> list[T]:
-    """What each call returns, in order; `where` names the calls in messages. One call alone runs here.
+    """Return what each call returns, in order; `where` names the calls in messages. One call alone runs here.
 
     The threads take over grad mode, inference mode, autocast and context variables, and share the intra-op threads of
     this one between them: so many calls of PyTorch at a time use no more cores than one call does.
@@ -71,7 +71,7 @@ class _Modes:
 
     @contextmanager
     def entered(self, num_calls: int) -> Iterator[None]:
-        """The modes, in a thread that is one of `num_calls`."""
+        """Yield the modes, in a thread that is one of `num_calls`."""
         share = max(1, self._num_threads // num_calls)
         if share != self._num_threads:
             torch.set_num_threads(share)  # of this thread, and of those that begin until it is restored

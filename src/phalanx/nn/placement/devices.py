@@ -23,7 +23,8 @@ class Room:
 
 
 def read_rooms(devices: Sequence[DeviceId] | Mapping[DeviceId, int | str]) -> list[Room]:
-    """The devices in their order. Names, numbers of accelerators and torch.devices; sizes in bytes or as '10 GiB'.
+    """Return the devices in their order. Names, numbers of accelerators and torch.devices; sizes in bytes or as '10
+    GiB'.
 
     Raises:
         ValueError: there is none, one is no device, or a size is none. All that is wrong is told.

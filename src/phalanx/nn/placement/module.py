@@ -47,14 +47,14 @@ class Placed(nn.Module):
         return self._phalanx_way.run(self, *args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """A copy is cut in the same way; what runs is made anew from its class's forward."""
+        """Return a copy, which is cut in the same way; what runs is made anew from its class's forward."""
         state = {name: value for name, value in self.__dict__.items() if name != "_phalanx_way"}
         way = self._phalanx_way
         recipe = (way.placement, way.split_points, way.given, way.output)
         return _begin_copy, (type(self).__mro__[2], recipe), state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """The second half of copying: the module is whole, and can be followed again."""
+        """Do the second half of copying: the module is whole, and can be followed again."""
         placement, split_points, given, output = self.__dict__.pop("_phalanx_recipe")
         own = type(self).__mro__[2]
         assert issubclass(own, nn.Module)
@@ -204,7 +204,7 @@ def _is_registered(root: nn.Module, name: str) -> bool:
 
 
 def _refuse_what_stays(layers: LayerList) -> None:
-    """A layer that cannot be moved, by name.
+    """Refuse a layer that cannot be moved, by name.
 
     Raises:
         ValueError: it keeps a tensor that is neither parameter nor buffer, or brings values to a device of its own.

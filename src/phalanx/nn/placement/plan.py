@@ -41,7 +41,7 @@ class Placement:
         return [self.rooms[layer.device].device for layer in self.layers]
 
     def memory_bytes(self, device: int) -> int:
-        """What the layers on the device with this number need."""
+        """Return what the layers on the device with this number need."""
         return sum(layer.memory_bytes for layer in self.layers if layer.device == device)
 
     @property
@@ -50,7 +50,7 @@ class Placement:
         return sum(layer.received_bytes for layer in self.layers)
 
     def __str__(self) -> str:
-        """A row for each layer, and one for each device."""
+        """Return a row for each layer, and one for each device."""
         rows = [("layer", "device", "time", "parameters", "memory", "receives", "")]
         for layer in self.layers:
             device = str(self.rooms[layer.device].device)
@@ -89,7 +89,9 @@ class Placement:
 
 
 def memory_of(cost: LayerCost, *, training: bool, optimizer_state: int) -> int:
-    """What a layer needs while the model runs: parameters, gradients, the optimizer's numbers, what backward keeps."""
+    """Return what a layer needs while the model runs: parameters, gradients, the optimizer's numbers, what backward
+    keeps.
+    """
     if not training:
         return cost.parameter_bytes + cost.output_bytes
     return (2 + optimizer_state) * cost.parameter_bytes + max(cost.saved_bytes, cost.output_bytes)
@@ -173,7 +175,9 @@ def _cut(
 def _cut_over(
     free: Sequence[int], weight: Sequence[float], held: Sequence[int], rooms: Sequence[Room], *, relative: bool
 ) -> list[int] | None:
-    """The best of all cuts over exactly these devices, by dynamic programming: devices times layers² additions."""
+    """Return the best of all cuts over exactly these devices, by dynamic programming: devices times layers²
+    additions.
+    """
     count = len(weight)
     weights, bytes_ = [0.0, *accumulate(weight)], [0, *accumulate(held)]
     starts = [*free, count]  # a run begins with a layer that is free: an empty one would only hold followers

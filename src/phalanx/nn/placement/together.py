@@ -34,7 +34,7 @@ def find_homes(layers: LayerList, costs: Sequence[LayerCost]) -> list[int]:
 
 
 def count_once(layers: LayerList, costs: Sequence[LayerCost]) -> list[LayerCost]:
-    """The costs, with each parameter counted in the first layer that has it."""
+    """Return the costs, with each parameter counted in the first layer that has it."""
     seen: set[int] = set()
     counted = []
     for index, cost in enumerate(costs):
@@ -56,13 +56,13 @@ def _tensors_of(layers: LayerList, index: int) -> list[Tensor]:
 
 
 def read_by(layers: LayerList, index: int) -> list[str]:
-    """The names of tensors that the layer uses outside of any module."""
+    """Return the names of tensors that the layer uses outside of any module."""
     sources = (source for node in layers.layers[index].nodes for source in node.all_input_nodes)
     return list(dict.fromkeys(str(source.target) for source in sources if source.op == "get_attr"))
 
 
 def attribute(layers: LayerList, name: str) -> object:
-    """What the model has under a dotted name."""
+    """Return what the model has under a dotted name."""
     value: object = operator.attrgetter(name)(layers.root)
     return value
 

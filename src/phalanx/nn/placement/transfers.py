@@ -55,7 +55,7 @@ def transfer(value: Any, device: torch.device, source: str) -> Any:
 def insert_transfers(
     layers: LayerList, devices: Sequence[torch.device], tensors: dict[str, torch.device], output: torch.device | None
 ) -> fx.Graph:
-    """The graph of `layers`, layer `i` of which is on `devices[i]`.
+    """Return the graph of `layers`, layer `i` of which is on `devices[i]`.
 
     Arguments:
         tensors: where the parameters and buffers are that forward uses itself.

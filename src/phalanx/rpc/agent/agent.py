@@ -198,7 +198,7 @@ class Agent:
             connection.send(wire.CONTROL, 0, payload.data, b"", payload.buffers)
 
     def _connect(self, peer: Peer, call: Call) -> Any:
-        """The connection to a worker; None if there can be none: the call has failed."""
+        """Return the connection to a worker; None if there can be none: the call has failed."""
         connection = self.connections.connect(peer, call.timeout_s)
         if connection is None:
             self._fail(peer, call)
@@ -304,7 +304,7 @@ class Agent:
             self._complete(connection, frame, call)
 
     def _take_call(self, connection: Any, frame: Frame) -> Call | None:
-        """The call that this is the answer of; it waits no more."""
+        """Return the call that this is the answer of; it waits no more."""
         peer = self.peers.get((connection.peer or self.me).uid)
         return peer.take(frame.call) if peer is not None else None
 
@@ -347,7 +347,7 @@ class Agent:
         return result
 
     def take_forks(self, forks: Any) -> list[Any]:
-        """The references that came with a call, as RRefs; set by `rref`."""
+        """Return the references that came with a call, as RRefs; set by `rref`."""
         return [self.make_rref(*fork) for fork in forks or ()]
 
     make_rref: Callable[..., Any]
@@ -523,7 +523,8 @@ class Agent:
         self.connections.abandon()
 
     def _hand_out_last(self) -> None:
-        """What comes in when nobody leads any more: answers, and calls that are to fail.
+        """Take what comes in when nobody leads any more: answers, and calls that are to fail. answers, and calls that
+        are to fail.
 
         What may run code of the user's does so in a thread of its own: it may wait for one of the other calls.
         """

@@ -105,7 +105,7 @@ class Peer:
                 self._nbytes += nbytes
 
     def take(self, number: int) -> Call | None:
-        """The call, which waits no more; None if it does not, or not any more."""
+        """Return the call, which waits no more; None if it does not, or not any more."""
         call = self.calls.pop(number, None)
         if call is not None and (call.nbytes or self._num_waiting):
             with self._lock:
@@ -122,7 +122,7 @@ class Peer:
         return taken
 
     def expire(self, now: float) -> tuple[list[Call], float]:
-        """The calls that have waited too long, and when the next one will have."""
+        """Return the calls that have waited too long, and when the next one will have."""
         late, due = [], math.inf
         for number, call in list(self.calls.items()):
             if call.deadline <= now:
@@ -137,7 +137,7 @@ _numbers = itertools.count(1)
 
 
 def describe_timeout(what: str, name: str, timeout_s: float, member: Member) -> DeadlineError:
-    """The error of a call that has waited too long."""
+    """Return the error of a call that has waited too long."""
     return DeadlineError(
         f"{what}({name}) to {member}: RPC ran for more than set timeout ({timeout_s * 1000:.0f} ms). "
         "The function may still be running there, and its result will be dropped. Give the call (timeout=) or "

@@ -24,7 +24,7 @@ def has_calls(futures: Sequence[Any]) -> bool:
 
 
 def collect_all(futures: Sequence[Any]) -> Future[Any]:
-    """A future of all of them: done when they are, or when the first one fails, with its error."""
+    """Return a future of all of them: done when they are, or when the first one fails, with its error."""
     return _Collection(futures).future
 
 

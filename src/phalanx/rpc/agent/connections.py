@@ -73,7 +73,7 @@ class Connections:
         self.listener.start()
 
     def peer(self, member: Member) -> Peer:
-        """A worker as we call it."""
+        """Return a worker as we call it."""
         peer = self.peers.get(member.uid)
         if peer is None:
             made = Peer(member, self._options.max_calls_in_flight, self._options.max_bytes_in_flight)
@@ -86,7 +86,7 @@ class Connections:
         return peer
 
     def connect(self, peer: Peer, timeout_s: float = 0.0) -> Any:
-        """The connection to a worker; None if there can be none: it is lost."""
+        """Return the connection to a worker; None if there can be none: it is lost."""
         with peer.connecting:
             if not peer.lost and peer.connection is None:  # another thread may have been faster
                 self._connect(peer, Deadline.after(min(timeout_s or _CONNECT_S, _CONNECT_S)))
@@ -133,7 +133,7 @@ class Connections:
             self.listener.open_to_containers()
 
     def read(self, connection: UnixConnection, events: int) -> None:
-        """A connection can be read, or written."""
+        """Read or write a connection that can be read, or written."""
         if events & select.EPOLLOUT:
             connection.resume()
         if not events & ~select.EPOLLOUT:
@@ -185,7 +185,7 @@ class Connections:
             self._serving.watch(fd, _EndedProcess(self, member, fd))
 
     def ended(self, member: Member, fd: int) -> None:
-        """The process of a worker has ended."""
+        """Take out a worker whose process has ended."""
         self._serving.forget(fd)
         self._watched.pop(fd, None)
         watch.release(member.process)
@@ -204,7 +204,9 @@ class Connections:
         self._serving.incoming.append((Gone(member, why), None))
 
     def lose(self, member: Member, why: str) -> None:
-        """A worker is gone; the leader tells who wants to know (`Lost`): this thread may hold what they want."""
+        """Take out a worker that is gone; the leader tells who wants to know (`Lost`): this thread may hold
+        what they want.
+        """
         peer = self.peer(member)
         if peer.lost or member.uid == self.me.uid:
             return
@@ -229,7 +231,7 @@ class Connections:
         self._serving.wake()
 
     def _hear_hello(self, member: Member) -> None:
-        """A worker of another host has connected: connect to it as well, and so hear of its end."""
+        """Connect to a worker of another host that has connected, and so hear of its end."""
         self.membership.learn(member)
         peer = self.peer(member)
         if peer.connection is None and not peer.lost and self.network is not None:
@@ -283,7 +285,7 @@ class _ReadyConnection:
         self._connection = connection
 
     def ready(self, events: int) -> None:
-        """It can be read, or written."""
+        """Read or write the connection, which can be."""
         self._connections.read(self._connection, events)
 
 
@@ -296,12 +298,12 @@ class _EndedProcess:
         self._fd = fd
 
     def ready(self, events: int) -> None:
-        """It has ended."""
+        """Hear that the process has ended."""
         self._connections.ended(self._member, self._fd)
 
 
 def _read_frames(connection: UnixConnection) -> list[Frame] | None:
-    """What has come; None at its end."""
+    """Return what has come; None at its end."""
     try:
         return connection.read() if not connection.closed else None
     except Exception as error:  # frames that make no sense

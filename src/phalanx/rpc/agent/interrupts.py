@@ -75,7 +75,7 @@ def allow() -> None:
 
 
 def check() -> None:
-    """It may be left here, in good order: raise KeyboardInterrupt if that was put off."""
+    """Raise KeyboardInterrupt if that was put off: this place may be left in good order."""
     if _state.is_pending and get_ident() == _main:
         _state.is_pending = False
         raise KeyboardInterrupt

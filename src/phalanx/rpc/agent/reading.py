@@ -61,7 +61,7 @@ class Answer(Future[T]):
         return False
 
     def wait(self) -> T:
-        """The answer."""
+        """Return the answer."""
         reading = self.reading
         if reading is not None and not _Future.done(self):
             reading.read_until(self, self._wait)
@@ -105,7 +105,7 @@ class Answer(Future[T]):
             self.reading.unmute()
 
     def rang(self) -> None:
-        """It is done, by another thread than the one that reads: let a thread that reads for it see that."""
+        """Let a thread that reads for a call see that it is done, by another thread than the one that reads."""
         reading = self.reading
         if reading is not None:
             reading.ring(self)
@@ -134,7 +134,7 @@ class Caller(Protocol):
     calls: dict[int, Any]  # that are under way
 
     def take(self, number: int) -> Any:
-        """A call, which is under way no more; None if it is not, or not any more."""
+        """Return a call, which is under way no more; None if it is not, or not any more."""
 
 
 class Awaited(Protocol):
@@ -185,7 +185,7 @@ class Reading:
     # -- of who calls --------------------------------------------------------------------------------------------------
 
     def sent(self) -> None:
-        """A call is under way for which nobody waits yet."""
+        """Note that a call is under way for which nobody waits yet."""
         if self._is_muted and self._turn is None and self._num_waits < self._needed_waits:
             self.unmute()
 
@@ -218,7 +218,9 @@ class Reading:
     # -- a turn --------------------------------------------------------------------------------------------------------
 
     def _begin(self, awaited: Awaited, most_others: int) -> _Turn | None:
-        """The turn of this thread; None if another one has it, or several wait: then the leader reads for all."""
+        """Return the turn of this thread; None if another one has it, or several wait: then the leader reads
+        for all.
+        """
         if self._turn is not None or self._num_others > most_others:
             return None
         turn = _Turn(awaited)
@@ -256,7 +258,7 @@ class Reading:
             turn.busy_since = 0.0
 
     def _read_frames(self) -> list[Frame] | None:
-        """What has come; None at the end of the connection."""
+        """Return what has come; None at the end of the connection."""
         connection = self._connection
         try:
             return connection.read() if not connection.closed else None
@@ -267,7 +269,7 @@ class Reading:
             return None
 
     def _next(self, turn: _Turn) -> tuple[Frame, Any] | None:
-        """What this thread hands out next, and the call that it answers; None: no more, or it has lost its turn.
+        """Return what this thread hands out next, and the call that it answers; None: no more, or it has lost its turn.
 
         Taken both at once: what a thread has read is its own to hand out, or the leader's, and never nobody's.
         """
@@ -363,7 +365,7 @@ class Reading:
             self._left.wait(timeout_s)
 
     def close(self) -> None:
-        """The connection's end: a thread that reads leaves, and then its sockets can be closed."""
+        """End the connection: a thread that reads leaves, and then its sockets can be closed."""
         self.finish()
         with self._lock:
             self._turn = None

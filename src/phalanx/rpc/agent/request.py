@@ -36,7 +36,7 @@ class Worker(Protocol):
     references: References
 
     def take_forks(self, forks: Any) -> list[Any]:
-        """The references that came with it."""
+        """Return the references that came with it."""
 
     def answer(
         self,
@@ -173,7 +173,7 @@ class Request:
             self._settle(owned.future, result, error)
 
     def _settle(self, future: Future[Any], result: Any, error: BaseException | None) -> None:
-        """The object of a reference is there, or will never be."""
+        """Go on once the object of a reference is there, or will never be."""
         if error is None:
             future.set_result(result)
         else:
@@ -200,7 +200,7 @@ def _is_async(function: Callable[..., Any], args: tuple[Any, ...]) -> bool:
 
 
 def _key(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """What tells how long a call takes: the function, and of a reference's method the method."""
+    """Return what tells how long a call takes: the function, and of a reference's method the method."""
     code = getattr(function, "__code__", None)
     if code is None:
         return getattr(function, "__qualname__", None) or type(function)

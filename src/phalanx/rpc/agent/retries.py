@@ -87,7 +87,7 @@ class Retries:
             sent.add_done_callback(partial(self._hear, call))
 
     def _hear(self, call: _Call, done: Future[Any]) -> None:
-        """It was answered, or has failed."""
+        """Hear that the call was answered, or has failed."""
         try:
             value = done.value()
         except PeerLostError as error:

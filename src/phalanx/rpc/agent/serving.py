@@ -39,7 +39,7 @@ class Readable(Protocol):
     """Something of which the leader waits until it can be read."""
 
     def ready(self, events: int) -> None:
-        """It can be."""
+        """Handle what can be read or written."""
 
 
 class Request(Protocol):
@@ -60,12 +60,12 @@ class Spin:
         self._misses = 0
 
     def begin(self) -> int:
-        """A wait begins: so many nanoseconds."""
+        """Begin a wait, and return for how many nanoseconds."""
         self._since = time.monotonic()
         return _SPIN_NS if self._misses < _MOST_MISSES or self._misses % _MOST_MISSES == 0 else 0
 
     def end(self) -> None:
-        """It is over."""
+        """End a wait."""
         self._misses = 0 if time.monotonic() - self._since < _SOON_S else self._misses + 1
 
 

@@ -102,7 +102,7 @@ def _check_roots(roots: Sequence[Tensor]) -> None:
 
 
 def get_gradients(context_id: int) -> dict[Tensor, Tensor]:
-    """The gradients that the context has gathered on this worker, by tensor.
+    """Return the gradients that the context has gathered on this worker, by tensor.
 
     Raises:
         RuntimeError: there is no such context here.

@@ -108,7 +108,7 @@ class Contexts:
         return getattr(self._thread, "context", None)
 
     def open(self) -> Context:
-        """A new one."""
+        """Return a new context."""
         context = Context(self._first + next(self._numbers), self._uid)
         with self._lock:
             self._by_id[context.id] = context
@@ -119,7 +119,7 @@ class Contexts:
         return Inside(self._thread, context)
 
     def find(self, context_id: int) -> Context:
-        """The one of that number.
+        """Return the context of that number.
 
         Raises:
             PhalanxError: there is none.
@@ -133,11 +133,11 @@ class Contexts:
         return context
 
     def get(self, context_id: int) -> Context | None:
-        """The one of that number, if there is one."""
+        """Return the context of that number, if there is one."""
         return self._by_id.get(context_id)
 
     def meet(self, context_id: int, origin: int) -> Context | None:
-        """The one that a message belongs to; None if it has ended meanwhile."""
+        """Return the context that a message belongs to; None if it has ended meanwhile."""
         context = self._by_id.get(context_id)
         if context is not None:
             return context
@@ -147,7 +147,9 @@ class Contexts:
             return self._by_id.setdefault(context_id, Context(context_id, origin))
 
     def release(self, context_id: int) -> Context | None:
-        """It has ended; what was kept, to be let go of, unless it has ended before."""
+        """Release a context that has ended; return it with what it kept, to be let go of, unless it has ended
+        before.
+        """
         with self._lock:
             self._released[context_id] = None
             while len(self._released) > _MOST_RELEASED:

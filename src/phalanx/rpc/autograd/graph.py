@@ -81,7 +81,7 @@ class SendRpc(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        """The gradient that came back."""
+        """Return the gradient that came back."""
         return _current_pass().take(ctx.message, ctx.number)
 
 
@@ -90,7 +90,7 @@ class RecvRpc(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> Any:
-        """The tensors themselves; the anchor lets the engine come here."""
+        """Return the tensors themselves; the anchor lets the engine come here."""
         ctx.set_materialize_grads(False)
         ctx.mark_dirty(*tensors)
         return tensors
@@ -126,7 +126,7 @@ class Gate(torch.autograd.Function):
 
 
 def check_context(node: Any, context_id: int) -> None:
-    """A RecvRpc's is the one whose gradients are computed."""
+    """Check that a RecvRpc's context is the one whose gradients are computed."""
     if node.context_id != context_id:
         raise PhalanxError(
             f"backward of context {context_id} has come to a tensor that arrived in context {node.context_id}: a graph "
@@ -219,7 +219,9 @@ def reach(edges: Iterable[tuple[Any, int]]) -> Reached:
 
 
 def _ancestors_of_each(nodes: Sequence[Any], context_id: int) -> list[Ancestors]:
-    """The ancestors of each of these nodes. Cost: looks at each node behind them twice, however many they are."""
+    """Return the ancestors of each of these nodes. Cost: looks at each node behind them twice, however many
+    they are.
+    """
     places: dict[tuple[Any, int], int] = {}  # of tensors that were received: bits of the numbers below
     found: dict[Any, int] = {}
     stack = list(nodes)

@@ -25,7 +25,7 @@ class AutogradHook:
         return self._contexts.current is not None
 
     def on_request(self, to: Member, payload: Payload) -> Any:
-        """A call leaves: whoever it goes to has to do with this thread's context from now on."""
+        """Hear that a call leaves: whoever it goes to has to do with this thread's context from now on."""
         context = self._contexts.current
         if context is None:
             return None
@@ -34,7 +34,7 @@ class AutogradHook:
         return self._note(context, to, payload)
 
     def receive_request(self, note: Any, arrived: Arrived, caller: Member) -> AbstractContextManager[Any]:
-        """A call has come: its function runs inside of the caller's context."""
+        """Hear that a call has come: its function runs inside of the caller's context."""
         context = self._contexts.meet(note[0], note[1])
         _attach(context, note, arrived)
         return self._contexts.enter(context)
@@ -45,7 +45,7 @@ class AutogradHook:
         return None if context is None else self._note(context, to, payload)
 
     def receive_reply(self, note: Any, arrived: Arrived, callee: Member) -> None:
-        """The result of a call has come."""
+        """Hear that the result of a call has come."""
         _attach(self._contexts.get(note[0]), note, arrived)
 
     def _note(self, context: Context, to: Member, payload: Payload) -> Any:

@@ -61,7 +61,7 @@ def write(
     plan: Plan | None = None,
     retain_graph: bool = False,
 ) -> tuple[bytes, Sequence[Any]]:
-    """The bytes, and the memory that goes beside them."""
+    """Return the bytes, and the memory that goes beside them."""
     flags, kinds, count = 0, b"", 0
     buffers: list[Any] = []
     if gradients is not None:
@@ -88,7 +88,7 @@ def write(
 
 
 def _describe(gradients: Sequence[Tensor | None], buffers: list[Any]) -> bytes | None:
-    """Formats and shapes; None if one is something else than dense. Puts their memory into `buffers`."""
+    """Return formats and shapes; None if one is something else than dense. Puts their memory into `buffers`."""
     kinds: list[Any] = []
     for one in gradients:
         if one is None:
@@ -118,13 +118,13 @@ def _describe(gradients: Sequence[Tensor | None], buffers: list[Any]) -> bytes |
 
 
 def read_pass(frame: Frame) -> tuple[int, PassId]:
-    """The context and the pass that it is of, even where its tensors cannot be read."""
+    """Return the context and the pass that it is of, even where its tensors cannot be read."""
     _, _, _, _, context_id, uid, number, *_ = _HEAD.unpack_from(frame.data)
     return context_id, (uid, number)
 
 
 def read(frame: Frame) -> Said:
-    """What was said."""
+    """Return what was said."""
     data = frame.data
     _, flags, _, length, context_id, uid, number, depth, sender, sent = _HEAD.unpack_from(data)
     at = _HEAD.size

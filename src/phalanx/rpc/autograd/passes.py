@@ -137,7 +137,7 @@ class Pass:
             self._start_if_ready()
 
     def put(self, message: MessageId, gradients: Sequence[Tensor | None]) -> None:
-        """The gradients of a message of ours have come."""
+        """Hear that the gradients of a message of ours have come."""
         with self._changed:
             self._arrived[message] = list(gradients)
             self._changed.notify_all()
@@ -157,7 +157,7 @@ class Pass:
             self._finish()
 
     def other_is_over(self, done: Future[Any]) -> None:
-        """The part of another worker has ended."""
+        """Hear that the part of another worker has ended."""
         try:
             done.value()
         except BaseException as error:
@@ -234,7 +234,7 @@ class Pass:
     # -- running -------------------------------------------------------------------------------------------------------
 
     def run(self, roots: Sequence[Tensor], reached: Reached, plan: Plan, retain_graph: bool) -> None:
-        """The part of who calls backward; `reached` is from the roots."""
+        """Do the part of who calls backward; `reached` is from the roots."""
         outputs = list(roots)
         gradients = [torch.ones_like(root) for root in roots]
         all_reached = [reached]
@@ -260,7 +260,7 @@ class Pass:
             self._changed.wait_for(lambda: not self.num_others)
 
     def _run_part(self, is_short: bool) -> None:
-        """The part of all others."""
+        """Do the part of all others."""
         going: Going = []
         try:
             assert self._plan is not None
@@ -308,7 +308,7 @@ class Pass:
             going = []
 
     def explain(self, error: BaseException) -> BaseException:
-        """What to raise for it where backward was called."""
+        """Return what to raise for it where backward was called."""
         if isinstance(error, PhalanxError) or not isinstance(error, Exception):
             return error
         me = self._worker.me

@@ -47,7 +47,7 @@ class AutogradWorker:
     # -- contexts ------------------------------------------------------------------------------------------------------
 
     def release(self, context_id: int) -> None:
-        """A context has ended; whoever was told of it is told of that."""
+        """Tell whoever was told of a context that it has ended."""
         context = self.contexts.release(context_id)
         if context is None:
             return
@@ -195,7 +195,7 @@ class AutogradWorker:
     # -- ends ----------------------------------------------------------------------------------------------------------
 
     def _lose(self, member: Member) -> None:
-        """A worker is lost: so are its contexts, and the passes that it began."""
+        """Forget the contexts of a worker that is lost, and the passes that it began."""
         for context in self.contexts.all():
             for run in list(context.passes.values()):
                 if run.id[0] == member.uid:
@@ -215,7 +215,7 @@ class AutogradWorker:
 
 
 def _read_end(run: Pass, frame: Frame) -> None:
-    """The part of another worker is over; the answer may have its last gradients."""
+    """Hear that the part of another worker is over; the answer may have its last gradients."""
     if frame.data:
         said = orders.read(frame)
         if said.gradients is not None:
@@ -231,7 +231,7 @@ def serve_autograd(agent: Agent) -> None:
 
 
 def worker() -> AutogradWorker:
-    """This process's.
+    """Return this process's autograd worker.
 
     Raises:
         ClosedError: it is no worker.

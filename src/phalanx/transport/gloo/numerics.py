@@ -42,7 +42,7 @@ def is_reducible(redop: int, dtype: torch.dtype) -> bool:
 
 
 def summand(tensor: Tensor, redop: int) -> Tensor:
-    """A copy of a dense `tensor`, flat, in a type that Gloo reduces."""
+    """Return a copy of a dense `tensor`, flat, in a type that Gloo reduces."""
     flat = tensor.reshape(-1)
     if tensor.dtype == torch.uint64:
         signed = flat.view(torch.int64)
@@ -56,7 +56,7 @@ def summand(tensor: Tensor, redop: int) -> Tensor:
 
 
 def result_of(work: Tensor, like: Tensor, redop: int, world_size: int) -> Tensor:
-    """What has been reduced of `summand`s, as a tensor like `like`; divided where that is asked for."""
+    """Return what has been reduced of `summand`s, as a tensor like `like`; divided where that is asked for."""
     if like.is_complex():
         work = torch.view_as_complex(work.reshape(-1, 2))
     elif like.dtype == torch.uint64:

@@ -72,7 +72,7 @@ class Agreement(HierarchicalSession):
     def _give_to_leader(
         self, ctx: CallContext, deadline: Deadline, mine: Piece = (0, 0), sizes: Sequence[int] | int = 0
     ) -> Sequence[int]:
-        """What this rank brings goes to the leader of its host; sizes[i] bytes come from local rank i, or all as many.
+        """Bring what this rank has to the leader of its host; sizes[i] bytes come from local rank i, or all as many.
 
         Returns, on the leader, where the local ranks' bytes lie until the next operation.
         """
@@ -191,7 +191,7 @@ class Agreement(HierarchicalSession):
         )
 
     def _broadcast_here(self, data: Tensor, local_root: int, ctx: CallContext, deadline: Deadline) -> None:
-        """`data` (bytes) becomes that of `local_root`, on every rank of the host."""
+        """Make `data` (bytes) that of `local_root`, on every rank of the host."""
         at, size = data.data_ptr(), len(data)
         self._checked(
             self._core.broadcast(

@@ -38,7 +38,7 @@ class ConnectionBroken(Exception):
 
 @contextlib.contextmanager
 def talking_to(peer: int) -> Iterator[None]:
-    """What the engine raises inside is about `peer`."""
+    """Turn what the engine raises inside into an error of the connection with `peer`."""
     try:
         yield
     except RuntimeError as error:
@@ -46,7 +46,7 @@ def talking_to(peer: int) -> Iterator[None]:
 
 
 def timedelta_of(deadline: Deadline) -> timedelta:
-    """What is left, for an engine's wait."""
+    """Return what is left, for an engine's wait."""
     return timedelta(seconds=min(max(deadline.left_s, 0.001), _LONGEST_WAIT_S))
 
 
@@ -65,7 +65,7 @@ class Message:
 
 
 def data_tag(call: int, number: int) -> int:
-    """The tag of a collective's `number`th stream of messages; `call` is a digest of what must agree.
+    """Return the tag of a collective's `number`th stream of messages; `call` is a digest of what must agree.
 
     Ranks that called different things use different tags, so that nothing is taken for what it is not.
     """
@@ -76,7 +76,7 @@ def data_tag(call: int, number: int) -> int:
 def plan(
     operation: Operation, num_hosts: int, log_bytes: int, root: int, algorithm: str | None, link: Link | None
 ) -> Schedule:
-    """The schedule between hosts for slices of about 2**log_bytes bytes. The same on every rank.
+    """Return the schedule between hosts for slices of about 2**log_bytes bytes. The same on every rank.
 
     `algorithm` is used for the operations that it offers; `link` is what the choice takes the network for.
     """

@@ -37,7 +37,7 @@ class SegmentedCollectives(Agreement):
     def _reduce_in_segments(
         self, source: Tensor, result: Tensor, redop: int, ctx: CallContext, deadline: Deadline, *, root: int, key: int
     ) -> None:
-        """`result` becomes the reduction of `source` over all ranks. They may be the same tensor.
+        """Make `result` the reduction of `source` over all ranks. They may be the same tensor.
 
         With a `root` only on its host; elsewhere `result` is scratch. It agrees with the other hosts on its way.
         """
@@ -194,13 +194,13 @@ class SegmentedCollectives(Agreement):
         return [h for h in range(self.layout.num_hosts) if h != self.layout.host]
 
     def _carried(self, host: int) -> Sequence[int]:
-        """The ranks of `host` whose data cross by this rank's rail; none without a rail."""
+        """Return the ranks of `host` whose data cross by this rank's rail; none without a rail."""
         if self._rail is None:
             return ()
         return self.layout.topology.hosts[host][self.layout.local_rank :: self.layout.num_rails]
 
     def _outgoing(self, piece: Callable[[int, int], Tensor], number: int) -> list[tuple[int, Tensor]]:
-        """What this rank's rail brings to each other host: the pieces of the ranks that it carries."""
+        """Return what this rank's rail brings to each other host: the pieces of the ranks that it carries."""
         hosts, i = self.layout.topology.hosts, self.layout.local_rank
         carried = self._carried(self.layout.host)
         return [(hosts[h][i], piece(r, number)) for h in self._other_hosts for r in carried]
@@ -368,7 +368,7 @@ class SegmentedCollectives(Agreement):
     # -- slices of one tensor ------------------------------------------------------------------------------------
 
     def _slice(self, flat: Tensor, bounds: Sequence[int]) -> Tensor:
-        """The slice of this rank's rail; empty without one."""
+        """Return the slice of this rank's rail; empty without one."""
         i = self.layout.local_rank
         return flat[bounds[i] : bounds[i + 1]] if self._rail is not None else flat[:0]
 

@@ -63,5 +63,7 @@ def operation_of(mpi: Any, redop: int, dtype: torch.dtype) -> Any:
 
 
 def element_of(mpi: Any, dtype: torch.dtype) -> Any:
-    """A type as large as `dtype`, for elements that are only moved: counts of bytes end at 2 GiB in some MPIs."""
+    """Return a type as large as `dtype`, for elements that are only moved: counts of bytes end at 2 GiB in some
+    MPIs.
+    """
     return getattr(mpi, _BY_SIZE[dtype.itemsize])

@@ -198,7 +198,7 @@ class MpiTransport(MpiSession):
         return [self._engine.memory(tensor), tensor.numel(), element_of(self._mpi, tensor.dtype)]
 
     def _pieces(self, tensor: Tensor, counts: Sequence[int]) -> list[Any]:
-        """A contiguous tensor as pieces of so many elements, one after the other."""
+        """Return a contiguous tensor as pieces of so many elements, one after the other."""
         begins = [0, *accumulate(counts)][: len(counts)]
         return [self._engine.memory(tensor), list(counts), begins, element_of(self._mpi, tensor.dtype)]
 

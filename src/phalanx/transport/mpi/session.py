@@ -137,7 +137,7 @@ class MpiSession(EngineSession):
     # -- reports -------------------------------------------------------------------------------------------------
 
     def _receive_control(self, src: int, message: dict[str, Any]) -> None:
-        """Called by the thread that listens."""
+        """Take a message of another rank; the thread that listens calls this."""
         if message["kind"] == "positions":
             with contextlib.suppress(RuntimeError):
                 self._engine.send_control({"kind": "position", **asdict(self._where())}, [src])

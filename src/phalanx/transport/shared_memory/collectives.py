@@ -329,7 +329,7 @@ class SharedMemoryCollectives(SharedMemorySession):
     def allocate(
         self, shape: tuple[int, ...], dtype: torch.dtype, ctx: CallContext, *, owner: int | None = None
     ) -> Tensor:
-        """An uninitialised tensor, at one place of all ranks' heaps, or in `owner`'s alone. Collective."""
+        """Return an uninitialised tensor, at one place of all ranks' heaps, or in `owner`'s alone. Collective."""
         buffer = self._allocate(math.prod(shape) * dtype.itemsize, ctx, owner)
         return torch.frombuffer(buffer, dtype=dtype).view(shape)
 

@@ -99,7 +99,7 @@ class SharedMemorySession:
     # -- around an operation -------------------------------------------------------------------------------------
 
     def call_site(self, place: tuple[str, int]) -> int:
-        """The number of a (file, line) in the table that other ranks and the agent can read."""
+        """Return the number of a (file, line) in the table that other ranks and the agent can read."""
         number = self._sites.get(place)
         if number is None:
             if len(self._sites) >= _MAX_SITES:
@@ -115,11 +115,11 @@ class SharedMemorySession:
         return number
 
     def place(self, number: int) -> str:
-        """The 'file:line' that `call_site` gave this number, or nothing."""
+        """Return the 'file:line' that `call_site` gave this number, or nothing."""
         return self._places.get(number, "")
 
     def idle(self, waited_s: float) -> None:
-        """The core calls this while it waits: say who is missing, and again after as long again, who is then."""
+        """Say who is missing, and after as long again who is then; the core calls this while it waits."""
         if waited_s < NOTICE_S or self.symm_mem is None or self.symm_mem.closed:
             return
         with contextlib.suppress(ClosedError):  # meanwhile, by another thread: whoever waits is about to hear it

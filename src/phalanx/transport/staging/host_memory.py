@@ -30,7 +30,7 @@ def staging_bytes(heap_bytes: int) -> int:
 
 
 def block_bytes(nbytes: int) -> int:
-    """What is taken for a tensor of `nbytes`: a power of two, so that blocks serve again, in whole pages."""
+    """Return what is taken for a tensor of `nbytes`: a power of two, so that blocks serve again, in whole pages."""
     return max(_PAGE, 1 << (nbytes - 1).bit_length())
 
 
@@ -50,7 +50,7 @@ class HostMemory:
             self._scratch = Scratch(piece[skip : skip + (piece.numel() - skip) // _PAGE * _PAGE])
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """An uninitialised, contiguous tensor of the host."""
+        """Return an uninitialised, contiguous tensor of the host."""
         count = math.prod(shape)
         nbytes = count * dtype.itemsize
         if self._scratch is None or nbytes < _LARGE_BYTES:

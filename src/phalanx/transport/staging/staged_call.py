@@ -54,7 +54,9 @@ class StagedCall:
         return [tensor for tensor, _ in self._written]
 
     def stage(self, tensor: Tensor, *, read: bool, written: bool) -> Tensor:
-        """The host's tensor for `tensor`: it holds its elements once `await_inputs` has returned, if it is `read`."""
+        """Return the host's tensor for `tensor`: it holds its elements once `await_inputs` has returned, if it is
+        `read`.
+        """
         if tensor.layout is not torch.strided:  # its sizes are only known once the device has come there
             host = tensor.detach().cpu()
         elif any(n > 1 and s == 0 for n, s in zip(tensor.shape, tensor.stride(), strict=True)) and written:
@@ -90,7 +92,9 @@ class StagedCall:
         self._arriving.clear()
 
     def abandon(self) -> None:
-        """The call was refused: its memory serves others once the device has written what it was asked for."""
+        """Give up a call that was refused: its memory serves others once the device has written what it was
+        asked for.
+        """
         arriving, self._arriving, self._written = self._arriving, [], []
         if arriving:
             self._in_flight.hold(self._read_mark, arriving)
@@ -107,7 +111,7 @@ class StagedCall:
         self._in_flight.hold(self._done_mark, [host for _, host in written])
 
     def order_caller(self) -> None:
-        """What the caller queues from now on comes after the results; the host does not wait for them."""
+        """Let what the caller queues from now on come after the results; the host does not wait for them."""
         if self._done_mark is not None:
             self.stream.await_on_device(self._done_mark)
 

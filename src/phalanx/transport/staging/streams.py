@@ -30,19 +30,19 @@ class CopyStream(Protocol):
         """What a future must be told whose value lies on the device."""
 
     def follow_caller(self) -> None:
-        """What is queued from now on comes after all that the calling thread has queued on its own stream."""
+        """Let what is queued from now on come after all that the calling thread has queued on its own stream."""
 
     def queueing(self) -> contextlib.AbstractContextManager[None]:
-        """What the block does with the device's tensors is queued here."""
+        """Queue here what the block does with the device's tensors."""
 
     def mark(self) -> Any:
-        """A point after all that has been queued here."""
+        """Return a point after all that has been queued here."""
 
     def drain(self, patience_s: float) -> bool:
         """Whether all that was queued here is over, after at most so long."""
 
     def keep(self, tensor: Tensor) -> None:
-        """The memory of `tensor` is not given to others before what is queued here is over."""
+        """Keep the memory of `tensor` from others until what is queued here is over."""
 
     def await_on_host(self, mark: Any) -> None:
         """Return when what came before `mark` is over."""
@@ -51,7 +51,7 @@ class CopyStream(Protocol):
         """Whether what came before `mark` is over."""
 
     def await_on_device(self, mark: Any) -> None:
-        """What the calling thread queues on its own stream from now on comes after `mark`; the host goes on."""
+        """Let what the calling thread queues on its own stream from now on come after `mark`; the host goes on."""
 
 
 class InOrder:
@@ -75,21 +75,21 @@ class InOrder:
         return True
 
     def drain(self, patience_s: float) -> bool:
-        """It is."""
+        """Return True: nothing is queued."""
         return True
 
     def keep(self, tensor: Tensor) -> None:
         """Nothing uses it any longer."""
 
     def await_on_host(self, mark: Any) -> None:
-        """It is over."""
+        """Do nothing: it is over."""
 
     def is_over(self, mark: Any) -> bool:
-        """It is."""
+        """Return True: it is over."""
         return True
 
     def await_on_device(self, mark: Any) -> None:
-        """It is over."""
+        """Do nothing: it is over."""
 
 
 class DeviceStream:
@@ -106,7 +106,7 @@ class DeviceStream:
         return [self._device]
 
     def follow_caller(self) -> None:
-        """The copy stream waits for the caller's; the host does not."""
+        """Let the copy stream wait for the caller's; the host does not."""
         self._stream.wait_stream(self._module.current_stream(self._device))
 
     def queueing(self) -> contextlib.AbstractContextManager[None]:
@@ -115,7 +115,7 @@ class DeviceStream:
         return block
 
     def mark(self) -> Any:
-        """An event behind what is queued."""
+        """Return an event behind what is queued."""
         event = self._module.Event()
         event.record(self._stream)
         return event
@@ -144,12 +144,12 @@ class DeviceStream:
         return over
 
     def await_on_device(self, mark: Any) -> None:
-        """The caller's stream waits for the event; the host does not."""
+        """Let the caller's stream wait for the event; the host does not."""
         self._module.current_stream(self._device).wait_event(mark)
 
 
 def open_copy_stream(device: torch.device) -> CopyStream:
-    """The copy stream for `device`, a new one; in order where the device has no streams."""
+    """Return the copy stream for `device`, a new one; in order where the device has no streams."""
     module: Any = torch.get_device_module(device) if device.type not in ("cpu", "meta") else None
     if module is None or not (hasattr(module, "Stream") and hasattr(module, "Event")):
         return InOrder()
