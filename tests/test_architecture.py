@@ -17,11 +17,22 @@ T = TypeVar("T")
 PACKAGE = Path(__file__).parents[1] / "src" / "phalanx"
 
 LAYERS = [
-    {"errors", "deadline", "core_numbers", "dtypes", "log", "svg", "torch_versions", "torch_names"},
+    {
+        "errors",
+        "deadline",
+        "descriptors",
+        "processes",
+        "core_numbers",
+        "dtypes",
+        "log",
+        "svg",
+        "torch_versions",
+        "torch_names",
+    },
     {"_core", "symmetric_memory", "engines", "diagnostics", "coordination", "partition"},
     {"transport", "collectives"},
     {"backend"},
-    {"ddp", "nn", "optim", "data", "checkpoint", "pipeline", "rpc"},
+    {"ddp", "nn", "optim", "data", "checkpoint", "pipeline", "rpc", "inspect"},
     {
         "parameter_server",
         "strategies",
@@ -52,10 +63,13 @@ ALLOWED: dict[tuple[str, str], str] = {
 TORCH_FREE = {
     "launch": "the agent starts in milliseconds; the zygote imports torch inside a function",
     "coordination": "the launcher asks it who started the command, and agents meet in it",
+    "inspect": "`phalanx top` and `phalanx stacks` show a job at once",
     "cli": "`phalanx run` must not pay for torch",
     "core_numbers": "the agent reads flight recorders",
     "errors": "the agent raises them",
     "deadline": "the agent waits with them",
+    "descriptors": "the agent raises its limit",
+    "processes": "the agent looks after processes",
     "log": "the agent logs",
     "doctor": "it must be able to say that torch cannot be imported",
     "testing": "a test of the launcher needs ranks and clocks, not torch",

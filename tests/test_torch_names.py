@@ -50,6 +50,7 @@ OWNERS = {
     "_optimizer_step_post_hooks": "torch.optim.optimizer",
     "_optimizer_step_pre_hooks": "torch.optim.optimizer",
     "_per_optimizer_states": "torch.amp.grad_scaler",
+    "_pg": "torch.distributed.checkpoint._pg_transport",
     "_post_accumulate_grad_hooks": "torch.Tensor",
     "_register_backend": "torch.distributed.ProcessGroup",
     "_replicate_for_data_parallel": "torch.nn.Module",

@@ -21,7 +21,7 @@ FORK = multiprocessing.get_context("fork")
 KEY = bytes(range(32))
 PEER = "TCPStore"
 TARGET, JOIN_TARGET_S = 5.0, 5.0
-SPAN_S = 0.5
+SPAN_S = 1.0
 BATCH = 100
 
 # One call of each kind, and how many operations it is. TCPStore's set is not answered: the get after it is.
@@ -73,10 +73,26 @@ def serve_remote(answer: Any, stop: Event) -> None:
     serve_ours(answer, stop, False)
 
 
+def serve_relayed(answer: Any, stop: Event) -> None:
+    """A coordinator, and in another process the relay of a host that has joined."""
+    from phalanx.coordination.key import Key
+    from phalanx.coordination.relay import Relay
+
+    place: Any = FORK.Queue()
+    coordinator = FORK.Process(target=serve_remote, args=(place, stop))
+    coordinator.start()
+    relay = Relay(f"tcp://{place.get()}", Key(KEY))
+    answer.put(relay.path)
+    stop.wait()
+    relay.close()
+    coordinator.join()
+
+
 CONTESTANTS = {
     PEER: (serve_peer, open_peer),
     "phalanx, on the coordinator's host": (serve_local, open_ours),
     "phalanx, CURVE over TCP": (serve_remote, open_ours),
+    "phalanx, through a host's relay": (serve_relayed, open_ours),
 }
 
 
@@ -97,8 +113,18 @@ def work(opener: Callable[[Any], Any], place: Any, call: str, ready: Any, go: Ev
     os._exit(0)  # how long a store takes to close is not the question
 
 
-def rate(contestant: str, call: str, clients: int) -> float:
-    """Operations a second of `clients` processes together, each with one call under way."""
+def processor_s(pid: int) -> float:
+    """The processor time of this process and of its children, in seconds."""
+    words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK") + sum(map(processor_s, children))
+
+
+def rate(contestant: str, call: str, clients: int, server_us: dict[str, list[float]]) -> float:
+    """Operations a second of `clients` processes together, each with one call under way.
+
+    What an operation costs the store's process is appended to server_us[contestant], in microseconds.
+    """
     serve, opener = CONTESTANTS[contestant]
     answer, ready, go, stop = FORK.Queue(), FORK.Queue(), FORK.Event(), FORK.Event()
     server = FORK.Process(target=serve, args=(answer, stop))
@@ -109,8 +135,11 @@ def rate(contestant: str, call: str, clients: int) -> float:
         worker.start()
     for _ in workers:
         ready.get()
+    used_s, begun = processor_s(server.pid or 0), time.perf_counter()
     go.set()
     total = sum(answer.get() for _ in workers)
+    used_s, took_s = processor_s(server.pid or 0) - used_s, time.perf_counter() - begun
+    server_us.setdefault(contestant, []).append(used_s / (total * took_s) * 1e6)
     for worker in workers:
         worker.join()
     stop.set()
@@ -162,6 +191,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--no-joins", action="store_true", help="leave out how long agents take to join")
     harness.add_output_arguments(parser, HERE)
     arguments = parser.parse_args()
 
@@ -169,31 +199,42 @@ def main() -> None:
 
     machine = harness.describe_machine()
     rates: dict[str, dict[str, list[float]]] = {}
+    server_us: dict[str, dict[str, list[float]]] = {}
     for clients in arguments.clients:
         rows = []
         for call in CALLS:
-            contestants = {name: lambda name=name, c=call, n=clients: rate(name, c, n) for name in CONTESTANTS}
+            spent: dict[str, list[float]] = {}
+            contestants = {
+                name: lambda name=name, c=call, n=clients, spent=spent: rate(name, c, n, spent) for name in CONTESTANTS
+            }
             samples = harness.interleave(contestants, arguments.rounds)
             rates[f"{clients} clients, {call}"] = samples
             peer = harness.summarise(samples[PEER]).median
             for name, values in samples.items():
                 one = harness.summarise(values)
-                rows.append([call, name, f"{one.median:,.0f}/s", harness.format_ratio(one.median / peer)])
+                cost = harness.summarise(spent[name]).median
+                ratio = harness.format_ratio(one.median / peer)
+                rows.append([call, name, f"{one.median:,.0f}/s", ratio, f"{cost:.1f} µs"])
+            server_us[f"{clients} clients, {call}"] = spent
         title = f"{clients} processes, each with one call under way; median of {arguments.rounds} rounds"
-        harness.print_table(["operation", "store", "operations", "of TCPStore"], rows, title=title)
+        harness.print_table(
+            ["operation", "store", "operations", "of TCPStore", "of the store's CPU"], rows, title=title
+        )
         print()
-    joins = harness.interleave(
-        {
-            "512 agents in 4 processes": lambda: seconds_to_join(512, 4),
-            "64 processes": lambda: seconds_to_join(64, 64),
-        },
-        arguments.rounds,
-    )
-    rows = [[name, harness.format_time(harness.summarise(values).median)] for name, values in joins.items()]
-    harness.print_table(["who joins", "until the last is a member"], rows, title="Joining, CURVE over TCP")
-    slowest = harness.summarise(joins["512 agents in 4 processes"]).median
-    print(f"\nTarget, 512 agents in {JOIN_TARGET_S:g} s: {'reached' if slowest <= JOIN_TARGET_S else 'missed'}.")
-    results = {"target": TARGET, "operations_per_s": rates, "join_s": joins}
+    joins: dict[str, list[float]] = {}
+    if not arguments.no_joins:
+        joins = harness.interleave(
+            {
+                "512 agents in 4 processes": lambda: seconds_to_join(512, 4),
+                "64 processes": lambda: seconds_to_join(64, 64),
+            },
+            arguments.rounds,
+        )
+        rows = [[name, harness.format_time(harness.summarise(values).median)] for name, values in joins.items()]
+        harness.print_table(["who joins", "until the last is a member"], rows, title="Joining, CURVE over TCP")
+        slowest = harness.summarise(joins["512 agents in 4 processes"]).median
+        print(f"\nTarget, 512 agents in {JOIN_TARGET_S:g} s: {'reached' if slowest <= JOIN_TARGET_S else 'missed'}.")
+    results = {"target": TARGET, "operations_per_s": rates, "server_us": server_us, "join_s": joins}
     harness.write_results(arguments.output, results, machine=machine)
 
 

@@ -116,6 +116,8 @@ class Mux:
         self.lock = threading.Lock()
         self.busy: set[Host] = set()
         self.num_resent = 0
+        # Ranks that hold what all ranks say of themselves: a megabyte for each, of which a real host has eight.
+        self.turns = threading.Semaphore(8)
         self.wake_reader, self.wake_writer = os.pipe()
         os.set_blocking(self.wake_reader, False)
         threading.Thread(target=self.run, daemon=True).start()
@@ -123,7 +125,7 @@ class Mux:
     def send(self, host: Host, route: bytes, call: PendingCall) -> None:
         with self.lock:
             host.calls[route, call.number] = call
-            call.sent_at = time.monotonic()
+            call.note_sent(time.monotonic())
             host.requests.append((route, call.message))
             was_idle = not self.busy
             self.busy.add(host)
@@ -161,7 +163,7 @@ class Mux:
         """Send again what was not answered, as a client does."""
         for (route, _), call in host.calls.items():
             if now > call.resend_at:
-                call.sent_at = now
+                call.note_sent(now)
                 host.requests.append((route, call.message))
                 self.busy.add(host)
                 self.num_resent += 1
@@ -198,6 +200,7 @@ class Rank(Client):
         self.timeout = TIMEOUT_S
         self._number = 0
         self._is_closed = False
+        self.has_turn = False  # among `Mux.turns`
 
     def _call(self, what: int, *fields: bytes, deadline: Deadline | None = None, waits_for: Any = ()) -> list[bytes]:
         self._number += 1
@@ -207,6 +210,9 @@ class Rank(Client):
             from phalanx.errors import DeadlineError
 
             raise DeadlineError("wait timeout")
+        if what == Op.GET and fields[0].endswith(WRITE_ONCE.encode()) and not self.has_turn:
+            self.mux.turns.acquire()
+            self.has_turn = True
         return call.result("the coordinator")
 
     def begin(self, what: int, *fields: bytes) -> PendingCall:
@@ -304,6 +310,8 @@ def be_ranks(endpoint: str, hosts: range, ranks: int, size: int, answers: Any, s
         assert len(met.infos) == size
         if rank == 0:
             firsts.append(met)
+        del met
+        client.mux.turns.release()
         answers.put(rank)
 
     clients = [

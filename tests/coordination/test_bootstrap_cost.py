@@ -6,6 +6,7 @@ import time
 from dataclasses import replace
 
 import pytest
+from torch.distributed import PrefixStore
 
 from phalanx.backend.coordination_store import CoordinationStore
 from phalanx.coordination.bootstrap import Bootstrap, exchange
@@ -98,3 +99,80 @@ def test_what_ranks_know_of_each_other_comes_back_and_secrets_of_others_do_not()
     ]
     assert unpack_infos(pack_infos(infos)) == expected
     assert "secret 0" not in repr(infos[0])
+
+
+def test_who_waits_reads_few_while_the_first_has_not_said_who_it_is(store):
+    """Each read all who had come, four times a second: 8,000 ranks filled the memory of the store's host."""
+    store.add("0/came", 1)  # the first is between two calls, for longer than a check takes
+    come_all(store, range(1, 150), 5000)
+    late = Bootstrap(store, 150, 5000, INFO, "0", Deadline.after(60.0))
+    late._arrive()
+    for _ in range(5):
+        assert not late._check_processes(False)
+        assert set(late._known) <= {*range(32), 150}
+    store.set("0/rank/0", json.dumps(Arrival(0, 5000, INFO).to_json()))
+    assert not late._check_processes(False)
+    assert min(late._known) == 0
+
+
+def test_who_has_found_the_first_reads_nobody_else_however_long_it_waits(store):
+    """It looked among twice as many at each check, so that in the end each rank read all who had come."""
+    come_all(store, range(200), 5000)
+    late = Bootstrap(store, 200, 5000, INFO, "0", Deadline.after(60.0))
+    late._arrive()
+    for _ in range(20):
+        assert not late._check_processes(False)
+    assert set(late._known) == {0, 200}
+
+
+@pytest.mark.parametrize("num_dead", [1, 2, 7, 100])
+def test_who_comes_after_others_that_died_in_taking_a_place_is_the_first(store, num_dead):
+    store.add("0/came", num_dead)
+    heard = []
+    waiters = [
+        threading.Thread(
+            target=lambda rank=rank: heard.append(exchange(store.clone(), rank, 3, INFO, "0", Deadline.after(60.0))),
+            name=f"phalanx-test-waiter-{rank}",
+        )
+        for rank in range(3)
+    ]
+    for waiter in waiters:
+        waiter.start()
+    for waiter in waiters:
+        waiter.join()
+    assert [len(one.infos) for one in heard] == [3, 3, 3]
+
+
+def test_of_many_ranks_the_first_says_who_is_missing_and_the_others_how_many(store):
+    come_all(store, range(199), 200)
+    late = Bootstrap(store, 199, 200, INFO, "0", Deadline.after(60.0))
+    late._arrive()
+    store.set("0/came", "150")
+    late._check_processes(False)
+    assert "waiting for 50 of 200 ranks (rank 0 says which) for" in late._describe_wait(late._deadline)
+    assert set(late._known) == {0, 199}
+    first = Bootstrap(store, 0, 200, INFO, "0", Deadline.after(60.0))
+    first._known = {0: first._me}
+    assert "waiting for ranks 150-199 for" in first._describe_wait(late._deadline)
+
+
+@pytest.mark.parametrize("prefixes", [(), ("default_pg/",), ("0/", "cpu/")])
+def test_what_a_start_leaves_behind_is_one_key_and_it_takes_few_requests(store, prefixes):
+    """The keys of all ranks go with one request; those of other groups stay."""
+    store.set("0/rank/1", "another group's, where this one has a prefix")
+    prefixed = store
+    for prefix in prefixes:
+        prefixed = PrefixStore(prefix, prefixed)
+    num_before = store.num_keys() if prefixes else 0
+    if not prefixes:
+        store.delete_key("0/rank/1")
+    first = Bootstrap(prefixed, 0, 100, INFO, "0", Deadline.after(60.0))
+    first._arrive()
+    come_all(prefixed, range(1, 100), 100)
+    first.infos = unpack_infos(first._wait()["ranks"])
+    before = store.num_requests
+    first.forget()
+    assert store.num_requests - before < 10
+    assert store.num_keys() == num_before + 1  # how this start has ended
+    second = Bootstrap(prefixed, 0, 1, INFO, "0", Deadline.after(60.0))
+    assert len(second.join()) == 1

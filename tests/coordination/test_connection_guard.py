@@ -137,6 +137,20 @@ def test_the_connections_that_go_first_are_those_of_the_address_with_the_most(mo
         assert is_open(crowd[-1])
 
 
+def test_many_hosts_that_come_in_the_same_moment_are_all_kept(monkeypatch):
+    """500 honest hosts began at once, and those that had not said who they are yet were closed, again and again."""
+    monkeypatch.setattr(service_module, "_MAX_YOUNG", 8)
+    with Service("127.0.0.1:0", KEY) as service, contextlib.ExitStack() as stack:
+        hosts = [stack.enter_context(come(service.address.port, b"\xff", f"127.0.1.{n % 15 + 1}")) for n in range(60)]
+        while service.num_open < 60:
+            time.sleep(0.01)
+        assert all(map(is_open, hosts))
+        more = [stack.enter_context(come(service.address.port, b"\xff", f"127.0.2.{n + 1}")) for n in range(40)]
+        while sum(map(is_open, hosts + more)) > 64:  # eight times as many as may be, and no more
+            time.sleep(0.01)
+        assert all(map(is_open, more)), "those of the addresses with the most go first"
+
+
 def test_where_members_have_taken_all_connections_another_waits_and_a_line_says_what_to_raise(monkeypatch):
     said = []
     monkeypatch.setattr(service_module, "connections_allowed", lambda *, raises: 3)

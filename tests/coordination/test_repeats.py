@@ -1,7 +1,10 @@
 """Requests that are refused, or sent again after a pause: nothing is half done, and nothing is counted twice."""
 
+import itertools
+
 from phalanx.coordination.coordinator import Coordinator
 from phalanx.coordination.key_value import MAX_KEY_BYTES
+from phalanx.coordination.pending_call import PendingCall
 from phalanx.coordination.wire import Op, Status, pack, unpack
 
 
@@ -82,3 +85,21 @@ def test_what_was_heard_after_a_pause_is_not_forgiven_twice():
     talk.coordinator.forgive(99.0, 100.0)
     assert talk.coordinator.tick(109.0) == []
     assert len(talk.coordinator.tick(110.5)) == 1
+
+
+def test_a_request_that_is_not_answered_is_sent_again_at_growing_pauses():
+    """Each rank of a large job asked again every three seconds: the later a busy coordinator answered, the more it was
+    asked, and each of these requests cost it the whole answer again."""
+    call, sent = PendingCall(1, Op.GET, b""), []
+    for tenth in range(600):
+        now = tenth / 10
+        if not sent or now > call.resend_at:
+            call.note_sent(now)
+            sent.append(now)
+    pauses = [later - earlier for earlier, later in itertools.pairwise(sent)]
+    assert pauses == sorted(pauses)
+    assert pauses[0] < 4.0
+    assert 4 <= len(sent) <= 6
+    call.num_sent = 0  # another connection
+    call.note_sent(now)
+    assert call.resend_at < now + 4.0

@@ -1,10 +1,13 @@
 """The coordinator and its clients, over real sockets."""
 
 import contextlib
+import errno
+import os
 import socket
 import threading
 
 import pytest
+import zmq
 
 from phalanx.coordination.admission import gone_peers
 from phalanx.coordination.client import Client
@@ -151,6 +154,23 @@ def test_without_a_key_nothing_listens_on_the_network():
         Service(":0", None)
     with service(None, None) as (running, _, _):
         assert running.address is None
+
+
+@pytest.mark.parametrize("scheme", ["ipc", "tcp"])
+def test_a_coordinator_that_cannot_bind_leaves_no_descriptor_open(scheme, monkeypatch):
+    """The listener had been handed to ZeroMQ, which had not taken it yet: it stayed open, and the port taken."""
+    bind = zmq.Socket.bind
+
+    def fail(sock, address):
+        if address.startswith(scheme):
+            raise zmq.ZMQError(errno.EMFILE)
+        return bind(sock, address)
+
+    monkeypatch.setattr(zmq.Socket, "bind", fail)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(zmq.ZMQError):
+        Service("127.0.0.1:0", KEY)
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_client_with_another_key_hears_so_and_the_coordinator_says_from_where():

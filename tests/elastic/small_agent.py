@@ -26,7 +26,7 @@ import torch
 import torch._dynamo  # what a rank needs is imported once, here, as a zygote does it
 
 from phalanx.launch.calls import outcome
-from phalanx.launch.processes import die_with_parent
+from phalanx.processes import die_with_parent
 
 Body = Callable[..., Any]
 LEAVES = signal.SIGVTALRM  # whom it ends is not replaced

@@ -21,8 +21,8 @@ from phalanx.launch.calls import remote
 from phalanx.launch.hosts.control_channel import Change, ControlChannel, ControlMessage
 from phalanx.launch.hosts.follower import FollowerAttempt
 from phalanx.launch.hosts.gather import Gathering
+from phalanx.launch.hosts.join_job import _Followed
 from phalanx.launch.hosts.leader import LeaderAttempt
-from phalanx.launch.hosts.membership import _Followed
 from phalanx.launch.hosts.node_plan import HostFacts, plan_nodes
 from phalanx.launch.hosts.peer_hosts import PeerHosts
 

@@ -3,7 +3,7 @@ import signal
 import pytest
 
 from phalanx.launch.failure import Exit, Failure, Report, decide_failures, describe_failures
-from phalanx.launch.processes import name_signal
+from phalanx.processes import name_signal
 
 
 def raised(rank: int, at: float, *types: str, text: str = "Traceback: …") -> Report:

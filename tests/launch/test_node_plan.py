@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import cast
 
 import pytest
 
 from phalanx.launch.hosts.addresses import is_own, own_addresses
-from phalanx.launch.hosts.control_channel import decode_lines, encode_lines
+from phalanx.launch.hosts.control_channel import ControlMessage, decode_lines, encode_lines
+from phalanx.launch.hosts.follower import say_host_lost
 from phalanx.launch.hosts.node_plan import HostFacts, find_conflict, find_node, name_apart, plan_nodes
+from phalanx.launch.output.display import Display
 
 
 def host(member: int, num_ranks: int = 1, role: str = "default", node_rank: int | None = None) -> HostFacts:
@@ -60,8 +63,24 @@ def test_hosts_that_were_given_different_numbers_of_hosts_are_named() -> None:
 
 
 def test_what_another_host_calls_itself_can_move_no_cursor() -> None:
-    sneaky = replace(host(1, node_rank=5), name="n1\x1b[2J")
-    assert "\x1b" not in find_conflict([host(0), sneaky], 2)
+    sneaky = replace(host(1, role="train\r", node_rank=5), name="n1\x1b[2J\nphalanx run: n2 (10.0.0.2) is lost")
+    seen = HostFacts.from_json(1, sneaky.to_json())
+    assert seen is not None
+    assert seen.role == "train\\r"
+    conflict = find_conflict([host(0), seen], 2)
+    assert conflict.startswith("n1\\x1b[2J\\nphalanx run: n2 (10.0.0.2) is lost (10.0.0.1) came as --node-rank 5")
+    assert plan_nodes([host(0), replace(seen, node_rank=None)])[1].where.isprintable()
+
+
+def test_what_the_first_host_calls_another_forges_no_line_here() -> None:
+    said: list[str] = []
+
+    class Screen:
+        say = staticmethod(said.append)
+
+    body = {"host": "n1\x1b[2J\nphalanx run: done", "ranks": [1], "why": "gone\n\x07"}
+    say_host_lost(ControlMessage("host lost", 0, body), cast("Display", Screen()))
+    assert said == ["phalanx run: n1\\x1b[2J\\nphalanx run: done, with rank 1, is lost: gone\\n\\x07"]
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,13 @@
 import hashlib
 import hmac
 import os
+import random
 import socket
 
 import pytest
 
 from phalanx.coordination.key import Key
-from phalanx.launch.hosts.reach import Responder, Target, check_own, try_all
+from phalanx.launch.hosts.reach import Responder, Target, check_own, choose_targets, try_all
 
 KEY = Key(bytes(range(32)))
 
@@ -81,3 +82,34 @@ def test_an_address_of_another_machine_is_not_ours() -> None:
     check_own("127.0.0.1")
     with pytest.raises(OSError):
         check_own("192.0.2.1")
+
+
+@pytest.mark.parametrize("size", [1, 2, 33, 34, 64, 65, 100, 999])
+def test_each_host_is_tried_by_as_many_others_as_it_tries_in_all_parts_of_the_row(size):
+    """All try all where they are few; of many hosts whoever is cut off is missed wherever in the row one looks."""
+    nodes = sorted(random.Random(size).sample(range(2000), size))
+    tried = {node: choose_targets(node, nodes) for node in nodes}
+    tried_by = {node: {other for other in nodes if node in tried[other]} for node in nodes}
+    for place, node in enumerate(nodes):
+        assert node not in tried[node]
+        assert tried[node] <= set(nodes)
+        assert len(tried_by[node]) == len(tried[node])
+        if size <= 33:
+            assert len(tried[node]) == size - 1
+        else:
+            assert len(tried[node]) == (size - 1).bit_length()
+            distances = sorted((place - nodes.index(other)) % size for other in tried_by[node])
+            assert distances == [1 << k for k in range(len(distances))]
+
+
+def test_hosts_cut_off_together_are_missed_by_others():
+    """A switch fails in the middle of the row: each host behind it is tried by some host that is not."""
+    rng = random.Random(3)
+    for _ in range(50):
+        size = rng.randrange(34, 400)
+        nodes = list(range(size))
+        first, count = rng.randrange(size), rng.randrange(1, size // 2)
+        cut_off = {nodes[(first + n) % size] for n in range(count)}
+        tried = {node: choose_targets(node, nodes) for node in nodes}
+        missed = {node for other in nodes if other not in cut_off for node in tried[other] & cut_off}
+        assert missed == cut_off

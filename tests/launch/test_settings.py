@@ -244,7 +244,7 @@ def test_use_env_changes_nothing() -> None:
         (
             "--nnodes=2:3 --rdzv_backend=c10d --rdzv_endpoint=n1:1 --local_addr 10.0.0.2 "
             "--rdzv-conf is_host=1,join_timeout=9,last_call_timeout=4",
-            Rendezvous("n1:1", True, None, 2, 3, None, 9.0, 4.0, 10.0, "10.0.0.2"),
+            Rendezvous("n1:1", True, None, 2, 3, None, 9.0, 4.0, 9.0, "10.0.0.2"),
         ),
         (
             "--nnodes=2 --rdzv_backend=c10d --rdzv_endpoint=n1:1 --rdzv-conf is_host=false,keep_alive_interval=2",

@@ -17,7 +17,7 @@ from tests.rpc.workers import Counter, fail, nothing, pid, same, set_event, unti
 from phalanx import rpc
 from phalanx.coordination.key import Key
 from phalanx.errors import PeerLostError
-from phalanx.launch.processes import read_state
+from phalanx.processes import read_state
 from phalanx.rpc import current
 from phalanx.testing import RankFailed, hosts, run_ranks
 from phalanx.testing.namespaces import Host, why_no_hosts

@@ -45,3 +45,29 @@ def different():
     if job.rank == 2:
         raise KeyError("the loader's index")
     dist.barrier()
+
+
+def pickles():
+    """Objects in the group of all, which spans hosts, and in one of a host; then rank 0 sends one without the key."""
+    dist.init_process_group("mpi")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    group = dist.new_group([0, 1, 2, 3])
+    for _ in range(3):
+        found = [None] * world_size
+        dist.all_gather_object(found, {"rank": rank}, group=group)
+        assert found == [{"rank": r} for r in range(world_size)]
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    mine = pairs[rank // 2]
+    assert mine.transport.pickles is None, "its ranks are on one host"
+    dist.broadcast_object_list([rank], group=mine, group_src=0)
+    key, refused = group.transport.pickles.key.hex(), ""
+    assert key != dist.group.WORLD.transport.pickles.key.hex()
+    if rank == 0:
+        group.transport.pickles.key = bytes(32)
+    try:
+        dist.broadcast_object_list([rank], src=0, group=group)
+    except phalanx.PhalanxError as error:
+        refused = str(error)
+    dist.barrier()
+    dist.destroy_process_group()
+    return key, refused

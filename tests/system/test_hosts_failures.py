@@ -382,6 +382,31 @@ def test_a_host_that_is_cut_off_is_late_as_a_whole_and_hears_that_it_is_cut_off(
     assert "The job's store does not answer either: this host may be cut off." in results[2][1]
 
 
+@pytest.mark.parametrize("stops", [False, True])
+def test_a_rank_that_finds_no_time_to_answer_is_not_taken_for_the_missing_one(stops):
+    """On a busy host it took longer than it is given, and was named beside the host that was cut off. One that is
+    stopped is missing, too."""
+
+    def check(rank, world_size, machines):
+        group = dist.new_group(timeout=timedelta(seconds=2))
+        dist.all_reduce(torch.ones(1), group=group)
+        if rank == 1:
+            group.transport._monitor.close()
+        dist.barrier()
+        if rank == 2:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if rank == 1:
+            time.sleep(0.5)  # its time is up later, so that rank 0 asks
+        if rank == 1 and stops:
+            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGSTOP)).start()
+        with pytest.raises(DeadlineError) as caught:
+            dist.all_reduce(torch.ones(3), group=group)
+        return caught.value.missing
+
+    first = on_hosts((2, 1), check, lost=(1, 2) if stops else (2,))[0]
+    assert first == ((1, 2) if stops else (2,))
+
+
 def test_a_host_whose_link_is_cut_in_the_middle_of_a_large_transfer_is_named_within_the_timeout():
     def check(rank, world_size, machines):
         dist.barrier()

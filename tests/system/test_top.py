@@ -21,9 +21,6 @@ from typing import Any
 import pytest
 from tests.system.phalanx_command import start, write_script
 
-from phalanx.errors import LaunchError
-from phalanx.launch.stacks.jobs import RunningJob
-from phalanx.launch.top import watch
 from phalanx.testing import hosts, why_no_hosts
 
 # Rank 1 is the slow one. All end together, when the file is there.
@@ -186,7 +183,7 @@ def test_a_job_that_trains_is_seen_in_a_pipe_by_programs_and_on_a_terminal_until
     assert finished.code == 0, finished.err
     gone = top(job)
     assert gone.returncode == 2
-    assert f"no `phalanx run` of yours on this host is called {job}" in gone.stderr
+    assert f"{job} is not the process number of a `phalanx run` of yours on this host" in gone.stderr
 
 
 def test_who_waits_for_whom_and_who_is_stopped_is_said_without_a_change_in_the_script(tmp_path: Path) -> None:
@@ -305,13 +302,7 @@ def test_a_name_with_escape_codes_is_shown_as_text(tmp_path: Path) -> None:
         refused = subprocess.run([sys.executable, "-m", "phalanx.cli", "stacks", "1"], capture_output=True, text=True)
         assert "clear\\x1b[2J" in refused.stderr
         assert "\x1b" not in refused.stderr
-
-
-def test_of_several_jobs_one_must_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    jobs = [RunningJob(os.getpid(), "a"), RunningJob(os.getppid(), "b")]
-    monkeypatch.setattr(watch, "find_jobs", lambda command: jobs)
-    with pytest.raises(LaunchError, match=rf"top: several jobs are running; say which:\n(.*\n)*.*{os.getpid()}"):
-        watch.choose_job(None)
-    assert watch.choose_job(str(os.getpid())) == jobs[0]
-    jobs.pop()
-    assert watch.choose_job(None) == jobs[0]
+        found = subprocess.run(
+            [sys.executable, "-m", "phalanx.cli", "stacks", script.stem], capture_output=True, text=True
+        )
+        assert "2 of 2 ranks running" in found.stdout, found.stderr

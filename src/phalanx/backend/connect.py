@@ -14,6 +14,7 @@ from torch.distributed import PrefixStore
 
 from phalanx.coordination.rank_info import RankInfo
 from phalanx.deadline import Deadline
+from phalanx.descriptors import find_shortage
 from phalanx.diagnostics.failure_report import FailureReport, Operation
 from phalanx.diagnostics.failure_store import FailureStore
 from phalanx.diagnostics.rank_list import name_ranks
@@ -24,6 +25,7 @@ from phalanx.transport.hierarchical.layout import Layout
 from phalanx.transport.options import Options
 
 _LOOK_EVERY_S = 0.2
+_SPARE_DESCRIPTORS = 64  # for what the process opens while the group connects
 _LONGEST_S = 1e8  # three years: "for ever", in a number of milliseconds that Gloo can hold
 
 
@@ -43,12 +45,12 @@ class MetGroup:
         return self.layout.rank
 
     def prefixed(self, what: str) -> PrefixStore:
-        """The part of the store in which `what` connects the group."""
+        """Return the part of the store in which `what` connects the group."""
         return PrefixStore(f"{what}/{self.key}", self.store)
 
 
 def build_engine(group: MetGroup, settings: Options, deadline: Deadline, failure_store: FailureStore) -> Engine:
-    """Collective over the group's ranks.
+    """Build the engine that the group's options ask for. Collective over the group's ranks.
 
     Raises:
         PhalanxError: the ranks cannot reach each other in this way; the message says where they are.
@@ -70,15 +72,33 @@ def build_engine(group: MetGroup, settings: Options, deadline: Deadline, failure
     return open_gloo(group, settings, deadline, failure_store)
 
 
-def open_gloo(group: MetGroup, settings: Options, deadline: Deadline, failure_store: FailureStore) -> GlooEngine:
-    """Gloo between all ranks, whatever engine is asked for; as `build_engine`."""
+def open_gloo(
+    group: MetGroup, settings: Options, deadline: Deadline, failure_store: FailureStore, *, num_threads: int = 0
+) -> GlooEngine:
+    """Gloo between all ranks, whatever engine is asked for; as `build_engine`. `num_threads` carry out collectives."""
     rank, infos, name = group.rank, group.infos, group.name
     size = len(infos)
+
+    def tell_others(reason: str) -> None:
+        processes = {rank: f"pid {infos[rank].process.pid} on {infos[rank].hostname} {infos[rank].address}".rstrip()}
+        reason = f"{reason} in init_process_group"
+        failure_store.linger(failure_store.post(FailureReport("interrupted", (rank,), processes, reason=reason)))
+
+    if shortage := find_shortage(size + _SPARE_DESCRIPTORS):  # Gloo would abort the process
+        tell_others("too few open files for all connections")
+        raise PhalanxError(
+            f"init_process_group of group {name!r} on rank {rank}: Gloo connects each of its {size} ranks with each "
+            f"other. {shortage}"
+        )
 
     def connect() -> GlooEngine:
         address, interface = infos[rank].address, settings.interface or ""
         prefixed, left = group.prefixed("gloo"), _timedelta_of(deadline)
-        return GlooEngine(prefixed, rank, size, left, address=address, interface=interface)
+        # An interface of the user's choice has addresses that nobody has told.
+        peers = {info.address for info in infos} if not interface else set()
+        return GlooEngine(
+            prefixed, rank, size, left, address=address, interface=interface, peers=peers, num_threads=num_threads
+        )
 
     def check_others() -> None:
         report = failure_store.report()
@@ -99,9 +119,7 @@ def open_gloo(group: MetGroup, settings: Options, deadline: Deadline, failure_st
     except RuntimeError as error:
         raise _unreachable(error, group) from None
     except (KeyboardInterrupt, SystemExit) as error:
-        processes = {rank: f"pid {infos[rank].process.pid} on {infos[rank].hostname} {infos[rank].address}".rstrip()}
-        reason = f"{type(error).__name__} in init_process_group"
-        failure_store.linger(failure_store.post(FailureReport("interrupted", (rank,), processes, reason=reason)))
+        tell_others(type(error).__name__)
         if not error.args:
             where = Operation("init_process_group", name, rank)
             others = name_ranks([r for r in range(size) if r != rank])
@@ -110,7 +128,7 @@ def open_gloo(group: MetGroup, settings: Options, deadline: Deadline, failure_st
 
 
 def _interruptible(connect: Callable[[], GlooEngine], check_others: Callable[[], None], name: str) -> GlooEngine:
-    """What `connect` returns, from a thread of its own: Gloo connects in C++, where no signal is heard.
+    """Return what `connect` returns, from a thread of its own: Gloo connects in C++, where no signal is heard.
 
     `check_others` is called meanwhile. When it raises, or a signal handler does, the thread is left to itself: it
     ends when Gloo's time is up, or with the process.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import errno
+import hashlib
 import os
 import resource
 import sys
@@ -15,6 +16,8 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any
 from weakref import WeakValueDictionary
+
+from torch.distributed import PrefixStore
 
 from phalanx.backend import device_backends
 from phalanx.backend.connect import MetGroup, build_engine, open_gloo
@@ -38,7 +41,7 @@ from phalanx.symmetric_memory.fd_server import FdAddress, FdServer, new_token
 from phalanx.symmetric_memory.liveness_pipe import why_unwatched
 from phalanx.symmetric_memory.watch import ProcessId
 from phalanx.torch_versions import describe_untested
-from phalanx.transport.authentication import derive_pickle_key
+from phalanx.transport.authentication import PickleAuthenticator
 from phalanx.transport.base import CallContext, Transport
 from phalanx.transport.gloo.transport import GlooTransport
 from phalanx.transport.hierarchical.layout import Layout
@@ -54,12 +57,11 @@ except ImportError:  # no compiler at installation, or no futex on this platform
 _logger = get_logger(__name__)
 _LAST_BREATH_S = 0.3  # a process that is killed closes its sockets a moment before it is gone
 _PAUSE_S = 0.01
-_GLOO = "without shared memory"  # the group's keys in the store, which is the group's own
 _NO_CORE = "the C core is not there (reinstall with a C compiler at hand)"
 
 
 def create_process_group(options: Any, backend_options: Any = None) -> Any:
-    """The process group that `init_process_group("phalanx")` and `new_group` ask for.
+    """Return the process group that `init_process_group("phalanx")` and `new_group` ask for.
 
     Collective over the group's ranks. `backend_options` is what the user gave as `pg_options`: a `phalanx.Options`, or
     None. The group is a `PhalanxProcessGroup`, over the memory of one host or across several. Where memory can't be
@@ -91,7 +93,7 @@ def _new_group(options: Any, transport: Transport) -> Any:
 
 
 def _unconnected_group(options: Any, backend_options: Any) -> Any:
-    """A group that meets its members when `reconfigure` says who they are."""
+    """Return a group that meets its members when `reconfigure` says who they are."""
     if options.timeout <= timedelta(0):
         raise ValueError(f"init_process_group: timeout must be above zero, got {options.timeout.total_seconds():g} s")
     transport = UnconnectedTransport(options.group_id, options.group_rank, options.group_size)
@@ -146,7 +148,7 @@ def open_transport(options: Any, backend_options: Options | None) -> Transport:
 
 
 def _with_variables(settings: Options) -> Options:
-    """What a variable says where the options say nothing."""
+    """Return what a variable says where the options say nothing."""
     interface = settings.interface or os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0] or None
     allowed = settings.allow_public_address or os.environ.get("PHALANX_ALLOW_PUBLIC_ADDRESS", "") == "1"
     return replace(settings, interface=interface, allow_public_address=allowed)
@@ -261,7 +263,7 @@ def _open_symmetric_memory(
     deadline: Deadline,
     idle: Callable[[float], None],
 ) -> Any:
-    """The memory of one host: `local_ranks` are the ranks that share it, the first of them leads."""
+    """Return the memory of one host: `local_ranks` are the ranks that share it, the first of them leads."""
     from phalanx.symmetric_memory.memory import Member, open_as_leader, open_as_member
 
     rank, name = options.group_rank, options.group_id
@@ -342,7 +344,9 @@ def _descriptors_told(here: str) -> Iterator[None]:
 
 
 def _showing(infos: Sequence[RankInfo], local_ranks: Sequence[int], options: Any) -> Callable[[int], object] | None:
-    """What shows the group's memory to the agent of `phalanx run`, if there is one: it reads the flight recorder."""
+    """Return what shows the group's memory to the agent of `phalanx run`, if there is one: it reads the flight
+    recorder.
+    """
     agent = agent_address()
     if not agent:
         return None
@@ -375,7 +379,7 @@ def _connect(server: FdServer, bootstrap: Bootstrap, options: Any, settings: Opt
     except BaseException:
         symm_mem.close()
         raise
-    transport.pickle_key = derive_pickle_key(infos[0].secret)
+    transport.pickles = PickleAuthenticator(infos[0].secret, name)
     transport.attach(symm_mem, engine, failure_store)
     return _begin(transport, bootstrap, options, deadline)
 
@@ -393,7 +397,7 @@ def _begin(transport: Transport, bootstrap: Bootstrap, options: Any, deadline: D
 
 
 def _report_lost_host(global_ranks: Sequence[int], processes: Sequence[str]) -> FailureReport | None:
-    """What the agent tells of a lost host, as a report of this group; None if none of its ranks was there."""
+    """Return what the agent tells of a lost host, as a report of this group; None if none of its ranks was there."""
     lost = find_lost_host()
     gone = [r for r, global_rank in enumerate(global_ranks) if lost is not None and global_rank in lost.ranks]
     if lost is None or not gone:
@@ -404,13 +408,15 @@ def _report_lost_host(global_ranks: Sequence[int], processes: Sequence[str]) -> 
 def _open_failure_store(
     options: Any, group_key: str, infos: Sequence[RankInfo], processes: Sequence[str]
 ) -> FailureStore:
+    """Open what the group's ranks tell each other; all groups share a connection, so `group_key` is only this one's."""
     store, size = base_of(options.store), len(infos)
+    signals = _signals_of(store)
     return FailureStore(
-        options.store.clone(),
+        PrefixStore("phalanx", signals.connection),
         group_key,
         options.group_rank,
         size,
-        _signals_of(store),
+        signals,
         server_rank=next((r for r, info in enumerate(infos) if info.keeps_store), -1),
         address=(store.host, store.port) if getattr(store, "host", "") else None,
         find_lost_host=lambda: _report_lost_host(options.global_ranks_in_group or range(size), processes),
@@ -422,7 +428,7 @@ _signals: WeakValueDictionary[tuple[int, int], FailureSignals] = WeakValueDictio
 
 
 def _signals_of(store: Any) -> FailureSignals:
-    """The signals in `store`, the same object for all groups of this process that have met there."""
+    """Return the signals in `store`, the same object for all groups of this process that have met there."""
     key = (os.getpid(), id(store))
     signals = _signals.get(key)
     if signals is None:
@@ -435,11 +441,12 @@ def _over_gloo(bootstrap: Bootstrap, options: Any, settings: Options, deadline: 
     rank, name, infos = options.group_rank, options.group_id, bootstrap.infos
     layout = Layout.of([info.host for info in infos], rank)
     processes = [f"{info} {info.address}".rstrip() for info in infos]
-    failure_store = _open_failure_store(options, _GLOO, infos, processes)
-    group = MetGroup(name, _GLOO, options.store, infos, layout)
-    engine = open_gloo(group, settings, deadline, failure_store)
+    key = hashlib.blake2b(infos[0].secret.encode(), digest_size=16).hexdigest()
+    failure_store = _open_failure_store(options, key, infos, processes)
+    group = MetGroup(name, key, options.store, infos, layout)
+    engine = open_gloo(group, settings, deadline, failure_store, num_threads=1)  # one at a time
     transport = GlooTransport(name, engine, failure_store, processes, lambda r: infos[r].has_ended(infos[rank]))
-    transport.pickle_key = derive_pickle_key(infos[0].secret)
+    transport.pickles = PickleAuthenticator(infos[0].secret, name)
     return _begin(transport, bootstrap, options, deadline)
 
 

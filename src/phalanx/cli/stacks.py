@@ -6,16 +6,17 @@ import click
 
 
 @click.command("stacks", short_help="Show where each rank of a running job is.")
-@click.argument("job", type=int, required=False)
+@click.argument("job", required=False)
 @click.pass_context
-def command(ctx: click.Context, job: int | None) -> None:
+def command(ctx: click.Context, job: str | None) -> None:
     """Print each rank's current operation and Python stacks, without stopping it.
 
-    JOB is the process number of a `phalanx run` of yours on this host; it may be left out when only one is running.
+    JOB is the process number of a `phalanx run` of yours on this host, or the name of its script; it may be left out
+    when only one is running.
     """
     from phalanx.diagnostics.printable import printable_lines
     from phalanx.errors import LaunchError
-    from phalanx.launch.stacks.report import report_stacks
+    from phalanx.inspect.stacks.report import report_stacks
 
     try:
         click.echo(printable_lines(report_stacks(job)))

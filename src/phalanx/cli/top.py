@@ -26,14 +26,15 @@ def command(ctx: click.Context, job: str | None, once: bool, as_data: bool, inte
 
     from phalanx.diagnostics.printable import printable_lines
     from phalanx.errors import LaunchError
-    from phalanx.launch.top.as_json import as_json
-    from phalanx.launch.top.table import all_lines, as_text
-    from phalanx.launch.top.watch import Watch, choose_job
+    from phalanx.inspect.stacks.job_choice import choose_job
+    from phalanx.inspect.top.as_json import as_json
+    from phalanx.inspect.top.table import all_lines, as_text
+    from phalanx.inspect.top.watch import Watch
 
     console = Console(file=sys.stdout, highlight=False)
     try:
         os.nice(10)  # whoever looks on makes way for those who work
-        watch = Watch(choose_job(job))
+        watch = Watch(choose_job(job, "phalanx top"))
         if as_data:
             click.echo(as_json(watch.look_once()))
         elif once or not console.is_terminal or console.is_dumb_terminal:
@@ -43,7 +44,7 @@ def command(ctx: click.Context, job: str | None, once: bool, as_data: bool, inte
             else:
                 click.echo(as_text(lines))
         else:
-            from phalanx.launch.top.screen import show
+            from phalanx.inspect.top.screen import show
 
             last = show(watch, interval)
             if last is not None:

@@ -45,6 +45,7 @@ _logger = get_logger(__name__)
 _LONGEST_PAUSE_S = 0.02
 _WAITS_PER_S = 256  # that all ranks together begin in the store while the first decides
 _LONGEST_WAIT_S = 5.0
+_MOST_DESCRIBED = 64  # ranks of a group of which each says who is missing; of more, only the first that came does
 _CHECK_PROCESSES_S = 0.25  # how often a rank checks whether another process has ended
 _ACKNOWLEDGE_S = 1.0
 _PATIENCE_S = 2.0  # the first to arrive reports who is missing; a little later the others do it themselves
@@ -73,7 +74,7 @@ class Store(Protocol):
         """Store a value."""
 
     def get(self, key: str, /) -> bytes:
-        """The value; blocks until it is there."""
+        """Return the value; blocks until it is there."""
         ...
 
     def check(self, keys: list[str], /) -> bool:
@@ -119,6 +120,7 @@ class Bootstrap:
         self._index = 0
         self._before: dict[str, Any] = {}
         self._known: dict[int, Arrival] = {}
+        self._num_sought = 1  # places in the row among which this rank looks for the first
         self._in_file = _file_of(store)
         self._waits_in_store = getattr(base_of(store), "wait_is_interruptible", False)
         self.infos: list[RankInfo] = []
@@ -145,7 +147,9 @@ class Bootstrap:
         return self.infos
 
     def contest(self) -> str:
-        """What is said of the start that others wait in, or will, once this rank has come, too, as one kept out."""
+        """Return what is said of the start that others wait in, or will, once this rank has come, too, as one
+        kept out.
+        """
         _, self._number, _ = self._current()
         infos = self._key(_RANKS)
         if self._store.check([infos]) or (self._number and not self._arrived()):
@@ -165,7 +169,8 @@ class Bootstrap:
         return str(failure["text"]) if failure else ""
 
     def acknowledge_failure(self, *, expected: int = 0) -> None:
-        """The start has failed and all ranks will raise why: rank 0, whose process may serve the store, ends last.
+        """Wait, in a start that has failed, until rank 0 may end: its process may serve the store in which others read
+        why.
 
         It waits for the others, a moment, and until so many as `expected` have come to hear it: without the store they
         could say only that the store is gone.
@@ -204,13 +209,13 @@ class Bootstrap:
         return f"{self._number}/{name}"
 
     def _current(self) -> tuple[str, int, dict[str, Any]]:
-        """The key `bootstrap`: as it stands, the number of the start, and how the one before ended."""
+        """Return the key `bootstrap`: as it stands, the number of the start, and how the one before ended."""
         text = self._store.compare_set("bootstrap", "", "").decode()  # check and get, at once
         data: dict[str, Any] = json.loads(text) if text else {"number": 0, "before": {}}
         return text, data["number"], data["before"]
 
     def _end(self, how: str, members: Sequence[Any] = ()) -> None:
-        """This start is over: whoever comes now begins the next."""
+        """End this start: whoever comes now begins the next."""
         text, number, _ = self._current()
         if number == self._number:
             before = {"how": how, "members": list(members)}
@@ -273,7 +278,7 @@ class Bootstrap:
     # -- waiting -------------------------------------------------------------------------------------------------
 
     def _wait(self) -> dict[str, Any]:
-        """The outcome of this start: every rank's information, or why there is no group."""
+        """Return the outcome of this start: every rank's information, or why there is no group."""
         is_first, clock = self._index == 0, self._deadline.clock
         patience = self._deadline if is_first else Deadline.after(min(self._deadline.left_s + _PATIENCE_S, 1e9), clock)
         next_check = Deadline.after(_CHECK_PROCESSES_S, clock)
@@ -286,8 +291,7 @@ class Bootstrap:
                 self._decide()
             if next_check.passed:
                 next_check = Deadline.after(_CHECK_PROCESSES_S, clock)
-                self._check_processes(is_first)
-                is_first = min(self._known) == self._index  # or whoever had the place before has died in taking it
+                is_first = self._check_processes(is_first)
             return False
 
         def pause(pause_s: float) -> None:
@@ -303,7 +307,7 @@ class Bootstrap:
         return outcome
 
     def _decide(self) -> None:
-        """The first in the row: say that the group is complete, or that it never will be."""
+        """Say, as the first in the row, that the group is complete, or that it never will be."""
         arrivals = list(self._arrived().values())
         if failure := find_problem(arrivals):
             self._publish(failure)
@@ -311,18 +315,27 @@ class Bootstrap:
             infos = [one.info for one in sorted(arrivals, key=lambda one: one.rank)]
             self._store.compare_set(self._key(_RANKS), "", json.dumps({"ranks": pack_infos(infos)}))
 
-    def _check_processes(self, is_first: bool) -> None:
-        """Whether somebody who came has ended, or nobody will come any more."""
+    def _check_processes(self, is_first: bool) -> bool:
+        """See whether somebody who came has ended, or nobody will come any more; return whether this rank is the first.
+
+        It is where all before it have taken a place and not said who they are: they may have died there.
+        """
         if self._current()[1] != self._number and not self._store.check([self._key(_RANKS)]):
             raise _Superseded
-        if is_first or not self._store.check([self._key("rank/0")]):
-            arrived = self._arrived()
+        if is_first:
+            arrived = list(self._arrived().values())
         else:
-            # Each looks at the first only, who looks at all: hundreds of ranks would read each other's words.
-            self._known.setdefault(0, Arrival.from_json(json.loads(self._store.get(self._key("rank/0")))))
-            arrived = {0: self._known[0]}
-        if failure := find_dead(list(arrived.values()), self._me.info) or self._find_holder(len(arrived)):
+            # Each looks for the first only, who looks at all: thousands of ranks would read each other's words.
+            num_sought = min(self._num_sought, min(self._known))
+            self._read(list(range(num_sought)))
+            lowest = min(self._known)
+            arrived = [self._known[lowest]]
+            is_first = lowest == self._index == num_sought
+            if lowest == self._index:  # nobody before this rank has been found yet
+                self._num_sought *= 2
+        if failure := find_dead(arrived, self._me.info) or self._find_holder(len(self._known)):
             self._publish(failure)
+        return is_first and min(self._known) == self._index
 
     def _find_holder(self, num_arrived: int) -> Failure | None:
         """Alone for a while, at a store where a group was formed whose rank of this number still runs: a stranger."""
@@ -425,10 +438,15 @@ class Bootstrap:
 
     def _describe_wait(self, patience: Deadline) -> str:
         waited = patience.timeout_s - patience.left_s
-        missing = self._missing()
-        whom = (
-            name_ranks(missing) if missing else f"rank {self._known[min(self._known)].rank} to say that all have come"
-        )
+        first, size = self._known[min(self._known)], self._me.world_size
+        if size > _MOST_DESCRIBED and first is not self._me:
+            num_missing = size - int(self._store.get(self._key("came")))
+            whom = f"{num_missing} of {size} ranks (rank {first.rank} says which)"
+        else:
+            missing = self._missing()
+            num_missing, whom = len(missing), name_ranks(missing)
+        if num_missing <= 0:
+            whom = f"rank {first.rank} to say that all have come"
         before = f" Before this start, {self._before['how']}." if self._before else ""
         return (
             f"init_process_group of group {self._group!r}: waiting for {whom} for {waited:.0f} s; "
@@ -437,7 +455,7 @@ class Bootstrap:
 
 
 def exchange(store: Store, rank: int, world_size: int, mine: RankInfo, group: str, deadline: Deadline) -> Bootstrap:
-    """The start of the group in which all ranks have exchanged their information.
+    """Return the start of the group in which all ranks have exchanged their information.
 
     Raises:
         ValueError, MismatchError, PeerLostError, DeadlineError: as `Bootstrap.join`.
@@ -472,7 +490,7 @@ def _no_notice() -> None:
 
 
 def base_of(store: Any) -> Any:
-    """The store itself, without the prefixes that torch puts around it."""
+    """Return the store itself, without the prefixes that torch puts around it."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return store
@@ -485,6 +503,6 @@ def _address_of(store: Any) -> str:
 
 
 def _file_of(store: Any) -> str:
-    """The path of a store in a file that has a name, and so outlives its job; else nothing."""
+    """Return the path of a store in a file that has a name, and so outlives its job; else nothing."""
     path = str(getattr(base_of(store), "path", ""))
     return "" if path.startswith("/proc/") else path

@@ -305,7 +305,7 @@ class Connection:
     # whoever sends must `_read` afterwards, before it lets go of the lock.
 
     def _transmit(self, call: PendingCall) -> None:
-        call.sent_at = time.monotonic()
+        call.note_sent(time.monotonic())
         self._transmit_raw(call.message)
 
     def _transmit_raw(self, message: bytes) -> None:
@@ -336,7 +336,7 @@ class Connection:
             self._appoint()
 
     def _appoint(self) -> None:
-        """The reader stops: one who waits takes over."""
+        """Let one who waits take over, as the reader stops."""
         with self._lock:
             for call in self._calls.values():
                 if call.wake is not None:
@@ -421,6 +421,7 @@ class Connection:
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             if self._was_connected:  # again: what was under way may be lost
                 for call in list(self._calls.values())[:_MAX_CALLS]:
+                    call.num_sent = 0
                     self._transmit(call)
             self._was_connected, self._cut_at, self._refused_at = True, None, None
         elif event == zmq.EVENT_DISCONNECTED:

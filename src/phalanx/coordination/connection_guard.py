@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
-import resource
 import socket
 from collections import OrderedDict
 from typing import NamedTuple
@@ -20,6 +19,7 @@ from typing import NamedTuple
 import zmq
 
 from phalanx.coordination.admission import Complaints, gone_peers
+from phalanx.descriptors import raise_limit
 
 HANDSHAKE_S = 5.0
 PIECE_BYTES = 1 << 16  # the most that ZeroMQ gives memory for at once, before it knows for whom
@@ -172,13 +172,7 @@ def connections_allowed(*, raises: bool = False) -> int:
 
     The rest of the process needs some, too; and ZeroMQ's thread turns in circles when accept() finds none.
     """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = _MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_OPEN_FILES)
-    if raises and soft != resource.RLIM_INFINITY and soft < most:
-        with contextlib.suppress(OSError, ValueError):  # a sandbox
-            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-            soft = most
-    limit = most if soft == resource.RLIM_INFINITY else min(soft, most)
+    limit = min(raise_limit(_MAX_OPEN_FILES if raises else 0), _MAX_OPEN_FILES)
     return limit - limit // 4
 
 

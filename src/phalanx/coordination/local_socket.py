@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import sys
@@ -22,19 +23,21 @@ class LocalSocket:
 
     def __init__(self, router: zmq.Socket[bytes]) -> None:
         self._folder, self._path_fd = "", -1
-        if sys.platform == "linux":
-            listener, self._path_fd = new_listener(BACKLOG)
-            self.path = f"/proc/{os.getpid()}/fd/{self._path_fd}"
-            router.use_fd = listener.detach()  # from here on ZeroMQ's to close
-            router.set(zmq.IPC_FILTER_UID, os.getuid())
-        else:
-            self._folder = tempfile.mkdtemp(prefix="phalanx-", dir="/tmp")  # 0700; a socket's path has little room
-            self.path = os.path.join(self._folder, "coordinator")
-        try:
-            router.bind(f"ipc://{self.path}")
-        except BaseException:
-            self.close()
-            raise
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.close)
+            if sys.platform == "linux":
+                listener, self._path_fd = new_listener(BACKLOG)
+                undo.enter_context(listener)
+                self.path = f"/proc/{os.getpid()}/fd/{self._path_fd}"
+                router.use_fd = listener.fileno()
+                router.set(zmq.IPC_FILTER_UID, os.getuid())
+                router.bind(f"ipc://{self.path}")
+                listener.detach()  # ZeroMQ takes the descriptor only where `bind` returns
+            else:
+                self._folder = tempfile.mkdtemp(prefix="phalanx-", dir="/tmp")  # 0700; a socket's path has little room
+                self.path = os.path.join(self._folder, "coordinator")
+                router.bind(f"ipc://{self.path}")
+            undo.pop_all()
 
     def close(self) -> None:
         """Nobody finds it any more. A second call does nothing."""

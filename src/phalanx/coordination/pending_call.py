@@ -7,20 +7,30 @@ import threading
 from phalanx.coordination.wire import Status
 from phalanx.errors import CoordinationError
 
-_RESEND_S = 3.0
+_RESEND_S, _MOST_DOUBLINGS = 3.0, 3
 _RESEND_PARKED_S = 20.0  # the coordinator lets go of what a client that says nothing for a minute waits for
+
+
+def resend_after(num_sent: int) -> float:
+    """Return after how many seconds a request is sent again that was sent so often, and not answered.
+
+    The pauses grow: a coordinator that thousands ask at once answers late, and each request that is sent again makes it
+    later.
+    """
+    return _RESEND_S * 2.0 ** min(max(num_sent - 1, 0), _MOST_DOUBLINGS)
 
 
 class PendingCall:
     """Request `number`, of kind `what`. The connection's lock guards all but the reading of `is_over`."""
 
-    __slots__ = ("answer", "error", "fields", "is_parked", "message", "number", "sent_at", "wake", "what")
+    __slots__ = ("answer", "error", "fields", "is_parked", "message", "num_sent", "number", "sent_at", "wake", "what")
 
     def __init__(self, number: int, what: int, message: bytes) -> None:
         self.number = number
         self.what = what
         self.message = message
         self.sent_at = 0.0
+        self.num_sent = 0  # since the connection was made
         self.is_parked = False  # the coordinator has said that it has the request, and that it waits there
         self.answer: int | None = None
         self.fields: list[bytes] = []
@@ -35,10 +45,15 @@ class PendingCall:
     @property
     def resend_at(self) -> float:
         """When to send the request again, unless it was answered."""
-        return self.sent_at + (_RESEND_PARKED_S if self.is_parked else _RESEND_S)
+        return self.sent_at + (_RESEND_PARKED_S if self.is_parked else resend_after(self.num_sent))
+
+    def note_sent(self, now: float) -> None:
+        """Note that the request is sent, for the first time or again."""
+        self.sent_at = now
+        self.num_sent += 1
 
     def result(self, where: str) -> list[bytes]:
-        """The fields of the answer, which has come from `where`.
+        """Return the fields of the answer, which has come from `where`.
 
         Raises:
             CoordinationError: the connection has failed, or the coordinator does not know us any more.

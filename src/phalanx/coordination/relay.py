@@ -24,6 +24,7 @@ from phalanx.coordination.connection_guard import cut, protect
 from phalanx.coordination.dealer import EPOCH_BYTES, EVENTS, open_dealer
 from phalanx.coordination.key import Key
 from phalanx.coordination.local_socket import BACKLOG, LocalSocket
+from phalanx.coordination.pending_call import resend_after
 from phalanx.coordination.wire import (
     MAX_FRAME_BYTES,
     VERSION,
@@ -41,7 +42,6 @@ _NOBLOCK, _POLLIN = int(zmq.NOBLOCK), int(zmq.POLLIN)
 _ROUND_FRAMES, _ROUND_BYTES = 256, 1 << 20  # that are read before they are sent on
 _QUEUE_FRAMES = 256  # of a rank that has yet to read
 _TICK_S = 0.25
-_ASK_AGAIN_S = 3.0
 _ENDS_WITH = WRITE_ONCE.encode()
 _MAX_KEPT, _KEPT_S = 8, 60.0  # values that never change, and how long one is kept
 _OWN = b""  # the route of the relay's own requests
@@ -52,7 +52,8 @@ class _Fetch:
     """A value that was asked for, once for all who wait for it: routes and the numbers of their requests."""
 
     number: int
-    asked_at: float
+    asked_at: float = 0.0
+    num_asked: int = 0  # since the connection was made
     waiters: dict[tuple[bytes, int], None] = field(default_factory=dict)
 
 
@@ -190,7 +191,7 @@ class Relay:
             self._undelivered(route, answers)
 
     def _undelivered(self, route: bytes, answers: bytes) -> None:
-        """An item of a queue whose taker has gone is for another one."""
+        """Tell the coordinator of items of queues whose taker has gone: they are for another one."""
         numbers = [pack_number(message.number) for message in unpack(answers) if message.what == Status.OK]
         if numbers:
             self._waiting.append(pack(Op.UNDELIVERED, 0, route, *numbers))
@@ -204,7 +205,7 @@ class Relay:
                 if self._was_connected:
                     self._tell_all(Status.RESUMED)
                     for fetch in self._fetches.values():
-                        fetch.asked_at = 0.0
+                        fetch.asked_at, fetch.num_asked = 0.0, 0
                 self._was_connected, self._is_cut = True, False
             elif event == zmq.EVENT_DISCONNECTED and self._was_connected and not self._is_cut:
                 self._is_cut = True
@@ -242,7 +243,7 @@ class Relay:
         fetch = self._fetches.get(key)
         if fetch is None:
             self._number += 1
-            fetch = self._fetches[key] = _Fetch(self._number, 0.0)
+            fetch = self._fetches[key] = _Fetch(self._number)
         elif (route, number) in fetch.waiters:
             self._hand_over(route, pack(Status.PARKED, number))
         fetch.waiters[route, number] = None
@@ -260,8 +261,8 @@ class Relay:
 
     def _ask_again(self, now: float) -> None:
         for key, fetch in self._fetches.items():
-            if now - fetch.asked_at >= _ASK_AGAIN_S and not self._is_cut:
-                fetch.asked_at = now
+            if now - fetch.asked_at >= resend_after(fetch.num_asked) and not self._is_cut:
+                fetch.asked_at, fetch.num_asked = now, fetch.num_asked + 1
                 self._waiting.append(pack(Op.RELAY, 0, _OWN, pack(Op.GET, fetch.number, key)))
         while self._kept and now - next(iter(self._kept.values()))[0] > _KEPT_S:
             self._kept.popitem(last=False)

@@ -156,8 +156,10 @@ class Service:
             router, port, self._complaints, max_young=_MAX_YOUNG, max_open=connections_allowed(raises=True)
         )
         host = "[::]" if listener.family == socket.AF_INET6 else "0.0.0.0"
-        router.use_fd = listener.detach()  # from here on ZeroMQ's to close
-        router.bind(f"tcp://{host}:{port}")
+        with listener:  # ZeroMQ takes the descriptor only where `bind` returns
+            router.use_fd = listener.fileno()
+            router.bind(f"tcp://{host}:{port}")
+            listener.detach()
         return router
 
     def _router(self) -> zmq.Socket[bytes]:

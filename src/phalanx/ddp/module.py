@@ -23,7 +23,7 @@ from phalanx.ddp.epoch_order import EpochOrder, explain_repetition
 from phalanx.ddp.first_steps import FirstSteps, warn_of
 from phalanx.ddp.graph import tensors_in
 from phalanx.ddp.join import JoinInterface
-from phalanx.ddp.membership import Membership, explain_newcomers
+from phalanx.ddp.late_parameters import LateParameters, explain_newcomers
 from phalanx.ddp.plan import BucketPlan
 from phalanx.ddp.reducer import Reducer
 from phalanx.ddp.replicate import BufferBroadcast, broadcast_tensors, replicate
@@ -183,7 +183,7 @@ class DistributedDataParallel(JoinInterface, TorchInterface):
             FirstSteps([name for name, _ in trained], parameters, self.process_group) if watched else None
         )
         self._buffer_broadcast = BufferBroadcast(self.process_group)
-        self._membership = Membership(module, parameters, self._ignored)
+        self._late_parameters = LateParameters(module, parameters, self._ignored)
         self._epoch_order = EpochOrder() if watched and self.process_group.rank() == 0 else None
         self.register_load_state_dict_pre_hook(_restore_prefix)  # type: ignore[no-untyped-call]
 
@@ -254,7 +254,7 @@ class DistributedDataParallel(JoinInterface, TorchInterface):
         source = self._announce(sync) if self._join_config.enable else 0
         if sync:
             reducer.prepare_forward()
-            newcomers = self._membership.find_newcomers()
+            newcomers = self._late_parameters.find_newcomers()
             if newcomers:
                 raise RuntimeError(explain_newcomers(newcomers, self.process_group.rank()))
             self._look_at(inputs)
@@ -327,7 +327,7 @@ class DistributedDataParallel(JoinInterface, TorchInterface):
         self._batchnorm_undecided, self._batchnorm_synced = bool(undecided), bool(synced)
 
     def _state(self) -> list[Tensor]:
-        """What ranks bring each other up to date with: parameters, and buffers unless each rank has its own."""
+        """Return what ranks bring each other up to date with: parameters, and buffers unless each rank has its own."""
         named = [(name, parameter) for name, parameter in self.module.named_parameters() if name not in self._ignored]
         tensors: list[Tensor] = [parameter for _, parameter in named]
         return tensors + self._synced_buffers() if self.broadcast_buffers else tensors

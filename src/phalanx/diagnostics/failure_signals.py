@@ -13,12 +13,36 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 T = TypeVar("T")
 
 _NEXT = "phalanx/signals"
 _ANSWER_S = 2.0
+
+
+class AwaitedValue(Protocol):
+    """A key that a store was asked for, and tells when it has come."""
+
+    def look(self) -> bytes | None:
+        """Return the value; None if it has not come. Nothing is sent.
+
+        Raises:
+            RuntimeError: the connection is gone.
+        """
+        ...
+
+    def cancel(self) -> None:
+        """Wait for it no more."""
+
+
+@runtime_checkable
+class NotifyingStore(Protocol):
+    """A store that tells when a key has come, so that nobody asks again and again."""
+
+    def begin_get(self, key: str) -> AwaitedValue:
+        """Ask for a key that may come later."""
+        ...
 
 
 class FailureSignals:
@@ -30,9 +54,9 @@ class FailureSignals:
 
     def __init__(self, store: Any) -> None:
         self.store = store  # as the groups know it
-        self._store = store.clone()  # a call that waits in one keeps those of the other waiting
+        self.connection = store.clone()  # a call that waits in one keeps those of the other waiting
         self._next: int | None = None
-        self._waiting: Any = None
+        self._waiting: AwaitedValue | None = None
         self.is_store_gone = False
 
     def ask(self, question: Callable[[], T], default: T) -> T:
@@ -52,43 +76,44 @@ class FailureSignals:
 
     def _send(self, group_key: str) -> None:
         number, mine = self._first(), f"{os.urandom(8).hex()} {group_key}"
-        while self._store.compare_set(_key(number), "", mine).decode() != mine:  # somebody else's
+        while self.connection.compare_set(_key(number), "", mine).decode() != mine:  # somebody else's
             number += 1
-        self._store.set(_NEXT, str(number + 1))
+        self.connection.set(_NEXT, str(number + 1))
 
     def _first(self) -> int:
-        return int(self._store.get(_NEXT)) if self._store.check([_NEXT]) else 0
+        return int(self.connection.get(_NEXT)) if self.connection.check([_NEXT]) else 0
 
     def receive(self) -> set[str]:
-        """The keys of the groups of which there was a signal since the last call."""
+        """Return the keys of the groups of which there was a signal since the last call."""
         if self._next is None:
             first = self.ask(self._first, -1)
             if first < 0:
                 return set()
             self._next = first
-        begin_get = getattr(self._store, "begin_get", None)
-        return self._take_all(self._next) if begin_get is None else self._take_arrived(self._next, begin_get)
+        if isinstance(self.connection, NotifyingStore):
+            return self._take_arrived(self._next, self.connection)
+        return self._take_all(self._next)
 
     def _take_all(self, number: int) -> set[str]:
         def take() -> set[str]:
             keys: set[str] = set()
             there = number
-            while self._store.check([_key(there)]):
-                keys.add(_group_key(self._store.get(_key(there))))
+            while self.connection.check([_key(there)]):
+                keys.add(_group_key(self.connection.get(_key(there))))
                 there += 1
             self._next = there
             return keys
 
         return self.ask(take, set())
 
-    def _take_arrived(self, number: int, begin_get: Callable[[str], Any]) -> set[str]:
+    def _take_arrived(self, number: int, store: NotifyingStore) -> set[str]:
         """Do the same as `_take_all`, where the store itself waits for the next key and tells."""
         keys: set[str] = set()
         try:
             while not self.is_store_gone:
                 if self._waiting is None:
-                    self._waiting = begin_get(_key(number))
-                value: bytes | None = self._waiting.look()
+                    self._waiting = store.begin_get(_key(number))
+                value = self._waiting.look()
                 if value is None:
                     break
                 self._waiting.cancel()

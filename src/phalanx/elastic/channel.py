@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
 import socket
 import struct
 import time
@@ -14,6 +13,7 @@ from typing import Any
 
 from phalanx.coordination.elastic_link import outlive_zygote
 from phalanx.deadline import Deadline
+from phalanx.descriptors import wait_readable
 from phalanx.elastic.membership import Generation, JobEndedError, Loss, NoGenerationError
 from phalanx.errors import DeadlineError, PhalanxError
 
@@ -117,7 +117,7 @@ class AgentChannel:
         self._send(kind="regrouped", generation=number)
 
     def failed(self, step: int, error: str) -> None:
-        """An exception of the user's own is about to end this rank."""
+        """Tell the launcher that an exception of the user's own is about to end this rank."""
         self._send(kind="failed", step=step, error=error[:2000])
 
     def finished(self) -> None:
@@ -183,7 +183,7 @@ class AgentChannel:
     def _receive(self, *, wait_s: float) -> bool:
         """Whether something has come; all that has is taken."""
         has_come = False
-        while select.select([self._sock], [], [], 0.0 if has_come else wait_s)[0]:
+        while wait_readable([self._sock], 0.0 if has_come else wait_s):
             try:
                 data = self._sock.recv(_MAX_PACKET_BYTES)
             except OSError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroupGloo
 from phalanx.deadline import Deadline
 from phalanx.engines.delivery import await_delivery, open_sockets
 from phalanx.engines.engine import DATA, Pending
+from phalanx.engines.gloo_device import GlooDevice, gloo_device
 from phalanx.torch_names import find
 
 c10d: Any = dist.distributed_c10d  # whose stubs lack what is used here
@@ -49,6 +50,10 @@ class GlooEngine:
     the order in which they were sent; a receive is as long as its message, or longer. A wait that times out ends the
     engine for this rank, and its peers' waits with it.
 
+    Arguments:
+        peers: the addresses of all ranks, or nothing where one is not known: who else connects is kept out.
+        num_threads: how many threads carry out what `begin` starts. Messages need none.
+
     Raises:
         RuntimeError: some rank cannot be reached within `timeout`.
     """
@@ -58,13 +63,25 @@ class GlooEngine:
     num_tags = DATA
 
     def __init__(
-        self, store: Any, rank: int, world_size: int, timeout: timedelta, *, address: str, interface: str = ""
+        self,
+        store: Any,
+        rank: int,
+        world_size: int,
+        timeout: timedelta,
+        *,
+        address: str,
+        interface: str = "",
+        peers: Iterable[str] = (),
+        num_threads: int = 0,
     ) -> None:
         options = _Options()
         options._timeout = timeout
-        options._devices = [_device(address, interface)]
+        self._device: GlooDevice | None = gloo_device(address, interface)
+        options._devices = [self._device.device]
+        options._threads = num_threads
         before = open_sockets()
-        self._group = _ProcessGroupGloo(store, rank, world_size, options)
+        with self._device.connecting(peers):
+            self._group = _ProcessGroupGloo(store, rank, world_size, options)
         # Another thread's may be among them: they are only asked.
         self._sockets = {n: inode for n, inode in open_sockets().items() if before.get(n) != inode}
         self._nothing = torch.empty(1, dtype=torch.uint8)
@@ -122,6 +139,7 @@ class GlooEngine:
         Not after `begin`: Gloo's end waits for its own collectives, and one in the middle of a message may never end.
         """
         self._group = _Freed()
+        self._device = None
 
 
 class _Freed:
@@ -131,17 +149,8 @@ class _Freed:
         raise RuntimeError("the connections of this group are closed")
 
 
-def _device(address: str, interface: str) -> Any:
-    if (
-        not address and not interface
-    ):  # the job's store is a file: Gloo asks for this host's own name, or takes loopback
-        return _ProcessGroupGloo.create_default_device(lazy_init=False)
-    named = {"interface": interface} if interface else {"hostname": address}
-    return _ProcessGroupGloo.create_device(**named, lazy_init=False)
-
-
 def local_address(towards: str) -> str:
-    """The address under which this host is known on the way to `towards`; asks the routing table, sends nothing.
+    """Return the address under which this host is known on the way to `towards`; asks the routing table, sends nothing.
 
     Raises:
         OSError: there is no route, or no such name.

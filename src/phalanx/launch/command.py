@@ -17,10 +17,10 @@ from phalanx.launch.output.standard import guarded, open_standard_descriptors
 from phalanx.launch.output.text import show
 from phalanx.launch.placement import plan_placement
 from phalanx.launch.plan import JobPlan, is_terminal, make_run_id
-from phalanx.launch.processes import SUPPORTED, has_working_directory
 from phalanx.launch.schedulers import SIGNS
 from phalanx.launch.settings import USAGE_EXIT_CODE, Settings, decide_num_ranks, parse
 from phalanx.launch.target import find_problem
+from phalanx.processes import SUPPORTED, has_working_directory
 
 
 def main(words: Sequence[str], *, old_launcher: bool = False) -> int:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import isfinite
 
 from phalanx.diagnostics.rank_list import name_ranks
-from phalanx.launch.processes import name_signal
+from phalanx.inspect.stacks.dump import without_launcher
+from phalanx.processes import name_signal
 
 # How much later than its cause a silent death (a signal, os._exit) may be seen: the kernel closes the dying rank's
 # sockets first, so peers can raise because of it before its parent hears of it.
@@ -43,7 +43,7 @@ class Report:
     error_file: str = ""
 
     def to_bytes(self) -> bytes:
-        """The report as one datagram; of a longer traceback the middle is left out."""
+        """Return the report as one datagram; of a longer traceback the middle is left out."""
         fields = asdict(self)
         for key in ("summary", "traceback"):
             text = fields[key]
@@ -54,7 +54,7 @@ class Report:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Report | None:
-        """The inverse of `to_bytes`; None for what no rank of ours has written."""
+        """Read what `to_bytes` wrote; None for what no rank of ours has written."""
         try:
             fields = json.loads(data)
             report = cls(**{**fields, "types": tuple(fields["types"])})
@@ -129,7 +129,7 @@ def decide_failures(
     sent: Mapping[int, float],
     lost: Mapping[int, Loss] | None = None,
 ) -> list[Failure]:
-    """The failed ranks, the first cause in front.
+    """Return the failed ranks, the first cause in front.
 
     Arguments:
         exits: by rank, of all that ended.
@@ -164,7 +164,8 @@ def decide_failures(
 def describe_failures(
     failures: Sequence[Failure], world_size: int, host: str, *, abandoned: Collection[int] = ()
 ) -> str:
-    """What the command says at the end: consequences in one line each, then the first failure with its traceback.
+    """Return what the command says at the end: consequences in one line each, then the first failure with its
+    traceback.
 
     `abandoned` are the ranks that were not started any more because of it.
     """
@@ -202,13 +203,6 @@ def describe_failures(
     if first.report and "BdbQuit" in first.report.types:
         lines += ["", _HOW_TO_DEBUG]
     return "\n".join(lines)
-
-
-def without_launcher(dump: str) -> str:
-    """faulthandler's dump without the frames below the script, which are ours and always last."""
-    lines = dump.rstrip().splitlines()
-    ours = [i for i, line in enumerate(lines) if os.path.join("phalanx", "launch", "worker.py") in line]
-    return "\n".join(line for i, line in enumerate(lines) if not (ours and ours[0] <= i < ours[-1] + 3))
 
 
 def summarise(failure: Failure) -> str:

@@ -6,6 +6,8 @@ import errno
 import os
 import resource
 
+from phalanx.descriptors import raise_limit
+
 _FDS_PER_RANK = 5  # the reading ends of two pipes, a file for its dump, one for its stacks, and its log
 _FDS_ON_THEIR_WAY = 40  # to the zygote: five for each of the ranks that are being forked
 _FDS_OF_JOB = 24  # libraries, signals, the zygote, the store, reports, the agent's socket
@@ -32,24 +34,16 @@ def find_problem(num_ranks: int) -> str | None:
 
 def raise_open_files(num_ranks: int) -> None:
     """Raise this process's own soft limit to what so many ranks need; processes that run already keep theirs."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = (_FDS_PER_RANK + 1) * num_ranks + _FDS_ON_THEIR_WAY + _FDS_OF_JOB + _FDS_OF_VISITORS
-    if hard != resource.RLIM_INFINITY:
-        wanted = min(wanted, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-        except (OSError, ValueError):
-            pass  # a sandbox: if the limit is reached, the message names it
+    raise_limit((_FDS_PER_RANK + 1) * num_ranks + _FDS_ON_THEIR_WAY + _FDS_OF_JOB + _FDS_OF_VISITORS)
 
 
 def explain_start(rank: int, num_ranks: int, error: OSError) -> str:
-    """The words for the user when `rank` could not be started."""
+    """Return the words for the user when `rank` could not be started."""
     return f"phalanx run: rank {rank} of {num_ranks} could not be started: {explain(error)}"
 
 
 def explain(error: OSError) -> str:
-    """What the system refused, and which limits to look at."""
+    """Return what the system refused, and which limits to look at."""
     why = f"{error.strerror or error}."
     if error.errno == errno.EAGAIN:
         soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)

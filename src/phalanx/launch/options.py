@@ -252,7 +252,7 @@ OPTIONS = (
            "be given several times.", "NAME[=VALUE]", _read_variable, torchruns=False),
     Option("key-file", "key_file", "The file that holds the key of a job of several hosts, which `phalanx key` makes; "
            "else PHALANX_KEY_FILE, PHALANX_KEY or the one in your configuration folder.", "FILE", torchruns=False),
-    Option("host-timeout", "", "A host that sends no heartbeat for so long is lost, and the job fails (default 10).",
+    Option("host-timeout", "", "A host that sends no heartbeat for so long is lost, and the job fails (default 9).",
            "SECONDS", _read_host_timeout, torchruns=False),
     Option("node-rank", "", "The number of this host, where the hosts meet at --master-addr.", "N", _read_count),
     Option("master-addr", "master_addr", "Where the hosts meet: an address of the one with --node-rank 0. On one host: "
@@ -296,7 +296,7 @@ _REFUSED = {
 
 
 def explain_unknown(given: str, name: str) -> str:
-    """What is wrong with the flag `given`."""
+    """Return what is wrong with the flag `given`."""
     if name in _REFUSED:
         return f"{given}: not in this version: {_REFUSED[name]}."
     import difflib
@@ -308,7 +308,7 @@ def explain_unknown(given: str, name: str) -> str:
 
 
 def format_help() -> str:
-    """The text of `phalanx run --help`."""
+    """Return the text of `phalanx run --help`."""
     import textwrap
 
     lines = [

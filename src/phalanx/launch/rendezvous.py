@@ -40,7 +40,7 @@ class Rendezvous:
     key: str | None = None
     join_timeout_s: float = 600.0
     last_call_s: float = 30.0
-    host_timeout_s: float = 10.0
+    host_timeout_s: float = 9.0
     local_addr: str = ""
     more_endpoints: tuple[str, ...] = ()
     is_local: bool = False
@@ -132,7 +132,7 @@ def decide_rendezvous(fields: Mapping[str, Any], problems: list[str]) -> Rendezv
 
 
 def _read_conf(conf: Mapping[str, str], backend: str, problems: list[str]) -> dict[str, float]:
-    """What --rdzv-conf says of times; as in torchrun, keys that nobody knows are nobody's."""
+    """Return what --rdzv-conf says of times; as in torchrun, keys that nobody knows are nobody's."""
     if conf.get("store_type", "tcp") != "tcp":
         problems.append(f"--rdzv-conf store_type={conf['store_type']}: hosts meet through the network; leave it out")
     # Each of torchrun's backends knows one of the first two; where both are given, that one.

@@ -27,9 +27,9 @@ from typing import NoReturn
 from phalanx.launch.ending import can_end_quickly, end_quickly
 from phalanx.launch.failure import Report
 from phalanx.launch.folder import use_in_rank
-from phalanx.launch.processes import STACKS_SIGNAL, die_with_parent
 from phalanx.launch.target import Kind, Target
 from phalanx.launch.title import set_command
+from phalanx.processes import STACKS_SIGNAL, die_with_parent
 
 _OUR_FDS = 8  # numbers that we take from the upper end of those that a rank may have
 _CALLS = tuple(os.path.join(os.path.dirname(__file__), "calls", name) for name in ("__main__.py", "rank.py"))
@@ -132,7 +132,7 @@ def _report_error(error: BaseException, failed_at: float, report: _Reporter) -> 
 
 
 def compute_exit_status(code: object) -> int:
-    """The exit code of a process whose script calls `sys.exit(code)`, as the interpreter finds it."""
+    """Return the exit code of a process whose script calls `sys.exit(code)`, as the interpreter finds it."""
     if code is None:
         return 0
     if isinstance(code, int):

@@ -43,7 +43,10 @@ from typing import Any
 from phalanx.launch import control_protocol
 from phalanx.launch.cuda_context import close_devices, describe, find_own_cuda_use
 from phalanx.launch.folder import remove
-from phalanx.launch.processes import (
+from phalanx.launch.title import set_command
+from phalanx.launch.worker import Assignment, run_worker
+from phalanx.launch.zygote_command import plan_zygote_code
+from phalanx.processes import (
     ENDING_SIGNALS,
     SUPPORTED,
     adopt_orphans,
@@ -52,9 +55,6 @@ from phalanx.launch.processes import (
     kill_sessions,
     outlive_parent,
 )
-from phalanx.launch.title import set_command
-from phalanx.launch.worker import Assignment, run_worker
-from phalanx.launch.zygote_command import plan_zygote_code
 
 # What a rank imports when it begins to train. The first costs every process half a second and more, and any optimizer
 # of torch's imports it: a rank that takes the place of another one would keep all waiting for that.
@@ -243,7 +243,7 @@ class _Zygote:
         return None
 
     def _tell_first_host(self) -> None:
-        """The agent was killed; nothing else is left here to do."""
+        """End after the agent was killed; nothing else is left here to do."""
         try:
             from phalanx.launch.hosts.orphaned import tell_first_host
 
@@ -303,7 +303,9 @@ class _Zygote:
             os.waitpid(found.si_pid, 0)
 
     def _kill_group(self, pid: int) -> None:
-        """What a lost rank leaves (DataLoader workers) must not stay as long as the job: it may lose many."""
+        """End what a lost rank leaves (DataLoader workers), which must not stay as long as the job: it may lose
+        many.
+        """
         self._elastic.discard(pid)
         try:
             os.killpg(pid, signal.SIGKILL)  # nobody else can have the number: it was not reaped yet

@@ -15,13 +15,13 @@ from typing import Any, Protocol, cast
 import torch
 import torch.distributed as dist
 
+from phalanx.backend.pickles import pickle_authenticator
 from phalanx.backend.shared import rehearses
 from phalanx.backend.torch_integration.groups import phalanx_group, store_of
-from phalanx.backend.torch_integration.object_collectives import count_exchange, pickle_key
 from phalanx.coordination.rank_info import host_identity
 from phalanx.errors import DeadlineError, MismatchError, PeerLostError
 from phalanx.symmetric_memory.watch import ProcessId
-from phalanx.transport.authentication import MAC_BYTES, authenticate, verify
+from phalanx.transport.authentication import OVERHEAD_BYTES, PickleStream
 
 _LOOK_S = 0.2  # how often it is asked whether the others live
 _LONGEST_PAUSE_S = 0.02
@@ -35,7 +35,7 @@ class Store(Protocol):
         """Store a value."""
 
     def get(self, key: str, /) -> bytes:
-        """The value, which is there."""
+        """Return the value, which is there."""
         ...
 
     def check(self, keys: list[str], /) -> bool:
@@ -58,7 +58,7 @@ class OwnStore:
         self._values[key] = value.encode()
 
     def get(self, key: str, /) -> bytes:
-        """The value, which is there."""
+        """Return the value, which is there."""
         return self._values[key]
 
     def check(self, keys: list[str], /) -> bool:
@@ -78,10 +78,6 @@ def _tensor_over(data: bytearray) -> torch.Tensor:
     return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
-def _purpose(number: int, src: int, dst: int) -> str:
-    return f"exchange {number} of map_reduce from {src} to {dst}"
-
-
 @dataclass(frozen=True)
 class Person:
     """The process of a rank. `number` is the rank that it had when the job began, which it keeps."""
@@ -92,7 +88,7 @@ class Person:
 
     @classmethod
     def of_self(cls, number: int) -> Person:
-        """This process."""
+        """Return this process."""
         return cls(number, host_identity(), ProcessId.of_self())
 
 
@@ -107,7 +103,8 @@ class Team:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None, persons: Sequence[Person] = ()) -> Team:
-        """The team of a group, by default the default group, if there is one. `persons` by rank, if they are known.
+        """Return the team of a group, by default the default group, if there is one. `persons` by rank, if they are
+        known.
 
         Raises:
             ValueError: this rank is not in the group.
@@ -141,7 +138,7 @@ class Team:
     # -- words ---------------------------------------------------------------------------------------------------
 
     def gather(self, value: Any) -> list[Any]:
-        """What every rank says, by rank. Collective."""
+        """Return what every rank says, by rank. Collective."""
         if self.group is None:
             return [value]
         data = pickle.dumps(value, protocol=5)
@@ -152,13 +149,13 @@ class Team:
         """Give each rank its part; what came from each, whose length is known. Collective."""
         if self.group is None:
             return [memoryview(parts[0])]
-        device, (key, name) = self._device(), pickle_key(self.group)
-        number = 0
-        if key:  # what travels are pickles, and pieces of them, which stand nowhere else than where they were sent to
-            number = count_exchange(self.group)
-            me = self.rank
-            parts = [authenticate(part, key, _purpose(number, me, peer)) for peer, part in enumerate(parts)]
-            lengths = [length + MAC_BYTES for length in lengths]
+        device, pickles = self._device(), pickle_authenticator(self.group)
+        due: list[tuple[PickleStream, int]] = []
+        if pickles is not None:  # what travels are pickles, and pieces of them
+            parts = [pickles.send(part, PickleStream("map_reduce", self.rank, peer)) for peer, part in enumerate(parts)]
+            lengths = [length + OVERHEAD_BYTES for length in lengths]
+            streams = [PickleStream("map_reduce", peer, self.rank) for peer in range(self.size)]
+            due = [(stream, pickles.count_received(stream)) for stream in streams]
         send = _tensor_over(bytearray().join(parts)).to(device)
         receive = _tensor_over(bytearray(sum(lengths))).to(device)
         self._run(
@@ -169,8 +166,8 @@ class Team:
         view = memoryview(cast(Any, receive.cpu().numpy()))
         found, start = [], 0
         for peer, length in enumerate(lengths):
-            purpose = _purpose(number, peer, self.rank)
-            found.append(memoryview(verify(view[start : start + length], key, purpose, name)))
+            piece = view[start : start + length]
+            found.append(piece if pickles is None else memoryview(pickles.verify(piece, *due[peer])))
             start += length
         return found
 

@@ -25,15 +25,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from phalanx.backend.pickles import pickle_authenticator
 from phalanx.backend.shared import shares_memory, sharing_group
-from phalanx.backend.torch_integration.object_collectives import pickle_key
 from phalanx.deadline import Deadline
 from phalanx.errors import MismatchError, PeerLostError, PhalanxError
 from phalanx.pipeline.failure import with_note
 from phalanx.pipeline.frames import HEADER_BYTES, WORDS, Frames, aligned, end_of, nbytes_of, tensor_in
 from phalanx.pipeline.meeting import FAREWELL_S, meets_by_messages, outlive
 from phalanx.pipeline.nested import tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
-from phalanx.transport.authentication import authenticate, verify
+from phalanx.transport.authentication import PickleStream
 from phalanx.transport.memory_order import Strides, find_strides, flatten, restore
 
 if TYPE_CHECKING:
@@ -53,7 +53,6 @@ notice of it takes to come to the sender. On one host one does it; each takes me
 _HAS_STATE, _INSIDE = 1, 2
 _WORD = 2**31
 _CPU = torch.device("cpu")
-_PURPOSE = "form of a Pipeline's values"  # what is authenticated between hosts
 
 
 class Edge(NamedTuple):
@@ -122,6 +121,7 @@ class Wire:
         `number`: another for each pipeline of a group, so that what one that failed has left is no other's message.
         """
         self._ends = max(_STAGES, len(rank_of))
+        self._number = number
         self._tags = _TAG + number % _NUMBERS * _EDGE_TAGS
         self._group = group
         self._rank_of = rank_of
@@ -162,12 +162,12 @@ class Wire:
         return self._device.type == "cpu" and not shares_memory(self._group)
 
     def begin(self, *, grad: bool) -> None:
-        """A step begins, with a backward or without one."""
+        """Begin a step, with a backward or without one."""
         self._frames.begin(grad=grad)
         self._sent, self._forms = self._known[grad]
 
     def learn(self) -> None:
-        """The step went well on all ranks."""
+        """Note that the step went well on all ranks."""
         self._frames.learn()
 
     # -- sending -------------------------------------------------------------------------------------------------
@@ -192,7 +192,9 @@ class Wire:
         if self._sent.get(edge) != (tree, described):
             self._sent[edge] = (tree, described)
             form = _Form("" if tree is None else treespec_dumps(tree), tuple(described))
-            news = authenticate(form.encode(), pickle_key(self._group)[0], _PURPOSE)
+            pickles, news = pickle_authenticator(self._group), form.encode()
+            if pickles is not None:
+                news = pickles.send(news, self._stream(edge))
         self._post(edge, step, news, rows, tensors)
 
     def send_gradients(self, edge: Edge, grads: Sequence[Tensor | None], step: Step) -> None:
@@ -274,7 +276,8 @@ class Wire:
                 self._works[edge].append((number, work, part))
 
     def let_go(self, edge: Edge, micro_batches: int) -> None:
-        """The messages of so many micro-batches have been received: what they sent is needed no more.
+        """Let go of what so many micro-batches sent, whose messages have been received. what they sent is needed no
+        more.
 
         Some backends do not tell when a send is over unless somebody waits, and keep its memory until then.
         """
@@ -297,15 +300,15 @@ class Wire:
     # -- receiving -----------------------------------------------------------------------------------------------
 
     def receive_values(self, edge: Edge) -> tuple[list[Any], Step]:
-        """The next values on an edge; tensors whose gradient is wanted back require it.
+        """Return the next values on an edge; tensors whose gradient is wanted back require it.
 
         Raises:
             StageFailedError, StageLostError: the stage there failed, or lost a peer; the message is its own.
         """
         header, step, parts = self._header(edge)
         if header[1]:
-            key, name = pickle_key(self._group)
-            form: _Form = pickle.loads(verify(parts.take_bytes(header[1]), key, _PURPOSE, name))
+            pickles, news = pickle_authenticator(self._group), parts.take_bytes(header[1])
+            form: _Form = pickle.loads(news if pickles is None else pickles.receive(news, self._stream(edge)))
             self._forms[edge] = form, treespec_loads(form.tree) if form.tree else None
         form, tree = self._forms[edge]
         words = iter(header[_FIXED:])
@@ -322,7 +325,7 @@ class Wire:
         return leaves if tree is None else tree_unflatten(leaves, tree), step
 
     def receive_gradients(self, edge: Edge, like: Sequence[Tensor]) -> list[Tensor | None]:
-        """The gradients of `like`, which were sent the other way; None where there is none.
+        """Return the gradients of `like`, which were sent the other way; None where there is none.
 
         Raises:
             StageFailedError: the stage there failed; the message is its own.
@@ -375,13 +378,18 @@ class Wire:
         self._group.recv([tensor], src, tag).wait()
         return tensor
 
+    def _stream(self, edge: Edge) -> PickleStream:
+        """Where the forms that go over an edge stand among all pickles of the group."""
+        kind = f"form of Pipeline {self._number} from stage {edge.source} to stage {edge.target}, {edge.backward:d}"
+        return PickleStream(kind, self._rank_of[edge.source], self._rank_of[edge.target])
+
     def _tag(self, edge: Edge, *, beside: bool = False) -> int:
         return self._tags + ((edge.source * self._ends + edge.target) * 2 + edge.backward) * 2 + beside
 
     # -- between ranks -------------------------------------------------------------------------------------------
 
     def send_tensor(self, tensor: Tensor, rank: int) -> None:
-        """A tensor whose form the other rank knows."""
+        """Send a tensor whose form the other rank knows."""
         self._send(None, 0, [flatten(tensor, None)], rank, self._tags + _EDGE_TAGS - 1)
 
     def receive_tensor(self, tensor: Tensor, rank: int) -> Tensor:
@@ -413,7 +421,7 @@ class Wire:
                 work.wait(timedelta(seconds=max(deadline.left_s, 0.001)))
 
     def _tell(self, edge: Edge, status: int, data: bytes, length: int) -> None:
-        """A frame for each receive that may be posted there, so that none is left; the first one is read."""
+        """Send a frame for each receive that may be posted there, so that none is left; the first one is read."""
         inside = HEADER_BYTES + len(data) <= length
         header = [status, len(data), 0, 0, 0, 0, inside * _INSIDE, length * _WORD]
         frame, body = _words(header, length), _bytes(data)
@@ -452,7 +460,7 @@ class _Parts:
         self._at = HEADER_BYTES
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device = _CPU) -> Tensor:
-        """The next part."""
+        """Return the next part."""
         if self._frame is None:
             tensor = torch.empty(shape, dtype=dtype, device=device)
             return self._wire.receive(tensor, self.src, self._tag) if tensor.numel() else tensor
@@ -461,12 +469,12 @@ class _Parts:
         return tensor
 
     def take_bytes(self, count: int) -> bytes:
-        """The next part, so many bytes of it."""
+        """Return the next part, so many bytes of it."""
         return self.take((count,), torch.uint8).numpy().tobytes()
 
 
 def _words(header: list[int], length: int = HEADER_BYTES) -> Tensor:
-    """A header, of a frame in which nothing else is."""
+    """Return a header, of a frame in which nothing else is."""
     return torch.frombuffer(array("q", header + [0] * (length // 8 - len(header))), dtype=torch.int64)
 
 

@@ -15,7 +15,6 @@ import errno
 import os
 import resource
 import secrets
-import select
 import socket
 import struct
 import time
@@ -24,6 +23,7 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from phalanx.deadline import Deadline
+from phalanx.descriptors import wait_readable
 from phalanx.errors import DeadlineError, PhalanxError
 from phalanx.symmetric_memory import private
 from phalanx.symmetric_memory.peer import peer_of
@@ -54,7 +54,7 @@ class FdAddress:
 
     @classmethod
     def parse(cls, text: str) -> FdAddress:
-        """The opposite of `str`."""
+        """Read what `str` has written."""
         token, _, path = text.partition("@")
         return cls(token, path)
 
@@ -133,7 +133,7 @@ class FdServer:
             while missing:
                 is_late = deadline.passed  # but read once more from who has connected
                 sockets: list[socket.socket] = [*self._listeners, *(v.socket for v in connections.values())]
-                ready = _wait(sockets, min(_SLICE_S, deadline.left_s))
+                ready = wait_readable(sockets, min(_SLICE_S, deadline.left_s))
                 for listener in self._listeners:
                     if listener in ready:
                         self._admit(listener, connections)
@@ -210,15 +210,6 @@ class _Connection:
         return int(rank) if secrets.compare_digest(token_bytes, bytes.fromhex(token)) else None
 
 
-def _wait(sockets: Sequence[socket.socket], timeout_s: float) -> list[socket.socket]:
-    """Those that can be read. Not `select.select`, which cannot take descriptors from 1024 on."""
-    poll = select.poll()
-    by_fd = {one.fileno(): one for one in sockets}
-    for fd in by_fd:
-        poll.register(fd, select.POLLIN)
-    return [by_fd[fd] for fd, _ in poll.poll(timeout_s * 1000)]
-
-
 def receive_fds(
     address: FdAddress,
     rank: int,
@@ -228,7 +219,7 @@ def receive_fds(
     wait_for_leader: bool = False,
     look_around: Callable[[], None] = lambda: None,
 ) -> list[int]:
-    """The `count` file descriptors that local rank 0 at `address` serves. The caller owns them.
+    """Return the `count` file descriptors that local rank 0 at `address` serves. The caller owns them.
 
     `wait_for_leader`: it may not listen yet; try until it does. An address in the abstract namespace is always
     tried until it answers: local rank 0 opens it when it knows that some rank needs it. `look_around` is called between
@@ -272,7 +263,9 @@ _QUEUE_FULL = (errno.EAGAIN, errno.EINTR, errno.ENOTCONN)  # or a signal came
 
 
 def _connect(address: FdAddress, deadline: Deadline, wait: bool, look_around: Callable[[], None]) -> socket.socket:
-    """A connection. Waits inside `connect` where the listener's queue is full: retries would overtake other ranks."""
+    """Return a connection. Waits inside `connect` where the listener's queue is full: retries would overtake other
+    ranks.
+    """
     while True:
         s = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
@@ -297,7 +290,7 @@ def _connect(address: FdAddress, deadline: Deadline, wait: bool, look_around: Ca
 
 
 def _receive(s: socket.socket, count: int) -> tuple[list[int], bool]:
-    """The descriptors that came, and whether the kernel held some back."""
+    """Return the descriptors that came, and whether the kernel held some back."""
     numbers = array.array("i")
     _, ancillary, flags, _ = s.recvmsg(2, socket.CMSG_SPACE(count * numbers.itemsize), socket.MSG_CMSG_CLOEXEC)
     for level, kind, data in ancillary:

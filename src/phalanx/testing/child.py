@@ -17,7 +17,7 @@ from typing import Any
 
 from phalanx.launch.calls import outcome
 from phalanx.launch.calls.payload import decode, encode_value
-from phalanx.launch.processes import die_with_parent
+from phalanx.processes import die_with_parent
 
 # The parent sends it to a rank that is late; faulthandler answers without the interpreter's help.
 SHOW_STACK = signal.SIGUSR2

@@ -1,53 +1,127 @@
-"""Pickles that travel between hosts: who has changed one on the way is found out before any of it is read.
+"""Pickles that travel between hosts: one that was changed, or played back, on the way is refused before it is read.
 
 Reading a pickle runs code. Gloo's connections between hosts are neither encrypted nor authenticated, so each pickle
 carries a MAC there, made with a key of the group: it follows from a secret that its ranks were told when they met, in
 the job's store. Of a job of `phalanx run` on several hosts, the store lets in only who knows the job's key.
 
-Each way in which pickles are sent has a `purpose` of its own, so that the bytes of one are no message of another. The
-MAC doesn't hide what is sent and doesn't cover tensors, and a message may be played back where its purpose is the same.
+    message   MAC | number | pickle
+
+Each message belongs to a stream, those of one kind from one rank (to one rank, or to all), and has a number there. The
+MAC covers both, so that a message is valid in one place only. It doesn't hide what is sent and doesn't cover tensors.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+import struct
+import threading
+from collections import Counter
+from typing import NamedTuple
 
 from phalanx.errors import PhalanxError
 
 MAC_BYTES = 32
+_NUMBER = struct.Struct("<Q")
+OVERHEAD_BYTES = MAC_BYTES + _NUMBER.size
+"""A message is longer than its pickle by so many bytes."""
+
+EVERYBODY = -1
 
 
-def derive_pickle_key(secret: str) -> bytes:
-    """Return the key of a group whose ranks share `secret`."""
-    return hmac.digest(secret.encode(), b"phalanx pickles between hosts", "sha256")
+class PickleStream(NamedTuple):
+    """Messages of one `kind` from rank `src` to rank `dst`, or to all ranks of the group."""
+
+    kind: str
+    src: int
+    dst: int = EVERYBODY
+
+    def __str__(self) -> str:
+        return f"{self.kind} from rank {self.src}" + ("" if self.dst == EVERYBODY else f" to rank {self.dst}")
 
 
-def authenticate(sent: bytes, key: bytes, purpose: str) -> bytes:
-    """Return what to send: a MAC and `sent`; the latter alone where there is no key, in the memory of one host."""
-    return _mac(sent, key, purpose) + sent if key else sent
+class PickleAuthenticator:
+    """One rank's side of a group's streams: their key, and how many messages of each were sent and received here."""
 
+    def __init__(self, secret: str, group: str) -> None:
+        """`secret`: what the ranks of the group share, and nobody else knows. `group` is its name in messages."""
+        self.key = hmac.digest(secret.encode(), b"phalanx pickles between hosts", "sha256")
+        self._group = group
+        self._lock = threading.Lock()
+        self._sent: Counter[PickleStream] = Counter()
+        self._received: Counter[PickleStream] = Counter()
 
-def verify(received: bytes | memoryview, key: bytes, purpose: str, group: str) -> bytes | memoryview:
-    """Return what was sent for this purpose; `group` is its name in messages.
+    def send(self, pickle: bytes, stream: PickleStream) -> bytes:
+        """Return what to send as the next message of the stream."""
+        return self.sign(pickle, stream, self.count_sent(stream))
 
-    Raises:
-        PhalanxError: it is not what a rank of the group has sent. Nothing of it was read.
-    """
-    if not key:
-        return received
-    mac, sent = received[:MAC_BYTES], received[MAC_BYTES:]
-    if not hmac.compare_digest(mac, _mac(sent, key, purpose)):
-        raise PhalanxError(
-            f"group {group!r}: a pickled object came from another host with a wrong MAC, so that no rank of this group "
-            "has sent it as it is; nothing of it was read.\n"
-            "Its bytes were changed on the way, or somebody without the group's key has sent it. Gloo's connections "
-            "between hosts are not authenticated: use a network that is yours alone (docs/security.md)."
-        )
-    return sent
+    def receive(self, message: bytes | memoryview, stream: PickleStream) -> bytes | memoryview:
+        """Return the pickle in the next message of the stream; raises what `verify` raises."""
+        return self.verify(message, stream, self.count_received(stream))
 
+    def count_sent(self, stream: PickleStream) -> int:
+        """Return the number of the next message that is sent."""
+        with self._lock:
+            self._sent[stream] += 1
+            return self._sent[stream]
 
-def _mac(sent: bytes | memoryview, key: bytes, purpose: str) -> bytes:
-    mac = hashlib.blake2b(f"{len(purpose)} {purpose}".encode(), key=key, digest_size=MAC_BYTES)
-    mac.update(sent)
-    return mac.digest()
+    def take_back(self, stream: PickleStream) -> None:
+        """Let the last number that `count_sent` gave be the next one again: nothing was sent."""
+        with self._lock:
+            self._sent[stream] -= 1
+
+    def count_received(self, stream: PickleStream) -> int:
+        """Return the number of the next message that is due."""
+        with self._lock:
+            self._received[stream] += 1
+            return self._received[stream]
+
+    def sign(self, pickle: bytes, stream: PickleStream, number: int, index: int = 0) -> bytes:
+        """Return the message; `index` tells several with one number apart."""
+        packed = _NUMBER.pack(number)
+        return self._mac(pickle, stream, packed, index) + packed + pickle
+
+    def verify(
+        self, message: bytes | memoryview, stream: PickleStream, number: int, index: int = 0
+    ) -> bytes | memoryview:
+        """Return the pickle in the message that is due: the one with this `number` and `index`.
+
+        Raises:
+            PhalanxError: it is not what a rank of the group has sent, or stands in another place. Nothing of it was
+                read. Where messages are missing, the one after it is due next.
+        """
+        mac, packed, pickle = message[:MAC_BYTES], message[MAC_BYTES:OVERHEAD_BYTES], message[OVERHEAD_BYTES:]
+        if not hmac.compare_digest(mac, self._mac(pickle, stream, packed, index)):
+            raise PhalanxError(
+                f"group {self._group!r}: a pickled object ({stream}) came from another host with a wrong MAC, so that "
+                "no rank of this group has sent it here as it is; nothing of it was read.\n"
+                "Its bytes were changed on the way, or somebody without the group's key has sent it. Gloo's "
+                "connections between hosts are not authenticated: use a network that is yours alone "
+                "(docs/security.md)."
+            )
+        found = _NUMBER.unpack(packed)[0]
+        if found < number:
+            raise PhalanxError(
+                f"group {self._group!r}: a pickled object ({stream}) came as number {found}, where number {number} is "
+                "due; nothing of it was read.\n"
+                "It has been here before: somebody between the hosts plays it back. Gloo's connections between hosts "
+                "are not authenticated: use a network that is yours alone (docs/security.md)."
+            )
+        if found > number:
+            with self._lock:
+                self._received[stream] = max(self._received[stream], found)
+            raise PhalanxError(
+                f"group {self._group!r}: a pickled object ({stream}) came as number {found}, where number {number} is "
+                f"due; nothing of it was read. Number {found + 1} is due next.\n"
+                "Either a rank has left an earlier call with an exception, here before it received or there before it "
+                "sent: look for the first error of both ranks. Or somebody between the hosts has dropped an object "
+                "(docs/security.md)."
+            )
+        return pickle
+
+    def _mac(self, pickle: bytes | memoryview, stream: PickleStream, number: bytes | memoryview, index: int) -> bytes:
+        head = f"{len(stream.kind)} {stream.kind} {stream.src} {stream.dst} {index} ".encode()
+        mac = hashlib.blake2b(head, key=self.key, digest_size=MAC_BYTES)
+        mac.update(number)
+        mac.update(pickle)
+        return mac.digest()

@@ -1,13 +1,15 @@
-"""A thread that waits in an engine for those who must go on hearing: signals, and that a connection is gone."""
+"""Threads that wait in an engine for those who must go on hearing: signals, and that a connection is gone."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import threading
 from collections.abc import Callable
 from typing import TypeVar
 
+from phalanx.deadline import Deadline
 from phalanx.engines.engine import Engine
 
 # A message that is whole once it has begun to come: the sender's kernel took it in one write, and sends it also for a
@@ -36,7 +38,7 @@ def get_soon(outcomes: queue.SimpleQueue[T], timeout_s: float) -> T:
 
 
 def look_at(engine: Engine, peer: int, error_of: Callable[[str], Exception]) -> Callable[[], None]:
-    """For `BackgroundThread.run`: raises error_of(what the engine says) if the connection with `peer` is gone.
+    """Return a `look` for `Background.run`: it raises error_of(what the engine says) if `peer`'s connection is gone.
 
     The second time it sees that: the last message of a peer that has left is there by then.
     """
@@ -54,99 +56,155 @@ def look_at(engine: Engine, peer: int, error_of: Callable[[str], Exception]) -> 
     return look
 
 
-class BackgroundThread:
-    """One thread for one operation at a time; it starts with the first."""
+class _Workers:
+    """The threads of this process that wait in engines: as many as operations are under way at once."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._operations: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._outcomes: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._running = threading.Lock()
-        self._is_stuck = False
-        self.caller = 0  # the thread that waits for what it carries out
+    def __init__(self) -> None:
+        self.num_users = 0
+        self._lock = threading.Lock()
+        self._idle: list[_Worker] = []
 
-    def run(
-        self,
-        operation: Callable[[], None],
-        interrupted: Callable[[BaseException], None],
-        look: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Carry out `operation` and raise what it raises. `look` is called while that takes long, and may raise.
+    def start(self, operation: Callable[[], object], outcome: queue.SimpleQueue[BaseException | None]) -> None:
+        """Let a thread carry out `operation`, and put what it raises, or None, into `outcome`."""
+        try:
+            worker = self._idle.pop()
+        except IndexError:
+            worker = _Worker(self)
+        worker.tasks.put((operation, outcome))
 
-        What a signal handler raises meanwhile is given to `interrupted`. After either, the operation goes on until the
-        engine ends it, and nothing else may be run.
-        """
-        with self._running:
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
-                self._thread.start()
-            self.caller = threading.get_ident()
-            self._operations.put(operation)
-            try:
-                error = self._wait(look)
-            except Exception:
-                self._is_stuck = True
-                raise
-            except BaseException as raised:  # Ctrl-C
-                interrupted(raised)
-                raise
-            finally:
-                self.caller = 0
-        if error is not None:
-            raise error
+    def enter(self) -> None:
+        """Count a user: the threads are kept as long as there is one."""
+        with self._lock:
+            self.num_users += 1
 
-    def _wait(self, look: Callable[[], None]) -> BaseException | None:
-        while True:
-            try:
-                return get_soon(self._outcomes, LOOK_EVERY_S)
-            except queue.Empty:
-                look()
+    def leave(self) -> None:
+        """Count a user no more; after the last one the idle threads end, and the others when they are idle."""
+        with self._lock:
+            self.num_users -= 1
+        if not self.num_users:
+            self.end_idle()
+
+    def end_idle(self) -> None:
+        """End the threads that carry out nothing."""
+        ended = []
+        with contextlib.suppress(IndexError):  # another thread may take the last
+            while True:
+                ended.append(self._idle.pop())
+        for worker in ended:
+            worker.tasks.put(None)
+        for worker in ended:
+            if worker.thread is not threading.current_thread():
+                worker.thread.join(_JOIN_S)
+
+    def take_back(self, worker: _Worker) -> bool:
+        """Take `worker` back; False if nobody needs it any more."""
+        if not self.num_users:
+            return False
+        self._idle.append(worker)
+        return True
+
+
+class _Worker:
+    """A thread that carries out one operation at a time."""
+
+    def __init__(self, workers: _Workers) -> None:
+        self.tasks: queue.SimpleQueue[tuple[Callable[[], object], queue.SimpleQueue[BaseException | None]] | None] = (
+            queue.SimpleQueue()
+        )
+        self._workers = workers
+        self.thread = threading.Thread(target=self._serve, name="phalanx-background", daemon=True)
+        self.thread.start()
 
     def _serve(self) -> None:
-        while (operation := self._operations.get()) is not None:
+        goes_on = True
+        while goes_on and (task := self.tasks.get()) is not None:
+            operation, outcome = task
             error: BaseException | None = None
             try:
                 operation()
             except BaseException as raised:  # whatever it was, the waiter must hear it
                 error = raised
-            del operation
-            self._outcomes.put(error)
-            del error
-
-    def close(self) -> None:
-        """End the thread, once what it carries out is over."""
-        self._operations.put(None)
-        if self._thread is not None and self._thread is not threading.current_thread() and not self._is_stuck:
-            self._thread.join(_JOIN_S)
+            del operation, task  # what they hold may go while this thread waits for the next
+            goes_on = self._workers.take_back(self)  # before it is told: who goes on at once finds this thread
+            outcome.put(error)
+            del error, outcome
 
 
-class BackgroundThreads:
-    """As many of them as there are operations at a time. They are kept until the end."""
+_workers = _Workers()
 
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._idle: list[BackgroundThread] = []
+
+def _begin_anew() -> None:
+    """Begin with no threads in the child of a fork, which has none of its parent's."""
+    global _workers
+    _workers = _Workers()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_begin_anew)
+
+
+class Background:
+    """The operations of one group that other threads of this process wait for."""
+
+    def __init__(self) -> None:
+        self.caller = 0  # the thread that is inside `run`
+        self._underway: dict[int, queue.SimpleQueue[BaseException | None]] = {}  # by identity
+        self._workers = _workers
+        self._workers.enter()
         self._is_closed = False
 
-    def run(self, operation: Callable[[], None], look: Callable[[], None]) -> None:
-        """Carry out `operation` and raise what it raises. `look` is called while that takes long, and may raise."""
+    def start(self, operation: Callable[[], object]) -> queue.SimpleQueue[BaseException | None]:
+        """Let another thread carry out `operation`; what it raises, or None, is put into the queue.
+
+        Whoever has got that, or waits for it no more, calls `over` with the queue.
+        """
+        outcome: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+        self._underway[id(outcome)] = outcome
+        self._workers.start(operation, outcome)
+        return outcome
+
+    def over(self, outcome: queue.SimpleQueue[BaseException | None]) -> None:
+        """Don't wait for an operation in `close`: it is over, or stuck until the engine lets it go."""
+        del self._underway[id(outcome)]
+
+    def run(
+        self,
+        operation: Callable[[], object],
+        look: Callable[[], None],
+        interrupted: Callable[[BaseException], None] = lambda error: None,
+    ) -> None:
+        """Carry out `operation` and raise what it raises. `look` is called while that takes long, and may raise.
+
+        What a signal handler raises meanwhile is given to `interrupted`. After either, the operation goes on until the
+        engine ends it.
+        """
+        before, self.caller = self.caller, threading.get_ident()
+        outcome = self.start(operation)
         try:
-            thread = self._idle.pop()
-        except IndexError:
-            thread = BackgroundThread(self._name)
-        try:
-            thread.run(operation, lambda error: None, look)
-        except BaseException:
-            thread.close()  # it may be stuck: it ends when the engine lets it go
+            while True:
+                with contextlib.suppress(queue.Empty):
+                    error = get_soon(outcome, LOOK_EVERY_S)
+                    break
+                look()
+        except Exception:
+            self.over(outcome)
             raise
-        self._idle.append(thread)
-        if self._is_closed:
-            self.close()
+        except BaseException as raised:  # Ctrl-C
+            interrupted(raised)
+            raise
+        finally:
+            self.caller = before
+        self.over(outcome)
+        if error is not None:
+            raise error
 
     def close(self) -> None:
-        """End those that carry out nothing; the others follow."""
+        """Return when what was interrupted is over, too: the engine is closed, or nothing ends it."""
+        if self._is_closed:
+            return
         self._is_closed = True
-        with contextlib.suppress(IndexError):  # another thread may take the last
-            while True:
-                self._idle.pop().close()
+        deadline = Deadline.after(_JOIN_S)
+        for outcome in tuple(self._underway.values()):
+            with contextlib.suppress(queue.Empty):
+                outcome.get(timeout=max(deadline.left_s, 0.0))
+        self._workers.leave()

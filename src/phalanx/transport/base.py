@@ -50,6 +50,7 @@ from torch import Tensor
 from phalanx.core_numbers import SUM
 from phalanx.deadline import timeout_ns
 from phalanx.diagnostics.flight_recorder import Record
+from phalanx.transport.authentication import PickleAuthenticator
 
 
 class CallContext:
@@ -90,11 +91,8 @@ class Transport(ABC):
     eager_bytes = 256
     """Up to so many bytes a rank, an all_gather costs hardly more than its latency."""
 
-    pickle_key = b""
-    """What authenticates pickles between the group's ranks (`phalanx.transport.authentication`); empty on one host."""
-
-    num_exchanges = 0
-    """How often `phalanx.mapreduce` has exchanged bytes over it."""
+    pickles: PickleAuthenticator | None = None
+    """This authenticates pickles between the group's ranks; it is None on one host."""
 
     ranks_share_memory = False
     """Whether all ranks map one memory. Then this is a `SharedMemoryTransport`, which can do more than is asked here:
@@ -132,7 +130,7 @@ class Transport(ABC):
 
     @abstractmethod
     def call_site(self, place: tuple[str, int]) -> int:
-        """A number for a (file, line), as a `CallContext` takes it."""
+        """Return a number for a (file, line), as a `CallContext` takes it."""
 
     # -- the end -------------------------------------------------------------------------------------------------
 

@@ -2,22 +2,22 @@
 
 import contextlib
 import os
-import pickle
 import random
+import threading
 
 import pytest
 import torch
 import torch.distributed as dist
 from tests.system.hosts_jobs import on_hosts
+from torch.distributed import recv_object_list, send_object_list  # before ours is asked for
 
-import phalanx.mapreduce.team as team_module
-from phalanx.backend.torch_integration.object_collectives import pickle_key
+from phalanx.backend.pickles import pickle_authenticator
 from phalanx.elastic.hand_over import hand_over
 from phalanx.errors import PhalanxError
 from phalanx.mapreduce.team import Team
 from phalanx.pipeline.wire import Edge, Step, Wire
 from phalanx.testing import why_no_hosts
-from phalanx.transport.authentication import authenticate, derive_pickle_key, verify
+from phalanx.transport.authentication import PickleAuthenticator, PickleStream
 
 pytestmark = pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts())
 
@@ -112,9 +112,9 @@ def _exchange(rank, world_size, machines, seeds):
         value = {random_.random(): random_.randbytes(random_.choice((0, 1, 100, 100_000))), "seed": [seed, None, ()]}
         for way in WAYS:
             assert way(group, rank, value if rank == 0 else "another") == value, way.__name__
-    key, _ = pickle_key(group)
     alone = dist.new_group([0], backend="phalanx")
-    assert rank != 0 or pickle_key(alone) == (b"", alone.transport.group)
+    assert rank != 0 or pickle_authenticator(alone) is None
+    key = pickle_authenticator(group).key
     dist.destroy_process_group(group)
     return key
 
@@ -129,7 +129,7 @@ def _forge(rank, world_size, machines, path, number):
     """Rank 0 is somebody who is on the way between the hosts, and does not know the key."""
     group = dist.new_group(backend="phalanx")
     if rank == 0:
-        group.transport.pickle_key = bytes(32)
+        group.transport.pickles.key = bytes(32)
     told = ""
     try:
         WAYS[number](group, rank, Code(path) if rank == 0 else "another")
@@ -148,58 +148,245 @@ def test_a_forged_pickle_is_refused_before_it_is_read(number, tmp_path):
     assert "nothing of it was read" in told
 
 
-def _replay(rank, world_size, machines, path):
-    """Rank 0 plays what a record of `map_reduce` holds back where an object, or an earlier piece, is read."""
+class Recorder:
+    """Stands on the way between the hosts: it notes each message that rank 0 sends, and may put another in its place.
+
+    It takes the place of `PickleAuthenticator.sign`, behind which the bytes leave the process.
+    """
+
+    def __init__(self, pickles):
+        self.messages = []
+        self._sign = pickles.sign
+        self._instead = None
+        pickles.sign = self._pass_on
+
+    def play_back(self, word):
+        """Let the last message with `word` travel again, once as many more are sent as were before it."""
+        at = max(n for n, message in enumerate(self.messages) if word in message)
+        self._instead = len(self.messages) + at, self.messages[at]
+
+    def _pass_on(self, *args):
+        self.messages.append(self._sign(*args))
+        at, message = self._instead or (-1, b"")
+        return message if at == len(self.messages) - 1 else self.messages[-1]
+
+
+def _replay(rank, world_size, machines, path, number):
+    """Rank 0's first message stands where its second one is due."""
     group = dist.new_group(backend="phalanx")
-    team = Team.of(group)
-    pieces, told = [], []
-    take = team_module.authenticate
-
-    def note(sent, key, purpose):
-        pieces.append(take(sent, key, purpose))
-        return pieces[-1]
-
-    team_module.authenticate = note
-    record = pickle.dumps(Code(path)) if rank == 0 else b""
-    size = len(pickle.dumps(Code(path)))
-    team.all_to_all([b"", record if rank == 0 else b""], [0, 0] if rank == 0 else [size, 0])
+    way, told = WAYS[number], ""
+    recorder = Recorder(group.transport.pickles) if rank == 0 else None
+    way(group, rank, "first" if rank == 0 else "other")
     if rank == 0:
-        piece = pieces[1]
-        team_module.authenticate = lambda sent, key, purpose: piece
-        dist.send(torch.tensor([len(piece)]), group=group, group_dst=1)
-        dist.send(torch.frombuffer(bytearray(piece), dtype=torch.uint8), group=group, group_dst=1)
-    else:
-        with pytest.raises(PhalanxError, match="wrong MAC"):
-            dist.recv_object_list([None], group=group, group_src=0)
-        told.append("object")
-    dist.barrier()
+        recorder.play_back(b"first")
+    try:
+        way(group, rank, "later" if rank == 0 else "other")
+    except PhalanxError as error:
+        told = str(error)
+    dist.destroy_process_group(group)
+    return told
+
+
+@pytest.mark.parametrize("number", range(len(WAYS)), ids=lambda n: WAYS[n].__name__.strip("_"))
+def test_a_message_that_is_played_back_is_refused(number, tmp_path):
+    """An object of an all_gather could be given again, with a valid MAC, as that of each later one."""
+    _, told = on_hosts((1, 1), _replay, str(tmp_path), number)
+    assert "came as number 1, where number 2 is due; nothing of it was read" in told
+    assert "plays it back" in told
+
+
+def _move(rank, world_size, machines, first, second):
+    """Rank 0's message of one kind stands where one of another kind is due."""
+    group = dist.new_group(backend="phalanx")
+    told = ""
+    recorder = Recorder(group.transport.pickles) if rank == 0 else None
+    WAYS[first](group, rank, "first" if rank == 0 else "other")
     if rank == 0:
-        team_module.authenticate = lambda sent, key, purpose: piece if sent else take(sent, key, purpose)
-        with contextlib.suppress(PhalanxError):
-            team.all_to_all([b"", record], [0, 0])
-    else:
-        with pytest.raises(PhalanxError, match="wrong MAC"):
-            team.all_to_all([b"", b""], [size, 0])
-        told.append("piece")
-    return told, os.path.exists(os.path.join(path, str(os.getpid())))
+        moved = next(m for m in recorder.messages if b"first" in m)
+        group.transport.pickles.sign = lambda *args: moved
+    try:
+        WAYS[second](group, rank, "later" if rank == 0 else "other")
+    except PhalanxError as error:
+        told = str(error)
+    dist.destroy_process_group(group)
+    return told
 
 
-def test_a_piece_of_a_shuffle_is_no_message_of_another_kind_and_of_no_other_exchange(tmp_path):
-    """Whoever wrote a record could have it read as a pickle: a piece carried the MAC of any pickle of the group."""
-    assert on_hosts((1, 1), _replay, str(tmp_path))[1] == (["object", "piece"], False)
+COLLECTIVES = range(5)
+
+
+@pytest.mark.parametrize("first", COLLECTIVES)
+def test_a_message_of_one_kind_is_none_of_another(first):
+    second = (first + 1) % len(COLLECTIVES)
+    assert "wrong MAC" in on_hosts((1, 1), _move, first, second)[1]
+
+
+def _from_threads(rank, world_size, machines):
+    """A thread for each group sends objects, of overlapping groups."""
+    members = [[0, 1], [1, 2], [0, 2], [0, 1, 2], [2, 1]]
+    groups = [dist.new_group(ranks, backend="phalanx") for ranks in members]
+    done = []
+
+    def exchange(number, group):
+        ways = [_broadcast, _all_gather, _send] if group.size() == 2 else [_broadcast, _all_gather]
+        for turn in range(10 + number):
+            for way in ways:
+                value = (number, turn, way.__name__)
+                assert way(group, group.rank(), value if group.rank() == 0 else None) == value
+        done.append(number)
+
+    mine = [(number, group) for number, group in enumerate(groups) if rank in members[number]]
+    threads = [threading.Thread(target=exchange, args=one) for one in mine]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return len(done) == len(mine)
+
+
+def test_overlapping_groups_count_their_objects_apart_in_threads_of_their_own():
+    assert on_hosts((1, 1, 1), _from_threads) == [True, True, True]
+
+
+class Unpicklable:
+    def __reduce__(self):
+        raise ValueError("it has no pickle")
+
+
+class ReadError(Exception):
+    """An object of this program could not be made from its pickle."""
+
+
+class Unreadable:
+    def __reduce__(self):
+        return _fail_to_read, ()
+
+
+def _fail_to_read():
+    raise ReadError
+
+
+def _fail_halfway(rank, world_size, machines):
+    """Each call fails on some rank before its collective, or behind it, and what comes after is as if it had not."""
+    group = dist.new_group(backend="phalanx")
+    found = []
+    for bad in (["fine", Unpicklable()], [Unpicklable()]):
+        if rank == 0:  # the others are not told
+            with pytest.raises(ValueError, match="no pickle"):
+                dist.broadcast_object_list(bad, group=group, group_src=0)
+            with pytest.raises(ValueError, match="no pickle"):
+                dist.scatter_object_list([None], [*bad, None, None][:3], group=group, group_src=0)
+            with pytest.raises(ValueError, match="no pickle"):
+                dist.send_object_list(bad, group=group, group_dst=1)
+            with pytest.raises(ValueError, match="no pickle"):
+                dist.all_gather_object([None] * 3, bad, group=group)
+        found += [way(group, rank, "next" if rank == 0 else "other") for way in WAYS[:4]]
+        if rank < 2:
+            found.append(_send(group, rank, "next"))
+    for way in (_all_gather, _broadcast, _scatter, _gather):
+        try:
+            way(group, rank, Unreadable())
+            assert (way, rank) in ((_broadcast, 0), (_gather, 0), (_gather, 2))
+        except ReadError:
+            pass
+        found.append(way(group, rank, "next" if rank == 0 else "other"))
+    told = [Unreadable(), "not read"] if rank == 0 else [None, None]
+    with pytest.raises(ReadError) if rank else contextlib.nullcontext():
+        dist.broadcast_object_list(told, group=group, group_src=0)
+    found.append(_broadcast(group, rank, "next"))
+    return [value for value in found if value != "other"]
+
+
+def test_calls_after_one_that_failed_on_some_ranks_are_as_if_it_had_not():
+    for found in on_hosts((2, 1), _fail_halfway):
+        assert set(found) == {"next"}
+        assert len(found) >= 10
+
+
+def _drop(rank, world_size, machines):
+    """An object from rank 0 is lost, as if rank 1 had left a call: the next one is refused, and those after it come."""
+    group = dist.new_group(backend="phalanx")
+    pickles, told = pickle_authenticator(group), []
+    if rank == 0:
+        for stream in (PickleStream("broadcast_object_list", 0), PickleStream("send_object_list", 0, 1)):
+            pickles.count_sent(stream)
+    for way in (_broadcast, _send):
+        for _ in range(2):
+            try:
+                told.append(way(group, rank, "fine" if rank == 0 else "other"))
+            except PhalanxError as error:
+                told.append(str(error))
+    return told
+
+
+def test_where_an_object_is_missing_the_next_one_is_refused_with_the_reason():
+    _, (first, second, third, fourth) = on_hosts((1, 1), _drop)
+    for refused in (first, third):
+        assert "came as number 2, where number 1 is due; nothing of it was read. Number 3 is due next." in refused
+        assert "look for the first error of both ranks" in refused
+    assert (second, fourth) == ("fine", "fine")
+
+
+def _imported_before(rank, world_size, machines):
+    group = dist.new_group(backend="phalanx")
+    recorder = Recorder(group.transport.pickles)
+    for _ in range(2):
+        if rank == 0:
+            send_object_list(["here"], group=group, group_dst=1)
+            if len(recorder.messages) == 1:
+                recorder.play_back(b"here")
+        else:
+            told = [None]
+            try:
+                recv_object_list(told, group=group, group_src=0)
+            except PhalanxError as error:
+                told = str(error)
+    dist.destroy_process_group(group)
+    return told if rank else None
+
+
+def test_functions_that_were_imported_before_the_backend_was_asked_for_number_their_objects():
+    assert "came as number 1, where number 2 is due" in on_hosts((1, 1), _imported_before)[1]
 
 
 def test_each_changed_bit_is_found():
-    key = derive_pickle_key("a secret of the group")
-    sent = authenticate(b"a pickle", key, "object")
-    assert verify(sent, key, "object", "0") == b"a pickle"
+    stream = PickleStream("object", 0)
+    sender, receiver = PickleAuthenticator("a secret", "g"), PickleAuthenticator("a secret", "g")
+    sent = sender.sign(b"a pickle", stream, 1)
+    assert receiver.verify(sent, stream, 1) == b"a pickle"
+    for other, index in (
+        (PickleStream("piece", 0), 0),
+        (PickleStream("object", 1), 0),
+        (PickleStream("object", 0, 1), 0),
+        (stream, 1),
+    ):
+        with pytest.raises(PhalanxError, match="wrong MAC"):
+            receiver.verify(sent, other, 1, index)
     with pytest.raises(PhalanxError, match="wrong MAC"):
-        verify(sent, key, "piece", "0")
+        PickleAuthenticator("another secret", "g").verify(sent, stream, 1)
     for bit in range(8 * len(sent)):
         changed = bytearray(sent)
         changed[bit // 8] ^= 1 << bit % 8
         with pytest.raises(PhalanxError, match="wrong MAC"):
-            verify(bytes(changed), key, "object", "0")
+            receiver.verify(bytes(changed), stream, 1)
     for length in range(len(sent)):
         with pytest.raises(PhalanxError, match="wrong MAC"):
-            verify(sent[:length], key, "object", "0")
+            receiver.verify(sent[:length], stream, 1)
+
+
+def test_messages_of_a_stream_are_taken_once_and_in_order():
+    stream = PickleStream("object", 3, 1)
+    sender, receiver = PickleAuthenticator("a secret", "g"), PickleAuthenticator("a secret", "g")
+    messages = [sender.send(str(n).encode(), stream) for n in range(6)]
+    assert receiver.receive(messages[0], stream) == b"0"
+    with pytest.raises(PhalanxError, match="came as number 1, where number 2 is due"):
+        receiver.receive(messages[0], stream)
+    with pytest.raises(PhalanxError, match="came as number 2, where number 3 is due"):
+        receiver.receive(messages[1], stream)
+    assert receiver.receive(messages[3], stream) == b"3"
+    with pytest.raises(PhalanxError, match="came as number 6, where number 5 is due"):
+        receiver.receive(messages[5], stream)
+    with pytest.raises(PhalanxError, match="came as number 5, where number 7 is due"):
+        receiver.receive(messages[4], stream)
+    sender.take_back(stream)
+    assert sender.send(b"5", stream) == messages[5]

@@ -26,7 +26,9 @@ from phalanx.coordination.rank_info import RankInfo, host_identity
 from phalanx.deadline import Deadline
 from phalanx.engines.mpi import MpiEngine, Runtime, start, why_not
 from phalanx.errors import PhalanxError
+from phalanx.symmetric_memory.fd_server import new_token
 from phalanx.symmetric_memory.watch import ProcessId
+from phalanx.transport.authentication import PickleAuthenticator
 from phalanx.transport.mpi.operations import MpiTransport
 
 
@@ -68,6 +70,8 @@ def new_process_group(
         names = [f"pid {info.process.pid} on {info.hostname}" for info in infos]
         engine = MpiEngine(runtime, ranks, rank, timedelta(seconds=max(deadline.left_s, 0.1)))
         transport = MpiTransport(name, engine, names)
+        if len({info.host for info in infos}) > 1:
+            transport.pickles = PickleAuthenticator(infos[0].secret, name)
         return MpiProcessGroup(store, transport, rank, len(ranks), timeout, name, ranks)
 
     offer(create)
@@ -98,4 +102,4 @@ def _join(name: str, deadline: Deadline) -> tuple[Runtime, Any, Sequence[int]]:
 
 
 def _rank_info() -> RankInfo:
-    return RankInfo(host_identity(), os.uname().nodename, "", ProcessId.of_self(), frozenset(), 0)
+    return RankInfo(host_identity(), os.uname().nodename, "", ProcessId.of_self(), frozenset(), 0, secret=new_token())

@@ -103,7 +103,6 @@ def _serve_our_backend(plugin: Any) -> None:
     from phalanx.backend.torch_integration.dist2 import serve_dist2
     from phalanx.backend.torch_integration.flight_recorder import serve_dumps
     from phalanx.backend.torch_integration.monitored_barrier import extend_monitored_barrier
-    from phalanx.backend.torch_integration.object_collectives import authenticate_object_collectives
     from phalanx.backend.torch_integration.rendezvous_handlers import serve_agents_store, serve_cluster_launchers
 
     backend: Any = dist.Backend
@@ -119,9 +118,18 @@ def _serve_our_backend(plugin: Any) -> None:
     serve_dist2()
     serve_cluster_launchers()
     extend_monitored_barrier()
-    authenticate_object_collectives()
+    _authenticate_pickles()
     serve_dumps()
+
+
+def _authenticate_pickles() -> None:
+    from phalanx.backend.torch_integration import object_collectives, pickles_in_tensors
+
+    object_collectives.authenticate_object_collectives()
+    object_collectives.number_object_collectives()
+    pickles_in_tensors.authenticate_pickles_in_tensors()
 
 
 def _serve_mpi() -> None:
     importlib.import_module("phalanx.backend.torch_integration.mpi").serve_mpi()
+    _authenticate_pickles()

@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from phalanx.launch.processes import ENDING_SIGNALS, kill_descendants, kill_sessions
+from phalanx.processes import ENDING_SIGNALS, kill_descendants, kill_sessions
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,8 @@ class Adopted:
                         os.kill(pid, signal.SIGCONT)
 
     def reap(self, zygote: int) -> Iterator[AdoptedExit]:
-        """The ends of those that have ended; `zygote`, the child that is none of them, is left to whoever waits for it.
+        """Yield the ends of those that have ended; `zygote`, the child that is none of them, is left to whoever waits
+        for it.
 
         What a rank that failed leaves in its process group is killed; orphans are buried.
         """

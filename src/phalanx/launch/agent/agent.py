@@ -10,12 +10,12 @@ from phalanx.launch.agent.signals import caught_signals
 from phalanx.launch.agent.zygote_process import ZygoteProcess
 from phalanx.launch.environment import plan_zygote_environment
 from phalanx.launch.plan import JobPlan
-from phalanx.launch.processes import adopt_orphans, kill_descendants
 from phalanx.launch.target import may_be_elastic
 from phalanx.launch.title import count_room
+from phalanx.processes import adopt_orphans, kill_descendants
 
 if TYPE_CHECKING:
-    from phalanx.launch.hosts.membership import Joined
+    from phalanx.launch.hosts.join_job import Joined
 
 
 def run_job(plan: JobPlan, joined: Joined | None = None) -> int:
@@ -39,11 +39,11 @@ def run_job(plan: JobPlan, joined: Joined | None = None) -> int:
             raise LaunchError(f"phalanx run: no process could be started: {limits.explain(error)}") from error
         try:
             if plan.settings.rendezvous is not None:  # a job on one host needs nothing of this
-                from phalanx.launch.hosts.start import see_through_with_others
+                from phalanx.launch.hosts.start import run_with_other_hosts
 
-                return see_through_with_others(plan, zygote, signals, joined)
-            from phalanx.launch.agent.job import see_through  # here, because it takes time that the zygote needs too
+                return run_with_other_hosts(plan, zygote, signals, joined)
+            from phalanx.launch.agent.job import run_to_end  # here, because it takes time that the zygote needs too
 
-            return see_through(plan, zygote, signals)
+            return run_to_end(plan, zygote, signals)
         finally:
             zygote.close(kill_descendants([zygote.pid]))

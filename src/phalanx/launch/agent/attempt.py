@@ -17,8 +17,9 @@ from phalanx.diagnostics.observer import GroupLog
 from phalanx.diagnostics.progress_page import KIND as PROGRESS_PAGE
 from phalanx.diagnostics.report_request import KIND as REPORT
 from phalanx.errors import LaunchError
+from phalanx.inspect.agent_socket import Request
+from phalanx.inspect.stacks.job_snapshot import JobSnapshot, answer
 from phalanx.launch import limits
-from phalanx.launch.agent.agent_socket import Request
 from phalanx.launch.agent.elastic_actions import BeginGeneration
 from phalanx.launch.agent.host import Host
 from phalanx.launch.agent.host_ranks import HostRanks, count_ranks
@@ -28,8 +29,7 @@ from phalanx.launch.agent.watch import Accused, Watch, describe_slow, describe_w
 from phalanx.launch.environment import Place
 from phalanx.launch.failure import summarise
 from phalanx.launch.plan import JobPlan
-from phalanx.launch.processes import ENDING_SIGNALS, STACKS_SIGNAL, name_signal, read_state
-from phalanx.launch.stacks.job_snapshot import JobSnapshot, answer
+from phalanx.processes import ENDING_SIGNALS, STACKS_SIGNAL, name_signal, read_state
 from phalanx.symmetric_memory.peer import peer_of
 
 _READ_S = 0.05  # a flood of output makes way for signals and events this often
@@ -62,7 +62,7 @@ class Attempt(HostRanks):
         self.report_folder = os.path.abspath(plan.settings.report) if plan.settings.report is not None else ""
 
     def run(self) -> None:
-        """Returns when every rank has ended, every process below the zygote is gone and every line was queued.
+        """Return when every rank has ended, every process below the zygote is gone and every line was queued.
 
         What is in `flights` stays until `close`.
         """
@@ -170,7 +170,7 @@ class Attempt(HostRanks):
             self._give_up_zygote()
 
     def _report_end(self) -> None:
-        """The others take their time to end: whoever looks on does not wait for them to hear what has happened."""
+        """Tell what has happened while the others take their time to end: whoever looks on does not wait for them."""
         failures, running = self.state.failures, len(self.state.running)
         if failures and running and self.state.interrupted is None and not self.state.overdue:
             self._host.display.say(
@@ -185,7 +185,7 @@ class Attempt(HostRanks):
         return failures[0].rank if failures and failures[0].report is not None else None
 
     def _lose_zygote(self) -> None:
-        """The zygote has ended. Where the ranks outlive it, another one is started; else the job ends."""
+        """Start another zygote in place of one that has ended, where the ranks outlive it; else end the job."""
         zygote, adopted = self._host.zygote, self._host.adopted
         ranks = {pid: rank for rank, pid in self._processes.pids.items() if rank in self.state.running}
         # A rank that is lost was started: what becomes of it may not be decided yet.
@@ -227,7 +227,7 @@ class Attempt(HostRanks):
         self._reap_adopted()
 
     def _reap_adopted(self) -> None:
-        """The ends of ranks whose zygote has gone: nobody else tells of them."""
+        """Read the ends of ranks whose zygote has gone: nobody else tells of them."""
         sessions = self._host.adopted.sessions
         self._bury(list(self._host.adopted.reap(self._host.zygote.pid)))
         if sessions != self._host.adopted.sessions:
@@ -314,7 +314,7 @@ class Attempt(HostRanks):
                     self.on_rank_message(rank, pid, message)
 
     def _admit(self, request: Request) -> None:
-        """A rank opens the connection by which it tells that it survives the loss of others.
+        """Take the connection that a rank opens to tell that it survives the loss of others.
 
         Which process it is the kernel says: what a rank has started knows the token, too.
         """
@@ -342,7 +342,7 @@ class Attempt(HostRanks):
         return any(rank in self.place.ranks and rank not in self._processes.pids for rank in self.state.running)
 
     def _refuse(self, request: Request, pid: int) -> None:
-        """A process that is none of the ranks wants to be one: below `phalanx run bash train.sh`, say."""
+        """Take in a process that is none of the ranks and wants to be one: below `phalanx run bash train.sh`, say."""
         why = f"phalanx.elastic works in a process that phalanx run has started itself, and pid {pid} is none of them"
         with contextlib.suppress(OSError):  # it did not wait
             request.sock.send(json.dumps({"kind": "refused", "why": why}).encode())
@@ -356,7 +356,7 @@ class Attempt(HostRanks):
             self._admit(request)
 
     def _receive(self, fd: int) -> None:
-        """A request: of a rank that shows us its memory, or somebody who wants to know where the ranks are."""
+        """Answer a request: of a rank that shows us its memory, or somebody who wants to know where the ranks are."""
         request = self._host.agent_socket.read(fd)
         if request is not None:
             self._answer(request)
@@ -416,7 +416,7 @@ class Attempt(HostRanks):
         answer(request.sock, snapshot, stacks, [observer.control for observer in observed], list(pages.values()))
 
     def on_signal(self, number: int, where: str = "") -> None:
-        """A signal has come, here or at the agent of another host (`where`)."""
+        """Follow a signal that has come, here or at the agent of another host (`where`)."""
         if number == signal.SIGCHLD:  # the zygote's end shows on its socket
             if self._host.adopted.used:
                 self._reap_adopted()

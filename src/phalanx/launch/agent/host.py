@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from phalanx.inspect.agent_socket import AgentSocket
 from phalanx.launch.agent.adopted import Adopted
-from phalanx.launch.agent.agent_socket import AgentSocket
 from phalanx.launch.agent.zygote_process import ZygoteProcess
 from phalanx.launch.error_files import ErrorFiles
 from phalanx.launch.output.display import Display

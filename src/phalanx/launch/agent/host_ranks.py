@@ -11,9 +11,10 @@ from typing import Any
 
 from phalanx.diagnostics.observer import GroupLog
 from phalanx.errors import LaunchError
+from phalanx.inspect.agent_socket import Request
+from phalanx.inspect.stacks.job_snapshot import answer_others
 from phalanx.launch import error_files, limits
 from phalanx.launch.agent.adopted import AdoptedExit
-from phalanx.launch.agent.agent_socket import Request
 from phalanx.launch.agent.elastic import Elastic
 from phalanx.launch.agent.elastic_actions import (
     Abandon,
@@ -40,8 +41,7 @@ from phalanx.launch.environment import Job, Place, plan_rank_environment
 from phalanx.launch.failure import Exit, Report
 from phalanx.launch.generation import HostPart, HostSeats, Seating, plan_generation
 from phalanx.launch.plan import JobPlan
-from phalanx.launch.processes import ENDING_SIGNALS
-from phalanx.launch.stacks.job_snapshot import answer_others
+from phalanx.processes import ENDING_SIGNALS
 
 _MAX_REPORT_BYTES = 1 << 18
 _MAX_REPORTS = 256
@@ -130,7 +130,7 @@ class HostRanks:
         return None
 
     def receive(self, ready: set[int]) -> None:
-        """Called in each turn, with the descriptors that are ready."""
+        """Handle the descriptors that are ready, in each turn."""
 
     def create_store(self) -> tuple[int | None, str]:
         """Where the ranks meet: a descriptor, ours, that leads there, and what PHALANX_STORE says."""
@@ -156,11 +156,11 @@ class HostRanks:
         request.close()
 
     def collect_logs(self) -> list[GroupLog]:
-        """What the ranks have recorded."""
+        """Return what the ranks have recorded."""
         return self.flights.logs()
 
     def name_host(self, rank: int) -> str:
-        """The host of a rank, for people."""
+        """Return the host of a rank, for people."""
         return socket.gethostname()
 
     @property
@@ -190,7 +190,7 @@ class HostRanks:
             self.abandon_rest()
 
     def abandon_rest(self) -> None:
-        """The job is to end: what was not forked is not going to be."""
+        """End the job's forks: what was not forked is not going to be."""
         if self._zygote_is_new and self.elastic.awaited:  # nobody waits for its import any more
             for rank in self.elastic.awaited:
                 self.state.on_retired(rank)
@@ -207,7 +207,7 @@ class HostRanks:
         self._processes.fork(rank, environment, cpus, self._rank_reports, self._host.zygote, self._host.pump)
 
     def _plan_environment(self, rank: int) -> dict[str, str]:
-        """The variables of the process that is known by `rank`, which is another rank in some generations.
+        """Return the variables of the process that is known by `rank`, which is another rank in some generations.
 
         Its error file stays the same.
         """
@@ -238,7 +238,7 @@ class HostRanks:
             self._on_exit(end.rank, end.pid, end.status, end.at)
 
     def on_started(self, rank: int, pid: int) -> None:
-        """The process of a rank exists."""
+        """Note that the process of a rank exists."""
         self.state.on_started(rank)
         self.elastic.on_started(rank, pid)
 
@@ -254,7 +254,9 @@ class HostRanks:
         self.pages.drop(pid)
 
     def _read_error_file(self, rank: int, pid: int, status: int, at: float) -> None:
-        """A process that could not tell us of its failure, below a shell script say, may have left word of it."""
+        """Read the word that a process may have left that could not tell us of its failure, below a shell
+        script say.
+        """
         path = self._host.errors.find(rank - self.place.first_rank)
         if status == 0 or not path or pid in self._reported:
             return
@@ -269,7 +271,7 @@ class HostRanks:
                 self.on_rank_message(rank, pid, message)
 
     def on_exit(self, exit: Exit) -> None:
-        """The process of a rank has ended; all that it said was heard."""
+        """Hear that the process of a rank has ended; all that it said was heard."""
         self.hear_ranks()  # first, or the last who is known to hold the state ends before others have said that they do
         for pid in self._processes.pids.values():
             progress = self.pages.read(pid)
@@ -286,7 +288,7 @@ class HostRanks:
         self.do_elastic(actions)
 
     def on_rank_message(self, rank: int, pid: int, message: dict[str, Any]) -> None:
-        """An elastic rank of this host says something."""
+        """Hear what an elastic rank of this host says."""
         if message.get("kind") == "lost":
             self._host.zygote.wake()  # somebody's end is not told while the zygote is stopped
         self.do_elastic(self.elastic.on_message(rank, pid, message, time.monotonic()))
@@ -366,7 +368,7 @@ class HostRanks:
         self._close_old_stores()
 
     def _read_reports(self) -> None:
-        """What has come; no more than a while of it, because whoever floods us must not keep us from the rest."""
+        """Read what has come; no more than a while of it, because whoever floods us must not keep us from the rest."""
         for _ in range(_MAX_REPORTS):
             try:
                 data = self._reports.recv(_MAX_REPORT_BYTES, socket.MSG_DONTWAIT)
@@ -388,7 +390,7 @@ class HostRanks:
             self.on_report(replace(report, error_file=path))
 
     def on_report(self, report: Report) -> None:
-        """A rank has told of its failure: it is a loss of an elastic job, or the failure of another."""
+        """Take what a rank has told of its failure: it is a loss of an elastic job, or the failure of another."""
         actions = self.elastic.on_report(report, time.monotonic()) if self.state.phase == "running" else None
         if actions is not None:
             self.do_elastic(actions)

@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING
 
 from phalanx.diagnostics.observer import GroupLog
 from phalanx.errors import LaunchError
+from phalanx.inspect.agent_socket import AgentSocket
+from phalanx.inspect.flight.files import write_flight
+from phalanx.inspect.flight.summary import describe_flight
 from phalanx.launch import limits
-from phalanx.launch.agent.agent_socket import AgentSocket
 from phalanx.launch.agent.attempt import Attempt
 from phalanx.launch.agent.elastic import BELOW_MINIMUM_EXIT_CODE
 from phalanx.launch.agent.elastic_actions import Lost
@@ -27,8 +29,6 @@ from phalanx.launch.agent.zygote_process import ZygoteProcess
 from phalanx.launch.calls.verdict import Verdict
 from phalanx.launch.error_files import VARIABLE, ErrorFiles, hand_up
 from phalanx.launch.failure import Failure, describe_failures
-from phalanx.launch.flight.files import write_flight
-from phalanx.launch.flight.summary import describe_flight
 from phalanx.launch.folder import JobFolder
 from phalanx.launch.output.display import Display
 from phalanx.launch.output.line_prefix import fill, find_template
@@ -36,8 +36,8 @@ from phalanx.launch.output.logs import Logs
 from phalanx.launch.output.pump import Pump, Viewer
 from phalanx.launch.output.screen import wants_colour
 from phalanx.launch.plan import JobPlan
-from phalanx.launch.processes import ENDING_SIGNALS, kill_descendants, name_signal
 from phalanx.launch.target import find_local_rank_flag
+from phalanx.processes import ENDING_SIGNALS, kill_descendants, name_signal
 
 if TYPE_CHECKING:
     from phalanx.launch.agent.job_report import JobReport
@@ -56,7 +56,7 @@ class Flight:
     ended_ns: dict[int, int]
 
 
-def see_through(plan: JobPlan, zygote: ZygoteProcess, signals: int) -> int:
+def run_to_end(plan: JobPlan, zygote: ZygoteProcess, signals: int) -> int:
     """Run the job on `zygote` to its end, with signals arriving on descriptor `signals`; returns the exit code.
 
     Raises:
@@ -226,7 +226,7 @@ def _conclude(plan: JobPlan, host: Host, attempt: Attempt, flight: Flight) -> in
 
 
 def _hand_up_error(plan: JobPlan, first: Failure) -> None:
-    """A scheduler that has named an error file for this command finds in it what the first rank left in its own."""
+    """Write what the first rank left in its error file into the one that a scheduler has named for this command."""
     own = plan.environ.get(VARIABLE)
     if own and first.report is not None and first.report.error_file:
         hand_up(first.report.error_file, own, first.exit.status if first.exit is not None else 1)

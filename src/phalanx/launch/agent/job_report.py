@@ -14,8 +14,8 @@ from phalanx.launch.agent.elastic_actions import Lost
 from phalanx.launch.agent.supervision import Supervision
 from phalanx.launch.failure import Failure, summarise
 from phalanx.launch.plan import JobPlan
-from phalanx.launch.processes import name_signal
 from phalanx.launch.settings import USAGE_EXIT_CODE
+from phalanx.processes import name_signal
 from phalanx.report.copy_speed import measure_copy_speed
 from phalanx.report.job_record import RANKS, JobRecord
 from phalanx.report.measurements import Event
@@ -70,7 +70,9 @@ class JobReport:
     def add_attempt(
         self, state: Supervision, losses: Sequence[Lost], world_size: int, hosts: Mapping[str, tuple[float, float]]
     ) -> None:
-        """An attempt has ended: who failed, who was lost; of other hosts their clock and what a core copies."""
+        """Add an attempt that has ended: who failed, who was lost; of other hosts their clock and what a core
+        copies.
+        """
         self._state = state
         self.record = replace(
             self.record,
@@ -94,7 +96,9 @@ class JobReport:
         self._add(time.monotonic(), "restart", f"all ranks are started again ({why})")
 
     def write(self, code: int) -> str:
-        """The job has ended with this exit code, which stays, whatever goes wrong here; returns a line for the user."""
+        """Write the report of a job that has ended with this exit code, which stays, whatever goes wrong here;
+        returns a line for the user.
+        """
         state = self._state
         end, text = "well" if code == 0 else "failed", ""
         if state is not None and state.interrupted is not None:
@@ -140,7 +144,7 @@ def _target_words(plan: JobPlan) -> list[str]:
 
 
 def _words(plan: JobPlan) -> list[str]:
-    """The options that say most."""
+    """Return the options that say most."""
     settings = plan.settings
     words = ["--nproc-per-node", str(plan.num_ranks)]
     if settings.rendezvous is not None:

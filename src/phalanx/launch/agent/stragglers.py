@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from phalanx.diagnostics.flight_recorder import position_of
 from phalanx.diagnostics.observer import GroupLog
-from phalanx.launch.processes import read_state
+from phalanx.processes import read_state
 
 _MAX_LINES = 12
 
@@ -29,7 +29,7 @@ def describe_stragglers(
     groups: Sequence[GroupLog],
     local_ranks: range,
 ) -> str:
-    """A line for each of `ranks`, whose processes are `pids`; `groups` are the logs of what they recorded.
+    """Return a line for each of `ranks`, whose processes are `pids`; `groups` are the logs of what they recorded.
 
     Of those that are not among `local_ranks` only that much is known.
     """
@@ -46,7 +46,7 @@ def describe_stragglers(
 
 
 def describe_process(pid: int, groups: Sequence[GroupLog]) -> tuple[str, str]:
-    """What the system says of a process, and what the recorder; empty where they say nothing."""
+    """Return what the system says of a process, and what the recorder; empty where they say nothing."""
     return _STATES.get(read_state(pid), "").format(pid=pid), _describe_last(pid, groups)
 
 

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from phalanx.launch.failure import Exit, Failure, Loss, Report, decide_failures
-from phalanx.launch.processes import ENDING_SIGNALS
+from phalanx.processes import ENDING_SIGNALS
 
 SETTLE_S = 0.2
 LOSS_SETTLE_S = 3.0  # ranks look five times a second whether a host is lost, and then ask a store that may be gone, too
@@ -90,7 +90,7 @@ class Supervision:
         return decide_failures(self.exits, self.reports, self.sent, self.lost)
 
     def on_started(self, rank: int) -> None:
-        """The process of `rank` exists."""
+        """Note that the process of `rank` exists."""
         self.started.add(rank)
 
     def on_abandoned(self, rank: int) -> None:
@@ -98,7 +98,9 @@ class Supervision:
         self.abandoned.add(rank)
 
     def on_lost(self, rank: int) -> None:
-        """The process of `rank` has ended, and an elastic job goes on; what it had told is nobody's failure."""
+        """Note that the process of `rank` has ended, and an elastic job goes on; what it had told is nobody's
+        failure.
+        """
         self.reports.pop(rank, None)
 
     def on_retired(self, rank: int) -> None:
@@ -111,7 +113,7 @@ class Supervision:
         self.retired.discard(rank)
 
     def on_exit(self, exit: Exit) -> list[Action]:
-        """The process of a rank has ended."""
+        """Decide what follows when the process of a rank has ended."""
         self.exits[exit.rank] = exit
         if exit.status != 0:
             return self._settle(exit.at)
@@ -123,7 +125,7 @@ class Supervision:
         return []
 
     def on_report(self, report: Report, now: float) -> list[Action]:
-        """A rank tells of an exception; its process may take its time to end."""
+        """Decide what follows when a rank tells of an exception; its process may take its time to end."""
         self.reports.setdefault(report.rank, report)
         return self._settle(now)
 
@@ -133,7 +135,7 @@ class Supervision:
         return self._settle(now, LOSS_SETTLE_S) if self.lost else []
 
     def on_signal(self, signum: int, now: float) -> list[Action]:
-        """The agent received a signal: one that ends the job, or one to pass on."""
+        """Decide what follows when the agent received a signal: one that ends the job, or one to pass on."""
         if signum not in ENDING_SIGNALS:
             return [Signal(signum, self.running, group=signum not in (signal.SIGUSR1, signal.SIGUSR2))]
         if self.phase == "stopping" or not self.started:
@@ -158,7 +160,9 @@ class Supervision:
         return []
 
     def _wait_for_rest(self) -> None:
-        """Some have ended well. The others may take their time, but whoever waits for the command is told of them."""
+        """Tell of those who have ended well. The others may take their time, but whoever waits for the command
+        is told of them.
+        """
         assert self._first_end is not None
         often = len(_TELL_AFTER_S) - 1
         times = [self._last_end + _TELL_AFTER_S[min(self._told, often)] * max(1, self._told - often + 1)]

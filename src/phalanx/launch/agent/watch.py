@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 
 from phalanx.diagnostics.observer import GroupLog
 from phalanx.diagnostics.rank_list import name_ranks
+from phalanx.inspect.stacks.dump import without_launcher
 from phalanx.launch.agent.stragglers import describe_process
 from phalanx.launch.agent.waited_for import STANDING, Lateness, Silent, Slow, find_silent
-from phalanx.launch.failure import without_launcher
-from phalanx.launch.processes import read_state
+from phalanx.processes import read_state
 
 _LOOK_S = 15.0
 _QUICKEST_LOOK_S = 0.1
@@ -119,7 +119,7 @@ class Watch:
         ]
 
     def find_slow(self, now: float) -> Slow | None:
-        """A process that is constantly slower than the others, told once."""
+        """Return a process that is constantly slower than the others, told once."""
         if self._slow_told or now < self._slow_due:
             return None
         self._slow_due = now + _SLOW_AFTER_S
@@ -131,7 +131,7 @@ class Watch:
 
 
 def read_stack(fd: int, offset: int) -> str:
-    """What a rank wrote of its stacks since `offset`; empty where it did not answer."""
+    """Return what a rank wrote of its stacks since `offset`; empty where it did not answer."""
     data = os.pread(fd, _MAX_STACK_BYTES, offset if os.fstat(fd).st_size >= offset else 0)
     return without_launcher(data.decode(errors="replace"))
 
@@ -151,7 +151,7 @@ def describe_wait(accused: Accused, rank_of: Mapping[int, int], groups: Sequence
 
 
 def describe_slow(slow: Slow, rank: int) -> str:
-    """What a rank that is slower than the others costs."""
+    """Return what a rank that is slower than the others costs."""
     return (
         f"phalanx run: rank {rank} (pid {slow.pid}) is slower than the others: in {slow.span_s:.0f} s it came last "
         f"to {slow.times} of {slow.num_operations} operations, and for {slow.share * 100:.0f} % of the time they "

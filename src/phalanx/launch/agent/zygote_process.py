@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from phalanx.launch import control_protocol
-from phalanx.launch.processes import SUPPORTED, has_working_directory
 from phalanx.launch.target import Target
 from phalanx.launch.zygote_command import plan_zygote_code
+from phalanx.processes import SUPPORTED, has_working_directory
 
 _MAX_ROOM = 1 << 14
 _MAX_SPARES = 20  # of one zygote: whatever ends them is not going to stop
@@ -164,14 +164,14 @@ class ZygoteProcess:
                 self.control.put({"command": "spare"}, [theirs.fileno()])
 
     def on_spare(self, pid: int) -> None:
-        """The spare exists; or, with 0, it does not, or has ended."""
+        """Note the spare; or, with 0, that there is none, or that it has ended."""
         if pid and self._spare is not None:
             self._spare.pid = pid
         elif (spare := self._take_spare()) is not None:
             spare.control.close()
 
     def _take_spare(self) -> Spare | None:
-        """The spare, if it lives; it is not this one's any more."""
+        """Return the spare, if it lives; it is not this one's any more."""
         spare, self._spare = self._spare, None
         if spare is None:
             return None
@@ -238,7 +238,7 @@ class ZygoteProcess:
         self._process.kill()
 
     def wait_exit(self) -> int:
-        """The exit code of the zygote, whose socket has closed; minus the signal that killed it."""
+        """Return the exit code of the zygote, whose socket has closed; minus the signal that killed it."""
         return self._process.wait()
 
     def close(self, reaped: Mapping[int, int]) -> None:

@@ -13,8 +13,8 @@ from phalanx.launch.calls.verdict import Verdict
 from phalanx.launch.command import plan_job
 from phalanx.launch.output.standard import open_standard_descriptors
 from phalanx.launch.output.text import show
-from phalanx.launch.processes import die_with_parent
 from phalanx.launch.settings import parse
+from phalanx.processes import die_with_parent
 
 
 def main() -> int:

@@ -18,8 +18,8 @@ from phalanx.launch.calls import outcome, payload
 from phalanx.launch.calls.rank import outcome_path, payload_path, surroundings_path
 from phalanx.launch.calls.verdict import Verdict
 from phalanx.launch.folder import JobFolder
-from phalanx.launch.processes import name_signal
 from phalanx.launch.settings import parse
+from phalanx.processes import name_signal
 
 _READ_BYTES = 1 << 16
 _GLANCE_S = 0.5
@@ -77,7 +77,7 @@ def launch(
 
 @contextlib.contextmanager
 def opened_folder() -> Iterator[str]:
-    """A folder for a call; it is gone afterwards, or if this process is killed, with the next job of this user.
+    """Yield a folder for a call; it is gone afterwards, or if this process is killed, with the next job of this user.
 
     Raises:
         LaunchError: there is no place for one.
@@ -96,7 +96,7 @@ def opened_folder() -> Iterator[str]:
 def prepare(
     fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], **options: object
 ) -> tuple[str, bytes, list[str]]:
-    """The call's name for messages, the call as bytes, and the words of `phalanx run`; all refusals are here.
+    """Return the call's name for messages, the call as bytes, and the words of `phalanx run`; all refusals are here.
 
     Raises:
         TypeError, ValueError: as `launch`.
@@ -115,7 +115,7 @@ _OF_A_SCRIPT = ("module", "no_python", "run_path", "use_env", "help")
 
 
 def _words(**options: object) -> list[str]:
-    """The options as `phalanx run` takes them; refused here, in the caller's own words."""
+    """Return the options as `phalanx run` takes them; refused here, in the caller's own words."""
     if scripts := [name for name in options if name in _OF_A_SCRIPT]:
         raise ValueError(f"phalanx.launch: {scripts[0]}=: this is for a script, and here a function is called")
     if "on" in options:
@@ -217,7 +217,7 @@ class _Pipe:
 
 @contextlib.contextmanager
 def _shown_on(stream: TextIO | None, original: TextIO | None, fd: int) -> Iterator[_Pipe]:
-    """A way for the agent's words to `stream`: a notebook, or whoever catches output, has put its own there."""
+    """Yield a way for the agent's words to `stream`: a notebook, or whoever catches output, has put its own there."""
     if stream is None:
         yield _Pipe(None, subprocess.DEVNULL)
         return
@@ -262,7 +262,7 @@ def _show(agent: subprocess.Popen[bytes], pipes: Sequence[_Pipe]) -> None:
 
 
 def collect(call: str, folder: str, verdict: Verdict | None, code: int) -> list[Any]:
-    """What the ranks returned, or the first failure raised; `code` is the agent's exit code."""
+    """Return what the ranks returned, or the first failure raised; `code` is the agent's exit code."""
     if verdict is None or not verdict.world_size:
         how = verdict.text if verdict else f"its agent ended before it began: {_describe(code)}"
         raise LaunchError(how.replace("phalanx run:", f"{call}:") if verdict else f"{call}: {how}", exit_code=code)

@@ -16,7 +16,11 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from phalanx.coordination.agent_file import LostHost, create_agent_file, describe_loss, tell_lost
+from phalanx.diagnostics.printable import printable
 from phalanx.diagnostics.rank_list import name_ranks
+from phalanx.inspect.stacks.report import report_own_stacks
+from phalanx.inspect.top.look import look_at_own
+from phalanx.inspect.top.memory import MemoryReader
 from phalanx.launch.agent.attempt import Attempt
 from phalanx.launch.agent.elastic_actions import BeginGeneration
 from phalanx.launch.agent.host import Host
@@ -28,10 +32,7 @@ from phalanx.launch.hosts.flights import logs_to_json
 from phalanx.launch.hosts.generation_message import generation_from_json
 from phalanx.launch.output.display import Display
 from phalanx.launch.plan import JobPlan
-from phalanx.launch.processes import ENDING_SIGNALS
-from phalanx.launch.stacks.report import report_own_stacks
-from phalanx.launch.top.look import look_at_own
-from phalanx.launch.top.memory import MemoryReader
+from phalanx.processes import ENDING_SIGNALS
 
 _FULL_S = 0.02  # how soon to look again whether lines may be sent
 FIRST = 0  # the first host's member: it joins before anybody can
@@ -56,10 +57,10 @@ class Forward:
         return self._channel is not None and self._channel.full
 
     def begin(self, ranks: Sequence[int]) -> None:
-        """The first host knows."""
+        """Do nothing: the first host knows."""
 
     def end(self, rank: int) -> None:
-        """The rank prints nothing more."""
+        """Tell the first host that the rank prints nothing more."""
         self._items.append([rank, 1, [], "", True])
 
     def show(self, rank: int, stream: int, lines: Sequence[bytes], status: bytes) -> None:
@@ -74,7 +75,7 @@ class Forward:
             self._channel.put(FIRST, "say", attempt=self.attempt, text=text)
 
     def show_here(self, display: Display) -> None:
-        """The first host is lost: what it has not seen is shown on this one."""
+        """Show here what the first host, which is lost, has not seen."""
         self.flush()
         for message in self._channel.take_back("lines") if self._channel is not None else ():
             for rank, stream, lines, _, _ in message["items"]:
@@ -114,7 +115,7 @@ class FollowerSupervision(Supervision):
             self.channel.put(FIRST, kind, attempt=self.attempt, **body)
 
     def on_replaced(self, rank: int) -> None:
-        """It is started again."""
+        """Hear that a rank is started again."""
         super().on_replaced(rank)
         self.exits.pop(rank, None)
         self.reports.pop(rank, None)
@@ -137,7 +138,7 @@ class FollowerSupervision(Supervision):
         return []
 
     def on_signal(self, signum: int, now: float) -> list[Action]:
-        """What ends a job is for the first host to decide."""
+        """Leave it to the first host to decide what ends a job."""
         if self.abandoned_by or signum not in ENDING_SIGNALS:
             return super().on_signal(signum, now)
         self.times_asked += 1
@@ -148,14 +149,14 @@ class FollowerSupervision(Supervision):
         return []
 
     def on_remote_signal(self, signum: int, ranks: Iterable[int], group: bool) -> list[Action]:
-        """The first host wants `signum` to be sent."""
+        """Send `signum`, as the first host wants."""
         chosen = tuple(rank for rank in ranks if rank in self.running)
         if signum in ENDING_SIGNALS and self.phase == "running":
             self.phase = "stopping"
         return [Signal(signum, chosen, group)] if chosen else []
 
     def sweep(self) -> list[Action]:
-        """The first host wants no process to be left."""
+        """Leave no process, as the first host wants."""
         self.phase = "killing"
         return [Kill()]
 
@@ -175,9 +176,10 @@ def tells_first_lost(change: Change) -> bool:
 
 
 def say_host_lost(message: ControlMessage, display: Display) -> None:
-    """The first host tells that another one is lost."""
+    """Hear from the first host that another one is lost."""
     ranks = message.body["ranks"]
-    display.say(f"phalanx run: {message.body['host']}, with {name_ranks(ranks)}, is lost: {message.body['why']}")
+    host, why = printable(str(message.body["host"])), printable(str(message.body["why"]))
+    display.say(f"phalanx run: {host}, with {name_ranks(ranks)}, is lost: {why}")
 
 
 class FollowerAttempt(Attempt):
@@ -243,7 +245,7 @@ class FollowerAttempt(Attempt):
         self._forward.flush()
 
     def create_store(self) -> tuple[int | None, str]:
-        """The coordinator, by the way that leads there from this host."""
+        """Return the coordinator, by the way that leads there from this host."""
         return create_agent_file(*self._store_location)
 
     def on_started(self, rank: int, pid: int) -> None:
@@ -280,7 +282,7 @@ class FollowerAttempt(Attempt):
         self._channel.put(FIRST, "swept", attempt=self._number)
 
     def _send_report(self) -> None:
-        """What the first host's report says of this one."""
+        """Take what the first host's report says of this one."""
         from phalanx.report.copy_speed import measure_copy_speed  # here, because most jobs leave none
         from phalanx.report.job_record import RANKS
         from phalanx.report.transfer import pack_files

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from phalanx.coordination.key import Key
+from phalanx.descriptors import wait_readable
 from phalanx.diagnostics.printable import printable
 from phalanx.errors import LaunchError
 from phalanx.launch.agent.host import Host
@@ -20,14 +21,14 @@ from phalanx.launch.generation import Limits
 from phalanx.launch.hosts.addresses import OwnAddress, find_interface
 from phalanx.launch.hosts.control_channel import MALFORMED, Change, ControlChannel, ControlMessage
 from phalanx.launch.hosts.job_spec import choose_environment
+from phalanx.launch.hosts.join_job import name_own_address
 from phalanx.launch.hosts.leader import LeaderAttempt
-from phalanx.launch.hosts.membership import name_own_address
 from phalanx.launch.hosts.node_plan import HostFacts, Node, describe_nnodes, describe_unfit, find_conflict, plan_nodes
 from phalanx.launch.hosts.peer_hosts import PeerHosts, tell_start
 from phalanx.launch.hosts.reach import TRY_S, Target, choose_targets, describe, try_all
 from phalanx.launch.plan import JobPlan, find_free_port
-from phalanx.launch.processes import ENDING_SIGNALS, name_signal
 from phalanx.launch.rendezvous import Rendezvous, join_endpoint
+from phalanx.processes import ENDING_SIGNALS, name_signal
 
 _TELL_AFTER_S = 3.0
 _END_TIMEOUT_S = 5.0
@@ -68,7 +69,7 @@ class Gathering:
         self._peers: PeerHosts | None = None
 
     def begin(self, restart_count: int, local_store: str) -> LeaderAttempt:
-        """The next attempt, with all that have come; every other host has been told to start.
+        """Return the next attempt, with all that have come; every other host has been told to start.
 
         Raises:
             LaunchError: too few came in time; two want one number; they cannot reach each other; or a signal came.
@@ -122,7 +123,7 @@ class Gathering:
             waiting = (waiting | set(self._peers.taken_in)) - set(self._peers.lost)
         end = time.monotonic() + _END_TIMEOUT_S
         while waiting and time.monotonic() < end:
-            select.select([self._channel], [], [], 0.1)
+            wait_readable([self._channel], 0.1)
             for message in self._channel.take():
                 if not isinstance(message, Change):
                     continue
@@ -247,13 +248,17 @@ class Gathering:
                 self._host.display.say(f"phalanx run: {unfit}")
             facts = HostFacts.from_json(change.member, change.facts)
             if facts is not None and "reached" in change.facts:
-                self._joined_hosts[change.member] = JoinedHost(facts, str(change.facts["reached"]))
+                self._joined_hosts[change.member] = JoinedHost(facts, printable(str(change.facts["reached"])))
                 if self._peers is None:  # at once: the hosts that are still missing may never come
                     self._check_conflict([self._own, facts])
+                elif conflict := find_conflict([self._own, facts], self._rendezvous.max_nodes):
+                    del self._joined_hosts[change.member]  # a job that has begun does not end because of a newcomer
+                    self._peers.send_away(change.member, conflict)
+                    self._host.display.say(f"phalanx run: {conflict}. The job goes on without that host")
         elif change.kind in ("left", "lost"):
             gone = self._joined_hosts.pop(change.member, None)
             if gone is not None and change.kind == "lost":
-                who = printable(f"{gone.facts.name} ({gone.facts.address})")
+                who = f"{gone.facts.name} ({gone.facts.address})"
                 self._host.display.say(f"phalanx run: {who} is lost before the job began: {change.why}")
         elif change.kind in ("unreachable", "expelled"):
             raise LaunchError(f"phalanx run: the coordinator on this host has failed: {change.why}")
@@ -262,9 +267,9 @@ class Gathering:
         if message.body.get("trial") != self._trial:
             return
         if message.kind == "answering":
-            self._ports[message.member] = int(message.body["port"]), str(message.body["problem"])
+            self._ports[message.member] = int(message.body["port"]), printable(str(message.body["problem"]))
         elif message.kind == "reached":
-            results = {int(node): str(answer) for node, answer in message.body["results"]}
+            results = {int(node): printable(str(answer)) for node, answer in message.body["results"]}
             self._results[message.member] = results
 
     def _refuse(self, member: int, why: str) -> None:
@@ -308,7 +313,7 @@ class Gathering:
     def _try_targets(
         self, nodes: Sequence[Node], joined_hosts: Sequence[Node], targets: Sequence[Target]
     ) -> dict[int, dict[int, str]] | None:
-        """What came back to each host from each target; None if a host has gone meanwhile."""
+        """Return what came back to each host from each target; None if a host has gone meanwhile."""
         expected, trial = set(), self._trial
         for node in nodes:
             tried = choose_targets(node.place.node, [target.node for target in targets])

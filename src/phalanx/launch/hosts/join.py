@@ -14,7 +14,7 @@ from phalanx.coordination.key_file import ask_for_key, find_key
 from phalanx.errors import AuthenticationError, LaunchError, PhalanxError
 from phalanx.launch.agent.agent import run_job
 from phalanx.launch.command import plan_job
-from phalanx.launch.hosts.membership import Joined, connect
+from phalanx.launch.hosts.join_job import Joined, connect
 from phalanx.launch.hosts.node_plan import UNFIT
 from phalanx.launch.options import OPTIONS
 from phalanx.launch.output.standard import guarded, open_standard_descriptors
@@ -152,7 +152,7 @@ def _say(line: str) -> None:
 
 
 def format_help() -> str:
-    """The text of `phalanx join --help`."""
+    """Return the text of `phalanx join --help`."""
     import textwrap
 
     lines = [

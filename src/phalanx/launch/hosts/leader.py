@@ -10,8 +10,10 @@ from typing import Any
 
 from phalanx.coordination.agent_file import LostHost, create_agent_file, describe_loss, tell_lost
 from phalanx.diagnostics.observer import GroupLog
+from phalanx.diagnostics.printable import printable, printable_lines
 from phalanx.diagnostics.rank_list import name_ranks
-from phalanx.launch.agent.agent_socket import Request
+from phalanx.inspect.agent_socket import Request
+from phalanx.inspect.stacks.job_snapshot import Told, answer_others
 from phalanx.launch.agent.attempt import Attempt
 from phalanx.launch.agent.elastic import Elastic
 from phalanx.launch.agent.elastic_actions import BeginGeneration, DropHost, ElasticAction, GiveUp, PrepareHost
@@ -23,12 +25,11 @@ from phalanx.launch.hosts.control_channel import MALFORMED, Change, ControlMessa
 from phalanx.launch.hosts.elastic_hosts import ElasticHosts
 from phalanx.launch.hosts.flights import logs_from_json, merge_logs
 from phalanx.launch.hosts.generation_message import generation_to_json
-from phalanx.launch.hosts.node_plan import HostFacts, Node, describe_unfit, find_node
+from phalanx.launch.hosts.node_plan import HostFacts, Node, describe_unfit, find_conflict, find_node
 from phalanx.launch.hosts.peer_hosts import PeerHosts, tell_start
 from phalanx.launch.output.line_prefix import find_template
 from phalanx.launch.plan import JobPlan
-from phalanx.launch.processes import ENDING_SIGNALS
-from phalanx.launch.stacks.job_snapshot import Told, answer_others
+from phalanx.processes import ENDING_SIGNALS
 
 _STACKS_LIMIT_S = 6.0  # a rank that cannot answer is given up after a second
 _SWEEP_LIMIT_S = 15.0  # what a host may take to kill and tell, which is otherwise alive
@@ -157,7 +158,7 @@ class LeaderAttempt(Attempt):
         return next((node for node in self._peers.present if rank in node.place.ranks), None)
 
     def _admit_host(self, seats: HostSeats, begun: BeginGeneration) -> Node | None:
-        """A host that has come is one of ours from now on."""
+        """Take a host that has come as one of ours."""
         part = begun.generation.part_of(seats.member)
         if part is None:
             return None
@@ -217,7 +218,7 @@ class LeaderAttempt(Attempt):
                     self._peers.channel.expel(node.facts.member)  # so that it hears that nobody counts on it
 
     def create_store(self) -> tuple[int | None, str]:
-        """The coordinator, by the way that leads there from this host."""
+        """Return the coordinator, by the way that leads there from this host."""
         return create_agent_file(*self._store_location)
 
     def send_signal(self, signum: int, ranks: tuple[int, ...], *, group: bool) -> None:
@@ -273,7 +274,7 @@ class LeaderAttempt(Attempt):
         super().close()
 
     def collect_logs(self) -> list[GroupLog]:
-        """What the ranks of all hosts have recorded, group by group."""
+        """Return what the ranks of all hosts have recorded, group by group."""
         return merge_logs([*super().collect_logs(), *self._remote_logs])
 
     @property
@@ -303,7 +304,11 @@ class LeaderAttempt(Attempt):
             self._lose(change.member, change.why)
         elif change.kind == "joined" and (unfit := describe_unfit(change.facts)):
             self._host.display.say(f"phalanx run: {unfit}")
-        elif change.kind == "joined" and HostFacts.from_json(change.member, change.facts) is not None:
+        elif change.kind == "joined" and (facts := HostFacts.from_json(change.member, change.facts)) is not None:
+            if conflict := find_conflict([self._peers.own.facts, facts], self._peers.limits.max_hosts):
+                self._peers.send_away(change.member, conflict)
+                self._host.display.say(f"phalanx run: {conflict}. The job goes on without that host")
+                return
             self._peers.late[change.member] = change
             self._greet(change)
         elif change.kind in ("expelled", "unreachable"):  # of ourselves: the coordinator's thread has ended
@@ -311,7 +316,7 @@ class LeaderAttempt(Attempt):
                 self._lose(member, f"the coordinator on this host has failed: {change.why}")
 
     def _greet(self, change: Change) -> None:
-        """A host has come while ranks run."""
+        """Decide about a host that has come while ranks run."""
         facts = HostFacts.from_json(change.member, change.facts)
         assert facts is not None
         candidate = Candidate(change.member, facts.num_ranks, facts.known_as, facts.role)
@@ -327,7 +332,7 @@ class LeaderAttempt(Attempt):
         self._peers.channel.put(member, "late", spare=is_spare)
 
     def on_rank_message(self, rank: int, pid: int, message: dict[str, Any]) -> None:
-        """An elastic rank of some host says something."""
+        """Hear what an elastic rank of some host says."""
         super().on_rank_message(rank, pid, message)
         if message.get("kind") == "elastic" and self.elastic.active:  # hosts may have come before it was known
             for member in set(self._peers.late) - self._told_spare:
@@ -358,7 +363,7 @@ class LeaderAttempt(Attempt):
                 raise ValueError(f"signal {signum} does not end a job")
             self.on_signal(signum, f" on {node.label}")
         elif message.kind == "say":
-            self._host.display.say(f"{body['text']}   (on {node.label})")
+            self._host.display.say(f"{printable_lines(str(body['text']))}   (on {node.label})")
         elif message.kind == "flight":
             offset_ns = int(self._peers.channel.to_own_clock(message.member, 0.0) * 1e9)
             logs, ended_ns = logs_from_json(body["groups"], body["ended_ns"], offset_ns)
@@ -380,7 +385,7 @@ class LeaderAttempt(Attempt):
                 pending.waiting.discard(message.member)
                 pending.told[message.member] = str(body["text"])
         elif message.kind == "failed":
-            self._lose(message.member, str(body["why"]))
+            self._lose(message.member, printable(str(body["why"])))
 
     def _show(self, items: list[Any], node: Node) -> None:
         for rank, stream, lines, status, ended in items:

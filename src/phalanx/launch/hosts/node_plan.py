@@ -17,7 +17,8 @@ _MAX_WORDS = 500
 class HostFacts:
     """The facts that the agent of a host tells of it. `address` is where other hosts reach it.
 
-    `nnodes` is what --nnodes says there: "2" or "1:4"; it is empty where nobody was asked (`phalanx join`).
+    `nnodes` is what --nnodes says there: "2" or "1:4"; it is empty where nobody was asked (`phalanx join`). What comes
+    from another host holds nothing that a terminal could take for a command or for a new line (`from_json`).
     """
 
     member: int
@@ -37,7 +38,7 @@ class HostFacts:
 
     @classmethod
     def from_json(cls, member: int, facts: Mapping[str, Any]) -> HostFacts | None:
-        """The inverse of `to_json`; None for a member that is no agent."""
+        """Read what `to_json` wrote; None for a member that is no agent."""
         if facts.get("kind") != "agent":
             return None
         try:
@@ -45,9 +46,9 @@ class HostFacts:
             if num_ranks < 1 or (node_rank is not None and int(node_rank) < 0):
                 return None
             return cls(
-                member, str(facts["host"]), int(facts["pid"]), num_ranks, str(facts["role"]),
-                str(facts["address"]), None if node_rank is None else int(node_rank), str(facts["run_id"]),
-                str(facts.get("nnodes", "")),
+                member, printable(str(facts["host"])), int(facts["pid"]), num_ranks, printable(str(facts["role"])),
+                printable(str(facts["address"])), None if node_rank is None else int(node_rank),
+                printable(str(facts["run_id"])), printable(str(facts.get("nnodes", ""))),
             )  # fmt: skip
         except (KeyError, TypeError, ValueError, OverflowError):
             return None
@@ -60,7 +61,7 @@ class HostFacts:
 
 
 def describe_nnodes(min_nodes: int, max_nodes: int) -> str:
-    """What --nnodes says."""
+    """Return what --nnodes says."""
     return f"{min_nodes}" if min_nodes == max_nodes else f"{min_nodes}:{max_nodes}"
 
 
@@ -79,7 +80,7 @@ class Node:
 
 
 def describe_unfit(facts: Mapping[str, Any]) -> str:
-    """A line on a host that has come and cannot run the job; empty for other members."""
+    """Return a line on a host that has come and cannot run the job; empty for other members."""
     if facts.get("kind") != UNFIT:
         return ""
     return printable(f"{facts.get('host')} has come, and cannot run the job: {facts.get('why')}"[:_MAX_WORDS])
@@ -90,7 +91,7 @@ def find_conflict(hosts: Sequence[HostFacts], max_nodes: int) -> str:
     first = hosts[0]
     for host in hosts:
         if host.nnodes and first.nnodes and host.nnodes != first.nnodes:
-            return printable(
+            return (
                 f"{first.name} ({first.address}) was started with --nnodes {first.nnodes}, and {host.name} "
                 f"({host.address}) with --nnodes {host.nnodes}. Give the same number on all hosts"
             )
@@ -99,12 +100,10 @@ def find_conflict(hosts: Sequence[HostFacts], max_nodes: int) -> str:
         if host.node_rank is None:
             continue
         if host.node_rank >= max_nodes:
-            return printable(
-                f"{host.name} ({host.address}) came as --node-rank {host.node_rank} of --nnodes {max_nodes}"
-            )
+            return f"{host.name} ({host.address}) came as --node-rank {host.node_rank} of --nnodes {max_nodes}"
         other = seen.setdefault(host.node_rank, host)
         if other is not host:
-            return printable(
+            return (
                 f"{other.name} ({other.address}) and {host.name} ({host.address}) both came as --node-rank "
                 f"{host.node_rank}. Give each host a number of its own"
             )
@@ -112,7 +111,7 @@ def find_conflict(hosts: Sequence[HostFacts], max_nodes: int) -> str:
 
 
 def plan_nodes(hosts: Sequence[HostFacts]) -> list[Node]:
-    """The hosts in order, with their ranks. Those with a number stand where it says, the others fill the gaps.
+    """Return the hosts in order, with their ranks. Those with a number stand where it says, the others fill the gaps.
 
     `hosts` is in the order of coming, the first host in front.
     """
@@ -141,6 +140,6 @@ def name_apart(names: Sequence[str]) -> list[str]:
 
 
 def find_node(nodes: Iterable[Node], ranks: Iterable[int]) -> Node | None:
-    """The host on which all these ranks are; None if they are on several."""
+    """Return the host on which all these ranks are; None if they are on several."""
     wanted = set(ranks)
     return next((node for node in nodes if wanted <= set(node.place.ranks)), None)

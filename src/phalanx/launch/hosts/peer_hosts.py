@@ -36,7 +36,7 @@ class PeerHosts:
         return [node for member, node in self.others.items() if member not in self.lost]
 
     def name_host(self, ranks: Iterable[int]) -> str:
-        """What people call the host of these ranks; empty where they are on several."""
+        """Return what people call the host of these ranks; empty where they are on several."""
         node = find_node(self.nodes, ranks)
         return node.label if node is not None else ""
 
@@ -47,15 +47,19 @@ class PeerHosts:
         return fill(template, rank=rank, local_rank=local_rank, role=facts.role, host=facts.name)
 
     def lose(self, member: int, why: str) -> Node | None:
-        """A host has gone; None if it was none of this attempt, or is known to have."""
+        """Take out a host that has gone; None if it was none of this attempt, or is known to have."""
         node = self.others.get(member)
         if node is None or member in self.lost:
             return None
         self.lost[member] = why
         return node
 
+    def send_away(self, member: int, conflict: str) -> None:
+        """End the command of a host that has come while the job runs, and cannot be in it."""
+        self.channel.put(member, "end", code=2, why=f"phalanx run: {conflict}.")
+
     def take_in(self, seats: HostSeats, place: Place) -> Node | None:
-        """A host that has come gets these seats; None if it has gone. `place` has their numbers."""
+        """Give a host that has come these seats; None if it has gone. `place` has their numbers."""
         change = self.late.pop(seats.member, None)
         facts = None if change is None else HostFacts.from_json(change.member, change.facts)
         if change is None or facts is None:

@@ -21,13 +21,13 @@ from phalanx.launch.hosts.control_channel import ControlChannel, Notices
 from phalanx.launch.hosts.follower import Forward
 from phalanx.launch.hosts.gather import Gathering
 from phalanx.launch.hosts.job_spec import KEY, JobSpec
+from phalanx.launch.hosts.join_job import Joined, follow, join_first_host
 from phalanx.launch.hosts.leader import LeaderAttempt
-from phalanx.launch.hosts.membership import Joined, follow, join_first_host
 from phalanx.launch.plan import JobPlan
 from phalanx.launch.rendezvous import Rendezvous, join_endpoint, split_endpoint
 
 
-def see_through_with_others(plan: JobPlan, zygote: ZygoteProcess, signals: int, joined: Joined | None = None) -> int:
+def run_with_other_hosts(plan: JobPlan, zygote: ZygoteProcess, signals: int, joined: Joined | None = None) -> int:
     """Run this host's part of the job to its end; returns the exit code. `joined` is what `phalanx join` has found.
 
     Raises:
@@ -141,7 +141,7 @@ def _open_service(
 
 
 def find_or_make_key(plan: JobPlan, rendezvous: Rendezvous) -> Key:
-    """The job's key, as it was given or lies on this host; else a new one of the user's, in the usual place.
+    """Return the job's key, as it was given or lies on this host; else a new one of the user's, in the usual place.
 
     Raises:
         LaunchError: there is one that may not be used, or none can be made.

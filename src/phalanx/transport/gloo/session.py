@@ -33,7 +33,7 @@ from phalanx.diagnostics.flight_recorder import Position
 from phalanx.engines.engine import DELIVERY_S, Pending
 from phalanx.engines.gloo import GlooEngine
 from phalanx.errors import DeadlineError
-from phalanx.transport.background import WHOLE_BYTES, BackgroundThread, BackgroundThreads, look_at
+from phalanx.transport.background import WHOLE_BYTES, Background, look_at
 from phalanx.transport.base import CallContext
 from phalanx.transport.call import Call, Disagreement
 from phalanx.transport.engine_session import EngineSession
@@ -73,8 +73,7 @@ class GlooSession(EngineSession):
         self._has_ended = has_ended
         self._has_said = False  # how this rank ends
         self._holder = 0  # the thread that has `lock`; a signal handler runs in that very thread
-        self._background = BackgroundThread(f"phalanx-{group}-background")
-        self._message_threads = BackgroundThreads(f"phalanx-{group}-message")
+        self._background, self._background_messages = Background(), Background()
         self._process = os.getpid()
         self._is_closed = False
         self._monitor: HealthMonitor | None = None
@@ -116,7 +115,7 @@ class GlooSession(EngineSession):
             self._engine.deliver(Deadline.after(DELIVERY_S))
         self._engine.close()
         self._background.close()
-        self._message_threads.close()
+        self._background_messages.close()
 
     def _publish_exit_reason(self, reason: str) -> None:
         """Before the connections close: whoever loses one asks the store why. What is said first stands."""
@@ -218,7 +217,7 @@ class GlooSession(EngineSession):
                         raise GlooFailed(str(error)) from error
                     connected.discard(peer)  # it has done its part of this collective, and left
 
-        self._background.run(carry_out, self.interrupted, look)
+        self._background.run(carry_out, look, self.interrupted)
 
     def _wait_for(self, messages: Sequence[Pending], peer: int, num_bytes: int, deadline: Deadline) -> None:
         """Wait for what is under way with `peer`; where it may be half there, another thread does, as in `_run`."""
@@ -231,7 +230,7 @@ class GlooSession(EngineSession):
         if num_bytes <= WHOLE_BYTES:
             wait()
         else:
-            self._message_threads.run(wait, look_at(self._engine, peer, GlooFailed))
+            self._background_messages.run(wait, look_at(self._engine, peer, GlooFailed))
 
     # -- reports -------------------------------------------------------------------------------------------------
 
@@ -253,7 +252,7 @@ class GlooSession(EngineSession):
             raise
 
     def _explain(self, cause: Exception, deadline: Deadline, peer: int | None) -> FailureReport:
-        """What this rank makes of `cause`, unless a rank that knows more posts its report first."""
+        """Return what this rank makes of `cause`, unless a rank that knows more posts its report first."""
         if isinstance(cause, Disagreement):
             return FailureReport("mismatch", calls=cause.calls, is_collective=cause.is_collective)
         if deadline.left_s < _SOON_S:
@@ -274,7 +273,7 @@ class GlooSession(EngineSession):
         return self._report_lost(silent, "its connection closed without a word (killed, crashed, or cut off)", peer)
 
     def _find_lost(self, peer: int | None) -> FailureReport | None:
-        """A rank that has said that it leaves, or whose process has ended."""
+        """Return a rank that has said that it leaves, or whose process has ended."""
         for r in self._others:
             reason, position = self._failure_store.exit_reason(r)
             if reason:
@@ -291,7 +290,7 @@ class GlooSession(EngineSession):
 
 @contextlib.contextmanager
 def talking() -> Iterator[None]:
-    """What Gloo raises inside is about its connections."""
+    """Turn what Gloo raises inside into an error of its connections."""
     try:
         yield
     except RuntimeError as error:
@@ -299,10 +298,10 @@ def talking() -> Iterator[None]:
 
 
 def timedelta_of(deadline: Deadline) -> timedelta:
-    """What is left, for Gloo's own wait."""
+    """Return what is left, for Gloo's own wait."""
     return timedelta(seconds=min(max(deadline.left_s, 0.001), _LONGEST_S))
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """The memory of a plain tensor."""
+    """Return the memory of a plain tensor."""
     return flat(tensor).view(torch.uint8)

@@ -14,7 +14,6 @@ import ctypes
 import os
 import queue
 import struct
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,7 +24,7 @@ from torch import Tensor
 
 from phalanx.deadline import Deadline
 from phalanx.engines.engine import Engine, Pending
-from phalanx.transport.background import LOOK_EVERY_S, WHOLE_BYTES, get_soon, look_at
+from phalanx.transport.background import LOOK_EVERY_S, WHOLE_BYTES, Background, get_soon, look_at
 from phalanx.transport.call import HEAD_BYTES, agree
 from phalanx.transport.hierarchical.layout import Layout
 from phalanx.transport.hierarchical.rails import FINGERPRINT, FOR_EVER, ConnectionBroken, talking_to, timedelta_of
@@ -38,7 +37,6 @@ _SENT = 2
 _LOOKS = 200  # at memory, for a message's first bytes, before a thread is asked to wait for it
 _PREFIX = struct.Struct("<II")  # how many different heads, and the payload's bytes
 _ALIGNED = 64
-_JOIN_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -72,7 +70,7 @@ class _Buffer:
         self._part = self.tensor
 
     def first(self, nbytes: int) -> Tensor:
-        """The beginning, as long as that; of the same length as the last time, most likely."""
+        """Return the beginning, as long as that; of the same length as the last time, most likely."""
         if len(self._part) != nbytes:
             self._part = self.tensor[:nbytes]
         return self._part
@@ -85,7 +83,7 @@ class LeaderExchange:
     engine waits deaf, it looks for a message where that will lie, for a moment, and then has a thread wait for it.
     """
 
-    def __init__(self, group: str, engine: Engine, layout: Layout) -> None:
+    def __init__(self, engine: Engine, layout: Layout) -> None:
         self._engine = engine
         self._peers = {host: ranks[0] for host, ranks in enumerate(layout.topology.hosts) if host != layout.host}
         self._sizes = {host: len(layout.topology.hosts[host]) for host in self._peers}
@@ -96,11 +94,7 @@ class LeaderExchange:
         self._outboxes = {h: [_Buffer(_message_bytes(local)) for _ in range(_SENT)] for h in self._peers}
         self._inboxes = {h: [_Buffer(_message_bytes(n)) for _ in range(_AHEAD)] for h, n in self._sizes.items()}
         self._number = 0
-        self._posted: queue.SimpleQueue[tuple[int, Pending] | None] = queue.SimpleQueue()
-        self._arrived: queue.SimpleQueue[ConnectionBroken | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._is_stuck = False  # the thread, in a message that will not end
-        self._name = f"phalanx-{group}-leader"
+        self._background = Background()
         self._used = 0  # slots whose messages have been used, and that are not posted again
         for slot in range(_AHEAD):
             self._post(slot)
@@ -130,7 +124,7 @@ class LeaderExchange:
                 outbox.pending = self._engine.send(peer, outbox.first(end), FINGERPRINT)
 
     def receive(self, deadline: Deadline) -> dict[int, HostMessage]:
-        """What each other host sent in this operation; it stays as it is until `done`.
+        """Return what each other host sent in this operation; it stays as it is until `done`.
 
         Raises:
             ConnectionBroken: some host's leader is gone or late.
@@ -162,20 +156,17 @@ class LeaderExchange:
         return False
 
     def _nbytes(self, inbox: _Buffer, host: int) -> int:
-        """The length of the message that has begun to arrive; a guess while its first bytes do."""
+        """Return the length of the message that has begun to arrive; a guess while its first bytes do."""
         num_distinct, nbytes = _PREFIX.unpack_from(inbox.bytes)
         return _payload_offset(self._sizes[host], num_distinct) + int(nbytes)
 
     def _await(self, inbox: _Buffer, peer: int, deadline: Deadline) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._listen, name=self._name, daemon=True)
-            self._thread.start()
         assert inbox.pending is not None
-        self._posted.put((peer, inbox.pending))
+        arrived = self._background.start(partial(inbox.pending.wait, FOR_EVER))
         look = look_at(self._engine, peer, partial(ConnectionBroken, peer))
         while True:
             try:
-                broken = get_soon(self._arrived, min(timedelta_of(deadline).total_seconds(), LOOK_EVERY_S))
+                error = get_soon(arrived, min(timedelta_of(deadline).total_seconds(), LOOK_EVERY_S))
                 break
             except queue.Empty:
                 if deadline.passed:
@@ -184,13 +175,15 @@ class LeaderExchange:
                 try:
                     look()
                 except ConnectionBroken:
-                    self._is_stuck = True
+                    self._background.over(arrived)
                     raise
-        if broken is not None:
-            raise broken
+        self._background.over(arrived)
+        if error is not None:
+            with talking_to(peer):
+                raise error
 
     def done(self) -> None:
-        """This operation's messages are used, and their memory may receive others."""
+        """Let the memory of this operation's messages, which are used, receive others."""
         self._number += 1
         self._used += 1
         if self._used == _TOGETHER:
@@ -207,17 +200,6 @@ class LeaderExchange:
             except RuntimeError as error:  # it has left: nothing that is over needs it
                 inbox.pending = _NotBegun(error)
 
-    def _listen(self) -> None:
-        while (posted := self._posted.get()) is not None:
-            peer, pending = posted
-            try:
-                pending.wait(FOR_EVER)
-            except RuntimeError as error:
-                self._arrived.put(ConnectionBroken(peer, str(error)))
-            else:
-                self._arrived.put(None)
-            del pending, posted  # the memory may go while this thread waits for the next
-
     def flush(self, deadline: Deadline) -> None:
         """Return when all that was sent has been taken, or can't be: a peer needs it although this host does not."""
         for outboxes in self._outboxes.values():
@@ -228,10 +210,8 @@ class LeaderExchange:
                     outbox.pending = None
 
     def close(self) -> None:
-        """End the thread. The engine is closed, or nothing wakes it."""
-        self._posted.put(None)
-        if self._thread is not None and self._thread is not threading.current_thread() and not self._is_stuck:
-            self._thread.join(_JOIN_S)
+        """Let go of the messages, once the engine is closed: nothing else ends those that nobody sends."""
+        self._background.close()
         for buffers in (*self._inboxes.values(), *self._outboxes.values()):
             for buffer in buffers:
                 buffer.pending = None  # the engine's sockets live as long as a message on its way
@@ -248,5 +228,5 @@ def _payload_offset(num_ranks: int, num_distinct: int) -> int:
 
 
 def _message_bytes(num_ranks: int) -> int:
-    """The longest message of a host with so many ranks."""
+    """Return the longest message of a host with so many ranks."""
     return _payload_offset(num_ranks, num_ranks) + SMALL_BYTES

@@ -17,6 +17,7 @@ from phalanx.diagnostics.failure_store import FailureStore
 from phalanx.diagnostics.flight_recorder import Position, read, read_position
 from phalanx.diagnostics.whereabouts import how_it_ended, late_ranks
 from phalanx.errors import ClosedError
+from phalanx.processes import read_state
 from phalanx.symmetric_memory.memory import SymmetricMemory
 from phalanx.transport.base import CallContext
 from phalanx.transport.call import Disagreement
@@ -69,7 +70,7 @@ class Reports(ABC):
         return replace(position, seconds=time.monotonic() - self._entered_s) if position.inside else position
 
     def _explain(self, cause: Exception, ctx: CallContext, deadline: Deadline, peer: int | None) -> FailureReport:
-        """What this rank makes of `cause`, unless a rank that knows more posts its report first."""
+        """Return what this rank makes of `cause`, unless a rank that knows more posts its report first."""
         if isinstance(cause, LocalFailure) and cause.status == MISMATCH:  # their leader asks, and tells
             known = self._reported_by_others(deadline.left_s + _COLLECT_PATIENCE_S)
             return known or FailureReport("mismatch", calls=self._called_here())
@@ -111,7 +112,7 @@ class Reports(ABC):
                 return
 
     def _told_here(self) -> FailureReport | None:
-        """The report that a rank of this host has left."""
+        """Return the report that a rank of this host has left."""
         text = ""
         with contextlib.suppress(ClosedError):  # meanwhile, by another thread
             text = self._core.failure()
@@ -124,7 +125,7 @@ class Reports(ABC):
         return report
 
     def _called_here(self) -> dict[int, RankCall]:
-        """What the ranks of this host called last."""
+        """Return what the ranks of this host called last."""
         calls = {}
         for local, r in enumerate(self.layout.local_ranks):
             collectives = [record for record in read(self._core, local) if record.is_collective]
@@ -168,7 +169,7 @@ class Reports(ABC):
 
     def _late(self, timeout_s: float, peer: int | None) -> FailureReport:
         here = self._late_here()  # before they come after all: the question where everybody is gives them time
-        answers = self._failure_store.collect_positions()
+        answers = self._with_this_host(self._failure_store.collect_positions(), here)
         if report := self._server_lost(timeout_s, Deadline.after(0.0)):
             return report
         if peer is None:
@@ -181,6 +182,19 @@ class Reports(ABC):
             missing = [r for r in missing if r not in self.layout.local_ranks] or missing
             remarks = ("The job's store does not answer either: this host may be cut off.",)
         return late(missing, self._names, answers, self.rank, timeout_s, is_collective=peer is None, remarks=remarks)
+
+    def _with_this_host(self, answers: Mapping[int, Position], late_here: Collection[int]) -> dict[int, Position]:
+        """Add where ranks of this host are that have come, by its memory, and found no time to answer.
+
+        On a busy host a rank may take longer than it is given. One that is stopped is left out: it hangs.
+        """
+        found = dict(answers)
+        for local, rank in enumerate(self.layout.local_ranks):
+            process = self.symm_mem.process_of(local)
+            has_come = rank != self.rank and rank not in found and rank not in late_here
+            if has_come and process.is_running() and read_state(process.pid) in ("R", "S", "D"):
+                found[rank] = read_position(self._core, local)
+        return found
 
     def _late_here(self) -> list[int]:
         late = late_ranks(self._core, self.layout.local_rank, len(self.layout.local_ranks))

@@ -86,7 +86,7 @@ class HierarchicalMessages(HierarchicalSession):
         if self._engine.is_interruptible or num_bytes <= WHOLE_BYTES:
             wait()
         else:
-            self._message_threads.run(wait, look_at(self._engine, peer, partial(ConnectionBroken, peer)))
+            self._background_messages.run(wait, look_at(self._engine, peer, partial(ConnectionBroken, peer)))
 
     def _operation(self, label: str, ctx: CallContext) -> Operation:
         return Operation(label, self.group, self.rank, call_site=self._place(ctx))

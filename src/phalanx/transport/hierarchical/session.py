@@ -36,7 +36,7 @@ from phalanx.engines.engine import DELIVERY_S, Engine
 from phalanx.errors import DeadlineError, PhalanxError
 from phalanx.log import get_logger
 from phalanx.symmetric_memory.memory import SymmetricMemory
-from phalanx.transport.background import BackgroundThread, BackgroundThreads
+from phalanx.transport.background import Background
 from phalanx.transport.base import CallContext
 from phalanx.transport.call import Call, Disagreement
 from phalanx.transport.health_monitor import HealthMonitor
@@ -132,8 +132,7 @@ class HierarchicalSession(Reports):
         self._leaders: LeaderExchange | None = None
         self._head = b""  # of the call that is under way
         self._holder = 0  # the thread that has `lock`, or waits for the one that has it; a signal handler runs in it
-        self._background: BackgroundThread | None = None
-        self._message_threads = BackgroundThreads(f"phalanx-{group}-message")
+        self._background, self._background_messages = Background(), Background()
 
     def attach(self, symm_mem: SymmetricMemory, engine: Engine, failure_store: FailureStore) -> None:
         """Take the memory, the engine and the store; before the first operation."""
@@ -146,7 +145,7 @@ class HierarchicalSession(Reports):
         if layout.rail:
             self._rail = Rail(engine, layout.rail, layout.host, options.algorithm, self._compression, options.link)
         if layout.local_rank == 0:
-            self._leaders = LeaderExchange(self.group, engine, layout)
+            self._leaders = LeaderExchange(engine, layout)
         self._monitor = HealthMonitor(failure_store, self._where, self._is_over, self._take_report)
 
     @property
@@ -178,11 +177,11 @@ class HierarchicalSession(Reports):
         return self._memory.core
 
     def call_site(self, place: tuple[str, int]) -> int:
-        """The number of a (file, line) in the table that other ranks and the agent can read."""
+        """Return the number of a (file, line) in the table that other ranks and the agent can read."""
         return self._memory.call_site(place)
 
     def idle(self, waited_s: float) -> None:
-        """The core calls this while it waits for ranks of this host: say so once per operation."""
+        """Say once per operation that ranks of this host are waited for; the core calls this meanwhile."""
         # What the others do is told when time runs out; to ask them now would cost a question where everybody is.
         if waited_s >= NOTICE_S and self._said_seq != self._seq and not self.closed:
             self._said_seq = self._seq
@@ -216,9 +215,8 @@ class HierarchicalSession(Reports):
             self._engine.close()
         if self._leaders is not None:
             self._leaders.close()
-        if self._background is not None:
-            self._background.close()
-        self._message_threads.close()
+        self._background.close()
+        self._background_messages.close()
         if self._engine is not None:
             self._engine.free()
 
@@ -233,7 +231,7 @@ class HierarchicalSession(Reports):
             self._failure_store.linger(self._report)
 
     def _deliver(self) -> None:
-        """What others need of this rank's last operation may still be on its way: to close is to throw that away."""
+        """Wait until what others need of this rank's last operation has arrived: to close is to throw the rest away."""
         if self._report is None:
             deadline = Deadline.after(DELIVERY_S)
             if self._leaders is not None:
@@ -245,7 +243,7 @@ class HierarchicalSession(Reports):
         return self._core.poison()[0] not in (OK, MISMATCH)
 
     def _take_report(self, report: FailureReport | None) -> None:
-        """The group is over. Keep the report: the store may be gone when this rank comes to the next operation."""
+        """Keep the report of a group that is over: the store may be gone when this rank comes to the next operation."""
         self._report = self._report or report
         if report is not None:
             self._failure_store.acknowledge()
@@ -267,7 +265,7 @@ class HierarchicalSession(Reports):
     def in_collective(self) -> bool:
         """Whether this thread is in a collective already: it runs a signal handler that interrupted it."""
         me = threading.get_ident()
-        return self._holder == me or (self._background is not None and self._background.caller == me)
+        return me in (self._holder, self._background.caller)
 
     def _acquire_lock(self, call: Call, timeout_s: float) -> None:
         """Take `lock`, for `call`.
@@ -308,8 +306,6 @@ class HierarchicalSession(Reports):
             raise nested("a collective", self.group, self.rank)
         if self._report is not None:
             raise self._report.error(self._operation_of(call))
-        if self._background is None:
-            self._background = BackgroundThread(f"phalanx-{self.group}-background")
         deadline = Deadline.after(ctx.timeout_s)
         abroad = {r for r in range(self.world_size) if r not in self.layout.local_ranks}
 
@@ -324,7 +320,7 @@ class HierarchicalSession(Reports):
                     else:
                         self._fail(ConnectionBroken(peer, str(error)), self._operation_of(call), ctx, deadline)
 
-        self._background.run(operation, self.interrupted, look)
+        self._background.run(operation, look, self.interrupted)
 
     def _running(self, call: Call, ctx: CallContext) -> Running:
         """One collective, with its place in the sequence; what fails inside becomes the error that all ranks tell.
@@ -362,7 +358,9 @@ class HierarchicalSession(Reports):
 
     @contextlib.contextmanager
     def _recorded(self, call: Call, ctx: CallContext, peer: int) -> Iterator[None]:
-        """What happens inside is one line of the flight recorder, of a message, which has no place in the sequence."""
+        """Record what happens inside as one line of the flight recorder, of a message, which has no place in the
+        sequence.
+        """
         peer = self._numbers[peer] if peer >= 0 else -1
         about = (max(call.dtype, 0), 0, -1, peer, max(call.count, 0))
         number = self._core.begin_record(1, _KINDS[call.name], *about, ctx.call_site, call.shape)
@@ -389,7 +387,7 @@ class HierarchicalSession(Reports):
     def _fail(
         self, error: BaseException, operation: Operation, ctx: CallContext, deadline: Deadline, peer: int | None = None
     ) -> None:
-        """An operation has ended with `error`: end the group, so that all ranks tell the same.
+        """End the group after an operation that ended with `error`, so that all ranks tell the same.
 
         Raises:
             PhalanxError: what they tell, unless `error` is no failure of the group.

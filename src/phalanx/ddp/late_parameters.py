@@ -1,0 +1,94 @@
+"""Parameters that came to a model after it was wrapped: they have no place in a bucket, and nobody averages them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+
+
+class LateParameters:
+    """Notices parameters of `module` that were added or unfrozen since, and need a gradient.
+
+    Torch's hooks for registrations tell what is added. Tensors that stand in for parameters for the length of a call
+    (`torch.func.functional_call`) are not registered, and are nobody's newcomers.
+
+    Cost: a look at each frozen parameter per call of `find_newcomers`. The tree of modules is walked only after a
+    parameter or module was registered somewhere in this process.
+    """
+
+    def __init__(self, module: nn.Module, trained: Iterable[Tensor], ignored: Collection[str]) -> None:
+        self._module = module
+        self._trained = {id(parameter) for parameter in trained}  # they live as long as the buckets
+        self._ignored = ignored
+        self._frozen = [p for name, p in module.named_parameters() if name not in ignored and not p.requires_grad]
+        self._arrived: list[weakref.ref[Tensor | nn.Module]] = []  # anywhere in the process, since the last look
+        told = _when_registered(weakref.ref(self))
+        for register in (register_module_parameter_registration_hook, register_module_module_registration_hook):
+            weakref.finalize(self, register(told).remove)
+
+    def find_newcomers(self) -> list[str]:
+        """Names of the parameters that need a gradient now and did not when `module` was wrapped."""
+        if not self._arrived and not any(parameter.requires_grad for parameter in self._frozen):
+            return []
+        # What was trained all along arrives too, when the model becomes a part of another, or is compiled.
+        watched = {id(parameter) for parameter in (*self._frozen, *self._list_arrived())} - self._trained
+        candidates = [
+            (name, parameter)
+            for name, parameter in self._module.named_parameters()
+            if id(parameter) in watched and name not in self._ignored
+        ]
+        newcomers = [name for name, parameter in candidates if parameter.requires_grad]
+        if not newcomers:
+            self._frozen = [parameter for _, parameter in candidates]
+            self._arrived.clear()
+        return newcomers
+
+    def _list_arrived(self) -> Iterator[Tensor]:
+        for reference in self._arrived:
+            arrived = reference()
+            if isinstance(arrived, nn.Module):
+                yield from _parameters_in(arrived)
+            elif arrived is not None:
+                yield arrived
+
+    def on_registration(self, registered: Tensor | nn.Module | None) -> None:
+        """Note that some module of this process was given a parameter or a module."""
+        if registered is not None:
+            self._arrived.append(weakref.ref(registered))
+
+
+def _parameters_in(module: nn.Module) -> Iterator[Tensor]:
+    """Yield the parameters of any module of the process, leaving out modules that refuse, as `RemoteModule` does."""
+    waiting = [module]
+    while waiting:
+        one = waiting.pop()
+        yield from (parameter for parameter in one._parameters.values() if parameter is not None)
+        waiting += (inner for inner in one._modules.values() if inner is not None)
+
+
+def explain_newcomers(names: Sequence[str], rank: int) -> str:
+    """Return what to do about parameters that were added or unfrozen."""
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return (
+        f"DistributedDataParallel on rank {rank}: {names[0]!r}{more} needs a gradient, but was not there or was frozen "
+        "when the model was wrapped, so its gradient would not be averaged and ranks would drift apart. Add and "
+        "unfreeze parameters before the model is wrapped; or wrap it anew, model = "
+        "DistributedDataParallel(model.module), and build the optimizer after that."
+    )
+
+
+def _when_registered(
+    late_parameters: weakref.ref[LateParameters],
+) -> Callable[[nn.Module, str, Tensor | nn.Module | None], None]:
+    def hook(_module: nn.Module, _name: str, registered: Tensor | nn.Module | None) -> None:
+        alive = late_parameters()
+        if alive is not None:
+            alive.on_registration(registered)
+
+    return hook

@@ -1,0 +1,185 @@
+"""The port at which Gloo connects the ranks of this process with those of others: one for all groups.
+
+    a group's ranks connect          ──> the kernel takes connections from their hosts' addresses
+    ... for longer than two seconds  ──> and from all: a host's address may be translated on the way
+    no group is connecting           ──> the kernel drops whatever comes to the port
+
+Gloo accepts whoever connects, for as long as the process lives, and a process without descriptors left is aborted. It
+offers no call that stops it, so the kernel is asked to drop what comes (SO_ATTACH_FILTER of Linux). Connections that
+are there stay as they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import ipaddress
+import os
+import socket
+import struct
+import sys
+import threading
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch.distributed import ProcessGroupGloo
+
+from phalanx.engines.delivery import open_sockets
+
+_ProcessGroupGloo: Any = ProcessGroupGloo  # torch's stub knows only some of what the class has
+# <asm-generic/socket.h> and <linux/filter.h>; Python's socket module does not name them.
+_SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27
+_LOAD, _JUMP_IF_EQUAL, _RETURN = 0x20, 0x15, 0x06  # BPF_LD|BPF_W|BPF_ABS, BPF_JMP|BPF_JEQ|BPF_K, BPF_RET|BPF_K
+_NETWORK_HEADER = 0xFFF00000  # SKF_NET_OFF
+_SOURCE_IPV4, _SOURCE_IPV6 = 12, 8  # where a header has the sender's address
+_TAKE, _DROP = 0xFFFFFFFF, 0
+_MOST_INSTRUCTIONS = 4096
+_KNOWN_ONLY_S = 2.0  # well above what ranks need that reach each other by their own addresses
+
+
+class GlooDevice:
+    """A port of this process on one network, and the thread that serves its connections. See `gloo_device`."""
+
+    def __init__(self, address: str, interface: str) -> None:
+        before = open_sockets()
+        self.device = _create(address, interface)
+        new = {
+            descriptor: inode
+            for descriptor, inode in open_sockets().items()
+            if before.get(descriptor) != inode and _place(descriptor, inode) is not None
+        }
+        # Of two nobody can tell which one another thread has opened meanwhile: that must stay as it is.
+        self._listening = new if len(new) == 1 else {}
+        self._lock = threading.Lock()
+        self._connecting: dict[object, frozenset[str]] = {}  # whom each group that connects expects; nothing: anybody
+
+    @property
+    def ports(self) -> list[tuple[str, int]]:
+        """The addresses and ports at which it listens, as far as the system tells."""
+        places = (_place(descriptor, inode) for descriptor, inode in self._listening.items())
+        return [place for place in places if place is not None]
+
+    @contextlib.contextmanager
+    def connecting(self, addresses: Iterable[str] = ()) -> Iterator[None]:
+        """Take connections inside: from `addresses` (empty: from all) at first, from all after two seconds."""
+        group = object()
+        self._expect(group, frozenset(addresses))
+        opening = threading.Timer(_KNOWN_ONLY_S, self._expect_anybody, (group,))
+        opening.daemon = True
+        opening.start()
+        try:
+            yield
+        finally:
+            opening.cancel()
+            self._expect(group, None)
+
+    def _expect(self, group: object, addresses: frozenset[str] | None) -> None:
+        """Let the kernel drop what comes from addresses that no group expects; `group` expects nobody with None."""
+        with self._lock:
+            if addresses is None:
+                del self._connecting[group]
+            else:
+                self._connecting[group] = addresses
+            self._filter_all()
+
+    def _expect_anybody(self, group: object) -> None:
+        with self._lock:
+            if group in self._connecting:
+                self._connecting[group] = frozenset()
+                self._filter_all()
+
+    def _filter_all(self) -> None:
+        expected = self._connecting.values()
+        self._filter(None if not all(expected) else _program(frozenset().union(*expected)))
+
+    def _filter(self, program: bytes | None) -> None:
+        """Let the kernel ask `program` whether to take what comes; None takes all, as where it knows no such thing."""
+        if sys.platform != "linux":
+            return
+        for descriptor, inode in self._listening.items():
+            with contextlib.suppress(OSError), _socket_of(descriptor, inode) as listening:  # not set, or a sandbox
+                if program is None:
+                    listening.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
+                    continue
+                instructions = ctypes.create_string_buffer(program, len(program))
+                pointer = struct.pack("HL", len(program) // 8, ctypes.addressof(instructions))
+                listening.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, pointer)
+
+
+def _program(addresses: frozenset[str]) -> bytes | None:
+    """Return a program of the kernel's packet filter that takes what comes from `addresses`; None if there is none."""
+    code = []
+    for text in sorted(addresses):
+        try:
+            address = ipaddress.ip_address(text)
+        except ValueError:  # a name
+            return None
+        first = _SOURCE_IPV4 if address.version == 4 else _SOURCE_IPV6
+        words = struct.unpack(f">{len(address.packed) // 4}I", address.packed)
+        for number, word in enumerate(words):
+            left = 2 * (len(words) - number - 1) + 1  # what is skipped where one word differs, `_TAKE` included
+            code.append((_LOAD, 0, 0, _NETWORK_HEADER + first + 4 * number))
+            code.append((_JUMP_IF_EQUAL, 0, left, word))
+        code.append((_RETURN, 0, 0, _TAKE))
+    code.append((_RETURN, 0, 0, _DROP))
+    if len(code) > _MOST_INSTRUCTIONS:
+        return None
+    return b"".join(struct.pack("HBBI", *instruction) for instruction in code)
+
+
+# By process (a fork has none of its parent's threads) and place.
+_known_devices: weakref.WeakValueDictionary[tuple[int, str, str], GlooDevice] = weakref.WeakValueDictionary()
+_devices_lock = threading.Lock()
+
+
+def gloo_device(address: str, interface: str) -> GlooDevice:
+    """Return this process's device on `interface`, or on that of `address`; it closes when nobody holds it any more.
+
+    Raises:
+        RuntimeError: there is no such address or interface on this host.
+    """
+    key = (os.getpid(), address, interface)
+    with _devices_lock:
+        device = _known_devices.get(key)
+        if device is None:
+            device = _known_devices[key] = GlooDevice(address, interface)
+        return device
+
+
+def _create(address: str, interface: str) -> Any:
+    if not address and not interface:
+        # The job's store is a file: Gloo asks for this host's own name, or takes loopback.
+        return _ProcessGroupGloo.create_default_device(lazy_init=False)
+    named = {"interface": interface} if interface else {"hostname": address}
+    return _ProcessGroupGloo.create_device(**named, lazy_init=False)
+
+
+@contextlib.contextmanager
+def _socket_of(descriptor: int, inode: int) -> Iterator[socket.socket]:
+    """Yield the socket that has this descriptor, which stays Gloo's to close.
+
+    Raises:
+        OSError: the descriptor is closed, or something else's by now.
+    """
+    if os.fstat(descriptor).st_ino != inode:
+        raise OSError("the descriptor is another file's by now")
+    same = socket.socket(fileno=descriptor)
+    try:
+        yield same
+    finally:
+        same.detach()
+
+
+def _place(descriptor: int, inode: int) -> tuple[str, int] | None:
+    """Return where this socket listens; None if it does not, not for TCP, or on all addresses of the host."""
+    try:
+        with _socket_of(descriptor, inode) as one:
+            if one.family not in (socket.AF_INET, socket.AF_INET6):
+                return None
+            if not one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                return None
+            host, port = one.getsockname()[:2]
+            return None if host in ("0.0.0.0", "::") else (str(host), int(port))  # Gloo binds to one address
+    except OSError:
+        return None

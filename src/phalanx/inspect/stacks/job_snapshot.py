@@ -1,0 +1,201 @@
+"""What a job's agent tells `phalanx stacks` and `phalanx top`: a description, and descriptors of what the ranks write.
+
+    command ──{"kind": "snapshot"}──▶ agent
+    command ◀──description (a file), the ranks' stacks, the groups' control memory, the ranks' pages── agent
+
+The description travels as a file because it may be longer than a packet; the descriptors in several packets.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import NamedTuple
+
+from phalanx.diagnostics.observer import GroupInfo
+from phalanx.errors import LaunchError
+from phalanx.symmetric_memory.memfd import create
+from phalanx.symmetric_memory.peer import peer_of
+
+_FDS_PER_PACKET = 64
+_MAX_DESCRIPTION_BYTES = 1 << 24
+
+
+@dataclass(frozen=True)
+class JobSnapshot:
+    """A running job: its agent, what it runs, its ranks that live (number and process), the groups they showed."""
+
+    agent: int
+    target: str
+    world_size: int
+    zygote: int
+    ranks: tuple[tuple[int, int], ...]
+    groups: tuple[GroupInfo, ...]
+    node: int = 0
+    num_nodes: int = 1
+    pages: tuple[int, ...] = ()  # the processes that have shown the page on which they count their steps
+    with_stacks: bool = True
+    ended: tuple[tuple[int, int], ...] = ()  # ranks and their exit codes
+    restart_count: int = 0
+    max_restarts: int = 0
+    generation: int = 0
+    started_ns: int = 0  # of this attempt; CLOCK_MONOTONIC
+    lost: tuple[tuple[int, int, int, str], ...] = ()  # ranks that an elastic job has lost: process, when (ns), why
+
+    def to_bytes(self) -> bytes:
+        """As JSON."""
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> JobSnapshot:
+        """Read what `to_bytes` wrote.
+
+        Raises:
+            KeyError, TypeError, ValueError: another version of Phalanx wrote it.
+        """
+        fields = json.loads(data)
+        ranks = tuple((int(rank), int(pid)) for rank, pid in fields.pop("ranks"))
+        groups = tuple(
+            GroupInfo(
+                group_info["name"], group_info["world_size"], tuple(group_info["ranks"]), tuple(group_info["pids"])
+            )
+            for group_info in fields.pop("groups")
+        )
+        ended = tuple((int(rank), int(code)) for rank, code in fields.pop("ended"))
+        lost = tuple((int(rank), int(pid), int(at), str(why)) for rank, pid, at, why in fields.pop("lost"))
+        return cls(ranks=ranks, groups=groups, pages=tuple(fields.pop("pages")), ended=ended, lost=lost, **fields)
+
+
+class Answer(NamedTuple):
+    """A snapshot and its descriptors: the stacks' in the order of `ranks` (none if not asked for), the control
+    memories' in that of `groups`, the pages' in that of `pages`."""
+
+    snapshot: JobSnapshot
+    stacks: list[int]
+    controls: list[int]
+    pages: list[int]
+
+
+def answer(
+    sock: socket.socket,
+    snapshot: JobSnapshot,
+    stacks: Sequence[int],
+    controls: Sequence[int],
+    pages: Sequence[int] = (),
+) -> None:
+    """Answer as the agent, which never waits: a client that has gone, or does not read, gets nothing."""
+    description = create("phalanx-snapshot")
+    try:
+        os.write(description, snapshot.to_bytes())
+        fds = [description, *stacks, *controls, *pages]
+        for start in range(0, len(fds), _FDS_PER_PACKET):
+            socket.send_fds(sock, [b"snapshot"], fds[start : start + _FDS_PER_PACKET])
+    except OSError:
+        pass
+    finally:
+        os.close(description)
+
+
+class Told(NamedTuple):
+    """What another host of the job says; its clock is `offset_s` behind that of the first host."""
+
+    name: str
+    text: str
+    offset_s: float
+
+
+def answer_others(sock: socket.socket, told: Sequence[Told]) -> None:
+    """Answer `ask_others` as the agent, which never waits."""
+    description = create("phalanx-snapshot")
+    try:
+        os.write(description, json.dumps(told).encode())
+        socket.send_fds(sock, [b"others"], [description])
+    except OSError:
+        pass
+    finally:
+        os.close(description)
+
+
+def ask_others(name: str, timeout_s: float, *, what: str = "stacks") -> list[Told]:
+    """Return what `phalanx stacks`, or the command `what`, would say on each other host of the job. Empty if nobody
+    says.
+    """
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC) as sock:
+            sock.settimeout(timeout_s)
+            sock.connect(f"\0{name}")
+            if peer_of(sock).uid != os.getuid():
+                return []
+            sock.send(json.dumps({"kind": "stacks of other hosts", "what": what}).encode())
+            _, fds, _, _ = socket.recv_fds(sock, 16, 1)
+    except OSError:
+        return []
+    if not fds:
+        return []
+    with open(fds[0], "rb") as file:
+        data = os.pread(file.fileno(), _MAX_DESCRIPTION_BYTES, 0)
+    return [Told(str(host), str(text), float(offset_s)) for host, text, offset_s in json.loads(data)]
+
+
+@contextmanager
+def ask(
+    name: str, agent: int, timeout_s: float, *, command: str = "phalanx stacks", stacks: bool = True
+) -> Iterator[Answer]:
+    """Yield what the agent with process number `agent` says to `command` at the socket `name`; closes all on exit.
+
+    Raises:
+        LaunchError: it is gone, is another user's, or does not answer.
+    """
+    fds: list[int] = []
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC) as sock:
+            sock.settimeout(timeout_s)
+            try:
+                sock.connect(f"\0{name}")
+                peer = peer_of(sock)
+                if peer.uid != os.getuid() or peer.pid != agent:
+                    raise LaunchError(
+                        f"{command}: job {agent}: another process has its address, and was not asked. "
+                        "If it runs in a container with a PID namespace of its own, ask in there."
+                    )
+                sock.send(json.dumps({"kind": "snapshot", "stacks": stacks}).encode())
+                snapshot = _receive(sock, fds)
+            except TimeoutError:
+                raise LaunchError(
+                    f"{command}: job {agent}: `phalanx run` does not answer within {timeout_s:g} s. "
+                    "If it was stopped (Ctrl-Z), its ranks are stopped, too: `fg` or `kill -CONT` lets it go on."
+                ) from None
+            except OSError as error:
+                raise LaunchError(
+                    f"{command}: job {agent}: cannot be reached: {error.strerror or error}. It may have ended."
+                ) from None
+            except (KeyError, TypeError, ValueError):
+                raise LaunchError(
+                    f"{command}: job {agent} runs with another version of Phalanx: ask with that one"
+                ) from None
+        first = 1 + (len(snapshot.ranks) if snapshot.with_stacks else 0)
+        last = first + len(snapshot.groups)
+        yield Answer(snapshot, fds[1:first], fds[first:last], fds[last:])
+    finally:
+        for fd in fds:
+            os.close(fd)
+
+
+def _receive(sock: socket.socket, fds: list[int]) -> JobSnapshot:
+    """Collect the answer; descriptors go to `fds` as they come, so that they are closed whatever happens."""
+    snapshot, expected = None, 1
+    while len(fds) < expected:
+        data, received, _, _ = socket.recv_fds(sock, 16, _FDS_PER_PACKET)
+        fds += received
+        if not data or not received:
+            raise OSError("it closed the connection")
+        if snapshot is None:
+            snapshot = JobSnapshot.from_bytes(os.pread(fds[0], _MAX_DESCRIPTION_BYTES, 0))
+            num_stacks = len(snapshot.ranks) if snapshot.with_stacks else 0
+            expected = 1 + num_stacks + len(snapshot.groups) + len(snapshot.pages)
+    assert snapshot is not None
+    return snapshot

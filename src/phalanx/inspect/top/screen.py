@@ -1,0 +1,212 @@
+"""The terminal: drawn anew when something is new, the terminal has another size, or a key was pressed.
+
+                    ┌── SIGWINCH, SIGTERM, SIGINT, SIGTSTP (a byte each)
+select ── wait for ─┼── keys
+                    └── views, from the thread that looks: the job may not answer, and keys work all the same
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import sys
+import termios
+import threading
+import time
+import tty
+from collections.abc import Iterator
+from types import FrameType
+
+from rich.console import Console, Group
+from rich.live import Live
+
+from phalanx.descriptors import wait_readable
+from phalanx.errors import LaunchError
+from phalanx.inspect.top.table import page
+from phalanx.inspect.top.view import JobView
+from phalanx.inspect.top.watch import Watch
+
+_SHARE = 1 / 50  # of a core, at most: with many ranks there are fewer looks
+_SIGNALS = (signal.SIGWINCH, signal.SIGTERM, signal.SIGINT, signal.SIGTSTP)
+_KEYS = {"\x1b[A": -1, "\x1b[B": 1, "k": -1, "j": 1, "\x1b[5~": -10, "\x1b[6~": 10, "\x1b[H": -(10**9), "g": -(10**9)}
+
+
+class Looker:
+    """The thread that looks; whoever waits on `fileno` finds views, or why there is none, in `take`."""
+
+    def __init__(self, watch: Watch, interval_s: float) -> None:
+        self._watch = watch
+        self._interval_s = interval_s
+        self._found: queue.SimpleQueue[JobView | str | None] = queue.SimpleQueue()
+        self._end = threading.Event()
+        self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        # daemon: at the end it may be waiting for an agent that does not answer, and nobody waits for it
+        self._thread = threading.Thread(target=self._run, name="phalanx-top", daemon=True)
+        self._thread.start()
+
+    def fileno(self) -> int:
+        """Readable when there is something to take."""
+        return self._read
+
+    def take(self) -> list[JobView | str | None]:
+        """Return views; words that say why there is none now; None when the job has ended."""
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._read, 4096)
+        found = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                found.append(self._found.get_nowait())
+        return found
+
+    def close(self) -> None:
+        """Look no more."""
+        self._end.set()
+
+    def _run(self) -> None:
+        while not self._end.is_set():
+            used_s = time.thread_time()
+            try:
+                self._put(self._watch.look())
+            except LaunchError as error:
+                if self._watch.has_ended():
+                    self._put(None)
+                    return
+                self._put(str(error))
+            self._end.wait(max(self._interval_s, (time.thread_time() - used_s) / _SHARE))
+
+    def _put(self, what: JobView | str | None) -> None:
+        self._found.put(what)
+        with contextlib.suppress(OSError):
+            os.write(self._write, b"x")
+
+
+class _Screen:
+    """What is drawn, and how."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.job: JobView | None = None
+        self.problem = ""
+        self.offset = 0
+        self.slowest_first = False
+        self.live = self._new_live()
+
+    def _new_live(self) -> Live:
+        return Live(console=self.console, screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
+
+    def draw(self) -> None:
+        """All of it, at the terminal's present size."""
+        if self.job is None:
+            self.live.update(self.problem or "looking for the ranks ...", refresh=True)
+            return
+        width, height = self.console.size
+        lines = page(self.job, width, height, offset=self.offset, slowest_first=self.slowest_first)
+        if self.problem:
+            lines[0].plain = self.problem[:width]
+        self.live.update(Group(*lines), refresh=True)
+
+    def press(self, keys: str) -> bool:
+        """Whether to go on."""
+        if keys in ("q", "Q", "\x03", ""):
+            return False
+        if keys == "s":
+            self.slowest_first, self.offset = not self.slowest_first, 0
+        most = len(self.job.ranks) + self.job.num_hosts if self.job is not None else 0
+        self.offset = max(0, min(most, self.offset + _KEYS.get(keys, 0)))
+        return True
+
+
+def show(watch: Watch, interval_s: float) -> JobView | None:
+    """Show the job until it ends or the user has seen enough; returns the last view if it has ended.
+
+    Raises:
+        SystemExit: of SIGTERM.
+    """
+    screen = _Screen(Console(file=sys.stdout, highlight=False))
+    looker = Looker(watch, interval_s)
+    stdin = sys.stdin.fileno() if sys.stdin is not None and sys.stdin.isatty() else None
+    try:
+        with _signals() as signals, _keys(stdin):
+            screen.live.start()
+            try:
+                return _loop(screen, looker, signals, stdin)
+            finally:
+                screen.live.stop()
+    finally:
+        looker.close()
+
+
+def _loop(screen: _Screen, looker: Looker, signals: int, stdin: int | None) -> JobView | None:
+    screen.draw()
+    waited_for = [looker.fileno(), signals, *([stdin] if stdin is not None else [])]
+    while True:
+        ready = wait_readable(waited_for)
+        for number in os.read(signals, 64) if signals in ready else b"":
+            if number == signal.SIGTERM:
+                sys.exit(128 + signal.SIGTERM)
+            if number == signal.SIGINT:
+                return None
+            if number == signal.SIGTSTP:
+                _suspend(screen, stdin)
+        for found in looker.take():
+            if found is None:
+                return screen.job
+            screen.problem = found if isinstance(found, str) else ""
+            screen.job = found if isinstance(found, JobView) else screen.job
+        if stdin in ready and not screen.press(os.read(stdin, 64).decode(errors="replace")):
+            return None
+        screen.draw()
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[int]:
+    """Yield a descriptor on which the signals of `_SIGNALS` are bytes; before and after they do what they did."""
+    read, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    wakeup = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+    before = {number: signal.signal(number, _note) for number in _SIGNALS}
+    try:
+        yield read
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(wakeup)
+        os.close(read)
+        os.close(write)
+
+
+def _note(signum: int, frame: FrameType | None) -> None:
+    """Do nothing: the byte on the pipe tells."""
+
+
+@contextlib.contextmanager
+def _keys(stdin: int | None) -> Iterator[None]:
+    """Keys come one by one, and are not shown."""
+    if stdin is None:
+        yield
+        return
+    before = termios.tcgetattr(stdin)
+    try:
+        tty.setcbreak(stdin)
+        yield
+    finally:
+        with contextlib.suppress(termios.error):  # the terminal has been closed
+            termios.tcsetattr(stdin, termios.TCSADRAIN, before)
+
+
+def _suspend(screen: _Screen, stdin: int | None) -> None:
+    """Ctrl-Z: give the terminal back as it was, stop, and take it again."""
+    screen.live.stop()
+    mode = termios.tcgetattr(stdin) if stdin is not None else None
+    if stdin is not None and mode is not None:
+        usual = list(mode)
+        usual[3] |= termios.ECHO | termios.ICANON
+        termios.tcsetattr(stdin, termios.TCSADRAIN, usual)
+    handler = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGTSTP)  # here it stands until `fg`
+    signal.signal(signal.SIGTSTP, handler)
+    if stdin is not None and mode is not None:
+        termios.tcsetattr(stdin, termios.TCSADRAIN, mode)
+    screen.live = screen._new_live()
+    screen.live.start()

@@ -1,0 +1,285 @@
+"""What several looks say of a job: the rows and sentences that `phalanx top` shows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from phalanx.core_numbers import GRADIENTS
+from phalanx.diagnostics.flight_recorder import Position
+from phalanx.diagnostics.progress_page import Track
+from phalanx.inspect.top.look import HostLook, Operation, RankLook
+from phalanx.inspect.top.times import Measured, Member, Times
+
+RECENT_NS = 10_000_000_000  # what "per second" is taken over
+_OFTEN = 0.5  # of the operations a rank must come last to, to be called the slowest
+_FEW = 5  # operations say nothing about who is slow
+_COSTLY = 0.01  # of the time
+_STUCK_NS = 1_000_000_000
+
+COMMITTED, COUNTED, ROUNDS = "phalanx.elastic.State", "phalanx.progress", "rounds of gradients"
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How far a rank is. `steps_of` is who counts: State, progress, or nobody but the recorder of DDP's rounds."""
+
+    steps_of: str
+    step: int
+    total_steps: int | None
+    steps_per_s: float | None
+    samples_per_s: float | None
+
+
+@dataclass(frozen=True)
+class RankView:
+    """A rank; shares are of its time, from 0 to 1, and None where no recorder tells."""
+
+    rank: int
+    host: str
+    node: int
+    pid: int
+    state: str
+    pace: Pace | None
+    computing: float | None
+    idle: float | None
+    waiting: float | None
+    communicating: float | None
+    memory_bytes: int | None
+    memory_is_pss: bool
+    operation: str
+    inside_s: float | None
+
+
+@dataclass(frozen=True)
+class Slowest:
+    """For whom the others wait: it came last to so many operations of so many, which cost `share` of the time."""
+
+    rank: int
+    host: str
+    times_last: int
+    num_operations: int
+    share: float
+
+
+@dataclass(frozen=True)
+class StuckView:
+    """Ranks that wait in an operation to which others have not come."""
+
+    operation: str
+    group: str
+    inside: tuple[int, ...]
+    missing: tuple[int, ...]
+    num_unknown: int
+    waited_s: float
+
+
+@dataclass(frozen=True)
+class LostView:
+    """A rank that was lost, and without which, or with another in its place, the job has gone on."""
+
+    rank: int
+    pid: int
+    ago_s: float
+    why: str
+
+
+@dataclass(frozen=True)
+class JobView:
+    """A job. `notes` are sentences on what could not be seen."""
+
+    pid: int
+    target: str
+    world_size: int
+    elapsed_s: float
+    restart_count: int
+    max_restarts: int
+    generation: int
+    num_hosts: int
+    ended: tuple[tuple[int, int], ...]
+    lost: tuple[LostView, ...]
+    pace: Pace | None
+    slowest: Slowest | None
+    stuck: StuckView | None
+    span_s: float
+    ranks: tuple[RankView, ...]
+    notes: tuple[str, ...]
+
+
+def view(hosts: Sequence[HostLook], measured: Measured | None, notes: Sequence[str] = ()) -> JobView:
+    """Return the job as the hosts say, with what was measured over several looks."""
+    first = min(hosts, key=lambda host: host.node)
+    ranks = sorted(
+        (_view_rank(host, rank, measured) for host in hosts for rank in host.ranks),
+        key=lambda rank: (rank.rank, rank.node),
+    )
+    who = {(host.node, rank.pid): rank.rank for host in hosts for rank in host.ranks}
+    names = {host.node: host.name for host in hosts}
+    ended = {rank: code for host in hosts for rank, code in host.ended}
+    for rank in ranks:
+        ended.pop(rank.rank, None)  # another process has taken its place
+    return JobView(
+        pid=first.agent,
+        target=first.target,
+        world_size=first.world_size,
+        elapsed_s=(first.at_ns - first.started_ns) / 1e9,
+        restart_count=first.restart_count,
+        max_restarts=first.max_restarts,
+        generation=max([host.generation for host in hosts] + [_generation_of(r) for h in hosts for r in h.ranks]),
+        num_hosts=first.num_nodes,
+        ended=tuple(sorted(ended.items())),
+        lost=tuple(LostView(rank, pid, (first.at_ns - at) / 1e9, why) for rank, pid, at, why in first.lost),
+        pace=_pace_of_job([rank.pace for rank in ranks if rank.pace is not None]),
+        slowest=_find_slowest(measured, who, names),
+        stuck=_view_stuck(measured, who),
+        span_s=measured.span_ns / 1e9 if measured is not None else 0.0,
+        ranks=tuple(ranks),
+        notes=tuple(notes),
+    )
+
+
+def _generation_of(rank: RankLook) -> int:
+    return rank.progress.generation if rank.progress is not None else 0
+
+
+def _view_rank(host: HostLook, rank: RankLook, measured: Measured | None) -> RankView:
+    operations = [m.operations for group in host.groups for m in group.members if m.pid == rank.pid and m.operations]
+    times = measured.times.get((host.node, rank.pid)) if measured is not None else None
+    computing, idle, waiting, communicating = _shares(times)
+    position = _position(operations, host.at_ns)
+    return RankView(
+        rank=rank.rank,
+        host=host.name,
+        node=host.node,
+        pid=rank.pid,
+        state=rank.state,
+        pace=_pace(rank, operations, host.at_ns),
+        computing=computing,
+        idle=idle,
+        waiting=waiting,
+        communicating=communicating,
+        memory_bytes=rank.memory.num_bytes if rank.memory is not None else None,
+        memory_is_pss=rank.memory is not None and rank.memory.is_pss,
+        operation=position.operation,
+        inside_s=position.seconds if position.inside else None,
+    )
+
+
+def _shares(times: Times | None) -> tuple[float | None, float | None, float | None, float | None]:
+    """How much of the time went into computing, idling, waiting and communicating; together 1."""
+    if times is None or times.span_ns <= 0:
+        return None, None, None, None
+    waiting, moving = times.waiting_ns / times.span_ns, times.moving_ns / times.span_ns
+    outside = max(0.0, 1.0 - waiting - moving)
+    if times.outside_ns <= 0:
+        return outside, None, waiting, moving
+    idle = outside * times.idle_ns / times.outside_ns
+    return outside - idle, idle, waiting, moving
+
+
+def _position(operations: Sequence[Sequence[Operation]], now_ns: int) -> Position:
+    """In which operation the rank is, the one that it entered last, or which it left last."""
+    last = [operations_[-1] for operations_ in operations]
+    if not last:
+        return Position()
+    inside = [operation for operation in last if operation.leave_ns == 0]
+    operation = max(inside or last, key=lambda operation: operation.enter_ns)
+    seconds = (now_ns - operation.enter_ns) / 1e9 if inside else 0.0
+    return Position(operation.seq, operation.label, bool(inside), seconds)
+
+
+def _pace(rank: RankLook, operations: Sequence[Sequence[Operation]], now_ns: int) -> Pace | None:
+    progress = rank.progress
+    loop = progress.loop if progress is not None else None
+    state = progress.state if progress is not None else None
+    track = state or loop
+    if track is not None:
+        samples = next((t for t in (state, loop) if t is not None and t.recent[-1][1] > 0), None)
+        rate = _rate([at for at, _ in track.recent], now_ns)
+        total = loop.total_steps if loop is not None and state is None else None
+        return Pace(
+            COMMITTED if state is not None else COUNTED,
+            track.steps,
+            total,
+            rate,
+            _samples_per_s(samples, now_ns) if samples is not None else None,
+        )
+    rounds = [operation for each in operations for operation in each if operation.kind == GRADIENTS]
+    if not rounds:
+        return None
+    times = sorted(operation.leave_ns for operation in rounds if operation.leave_ns)
+    done = max((operation.seq for operation in rounds if operation.leave_ns), default=0)
+    return Pace(ROUNDS, done, None, _rate(times, now_ns), None)
+
+
+def _recent(times: Sequence[int], now_ns: int) -> int:
+    """From which of `times`, oldest first, on the pace is taken; two of them at least, if there are."""
+    begin = next((i for i, at in enumerate(times) if at >= now_ns - RECENT_NS), len(times))
+    return max(0, min(begin, len(times) - 2))
+
+
+def _span_ns(times: Sequence[int], now_ns: int) -> int:
+    """Return what so many steps took; with the time since the last one, if it is longer than usual."""
+    took_ns = times[-1] - times[0]
+    since_ns = now_ns - times[-1]
+    return took_ns + since_ns if since_ns * (len(times) - 1) > 3 * took_ns else took_ns
+
+
+def _rate(times: Sequence[int], now_ns: int) -> float | None:
+    """Events per second; None if there were fewer than two."""
+    times = times[_recent(times, now_ns) :]
+    if len(times) < 2 or times[-1] <= times[0]:
+        return None
+    return (len(times) - 1) / (_span_ns(times, now_ns) / 1e9)
+
+
+def _samples_per_s(track: Track, now_ns: int) -> float | None:
+    recent = track.recent[_recent([at for at, _ in track.recent], now_ns) :]
+    if len(recent) < 2 or recent[-1][0] <= recent[0][0]:
+        return None
+    return (recent[-1][1] - recent[0][1]) / (_span_ns([at for at, _ in recent], now_ns) / 1e9)
+
+
+def _pace_of_job(paces: Sequence[Pace]) -> Pace | None:
+    """Of all ranks together: a step is done when all have done it; samples are those of all."""
+    if not paces:
+        return None
+    behind = min(paces, key=lambda pace: pace.step)
+    rates = [pace.steps_per_s for pace in paces if pace.steps_per_s is not None]
+    samples = [pace.samples_per_s for pace in paces if pace.samples_per_s is not None]
+    return Pace(
+        behind.steps_of,
+        behind.step,
+        behind.total_steps,
+        min(rates) if rates else None,
+        sum(samples) if samples else None,
+    )
+
+
+def left_s(pace: Pace | None) -> float | None:
+    """Seconds until the loop's end at this pace; None if it cannot be known."""
+    if pace is None or not pace.total_steps or not pace.steps_per_s:
+        return None
+    return max(0, pace.total_steps - pace.step) / pace.steps_per_s
+
+
+def _find_slowest(measured: Measured | None, who: dict[Member, int], names: dict[int, str]) -> Slowest | None:
+    if measured is None or measured.span_ns <= 0 or measured.num_operations < _FEW:
+        return None
+    known = [(late.lead_ns, member, late) for member, late in measured.lateness.items() if member in who]
+    if not known:
+        return None
+    lead_ns, member, late = max(known)
+    share = lead_ns / measured.span_ns
+    if late.times < _OFTEN * measured.num_operations or share < _COSTLY:
+        return None
+    return Slowest(who[member], names[member[0]], late.times, measured.num_operations, share)
+
+
+def _view_stuck(measured: Measured | None, who: dict[Member, int]) -> StuckView | None:
+    stuck = measured.stuck if measured is not None else None
+    if stuck is None or stuck.waited_ns < _STUCK_NS:
+        return None
+    inside = tuple(sorted(who[member] for member in stuck.inside if member in who))
+    missing = tuple(sorted(who[member] for member in stuck.missing if member in who))
+    return StuckView(stuck.label, stuck.group, inside, missing, stuck.num_unknown, stuck.waited_ns / 1e9)

@@ -1,0 +1,419 @@
+"""How a host comes to the first one, waits for the start, and sees its ranks through under that one's orders."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import select
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn, TypeVar
+
+from phalanx.coordination.client import Client
+from phalanx.coordination.key import Key
+from phalanx.coordination.key_file import find_key
+from phalanx.coordination.relay import Relay
+from phalanx.diagnostics.printable import printable, printable_lines
+from phalanx.errors import AuthenticationError, CoordinationError, DeadlineError, LaunchError, PhalanxError
+from phalanx.launch.agent.host import Host
+from phalanx.launch.agent.signals import read_signals
+from phalanx.launch.environment import Place, describe_ranks
+from phalanx.launch.hosts.addresses import find_interface
+from phalanx.launch.hosts.control_channel import Change, ControlChannel, ControlMessage
+from phalanx.launch.hosts.follower import FIRST, FollowerAttempt, Forward, say_host_lost, tells_first_lost
+from phalanx.launch.hosts.generation_message import generation_from_json
+from phalanx.launch.hosts.job_spec import KEY, JobSpec
+from phalanx.launch.hosts.node_plan import HostFacts, describe_nnodes
+from phalanx.launch.hosts.orphaned import describe_membership
+from phalanx.launch.hosts.reach import Responder, Target, check_own, try_all
+from phalanx.launch.plan import JobPlan
+from phalanx.launch.rendezvous import Rendezvous
+from phalanx.processes import ENDING_SIGNALS, name_signal
+
+T = TypeVar("T")
+_PAUSE_S = 0.1
+_FIRST_TRY_S, _TRY_S = 5.0, 20.0
+_TELL_AFTER_S = 3.0
+_LEAVE_TIMEOUT_S = 5.0
+_REJOIN_TRY_S = 3.0
+_TOO_LATE = (
+    "phalanx run: the job has begun without this host, which waits for its next start: with --max-restarts, after a "
+    "failure"
+)
+_AS_A_SPARE = (
+    "phalanx run: the job has all the hosts that it may have; this one waits, to take the place of one that is lost"
+)
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A connection to the first host's coordinator, with the key that opened it, and what that host says of the job."""
+
+    client: Client
+    key: Key | None
+    job_spec: JobSpec
+
+
+def connect(
+    endpoints: Sequence[str],
+    key: Key | None,
+    timeout_s: float,
+    *,
+    job: str = "",
+    is_over: Callable[[], bool],
+    say: Callable[[str], None],
+) -> Joined:
+    """Connect to the coordinator, which may start later than we do, at the first of `endpoints` where `job` answers.
+
+    Its job spec follows at once.
+
+    Raises:
+        LaunchError: it cannot be reached in time, has another key or another version; the message says which.
+    """
+    end, told = time.monotonic() + timeout_s, False
+    began = time.monotonic()
+    for endpoint in itertools.cycle(endpoints):
+        try:
+            client = Client(endpoint, key, timeout=_TRY_S if told else min(_FIRST_TRY_S, timeout_s), job=job)
+            break
+        except AuthenticationError as error:
+            if len(endpoints) == 1:
+                raise LaunchError(f"phalanx run: {error}", exit_code=2) from None
+            problem: PhalanxError = error
+        except CoordinationError as error:
+            problem = error
+        except DeadlineError:
+            problem = DeadlineError(
+                f"Something listens at {endpoint}, and says nothing that a coordinator of Phalanx says: it is another "
+                "program's port (a store of torchrun, say), or the first host's command is stopped. Look there which "
+                "process has the port (`ss -ltnp`), or give another port on all hosts."
+            )
+        now = time.monotonic()
+        if now > end or is_over():
+            raise LaunchError(f"phalanx run: gave up after {now - began:.0f} s: {problem}") from None
+        if not told and now - began > _TELL_AFTER_S:
+            told = True
+            say(f"phalanx run: waiting for the first host. {str(problem).splitlines()[0]}")
+        time.sleep(_PAUSE_S)
+    try:
+        job_spec = JobSpec.from_bytes(client.get(KEY, max(end - time.monotonic(), 1.0)))
+    except (PhalanxError, ValueError) as error:
+        client.close()
+        raise LaunchError(f"phalanx run: {endpoint}: {error}") from None
+    return Joined(client, key, job_spec)
+
+
+def join_first_host(plan: JobPlan, rendezvous: Rendezvous, host: Host) -> Joined:
+    """As `connect`, while signals are heard.
+
+    Raises:
+        LaunchError: as `connect`; there is no key; or a signal came.
+    """
+    key = None
+    try:
+        if rendezvous.is_local:
+            pass
+        elif rendezvous.key is not None:
+            key = Key.parse(rendezvous.key)
+        else:
+            key = find_key(plan.settings.key_file, plan.environ)
+    except (AuthenticationError, ValueError) as error:
+        raise LaunchError(f"phalanx run: {error}", exit_code=2) from None
+    if key is None and not rendezvous.is_local:
+        raise LaunchError(
+            f"phalanx run: no key to join {rendezvous.endpoint}. `phalanx key` makes one, once, on any host; then it "
+            "lies in ~/.config/phalanx/key, and that file is to be on every host (a shared home, or a copy with mode "
+            "600). "
+            "PHALANX_KEY_FILE names another file.",
+            exit_code=2,
+        )
+    over = threading.Event()
+    return _while_listening(
+        host,
+        over,
+        lambda: connect(
+            (rendezvous.endpoint, *rendezvous.more_endpoints),
+            key,
+            rendezvous.join_timeout_s,
+            job=plan.settings.run_id,
+            is_over=over.is_set,
+            say=host.display.say,
+        ),
+    )
+
+
+def _while_listening(host: Host, over: threading.Event, work: Callable[[], T], when: str = "before the job began") -> T:
+    """Return what `work`, which blocks, returns; it runs in a thread, so that Ctrl-C is heard, which came `when`."""
+    results: list[T] = []
+    errors: list[BaseException] = []
+    ours, theirs = socket.socketpair()
+
+    def run() -> None:
+        try:
+            results.append(work())
+        except BaseException as error:
+            errors.append(error)
+        theirs.close()
+
+    thread = threading.Thread(target=run, name="phalanx-join", daemon=True)
+    thread.start()
+    with ours:
+        poll = select.poll()
+        poll.register(ours, select.POLLIN)
+        poll.register(host.signals, select.POLLIN)
+        while True:
+            ready = {fd for fd, _ in poll.poll(100)}
+            host.display.tick()
+            if host.signals in ready:
+                ending = [number for number in read_signals(host.signals) if number in ENDING_SIGNALS]
+                if ending:
+                    over.set()
+                    raise LaunchError(
+                        f"phalanx run: stopped by {name_signal(ending[0])} {when}",
+                        exit_code=128 + ending[0],
+                    )
+            if ours.fileno() in ready:
+                thread.join()
+                if errors:
+                    raise errors[0]
+                return results[0]
+
+
+def follow(plan: JobPlan, rendezvous: Rendezvous, host: Host, joined: Joined) -> int:
+    """See this host's ranks through; returns the exit code, which is the first host's.
+
+    Raises:
+        LaunchError: the first host is lost, or does not take us.
+    """
+    client = joined.client
+    own = rendezvous.local_addr or client.own_host or "127.0.0.1"
+    try:
+        if joined.key is not None:
+            check_own(own)
+    except OSError as error:
+        client.close()
+        raise LaunchError(
+            f"phalanx run: {own} is no address of this host that others could reach ({error.strerror}); give one with "
+            "--local-addr",
+            exit_code=2,
+        ) from None
+    facts = HostFacts(
+        -1, socket.gethostname(), os.getpid(), plan.num_ranks, plan.settings.role, own, rendezvous.node_rank,
+        joined.job_spec.run_id,
+        "" if rendezvous.max_nodes == 1 else describe_nnodes(rendezvous.min_nodes, rendezvous.max_nodes),
+    )  # fmt: skip
+    assert isinstance(host.pump.viewer, Forward)
+    told = {**facts.to_json(), "reached": client.address.host}
+    try:
+        client.join(told, watch=(FIRST,))
+        channel = ControlChannel(client)
+    except PhalanxError as error:
+        client.close()
+        raise LaunchError(f"phalanx run: {error}") from None
+    host.pump.viewer.connect(channel)
+    host.zygote.remember(describe_membership(client))
+    followed = _Followed(plan, host, joined, channel, own, told)
+    try:
+        return followed.run()
+    finally:
+        followed.close()
+        if not followed.is_alone:
+            channel.leave(_LEAVE_TIMEOUT_S)
+        channel.close()
+
+
+class _Followed:
+    """This host in a job: start after start, until the first host says that it is over."""
+
+    def __init__(
+        self, plan: JobPlan, host: Host, joined: Joined, channel: ControlChannel, own: str, facts: dict[str, Any]
+    ) -> None:
+        self._facts = facts  # what the first host is told of this one
+        self._plan = plan
+        self._host = host
+        self._joined = joined
+        self._channel = channel
+        self._own = own
+        self._responder: Responder | None = None
+        self._relay: Relay | None = None
+        self._has_begun = False
+        self.is_alone = False  # the first host is lost
+
+    def run(self) -> int:
+        while True:
+            message = self._await_orders()
+            if message.kind == "end":
+                return self._end(message.body)
+            attempt = self._begin(message.body)
+            try:
+                attempt.run()
+            finally:
+                attempt.close()
+            if attempt.zygote_lost and not attempt.zygote_given_up:
+                why = "the process from which its ranks are forked (the zygote) has ended"
+                self._channel.put(FIRST, "failed", attempt=int(message.body["attempt"]), why=why)
+            if attempt.ended is not None:
+                return self._end(attempt.ended)
+            if attempt.supervision.abandoned_by and not self._come_back(attempt):
+                self._raise_lost(attempt.supervision.abandoned_by)
+
+    def _come_back(self, attempt: FollowerAttempt) -> bool:
+        """After an elastic job's ranks of this host were given up: join again, if the first host is heard in time.
+
+        The others may have gone on without this host, or wait for it; its ranks hold nothing that is of use.
+        """
+        if not attempt.supervision.is_elastic or attempt.wait_s <= 0 or self._channel.is_over:
+            return False
+        self._host.display.say(
+            f"phalanx run: waiting up to {attempt.wait_s:g} s for the first host, to be taken in again"
+        )
+        over = threading.Event()
+        end = time.monotonic() + attempt.wait_s
+
+        def join() -> bool:
+            while not over.is_set() and time.monotonic() < end and not self._channel.is_over:
+                try:
+                    self._channel.join_again(self._facts, _REJOIN_TRY_S, (FIRST,))
+                except PhalanxError:
+                    time.sleep(_PAUSE_S)
+                else:
+                    return True
+            return False
+
+        if not _while_listening(self._host, over, join, "while the first host was awaited"):
+            return False
+        self._host.zygote.remember(describe_membership(self._joined.client))
+        self._host.display.say("phalanx run: the first host is heard again")
+        return True
+
+    def _open_relay(self) -> str:
+        """Return the path at which this host's ranks reach the job's store, over one connection for all of them."""
+        client = self._joined.client
+        if self._relay is None and not client.address.path:
+            self._relay = Relay(client.endpoint, self._joined.key)
+        return "" if self._relay is None else self._relay.path
+
+    def close(self) -> None:
+        """Let go of what this host opened for the others and for its ranks."""
+        self.stop_answering()
+        if self._relay is not None:
+            self._relay.close()
+
+    def stop_answering(self) -> None:
+        """Close the port at which other hosts have tried to reach this one, if it is open."""
+        if self._responder is not None:
+            self._responder.close()
+            self._responder = None
+
+    def _answer(self, secret: bytes, trial: Any) -> None:
+        """Open that port, and tell the first host where it is."""
+        port, problem = 0, ""
+        try:
+            self._responder = self._responder or Responder(self._own, secret)
+            port = self._responder.port
+        except OSError as error:
+            problem = error.strerror or str(error)
+        self._channel.put(FIRST, "answering", trial=trial, port=port, problem=problem)
+
+    def _raise_lost(self, why: str) -> NoReturn:
+        self.is_alone = True
+        assert isinstance(self._host.pump.viewer, Forward)
+        self._host.pump.viewer.show_here(self._host.display)
+        if not self._has_begun:
+            raise LaunchError(f"phalanx run: the first host is lost before the job began: {why}")
+        raise LaunchError(
+            f"phalanx run: the first host is lost: {why}. The ranks of this host have ended. If that host is still "
+            "there, "
+            "its output says more."
+        )
+
+    def _end(self, body: dict[str, Any]) -> int:
+        if body.get("why"):
+            raise LaunchError(printable_lines(str(body["why"])), exit_code=int(body["code"]))
+        return int(body["code"])
+
+    def _await_orders(self) -> ControlMessage:
+        """Return the next start, or the end; meanwhile it is tried whether this host reaches the others."""
+        poll = select.poll()
+        poll.register(self._channel.fileno(), select.POLLIN)
+        poll.register(self._host.signals, select.POLLIN)
+        while True:
+            wait_ms = 0 if self._channel.has_more else 100 if self._host.display.writers else 1000
+            ready = {fd for fd, _ in poll.poll(wait_ms)}
+            self._host.display.tick()
+            if self._host.signals in ready:
+                for number in read_signals(self._host.signals):
+                    if number in ENDING_SIGNALS:
+                        raise LaunchError(
+                            f"phalanx run: stopped by {signal.Signals(number).name} before the job began",
+                            exit_code=128 + number,
+                        )
+            messages = self._channel.take() if self._channel.fileno() in ready or self._channel.has_more else []
+            for number, message in enumerate(messages):
+                orders = self._read(message)
+                if orders is not None:  # what has come behind them is for the ranks that they start
+                    self._channel.give_back(messages[number + 1 :])
+                    return orders
+
+    def _read(self, message: ControlMessage | Change) -> ControlMessage | None:
+        if isinstance(message, Change):
+            if tells_first_lost(message):
+                self._raise_lost(message.why)
+            return None
+        if message.member != FIRST:
+            return None
+        if message.kind == "late":
+            self._host.display.say(_AS_A_SPARE if message.body.get("spare") else _TOO_LATE)
+        if message.kind == "host lost":
+            say_host_lost(message, self._host.display)
+        if message.kind == "answer" and self._joined.key is not None:
+            self._answer(self._joined.key.reach_secret(), message.body["trial"])
+        if message.kind in ("start", "end", "tried"):
+            self.stop_answering()
+        if message.kind == "reach" and self._joined.key is not None:
+            targets = [Target(int(n), str(label), str(at), int(port)) for n, label, at, port in message.body["targets"]]
+            trial = message.body["trial"]
+            try_all(
+                targets,
+                self._joined.key.reach_secret(),
+                lambda results: self._channel.put(FIRST, "reached", trial=trial, results=list(results.items())),
+            )
+        return message if message.kind in ("start", "end") else None
+
+    def _begin(self, body: dict[str, Any]) -> FollowerAttempt:
+        self._has_begun = True
+        place = Place(**body["place"])
+        address, port = body["master"]
+        interface = find_interface(self._own)
+        plan = replace(
+            self._plan,
+            run_id=str(body["run_id"]),
+            run=str(body["run"]),
+            master_addr=str(address),
+            master_port=int(port),
+            rank_variables={
+                **{k: v for k, v in self._joined.job_spec.environment.items() if k not in self._plan.environ},
+                **self._plan.rank_variables,
+                **(name_own_address(self._own, interface, self._plan.environ) if self._joined.key is not None else {}),
+            },
+        )
+        self._host.display.say(
+            f"phalanx run: host {place.node + 1} of {place.num_nodes} of the job at "
+            f"{printable(str(body['first_host']))}: "
+            f"{describe_ranks(place)} of {place.world_size}. What they print is shown there."
+        )
+        store = (str(self._joined.client.address), str(self._joined.key or ""), self._open_relay())
+        first = None if body.get("begun") is None else generation_from_json(body["begun"])
+        return FollowerAttempt(plan, self._host, int(body["attempt"]), place, self._channel, store, first)
+
+
+def name_own_address(address: str, interface: str, environ: Any) -> dict[str, str]:
+    """Variables by which ranks and the engines between hosts use the address that was tried, unless the user chose."""
+    told = {"PHALANX_ADDRESS": address}
+    if interface:
+        told |= {name: interface for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if not environ.get(name)}
+    return told

@@ -1,0 +1,190 @@
+"""What the system knows of processes: who descends from whom, who adopts orphans, who dies with its parent."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterable
+
+SUPPORTED = sys.platform == "linux"  # elsewhere there is no death signal, no adoption of orphans and no /proc
+
+# Makes a rank write its Python stacks. It is ignored by whoever does not handle it, so that it can never end a process
+# by mistake, and scripts hardly ever use it: it tells of urgent data on a socket.
+STACKS_SIGNAL = signal.SIGURG
+
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGPIPE)  # they end a job
+
+_AUTOGRAD = b"pt_autograd"  # how torch calls the threads that run backward for devices
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+_MEANINGS = {
+    "SIGSEGV": "segmentation fault",
+    "SIGBUS": "bus error; often /dev/shm or a mapped file is full",
+    "SIGABRT": "abort; the program or a library gave up, its own message stands above",
+    "SIGFPE": "arithmetic fault",
+    "SIGILL": "illegal instruction; built for another processor?",
+    "SIGKILL": "killed; out of memory? see `dmesg` or the job's memory limit",
+    "SIGTERM": "asked to stop",
+    "SIGINT": "interrupted",
+    "SIGPIPE": "wrote to a closed pipe",
+    "SIGHUP": "the terminal was closed",
+}
+
+
+def name_signal(number: int) -> str:
+    """`SIGSEGV (segmentation fault)`; the bare name where nothing is to add, the number where it has no name."""
+    try:
+        name = signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+    return f"{name} ({_MEANINGS[name]})" if name in _MEANINGS else name
+
+
+def has_working_directory() -> bool:
+    """Whether the folder in which this process runs is still there."""
+    try:
+        os.getcwd()
+    except OSError:
+        return False
+    return True
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of every descendant whose own parent dies, daemons included."""
+    if SUPPORTED:
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def die_with_parent(parent: int, signum: int = signal.SIGKILL) -> None:
+    """Have the kernel send `signum` to this process when `parent`, its parent, dies; exits if it is dead already."""
+    if SUPPORTED:
+        _prctl(_PR_SET_PDEATHSIG, signum)
+    if os.getppid() != parent:
+        os._exit(128 + signum)
+
+
+def outlive_parent() -> None:
+    """Undo `die_with_parent`. If the parent dies while this process is stopped, it goes on, and can see it."""
+    if SUPPORTED:
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
+
+
+def read_state(pid: int) -> str:
+    """Return the letter of /proc/PID/stat: R running, S sleeping, D in a system call that can't be interrupted, T
+    stopped by a signal, t by a debugger, Z ended; empty where it can't be known.
+    """
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            # the command's name stands in parentheses and may itself hold any character
+            return file.read().rpartition(b")")[2].split()[0].decode()
+    except (OSError, IndexError):
+        return ""
+
+
+def read_processor_ns(pid: int) -> int | None:
+    """How long a processor has worked for the main thread of a process, and for those in which autograd runs backward.
+
+    In steps of the system's clock (10 ms, as a rule); None where it can't be known.
+    """
+    ticks = 0
+    try:
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{thread}/stat", "rb") as file:
+                name, _, fields = file.read().partition(b"(")[2].rpartition(b")")
+            if int(thread) == pid or name.startswith(_AUTOGRAD):
+                ticks += sum(map(int, fields.split()[11:13]))
+    except (OSError, IndexError, ValueError):  # a thread or all of it has ended
+        return None
+    return ticks * 1_000_000_000 // os.sysconf("SC_CLK_TCK")
+
+
+def find_session(session: int) -> list[int]:
+    """Every process of a session, zombies included. One scan of /proc."""
+    found = []
+    for entry in os.listdir("/proc") if SUPPORTED else ():
+        if entry.isdigit():
+            try:
+                if os.getsid(int(entry)) == session:
+                    found.append(int(entry))
+            except OSError:
+                continue  # it ended while we looked
+    return found
+
+
+def kill_sessions(sessions: Iterable[int]) -> None:
+    """SIGKILL every process of these sessions, none of which is ours; repeats while it finds one that is not dead."""
+    for session in sessions:
+        for _ in range(1000):
+            living = [pid for pid in find_session(session) if read_state(pid) not in ("Z", "")]
+            if not living:
+                break
+            for pid in living:
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except (ProcessLookupError, PermissionError):
+                    pass
+            time.sleep(0.002)
+
+
+def find_descendants(ancestor: int, spared: int | None = None) -> list[int]:
+    """Every process below `ancestor`, zombies included, parents before children. One scan of /proc.
+
+    Without `spared`, one of its children, and all that is below that.
+    """
+    children: dict[int, list[int]] = {}
+    for entry in os.listdir("/proc") if SUPPORTED else ():
+        if not entry.isdigit():
+            continue
+        try:
+            with open(f"/proc/{entry}/stat", "rb") as file:
+                # the command's name stands in parentheses and may itself hold any character
+                parent = int(file.read().rpartition(b")")[2].split()[1])
+        except (OSError, IndexError, ValueError):
+            continue  # it ended while we looked
+        if int(entry) != spared:
+            children.setdefault(parent, []).append(int(entry))
+    found = []
+    level = [ancestor]
+    while level:
+        level = [child for pid in level for child in children.get(pid, ())]
+        found += level
+    return found
+
+
+def kill_descendants(groups: Iterable[int] = (), limit_s: float = 5.0, *, spared: int | None = None) -> dict[int, int]:
+    """SIGKILL and reap every descendant of this process; returns the wait status of each that it reaped.
+
+    `spared`, a child, lives on, and all that is below it.
+
+    Repeats until none is left, because a process can fork between the scan and its death; for that to find orphans this
+    process must have called `adopt_orphans`. Gives up after `limit_s` on processes that the kernel doesn't let die (a
+    hung disk). Where there is no /proc, only the process groups `groups`, led by children of this process, are killed.
+    """
+    reaped: dict[int, int] = {}
+    end = time.monotonic() + limit_s
+    while True:
+        doomed = find_descendants(os.getpid(), spared) if SUPPORTED else groups
+        for pid in doomed:
+            try:
+                (os.kill if SUPPORTED else os.killpg)(pid, signal.SIGKILL)
+            except (ProcessLookupError, PermissionError):
+                pass  # gone already, or a set-uid program that only root may kill
+        try:
+            while (found := os.waitpid(-1, os.WNOHANG))[0]:
+                reaped[found[0]] = found[1]
+        except ChildProcessError:
+            return reaped
+        if time.monotonic() > end or (spared is not None and not doomed):
+            return reaped
+        time.sleep(0.002)
+
+
+def _prctl(option: int, value: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, value, 0, 0, 0) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"prctl({option}, {value}): {os.strerror(number)}")
