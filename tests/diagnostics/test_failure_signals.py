@@ -1,5 +1,6 @@
 """A rank hears of failures by one key for all its groups, and asks the store for nothing else meanwhile."""
 
+import contextlib
 import threading
 import time
 
@@ -137,8 +138,9 @@ def test_the_first_that_asks_collects_where_all_are_and_the_others_take_its_repo
 
 
 def test_who_hears_nothing_asks_for_nothing():
-    with Service() as service:
-        store = CoordinationStore(service.local)
+    with contextlib.ExitStack() as open_things:
+        service = open_things.enter_context(Service())
+        store = open_things.enter_context(contextlib.closing(CoordinationStore(service.local)))
         asked = []
         handle = service.coordinator._handle
         signals = FailureSignals(store)
@@ -146,10 +148,11 @@ def test_who_hears_nothing_asks_for_nothing():
             HealthMonitor(failure_store(store, name, signals), lambda: Position(0), lambda: False, lambda report: None)
             for name in "abcdefgh"
         ]
+        for monitor in monitors:
+            open_things.callback(monitor.close)
         wait_until(lambda: all(monitor._looked for monitor in monitors) and signals._waiting is not None)
         service.coordinator._handle = lambda session, message: asked.append(message.what) or handle(session, message)
-        time.sleep(1.0)  # five rounds of the listener: it asked 80 times in them
+        rounds, receive = [], signals.receive
+        signals.receive = lambda: rounds.append(1) or receive()
+        wait_until(lambda: len(rounds) > 5)  # of the listener: it asked 80 times in them
         assert asked == []
-        for monitor in monitors:
-            monitor.close()
-        store.close()

@@ -48,9 +48,9 @@ class HealthMonitor:
                 return
             # A signal that was sent before we listened is not among them.
             if not self._looked or self._failure_store.group_key in signals:
-                self._looked = True
                 self._failure_store.report_position(self._where())
                 report = self._failure_store.report()
+                self._looked = True
             else:
                 report = self._failure_store.report_here()
             if report is not None:
@@ -82,7 +82,7 @@ class _Listener:
 
     @classmethod
     def of(cls, signals: FailureSignals, monitor: HealthMonitor) -> _Listener:
-        """The listener of the store of `signals`, which runs, with `monitor` among its monitors."""
+        """Return the listener of the store of `signals`, which runs, with `monitor` among its monitors."""
         with cls._lock:
             key = (os.getpid(), id(signals))
             listener = cls._running.get(key)
