@@ -29,7 +29,7 @@ LAYERS = [
         "torch_versions",
         "torch_names",
     },
-    {"_core", "symmetric_memory", "engines", "diagnostics", "coordination", "partition"},
+    {"_core", "ipc", "symmetric_memory", "engines", "diagnostics", "coordination", "partition"},
     {"transport", "collectives"},
     {"backend"},
     {"ddp", "nn", "optim", "data", "checkpoint", "pipeline", "rpc", "inspect"},
@@ -63,6 +63,7 @@ ALLOWED: dict[tuple[str, str], str] = {
 TORCH_FREE = {
     "launch": "the agent starts in milliseconds; the zygote imports torch inside a function",
     "coordination": "the launcher asks it who started the command, and agents meet in it",
+    "ipc": "agent and zygote talk by it",
     "inspect": "`phalanx top` and `phalanx stacks` show a job at once",
     "cli": "`phalanx run` must not pay for torch",
     "core_numbers": "the agent reads flight recorders",

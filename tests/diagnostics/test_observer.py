@@ -1,13 +1,15 @@
 """A group's memory can be read from outside, whatever its ranks do, and reading leaves no trace."""
 
 import os
-import socket
+from contextlib import closing
 
 import pytest
 
 from phalanx.deadline import Deadline
 from phalanx.diagnostics import observer
 from phalanx.diagnostics.observer import GroupInfo, Observer, show
+from phalanx.ipc.agent import listen
+from phalanx.ipc.channel import Channel
 from phalanx.symmetric_memory.fd_server import FdServer, new_token
 from phalanx.symmetric_memory.memfd import memory
 from phalanx.symmetric_memory.memory import Member, open_as_leader
@@ -89,16 +91,15 @@ def test_a_description_that_a_rank_has_written_over_is_refused(seen, offset):
 
 def test_showing_hands_over_the_descriptor_and_the_group_info():
     name = f"phalanx-test-{os.getpid()}"
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener, memory("control", 4096) as fd:
-        listener.bind(f"\0{name}")
-        listener.listen()
+    with listen(name, 1) as listener, memory("control", 4096) as fd:
         os.pwrite(fd, b"hello", 0)
         assert show(f"{name}:secret", GroupInfo("dp", 2, (0, 1), (7, 8)), fd)
-        with listener.accept()[0] as connection:
-            data, fds, _, _ = socket.recv_fds(connection, 4096, 2)
-        assert b'"token": "secret"' in data
-        assert os.pread(fds[0], 5, 0) == b"hello"
-        os.close(fds[0])
+        with closing(Channel(listener.accept()[0])) as channel:
+            (message,) = channel.take()
+        group = {"name": "dp", "world_size": 2, "ranks": [0, 1], "pids": [7, 8]}
+        assert message.content == {"kind": "group", "token": "secret", **group}
+        assert os.pread(message.fds[0], 5, 0) == b"hello"
+        message.close()
 
 
 @pytest.mark.parametrize("agent", ["phalanx-nobody:secret", "x", "y" * 300 + ":z"])

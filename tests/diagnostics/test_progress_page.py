@@ -1,13 +1,14 @@
 """A rank counts its steps in a page of memory; whoever has the page reads how far it is, whatever the rank is doing."""
 
-import json
 import os
-import socket
+from contextlib import closing
 
 import pytest
 
 from phalanx.diagnostics import progress_page
 from phalanx.diagnostics.progress_page import PAGE_BYTES, ProgressPage, open_page, parse_page, read_page
+from phalanx.ipc.agent import listen
+from phalanx.ipc.channel import Channel
 from phalanx.launch.agent.pages import Pages
 
 
@@ -68,9 +69,7 @@ def test_a_page_of_another_version_is_none():
 @pytest.fixture
 def agent():
     name = f"phalanx-test-page-{os.getpid()}"
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        listener.bind(f"\0{name}")
-        listener.listen()
+    with listen(name, 1) as listener:
         listener.settimeout(30)
         yield listener, f"{name}:token"
 
@@ -88,12 +87,12 @@ def test_the_page_that_the_agent_is_given_says_from_the_first_moment_what_it_is(
     page = open_page(address)
     assert open_page(address) is page
     connection, _ = listener.accept()
-    with connection:
-        data, fds, _, _ = socket.recv_fds(connection, 4096, 4)
-    assert json.loads(data) == {"kind": "progress page", "token": "token"}
+    with closing(Channel(connection)) as channel:
+        (message,) = channel.take()
+    assert message.content == {"kind": "progress page", "token": "token"}
     pages = Pages()
     try:
-        pages.add(4711, fds)
+        pages.add(4711, message.fds)
         assert pages.read(4711) == progress_page.Progress(0, None, None)
         page.commit(7)
         assert pages.read(4711).state.steps == 7

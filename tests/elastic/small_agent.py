@@ -7,7 +7,6 @@ replaced, or, with `replace=False`, missed.
 from __future__ import annotations
 
 import contextlib
-import json
 import multiprocessing
 import os
 import select
@@ -25,6 +24,8 @@ from typing import Any
 import torch
 import torch._dynamo  # what a rank needs is imported once, here, as a zygote does it
 
+from phalanx.ipc.agent import listen
+from phalanx.ipc.channel import Channel
 from phalanx.launch.calls import outcome
 from phalanx.processes import die_with_parent
 
@@ -38,7 +39,7 @@ class Seat:
 
     process: BaseProcess
     generation: int
-    connection: socket.socket | None = None
+    connection: Channel | None = None
     is_over: bool = False
     lost: int = 0
 
@@ -80,11 +81,9 @@ class SmallAgent:
         self.progress: dict[int, int] = {}
         self._token = os.urandom(8).hex()
         self._name = f"phalanx-test-{os.getpid()}-{os.urandom(4).hex()}"
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
-        self._listener.bind(f"\0{self._name}")
-        self._listener.listen(64)
+        self._listener = listen(self._name, 64)
         self._stores: list[int] = []
-        self._pending: list[socket.socket] = []
+        self._pending: list[Channel] = []
         self._new_store()
         self.seats: dict[int, Seat] = {}
         for seat in range(world_size):
@@ -140,7 +139,7 @@ class SmallAgent:
         ready, _, _ = select.select([self._listener, *self._pending, *links, *running], [], [], 0.05)
         for one in ready:
             if one is self._listener:
-                self._pending.append(self._listener.accept()[0])
+                self._pending.append(Channel(self._listener.accept()[0]))
             elif one in self._pending:
                 self._pending.remove(one)
                 self._admit(one)
@@ -156,35 +155,30 @@ class SmallAgent:
         if bad:
             self._lose(bad)
 
-    def _admit(self, connection: socket.socket) -> None:
-        data, fds, _, _ = socket.recv_fds(connection, 1 << 17, 4)
-        for fd in fds:
-            os.close(fd)
-        message = json.loads(data) if data else {}
+    def _admit(self, connection: Channel) -> None:
+        heard = connection.receive()
+        message = {} if heard is None else heard.content
+        if heard is not None:
+            heard.close()
         seat = next((s for s in self.seats.values() if s.process.pid == message.get("pid")), None)
         if message.get("kind") != "elastic" or seat is None:
             connection.close()
             return
         seat.connection = connection
-        connection.send(json.dumps({"kind": "welcome", "generation": self.generation}).encode())
+        connection.put({"kind": "welcome", "generation": self.generation})
         if message["generation"] < self.generation:
             self._tell(next(n for n, s in self.seats.items() if s is seat))
 
-    def _hear(self, number: int, connection: socket.socket) -> None:
-        try:
-            data = connection.recv(1 << 17)
-        except OSError:
-            data = b""
-        if not data:
+    def _hear(self, number: int, connection: Channel) -> None:
+        for message, _ in connection.take():
+            if message["kind"] == "lost":
+                self.losses.append({**message, "seat": number})
+                self._require_cause()
+            elif message["kind"] == "waiting":
+                connection.put({"kind": "wait"})
+        if connection.gone:
             connection.close()
             self.seats[number].connection = None
-            return
-        message = json.loads(data)
-        if message["kind"] == "lost":
-            self.losses.append({**message, "seat": number})
-            self._require_cause()
-        elif message["kind"] == "waiting":
-            connection.send(json.dumps({"kind": "wait"}).encode())
 
     def _require_cause(self) -> None:
         """Ranks that all leave a generation, of which none is lost, disagree: nobody here would begin another."""
@@ -205,8 +199,7 @@ class SmallAgent:
             "world_size": len(ranks),
             "environment": self._environment(ranks[number], len(ranks)),
         }
-        with contextlib.suppress(OSError):
-            seat.connection.send(json.dumps(message).encode())
+        seat.connection.put(message)
 
     def regroup(self, *, add: int = 0) -> None:
         """Begin a generation, with `add` ranks more."""
@@ -226,8 +219,7 @@ class SmallAgent:
                 self._remove(number)
             for seat in self.seats.values():
                 if seat.connection is not None:
-                    with contextlib.suppress(OSError):
-                        seat.connection.send(json.dumps({"kind": "end", "code": 75, "why": "too few ranks"}).encode())
+                    seat.connection.put({"kind": "end", "code": 75, "why": "too few ranks"})
             return
         raised = [n for n in bad if outcome.read(self._path(n)) is not None]
         if self._most_losses < 0 or (raised and not self._may_raise):

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 import pytest
 
+from phalanx.descriptors import wait_readable
 from phalanx.elastic import channel
 from phalanx.elastic.channel import AgentChannel
 from phalanx.elastic.membership import NoGenerationError
 from phalanx.errors import DeadlineError
+from phalanx.ipc.agent import listen
+from phalanx.ipc.channel import Channel
 
 
 @contextmanager
@@ -25,19 +27,17 @@ def agent(*answers: dict[str, Any]) -> Iterator[tuple[AgentChannel, list[dict[st
     name = f"phalanx-test-{os.getpid()}-{os.urandom(4).hex()}"
 
     def serve() -> None:
-        connection = listener.accept()[0]
-        with connection:
-            connection.recv(1 << 16)
-            connection.send(json.dumps({"kind": "welcome", "generation": 0}).encode())
+        wait_readable([listener])
+        with closing(Channel(listener.accept()[0])) as connection:
+            connection.receive()
+            connection.send({"kind": "welcome", "generation": 0})
             left = list(answers)
-            while data := connection.recv(1 << 16):
-                asked.append(json.loads(data))
+            while (message := connection.receive()) is not None:
+                asked.append(message.content)
                 if left:
-                    connection.send(json.dumps(left.pop(0)).encode())
+                    connection.send(left.pop(0))
 
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        listener.bind(f"\0{name}")
-        listener.listen()
+    with listen(name, 1) as listener:
         thread = threading.Thread(target=serve)
         thread.start()
         line = AgentChannel(f"{name}:token", 0, 0, min_ranks=1, wait_s=0.0)

@@ -3,10 +3,12 @@
 import json
 import os
 import socket
+import struct
 
 import pytest
 
 from phalanx.inspect.agent_socket import AgentSocket
+from phalanx.ipc.agent import split
 
 
 @pytest.fixture
@@ -17,16 +19,25 @@ def agent_socket():
 
 
 def connect(agent_socket):
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    sock.connect("\0" + agent_socket.address.partition(":")[0])
+    sock = new_socket(agent_socket)
     assert agent_socket.read(agent_socket.fds[0]) is None
     return sock
+
+
+def new_socket(agent_socket):
+    sock = socket.socket(socket.AF_UNIX)
+    sock.connect("\0" + split(agent_socket.address)[0])
+    return sock
+
+
+def encode(body):
+    return struct.pack("!I", len(body)) + body
 
 
 def test_a_message_comes_with_its_descriptors(agent_socket):
     read, write = os.pipe()
     with connect(agent_socket) as sock:
-        socket.send_fds(sock, [b'{"kind": "group"}'], [read])
+        socket.send_fds(sock, [encode(b'{"kind": "group"}')], [read])
         heard = agent_socket.read(agent_socket.fds[1])
         assert heard.message == {"kind": "group"}
         os.write(write, b"x")
@@ -38,13 +49,13 @@ def test_a_message_comes_with_its_descriptors(agent_socket):
     assert len(agent_socket.fds) == 1
 
 
-@pytest.mark.parametrize("packet", [b"", b"{", b"[]", b"\xff", b"[" * 100_000, b"x" * 200_000])
-def test_what_makes_no_sense_is_shown_out_and_its_descriptors_closed(agent_socket, packet):
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"\xff", b"[" * 100_000, b"x" * 200_000])
+def test_what_makes_no_sense_is_shown_out_and_its_descriptors_closed(agent_socket, body):
     before = len(os.listdir("/proc/self/fd"))
     read, write = os.pipe()
     with connect(agent_socket) as sock:
-        if packet:
-            socket.send_fds(sock, [packet], [read])
+        if body:
+            socket.send_fds(sock, [encode(body)], [read])
         else:
             sock.close()
         assert agent_socket.read(agent_socket.fds[1]) is None
@@ -57,7 +68,7 @@ def test_connections_that_send_nothing_make_room_for_others(agent_socket):
     silent = [connect(agent_socket) for _ in range(70)]
     assert len(agent_socket.fds) == 1 + 64
     assert silent[0].recv(1) == b""
-    silent[-1].send(b'{"kind": "snapshot"}')
+    silent[-1].send(encode(b'{"kind": "snapshot"}'))
     heard = agent_socket.read(agent_socket.fds[-1])
     assert heard.message == {"kind": "snapshot"}
     heard.close()
@@ -71,7 +82,7 @@ def test_who_was_shown_out_meanwhile_is_nobody_and_who_came_in_its_place_is_hear
     with connect(agent_socket) as sock:
         fd = agent_socket.fds[1]
         assert agent_socket.read(fd) is None
-        sock.send(b'{"kind": "snapshot"}')
+        sock.send(encode(b'{"kind": "snapshot"}'))
         heard = agent_socket.read(fd)
         assert heard.message == {"kind": "snapshot"}
         heard.close()
@@ -81,9 +92,8 @@ def test_who_was_shown_out_meanwhile_is_nobody_and_who_came_in_its_place_is_hear
 def test_all_connections_are_accepted_and_none_is_closed_unread(agent_socket):
     waiting = []
     for number in range(100):
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        sock.connect("\0" + agent_socket.address.partition(":")[0])
-        sock.send(b'{"number": %d}' % number)
+        sock = new_socket(agent_socket)
+        sock.send(encode(b'{"number": %d}' % number))
         waiting.append(sock)
     heard = []
     while len(heard) < 100:
@@ -99,11 +109,11 @@ def test_all_connections_are_accepted_and_none_is_closed_unread(agent_socket):
 def test_who_is_not_heard_is_told_of_once_for_each_reason(agent_socket):
     for _ in range(3):
         with connect(agent_socket) as sock:
-            sock.send(b"garbage")
+            sock.send(encode(b"garbage"))
             assert agent_socket.read(agent_socket.fds[1]) is None
         for token in (None, "", "0" * 32, 7, "\ud800", [agent_socket.token]):
             with connect(agent_socket) as sock:
-                sock.send(json.dumps({"kind": "elastic", "token": token}).encode())
+                sock.send(encode(json.dumps({"kind": "elastic", "token": token}).encode()))
                 heard = agent_socket.read(agent_socket.fds[1])
                 assert not agent_socket.has_token(heard)
                 heard.close()
@@ -120,9 +130,23 @@ def test_who_is_not_heard_is_told_of_once_for_each_reason(agent_socket):
     ]
     assert agent_socket.take_notices() == []
     with connect(agent_socket) as sock:
-        sock.send(json.dumps({"token": agent_socket.token}).encode())
+        sock.send(encode(json.dumps({"token": agent_socket.token}).encode()))
         heard = agent_socket.read(agent_socket.fds[1])
         assert agent_socket.has_token(heard)
+        heard.close()
+
+
+def test_a_message_may_come_in_pieces_while_others_are_heard(agent_socket):
+    data = encode(b'{"kind": "snapshot"}')
+    with connect(agent_socket) as slow, connect(agent_socket) as quick:
+        slow.send(data[:7])
+        slow_fd, quick_fd = agent_socket.fds[1:]
+        assert agent_socket.read(slow_fd) is None
+        quick.send(data)
+        agent_socket.read(quick_fd).close()
+        slow.send(data[7:])
+        heard = agent_socket.read(slow_fd)
+        assert heard.message == {"kind": "snapshot"}
         heard.close()
 
 
@@ -132,5 +156,5 @@ def test_a_closed_socket_leaves_no_address_behind():
     assert name.startswith(f"phalanx-agent-{os.getpid()}-")
     agent_socket.close()
     assert agent_socket.fds == ()
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock, pytest.raises(ConnectionRefusedError):
+    with socket.socket(socket.AF_UNIX) as sock, pytest.raises(ConnectionRefusedError):
         sock.connect("\0" + name)

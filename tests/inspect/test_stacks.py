@@ -4,10 +4,12 @@ import os
 import signal
 import socket
 import subprocess
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
 
+from phalanx.deadline import Deadline
 from phalanx.diagnostics.observer import GroupInfo, GroupLog, RankLog
 from phalanx.errors import LaunchError
 from phalanx.inspect.stacks import job_choice
@@ -16,6 +18,8 @@ from phalanx.inspect.stacks.job_snapshot import JobSnapshot, answer, ask
 from phalanx.inspect.stacks.jobs import RunningJob, describe_command, find_jobs, parse_names
 from phalanx.inspect.stacks.report import format_report
 from phalanx.inspect.stacks.survey import ask_ranks, decide_silence, explain_silence
+from phalanx.ipc.agent import listen
+from phalanx.ipc.channel import Channel
 
 SNAPSHOT = JobSnapshot(7, "train.py", 3, 8, ((0, 100), (2, 102)), (GroupInfo("dp", 3, (0, 1, 2), (100, 101, 102)),))
 HANDLED = f"{1 << (signal.SIGURG - 1):016x}"
@@ -117,9 +121,7 @@ def test_a_process_that_is_no_child_of_the_zygote_is_never_sent_a_signal():
 
 @pytest.fixture
 def listener():
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
-        sock.bind(f"\0phalanx-test-snapshot-{os.getpid()}")
-        sock.listen()
+    with listen(f"phalanx-test-snapshot-{os.getpid()}", 8) as sock:
         yield sock
 
 
@@ -133,19 +135,18 @@ def test_an_agent_that_does_not_answer_is_given_up(listener):
         pass
 
 
-def test_what_the_agent_says_arrives_with_more_descriptors_than_a_packet_holds():
+def test_what_the_agent_says_arrives_with_more_descriptors_than_a_message_holds():
     ranks = tuple((rank, 100 + rank) for rank in range(150))
     snapshot = JobSnapshot(7, "train.py", 150, 8, ranks, SNAPSHOT.groups)
     fd = os.memfd_create("x")
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours, theirs = socket.socketpair()
     from phalanx.inspect.stacks import job_snapshot as module
 
     received: list[int] = []
     try:
-        with ours, theirs:
-            theirs.setblocking(False)
-            answer(theirs, snapshot, [fd] * 150, [fd])
-            assert module._receive(ours, received) == snapshot
+        with closing(Channel(ours, max_fds=64)) as command, closing(Channel(theirs)) as agent:
+            answer(agent, snapshot, [fd] * 150, [fd])
+            assert module._receive(command, received, Deadline.after(60)) == snapshot
         assert len(received) == 152
     finally:
         for number in (*received, fd):

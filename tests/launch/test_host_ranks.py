@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import socket
 from collections.abc import Iterator
@@ -10,6 +9,7 @@ from typing import Any, cast
 
 import pytest
 
+from phalanx.ipc.channel import Channel
 from phalanx.launch.agent.elastic_actions import BeginGeneration, ElasticAction, GiveUp
 from phalanx.launch.agent.host_ranks import HostRanks
 from phalanx.launch.failure import Exit
@@ -26,7 +26,7 @@ class Decided(HostRanks):
         plan = JobPlan(Settings(Target("script", "train.py", ())), num_ranks, cast(Placement, None), False, {}, "job")
         super().__init__(plan, cast(Any, None), 0)
         self.decided: list[ElasticAction] = []
-        self.theirs: dict[int, socket.socket] = {}
+        self.theirs: dict[int, Channel] = {}
 
     def do_elastic(self, actions: list[ElasticAction]) -> None:
         self.decided += actions
@@ -35,16 +35,17 @@ class Decided(HostRanks):
         """A process that holds a line to us."""
         if rank in self.theirs:
             self.theirs[rank].close()
-        ours, self.theirs[rank] = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours, theirs = socket.socketpair()
+        self.theirs[rank] = Channel(theirs)
         self._processes.pids[rank] = pid
         self.on_started(rank, pid)
-        self.links.admit(ours, rank, pid, {"kind": "welcome"})
+        self.links.admit(Channel(ours), rank, pid, {"kind": "welcome"})
         self.say(rank, "elastic")
         self.hear_ranks()
 
     def say(self, rank: int, kind: str, **fields: Any) -> None:
         """The process of a rank does, and is not heard yet."""
-        self.theirs[rank].send(json.dumps({"kind": kind, **fields}).encode())
+        self.theirs[rank].put({"kind": kind, **fields})
 
     def lose(self, rank: int) -> None:
         self.on_exit(Exit(rank, self._processes.pids[rank], -signal.SIGKILL, 1.0))

@@ -7,11 +7,9 @@ FOLDER/let-go        ranks that have raised end, which linger where LINGER is se
 
 import atexit
 import contextlib
-import json
 import os
 import select
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,28 +17,26 @@ import time
 from phalanx.coordination.elastic_link import outlive_zygote
 from phalanx.coordination.launchers import COORDINATOR
 from phalanx.diagnostics.progress_page import open_page
+from phalanx.ipc.agent import connect, split
 
 
 class Rank:
     """This process's connection."""
 
     def __init__(self) -> None:
-        self.name, _, self.token = os.environ["PHALANX_AGENT"].rpartition(":")
+        self.name, self.token = split(os.environ["PHALANX_AGENT"])
         self.generation = int(os.environ.get("PHALANX_GENERATION", "0"))
-        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
 
     def say(self, kind: str, **fields: object) -> None:
-        self.sock.send(json.dumps({"kind": kind, **fields}).encode())
+        self.channel.send({"kind": kind, **fields})
 
     def join(self) -> None:
         minimum = int(os.environ.get("MIN_RANKS", "1"))
         wait_s = float(os.environ.get("WAIT_S", "0"))
-        data, fds = b"", []
-        while not data:  # where so many knock at once that the agent has lost patience with us
-            self.sock.close()
-            self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        welcome = None
+        while welcome is None:  # where so many knock at once that the agent has lost patience with us
             with contextlib.suppress(ConnectionError):
-                self.sock.connect(f"\0{self.name}")
+                self.channel = connect(self.name, 60.0)
                 self.say(
                     "elastic",
                     token=self.token,
@@ -49,9 +45,9 @@ class Rank:
                     min_ranks=minimum,
                     wait_s=wait_s,
                 )
-                data, fds, _, _ = socket.recv_fds(self.sock, 1 << 17, 1)
-        assert json.loads(data)["kind"] == "welcome"
-        if outlive_zygote(fds[0]):
+                welcome = self.channel.receive()
+        assert welcome.content["kind"] == "welcome"
+        if outlive_zygote(welcome.fds[0]):
             self.say("outlives")
         if os.environ.get("CHILD"):  # as a DataLoader has workers: they are in the rank's process group
             self.shout("child", subprocess.Popen(["sleep", "600"]).pid, "of", os.environ["RANK"])
@@ -64,7 +60,7 @@ class Rank:
         sys.stdout.write(" ".join(map(str, words)) + "\n")
 
     def hear(self) -> None:
-        message = json.loads(self.sock.recv(1 << 17))
+        message = self.channel.receive().content
         if message["kind"] == "generation":
             os.environ.update(message["environment"])
             self.generation = message["generation"]
@@ -115,7 +111,7 @@ def main() -> None:
     rank.obey_early(sys.argv[1])
     rank.join()
     while rank.obey(sys.argv[1]):
-        if select.select([rank.sock], [], [], 0.02)[0]:
+        if select.select([rank.channel], [], [], 0.02)[0]:
             rank.hear()
         elif os.environ.get("STEPS"):
             rank.say("progress", step=time.monotonic_ns() // 10_000_000)

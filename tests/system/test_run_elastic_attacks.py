@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import socket
+import struct
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import pytest
 from tests.system.test_run_elastic import elastic_job
 
+from phalanx.ipc.channel import Channel
+
 NOBODY = 65534
 
 
 def connect(name: str) -> socket.socket:
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    sock = socket.socket(socket.AF_UNIX)
     sock.connect(f"\0{name}")
     return sock
 
@@ -33,17 +35,18 @@ def find_name(agent: int) -> str:
 def say_without_token(name: str) -> None:
     for kind in ("elastic", "group", "progress page", "store"):
         message = {"kind": kind, "pid": os.getpid(), "rank": 1, "token": "0" * 32}
-        with connect(name) as sock:
-            sock.send(json.dumps(message).encode())
-            assert sock.recv(100) == b""
+        with closing(Channel(connect(name))) as channel:
+            channel.send(message)
+            assert channel.receive() is None
 
 
 def say_garbage(name: str) -> None:
     read, write = os.pipe()
     try:
-        for packet in (b"{", os.urandom(4096), b"[" * 100_000):
-            with connect(name) as sock:
-                socket.send_fds(sock, [packet], [read, write, read])
+        for body in (b"{", os.urandom(4096), b"[" * 100_000):
+            for data in (body, struct.pack("!I", len(body)) + body):
+                with connect(name) as sock:
+                    socket.send_fds(sock, [data], [read, write, read])
     finally:
         os.close(read)
         os.close(write)
@@ -131,11 +134,12 @@ def test_who_is_no_rank_is_not_taken_for_one_though_it_has_the_token_and_hears_w
     """What a rank has started knows the token, and said whose connection it was: that of the rank was closed."""
     with elastic_job(tmp_path, env={"TELL": "1"}) as job:
         name, _, token = job.wait(r"agent (\S+)")[0][1].rpartition(":")
-        with connect(name) as sock:
-            message = {"kind": "elastic", "pid": job.pids[1], "rank": 1, "token": token, "generation": 0}
-            sock.send(json.dumps(message).encode())
-            assert json.loads(sock.recv(1000))["kind"] == "refused"
-            assert sock.recv(1000) == b""
+        with closing(Channel(connect(name))) as channel:
+            channel.send({"kind": "elastic", "pid": job.pids[1], "rank": 1, "token": token, "generation": 0})
+            answer = channel.receive()
+            assert answer is not None
+            assert answer.content["kind"] == "refused"
+            assert channel.receive() is None
         job.kill(2)
         job.wait_joined(1, 2)
         job.wait_generation(1, 3)  # all three have heard it

@@ -201,7 +201,7 @@ def test_what_is_no_report_is_ignored(tmp_path: Path) -> None:
     # Deeply nested JSON on the descriptor for reports, or at the agent's socket, ended the job with a RecursionError.
     script = write_script(
         tmp_path,
-        "import json, os, socket, sys\n"
+        "import json, os, socket, struct, sys\n"
         "reports = next(fd for fd in range(3, 1024) if os.path.exists(f'/proc/self/fd/{fd}')\n"
         "               and os.readlink(f'/proc/self/fd/{fd}').startswith('socket:'))\n"
         "name = os.environ['PHALANX_AGENT'].partition(':')[0]\n"
@@ -216,19 +216,19 @@ def test_what_is_no_report_is_ignored(tmp_path: Path) -> None:
         "for packet in packets:\n"
         "    if packet: os.write(reports, packet)\n"
         "held = []\n"
-        "for packet in [*packets, json.dumps(group).encode(), b'x' * 150_000, *[None] * 200]:\n"
-        "    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)\n"
+        "packets += [json.dumps(group).encode(), b'x' * 150_000]\n"
+        "packets += [struct.pack('!I', len(packet)) + packet for packet in packets]\n"
+        "for packet in [*packets, *[None] * 200]:\n"
+        "    sock = socket.socket(socket.AF_UNIX)\n"
         "    sock.connect('\\0' + name)\n"
         "    if packet is not None: sock.send(packet)\n"
         "    held.append(sock)\n"  # half-open: more of them than the agent lets in
-        "with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:\n"
-        "    sock.connect('\\0' + name)\n"
-        "    sock.send(json.dumps({'kind': 'store', 'token': token}).encode())\n"
-        "    print(sock.recv(100))\n"
+        "from phalanx.ipc.agent import ask\n"
+        "print('descriptors', len(ask(os.environ['PHALANX_AGENT'], 'store', 60.0)))\n"
         "sys.exit(5)\n",
     )
     finished = run("--no-preload", "--nproc-per-node", "1", script)
-    assert finished.lines == ["[0] b'store'"], finished.err
+    assert finished.lines == ["[0] descriptors 1"], finished.err
     assert finished.code == 5
     assert "First failure: rank 0 of 1" in finished.err
     assert "sys.exit(5)" in finished.err

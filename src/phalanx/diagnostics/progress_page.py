@@ -1,6 +1,6 @@
 """How far a rank has come, in a page of memory that others read: no rank is asked, and none sends anything.
 
-    rank ──a packet, once: the descriptor of its page──▶ agent ──▶ whoever looks
+    rank ──a message, once: the descriptor of its page──▶ agent ──▶ whoever looks
     word 0   magic and version          word 4...   track `loop`: steps of a loop, as `phalanx.progress` counts them
          1   generation                 word 4+T…   track `state`: steps that `phalanx.elastic.State` has committed
          2   the loop that counts
@@ -11,16 +11,15 @@ many samples there were by then. One writer; each word is written at once, the n
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
-import socket
 import struct
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from phalanx.errors import PhalanxError
+from phalanx.ipc.agent import tell
 
 PAGE_BYTES = 4096
 KIND = "progress page"  # of the message that shows it
@@ -191,14 +190,9 @@ def _forget() -> None:
 def _show(agent: str) -> ProgressPage | None:
     from phalanx.symmetric_memory.memfd import memory
 
-    name, _, token = agent.rpartition(":")
     try:
         with memory("phalanx-progress", PAGE_BYTES) as fd:
             page = ProgressPage(mmap.mmap(fd, PAGE_BYTES))  # before it is shown: it says what it is
-            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC) as sock:
-                sock.setblocking(False)
-                sock.connect(f"\0{name}")
-                socket.send_fds(sock, [json.dumps({"kind": KIND, "token": token}).encode()], [fd])
-            return page
-    except (OSError, PhalanxError):  # no agent any more, another network namespace, or no memory that can be shared
+            return page if tell(agent, KIND, fds=[fd]) else None
+    except (OSError, PhalanxError):  # no memory that can be shared
         return None

@@ -1,12 +1,10 @@
-"""The line to the agent of `phalanx run`: one connection per rank, a JSON message a packet, held open to the end."""
+"""The line to the agent of `phalanx run`: one connection per rank, held open to the end."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import socket
-import struct
 import time
 from collections import deque
 from typing import Any
@@ -16,8 +14,8 @@ from phalanx.deadline import Deadline
 from phalanx.descriptors import wait_readable
 from phalanx.elastic.membership import Generation, JobEndedError, Loss, NoGenerationError
 from phalanx.errors import DeadlineError, PhalanxError
+from phalanx.ipc.agent import connect, split
 
-_MAX_PACKET_BYTES = 1 << 20
 _ENDS = ("end", "no generation")
 _WELCOME_S = 30.0
 _AGAIN_AFTER_S = 0.01
@@ -30,7 +28,7 @@ class AgentChannel:
     """A `Membership`: the agent decides. In the main thread only, where nothing waits for it but a recovery."""
 
     def __init__(self, agent: str, rank: int, generation: int, *, min_ranks: int, wait_s: float) -> None:
-        name, _, token = agent.rpartition(":")
+        name, token = split(agent)
         self._arrived: deque[dict[str, Any]] = deque()
         self._next_poll = 0.0
         self._pid = os.getpid()
@@ -55,33 +53,27 @@ class AgentChannel:
         Raises:
             OSError: there is no agent, it does not answer, or does not want us.
         """
-        self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        self._channel = connect(name, max(deadline.left_s, 0.001))
         try:
-            self._sock.connect(f"\0{name}")
             self._send(**hello)
             if self._welcome(deadline):
                 return True
         except ConnectionResetError:
             pass
         except BaseException:
-            self._sock.close()
+            self._channel.close()
             raise
-        self._sock.close()
+        self._channel.close()
         return False
 
     def _welcome(self, deadline: Deadline) -> bool:
-        self._sock.settimeout(max(deadline.left_s, 0.001))
-        data, fds, _, _ = socket.recv_fds(self._sock, _MAX_PACKET_BYTES, 1)
-        self._sock.settimeout(None)
-        if not data:
+        message = self._channel.receive(deadline)
+        if message is None:
             return False
-        if fds:
-            os.set_inheritable(fds[0], False)
-            if outlive_zygote(fds[0]):
-                self._send(kind="outlives")
-        message = json.loads(data)
-        if message.get("kind") == "refused":
-            raise ConnectionRefusedError(str(message.get("why", "")))
+        if message.fds and outlive_zygote(message.fds[0]):
+            self._send(kind="outlives")
+        if message.content.get("kind") == "refused":
+            raise ConnectionRefusedError(str(message.content.get("why", "")))
         return True
 
     # -- what this rank says -------------------------------------------------------------------------------------
@@ -89,17 +81,16 @@ class AgentChannel:
     def _send(self, **message: Any) -> None:
         if os.getpid() == self._pid:  # a fork of the rank has no say
             with contextlib.suppress(OSError):  # the agent has ended, and with it, in a moment, this process
-                self._sock.send(json.dumps(message).encode())
+                self._channel.send(message)
 
     def _ask(self, after: int) -> None:
-        """Whether there will be a generation; an agent that takes nothing is asked no more."""
-        with contextlib.suppress(OSError):
-            self._sock.send(json.dumps({"kind": "waiting", "generation": after}).encode(), socket.MSG_DONTWAIT)
+        """Ask whether there will be a generation; an agent that takes nothing is asked no more."""
+        if not self._channel.waiting:
+            self._channel.put({"kind": "waiting", "generation": after})
 
     @property
     def _agent_pid(self) -> int:
-        credentials = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-        return int(struct.unpack("3i", credentials)[0])
+        return self._channel.peer.pid
 
     def report(self, loss: Loss) -> None:
         """I have lost a peer, and wait."""
@@ -126,7 +117,7 @@ class AgentChannel:
 
     def close(self) -> None:
         """Hang up."""
-        self._sock.close()
+        self._channel.close()
 
     # -- what it hears -------------------------------------------------------------------------------------------
 
@@ -183,20 +174,14 @@ class AgentChannel:
     def _receive(self, *, wait_s: float) -> bool:
         """Whether something has come; all that has is taken."""
         has_come = False
-        while wait_readable([self._sock], 0.0 if has_come else wait_s):
-            try:
-                data = self._sock.recv(_MAX_PACKET_BYTES)
-            except OSError:
-                data = b""
-            if not data:
+        while wait_readable([self._channel], 0.0 if has_come else wait_s):
+            for message in self._channel.take():
+                message.close()
+                if message.content.get("kind") in ("generation", "joining", *_ENDS):
+                    self._arrived.append(message.content)
+            if self._channel.gone:
                 if wait_s:
                     raise PhalanxError("elastic: the agent of this host has ended, and nobody forms the group again")
                 return has_come
-            self._take(data)
             has_come = True
         return has_come
-
-    def _take(self, data: bytes) -> None:
-        message = json.loads(data)
-        if message.get("kind") in ("generation", "joining", *_ENDS):
-            self._arrived.append(message)

@@ -2,46 +2,47 @@
 
 A socket without a file, named after this process and some random digits, so that nobody can take the name first. The
 kernel vouches for the user on the other side; a connection of another user is closed before anything is read from it.
-A client sends one packet, with descriptors alongside. The agent never waits for one.
+A client sends one message (`phalanx.ipc.channel`). The agent never waits for one.
 
     another user                       closed unread
-    no packet                          may wait, with 63 others; the oldest makes room
+    no whole message yet               may wait, with 63 others; the oldest makes room
     no message, or without the token   closed                                            each is told, once
 """
 
 from __future__ import annotations
 
 import hmac
-import json
 import os
 import socket
 import sys
 from collections import OrderedDict
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from phalanx.symmetric_memory.peer import peer_of
+from phalanx.ipc.agent import listen
+from phalanx.ipc.channel import Channel
+from phalanx.ipc.peer import Peer, peer_of
 
 PREFIX = "phalanx-agent-"
 
-_MAX_PACKET_BYTES = 1 << 17
+_MAX_BYTES = 1 << 17  # of a message
 _MAX_FDS = 2
+_MAX_QUEUED = 256  # a client that takes none of so many messages is not going to
 _QUEUE = 128  # connections that may wait to be accepted
-_MAX_PENDING = 64  # accepted and without a packet yet; beyond that the oldest is closed
+_MAX_PENDING = 64  # accepted and without a whole message yet; beyond that the oldest is closed
 
 
 @dataclass(frozen=True)
 class Request:
-    """A client's packet and descriptors; `sock` is for the answer. The receiver closes all."""
+    """A client's message and descriptors; `channel` is for the answer. The receiver closes all."""
 
     message: dict[str, Any]
     fds: tuple[int, ...]
-    sock: socket.socket
+    channel: Channel
 
     def close(self) -> None:
         """Let go of everything."""
-        self.sock.close()
+        self.channel.close()
         for fd in self.fds:
             os.close(fd)
 
@@ -52,21 +53,17 @@ class AgentSocket:
     def __init__(self) -> None:
         self.address = ""
         self.token = os.urandom(16).hex()
-        self._connections: OrderedDict[int, socket.socket] = OrderedDict()
+        self._connections: OrderedDict[int, Channel] = OrderedDict()
         self._listener: socket.socket | None = None
         self._told: set[str] = set()
         self._notices: list[str] = []
         if sys.platform != "linux":
             return
         name = f"{PREFIX}{os.getpid()}-{os.urandom(4).hex()}"
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
         try:
-            listener.bind(f"\0{name}")
-            listener.listen(_QUEUE)
+            self._listener = listen(name, _QUEUE)
         except OSError:  # a sandbox without Unix sockets: the job runs, unobserved
-            listener.close()
             return
-        self._listener = listener
         self.address = f"{name}:{self.token}"
 
     @property
@@ -90,7 +87,7 @@ class AgentSocket:
         given = request.message.get("token")
         if isinstance(given, str) and hmac.compare_digest(given.encode(errors="replace"), self.token.encode()):
             return True
-        self._notice_unheard("token", request.sock, "has sent a message without the job's token")
+        self._notice_unheard("token", request.channel.peer, "has sent a message without the job's token")
         return False
 
     def notice(self, kind: str, text: str) -> None:
@@ -99,8 +96,7 @@ class AgentSocket:
             self._told.add(kind)
             self._notices.append(text)
 
-    def _notice_unheard(self, kind: str, sock: socket.socket, what: str) -> None:
-        peer = peer_of(sock)
+    def _notice_unheard(self, kind: str, peer: Peer, what: str) -> None:
         who = f"a process of user {peer.uid} (pid {peer.pid})"
         self.notice(kind, f"{who} {what}. It is not heard, and the job goes on; no more is said of such")
 
@@ -129,40 +125,32 @@ class AgentSocket:
                 connection, _ = listener.accept()
             except OSError:
                 return
-            if peer_of(connection).uid != os.getuid():
-                self._notice_unheard("user", connection, "has connected to the job of another user")
+            peer = peer_of(connection)
+            if peer.uid != os.getuid():
+                self._notice_unheard("user", peer, "has connected to the job of another user")
                 connection.close()
                 continue
             admitted += 1
-            connection.setblocking(False)
-            self._connections[connection.fileno()] = connection
+            self._connections[connection.fileno()] = self._open(connection)
             if len(self._connections) > _MAX_PENDING:
                 oldest = self._connections.popitem(last=False)[1]
                 self._notice_unheard(
-                    "silent", oldest, f"has opened a connection and sends nothing, like {_MAX_PENDING} others"
+                    "silent", oldest.peer, f"has opened a connection and sends nothing, like {_MAX_PENDING} others"
                 )
                 oldest.close()
 
-    def _read_request(self, connection: socket.socket) -> Request | None:
-        fds: Sequence[int] = ()
-        try:
-            data, fds, _, _ = socket.recv_fds(connection, _MAX_PACKET_BYTES, _MAX_FDS)
-        except BlockingIOError:
-            return None  # nothing has arrived yet
-        except OSError:
-            data = b""
-        del self._connections[connection.fileno()]
-        try:
-            for fd in fds:
-                os.set_inheritable(fd, False)
-            message = json.loads(data)
-            if not isinstance(message, dict):
-                raise ValueError
-        except (OSError, ValueError, RecursionError):  # it was closed without a packet, or sent something else
-            if data:
-                self._notice_unheard("garbage", connection, "has sent what is no message of Phalanx")
-            for fd in fds:
-                os.close(fd)
-            connection.close()
-            return None
-        return Request(message, tuple(fds), connection)
+    @staticmethod
+    def _open(connection: socket.socket) -> Channel:
+        return Channel(connection, max_bytes=_MAX_BYTES, max_fds=_MAX_FDS, max_queued=_MAX_QUEUED)
+
+    def _read_request(self, channel: Channel) -> Request | None:
+        messages = channel.take(limit=1)
+        if not (messages or channel.gone or channel.is_garbled):
+            return None  # it has not come yet
+        del self._connections[channel.fileno()]
+        if messages:
+            return Request(messages[0].content, messages[0].fds, channel)
+        if channel.is_garbled:
+            self._notice_unheard("garbage", channel.peer, "has sent what is no message of Phalanx")
+        channel.close()
+        return None

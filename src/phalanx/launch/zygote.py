@@ -38,9 +38,9 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
-from phalanx.launch import control_protocol
+from phalanx.ipc.channel import Channel
 from phalanx.launch.cuda_context import close_devices, describe, find_own_cuda_use
 from phalanx.launch.folder import remove
 from phalanx.launch.title import set_command
@@ -93,7 +93,7 @@ def main(
             _begin_again(control, agent, sessions, tells)
     gc.freeze()  # and for the ranks' collector the pages of the modules stay shared
     gc.enable()
-    assignment = _Zygote(socket.socket(fileno=control), agent, sessions).serve(tells=tells)
+    assignment = _Zygote(Channel(socket.socket(fileno=control)), agent, sessions).serve(tells=tells)
     run_worker(assignment)
 
 
@@ -146,7 +146,7 @@ def _load_torch_library() -> None:
 
 
 class _Zygote:
-    def __init__(self, control: socket.socket, agent: int, sessions: Sequence[int]) -> None:
+    def __init__(self, control: Channel, agent: int, sessions: Sequence[int]) -> None:
         self._control = control
         self._pid = os.getpid()
         self._agent = agent
@@ -182,23 +182,28 @@ class _Zygote:
                 _drain(self._wake[0])
                 self._reap()
             if self._control.fileno() in ready:
-                received = control_protocol.receive(self._control)
-                if received is None and self._is_spare:
-                    os._exit(0)  # the zygote sees to the rest
-                self._is_spare = False
-                if received is None:
-                    kill_sessions(self._sessions)
-                    kill_descendants(list(self._ranks))
-                    if self._target:
-                        remove(self._target["folder"])  # the agent would do it, if it had not been killed
-                    if self._membership:
-                        self._tell_first_host()
-                    os._exit(0)
-                assignment = self._execute(*received)
-                if assignment is not None:
-                    return assignment
+                # One, because a rank that is forked for it would inherit the descriptors of those after it.
+                for message in self._control.take(limit=1):
+                    self._is_spare = False
+                    assignment = self._execute(message.content, message.fds)
+                    if assignment is not None:
+                        return assignment
+                if self._control.gone:
+                    self._end_with_agent()
 
-    def _execute(self, message: dict[str, Any], fds: list[int]) -> Assignment | None:
+    def _end_with_agent(self) -> NoReturn:
+        """End, and all ranks with this process, because the agent has ended; a spare leaves that to the zygote."""
+        if self._is_spare:
+            os._exit(0)
+        kill_sessions(self._sessions)
+        kill_descendants(list(self._ranks))
+        if self._target:
+            remove(self._target["folder"])  # the agent would do it, if it had not been killed
+        if self._membership:
+            self._tell_first_host()
+        os._exit(0)
+
+    def _execute(self, message: dict[str, Any], fds: Sequence[int]) -> Assignment | None:
         command = message["command"]
         if command == "target":
             self._target = message["target"]
@@ -235,7 +240,7 @@ class _Zygote:
             adopt_orphans()  # which no fork inherits
             os.setsid()  # a session of its own, by which its ranks are known
             set_command([sys.executable, f"(phalanx run {self._agent}: the spare zygote)"])
-            spare = _Zygote(socket.socket(fileno=control), self._agent, ())
+            spare = _Zygote(Channel(socket.socket(fileno=control)), self._agent, ())
             spare._target, spare._membership, spare._is_spare = self._target, self._membership, True
             return spare.serve()
         os.close(control)
@@ -251,7 +256,7 @@ class _Zygote:
         except Exception:
             pass  # the first host finds out by our silence
 
-    def _fork(self, message: dict[str, Any], fds: list[int]) -> Assignment | None:
+    def _fork(self, message: dict[str, Any], fds: Sequence[int]) -> Assignment | None:
         """Fork one rank; returns its assignment in the child, None in the zygote."""
         rank, parent = message["rank"], os.getpid()
         try:
@@ -349,7 +354,7 @@ class _Zygote:
 
     def _send_event(self, event: dict[str, Any]) -> None:
         try:
-            control_protocol.send(self._control, event)
+            self._control.send(event)
         except OSError:
             pass  # the agent has gone; the next receive sees it
 

@@ -18,9 +18,9 @@ from typing import Any
 
 from phalanx.deadline import Deadline
 from phalanx.errors import PeerLostError, PhalanxError
+from phalanx.ipc.peer import peer_of
 from phalanx.rpc.worker_info import Member
 from phalanx.symmetric_memory import private
-from phalanx.symmetric_memory.peer import peer_of
 
 _BACKLOG = 1024
 _HELLO = struct.Struct("<4s16sI")

@@ -25,8 +25,8 @@ from types import TracebackType
 from phalanx.deadline import Deadline
 from phalanx.descriptors import wait_readable
 from phalanx.errors import DeadlineError, PhalanxError
+from phalanx.ipc.peer import peer_of
 from phalanx.symmetric_memory import private
-from phalanx.symmetric_memory.peer import peer_of
 
 _SLICE_S = 0.5
 _HELLO_TIMEOUT_S = 5.0  # for a connection to send its token and rank

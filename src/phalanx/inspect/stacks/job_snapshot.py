@@ -3,25 +3,27 @@
     command ──{"kind": "snapshot"}──▶ agent
     command ◀──description (a file), the ranks' stacks, the groups' control memory, the ranks' pages── agent
 
-The description travels as a file because it may be longer than a packet; the descriptors in several packets.
+The description travels as a file because it may be longer than a socket takes at once; the descriptors in several
+messages.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import socket
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
+from phalanx.deadline import Deadline
 from phalanx.diagnostics.observer import GroupInfo
 from phalanx.errors import LaunchError
+from phalanx.ipc.agent import connect
+from phalanx.ipc.channel import Channel
 from phalanx.symmetric_memory.memfd import create
-from phalanx.symmetric_memory.peer import peer_of
 
-_FDS_PER_PACKET = 64
+_FDS_AT_ONCE = 64
 _MAX_DESCRIPTION_BYTES = 1 << 24
 
 
@@ -81,23 +83,28 @@ class Answer(NamedTuple):
 
 
 def answer(
-    sock: socket.socket,
+    channel: Channel,
     snapshot: JobSnapshot,
     stacks: Sequence[int],
     controls: Sequence[int],
     pages: Sequence[int] = (),
 ) -> None:
     """Answer as the agent, which never waits: a client that has gone, or does not read, gets nothing."""
-    description = create("phalanx-snapshot")
-    try:
-        os.write(description, snapshot.to_bytes())
+    with _file(snapshot.to_bytes()) as description:
         fds = [description, *stacks, *controls, *pages]
-        for start in range(0, len(fds), _FDS_PER_PACKET):
-            socket.send_fds(sock, [b"snapshot"], fds[start : start + _FDS_PER_PACKET])
-    except OSError:
-        pass
+        for start in range(0, len(fds), _FDS_AT_ONCE):
+            channel.put({}, fds[start : start + _FDS_AT_ONCE])
+
+
+@contextmanager
+def _file(data: bytes) -> Iterator[int]:
+    """Yield a file in memory that holds `data`, which may be longer than a socket takes at once."""
+    fd = create("phalanx-snapshot")
+    try:
+        os.write(fd, data)
+        yield fd
     finally:
-        os.close(description)
+        os.close(fd)
 
 
 class Told(NamedTuple):
@@ -108,35 +115,28 @@ class Told(NamedTuple):
     offset_s: float
 
 
-def answer_others(sock: socket.socket, told: Sequence[Told]) -> None:
+def answer_others(channel: Channel, told: Sequence[Told]) -> None:
     """Answer `ask_others` as the agent, which never waits."""
-    description = create("phalanx-snapshot")
-    try:
-        os.write(description, json.dumps(told).encode())
-        socket.send_fds(sock, [b"others"], [description])
-    except OSError:
-        pass
-    finally:
-        os.close(description)
+    with _file(json.dumps(told).encode()) as description:
+        channel.put({}, [description])
 
 
 def ask_others(name: str, timeout_s: float, *, what: str = "stacks") -> list[Told]:
     """Return what `phalanx stacks`, or the command `what`, would say on each other host of the job. Empty if nobody
     says.
     """
+    deadline = Deadline.after(timeout_s)
     try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC) as sock:
-            sock.settimeout(timeout_s)
-            sock.connect(f"\0{name}")
-            if peer_of(sock).uid != os.getuid():
+        with closing(connect(name, timeout_s)) as channel:
+            if channel.peer.uid != os.getuid():
                 return []
-            sock.send(json.dumps({"kind": "stacks of other hosts", "what": what}).encode())
-            _, fds, _, _ = socket.recv_fds(sock, 16, 1)
+            channel.put({"kind": "stacks of other hosts", "what": what})
+            answered = channel.receive(deadline)
     except OSError:
         return []
-    if not fds:
+    if answered is None or not answered.fds:
         return []
-    with open(fds[0], "rb") as file:
+    with open(answered.fds[0], "rb") as file:
         data = os.pread(file.fileno(), _MAX_DESCRIPTION_BYTES, 0)
     return [Told(str(host), str(text), float(offset_s)) for host, text, offset_s in json.loads(data)]
 
@@ -152,18 +152,18 @@ def ask(
     """
     fds: list[int] = []
     try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC) as sock:
-            sock.settimeout(timeout_s)
+        deadline = Deadline.after(timeout_s)
+        with ExitStack() as stack:
             try:
-                sock.connect(f"\0{name}")
-                peer = peer_of(sock)
+                channel = stack.enter_context(closing(connect(name, timeout_s, max_fds=_FDS_AT_ONCE)))
+                peer = channel.peer
                 if peer.uid != os.getuid() or peer.pid != agent:
                     raise LaunchError(
                         f"{command}: job {agent}: another process has its address, and was not asked. "
                         "If it runs in a container with a PID namespace of its own, ask in there."
                     )
-                sock.send(json.dumps({"kind": "snapshot", "stacks": stacks}).encode())
-                snapshot = _receive(sock, fds)
+                channel.put({"kind": "snapshot", "stacks": stacks})
+                snapshot = _receive(channel, fds, deadline)
             except TimeoutError:
                 raise LaunchError(
                     f"{command}: job {agent}: `phalanx run` does not answer within {timeout_s:g} s. "
@@ -185,14 +185,14 @@ def ask(
             os.close(fd)
 
 
-def _receive(sock: socket.socket, fds: list[int]) -> JobSnapshot:
+def _receive(channel: Channel, fds: list[int], deadline: Deadline) -> JobSnapshot:
     """Collect the answer; descriptors go to `fds` as they come, so that they are closed whatever happens."""
     snapshot, expected = None, 1
     while len(fds) < expected:
-        data, received, _, _ = socket.recv_fds(sock, 16, _FDS_PER_PACKET)
-        fds += received
-        if not data or not received:
+        part = channel.receive(deadline)
+        if part is None or not part.fds:
             raise OSError("it closed the connection")
+        fds += part.fds
         if snapshot is None:
             snapshot = JobSnapshot.from_bytes(os.pread(fds[0], _MAX_DESCRIPTION_BYTES, 0))
             num_stacks = len(snapshot.ranks) if snapshot.with_stacks else 0

@@ -88,7 +88,7 @@ class HostLook:
 def look(job: RunningJob, memory: MemoryReader) -> HostLook:
     """Return the ranks of `job` that are on this host.
 
-    Cost: a packet for the agent, a few microseconds of reading for each rank, and /proc. The ranks do nothing.
+    Cost: a message for the agent, a few microseconds of reading for each rank, and /proc. The ranks do nothing.
 
     Raises:
         LaunchError: it has ended, is another user's, or its agent does not answer.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import select
 import signal
@@ -30,7 +28,6 @@ from phalanx.launch.environment import Place
 from phalanx.launch.failure import summarise
 from phalanx.launch.plan import JobPlan
 from phalanx.processes import ENDING_SIGNALS, STACKS_SIGNAL, name_signal, read_state
-from phalanx.symmetric_memory.peer import peer_of
 
 _READ_S = 0.05  # a flood of output makes way for signals and events this often
 _REPORT_END_AFTER_S = 1.0
@@ -130,7 +127,7 @@ class Attempt(HostRanks):
             if control.fileno() in ready:
                 control.send_some()
                 for event in control.take():
-                    self._on_event(event)
+                    self._on_event(event.content)
                 if control.gone:
                     self._lose_zygote()
             if host.display.reader_gone and self.state.interrupted is None:
@@ -318,7 +315,7 @@ class Attempt(HostRanks):
 
         Which process it is the kernel says: what a rank has started knows the token, too.
         """
-        pid = peer_of(request.sock).pid
+        pid = request.channel.peer.pid
         rank = next((rank for rank, known in self._processes.pids.items() if known == pid), None)
         if rank is None and self._awaits_start:
             self._knocking.append(request)  # the zygote's word may be on its way
@@ -333,7 +330,7 @@ class Attempt(HostRanks):
         self._host.zygote.let_go_of_lost(rank)
         self._host.zygote.warm_up()
         self._host.zygote.keep_spare()
-        self.links.admit(request.sock, rank, pid, {"kind": "welcome", "generation": self.generation})
+        self.links.admit(request.channel, rank, pid, {"kind": "welcome", "generation": self.generation})
         self.on_rank_message(rank, pid, request.message)
 
     @property
@@ -344,8 +341,7 @@ class Attempt(HostRanks):
     def _refuse(self, request: Request, pid: int) -> None:
         """Take in a process that is none of the ranks and wants to be one: below `phalanx run bash train.sh`, say."""
         why = f"phalanx.elastic works in a process that phalanx run has started itself, and pid {pid} is none of them"
-        with contextlib.suppress(OSError):  # it did not wait
-            request.sock.send(json.dumps({"kind": "refused", "why": why}).encode())
+        request.channel.put({"kind": "refused", "why": why})
         request.close()
         if pid not in self._processes.lost_ns and read_state(pid) not in ("", "Z"):  # it may have been one until now
             self._host.agent_socket.notice("no rank", f"{why}. To this one, the loss of a rank is the end of the job")
@@ -368,11 +364,11 @@ class Attempt(HostRanks):
         if kind in _OF_RANKS and not self._host.agent_socket.has_token(request):
             request.close()
         elif kind == "group":
-            request.sock.close()
+            request.channel.close()
             self.flights.add(request.message, request.fds, self._processes.lost_ns)
         elif kind == PROGRESS_PAGE:
-            self.pages.add(peer_of(request.sock).pid, request.fds)
-            request.sock.close()
+            self.pages.add(request.channel.peer.pid, request.fds)
+            request.channel.close()
         elif kind == REPORT:
             self.report_folder = self.report_folder or str(request.message.get("folder", ""))
             request.close()
@@ -382,8 +378,7 @@ class Attempt(HostRanks):
             self.ask_other_hosts(request)
         else:
             if kind == "store" and self._store is not None:
-                with contextlib.suppress(OSError):  # it did not wait
-                    socket.send_fds(request.sock, [b"store"], [self._store])
+                request.channel.put({}, [self._store])
             elif kind == "snapshot":
                 self._answer_snapshot(request)
             request.close()
@@ -413,7 +408,7 @@ class Attempt(HostRanks):
             tuple((lost.rank, lost.pid, int(lost.at * 1e9), lost.why) for lost in self.elastic.losses),
         )
         stacks = [self._processes.stacks[rank] for rank in living] if with_stacks else []
-        answer(request.sock, snapshot, stacks, [observer.control for observer in observed], list(pages.values()))
+        answer(request.channel, snapshot, stacks, [observer.control for observer in observed], list(pages.values()))
 
     def on_signal(self, number: int, where: str = "") -> None:
         """Follow a signal that has come, here or at the agent of another host (`where`)."""

@@ -152,7 +152,7 @@ class HostRanks:
 
     def ask_other_hosts(self, request: Request) -> None:
         """Somebody wants to know where the ranks of other hosts are."""
-        answer_others(request.sock, [])
+        answer_others(request.channel, [])
         request.close()
 
     def collect_logs(self) -> list[GroupLog]:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from phalanx.launch import control_protocol
+from phalanx.ipc.channel import Channel
 from phalanx.launch.target import Target
 from phalanx.launch.zygote_command import plan_zygote_code
 from phalanx.processes import SUPPORTED, has_working_directory
@@ -22,7 +22,7 @@ _MAX_SPARES = 20  # of one zygote: whatever ends them is not going to stop
 class Spare:
     """A fork of the zygote, which takes its place when that is killed. `pid` is 0 until it exists."""
 
-    def __init__(self, control: control_protocol.Channel) -> None:
+    def __init__(self, control: Channel) -> None:
         self.control = control
         self.pid = 0
 
@@ -92,7 +92,7 @@ class ZygoteProcess:
             self.guard(sessions)
             return
         ours, theirs = socket.socketpair()
-        self.control = control_protocol.Channel(ours)
+        self.control = Channel(ours)
         code = plan_zygote_code(
             theirs.fileno(), os.getpid(), preload=preload, warm=warm, sessions=sessions, tells=tells
         )
@@ -159,7 +159,7 @@ class ZygoteProcess:
         if self._spare is None and self._num_spares < _MAX_SPARES and not self.control.gone:
             self._num_spares += 1
             ours, theirs = socket.socketpair()
-            self._spare = Spare(control_protocol.Channel(ours))
+            self._spare = Spare(Channel(ours))
             with theirs:
                 self.control.put({"command": "spare"}, [theirs.fileno()])
 

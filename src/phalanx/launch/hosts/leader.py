@@ -262,7 +262,7 @@ class LeaderAttempt(Attempt):
                 for m, node in self._peers.others.items()
                 if m in pending.told
             ]
-            answer_others(pending.request.sock, [*told, *silent])
+            answer_others(pending.request.channel, [*told, *silent])
             pending.request.close()
             del self._stacks_requests[number]
 
