@@ -297,8 +297,13 @@ def test_on_gloo_it_is_pytorchs_own():
                 made.append(ZeroRedundancyOptimizer(params, optim.AdamW, parameters_as_bucket_view=True, fused=True))
                 return made[0]
 
-            done = _compare(lambda params: optim.AdamW(params, fused=True), make, rank)
-        return done, type(made[0]) is torch.distributed.optim.ZeroRedundancyOptimizer
+            # The plain optimizer is no anchor: in PyTorch's bucket view a convolution's weights lose channels_last, and
+            # whether the results are the same then depends on the processor.
+            from torch.distributed.optim import ZeroRedundancyOptimizer as own
+
+            options = {"parameters_as_bucket_view": True, "fused": True}
+            done = _compare(lambda params: own(params, optim.AdamW, **options), make, rank)
+        return done, type(made[0]) is own
 
     assert run_ranks(delegated, 2, backend="gloo") == [(True, True)] * 2
 
