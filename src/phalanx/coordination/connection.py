@@ -29,7 +29,6 @@ from phalanx.coordination.pending_call import PendingCall
 from phalanx.coordination.refusal import explain_refusal
 from phalanx.coordination.route import NoRouteError, Route, find_route
 from phalanx.coordination.service import heartbeat_s
-from phalanx.coordination.wakeup import drain, new_wakeup, release, ring
 from phalanx.coordination.wire import (
     MAX_FRAME_BYTES,
     MAX_MESSAGES,
@@ -44,6 +43,7 @@ from phalanx.coordination.wire import (
 )
 from phalanx.deadline import Deadline
 from phalanx.errors import AuthenticationError, ClosedError, CoordinationError, DeadlineError
+from phalanx.ipc.wakeup import Wakeup
 
 _LONGEST_POLL_S = 3.0  # then what was not answered is looked through
 _SILENCE_S = 30.0  # a coordinator that is asked answers sooner, also who waits for a key
@@ -120,7 +120,7 @@ class Connection:
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._route: Route | None = None
         self._reader: int | None = None
-        self._wake_fds: tuple[int, int] | None = None
+        self._wakeup: Wakeup | None = None
         self._inbox = EventInbox()
         self._beat_s = 1.0
         self._lost_after_s = 10.0
@@ -142,9 +142,9 @@ class Connection:
         self._context = self._given_context or zmq.Context(io_threads=1)
         dealer = self._socket = open_dealer(self._context, None if self.address.path else self.key)
         self._monitor = dealer.get_monitor_socket(EVENTS)
-        self._wake_fds = new_wakeup()
+        self._wakeup = Wakeup()
         self._poll = select.poll()
-        for fd in (int(dealer.fd), int(self._monitor.fd), self._wake_fds[0]):
+        for fd in (int(dealer.fd), int(self._monitor.fd), self._wakeup.fileno()):
             self._poll.register(fd, select.POLLIN)
         dealer.connect(endpoint)
         try:
@@ -213,9 +213,8 @@ class Connection:
                 self._socket = None
             if self._context is not None and self._given_context is None:
                 self._context.term()
-            for fd in self._wake_fds or ():
-                os.close(fd)
-            self._wake_fds = None
+            if self._wakeup is not None:
+                self._wakeup.close()
             self._inbox.close()
 
     # Requests.
@@ -340,7 +339,7 @@ class Connection:
         with self._lock:
             for call in self._calls.values():
                 if call.wake is not None:
-                    release(call.wake)
+                    _release(call.wake)
                     return
 
     def _poll_once(self, limit_s: float) -> None:
@@ -352,8 +351,8 @@ class Connection:
         with self._lock:
             if self._socket is None:
                 return
-            if any(fd == self._wake_fds[0] for fd, _ in ready):  # type: ignore[index]
-                drain(self._wake_fds)
+            if self._wakeup is not None and any(fd == self._wakeup.fileno() for fd, _ in ready):
+                self._wakeup.drain()
             self._read()
             now = time.monotonic()
             if self._cut_at is not None and now - self._cut_at > 3 * self._lost_after_s:
@@ -452,9 +451,9 @@ class Connection:
 
     def _awaken(self, call: PendingCall) -> None:
         if call.wake is not None:
-            release(call.wake)
+            _release(call.wake)
         elif self._reader is not None and self._reader != threading.get_ident():
-            ring(self._wake_fds)
+            self._ring()
 
     def _finish(self, call: PendingCall, error: Exception) -> None:
         call.error = error
@@ -468,7 +467,8 @@ class Connection:
             self._expelled(str(error).encode())
 
     def _ring(self) -> None:
-        ring(self._wake_fds)
+        if self._wakeup is not None:
+            self._wakeup.ring()
 
     def _revive(self, deadline: Deadline) -> None:
         """In a forked child: a connection of its own. It is no member, and has nothing under way."""
@@ -476,6 +476,14 @@ class Connection:
         self.member = -1
         self._given_context = None
         self._connect(deadline)
+
+
+def _release(lock: threading.Lock) -> None:
+    """Wake whoever waits for `lock`, if nobody has."""
+    try:
+        lock.release()
+    except RuntimeError:  # it is awake
+        pass
 
 
 def _hostname() -> str:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections import deque
 
 from phalanx.coordination.event import Event
-from phalanx.coordination.wakeup import drain, new_wakeup, ring
+from phalanx.ipc.wakeup import Wakeup
 
 _EVENT_BYTES, _TELL_BYTES = 100, 1 << 20
 
@@ -19,15 +18,14 @@ class EventInbox:
 
     def __init__(self) -> None:
         self._events: deque[Event] = deque()
-        self._fds: tuple[int, int] | None = new_wakeup()
+        self._wakeup = Wakeup()
         self.last = 0  # the number of the last event that has come
         self.taken = 0  # and of the last one that was taken: the coordinator need not keep it
         self._untold_bytes = 0  # of what was taken since the coordinator was told
 
     def fileno(self) -> int:
         """Return a descriptor that is readable while there are events to take."""
-        assert self._fds is not None
-        return self._fds[0]
+        return self._wakeup.fileno()
 
     def restart(self) -> None:
         """Begin to count anew: this process has joined (again)."""
@@ -42,14 +40,14 @@ class EventInbox:
     def put(self, event: Event) -> None:
         """Add an event of our own, which has no number."""
         self._events.append(event)
-        ring(self._fds)
+        self._wakeup.ring()
 
     def take(self) -> list[Event]:
         """Return what has come since the last call."""
         events = list(self._events)
         self._events.clear()
         self.taken = self.last
-        drain(self._fds)
+        self._wakeup.drain()
         self._untold_bytes += sum(len(event.body) + _EVENT_BYTES for event in events)
         return events
 
@@ -64,6 +62,4 @@ class EventInbox:
 
     def close(self) -> None:
         """Let go of the descriptor; a second call does nothing."""
-        for fd in self._fds or ():
-            os.close(fd)
-        self._fds = None
+        self._wakeup.close()

@@ -1,30 +1,27 @@
-"""The signals that the agent receives, as bytes on a pipe: handled in the event loop, between two events."""
+"""Signals as bytes on a pipe: handled in an event loop, between two events."""
 
 from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-
-_CAUGHT = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGTSTP", "SIGCONT", "SIGCHLD")
 
 
 @contextmanager
-def caught_signals() -> Iterator[int]:
+def caught_signals(numbers: Iterable[int]) -> Iterator[int]:
     """Yield a descriptor on which each signal that arrives is a byte, its number; dispositions are restored afterwards.
 
-    A signal that whoever started us chose to ignore (nohup, a background job) stays ignored.
+    A signal that whoever started us chose to ignore (nohup, a background job) stays ignored. In the main thread only.
     """
     read, write = os.pipe()
     for end in (read, write):
         os.set_blocking(end, False)
-    numbers = [signal.Signals[name] for name in _CAUGHT]
     before = {number: signal.getsignal(number) for number in numbers}
     previous = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
     try:
-        for number in numbers:
-            if before[number] != signal.SIG_IGN:
+        for number, handler in before.items():
+            if handler != signal.SIG_IGN:
                 signal.signal(number, lambda signum, frame: None)
         yield read
     finally:

@@ -1,41 +1,80 @@
-"""How one thread wakes another one that sleeps in poll(), or waits for a lock."""
+"""How one thread wakes another one that sleeps in poll(), and leaves it something to take."""
 
 from __future__ import annotations
 
 import os
-import threading
+import queue
+import sys
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+_ONE = (1).to_bytes(8, sys.byteorder)  # what an eventfd takes; to a pipe it is eight bytes like any others
+_READ_BYTES = 4096
 
 
-def new_wakeup() -> tuple[int, int]:
-    """Return a pipe whose first end is readable once somebody has written to it with `ring`; nothing blocks."""
-    ends = os.pipe()
-    for end in ends:
-        os.set_blocking(end, False)
-    return ends
+class Wakeup:
+    """A descriptor that can be read once somebody has called `ring`. No call waits, nor takes a lock of Python's.
 
+    After `close` nothing happens to who rings.
+    """
 
-def ring(fds: tuple[int, int] | None) -> None:
-    """Make it readable."""
-    if fds is not None:
+    def __init__(self) -> None:
+        if hasattr(os, "eventfd"):  # on Linux
+            self._read = self._write = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            return
+        self._read, self._write = os.pipe()
+        for end in (self._read, self._write):
+            os.set_blocking(end, False)
+
+    def fileno(self) -> int:
+        """Return what to wait on; -1 once this is closed."""
+        return self._read
+
+    def ring(self) -> None:
+        """Make it readable."""
         try:
-            os.write(fds[1], b"x")
-        except BlockingIOError:  # it is signalled already
+            os.write(self._write, _ONE)
+        except OSError:  # it has been rung so often that no more fits, or nobody waits any more
             pass
 
-
-def drain(fds: tuple[int, int] | None) -> None:
-    """Make it unreadable again."""
-    if fds is not None:
+    def drain(self) -> None:
+        """Make it unreadable again."""
         try:
-            while len(os.read(fds[0], 4096)) == 4096:
+            while len(os.read(self._read, _READ_BYTES)) == _READ_BYTES:
                 pass
-        except BlockingIOError:
+        except OSError:  # nothing was there
             pass
 
+    def close(self) -> None:
+        """Let go of it; a second call does nothing."""
+        fds = {self._read, self._write} - {-1}
+        self._read = self._write = -1
+        for fd in fds:
+            os.close(fd)
 
-def release(lock: threading.Lock) -> None:
-    """Wake whoever waits for `lock`, if nobody has."""
-    try:
-        lock.release()
-    except RuntimeError:  # it is awake
-        pass
+
+class Mailbox(Generic[T]):
+    """What other threads leave for one that waits on `fileno` besides other things."""
+
+    def __init__(self) -> None:
+        self._letters: queue.SimpleQueue[T] = queue.SimpleQueue()
+        self._wakeup = Wakeup()
+
+    def fileno(self) -> int:
+        """Return a descriptor that can be read when `take` has something."""
+        return self._wakeup.fileno()
+
+    def put(self, letter: T) -> None:
+        """Leave something; from any thread."""
+        self._letters.put(letter)
+        self._wakeup.ring()
+
+    def take(self) -> list[T]:
+        """Return what was left, in order."""
+        self._wakeup.drain()  # first, or what comes in between is not told
+        return [self._letters.get_nowait() for _ in range(self._letters.qsize())]
+
+    def close(self) -> None:
+        """Let go of the descriptor."""
+        self._wakeup.close()

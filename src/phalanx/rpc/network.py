@@ -19,9 +19,7 @@ process does not take in a large tensor.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import os
 import threading
 import time
 from collections import deque
@@ -34,6 +32,7 @@ from phalanx.coordination.admission import Admission, Complaints
 from phalanx.coordination.connection_guard import ConnectionGuard, connections_allowed, cut, protect
 from phalanx.coordination.key import Key
 from phalanx.errors import PhalanxError
+from phalanx.ipc.wakeup import Wakeup
 from phalanx.log import get_logger
 from phalanx.rpc import wire
 from phalanx.rpc.wire import BUFFER, HEAD, Frame
@@ -113,7 +112,7 @@ class Network:
         self._guard = ConnectionGuard(
             self._router, port, self._complaints, max_young=_MAX_YOUNG, max_open=connections_allowed()
         )
-        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._wakeup = Wakeup()
         self._sleeps = False
         self._posted: deque[tuple[NetworkConnection | None, Any]] = deque()
         self._callers: dict[bytes, NetworkConnection] = {}  # by identity
@@ -141,14 +140,13 @@ class Network:
         """Let the thread send `parts`; None opens the connection."""
         self._posted.append((connection, parts))
         if self._sleeps:
-            with contextlib.suppress(OSError):
-                os.eventfd_write(self._bell, 1)
+            self._wakeup.ring()
 
     # -- the thread ----------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         poller = zmq.Poller()
-        poller.register(self._bell, zmq.POLLIN)
+        poller.register(self._wakeup.fileno(), zmq.POLLIN)
         poller.register(self._router, zmq.POLLIN)
         poller.register(self._admission.socket, zmq.POLLIN)
         poller.register(self._guard.socket, zmq.POLLIN)
@@ -158,9 +156,8 @@ class Network:
             self._sleeps = True
             ready: dict[Any, int] = {} if self._posted else dict(poller.poll(int(_GRACE_S * 1000) if dying else 1000))
             self._sleeps = False
-            if self._bell in ready:
-                with contextlib.suppress(OSError):
-                    os.eventfd_read(self._bell)
+            if self._wakeup.fileno() in ready:
+                self._wakeup.drain()
             if self._admission.socket in ready:
                 self._admission.answer(time.monotonic())
             if self._guard.socket in ready or self._guard.num_young:
@@ -292,10 +289,9 @@ class Network:
     def close(self) -> None:
         """Send what is posted, and end."""
         self._closed = True
-        with contextlib.suppress(OSError):
-            os.eventfd_write(self._bell, 1)
+        self._wakeup.ring()
         self._thread.join()
-        os.close(self._bell)
+        self._wakeup.close()
 
 
 class _Dealer:

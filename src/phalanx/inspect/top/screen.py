@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import queue
 import signal
 import sys
 import termios
@@ -17,7 +16,6 @@ import threading
 import time
 import tty
 from collections.abc import Iterator
-from types import FrameType
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -27,6 +25,8 @@ from phalanx.errors import LaunchError
 from phalanx.inspect.top.table import page
 from phalanx.inspect.top.view import JobView
 from phalanx.inspect.top.watch import Watch
+from phalanx.ipc.signals import caught_signals, read_signals
+from phalanx.ipc.wakeup import Mailbox
 
 _SHARE = 1 / 50  # of a core, at most: with many ranks there are fewer looks
 _SIGNALS = (signal.SIGWINCH, signal.SIGTERM, signal.SIGINT, signal.SIGTSTP)
@@ -39,26 +39,19 @@ class Looker:
     def __init__(self, watch: Watch, interval_s: float) -> None:
         self._watch = watch
         self._interval_s = interval_s
-        self._found: queue.SimpleQueue[JobView | str | None] = queue.SimpleQueue()
+        self._found: Mailbox[JobView | str | None] = Mailbox()
         self._end = threading.Event()
-        self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         # daemon: at the end it may be waiting for an agent that does not answer, and nobody waits for it
         self._thread = threading.Thread(target=self._run, name="phalanx-top", daemon=True)
         self._thread.start()
 
     def fileno(self) -> int:
         """Readable when there is something to take."""
-        return self._read
+        return self._found.fileno()
 
     def take(self) -> list[JobView | str | None]:
         """Return views; words that say why there is none now; None when the job has ended."""
-        with contextlib.suppress(BlockingIOError):
-            os.read(self._read, 4096)
-        found = []
-        with contextlib.suppress(queue.Empty):
-            while True:
-                found.append(self._found.get_nowait())
-        return found
+        return self._found.take()
 
     def close(self) -> None:
         """Look no more."""
@@ -68,18 +61,13 @@ class Looker:
         while not self._end.is_set():
             used_s = time.thread_time()
             try:
-                self._put(self._watch.look())
+                self._found.put(self._watch.look())
             except LaunchError as error:
                 if self._watch.has_ended():
-                    self._put(None)
+                    self._found.put(None)
                     return
-                self._put(str(error))
+                self._found.put(str(error))
             self._end.wait(max(self._interval_s, (time.thread_time() - used_s) / _SHARE))
-
-    def _put(self, what: JobView | str | None) -> None:
-        self._found.put(what)
-        with contextlib.suppress(OSError):
-            os.write(self._write, b"x")
 
 
 class _Screen:
@@ -128,7 +116,7 @@ def show(watch: Watch, interval_s: float) -> JobView | None:
     looker = Looker(watch, interval_s)
     stdin = sys.stdin.fileno() if sys.stdin is not None and sys.stdin.isatty() else None
     try:
-        with _signals() as signals, _keys(stdin):
+        with caught_signals(_SIGNALS) as signals, _keys(stdin):
             screen.live.start()
             try:
                 return _loop(screen, looker, signals, stdin)
@@ -143,7 +131,7 @@ def _loop(screen: _Screen, looker: Looker, signals: int, stdin: int | None) -> J
     waited_for = [looker.fileno(), signals, *([stdin] if stdin is not None else [])]
     while True:
         ready = wait_readable(waited_for)
-        for number in os.read(signals, 64) if signals in ready else b"":
+        for number in read_signals(signals):
             if number == signal.SIGTERM:
                 sys.exit(128 + signal.SIGTERM)
             if number == signal.SIGINT:
@@ -158,26 +146,6 @@ def _loop(screen: _Screen, looker: Looker, signals: int, stdin: int | None) -> J
         if stdin in ready and not screen.press(os.read(stdin, 64).decode(errors="replace")):
             return None
         screen.draw()
-
-
-@contextlib.contextmanager
-def _signals() -> Iterator[int]:
-    """Yield a descriptor on which the signals of `_SIGNALS` are bytes; before and after they do what they did."""
-    read, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-    wakeup = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-    before = {number: signal.signal(number, _note) for number in _SIGNALS}
-    try:
-        yield read
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        signal.set_wakeup_fd(wakeup)
-        os.close(read)
-        os.close(write)
-
-
-def _note(signum: int, frame: FrameType | None) -> None:
-    """Do nothing: the byte on the pipe tells."""
 
 
 @contextlib.contextmanager

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 from typing import TYPE_CHECKING
 
 from phalanx.errors import LaunchError
+from phalanx.ipc.signals import caught_signals
 from phalanx.launch import limits
-from phalanx.launch.agent.signals import caught_signals
 from phalanx.launch.agent.zygote_process import ZygoteProcess
 from phalanx.launch.environment import plan_zygote_environment
 from phalanx.launch.plan import JobPlan
@@ -16,6 +17,8 @@ from phalanx.processes import adopt_orphans, kill_descendants
 
 if TYPE_CHECKING:
     from phalanx.launch.hosts.join_job import Joined
+
+_CAUGHT = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGTSTP", "SIGCONT", "SIGCHLD")
 
 
 def run_job(plan: JobPlan, joined: Joined | None = None) -> int:
@@ -27,7 +30,7 @@ def run_job(plan: JobPlan, joined: Joined | None = None) -> int:
         LaunchError: the log directory cannot be written, or the system refuses processes or descriptors.
     """
     adopt_orphans()
-    with caught_signals() as signals:
+    with caught_signals(signal.Signals[name] for name in _CAUGHT) as signals:
         environment = plan_zygote_environment(plan.environ, plan.placement.threads)
         preload = plan.settings.preload and plan.settings.target.kind != "program"
         warm = preload and (bool(plan.settings.max_restarts) or may_be_elastic(plan.settings.target))

@@ -17,11 +17,11 @@ from phalanx.diagnostics.report_request import KIND as REPORT
 from phalanx.errors import LaunchError
 from phalanx.inspect.agent_socket import Request
 from phalanx.inspect.stacks.job_snapshot import JobSnapshot, answer
+from phalanx.ipc.signals import read_signals
 from phalanx.launch import limits
 from phalanx.launch.agent.elastic_actions import BeginGeneration
 from phalanx.launch.agent.host import Host
 from phalanx.launch.agent.host_ranks import HostRanks, count_ranks
-from phalanx.launch.agent.signals import read_signals
 from phalanx.launch.agent.supervision import Kill
 from phalanx.launch.agent.watch import Accused, Watch, describe_slow, describe_wait, read_stack
 from phalanx.launch.environment import Place

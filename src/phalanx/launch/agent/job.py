@@ -17,13 +17,13 @@ from phalanx.errors import LaunchError
 from phalanx.inspect.agent_socket import AgentSocket
 from phalanx.inspect.flight.files import write_flight
 from phalanx.inspect.flight.summary import describe_flight
+from phalanx.ipc.signals import read_signals
 from phalanx.launch import limits
 from phalanx.launch.agent.attempt import Attempt
 from phalanx.launch.agent.elastic import BELOW_MINIMUM_EXIT_CODE
 from phalanx.launch.agent.elastic_actions import Lost
 from phalanx.launch.agent.end_summary import describe_losses, describe_overdue, describe_signal_end
 from phalanx.launch.agent.host import Host
-from phalanx.launch.agent.signals import read_signals
 from phalanx.launch.agent.supervision import Supervision
 from phalanx.launch.agent.zygote_process import ZygoteProcess
 from phalanx.launch.calls.verdict import Verdict

@@ -8,8 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
-import queue
 import threading
 import time
 from collections import deque
@@ -20,6 +18,7 @@ from typing import Any
 from phalanx.coordination.client import Client
 from phalanx.coordination.event import Event
 from phalanx.errors import PhalanxError
+from phalanx.ipc.wakeup import Mailbox
 
 _POST_S = 5.0  # of one try; while the link is cut the next one follows
 MAX_WAITING_BYTES = 1 << 20
@@ -51,42 +50,15 @@ class Change:
     why: str
 
 
-class Notices:
+class Notices(Mailbox[str]):
     """Lines for a person from other threads of this process."""
 
-    def __init__(self) -> None:
-        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-
-    def fileno(self) -> int:
-        """Readable when `take` has something."""
-        return self._read
-
-    def add(self, line: str) -> None:
-        """Have `line` said; from any thread."""
-        self._lines.put(line)
-        with contextlib.suppress(BlockingIOError, OSError):
-            os.write(self._write, b"x")
-
-    def add_refusal(self, line: str) -> None:
-        """As `add`, of the coordinator's words; those on members that are lost come from the agent, who knows more."""
+    def put_refusal(self, line: str) -> None:
+        """Do as `put`, with the coordinator's words; those on members that are lost come from the agent, who knows
+        more.
+        """
         if not line.startswith("member "):
-            self.add(line)
-
-    def take(self) -> list[str]:
-        """Return what has come."""
-        with contextlib.suppress(BlockingIOError):
-            os.read(self._read, 4096)
-        lines = []
-        with contextlib.suppress(queue.Empty):
-            while True:
-                lines.append(self._lines.get_nowait())
-        return lines
-
-    def close(self) -> None:
-        """No more."""
-        os.close(self._read)
-        os.close(self._write)
+            self.put(line)
 
 
 class ControlChannel:

@@ -14,8 +14,8 @@ from phalanx.coordination.key import Key
 from phalanx.descriptors import wait_readable
 from phalanx.diagnostics.printable import printable
 from phalanx.errors import LaunchError
+from phalanx.ipc.signals import read_signals
 from phalanx.launch.agent.host import Host
-from phalanx.launch.agent.signals import read_signals
 from phalanx.launch.environment import describe_ranks
 from phalanx.launch.generation import Limits
 from phalanx.launch.hosts.addresses import OwnAddress, find_interface

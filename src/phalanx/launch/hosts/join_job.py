@@ -19,8 +19,8 @@ from phalanx.coordination.key_file import find_key
 from phalanx.coordination.relay import Relay
 from phalanx.diagnostics.printable import printable, printable_lines
 from phalanx.errors import AuthenticationError, CoordinationError, DeadlineError, LaunchError, PhalanxError
+from phalanx.ipc.signals import read_signals
 from phalanx.launch.agent.host import Host
-from phalanx.launch.agent.signals import read_signals
 from phalanx.launch.environment import Place, describe_ranks
 from phalanx.launch.hosts.addresses import find_interface
 from phalanx.launch.hosts.control_channel import Change, ControlChannel, ControlMessage

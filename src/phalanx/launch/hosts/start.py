@@ -122,14 +122,14 @@ def _open_service(
     torchrun's line, typed twice on one host, is a job of two agents.
     """
     if rendezvous.is_local:
-        service = Service(job=plan.run_id, lost_after_s=rendezvous.host_timeout_s, say=notices.add_refusal)
+        service = Service(job=plan.run_id, lost_after_s=rendezvous.host_timeout_s, say=notices.put_refusal)
         return service, [OwnAddress("127.0.0.1", "lo")]
     problems = []
     for endpoint in (rendezvous.endpoint, *rendezvous.more_endpoints):
         bind, advertised = decide_addresses(replace(rendezvous, endpoint=endpoint))
         try:
             service = Service(
-                bind, key, job=plan.run_id, lost_after_s=rendezvous.host_timeout_s, say=notices.add_refusal
+                bind, key, job=plan.run_id, lost_after_s=rendezvous.host_timeout_s, say=notices.put_refusal
             )
         except CoordinationError as error:
             if error.reason == "taken" and rendezvous.leads is None:

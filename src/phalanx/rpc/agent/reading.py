@@ -16,7 +16,6 @@ the leader's again if it was expected that somebody would wait, and nobody does.
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import threading
 import time
@@ -27,6 +26,7 @@ from typing import Any, Protocol, TypeVar
 
 from torch.futures import Future
 
+from phalanx.ipc.wakeup import Wakeup
 from phalanx.log import get_logger
 from phalanx.rpc.agent import interrupts
 from phalanx.rpc.agent.ready import wait_ready
@@ -172,7 +172,7 @@ class Reading:
         self._lock = threading.Lock()
         self._turn: _Turn | None = None
         self._pending: deque[Frame] = deque()
-        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._wakeup = Wakeup()
         self._spin = Spin()
         self._is_muted = False
         self._num_others = 0  # threads that wait while another one reads
@@ -237,7 +237,7 @@ class Reading:
 
     def _read_until_done(self, turn: _Turn) -> None:
         awaited, pending, connection = turn.awaited, self._pending, self._connection
-        fd, bell = connection.socket.fileno(), self._bell
+        fd, bell = connection.socket.fileno(), self._wakeup.fileno()
         while not awaited.has_come() and self._turn is turn and not self._is_closed:
             if not pending:
                 look_ms = int(_LOOK_S * 1000) if getattr(awaited, "has_callbacks", False) else 1000
@@ -245,8 +245,7 @@ class Reading:
                 self._spin.end()
                 interrupts.check()
                 if ready & 2:
-                    with contextlib.suppress(BlockingIOError):
-                        os.eventfd_read(bell)
+                    self._wakeup.drain()
                 if ready & 1:
                     frames = self._read_frames()
                     if frames is None:  # the leader hears it as well
@@ -306,8 +305,7 @@ class Reading:
         turn = self._turn
         if turn is not None and turn.awaited is awaited and turn.thread != threading.get_ident():
             with self._lock:
-                if self._bell >= 0:
-                    os.eventfd_write(self._bell, 1)
+                self._wakeup.ring()
 
     # -- of the leader and the clock -----------------------------------------------------------------------------------
 
@@ -361,7 +359,7 @@ class Reading:
                 self._turn = turn = None
                 self._give_back()
         if turn is not None and turn.thread != threading.get_ident():
-            os.eventfd_write(self._bell, 1)
+            self._wakeup.ring()
             self._left.wait(timeout_s)
 
     def close(self) -> None:
@@ -370,9 +368,8 @@ class Reading:
         with self._lock:
             self._turn = None
             self._serving.muted.pop(self, None)
-            bell, self._bell = self._bell, -1
-        os.close(bell)
+            self._wakeup.close()
 
     def abandon(self) -> None:
         """In a fork."""
-        os.close(self._bell)
+        self._wakeup.close()

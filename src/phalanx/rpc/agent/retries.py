@@ -53,7 +53,7 @@ class Retries:
         self._missing: list[_Call] = []
         self._num_under_way = 0
         self._thread: threading.Thread | None = None
-        self._bell = threading.Event()
+        self._woken = threading.Event()
         self._closed = False
 
     @property
@@ -149,7 +149,7 @@ class Retries:
                 except BaseException as error:  # an argument that cannot be pickled any more
                     self._run_later(partial(self._refuse, call, remote_error.pack(error, "this worker")))
             pause_s = _FIRST_PAUSE_S if any(there.values()) else min(2 * pause_s, _MOST_PAUSE_S)
-            self._bell.wait(pause_s)
+            self._woken.wait(pause_s)
 
     def _find(self, to: Hashable) -> bool:
         with contextlib.suppress(RuntimeError):  # the job's store is gone: nobody comes any more
@@ -170,7 +170,7 @@ class Retries:
         with self._lock:
             self._closed = True
             thread = self._thread
-        self._bell.set()
+        self._woken.set()
         if thread is not None:
             thread.join(5.0)
         with self._lock:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import select
 import threading
 import time
@@ -25,6 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from phalanx.ipc.wakeup import Wakeup
 from phalanx.rpc.agent.ready import wait_ready
 
 SHORT_S = 300e-6  # a function that takes longer is run beside the leader
@@ -127,13 +127,13 @@ class Serving:
         self._running = 0
         self._last_call = 0.0
         self._closed = False
-        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._clock_bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._wakeup = Wakeup()
+        self._clock_wakeup = Wakeup()
         self._clock_sleeps = False
         self._due = math.inf  # the clock will tick by then; what is due later need not be told to it
         self._wanted: deque[float] = deque()  # by others, of the clock
         self._inside = threading.local()
-        self.watch(self._bell, _Bell(self._bell))
+        self.watch(self._wakeup.fileno(), _Woken(self._wakeup))
 
     def start(self) -> None:
         """Start to serve."""
@@ -161,8 +161,7 @@ class Serving:
 
     def wake(self) -> None:
         """Make the leader look at what was put where it looks. Takes no lock: finalizers may call it."""
-        with contextlib.suppress(OSError):
-            os.eventfd_write(self._bell, 1)
+        self._wakeup.ring()
 
     def wake_clock(self, due: float) -> None:
         """Let the clock tick by `due`. Takes no lock: finalizers may call it."""
@@ -170,15 +169,13 @@ class Serving:
             self._due = due
             self._wanted.append(due)  # as the clock may overwrite the former at this moment
             if self._clock_sleeps:
-                with contextlib.suppress(OSError):
-                    os.eventfd_write(self._clock_bell, 1)
+                self._clock_wakeup.ring()
 
     def touch(self) -> None:
         """Something happens: the clock has to look."""
         self._last_call = time.monotonic()
         if self._clock_sleeps:
-            with contextlib.suppress(OSError):
-                os.eventfd_write(self._clock_bell, 1)
+            self._clock_wakeup.ring()
 
     @property
     def due(self) -> float:
@@ -297,7 +294,7 @@ class Serving:
 
     def _be_clock(self) -> None:
         poll = select.poll()
-        poll.register(self._clock_bell, select.POLLIN)
+        poll.register(self._clock_wakeup, select.POLLIN)
         due = math.inf
         while not self._closed:
             due = self._next_due(due)
@@ -314,8 +311,7 @@ class Serving:
             timeout_s = min(LATE_S if watching else 3600.0, max(0.0, due - time.monotonic()))
             poll.poll(timeout_s * 1000)
             self._clock_sleeps = False
-            with contextlib.suppress(BlockingIOError):
-                os.eventfd_read(self._clock_bell)
+            self._clock_wakeup.drain()
 
     def _next_due(self, due: float) -> float:
         """`due`, or earlier if somebody wants that."""
@@ -346,25 +342,23 @@ class Serving:
         for seat in parked:
             seat.gate.release()
         self.wake()
-        with contextlib.suppress(OSError):
-            os.eventfd_write(self._clock_bell, 1)
+        self._clock_wakeup.ring()
         deadline = time.monotonic() + timeout_s
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(max(0.0, min(deadline - time.monotonic(), 0.2 if self._running else timeout_s)))
         if not any(thread.is_alive() for thread in self._threads if thread is not threading.current_thread()):
             self._poll.close()
-            os.close(self._bell)
-            os.close(self._clock_bell)
+            self._wakeup.close()
+            self._clock_wakeup.close()
 
 
-class _Bell:
+class _Woken:
     """What wakes the leader."""
 
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
+    def __init__(self, wakeup: Wakeup) -> None:
+        self._wakeup = wakeup
 
     def ready(self, events: int) -> None:
         """Somebody rang."""
-        with contextlib.suppress(OSError):
-            os.eventfd_read(self._fd)
+        self._wakeup.drain()
