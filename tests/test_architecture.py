@@ -21,6 +21,7 @@ LAYERS = [
         "errors",
         "deadline",
         "descriptors",
+        "host_addresses",
         "processes",
         "core_numbers",
         "dtypes",
@@ -30,7 +31,7 @@ LAYERS = [
         "torch_names",
     },
     {"_core", "ipc", "symmetric_memory", "engines", "diagnostics", "coordination", "partition"},
-    {"transport", "collectives"},
+    {"transport", "collectives", "schedulers", "output"},
     {"backend"},
     {"ddp", "nn", "optim", "data", "checkpoint", "pipeline", "rpc", "inspect"},
     {
@@ -41,6 +42,7 @@ LAYERS = [
         "mapreduce",
         "report",
         "launch",
+        "manifests",
         "testing",
         "doctor",
         "bench",
@@ -62,6 +64,9 @@ ALLOWED: dict[tuple[str, str], str] = {
 
 TORCH_FREE = {
     "launch": "the agent starts in milliseconds; the zygote imports torch inside a function",
+    "schedulers": "the launcher asks which of them has started it",
+    "output": "the agent shows what the ranks print",
+    "host_addresses": "agents meet at one",
     "coordination": "the launcher asks it who started the command, and agents meet in it",
     "ipc": "agent and zygote talk by it",
     "inspect": "`phalanx top` and `phalanx stacks` show a job at once",
@@ -93,6 +98,8 @@ READS_ENVIRONMENT = {
     "strategies/single_device.py": "the same",
     "report/recording.py": "finds out which rank of which job it is",
     "trainer/progress_display.py": "is told by `phalanx run` that a terminal lies behind its pipe",
+    "schedulers": "finds out what has started this command",
+    "output": "is told there how a terminal, or an interpreter, writes",
     "coordination/key_file.py": "looks for the job's key",
     "doctor/host.py": "the variables that steer a job are part of what it examines",
     "testing/child.py": "sets the thread count of a rank, a process of its own",

@@ -7,11 +7,11 @@ from typing import cast
 
 import pytest
 
-from phalanx.launch.hosts.addresses import is_own, own_addresses
+from phalanx.host_addresses import is_own, own_addresses
 from phalanx.launch.hosts.control_channel import ControlMessage, decode_lines, encode_lines
 from phalanx.launch.hosts.follower import say_host_lost
 from phalanx.launch.hosts.node_plan import HostFacts, find_conflict, find_node, name_apart, plan_nodes
-from phalanx.launch.output.display import Display
+from phalanx.output.display import Display
 
 
 def host(member: int, num_ranks: int = 1, role: str = "default", node_rank: int | None = None) -> HostFacts:

@@ -13,7 +13,7 @@ from phalanx.coordination.key import Key
 _AGENT = """
 import os, sys, time
 from phalanx.launch.command import run_settings
-from phalanx.launch.rendezvous import Rendezvous
+from phalanx.coordination.rendezvous import Rendezvous
 from phalanx.launch.settings import Settings
 from phalanx.launch.target import Target
 number, meet, script = int(sys.argv[1]), sys.argv[2], sys.argv[3]

@@ -2,9 +2,9 @@ import re
 
 import pytest
 
+from phalanx.coordination.rendezvous import Rendezvous, join_endpoint, split_endpoint
 from phalanx.errors import LaunchError
 from phalanx.launch.options import OPTIONS, Streams, format_help
-from phalanx.launch.rendezvous import Rendezvous, join_endpoint, split_endpoint
 from phalanx.launch.settings import Settings, decide_num_ranks, parse
 from phalanx.launch.target import Target
 

@@ -198,7 +198,7 @@ def test_what_a_scheduler_sets_on_each_host_makes_one_job(work, variables, said)
 def test_two_jobs_of_one_user_on_the_same_hosts_do_not_mix(work, monkeypatch):
     """Both come to the same ports, which follow from the first part of their names here, and know the same key."""
     folder, environment = work
-    one_name = "import phalanx.launch.schedulers.allocation as a; a.zlib = type('', (), {'crc32': lambda data: 1})"
+    one_name = "import phalanx.schedulers.allocation as a; a.zlib = type('', (), {'crc32': lambda data: 1})"
     (folder / "sitecustomize.py").write_text(one_name)
     environment["PYTHONPATH"] = os.pathsep.join([str(folder), environment["PYTHONPATH"]])
     with hosts(2) as machines:

@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import socket
-import struct
 import time
 from collections.abc import Sequence
 
+from phalanx import host_addresses
 from phalanx.deadline import Deadline
 
-_SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 _TRY_S = 2.0
 _PAUSE_S = 0.1
 
 
 def own_addresses() -> list[str]:
-    """Return this host's IPv4 addresses, those of the loopback interface last; never empty."""
-    found = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # without an address; or this is not Linux
-                answer = fcntl.ioctl(s, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                found.append(socket.inet_ntoa(answer[20:24]))
+    """Return this host's IPv4 addresses, those that lead far in front, those of the loopback interface last; never
+    empty.
+    """
+    found = [own.address for own in host_addresses.own_addresses() if ":" not in own.address]
     with contextlib.suppress(OSError):
         found += socket.gethostbyname_ex(socket.gethostname())[2]
     found.append("127.0.0.1")

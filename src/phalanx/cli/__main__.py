@@ -19,7 +19,7 @@ def main() -> None:
 
         sys.exit(run(words[1:]))
     from phalanx.cli.commands import group
-    from phalanx.launch.output.standard import guarded
+    from phalanx.output.standard import guarded
 
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -47,7 +47,7 @@ def _common(function: Callable[..., None]) -> Callable[..., None]:
 @click.pass_context
 def slurm(ctx: click.Context, /, time_limit: str, partition: str, log: str, **asked: Any) -> None:
     """Write a batch script: `srun` starts one `phalanx run` on each node, and they find each other."""
-    from phalanx.launch.manifests.slurm import write_batch_script
+    from phalanx.manifests.slurm import write_batch_script
 
     def write(request: Any) -> str:
         program = [str(Path(sys.executable).parent / "phalanx")]
@@ -73,7 +73,7 @@ def kubernetes(
     ctx: click.Context, /, image: str, namespace: str, secret: str, folder: str, user: int, shm: str, **asked: Any
 ) -> None:
     """Write a headless Service and an indexed Job, a pod for each node; the key is in a Secret that they name."""
-    from phalanx.launch.manifests.kubernetes import Cluster, write_manifest
+    from phalanx.manifests.kubernetes import Cluster, write_manifest
 
     cluster = Cluster(image, namespace, secret, folder, user, shm)
     _write(ctx, lambda request: write_manifest(request, cluster), **asked)
@@ -81,8 +81,8 @@ def kubernetes(
 
 def _write(ctx: click.Context, write: Callable[[Any], str], output: str | None, **asked: Any) -> None:
     from phalanx.errors import LaunchError
-    from phalanx.launch.manifests.request import Request, check
     from phalanx.launch.settings import parse
+    from phalanx.manifests.request import Request, check
 
     words = tuple(asked["words"])
     try:

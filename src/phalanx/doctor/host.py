@@ -15,8 +15,8 @@ from pathlib import Path
 from phalanx.doctor.facts import Host, Probe
 from phalanx.engines.interfaces import interface_addresses
 from phalanx.errors import LaunchError
-from phalanx.launch.schedulers.find import find_allocation
-from phalanx.launch.schedulers.slurm import find_unused_hosts
+from phalanx.schedulers.find import find_allocation
+from phalanx.schedulers.slurm import find_unused_hosts
 
 _PATIENCE_S = 10
 # Left in a shell, they make a program believe that it is a rank of some job; or they steer who talks to whom.

@@ -6,7 +6,6 @@
     agent                 the process that the user started: signals, restarts, the exit code
     zygote                imports torch once and forks the ranks; kills every descendant when the agent dies
     worker                turns the fork into the user's `python script.py`
-    output                lines with their rank, folded; status lines
     failure               which failure came first, and how it is told
     calls                 `phalanx.launch(fn)`: a function of this process, called in the ranks
 

@@ -13,14 +13,14 @@ from phalanx.launch.agent.agent import run_job
 from phalanx.launch.devices import count_gpus, find_cpus, share_cpus
 from phalanx.launch.environment import find_disagreements
 from phalanx.launch.options import format_help
-from phalanx.launch.output.standard import guarded, open_standard_descriptors
-from phalanx.launch.output.text import show
 from phalanx.launch.placement import plan_placement
 from phalanx.launch.plan import JobPlan, is_terminal, make_run_id
-from phalanx.launch.schedulers import SIGNS
 from phalanx.launch.settings import USAGE_EXIT_CODE, Settings, decide_num_ranks, parse
 from phalanx.launch.target import find_problem
+from phalanx.output.standard import guarded, open_standard_descriptors
+from phalanx.output.text import show
 from phalanx.processes import SUPPORTED, has_working_directory
+from phalanx.schedulers import SIGNS
 
 
 def main(words: Sequence[str], *, old_launcher: bool = False) -> int:
@@ -46,7 +46,7 @@ def main(words: Sequence[str], *, old_launcher: bool = False) -> int:
 
             return run_on_ray(words)
         if any(name in os.environ for name in SIGNS):
-            from phalanx.launch.schedulers.adopt import adopt  # here, because most commands are started by hand
+            from phalanx.launch.adopt import adopt  # here, because most commands are started by hand
 
             settings, environ = adopt(settings, os.environ, lambda line: show(2, line))
     except LaunchError as error:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from phalanx.launch.environment import RANK_VARIABLES
+from phalanx.output.streams import Streams
 
 _MAX_SECONDS = 365 * 24 * 3600
 _MAX_RANKS_PER_GPU = 64
@@ -19,7 +20,7 @@ _MAX_RANKS_PER_GPU = 64
 @dataclass(frozen=True)
 class Option:
     """A flag and its help. `field` is that of `Settings` which it sets: `not:` sets it to False, `kind:` says what the
-    target is, an empty one has a meaning together with others (`phalanx.launch.rendezvous`), None has none.
+    target is, an empty one has a meaning together with others (`phalanx.coordination.rendezvous`), None has none.
     """
 
     name: str
@@ -112,7 +113,7 @@ def _read_nnodes(text: str) -> tuple[int, int]:
 
 def _read_endpoint(text: str) -> str:
     if text:
-        from phalanx.launch.rendezvous import split_endpoint  # here: a job on one host starts without it
+        from phalanx.coordination.rendezvous import split_endpoint  # here: a job on one host starts without it
 
         split_endpoint(text, 0)
     return text
@@ -121,7 +122,7 @@ def _read_endpoint(text: str) -> str:
 def _read_host(text: str) -> str:
     if not text:
         raise ValueError("must be a name or an address, got ''")
-    from phalanx.launch.rendezvous import split_endpoint
+    from phalanx.coordination.rendezvous import split_endpoint
 
     split_endpoint(text if text.startswith("[") else f"[{text}]", 0)
     return text.removeprefix("[").removesuffix("]")
@@ -173,21 +174,6 @@ def _read_signals(text: str) -> str:
                 "the ranks, which may handle them"
             )
     return text
-
-
-@dataclass(frozen=True)
-class Streams:
-    """Which streams of which local ranks: 1 is stdout, 2 stderr, 3 both."""
-
-    all: int = 0
-    by_rank: tuple[tuple[int, int], ...] = ()
-
-    def of(self, local_rank: int) -> int:
-        """Those of one rank."""
-        return dict(self.by_rank).get(local_rank, self.all)
-
-
-NO_STREAMS = Streams()
 
 
 def _read_folder(text: str) -> str:

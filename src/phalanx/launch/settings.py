@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import LaunchError
-from phalanx.launch.options import NO_STREAMS, OPTIONS, Option, Streams, explain_unknown
+from phalanx.launch.options import OPTIONS, Option, explain_unknown
 from phalanx.launch.target import Kind, Target
+from phalanx.output.streams import NO_STREAMS, Streams
 
 if TYPE_CHECKING:
-    from phalanx.launch.rendezvous import Rendezvous
+    from phalanx.coordination.rendezvous import Rendezvous
 
 USAGE_EXIT_CODE = 2
 RANKS_PER_CORE = 64  # more is a slip of the finger: each rank is a process that wants memory and time
@@ -100,7 +101,7 @@ def parse(
             problems.append("--no-python: a program gets no --local-rank. Give --use-env as well; or use `phalanx run`")
     rendezvous = None
     if given.keys() & {"nnodes", "rdzv-backend", "node-rank"}:
-        from phalanx.launch.rendezvous import decide_rendezvous  # here: a job on one host starts without it
+        from phalanx.launch.rendezvous_options import decide_rendezvous  # here: a job on one host starts without it
 
         rendezvous = decide_rendezvous(given, problems)
     if problems:

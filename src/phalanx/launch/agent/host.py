@@ -8,9 +8,9 @@ from phalanx.inspect.agent_socket import AgentSocket
 from phalanx.launch.agent.adopted import Adopted
 from phalanx.launch.agent.zygote_process import ZygoteProcess
 from phalanx.launch.error_files import ErrorFiles
-from phalanx.launch.output.display import Display
-from phalanx.launch.output.logs import Logs
-from phalanx.launch.output.pump import Pump
+from phalanx.output.display import Display
+from phalanx.output.logs import Logs
+from phalanx.output.pump import Pump
 
 
 @dataclass

@@ -30,13 +30,13 @@ from phalanx.launch.calls.verdict import Verdict
 from phalanx.launch.error_files import VARIABLE, ErrorFiles, hand_up
 from phalanx.launch.failure import Failure, describe_failures
 from phalanx.launch.folder import JobFolder
-from phalanx.launch.output.display import Display
-from phalanx.launch.output.line_prefix import fill, find_template
-from phalanx.launch.output.logs import Logs
-from phalanx.launch.output.pump import Pump, Viewer
-from phalanx.launch.output.screen import wants_colour
 from phalanx.launch.plan import JobPlan
 from phalanx.launch.target import find_local_rank_flag
+from phalanx.output.display import Display
+from phalanx.output.line_prefix import fill, find_template
+from phalanx.output.logs import Logs
+from phalanx.output.pump import Pump, Viewer
+from phalanx.output.screen import wants_colour
 from phalanx.processes import ENDING_SIGNALS, kill_descendants, name_signal
 
 if TYPE_CHECKING:

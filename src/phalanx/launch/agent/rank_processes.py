@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from phalanx.launch.agent.scratch import create_scratch
 from phalanx.launch.agent.zygote_process import ZygoteProcess
 from phalanx.launch.failure import Exit
-from phalanx.launch.output.pump import Pump
+from phalanx.output.pump import Pump
 
 _MAX_DUMP_BYTES = 1 << 16
 

@@ -11,9 +11,9 @@ from phalanx.errors import LaunchError
 from phalanx.launch.agent.agent import run_job
 from phalanx.launch.calls.verdict import Verdict
 from phalanx.launch.command import plan_job
-from phalanx.launch.output.standard import open_standard_descriptors
-from phalanx.launch.output.text import show
 from phalanx.launch.settings import parse
+from phalanx.output.standard import open_standard_descriptors
+from phalanx.output.text import show
 from phalanx.processes import die_with_parent
 
 

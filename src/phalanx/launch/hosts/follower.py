@@ -30,8 +30,8 @@ from phalanx.launch.failure import Exit, Report
 from phalanx.launch.hosts.control_channel import Change, ControlChannel, ControlMessage, decode_lines, encode_lines
 from phalanx.launch.hosts.flights import logs_to_json
 from phalanx.launch.hosts.generation_message import generation_from_json
-from phalanx.launch.output.display import Display
 from phalanx.launch.plan import JobPlan
+from phalanx.output.display import Display
 from phalanx.processes import ENDING_SIGNALS
 
 _FULL_S = 0.02  # how soon to look again whether lines may be sent

@@ -11,14 +11,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from phalanx.coordination.key import Key
+from phalanx.coordination.rendezvous import Rendezvous, join_endpoint
 from phalanx.descriptors import wait_readable
 from phalanx.diagnostics.printable import printable
 from phalanx.errors import LaunchError
+from phalanx.host_addresses import OwnAddress, find_interface
 from phalanx.ipc.signals import read_signals
 from phalanx.launch.agent.host import Host
 from phalanx.launch.environment import describe_ranks
 from phalanx.launch.generation import Limits
-from phalanx.launch.hosts.addresses import OwnAddress, find_interface
 from phalanx.launch.hosts.control_channel import MALFORMED, Change, ControlChannel, ControlMessage
 from phalanx.launch.hosts.job_spec import choose_environment
 from phalanx.launch.hosts.join_job import name_own_address
@@ -27,7 +28,6 @@ from phalanx.launch.hosts.node_plan import HostFacts, Node, describe_nnodes, des
 from phalanx.launch.hosts.peer_hosts import PeerHosts, tell_start
 from phalanx.launch.hosts.reach import TRY_S, Target, choose_targets, describe, try_all
 from phalanx.launch.plan import JobPlan, find_free_port
-from phalanx.launch.rendezvous import Rendezvous, join_endpoint
 from phalanx.processes import ENDING_SIGNALS, name_signal
 
 _TELL_AFTER_S = 3.0

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from phalanx.launch.options import Streams
 from phalanx.launch.settings import Settings
 from phalanx.launch.target import Kind, Target
+from phalanx.output.streams import Streams
 
 KEY = "launch/job_spec"  # where it lies in the coordinator's store
 VERSION = 1

@@ -17,12 +17,13 @@ from phalanx.coordination.client import Client
 from phalanx.coordination.key import Key
 from phalanx.coordination.key_file import find_key
 from phalanx.coordination.relay import Relay
+from phalanx.coordination.rendezvous import Rendezvous
 from phalanx.diagnostics.printable import printable, printable_lines
 from phalanx.errors import AuthenticationError, CoordinationError, DeadlineError, LaunchError, PhalanxError
+from phalanx.host_addresses import find_interface
 from phalanx.ipc.signals import read_signals
 from phalanx.launch.agent.host import Host
 from phalanx.launch.environment import Place, describe_ranks
-from phalanx.launch.hosts.addresses import find_interface
 from phalanx.launch.hosts.control_channel import Change, ControlChannel, ControlMessage
 from phalanx.launch.hosts.follower import FIRST, FollowerAttempt, Forward, say_host_lost, tells_first_lost
 from phalanx.launch.hosts.generation_message import generation_from_json
@@ -31,7 +32,6 @@ from phalanx.launch.hosts.node_plan import HostFacts, describe_nnodes
 from phalanx.launch.hosts.orphaned import describe_membership
 from phalanx.launch.hosts.reach import Responder, Target, check_own, try_all
 from phalanx.launch.plan import JobPlan
-from phalanx.launch.rendezvous import Rendezvous
 from phalanx.processes import ENDING_SIGNALS, name_signal
 
 T = TypeVar("T")

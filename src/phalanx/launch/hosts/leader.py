@@ -27,8 +27,8 @@ from phalanx.launch.hosts.flights import logs_from_json, merge_logs
 from phalanx.launch.hosts.generation_message import generation_to_json
 from phalanx.launch.hosts.node_plan import HostFacts, Node, describe_unfit, find_conflict, find_node
 from phalanx.launch.hosts.peer_hosts import PeerHosts, tell_start
-from phalanx.launch.output.line_prefix import find_template
 from phalanx.launch.plan import JobPlan
+from phalanx.output.line_prefix import find_template
 from phalanx.processes import ENDING_SIGNALS
 
 _STACKS_LIMIT_S = 6.0  # a rank that cannot answer is given up after a second

@@ -11,7 +11,7 @@ from phalanx.launch.generation import HostSeats, Limits
 from phalanx.launch.hosts.control_channel import Change, ControlChannel
 from phalanx.launch.hosts.generation_message import generation_to_json
 from phalanx.launch.hosts.node_plan import HostFacts, Node, find_node
-from phalanx.launch.output.line_prefix import fill
+from phalanx.output.line_prefix import fill
 
 
 class PeerHosts:

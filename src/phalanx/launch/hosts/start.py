@@ -11,12 +11,13 @@ from dataclasses import replace
 from phalanx.coordination.client import Client
 from phalanx.coordination.key import Key
 from phalanx.coordination.key_file import default_path, find_key, make_key
+from phalanx.coordination.rendezvous import Rendezvous, join_endpoint, split_endpoint
 from phalanx.coordination.service import Service
 from phalanx.errors import AuthenticationError, CoordinationError, LaunchError, PhalanxError
+from phalanx.host_addresses import OwnAddress, find_interface, is_own, own_addresses, resolve
 from phalanx.launch.agent.job import LOST_OUTPUT_EXIT_CODE, opened_host, run_attempts
 from phalanx.launch.agent.zygote_process import ZygoteProcess
 from phalanx.launch.calls.remote import fetch_outcomes
-from phalanx.launch.hosts.addresses import OwnAddress, find_interface, is_own, own_addresses, resolve
 from phalanx.launch.hosts.control_channel import ControlChannel, Notices
 from phalanx.launch.hosts.follower import Forward
 from phalanx.launch.hosts.gather import Gathering
@@ -24,7 +25,6 @@ from phalanx.launch.hosts.job_spec import KEY, JobSpec
 from phalanx.launch.hosts.join_job import Joined, follow, join_first_host
 from phalanx.launch.hosts.leader import LeaderAttempt
 from phalanx.launch.plan import JobPlan
-from phalanx.launch.rendezvous import Rendezvous, join_endpoint, split_endpoint
 
 
 def run_with_other_hosts(plan: JobPlan, zygote: ZygoteProcess, signals: int, joined: Joined | None = None) -> int:
@@ -154,7 +154,7 @@ def find_or_make_key(plan: JobPlan, rendezvous: Rendezvous) -> Key:
             path = default_path(plan.environ)
             key, is_new = make_key(path)
             if is_new:
-                from phalanx.launch.output.text import show
+                from phalanx.output.text import show
 
                 show(
                     2,

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from phalanx.errors import LaunchError
-from phalanx.launch.schedulers.allocation import Allocation
+from phalanx.schedulers.allocation import Allocation
 
 
 def find_lsf(environ: Mapping[str, str], hostname: str) -> Allocation | None:

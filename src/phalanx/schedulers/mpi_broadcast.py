@@ -1,4 +1,4 @@
-"""`python -m phalanx.launch.schedulers.mpi_broadcast SECONDS`: what process 0 of an `mpiexec` reads, all print.
+"""`python -m phalanx.schedulers.mpi_broadcast SECONDS`: what process 0 of an `mpiexec` reads, all print.
 
 A child of each agent whose `mpiexec` spans hosts, which MPI alone connects before they have met: the agent itself has
 no MPI in it, and its ranks are no processes of MPI.

@@ -1,4 +1,4 @@
-from phalanx.launch.output.echo import Echo
+from phalanx.output.echo import Echo
 
 TEXT = b"Traceback:\n  here\n\nValueError: x\n"
 

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from phalanx.launch.output.logs import LogFile
-from phalanx.launch.output.text import encode, show
-from phalanx.launch.output.writer import Writer
+from phalanx.output.logs import LogFile
+from phalanx.output.text import encode, show
+from phalanx.output.writer import Writer
 
 
 @contextmanager

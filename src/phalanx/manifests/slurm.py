@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from phalanx.launch.manifests.request import Request, quote
+from phalanx.manifests.request import Request, quote
 
 
 def write_batch_script(

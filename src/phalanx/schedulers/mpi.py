@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 
 from phalanx.coordination.launchers import mpi_launch
-from phalanx.launch.schedulers.allocation import Allocation, read_port
+from phalanx.schedulers.allocation import Allocation, read_port
 from phalanx.symmetric_memory.watch import start_ticks
 
 _VARIABLES = {

@@ -6,11 +6,11 @@ import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from phalanx.launch.output.echo import Echo
-from phalanx.launch.output.fold import Folder
-from phalanx.launch.output.screen import CLEAR_BELOW, format_prefix, plan_status
-from phalanx.launch.output.text import encode
-from phalanx.launch.output.writer import Writer
+from phalanx.output.echo import Echo
+from phalanx.output.fold import Folder
+from phalanx.output.screen import CLEAR_BELOW, format_prefix, plan_status
+from phalanx.output.text import encode
+from phalanx.output.writer import Writer
 
 _REDRAW_S = 0.05  # a status line is redrawn at most this often
 

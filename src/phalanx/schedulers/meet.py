@@ -21,13 +21,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from phalanx.coordination.rendezvous import Rendezvous, join_endpoint
 from phalanx.coordination.slurm_address import find_address
 from phalanx.deadline import Deadline
 from phalanx.errors import AuthenticationError, DeadlineError, LaunchError, PhalanxError
-from phalanx.launch.hosts.addresses import own_addresses
-from phalanx.launch.rendezvous import Rendezvous, join_endpoint
-from phalanx.launch.schedulers.allocation import Allocation
-from phalanx.launch.schedulers.mpi_broadcast import broadcast
+from phalanx.host_addresses import own_addresses
+from phalanx.schedulers.allocation import Allocation
+from phalanx.schedulers.mpi_broadcast import broadcast
 from phalanx.symmetric_memory import private
 from phalanx.symmetric_memory.fd_server import FdAddress, FdServer, receive_fds
 from phalanx.symmetric_memory.memfd import memory

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from phalanx.errors import LaunchError
-from phalanx.launch.schedulers.allocation import Allocation, read_port
+from phalanx.schedulers.allocation import Allocation, read_port
 
 _PORT = 29400  # a pod has its ports for itself
 _EQUAL = (  # what is said twice must be the same

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from phalanx.coordination.launchers import slurm_launch
-from phalanx.launch.schedulers.allocation import Allocation, read_port
+from phalanx.schedulers.allocation import Allocation, read_port
 
 
 def find(environ: Mapping[str, str]) -> Allocation | None:

@@ -6,8 +6,8 @@ import os
 from collections.abc import Sequence
 from io import FileIO
 
-from phalanx.launch.options import NO_STREAMS, Streams
-from phalanx.launch.output.text import encode
+from phalanx.output.streams import NO_STREAMS, Streams
+from phalanx.output.text import encode
 
 
 class LogFile:

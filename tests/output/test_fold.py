@@ -3,7 +3,7 @@ import random
 import pytest
 
 from phalanx.diagnostics.rank_list import format_ranks
-from phalanx.launch.output.fold import Folder
+from phalanx.output.fold import Folder
 
 
 def show(folder: Folder, now: float) -> list[str]:

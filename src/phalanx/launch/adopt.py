@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from phalanx.coordination.rendezvous import Rendezvous
 from phalanx.errors import LaunchError
 from phalanx.launch.devices import count_gpus
-from phalanx.launch.rendezvous import Rendezvous
-from phalanx.launch.schedulers.allocation import Allocation
-from phalanx.launch.schedulers.find import find_allocation
-from phalanx.launch.schedulers.meet import meet
-from phalanx.launch.schedulers.slurm import find_unused_hosts
 from phalanx.launch.settings import Settings
+from phalanx.schedulers.allocation import Allocation
+from phalanx.schedulers.find import find_allocation
+from phalanx.schedulers.meet import meet
+from phalanx.schedulers.slurm import find_unused_hosts
 
 # What says of a process, not of a job, which one it is: meant for this command, and wrong in a rank.
 _OF_ONE_PROCESS = ("PMI_", "PMIX_", "OMPI_COMM_WORLD_", "MPI_LOCAL", "HYDI_", "HYDRA_", "RANK", "WORLD_SIZE")

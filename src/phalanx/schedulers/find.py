@@ -6,8 +6,8 @@ import socket
 from collections.abc import Mapping
 
 from phalanx.errors import LaunchError
-from phalanx.launch.schedulers import hosts, kubernetes, mpi, slurm
-from phalanx.launch.schedulers.allocation import Allocation
+from phalanx.schedulers import hosts, kubernetes, mpi, slurm
+from phalanx.schedulers.allocation import Allocation
 
 
 def find_allocation(environ: Mapping[str, str], *, nnodes: int = 0) -> Allocation | None:

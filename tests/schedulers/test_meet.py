@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 
 from phalanx.coordination.key_file import default_path, make_key
+from phalanx.coordination.rendezvous import Rendezvous
 from phalanx.errors import LaunchError
-from phalanx.launch.rendezvous import Rendezvous
-from phalanx.launch.schedulers import meet as place
-from phalanx.launch.schedulers.adopt import adopt
-from phalanx.launch.schedulers.allocation import Allocation
-from phalanx.launch.schedulers.meet import meet
+from phalanx.launch.adopt import adopt
 from phalanx.launch.settings import parse
+from phalanx.schedulers import meet as place
+from phalanx.schedulers.allocation import Allocation
+from phalanx.schedulers.meet import meet
 from phalanx.testing import run_ranks
 
 NO_MPI = {"PATH": os.environ["PATH"], "PYTHONPATH": os.environ.get("PYTHONPATH", "")}  # nobody started a child of it

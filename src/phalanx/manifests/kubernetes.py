@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from phalanx.errors import LaunchError
-from phalanx.launch.manifests.request import Request
 from phalanx.launch.settings import USAGE_EXIT_CODE
+from phalanx.manifests.request import Request
 
 _PORT = 29400
 _SHM = "8Gi"

@@ -7,7 +7,7 @@ import os
 import select
 import stat
 
-from phalanx.launch.output.logs import explain_gap
+from phalanx.output.logs import explain_gap
 
 _PIECE_BYTES = 4096  # PIPE_BUF: when poll says that a pipe is writable, this much goes in without blocking
 

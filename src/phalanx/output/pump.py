@@ -6,8 +6,8 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from phalanx.launch.output.lines import LineSplitter
-from phalanx.launch.output.logs import Logs
+from phalanx.output.lines import LineSplitter
+from phalanx.output.logs import Logs
 
 _READ_BYTES = 1 << 16
 

@@ -5,7 +5,8 @@
     lsf, pbs, mpi
     find                  which of them it is; variables that contradict each other are refused by name
     meet                  where the agents of a job meet, if the scheduler does not say it
-    adopt                 the settings of `phalanx run`, with what was found
+
+`phalanx.launch.adopt` puts what was found into the settings of `phalanx run`.
 
 One start of `phalanx run` is a node of the job, whatever the scheduler calls it (task, pod, MPI process): also where it
 starts several on one host.

@@ -7,10 +7,10 @@ PBS are what their documentation says: none of them can run here.
 import pytest
 
 from phalanx.errors import LaunchError
-from phalanx.launch.schedulers import hosts, kubernetes
-from phalanx.launch.schedulers.allocation import Allocation
-from phalanx.launch.schedulers.find import find_allocation
-from phalanx.launch.schedulers.slurm import find_unused_hosts
+from phalanx.schedulers import hosts, kubernetes
+from phalanx.schedulers.allocation import Allocation
+from phalanx.schedulers.find import find_allocation
+from phalanx.schedulers.slurm import find_unused_hosts
 
 STEP = {
     "SLURM_JOB_ID": "17",
