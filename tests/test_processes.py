@@ -34,3 +34,32 @@ def test_a_process_without_children_has_no_descendants() -> None:
     finally:
         child.kill()
         child.wait()
+
+
+# In a process of its own, because it reaps all children.
+REAP = """
+import os, signal, subprocess, time
+from phalanx.processes import reap_children, signal_children
+ended = [subprocess.Popen(["sh", "-c", f"exit {code}"]) for code in (0, 7)]
+stopped = subprocess.Popen(["sh", "-c", "kill -STOP $$; sleep 600"], start_new_session=True)
+spared = subprocess.Popen(["sleep", "600"])
+os.waitid(os.P_PID, stopped.pid, os.WSTOPPED)
+signal_children([stopped.pid, 1 << 22], signal.SIGTERM, group=True)
+awaited, found = {one.pid for one in (*ended, stopped)}, {}
+while found.keys() != awaited:
+    for pid, code in reap_children():
+        assert os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT) is not None  # not reaped yet
+        found[pid] = code
+assert [found[one.pid] for one in (*ended, stopped)] == [0, 7, -signal.SIGTERM]
+spared.kill()
+os.waitid(os.P_PID, spared.pid, os.WEXITED | os.WNOWAIT)
+assert list(reap_children(spared=spared.pid)) == []
+assert list(reap_children()) == [(spared.pid, -signal.SIGKILL)]
+assert list(reap_children()) == []
+print("fine")
+"""
+
+
+def test_children_are_told_before_they_are_reaped_and_one_that_is_stopped_hears_of_its_end() -> None:
+    done = subprocess.run([sys.executable, "-c", REAP], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "fine\n", done.stderr

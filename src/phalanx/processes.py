@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 SUPPORTED = sys.platform == "linux"  # elsewhere there is no death signal, no adoption of orphans and no /proc
 
@@ -181,6 +182,42 @@ def kill_descendants(groups: Iterable[int] = (), limit_s: float = 5.0, *, spared
         if time.monotonic() > end or (spared is not None and not doomed):
             return reaped
         time.sleep(0.002)
+
+
+def signal_children(pids: Iterable[int], signum: int, *, group: bool) -> None:
+    """Send `signum` to children of this process, or to the process groups of which they are the first.
+
+    Only the parent can do it safely: nobody else has the number of a child that was not reaped. One that is stopped
+    goes on if the signal is to end it, or it would hear of its end only when it is killed.
+    """
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            (os.killpg if group else os.kill)(pid, signum)
+            if signum in ENDING_SIGNALS:
+                os.kill(pid, signal.SIGCONT)
+
+
+def reap_children(spared: int | None = None) -> Iterator[tuple[int, int]]:
+    """Yield the process number and exit code (minus the signal) of each child that has ended.
+
+    A child is reaped only when the caller asks for the next one, so that its number, and that of its process group,
+    belong to nobody else meanwhile (on Linux). `spared` is a child whose end somebody else waits for; it ends the list.
+    """
+    while True:
+        try:
+            if not SUPPORTED:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+                if not pid:
+                    return
+                yield pid, os.waitstatus_to_exitcode(status)
+                continue
+            found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return
+        if found is None or found.si_pid == spared:
+            return
+        yield found.si_pid, found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+        os.waitpid(found.si_pid, 0)
 
 
 def _prctl(option: int, value: int) -> None:

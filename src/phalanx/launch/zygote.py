@@ -47,13 +47,13 @@ from phalanx.launch.title import set_command
 from phalanx.launch.worker import Assignment, run_worker
 from phalanx.launch.zygote_command import plan_zygote_code
 from phalanx.processes import (
-    ENDING_SIGNALS,
-    SUPPORTED,
     adopt_orphans,
     die_with_parent,
     kill_descendants,
     kill_sessions,
     outlive_parent,
+    reap_children,
+    signal_children,
 )
 
 # What a rank imports when it begins to train. The first costs every process half a second and more, and any optimizer
@@ -219,7 +219,8 @@ class _Zygote:
         elif command == "elastic":
             self._elastic |= {pid for pid, rank in self._ranks.items() if rank == message["rank"]}
         elif command == "signal":
-            self._signal(message["signum"], message["ranks"], message["group"])
+            named = [pid for pid, rank in self._ranks.items() if rank in message["ranks"]]
+            signal_children(named, message["signum"], group=message["group"])
         elif command == "sweep":
             self._report_exits(kill_descendants(list(self._ranks)))
             self._send_event({"event": "swept"})
@@ -290,41 +291,11 @@ class _Zygote:
         self._control.close()
 
     def _reap(self) -> None:
-        if not SUPPORTED:
-            self._reap_blindly()
-            return
-        while True:
-            try:
-                found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            except ChildProcessError:
-                return
-            if found is None:
-                return
-            # Told before it is reaped: if we are killed in between, the agent adopts it and finds the same once more.
-            status = found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
-            if found.si_pid in self._elastic and status != 0:
-                self._kill_group(found.si_pid)
-            self._report_exit(found.si_pid, status)
-            os.waitpid(found.si_pid, 0)
-
-    def _kill_group(self, pid: int) -> None:
-        """End what a lost rank leaves (DataLoader workers), which must not stay as long as the job: it may lose
-        many.
-        """
-        self._elastic.discard(pid)
-        try:
-            os.killpg(pid, signal.SIGKILL)  # nobody else can have the number: it was not reaped yet
-        except (ProcessLookupError, PermissionError):
-            pass
-
-    def _reap_blindly(self) -> None:
-        exits = {}
-        try:
-            while (found := os.waitpid(-1, os.WNOHANG))[0]:
-                exits[found[0]] = found[1]
-        except ChildProcessError:
-            pass
-        self._report_exits(exits)
+        # Told before it is reaped: if we are killed in between, the agent adopts it and finds the same once more.
+        for pid, status in reap_children():
+            if pid in self._elastic and status != 0:  # what it leaves (DataLoader workers) must not stay with the job
+                signal_children([pid], signal.SIGKILL, group=True)
+            self._report_exit(pid, status)
 
     def _report_exits(self, exits: dict[int, int]) -> None:
         for pid, status in exits.items():
@@ -338,19 +309,6 @@ class _Zygote:
             self._send_event({"event": "spare", "pid": 0})
         if rank is not None:
             self._send_event({"event": "exit", "rank": rank, "pid": pid, "status": status, "at": time.monotonic()})
-
-    def _signal(self, signum: int, ranks: list[int], group: bool) -> None:
-        # Only the parent can do this safely: a pid that was not reaped yet can't belong to anybody else.
-        for pid, rank in self._ranks.items():
-            if rank in ranks:
-                try:
-                    (os.killpg if group else os.kill)(pid, signum)
-                    if signum in ENDING_SIGNALS:
-                        os.kill(
-                            pid, signal.SIGCONT
-                        )  # one that was stopped would hear of its end only when it is killed
-                except (ProcessLookupError, PermissionError):
-                    pass
 
     def _send_event(self, event: dict[str, Any]) -> None:
         try:

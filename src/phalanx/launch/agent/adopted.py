@@ -12,14 +12,13 @@ Who sees their ends: this process, by SIGCHLD. Who ends them when this process i
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from phalanx.processes import ENDING_SIGNALS, kill_descendants, kill_sessions
+from phalanx.processes import kill_descendants, kill_sessions, reap_children, signal_children
 
 
 @dataclass(frozen=True)
@@ -56,14 +55,9 @@ class Adopted:
             self._sessions[zygote] = set(ranks)
 
     def signal(self, signum: int, ranks: Iterable[int], *, group: bool) -> None:
-        """Send `signum`; only the parent can do it safely: nobody else has the number of one that was not reaped."""
+        """Send `signum` to those of `ranks` that were adopted."""
         wanted = set(ranks)
-        for pid, rank in self._ranks.items():
-            if rank in wanted:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    (os.killpg if group else os.kill)(pid, signum)
-                    if signum in ENDING_SIGNALS:
-                        os.kill(pid, signal.SIGCONT)
+        signal_children([pid for pid, rank in self._ranks.items() if rank in wanted], signum, group=group)
 
     def reap(self, zygote: int) -> Iterator[AdoptedExit]:
         """Yield the ends of those that have ended; `zygote`, the child that is none of them, is left to whoever waits
@@ -71,19 +65,9 @@ class Adopted:
 
         What a rank that failed leaves in its process group is killed; orphans are buried.
         """
-        while True:
-            try:
-                found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            except ChildProcessError:
-                return
-            if found is None or found.si_pid == zygote:
-                return
-            pid = found.si_pid
-            status = found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+        for pid, status in reap_children(spared=zygote):
             if pid in self._ranks and status != 0:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+                signal_children([pid], signal.SIGKILL, group=True)
             yield from self._bury(pid, status)
 
     def sweep(self, zygote: int) -> Iterator[AdoptedExit]:
