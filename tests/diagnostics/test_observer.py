@@ -12,7 +12,7 @@ from phalanx.ipc.agent import listen
 from phalanx.ipc.channel import Channel
 from phalanx.symmetric_memory.fd_server import FdServer, new_token
 from phalanx.symmetric_memory.memfd import memory
-from phalanx.symmetric_memory.memory import Member, open_as_leader
+from phalanx.symmetric_memory.memory import LocalRank, open_as_leader
 from phalanx.symmetric_memory.watch import ProcessId
 
 HOUR_NS = 3_600_000_000_000
@@ -22,7 +22,7 @@ HOUR_NS = 3_600_000_000_000
 def seen():
     """A group of one rank, and the descriptor that its creation showed."""
     fds = []
-    members = [Member(ProcessId.of_self(), frozenset({0}))]
+    members = [LocalRank(ProcessId.of_self(), frozenset({0}))]
     with FdServer(new_token()) as server:
         symm_mem = open_as_leader(
             server,

@@ -2,14 +2,14 @@ import pytest
 
 from phalanx.launch.environment import (
     RANK_VARIABLES,
-    Job,
+    JobEnvironment,
     Place,
     find_disagreements,
     plan_rank_environment,
     plan_zygote_environment,
 )
 
-JOB = Job(Place.alone(3), "127.0.0.1", 1234, run_id="none", restart_count=1, max_restarts=2)
+JOB = JobEnvironment(Place.alone(3), "127.0.0.1", 1234, run_id="none", restart_count=1, max_restarts=2)
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
@@ -28,7 +28,7 @@ def test_a_rank_sees_what_torchrun_sets(rank: int) -> None:
 
 
 def test_store_and_terminal_are_told_when_there_are_some() -> None:
-    job = Job(
+    job = JobEnvironment(
         Place.alone(1), "127.0.0.1", 1, "none", 0, 0, store="/proc/1/fd/5", agent="a:b", columns=70, terminal=True
     )
     variables = plan_rank_environment(job, 0)
@@ -40,7 +40,7 @@ def test_store_and_terminal_are_told_when_there_are_some() -> None:
 
 def test_ranks_of_several_hosts_are_numbered_over_all_and_within_their_role() -> None:
     place = Place(node=1, num_nodes=3, first_rank=4, num_ranks=2, world_size=9, first_role_rank=1, role_world_size=3)
-    variables = plan_rank_environment(Job(place, "10.0.0.1", 5, "id", 0, 0, role="evaluator"), 5)
+    variables = plan_rank_environment(JobEnvironment(place, "10.0.0.1", 5, "id", 0, 0, role="evaluator"), 5)
     expected = {
         "RANK": 5, "LOCAL_RANK": 1, "WORLD_SIZE": 9, "LOCAL_WORLD_SIZE": 2, "GROUP_RANK": 1, "GROUP_WORLD_SIZE": 3,
         "ROLE_NAME": "evaluator", "ROLE_RANK": 2, "ROLE_WORLD_SIZE": 3, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": 5,

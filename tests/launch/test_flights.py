@@ -8,7 +8,7 @@ from phalanx.deadline import Deadline
 from phalanx.launch.agent.flights import MAX_OBSERVED, Flights
 from phalanx.symmetric_memory.fd_server import FdServer, new_token
 from phalanx.symmetric_memory.memfd import memory
-from phalanx.symmetric_memory.memory import Member, SymmetricMemory, open_as_leader
+from phalanx.symmetric_memory.memory import LocalRank, SymmetricMemory, open_as_leader
 from phalanx.symmetric_memory.watch import ProcessId
 
 
@@ -17,7 +17,7 @@ def make_group(flights: Flights, name: str, lost: tuple[int, ...] = ()) -> Symme
     with FdServer(new_token()) as counter:
         return open_as_leader(
             counter,
-            [Member(ProcessId.of_self(), frozenset({0}))],
+            [LocalRank(ProcessId.of_self(), frozenset({0}))],
             Deadline.after(10),
             lambda missing: None,
             lambda waited_s: None,

@@ -17,7 +17,7 @@ import phalanx
 from phalanx.mapreduce import map_reduce
 from phalanx.mapreduce.attempt import Held
 from phalanx.mapreduce.interrupted import Call, begin_call, drop, keep, take
-from phalanx.mapreduce.job import Job
+from phalanx.mapreduce.map_reduce_job import MapReduceJob
 from phalanx.mapreduce.splits import Records
 
 SCRIPT = Path(__file__).with_name("elastic_count.py")
@@ -37,7 +37,7 @@ def test_a_call_that_a_loss_has_ended_is_made_again_with_what_was_done(tmp_path)
 
 def job(function, inputs=(1, 2)):
     nothing = dict.fromkeys(("combine", "output", "split_bytes", "split_records", "max_bad_records", "spill_folder"))
-    return Job(
+    return MapReduceJob(
         inputs=inputs, map=function, reduce=max, partitions=2, gather=False, memory_bytes=1 << 20, encoding="utf-8",
         max_attempts=3, **nothing,
     )  # fmt: skip

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from phalanx.mapreduce import TaskError, attempt, map_reduce
 from phalanx.mapreduce.attempt import plan_owners
-from phalanx.mapreduce.board import Board, Standing, choose_idle_task
+from phalanx.mapreduce.board import Board, OpenTask, choose_idle_task
 from phalanx.mapreduce.team import Team
 from phalanx.testing import run_ranks
 
@@ -345,7 +345,7 @@ def test_plans_of_who_reduces_and_what_an_idle_rank_does():
     assert plan_owners([], {}, 3) == {}
 
     def standing(task, runs=1, failures=0, failed_here=False, ran_here=False, for_s=0.0):
-        return Standing(task, runs, failures, failed_here, ran_here, for_s)
+        return OpenTask(task, runs, failures, failed_here, ran_here, for_s)
 
     assert choose_idle_task([standing(1)], 2, 1.0) is None
     assert choose_idle_task([standing(1, for_s=2.0)], 2, 1.0) == 1  # a straggler's

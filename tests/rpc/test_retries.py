@@ -13,7 +13,7 @@ from phalanx import rpc
 from phalanx.errors import ClosedError, DeadlineError, PeerLostError
 from phalanx.rpc import current
 from phalanx.rpc.membership import Membership
-from phalanx.rpc.worker_info import Member
+from phalanx.rpc.worker_info import WorkerAddress
 
 
 def _join(name, rank, folder):
@@ -92,15 +92,15 @@ def test_a_worker_that_was_lost_while_it_was_looked_up_does_not_hide_the_next_on
     was lost. It noted the dead one, and all calls to that name failed from then on, though another had joined."""
     store = dist.HashStore()
     members = Membership(store, None)
-    dead, alive = (Member.of_self("w1", 1, "host") for _ in range(2))
+    dead, alive = (WorkerAddress.of_self("w1", 1, "host") for _ in range(2))
     store.set("name/w1", dead.to_json())
     read = members.find("w1")
     assert read == dead
     members.forget(dead)
-    members.learn(Member.from_json(dead.to_json()))
+    members.learn(WorkerAddress.from_json(dead.to_json()))
     assert members.find("w1") is None
     store.set("name/w1", alive.to_json())
     assert members.find("w1") == alive
-    members.learn(Member.from_json(alive.to_json()))
+    members.learn(WorkerAddress.from_json(alive.to_json()))
     members.forget(alive)
     assert members.find("w1") is None

@@ -14,7 +14,7 @@ from phalanx import rpc
 from phalanx.deadline import Deadline
 from phalanx.errors import ClosedError, DeadlineError
 from phalanx.rpc import membership
-from phalanx.rpc.worker_info import Member
+from phalanx.rpc.worker_info import WorkerAddress
 from phalanx.symmetric_memory.watch import ProcessId
 
 _SCRIPT = """
@@ -143,7 +143,8 @@ def test_a_worker_may_come_late_whatever_the_stores_words_for_that_are(kind, tmp
     monkeypatch.setattr(membership, "_WAIT_S", 0.05)
     store = _CountedWaits(dist.PrefixStore("job", _store(kind, tmp_path)))
     members = [
-        Member(rpc.WorkerInfo(f"w{i}", i), uid=i, host="h", hostname="h", process=ProcessId.of_self()) for i in range(2)
+        WorkerAddress(rpc.WorkerInfo(f"w{i}", i), uid=i, host="h", hostname="h", process=ProcessId.of_self())
+        for i in range(2)
     ]
     late = threading.Thread(
         target=lambda: store.twice.wait(60) and store.set("worker/1", members[1].to_json()), name="phalanx-test-late"

@@ -13,7 +13,7 @@ from phalanx.deadline import Deadline
 from phalanx.errors import ClosedError, DeadlineError, PhalanxError
 from phalanx.symmetric_memory.fd_server import FdAddress, FdServer, new_token
 from phalanx.symmetric_memory.memory import (
-    Member,
+    LocalRank,
     channel_bytes,
     decide_heap_bytes,
     heap_bytes,
@@ -27,7 +27,7 @@ ME = ProcessId.of_self()
 
 
 def members(*cpus):
-    return [Member(ME, frozenset(c)) for c in cpus]
+    return [LocalRank(ME, frozenset(c)) for c in cpus]
 
 
 def test_a_group_is_oversubscribed_when_it_has_fewer_cores_than_ranks():

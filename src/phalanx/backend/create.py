@@ -264,12 +264,12 @@ def _open_symmetric_memory(
     idle: Callable[[float], None],
 ) -> Any:
     """Return the memory of one host: `local_ranks` are the ranks that share it, the first of them leads."""
-    from phalanx.symmetric_memory.memory import Member, open_as_leader, open_as_member
+    from phalanx.symmetric_memory.memory import LocalRank, open_as_leader, open_as_member
 
     rank, name = options.group_rank, options.group_id
     # Across hosts an engine's thread has work while a rank waits, and finds no core if the rank looks at memory.
     threads = 1 if len(local_ranks) == len(infos) else 2
-    members = [Member(infos[r].process, infos[r].cpus, threads) for r in local_ranks]
+    members = [LocalRank(infos[r].process, infos[r].cpus, threads) for r in local_ranks]
     here = f"init_process_group of group {name!r} on rank {rank}"
 
     def look_after(which: Iterable[int]) -> None:

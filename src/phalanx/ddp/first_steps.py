@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from phalanx.ddp.digest import digest, digests, find_differences, has_bytes
-from phalanx.ddp.mistakes import NUM_STEPS, Observation, Step, decide_warnings
+from phalanx.ddp.mistakes import NUM_STEPS, Observation, StepObservations, decide_warnings
 from phalanx.log import get_logger
 
 _logger = get_logger("phalanx.ddp")
@@ -43,7 +43,7 @@ class FirstSteps:
         self._parameters = parameters
         self._group = group
         self._device = parameters[0].device
-        self._steps: list[Step] = []
+        self._steps: list[StepObservations] = []
         self._said: set[str] = set()
         self._optimizers = OptimizerWatch(parameters)
         weakref.finalize(self, self._optimizers.close)

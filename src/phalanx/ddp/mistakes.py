@@ -41,7 +41,7 @@ class Observation:
         return list(dataclasses.astuple(self))
 
 
-Step = Sequence[Observation]
+StepObservations = Sequence[Observation]
 """One step's observations, by rank."""
 
 
@@ -53,7 +53,9 @@ class Mistake:
     text: str
 
 
-def decide_warnings(steps: Sequence[Step], names: Sequence[str], differing: Sequence[int] = ()) -> list[Mistake]:
+def decide_warnings(
+    steps: Sequence[StepObservations], names: Sequence[str], differing: Sequence[int] = ()
+) -> list[Mistake]:
     """Return what to warn of after the steps so far, the latest one last.
 
     Arguments:
@@ -73,7 +75,7 @@ def decide_warnings(steps: Sequence[Step], names: Sequence[str], differing: Sequ
     return [mistake for mistake in found if mistake is not None]
 
 
-def _equal_batches(steps: Sequence[Step]) -> Mistake | None:
+def _equal_batches(steps: Sequence[StepObservations]) -> Mistake | None:
     ranks = range(len(steps[0]))
     seen = {
         rank: tuple(step[rank].inputs for step in steps)
@@ -91,7 +93,7 @@ def _equal_batches(steps: Sequence[Step]) -> Mistake | None:
     )
 
 
-def _equal_draws(latest: Step) -> Mistake | None:
+def _equal_draws(latest: StepObservations) -> Mistake | None:
     alike = _alike({rank: one.generator for rank, one in enumerate(latest) if one.draws})
     if not alike:
         return None
@@ -103,7 +105,9 @@ def _equal_draws(latest: Step) -> Mistake | None:
     )
 
 
-def _differing_parameters(latest: Step, number: int, names: Sequence[str], differing: Sequence[int]) -> Mistake | None:
+def _differing_parameters(
+    latest: StepObservations, number: int, names: Sequence[str], differing: Sequence[int]
+) -> Mistake | None:
     if not differing:
         return None
     others = [str(rank) for rank, one in enumerate(latest) if one.parameters != latest[0].parameters]
@@ -117,7 +121,7 @@ def _differing_parameters(latest: Step, number: int, names: Sequence[str], diffe
     )
 
 
-def _nan_on_some(latest: Step, number: int, names: Sequence[str]) -> Mistake | None:
+def _nan_on_some(latest: StepObservations, number: int, names: Sequence[str]) -> Mistake | None:
     outputs = [rank for rank, one in enumerate(latest) if one.nan_output]
     gradients = {rank: one.nan_gradient for rank, one in enumerate(latest) if one.nan_gradient}
     broken = sorted({*outputs, *gradients})
@@ -135,7 +139,7 @@ def _nan_on_some(latest: Step, number: int, names: Sequence[str]) -> Mistake | N
     )
 
 
-def _stale_optimizer(latest: Step) -> Mistake | None:
+def _stale_optimizer(latest: StepObservations) -> Mistake | None:
     stale = [str(rank) for rank, one in enumerate(latest) if one.stale_optimizer]
     if not stale:
         return None

@@ -14,7 +14,7 @@ class Probe:
 
 
 @dataclass(frozen=True)
-class Host:
+class HostFacts:
     """The machine as this process sees it. Sizes in bytes; None where the platform does not say."""
 
     platform: str
@@ -100,7 +100,7 @@ class Torch:
 class Facts:
     """Everything that the checks look at. `torch` is the reason in words where PyTorch could not be imported."""
 
-    host: Host
+    host: HostFacts
     kernel: Kernel
     torch: Torch | str
     training: Probe

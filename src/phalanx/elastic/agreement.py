@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Standing:
+class RankState:
     """What a rank says of itself when a generation meets.
 
     `number` counts commits; -1 for a rank that has just been started. `is_whole`: parameters and optimizer are as they
@@ -46,7 +46,7 @@ class Agreement:
     is_ahead: bool = False
 
 
-def describe_differing(standings: Sequence[Standing]) -> str:
+def describe_differing(standings: Sequence[RankState]) -> str:
     """Which ranks train something else than the first, and what; empty if none does."""
     first = standings[0].form
     for rank, one in enumerate(standings):
@@ -55,7 +55,7 @@ def describe_differing(standings: Sequence[Standing]) -> str:
     return ""
 
 
-def decide(standings: Sequence[Standing], *, apart: bool = False) -> Agreement | None:
+def decide(standings: Sequence[RankState], *, apart: bool = False) -> Agreement | None:
     """Return what the ranks go on from, by rank; None if nobody holds a whole state.
 
     `apart`: they train apart (LocalSGD, DiLoCo), so each goes on from its own step, and only who is new receives.

@@ -12,7 +12,7 @@ from typing import Any
 from phalanx.coordination.elastic_link import outlive_zygote
 from phalanx.deadline import Deadline
 from phalanx.descriptors import wait_readable
-from phalanx.elastic.membership import Generation, JobEndedError, Loss, NoGenerationError
+from phalanx.elastic.membership import GenerationNotice, JobEndedError, Loss, NoGenerationError
 from phalanx.errors import DeadlineError, PhalanxError
 from phalanx.ipc.agent import connect, split
 
@@ -121,7 +121,7 @@ class AgentChannel:
 
     # -- what it hears -------------------------------------------------------------------------------------------
 
-    def next_generation(self, after: int, timeout_s: float) -> Generation:
+    def next_generation(self, after: int, timeout_s: float) -> GenerationNotice:
         """Wait for a generation later than `after`; of several the latest. The agent is asked now and then.
 
         Raises:
@@ -158,7 +158,7 @@ class AgentChannel:
             return False
         return any(m["kind"] in _ENDS or int(m.get("generation", 0)) > number for m in self._arrived)
 
-    def _latest(self, after: int) -> Generation | None:
+    def _latest(self, after: int) -> GenerationNotice | None:
         latest = None
         for message in self._arrived:
             if message.get("kind") == "end":
@@ -166,7 +166,7 @@ class AgentChannel:
             if message.get("kind") == "no generation":
                 raise NoGenerationError(f"phalanx.elastic: the group is not formed again: {message.get('why', '')}")
             if message.get("kind") == "generation" and int(message["generation"]) > after:
-                latest = Generation.of_message(message)
+                latest = GenerationNotice.of_message(message)
         if latest is not None:
             self._arrived.clear()
         return latest

@@ -17,12 +17,12 @@ from phalanx.backend import rendezvous
 from phalanx.backend.torch_integration.groups import count_groups_anew, list_groups, phalanx_group
 from phalanx.coordination.bootstrap import checked_while_meeting
 from phalanx.diagnostics.progress_page import open_page
-from phalanx.elastic.agreement import Agreement, Standing, decide, describe_differing
+from phalanx.elastic.agreement import Agreement, RankState, decide, describe_differing
 from phalanx.elastic.except_hook import one_except_hook
 from phalanx.elastic.frozen import Frozen
 from phalanx.elastic.hand_over import ShardedPart, hand_over
 from phalanx.elastic.losses import NewGenerationError, is_loss
-from phalanx.elastic.membership import Generation, JobEndedError, Membership, SupersededError
+from phalanx.elastic.membership import GenerationNotice, JobEndedError, Membership, SupersededError
 from phalanx.elastic.points import AGREE, FINISH, HAND_OVER, LEAVE, MEET, REBIND, RESTORE, reached
 from phalanx.elastic.random_state import RandomStates
 from phalanx.elastic.rebind import rebind_module
@@ -179,7 +179,7 @@ class ElasticGroup:
 
     # -- in a new generation -------------------------------------------------------------------------------------
 
-    def enter(self, generation: Generation) -> None:
+    def enter(self, generation: GenerationNotice) -> None:
         """Leave the group; return in that of `generation`, with the state to go on from. Collective over the new one.
 
         Raises:
@@ -227,10 +227,10 @@ class ElasticGroup:
         self._rebind(old, agreement)
         self._hand_over(agreement, standings, kept)
 
-    def _ask_standings(self) -> list[Standing]:
+    def _ask_standings(self) -> list[RankState]:
         state = self._state
         state._step.take_back(state.step)
-        mine = Standing(
+        mine = RankState(
             number=state._latest.number if self._stages is None else self._stages.number,
             is_whole=self.is_complete and state._step.is_whole,
             has_stepped=self.is_complete and state._step.stepped != 1,
@@ -257,7 +257,7 @@ class ElasticGroup:
             dist.broadcast_object_list(number, group=self.process_group, group_src=agreement.source)
             optimizer.regroup(self.process_group, agreement.source, number[0])
 
-    def _hand_over(self, agreement: Agreement, standings: list[Standing], kept: list[Any] | None) -> None:
+    def _hand_over(self, agreement: Agreement, standings: list[RankState], kept: list[Any] | None) -> None:
         state, rank = self._state, self.process_group.rank()
         receives = rank in agreement.receivers
         if state._objects.rounds and not receives and state._step.stepped:
@@ -331,7 +331,7 @@ class ElasticGroup:
                 part.take(part.show())
             optimizer.keep_state()
 
-    def _find_record(self, step: int, standings: list[Standing]) -> tuple[Tensor | None, bool, bool]:
+    def _find_record(self, step: int, standings: list[RankState]) -> tuple[Tensor | None, bool, bool]:
         """Return what this rank, or the one that it replaces, left of the step to go on from. Collective.
 
         It returns as well whether that is its own record (who comes in addition, or in the place of a rank whose memory
@@ -361,7 +361,7 @@ class ElasticGroup:
                 mine = told[0]
         return mine
 
-    def _enter_stages(self, old: Any, standings: list[Standing]) -> None:
+    def _enter_stages(self, old: Any, standings: list[RankState]) -> None:
         """Every rank becomes what it had left of the last commit; a replacement what its number had left."""
         state, rank, size = self._state, self.process_group.rank(), self.process_group.size()
         require_same_stages(state, self._why_not_kept, old.size(), standings, self.process_group)

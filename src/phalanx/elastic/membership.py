@@ -10,14 +10,14 @@ from phalanx.errors import PhalanxError
 
 
 @dataclass(frozen=True)
-class Generation:
+class GenerationNotice:
     """One membership of the job. `environment` is what a rank of it that is started now would find, as this rank."""
 
     number: int
     environment: Mapping[str, str]
 
     @classmethod
-    def of_message(cls, message: Mapping[str, Any]) -> Generation:
+    def of_message(cls, message: Mapping[str, Any]) -> GenerationNotice:
         """Read a generation in the launcher's words."""
         return cls(int(message["generation"]), dict(message["environment"]))
 
@@ -56,7 +56,7 @@ class Membership(Protocol):
         """I have lost a peer, and wait."""
         ...
 
-    def next_generation(self, after: int, timeout_s: float) -> Generation:
+    def next_generation(self, after: int, timeout_s: float) -> GenerationNotice:
         """Wait for a generation later than `after`: as long as who decides says that there may be one.
 
         Raises:

@@ -19,7 +19,14 @@ from phalanx.checkpoint import load_checkpoint, save_checkpoint
 from phalanx.elastic.channel import AgentChannel
 from phalanx.elastic.group import ElasticGroup, leave_all_groups
 from phalanx.elastic.losses import forget, is_loss, is_mismatch
-from phalanx.elastic.membership import Generation, JobEndedError, Loss, Membership, NoGenerationError, SupersededError
+from phalanx.elastic.membership import (
+    GenerationNotice,
+    JobEndedError,
+    Loss,
+    Membership,
+    NoGenerationError,
+    SupersededError,
+)
 from phalanx.elastic.points import LOST, reached
 from phalanx.elastic.state import State
 from phalanx.errors import DeadlineError, summary_of
@@ -223,12 +230,12 @@ class ElasticJob:
         Raises:
             `cause`, or what came of a later generation: there will be no other.
         """
-        generation: Generation | None = None
+        generation: GenerationNotice | None = None
         if loss is not None:
             reached(LOST)
             membership.report(loss)
         elif not membership.newer_than(group.generation):
-            generation = Generation(group.generation, {})  # the one that this process was started for
+            generation = GenerationNotice(group.generation, {})  # the one that this process was started for
         after = group.generation
         while True:
             if generation is None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from phalanx.backend.shared import shares_memory
-from phalanx.elastic.agreement import Standing
+from phalanx.elastic.agreement import RankState
 from phalanx.elastic.hand_over import Part, hand_over
 from phalanx.elastic.membership import JobEndedError
 from phalanx.elastic.records import RankRecords
@@ -130,7 +130,7 @@ def rebind_sharded(state: State) -> None:
         optimizer.regroup(group, 0, number[0])
 
 
-def require_same_stages(state: State, why: str, size: int, standings: Sequence[Standing], group: Any) -> None:
+def require_same_stages(state: State, why: str, size: int, standings: Sequence[RankState], group: Any) -> None:
     """Raise, on all ranks, where the stages can't go on in this group. Collective.
 
     `why` they are not kept, and how many ranks they had, as survivors know.

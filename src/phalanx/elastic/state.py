@@ -17,7 +17,7 @@ from phalanx.elastic.points import COMMIT, reached
 from phalanx.elastic.position import DataPosition, Mark
 from phalanx.elastic.rebind import averaging_modules
 from phalanx.elastic.small_state import NO_VALUES, SmallState
-from phalanx.elastic.step import Step
+from phalanx.elastic.step import StepTracker
 from phalanx.log import get_logger
 
 _logger = get_logger(__name__)
@@ -87,7 +87,7 @@ class State:
         if self._objects.sampler is not None:
             self._position = DataPosition(self._objects.sampler, self._on_iterator)
         self._global = self._keep_global_batch() if batch is not None else None
-        self._step = Step(self._objects)
+        self._step = StepTracker(self._objects)
         self._modes: list[bool] = []  # of all modules: whether they train; as at the first commit of an epoch
         self._save()
 

@@ -55,7 +55,7 @@ class Runner(Protocol):
         ...
 
 
-class Step:
+class StepTracker:
     """Hears, by hooks on `objects`, how far the loop is in its step. While there is no `runner` it does nothing."""
 
     def __init__(self, objects: Objects) -> None:

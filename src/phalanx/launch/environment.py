@@ -54,7 +54,7 @@ def describe_ranks(place: Place) -> str:
 
 
 @dataclass(frozen=True)
-class Job:
+class JobEnvironment:
     """What all ranks of one attempt on one host have in common. `store` and `agent` are empty where it is not Linux.
 
     `run` tells this job from any other, on all its hosts: two jobs may have been given one `run_id`.
@@ -77,7 +77,7 @@ class Job:
     run: str = ""
 
 
-def plan_rank_environment(job: Job, rank: int) -> dict[str, str]:
+def plan_rank_environment(job: JobEnvironment, rank: int) -> dict[str, str]:
     """Return the variables of `rank`, which is one of this host's."""
     place = job.place
     local_rank = rank - place.first_rank

@@ -7,7 +7,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from phalanx.launch.environment import Job, Place
+from phalanx.launch.environment import JobEnvironment, Place
 from phalanx.launch.placement import Placement
 from phalanx.launch.settings import Settings
 
@@ -31,7 +31,7 @@ class JobPlan:
     run: str = ""
     verdict: str = ""  # a file for how the job ended, where a program reads them and not a user
 
-    def describe_job(self, place: Place, restart_count: int, store: str, agent: str) -> Job:
+    def describe_job(self, place: Place, restart_count: int, store: str, agent: str) -> JobEnvironment:
         """Return what the ranks of one attempt have in common; takes a port that is free now, unless one was
         asked for.
         """
@@ -40,7 +40,7 @@ class JobPlan:
         if self.terminal:
             prefix = len(f"[{place.world_size - 1}] ") + 1
             columns = max(20, os.get_terminal_size(1).columns - prefix)
-        return Job(
+        return JobEnvironment(
             place=place,
             master_addr=self.master_addr or settings.master_addr,
             master_port=self.master_port or settings.master_port or find_free_port(),

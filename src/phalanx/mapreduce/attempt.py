@@ -24,8 +24,8 @@ from phalanx.mapreduce.errors import TaskError
 from phalanx.mapreduce.exchange import exchange
 from phalanx.mapreduce.grouper import Grouper, Run, read_blocks, write_blocks
 from phalanx.mapreduce.heap import give_back
-from phalanx.mapreduce.job import Job
 from phalanx.mapreduce.keys import require_order
+from phalanx.mapreduce.map_reduce_job import MapReduceJob
 from phalanx.mapreduce.map_task import MapOutput, rarely_collecting, run_map_task
 from phalanx.mapreduce.part_files import require_own, write_part
 from phalanx.mapreduce.splits import Split, find_files, plan_file_splits, plan_sequence_splits
@@ -42,7 +42,7 @@ _RAISED = {"TypeError": TypeError, "ValueError": ValueError, "FileNotFoundError"
 class Held:
     """What this rank holds of a job: it outlives a membership."""
 
-    job: Job
+    job: MapReduceJob
     splits: list[Split] | None = None
     outputs: dict[int, MapOutput] = field(default_factory=dict)  # by task
     results: dict[int, Run] = field(default_factory=dict)  # by partition
@@ -93,7 +93,7 @@ def plan_owners(partitions: Sequence[int], finished: Mapping[int, int], world_si
     return owners
 
 
-def meet(team: Team, job: Job, held: Held) -> tuple[str, dict[int, int], set[int]]:
+def meet(team: Team, job: MapReduceJob, held: Held) -> tuple[str, dict[int, int], set[int]]:
     """Agree on the plan. The prefix of this membership's keys; who has finished which partition; tasks with an output.
 
     Raises:
@@ -125,7 +125,7 @@ def meet(team: Team, job: Job, held: Held) -> tuple[str, dict[int, int], set[int
     return prefix, finished, set().union(*(outputs for _, _, _, outputs, _ in told))
 
 
-def _plan(job: Job, held: Held) -> tuple[str, Any]:
+def _plan(job: MapReduceJob, held: Held) -> tuple[str, Any]:
     try:
         if job.output is not None:
             require_own(job.output, job.partitions)
@@ -141,7 +141,7 @@ def _plan(job: Job, held: Held) -> tuple[str, Any]:
     return "", (f"phalanx-mapreduce/{uuid.uuid4()}", held.splits)
 
 
-def attempt(team: Team, job: Job, held: Held) -> Outcome:
+def attempt(team: Team, job: MapReduceJob, held: Held) -> Outcome:
     """Do what is left of the job. Collective.
 
     Raises:
@@ -152,7 +152,7 @@ def attempt(team: Team, job: Job, held: Held) -> Outcome:
         return _attempt(team, job, held)
 
 
-def _attempt(team: Team, job: Job, held: Held) -> Outcome:
+def _attempt(team: Team, job: MapReduceJob, held: Held) -> Outcome:
     prefix, finished, there = meet(team, job, held)
     splits = held.splits
     assert splits is not None
@@ -197,7 +197,7 @@ def _attempt(team: Team, job: Job, held: Held) -> Outcome:
     return Outcome(counters, {**finished, **owners}, len(splits))
 
 
-def _map(board: Board, job: Job, held: Held, splits: Sequence[Split]) -> None:
+def _map(board: Board, job: MapReduceJob, held: Held, splits: Sequence[Split]) -> None:
     while board.problem() is None and (task := board.claim()) is not None:
         _do_map_task(board, job, held, splits[task], task)
     while board.problem() is None and (task := board.find_idle()) is not None:
@@ -205,7 +205,7 @@ def _map(board: Board, job: Job, held: Held, splits: Sequence[Split]) -> None:
     held.num_backups += board.num_backups
 
 
-def _do_map_task(board: Board, job: Job, held: Held, split: Split, task: int) -> None:
+def _do_map_task(board: Board, job: MapReduceJob, held: Held, split: Split, task: int) -> None:
     try:
         output = run_map_task(split, job, held.buckets, lambda: board.is_wanted(task))
     except PeerLostError:
@@ -237,7 +237,7 @@ def _do_map_task(board: Board, job: Job, held: Held, split: Split, task: int) ->
         board.give_up("TaskError", _say_bad(output.counters, seen.num_bad_records, job.max_bad_records))
 
 
-def _require_few_bad(job: Job, counters: Counters) -> None:
+def _require_few_bad(job: MapReduceJob, counters: Counters) -> None:
     bad = counters.num_bad_records
     if bad and (bad == counters.records or (job.max_bad_records is not None and bad > job.max_bad_records)):
         raise TaskError(_say_bad(counters, bad, job.max_bad_records))
@@ -274,7 +274,7 @@ def _report(output: MapOutput) -> TaskReport:
 
 def _shuffle(
     team: Team,
-    job: Job,
+    job: MapReduceJob,
     held: Held,
     owners: Mapping[int, int],
     makers: Mapping[int, int],
@@ -327,7 +327,7 @@ def _shuffle(
     inbox.close()
 
 
-def _reduce(job: Job, held: Held, buckets: Iterator[bytes], board: Board) -> Run:
+def _reduce(job: MapReduceJob, held: Held, buckets: Iterator[bytes], board: Board) -> Run:
     runs = Spool(0, job.spill_folder)
     begin = held.done.size
     num_bytes = num_keys = 0
@@ -350,7 +350,7 @@ def _write(folder: str, held: Held, partition: int, partitions: int) -> None:
     write_part(folder, partition, partitions, lambda: read_blocks(held.done, held.results[partition]))
 
 
-def _reduced(job: Job, grouper: Grouper, board: Board) -> Iterator[tuple[Any, Any]]:
+def _reduced(job: MapReduceJob, grouper: Grouper, board: Board) -> Iterator[tuple[Any, Any]]:
     for number, (key, values) in enumerate(grouper.groups()):
         if not number % _LOOK_EVERY:
             board.team.check_peers()  # who goes on while others have given up on the group is taken for stuck

@@ -23,7 +23,7 @@ _LEAST_PATIENCE_S = 0.2
 
 
 @dataclass(frozen=True)
-class Standing:
+class OpenTask:
     """A task that is not done, as an idle rank sees it."""
 
     task: int
@@ -34,7 +34,7 @@ class Standing:
     for_s: float  # for which it is known to be running, while this rank had nothing to do
 
 
-def choose_idle_task(standings: Sequence[Standing], world_size: int, patience_s: float) -> int | None:
+def choose_idle_task(standings: Sequence[OpenTask], world_size: int, patience_s: float) -> int | None:
     """Return the task for a rank that has nothing to do; None: it waits.
 
     First what failed and nobody does again, by another rank than the one at which it failed, if there is one. Then the
@@ -165,8 +165,8 @@ class Board:
         self.num_backups += found[0] not in self._failed_here
         return self.begin(found[0])
 
-    def _standing(self, task: int) -> Standing:
-        return Standing(
+    def _standing(self, task: int) -> OpenTask:
+        return OpenTask(
             task,
             self._count("run", task),
             self._count("failure", task),

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from phalanx.mapreduce.columns import pack
-from phalanx.mapreduce.job import Job
 from phalanx.mapreduce.keys import partitions_of
+from phalanx.mapreduce.map_reduce_job import MapReduceJob
 from phalanx.mapreduce.sums import TextSums
 
 _BUCKETS = 32  # a bucket holds at most such a part of the memory
@@ -29,7 +29,7 @@ class Values:
         return len(self.by_key)
 
 
-def pack_buckets(contents: Values | TextSums, types: set[type], job: Job) -> Iterator[tuple[int, int, bytes]]:
+def pack_buckets(contents: Values | TextSums, types: set[type], job: MapReduceJob) -> Iterator[tuple[int, int, bytes]]:
     """Return the partition, a number within it, and the bucket, partition after partition. Empties `contents`.
 
     `types`: of the keys. A partition has several buckets if it holds more than a part of the memory.
@@ -50,7 +50,9 @@ def _pack_sums(sums: TextSums, partitions: int, most_bytes: int) -> Iterator[tup
         start = end
 
 
-def _pack_values(contents: Values, types: set[type], job: Job, most_bytes: int) -> Iterator[tuple[int, int, bytes]]:
+def _pack_values(
+    contents: Values, types: set[type], job: MapReduceJob, most_bytes: int
+) -> Iterator[tuple[int, int, bytes]]:
     values, listed = contents.by_key, job.combine is None
     partitions = partitions_of(values, types, job.partitions)
     order = np.argsort(partitions, kind="stable")

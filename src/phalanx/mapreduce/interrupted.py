@@ -16,7 +16,7 @@ from typing import Any
 import cloudpickle
 
 from phalanx.mapreduce.attempt import Held
-from phalanx.mapreduce.job import Job
+from phalanx.mapreduce.map_reduce_job import MapReduceJob
 from phalanx.mapreduce.splits import find_files
 
 
@@ -34,7 +34,7 @@ _since = (-1, -1)  # generation and commits
 _calls = 0
 
 
-def begin_call(generation: int, commits: int, job: Job) -> Call:
+def begin_call(generation: int, commits: int, job: MapReduceJob) -> Call:
     """Describe the call that begins. Calls are counted from the latest commit, or meeting of the ranks, on."""
     global _since, _calls
     if (generation, commits) != _since:
@@ -43,7 +43,7 @@ def begin_call(generation: int, commits: int, job: Job) -> Call:
     return Call((commits, _calls), _look_at_files(job))
 
 
-def _look_at_files(job: Job) -> tuple[tuple[str, int, int, int], ...]:
+def _look_at_files(job: MapReduceJob) -> tuple[tuple[str, int, int, int], ...]:
     if job.sequence is not None:
         return ()
     try:
@@ -57,7 +57,7 @@ def _stamp(status: os.stat_result) -> tuple[int, int, int]:
     return status.st_size, status.st_mtime_ns, status.st_ino
 
 
-def keep(call: Call, job: Job, held: Held) -> None:
+def keep(call: Call, job: MapReduceJob, held: Held) -> None:
     """Keep what was done: the call is about to end, because a rank was lost. Reads the job's sequence once."""
     global _kept
     drop()
@@ -65,7 +65,7 @@ def keep(call: Call, job: Job, held: Held) -> None:
     _kept = None if digest is None else (call, digest, held)
 
 
-def take(call: Call, job: Job) -> Held | None:
+def take(call: Call, job: MapReduceJob) -> Held | None:
     """Return what such a call has left, or None; reads the sequence if something is kept."""
     global _kept
     if _kept is None or call.place < _kept[0].place:
@@ -86,7 +86,7 @@ def drop() -> None:
         _kept = None
 
 
-def _digest(job: Job) -> bytes | None:
+def _digest(job: MapReduceJob) -> bytes | None:
     content = _Digest()
     inputs: Sequence[Any] = () if job.sequence is None else (job.sequence,)
     try:

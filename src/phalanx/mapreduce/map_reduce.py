@@ -13,7 +13,7 @@ from phalanx.errors import DeadlineError, PeerLostError
 from phalanx.log import get_logger
 from phalanx.mapreduce import interrupted
 from phalanx.mapreduce.attempt import Held, Outcome, attempt
-from phalanx.mapreduce.job import Job
+from phalanx.mapreduce.map_reduce_job import MapReduceJob
 from phalanx.mapreduce.membership import Survivors
 from phalanx.mapreduce.part_files import path_of
 from phalanx.mapreduce.result import Result, blocks_of, gather_blocks
@@ -86,7 +86,7 @@ def map_reduce(
         TaskError: a function failed, too many records were bad, or a task failed too often. On every rank.
         PeerLostError: a rank was lost, and the others cannot go on by themselves.
     """
-    job = Job(
+    job = MapReduceJob(
         inputs=inputs,
         map=map,
         reduce=reduce,
@@ -162,7 +162,7 @@ def _first_membership(team: Team, held: Held) -> Survivors | None:
     return Survivors(team.group, team.store, held.token, list(team.persons), team.timeout_s)
 
 
-def _finish(team: Team, job: Job, held: Held, outcome: Outcome) -> Result:
+def _finish(team: Team, job: MapReduceJob, held: Held, outcome: Outcome) -> Result:
     """Bring the partitions to where they are wanted. Collective."""
     own = {partition: run for partition, run in held.results.items() if outcome.owners[partition] == team.rank}
     inbox = Spool(job.memory_bytes // 8, job.spill_folder)

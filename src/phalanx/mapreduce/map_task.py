@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from phalanx.mapreduce.buckets import Values, pack_buckets
 from phalanx.mapreduce.counters import Counters
 from phalanx.mapreduce.heap import give_back
-from phalanx.mapreduce.job import Job
 from phalanx.mapreduce.keys import find_kinds
+from phalanx.mapreduce.map_reduce_job import MapReduceJob
 from phalanx.mapreduce.records import read_blocks
 from phalanx.mapreduce.splits import Split
 from phalanx.mapreduce.spool import Extent, Spool
@@ -32,7 +32,7 @@ class MapOutput:
     seconds: float = 0.0
 
 
-def run_map_task(split: Split, job: Job, spool: Spool, is_wanted: Callable[[], bool]) -> MapOutput | None:
+def run_map_task(split: Split, job: MapReduceJob, spool: Spool, is_wanted: Callable[[], bool]) -> MapOutput | None:
     """Do a task; None if `is_wanted`, which is asked now and then, said no. Then nothing of it is left in the spool.
 
     The same split gives the same output, on every rank, always: a table is emptied where the data say so, not time.
@@ -67,7 +67,7 @@ def run_map_task(split: Split, job: Job, spool: Spool, is_wanted: Callable[[], b
     return output
 
 
-def _write_run(table: Table, job: Job, spool: Spool, output: MapOutput) -> None:
+def _write_run(table: Table, job: MapReduceJob, spool: Spool, output: MapOutput) -> None:
     types, contents = table.drain()
     if not len(contents):
         return

@@ -9,7 +9,7 @@ from phalanx.errors import summary_of
 from phalanx.mapreduce.buckets import Values
 from phalanx.mapreduce.counters import Counters
 from phalanx.mapreduce.fold import fold_pairs
-from phalanx.mapreduce.job import Job
+from phalanx.mapreduce.map_reduce_job import MapReduceJob
 from phalanx.mapreduce.records import Block
 from phalanx.mapreduce.sizes import plan_next_look, size_of_lists, size_of_table
 from phalanx.mapreduce.sums import TextSums, new_sums
@@ -26,7 +26,7 @@ class Table:
     are added up by text, which is known to be so until another pair comes, there is no dict.
     """
 
-    def __init__(self, job: Job, counters: Counters, limit_bytes: int, spill: Callable[[Table], None]) -> None:
+    def __init__(self, job: MapReduceJob, counters: Counters, limit_bytes: int, spill: Callable[[Table], None]) -> None:
         self._job = job
         self._counters = counters
         self._limit_bytes = limit_bytes

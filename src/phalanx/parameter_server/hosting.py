@@ -27,7 +27,7 @@ from phalanx.parameter_server.shard import Gradients, Shard, Spec
 from phalanx.rpc import current, rpc_async
 from phalanx.rpc.agent.agent import Agent
 from phalanx.rpc.functions import async_execution
-from phalanx.rpc.worker_info import Member
+from phalanx.rpc.worker_info import WorkerAddress
 
 _WAIT = object()  # in the place of a result: not yet
 
@@ -398,7 +398,7 @@ class Hosted:
         else:
             next_one.add_done_callback(partial(_pass_on, ack))
 
-    def hear_lost(self, member: Member) -> None:
+    def hear_lost(self, member: WorkerAddress) -> None:
         """Take over from a worker that is gone, replace it, or tell who waits for it."""
         with self._lock:
             if self._shard is not None:
@@ -457,7 +457,7 @@ def _forget(uid: int) -> None:
         _hosted.pop(uid, None)
 
 
-def _hear_lost(agent: Agent, member: Member) -> None:
+def _hear_lost(agent: Agent, member: WorkerAddress) -> None:
     if agent.closing or agent.closed:  # all go
         return
     with _registry:

@@ -22,7 +22,7 @@ from phalanx.pipeline.random_state import RandomState
 from phalanx.pipeline.schedule import Action, Schedule
 from phalanx.pipeline.stage import Stage, flat_tensors
 from phalanx.pipeline.values import Forms
-from phalanx.pipeline.wire import AHEAD, Edge, StageFailedError, StageLostError, Step, Wire
+from phalanx.pipeline.wire import AHEAD, Edge, StageFailedError, StageLostError, StepPlan, Wire
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Work:
     """The schedule for so many micro-batches."""
     inputs: Sequence[dict[fx.Node, Any]] = ()
     rows: Sequence[int] = ()
-    finish: Callable[[int, Step, dict[fx.Node, Any]], Any] | None = None
+    finish: Callable[[int, StepPlan, dict[fx.Node, Any]], Any] | None = None
     """On the last stage: what the result of a micro-batch becomes; with `grad` the loss that is derived."""
     results: dict[int, Any] = field(default_factory=dict)
     done: list[Done] = field(default_factory=list)
@@ -66,7 +66,7 @@ class Executor:
         self._local: defaultdict[Edge, deque[Any]] = defaultdict(deque)
         self._forms = Forms()
         self._seed = 0
-        self._early: tuple[list[Any], Step] | None = None
+        self._early: tuple[list[Any], StepPlan] | None = None
         self.schedule: Schedule | None = None
         """That of the last step."""
         self.at: Action | None = None
@@ -183,7 +183,7 @@ class Executor:
         state: Tensor | None = None
         if stage.index == 0:
             inputs = dict(work.inputs[micro_batch])
-            step = Step(len(work.inputs), work.rows[micro_batch], sum(work.rows), self._seed + micro_batch)
+            step = StepPlan(len(work.inputs), work.rows[micro_batch], sum(work.rows), self._seed + micro_batch)
         else:
             values, step = self._receive(stage.index - 1, stage.index)
             if step.has_state:
@@ -258,7 +258,7 @@ class Executor:
         if wanted := [tensor for tensor in flat_tensors(values) if tensor.requires_grad]:
             leaves[source] = wanted
 
-    def _send(self, edge: Edge, values: list[Any], needs: list[bool], step: Step) -> None:
+    def _send(self, edge: Edge, values: list[Any], needs: list[bool], step: StepPlan) -> None:
         if edge.target not in self.stages:
             with self._talking_to(edge.target):
                 self._wire.send_values(edge, values, needs, step)
@@ -267,7 +267,7 @@ class Executor:
         own = tree_map(lambda v: v.detach().requires_grad_(next(wanted)) if isinstance(v, Tensor) else v, values)
         self._local[edge].append((own, step))
 
-    def _receive(self, source: int, target: int) -> tuple[list[Any], Step]:
+    def _receive(self, source: int, target: int) -> tuple[list[Any], StepPlan]:
         edge = Edge(source, target)
         if source in self.stages:
             values, step = self._local[edge].popleft()
@@ -314,7 +314,7 @@ class Executor:
             else:
                 with self._talking_to(source):
                     edge = Edge(stage.index, source, True)
-                    self._wire.send_gradients(edge, found, Step(0, 0, 0, micro_batch=micro_batch))
+                    self._wire.send_gradients(edge, found, StepPlan(0, 0, 0, micro_batch=micro_batch))
         if not later_weights:
             stage.backward_weights(micro_batch)
         return begin

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from phalanx.pipeline import micro_batches as batches
-from phalanx.pipeline.wire import Step
+from phalanx.pipeline.wire import StepPlan
 
 
 class Loss:
@@ -23,7 +23,7 @@ class Loss:
         """Return what makes a loss of a micro-batch's values; micro-batches come in order, some a second time."""
         begins = {0: 0}
 
-        def loss_of(micro_batch: int, step: Step, results: dict[fx.Node, Any]) -> Tensor:
+        def loss_of(micro_batch: int, step: StepPlan, results: dict[fx.Node, Any]) -> Tensor:
             begins[micro_batch + 1] = begins[micro_batch] + step.rows
             output = result(results)
             if self._loss_fn is None:

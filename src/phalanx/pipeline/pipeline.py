@@ -43,7 +43,7 @@ from phalanx.pipeline.stage import Stage
 from phalanx.pipeline.stage_module import StageModule
 from phalanx.pipeline.tied import TiedGradients, find_ties, parameters_of
 from phalanx.pipeline.values import share_result
-from phalanx.pipeline.wire import StageFailedError, StageLostError, Step, Wire
+from phalanx.pipeline.wire import StageFailedError, StageLostError, StepPlan, Wire
 
 
 class _Made:
@@ -279,7 +279,7 @@ class Pipeline(StageModule):
         self._require_usable()
         rows: dict[int, int] = {}
 
-        def result_of(micro_batch: int, step: Step, results: dict[fx.Node, Any]) -> Any:
+        def result_of(micro_batch: int, step: StepPlan, results: dict[fx.Node, Any]) -> Any:
             rows[micro_batch] = step.rows
             return self._result(results)
 

@@ -63,7 +63,7 @@ class Edge(NamedTuple):
     backward: bool = False
 
 
-class Step(NamedTuple):
+class StepPlan(NamedTuple):
     """What all stages must know of a step: its micro-batches, the rows of this one and of all.
 
     `seed`: that of this micro-batch. `has_state`: some stage has drawn numbers; then the first of the values is the
@@ -172,7 +172,7 @@ class Wire:
 
     # -- sending -------------------------------------------------------------------------------------------------
 
-    def send_values(self, edge: Edge, values: Sequence[Any], needs_grad: Sequence[bool], step: Step) -> None:
+    def send_values(self, edge: Edge, values: Sequence[Any], needs_grad: Sequence[bool], step: StepPlan) -> None:
         """Send nested values; `needs_grad` says for each tensor in them whether its gradient is wanted back."""
         plain = all(isinstance(value, Tensor) for value in values)
         leaves, tree = (values, None) if plain else tree_flatten(list(values))
@@ -197,11 +197,11 @@ class Wire:
                 news = pickles.send(news, self._stream(edge))
         self._post(edge, step, news, rows, tensors)
 
-    def send_gradients(self, edge: Edge, grads: Sequence[Tensor | None], step: Step) -> None:
+    def send_gradients(self, edge: Edge, grads: Sequence[Tensor | None], step: StepPlan) -> None:
         """Send gradients of the values that needed one, in their order; None for one that has none."""
         self._post(edge, step, b"", [0] * len(grads), [None if grad is None else flatten(grad, None) for grad in grads])
 
-    def _post(self, edge: Edge, step: Step, news: bytes, rows: list[int], tensors: Sequence[Tensor | None]) -> None:
+    def _post(self, edge: Edge, step: StepPlan, news: bytes, rows: list[int], tensors: Sequence[Tensor | None]) -> None:
         if len(tensors) > _MOST:
             raise ValueError(f"at most {_MOST} tensors may go from a stage to another, got {len(tensors)}")
         places = [self._place(tensor) for tensor in tensors]
@@ -299,7 +299,7 @@ class Wire:
 
     # -- receiving -----------------------------------------------------------------------------------------------
 
-    def receive_values(self, edge: Edge) -> tuple[list[Any], Step]:
+    def receive_values(self, edge: Edge) -> tuple[list[Any], StepPlan]:
         """Return the next values on an edge; tensors whose gradient is wanted back require it.
 
         Raises:
@@ -350,7 +350,7 @@ class Wire:
         work = self._group.recv([frame], self._rank_of[edge.source], self._tag(edge))
         self._posted[edge].append((work, frame))
 
-    def _header(self, edge: Edge) -> tuple[list[int], Step, _Parts]:
+    def _header(self, edge: Edge) -> tuple[list[int], StepPlan, _Parts]:
         posted = self._posted[edge]
         if not posted:
             self.post(edge)
@@ -370,7 +370,7 @@ class Wire:
             )
         if self.posts_ahead:
             self._frames.note(edge, needed)
-        step = Step(header[2], header[3], header[4], header[5], bool(header[6] & _HAS_STATE))
+        step = StepPlan(header[2], header[3], header[4], header[5], bool(header[6] & _HAS_STATE))
         return header, step, parts
 
     def receive(self, tensor: Tensor, src: int, tag: int) -> Tensor:

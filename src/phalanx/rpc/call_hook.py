@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from phalanx.rpc.serialization import Arrived, Payload
-from phalanx.rpc.worker_info import Member
+from phalanx.rpc.worker_info import WorkerAddress
 
 
 class CallHook(Protocol):
@@ -24,16 +24,16 @@ class CallHook(Protocol):
     def is_inside(self) -> bool:
         """Whether this thread's calls are part of something that ends with their worker: then none is made again."""
 
-    def on_request(self, to: Member, payload: Payload) -> Any:
+    def on_request(self, to: WorkerAddress, payload: Payload) -> Any:
         """Hear that a call is about to be sent."""
 
-    def receive_request(self, note: Any, arrived: Arrived, caller: Member) -> AbstractContextManager[Any]:
+    def receive_request(self, note: Any, arrived: Arrived, caller: WorkerAddress) -> AbstractContextManager[Any]:
         """Hear that a call has arrived; the function runs inside of what this returns."""
 
-    def on_reply(self, to: Member, payload: Payload, note: Any) -> Any:
+    def on_reply(self, to: WorkerAddress, payload: Payload, note: Any) -> Any:
         """Its result is about to be sent to the caller; `note` is the request's. May run in another thread."""
 
-    def receive_reply(self, note: Any, arrived: Arrived, callee: Member) -> None:
+    def receive_reply(self, note: Any, arrived: Arrived, callee: WorkerAddress) -> None:
         """Its result has arrived; `note` is the reply's."""
 
 

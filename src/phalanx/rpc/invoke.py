@@ -21,7 +21,7 @@ from phalanx.rpc.options import UNSET_RPC_TIMEOUT
 from phalanx.rpc.references import RRefId
 from phalanx.rpc.remote_error import error_of, set_error
 from phalanx.rpc.rref import RRef
-from phalanx.rpc.worker_info import Member, UnknownWorkerError, WorkerInfo
+from phalanx.rpc.worker_info import UnknownWorkerError, WorkerAddress, WorkerInfo
 from phalanx.torch_names import find
 
 _profiler_enabled: Any = find(
@@ -126,7 +126,7 @@ def _drop(agent: Agent, rref_id: RRefId) -> None:
     agent.references.drop_fork(rref_id, rref_id)
 
 
-def _event_name(what: str, func: Callable[..., Any], name: str, me: Member, to: Member) -> str:
+def _event_name(what: str, func: Callable[..., Any], name: str, me: WorkerAddress, to: WorkerAddress) -> str:
     """As PyTorch calls the call in its profiles."""
     name = _find_builtin(func) or name
     return f"{what}#{name}({me.info.name} -> {to.info.name})"
@@ -204,7 +204,7 @@ def _check(func: Callable[..., Any]) -> str:
     return getattr(func, "__qualname__", None) or type(func).__name__
 
 
-def find_worker(agent: Agent, to: To) -> Member:
+def find_worker(agent: Agent, to: To) -> WorkerAddress:
     """Return the worker that a user means.
 
     Raises:

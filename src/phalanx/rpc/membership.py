@@ -12,7 +12,7 @@ from typing import Any
 from phalanx.coordination.address import Address
 from phalanx.deadline import Deadline
 from phalanx.errors import DeadlineError, MismatchError, PhalanxError
-from phalanx.rpc.worker_info import Member, WorkerInfo
+from phalanx.rpc.worker_info import WorkerAddress, WorkerInfo
 
 _NOBODY = "-"  # at the name of a worker that has left
 _PROBE_S = 1.0
@@ -26,17 +26,17 @@ class Membership:
         self._store = store
         self.world_size = world_size
         self._lock = threading.Lock()
-        self._by_uid: dict[int, Member] = {}
-        self._by_name: dict[str, Member] = {}
+        self._by_uid: dict[int, WorkerAddress] = {}
+        self._by_name: dict[str, WorkerAddress] = {}
         self._gone: set[int] = set()
-        self._lost: dict[str, Member] = {}
+        self._lost: dict[str, WorkerAddress] = {}
 
     @property
     def is_static(self) -> bool:
         """Whether all workers were there from the start."""
         return self.world_size is not None
 
-    def join(self, me: Member, deadline: Deadline, open_network: Callable[[], Member]) -> None:
+    def join(self, me: WorkerAddress, deadline: Deadline, open_network: Callable[[], WorkerAddress]) -> None:
         """Become a member; in a job of fixed size, wait for all others.
 
         `open_network` is called when some of them are on other hosts; it says where they reach this worker.
@@ -62,7 +62,7 @@ class Membership:
                 self.learn(self._wait_for(rank, me, deadline, "reachable"))
 
     @staticmethod
-    def _compare(me: Member, found: Sequence[Member]) -> None:
+    def _compare(me: WorkerAddress, found: Sequence[WorkerAddress]) -> None:
         twice = {one.info.name for one in found if sum(o.info.name == one.info.name for o in found) > 1}
         if twice:
             ranks = {m.info.id: m.info.name for m in found if m.info.name in twice}
@@ -79,12 +79,12 @@ class Membership:
                 "Give each process a rank of its own."
             )
 
-    def _wait_for(self, rank: int, me: Member, deadline: Deadline, what: str = "worker") -> Member:
+    def _wait_for(self, rank: int, me: WorkerAddress, deadline: Deadline, what: str = "worker") -> WorkerAddress:
         key = f"{what}/{rank}"
         while True:
             try:
                 self._store.wait([key], timedelta(seconds=min(max(deadline.left_s, 0.001), _WAIT_S)))
-                return Member.from_json(self._store.get(key))
+                return WorkerAddress.from_json(self._store.get(key))
             except RuntimeError as error:
                 if not deadline.passed and "timeout" in str(error).lower():  # in the words of every store
                     continue
@@ -98,7 +98,7 @@ class Membership:
                     missing=missing,
                 ) from None
 
-    def _join_others(self, me: Member) -> None:
+    def _join_others(self, me: WorkerAddress) -> None:
         """Enter the name into the store; another worker that has it, or the number, must be gone."""
         key, mine = f"name/{me.info.name}", me.to_json()
         while True:
@@ -118,7 +118,7 @@ class Membership:
         for member in self._read():
             self.learn(member)
 
-    def _read(self) -> list[Member]:
+    def _read(self) -> list[WorkerAddress]:
         """All that are entered in the store now."""
         found = []
         for slot in range(1, self._store.add("slots", 0) + 1):
@@ -127,11 +127,11 @@ class Membership:
                 found.append(member)
         return found
 
-    def _parse(self, text: bytes) -> Member | None:
-        member = Member.from_json(text) if text != _NOBODY.encode() else None
+    def _parse(self, text: bytes) -> WorkerAddress | None:
+        member = WorkerAddress.from_json(text) if text != _NOBODY.encode() else None
         return None if member is not None and member.uid in self._gone else member
 
-    def learn(self, member: Member) -> None:
+    def learn(self, member: WorkerAddress) -> None:
         """Know a worker, which may have told us of itself; unless it was lost while we read of it in the store."""
         with self._lock:
             if member.uid in self._gone:
@@ -139,7 +139,7 @@ class Membership:
             self._by_uid[member.uid] = member
             self._by_name[member.info.name] = member
 
-    def forget(self, member: Member) -> None:
+    def forget(self, member: WorkerAddress) -> None:
         """Forget a worker that is lost, or has left: where workers join and leave, one of the same name may come."""
         with self._lock:
             self._gone.add(member.uid)
@@ -150,29 +150,29 @@ class Membership:
                 self._by_uid.pop(member.uid, None)
                 self._lost[member.info.name] = member
 
-    def leave(self, me: Member) -> None:
+    def leave(self, me: WorkerAddress) -> None:
         """Be a member no more."""
         if not self.is_static:
             key = f"name/{me.info.name}"
             self._store.compare_set(key, me.to_json(), _NOBODY)
 
-    def members(self) -> list[Member]:
+    def members(self) -> list[WorkerAddress]:
         """All workers; where they join and leave, as the store has it now."""
         if not self.is_static:
             return sorted(self._read(), key=lambda one: one.info.id)
         with self._lock:
             return sorted(self._by_name.values(), key=lambda one: one.info.id)
 
-    def by_uid(self, uid: int) -> Member | None:
+    def by_uid(self, uid: int) -> WorkerAddress | None:
         """Return the worker of this uid, if it is known."""
         return self._by_uid.get(uid)
 
-    def find_lost(self, to: str | int | WorkerInfo) -> Member | None:
+    def find_lost(self, to: str | int | WorkerInfo) -> WorkerAddress | None:
         """Return the last worker of this name or number that was lost."""
         name = to.name if isinstance(to, WorkerInfo) else to
         return next((one for one in self._lost.values() if name in (one.info.name, one.info.id)), None)
 
-    def find(self, to: str | int | WorkerInfo) -> Member | None:
+    def find(self, to: str | int | WorkerInfo) -> WorkerAddress | None:
         """Return the worker of this name or number; where they join, the store is asked for one that is not
         known yet.
         """
@@ -195,7 +195,7 @@ class Membership:
         return None
 
 
-def _is_gone(other: Member, me: Member) -> bool:
+def _is_gone(other: WorkerAddress, me: WorkerAddress) -> bool:
     """Whether a worker that is entered in the store has ended without leaving."""
     if other.host == me.host:
         return other.process.has_ended()

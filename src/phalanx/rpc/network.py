@@ -36,7 +36,7 @@ from phalanx.ipc.wakeup import Wakeup
 from phalanx.log import get_logger
 from phalanx.rpc import wire
 from phalanx.rpc.wire import BUFFER, HEAD, Frame
-from phalanx.rpc.worker_info import Member
+from phalanx.rpc.worker_info import WorkerAddress
 
 LOST_S = 0.7
 SILENT_S = 30.0
@@ -59,7 +59,7 @@ _BROKE = "its connection broke: its process has ended, or its host does not answ
 _logger = get_logger(__name__)
 
 Arrive = Callable[[Any, Frame | None], None]
-Welcome = Callable[[Member], None]
+Welcome = Callable[[WorkerAddress], None]
 
 
 class NetworkConnection:
@@ -67,7 +67,7 @@ class NetworkConnection:
 
     reading = None  # the network's thread reads
 
-    def __init__(self, network: Network, peer: Member, identity: bytes = b"") -> None:
+    def __init__(self, network: Network, peer: WorkerAddress, identity: bytes = b"") -> None:
         self.peer = peer
         self.identity = identity
         self.why = ""  # it was lost
@@ -91,7 +91,7 @@ class Network:
     `arrive(connection, frame)` is told what comes in, and None at its end; `welcome(member)` who has connected.
     """
 
-    def __init__(self, address: str, key: Key, me: Member, arrive: Arrive, welcome: Welcome) -> None:
+    def __init__(self, address: str, key: Key, me: WorkerAddress, arrive: Arrive, welcome: Welcome) -> None:
         self._key = key
         self.me = me  # as it introduces itself
         self._arrive = arrive
@@ -130,7 +130,7 @@ class Network:
         made.heartbeat_ivl = made.heartbeat_timeout = int(SILENT_S * 500)
         return made
 
-    def connect(self, to: Member) -> NetworkConnection:
+    def connect(self, to: WorkerAddress) -> NetworkConnection:
         """Return a connection to a worker; that it cannot be reached is heard later."""
         connection = NetworkConnection(self, to)
         self.post(connection, None)
@@ -227,7 +227,7 @@ class Network:
                 if connection is not None:
                     self._arrive(connection, _parse(parts))
                 elif parts and parts[0] == _HELLO and len(parts) == 2:
-                    member = Member.from_json(parts[1])
+                    member = WorkerAddress.from_json(parts[1])
                     self._callers[identity] = NetworkConnection(self, member, identity)
                     self._welcome(member)
             except (ValueError, KeyError, TypeError, IndexError, PhalanxError) as error:

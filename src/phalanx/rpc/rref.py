@@ -21,7 +21,7 @@ from phalanx.rpc.options import UNSET_RPC_TIMEOUT
 from phalanx.rpc.references import Owned, RRefId
 from phalanx.rpc.remote_error import set_error
 from phalanx.rpc.serialization import Payload, arriving, register
-from phalanx.rpc.worker_info import Member, WorkerInfo
+from phalanx.rpc.worker_info import WorkerAddress, WorkerInfo
 
 T = TypeVar("T")
 
@@ -33,7 +33,7 @@ class RRef(Generic[T]):
     """
 
     _agent: Agent
-    _owner: Member
+    _owner: WorkerAddress
     _id: RRefId
     _fork: RRefId | None
     _owned: Owned | None
@@ -51,7 +51,7 @@ class RRef(Generic[T]):
     def _set(
         self,
         agent: Agent,
-        owner: Member,
+        owner: WorkerAddress,
         rref_id: RRefId,
         fork: RRefId | None,
         owned: Owned | None,
@@ -350,20 +350,20 @@ def serve_references(agent: Agent) -> None:
         if member is not None and not agent.closed:
             agent.tell(member, "fork_arrived", fork)
 
-    def announce_fork(holder: Member, told: tuple[RRefId, RRefId]) -> None:
+    def announce_fork(holder: WorkerAddress, told: tuple[RRefId, RRefId]) -> None:
         if not agent.references.announce_fork(*told, holder.uid):
             raise PhalanxError(
                 f"RRef: {agent.me} owns no object {told[0]} (any more): whoever handed on the reference was lost."
             )
 
-    def drop_forks(holder: Member, told: list[tuple[RRefId, RRefId]]) -> None:
+    def drop_forks(holder: WorkerAddress, told: list[tuple[RRefId, RRefId]]) -> None:
         freed = [agent.references.drop_fork(*one) for one in told]
         del freed
 
-    def fork_arrived(holder: Member, fork: RRefId) -> None:
+    def fork_arrived(holder: WorkerAddress, fork: RRefId) -> None:
         agent.references.has_arrived(fork)
 
-    def lost(member: Member) -> None:
+    def lost(member: WorkerAddress) -> None:
         freed, orphans = agent.references.lose(member.uid)
         for owned in orphans:
             text = f"RRef: {member} was lost before its call made the object."

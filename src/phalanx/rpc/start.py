@@ -22,9 +22,9 @@ from phalanx.rpc.autograd.serve import serve_autograd
 from phalanx.rpc.membership import Membership
 from phalanx.rpc.options import BackendType, RpcBackendOptions
 from phalanx.rpc.rendezvous import find_place, is_on_network, job_key, may_be_public, network_address, open_store
-from phalanx.rpc.rounds import Rounds
 from phalanx.rpc.rref import serve_references
-from phalanx.rpc.worker_info import Member, WorkerInfo
+from phalanx.rpc.termination import Termination
+from phalanx.rpc.worker_info import WorkerAddress, WorkerInfo
 
 _JOIN_S = 300.0
 _logger = get_logger(__name__)
@@ -98,7 +98,7 @@ def start_agent(
     if size is None and is_on_network(store) and job_key() is not None:
         _open_network(agent, store)
     serve_references(agent)
-    agent.rounds = Rounds(agent)
+    agent.termination = Termination(agent)
     serve_autograd(agent)
     for extend in on_start:
         extend(agent)
@@ -112,7 +112,7 @@ def start_agent(
     return agent
 
 
-def _open_network(agent: Agent, store: Any) -> Member:
+def _open_network(agent: Agent, store: Any) -> WorkerAddress:
     """Let workers of other hosts in.
 
     Raises:
@@ -152,9 +152,9 @@ def shutdown(graceful: bool = True, timeout: float = 0.0) -> None:
         if graceful:
             deadline = Deadline.after(timeout or None)
             if agent.membership.is_static:
-                agent.rounds.finish(deadline)
+                agent.termination.finish(deadline)
             else:
-                agent.rounds.wait_idle(deadline)
+                agent.termination.wait_idle(deadline)
                 _leave_quietly(agent)
     finally:
         try:

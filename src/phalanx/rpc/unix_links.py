@@ -1,7 +1,8 @@
 """Where a worker listens for the others of its host, who come in by a token that only the job's store knows.
 
-Whoever connects says who it is (`Member`), and hands over its end of a second socket, for descriptors. The kernel
-vouches for the user on either side (`SO_PEERCRED`): connections of another one are closed before anything is read.
+Whoever connects says who it is (`WorkerAddress`), and hands over its end of a second socket, for descriptors. The
+kernel vouches for the user on either side (`SO_PEERCRED`): connections of another one are closed before anything is
+read from it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 from phalanx.deadline import Deadline
 from phalanx.errors import PeerLostError, PhalanxError
 from phalanx.ipc.peer import peer_of
-from phalanx.rpc.worker_info import Member
+from phalanx.rpc.worker_info import WorkerAddress
 from phalanx.symmetric_memory import private
 
 _BACKLOG = 1024
@@ -31,7 +32,7 @@ _PAUSE_S = 0.05
 _NEEDED = 6  # descriptors, to connect or to let somebody in: sockets, who watches the process, bells
 _MOST_BYTES = 1 << 16
 
-Welcome = Callable[[Member, socket.socket, socket.socket], None]
+Welcome = Callable[[WorkerAddress, socket.socket, socket.socket], None]
 
 
 class Listener:
@@ -101,7 +102,7 @@ class Listener:
         while self._paused:
             self._serving.watch(self._paused.pop().fileno(), self)
 
-    def dismiss(self, visitor: _Visitor, member: Member | None = None, fd: int = -1) -> None:
+    def dismiss(self, visitor: _Visitor, member: WorkerAddress | None = None, fd: int = -1) -> None:
         """Let go of a visitor that has said who it is, or is none of ours."""
         self._pending.pop(visitor.socket.fileno(), None)
         self._serving.forget(visitor.socket.fileno())
@@ -143,7 +144,7 @@ class _Visitor:
             magic, token, nbytes = _HELLO.unpack(data)
             if magic == _MAGIC and secrets.compare_digest(token, self._listener.token) and nbytes <= _MOST_BYTES:
                 text = self.socket.recv(nbytes)  # sent in one piece
-                member = Member.from_json(text)
+                member = WorkerAddress.from_json(text)
         if member is None or len(fds) != 1:
             for fd in fds:
                 os.close(fd)
@@ -157,7 +158,7 @@ def abstract_name(token: bytes) -> str:
     return f"\0phalanx-rpc-{token.hex()}"
 
 
-def connect(to: Member, me: Member, deadline: Deadline) -> tuple[socket.socket, socket.socket]:
+def connect(to: WorkerAddress, me: WorkerAddress, deadline: Deadline) -> tuple[socket.socket, socket.socket]:
     """Return a connection to a worker of this host: for frames, and for descriptors.
 
     Raises:
@@ -184,14 +185,14 @@ def _check_room(number: int) -> None:
             stack.callback(os.close, os.eventfd(0, os.EFD_CLOEXEC))
 
 
-def _no_descriptor(to: Member, error: OSError) -> PhalanxError:
+def _no_descriptor(to: WorkerAddress, error: OSError) -> PhalanxError:
     return PhalanxError(
         f"{to} cannot be connected to: {error.strerror} (ulimit -n says how many this process may have). "
         "Nothing was sent."
     )
 
 
-def _enter(to: Member, me: Member, deadline: Deadline, theirs: socket.socket) -> socket.socket:
+def _enter(to: WorkerAddress, me: WorkerAddress, deadline: Deadline, theirs: socket.socket) -> socket.socket:
     token, _, path = to.local.partition("@")
     secret = bytes.fromhex(token)
     problem: OSError | None = None

@@ -41,7 +41,7 @@ class WorkerInfo:
 
 
 @dataclass(frozen=True)
-class Member:
+class WorkerAddress:
     """A worker as the others find it. `uid` tells it from another one of the same name, before or after it.
 
     `host`: workers with the same one can share memory. `local` is where it listens for those, `network` for others.
@@ -57,7 +57,7 @@ class Member:
     network: str = ""
 
     @classmethod
-    def of_self(cls, name: str, number: int, host: str, **addresses: str) -> Member:
+    def of_self(cls, name: str, number: int, host: str, **addresses: str) -> WorkerAddress:
         """Return this process, as the worker `name`."""
         uid = int.from_bytes(os.urandom(6), "little")
         return cls(WorkerInfo(name, number), uid, host, socket.gethostname(), ProcessId.of_self(), **addresses)
@@ -80,7 +80,7 @@ class Member:
         )
 
     @classmethod
-    def from_json(cls, text: str | bytes) -> Member:
+    def from_json(cls, text: str | bytes) -> WorkerAddress:
         """Read what `to_json` wrote."""
         told: dict[str, Any] = json.loads(text)
         process = ProcessId(*told.pop("process"))

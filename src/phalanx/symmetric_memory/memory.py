@@ -38,7 +38,7 @@ _NO_ROOM, _DISK_FULL = -1, -2  # in place of a block's index
 
 
 @dataclass(frozen=True)
-class Member:
+class LocalRank:
     """A rank of this host: its process, the cores that it may use, and how many threads work there while it waits."""
 
     process: ProcessId
@@ -51,13 +51,13 @@ def channel_bytes(world_size: int) -> int:
     return 256 * 1024 if world_size <= 8 else 64 * 1024 if world_size <= 32 else 16 * 1024
 
 
-def is_oversubscribed(members: Sequence[Member]) -> bool:
+def is_oversubscribed(members: Sequence[LocalRank]) -> bool:
     """Whether there are more threads than cores for them: then whoever waits must sleep, not spin."""
     cores: frozenset[int] = frozenset().union(*(member.cpus for member in members))
     return sum(member.threads for member in members) > len(cores)
 
 
-def _background_spin_ns(members: Sequence[Member]) -> int:
+def _background_spin_ns(members: Sequence[LocalRank]) -> int:
     """How long a thread other than the main one looks before it sleeps: not at all where ranks have one core each."""
     cores: frozenset[int] = frozenset().union(*(member.cpus for member in members))
     return SPIN_NS if len(cores) >= 2 * len(members) else 0
@@ -113,7 +113,7 @@ class SymmetricMemory:
         self,
         fds: Sequence[int],
         rank: int,
-        members: Sequence[Member],
+        members: Sequence[LocalRank],
         idle: Callable[[float], None],
         *,
         heap_folder: str = "",
@@ -356,11 +356,11 @@ class SymmetricMemory:
 _all: weakref.WeakSet[SymmetricMemory] = weakref.WeakSet()
 
 
-def _processes(members: Sequence[Member]) -> list[ProcessId]:
+def _processes(members: Sequence[LocalRank]) -> list[ProcessId]:
     return [member.process for member in members]
 
 
-def _watchers(liveness_pipes: Sequence[int], members: Sequence[Member], rank: int) -> Pidfds | LivenessPipes:
+def _watchers(liveness_pipes: Sequence[int], members: Sequence[LocalRank], rank: int) -> Pidfds | LivenessPipes:
     """Return what tells that a member is gone."""
     return LivenessPipes(liveness_pipes, rank) if liveness_pipes else Pidfds(_processes(members), rank)
 
@@ -374,7 +374,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 @contextlib.contextmanager
-def _new_memory(members: Sequence[Member]) -> Iterator[tuple[int, Sparse]]:
+def _new_memory(members: Sequence[LocalRank]) -> Iterator[tuple[int, Sparse]]:
     """Yield the control memory, formatted, and the heap, empty; closed on exit."""
     world_size = len(members)
     channel = channel_bytes(world_size)
@@ -393,7 +393,7 @@ def _new_memory(members: Sequence[Member]) -> Iterator[tuple[int, Sparse]]:
 
 def open_as_leader(
     server: FdServer,
-    members: Sequence[Member],
+    members: Sequence[LocalRank],
     deadline: Deadline,
     notice: Notice,
     idle: Callable[[float], None],
@@ -430,7 +430,7 @@ def open_as_leader(
 def open_as_member(
     address: FdAddress,
     rank: int,
-    members: Sequence[Member],
+    members: Sequence[LocalRank],
     deadline: Deadline,
     idle: Callable[[float], None],
     look_around: Callable[[], None] = lambda: None,

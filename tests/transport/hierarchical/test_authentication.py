@@ -15,7 +15,7 @@ from phalanx.backend.pickles import pickle_authenticator
 from phalanx.elastic.hand_over import hand_over
 from phalanx.errors import PhalanxError
 from phalanx.mapreduce.team import Team
-from phalanx.pipeline.wire import Edge, Step, Wire
+from phalanx.pipeline.wire import Edge, StepPlan, Wire
 from phalanx.testing import why_no_hosts
 from phalanx.transport.authentication import PickleAuthenticator, PickleStream
 
@@ -94,7 +94,7 @@ def _hand_over(group, rank, value):
 
 def _pipeline(group, rank, value):
     wire = Wire(group, [0, 1], torch.device("cpu"))
-    edge, step = Edge(0, 1), Step(1, 1, 1)
+    edge, step = Edge(0, 1), StepPlan(1, 1, 1)
     if rank == 0:
         wire.send_values(edge, [value], [], step)
         wire.settle()

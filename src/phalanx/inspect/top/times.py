@@ -27,7 +27,7 @@ LONGEST_NS = 10_000_000_000
 _FROM_ROOT = (BROADCAST, SCATTER, BROADCAST_BUFFERS)
 _ONE_WAY = (*_FROM_ROOT, REDUCE, GATHER)
 
-Member = tuple[int, int]  # host and process
+HostPid = tuple[int, int]  # host and process
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ class Stuck:
 
     group: str
     label: str
-    inside: tuple[Member, ...]
-    missing: tuple[Member, ...]
+    inside: tuple[HostPid, ...]
+    missing: tuple[HostPid, ...]
     num_unknown: int  # missing, too, on hosts that nobody has looked at
     waited_ns: int
 
@@ -69,8 +69,8 @@ class Measured:
     """The time between two looks. `num_operations` were those to which all ranks of a group came."""
 
     span_ns: int
-    times: dict[Member, Times]
-    lateness: dict[Member, Lateness]
+    times: dict[HostPid, Times]
+    lateness: dict[HostPid, Lateness]
     num_operations: int
     stuck: Stuck | None
 
@@ -83,12 +83,12 @@ class _Call:
     world_size: int
     kind: int
     seq: int
-    operations: dict[Member, Operation]
-    ranks: dict[Member, int]
+    operations: dict[HostPid, Operation]
+    ranks: dict[HostPid, int]
 
 
 def measure(
-    hosts: Sequence[HostLook], since_ns: int, before: Mapping[Member, int] = types.MappingProxyType({})
+    hosts: Sequence[HostLook], since_ns: int, before: Mapping[HostPid, int] = types.MappingProxyType({})
 ) -> Measured:
     """Return the time from `since_ns` to the looks; from later on where the recorders do not reach that far back.
 
@@ -106,8 +106,8 @@ def measure(
         [since_ns, now_ns - LONGEST_NS, *(_reaches_back(member) for _, _, who, member in members if who in living)]
     )
     calls = _match(hosts)
-    spans: dict[Member, list[tuple[int, int, int]]] = defaultdict(list)  # enter, the others had come, leave
-    lateness: dict[Member, Lateness] = {}
+    spans: dict[HostPid, list[tuple[int, int, int]]] = defaultdict(list)  # enter, the others had come, leave
+    lateness: dict[HostPid, Lateness] = {}
     num_operations = 0
     for call in calls:
         come_ns = _everybody_there(call)
@@ -135,8 +135,8 @@ def add(several: Iterable[Measured]) -> Measured | None:
     list_ = list(several)
     if not list_:
         return None
-    times: dict[Member, Times] = {}
-    lateness: dict[Member, Lateness] = {}
+    times: dict[HostPid, Times] = {}
+    lateness: dict[HostPid, Lateness] = {}
     for measured in list_:
         for who, t in measured.times.items():
             o = times.get(who, Times(0, 0, 0))
@@ -151,7 +151,7 @@ def add(several: Iterable[Measured]) -> Measured | None:
     return Measured(span_ns, times, lateness, sum(measured.num_operations for measured in list_), last.stuck)
 
 
-def processor_times(hosts: Sequence[HostLook]) -> dict[Member, int]:
+def processor_times(hosts: Sequence[HostLook]) -> dict[HostPid, int]:
     """How long a processor has worked for each process of which that is known, in nanoseconds."""
     return {
         (host.node, rank.pid): rank.processor_ns

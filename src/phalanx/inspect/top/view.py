@@ -9,7 +9,7 @@ from phalanx.core_numbers import GRADIENTS
 from phalanx.diagnostics.flight_recorder import Position
 from phalanx.diagnostics.progress_page import Track
 from phalanx.inspect.top.look import HostLook, Operation, RankLook
-from phalanx.inspect.top.times import Measured, Member, Times
+from phalanx.inspect.top.times import HostPid, Measured, Times
 
 RECENT_NS = 10_000_000_000  # what "per second" is taken over
 _OFTEN = 0.5  # of the operations a rank must come last to, to be called the slowest
@@ -263,7 +263,7 @@ def left_s(pace: Pace | None) -> float | None:
     return max(0, pace.total_steps - pace.step) / pace.steps_per_s
 
 
-def _find_slowest(measured: Measured | None, who: dict[Member, int], names: dict[int, str]) -> Slowest | None:
+def _find_slowest(measured: Measured | None, who: dict[HostPid, int], names: dict[int, str]) -> Slowest | None:
     if measured is None or measured.span_ns <= 0 or measured.num_operations < _FEW:
         return None
     known = [(late.lead_ns, member, late) for member, late in measured.lateness.items() if member in who]
@@ -276,7 +276,7 @@ def _find_slowest(measured: Measured | None, who: dict[Member, int], names: dict
     return Slowest(who[member], names[member[0]], late.times, measured.num_operations, share)
 
 
-def _view_stuck(measured: Measured | None, who: dict[Member, int]) -> StuckView | None:
+def _view_stuck(measured: Measured | None, who: dict[HostPid, int]) -> StuckView | None:
     stuck = measured.stuck if measured is not None else None
     if stuck is None or stuck.waited_ns < _STUCK_NS:
         return None

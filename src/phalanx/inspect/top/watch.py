@@ -10,7 +10,7 @@ from phalanx.inspect.stacks.job_snapshot import ask_others
 from phalanx.inspect.stacks.jobs import RunningJob, find_jobs
 from phalanx.inspect.top.look import COMMAND, HostLook, from_json, look
 from phalanx.inspect.top.memory import MemoryReader
-from phalanx.inspect.top.times import LONGEST_NS, Measured, Member, add, measure, processor_times
+from phalanx.inspect.top.times import LONGEST_NS, HostPid, Measured, add, measure, processor_times
 from phalanx.inspect.top.view import JobView, view
 
 _OTHERS_TIMEOUT_S = 10.0  # more than the agent of the first host waits for the others
@@ -25,7 +25,7 @@ class Watch:
         self.job = job
         self._memory = MemoryReader()
         self._measured: deque[tuple[int, Measured]] = deque()
-        self._processor_times: dict[Member, int] = {}  # at the look before
+        self._processor_times: dict[HostPid, int] = {}  # at the look before
         self._attempt = (0, 0)
 
     def look(self) -> JobView:

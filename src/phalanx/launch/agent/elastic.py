@@ -26,7 +26,7 @@ from phalanx.launch.agent.elastic_actions import (
     ElasticAction,
     Evict,
     GiveUp,
-    Lost,
+    LostRank,
     Retire,
     Say,
     SendToRank,
@@ -47,7 +47,7 @@ _MAX_ALIKE = 2  # times that the same exception is raised at the same step
 
 
 @dataclass
-class Member:
+class ElasticRank:
     """A process in a seat. `holds_state`: others can go on from it. `generation` is the latest it has regrouped in."""
 
     seat: int
@@ -71,9 +71,9 @@ class Elastic:
         self.seating = seating
         self.limits = limits or Limits()
         self.max_replacements = max_replacements
-        self.members: dict[int, Member] = {}
+        self.members: dict[int, ElasticRank] = {}
         self.generation = plan_generation(0, seating)
-        self.losses: list[Lost] = []
+        self.losses: list[LostRank] = []
         self.num_replaced = 0
         self.finished = False  # a rank has returned from training: nobody can be replaced any more
         self.has_trained = False  # the same, and it has said so
@@ -83,7 +83,7 @@ class Elastic:
         self._ending: dict[str, Any] = {}  # what they were told
         self.next_due: float | None = None
         self._exits: list[tuple[Exit, Report | None]] = []  # losses of which nothing was decided yet
-        self._newest: list[Lost] = []  # the same in words
+        self._newest: list[LostRank] = []  # the same in words
         self._gone: set[int] = set()  # seats that were lost with their host, of which nothing was decided yet
         self._refuses_forks = False  # the system has
         self._forking: set[int] = set()  # seats whose process is on its way
@@ -126,7 +126,7 @@ class Elastic:
 
     def on_started(self, seat: int, pid: int) -> None:
         """Note that a process was forked into a seat."""
-        self.members[seat] = Member(seat, pid)
+        self.members[seat] = ElasticRank(seat, pid)
         self._forking.discard(seat)
 
     def on_message(self, seat: int, pid: int, message: Mapping[str, Any], now: float) -> list[ElasticAction]:
@@ -189,7 +189,7 @@ class Elastic:
         self._exits.append((exit, member.report))
         why = self._evicted.pop(exit.pid, "") or summarise(Failure(exit.rank, member.report, exit))
         step = max(self._best_step, member.step)
-        lost = Lost(exit.rank, self.rank_of(exit.rank), exit.pid, why, exit.at, self.generation.number, step)
+        lost = LostRank(exit.rank, self.rank_of(exit.rank), exit.pid, why, exit.at, self.generation.number, step)
         self._newest.append(lost)
         self._in_vain += 1
         return self._decide(now)
@@ -262,7 +262,7 @@ class Elastic:
         waiting = [member for member in self.members.values() if member.has_lost >= self.generation.number]
         return [_refuse(member, _HAS_ENDED) for member in waiting if self.ended is None]
 
-    def _on_joined(self, member: Member, message: Mapping[str, Any], generation: int) -> list[ElasticAction]:
+    def _on_joined(self, member: ElasticRank, message: Mapping[str, Any], generation: int) -> list[ElasticAction]:
         member.joined = True
         member.min_ranks = _read_int(message.get("min_ranks"), 1)
         if not self.generation.number:
@@ -273,7 +273,7 @@ class Elastic:
             return [SendToRank(member.seat, self._ending)]
         return [TellGeneration(member.seat)] if self.generation.number and not self._exits else []
 
-    def _on_regrouped(self, member: Member, generation: int, now: float) -> list[ElasticAction]:
+    def _on_regrouped(self, member: ElasticRank, generation: int, now: float) -> list[ElasticAction]:
         member.generation = generation
         member.holds_state = True
         if generation != self.generation.number or self._exits or self._forking or self.given_up:
@@ -283,7 +283,7 @@ class Elastic:
         return [Say(self._describe_regrouped(now))] if self._newest_told else []
 
     @property
-    def _newest_told(self) -> tuple[Lost, ...]:
+    def _newest_told(self) -> tuple[LostRank, ...]:
         number = self.generation.number
         return tuple(lost for lost in self.losses if lost.generation == number - 1)
 
@@ -295,7 +295,9 @@ class Elastic:
             f"{now - min(each.at for each in lost):.2f} s after the loss"
         )
 
-    def _on_told_loss(self, member: Member, generation: int, told: tuple[bool, str], now: float) -> list[ElasticAction]:
+    def _on_told_loss(
+        self, member: ElasticRank, generation: int, told: tuple[bool, str], now: float
+    ) -> list[ElasticAction]:
         """Hear that a rank has left a generation. If no process has ended, the others must follow, or are what
         it waits for.
         """
@@ -316,14 +318,14 @@ class Elastic:
                 del self._due[seat]
         return []
 
-    def _set_due_silent(self, member: Member, silent: list[Member], now: float) -> None:
+    def _set_due_silent(self, member: ElasticRank, silent: list[ElasticRank], now: float) -> None:
         for other in silent:
             if other.seat not in self._due and other.pid not in self._evicted:
                 span_s = self.silence_s(other.seat)
                 why = f"rank {self.rank_of(member.seat)} has given up on their group, and it has not for {span_s:g} s"
                 self._set_due(other.seat, now + span_s, why)
 
-    def _on_waiting(self, member: Member, generation: int, now: float) -> list[ElasticAction]:
+    def _on_waiting(self, member: ElasticRank, generation: int, now: float) -> list[ElasticAction]:
         """Answer a rank that waits for the generation after that one, so that it does not wait for nobody."""
         if generation < self.generation.number and not self._exits:
             return [TellGeneration(member.seat)]
@@ -452,7 +454,7 @@ class Elastic:
             *(SendToRank(seat, message) for seat, member in self.members.items() if member.joined),
         ]
 
-    def _describe_loss(self, lost: list[Lost], forked: set[int], without_loss: str) -> str:
+    def _describe_loss(self, lost: list[LostRank], forked: set[int], without_loss: str) -> str:
         if not lost:
             return f"phalanx run: {without_loss or 'a process is missing'}: they form it again"
         said = [f"rank {each.rank} (pid {each.pid}) is lost: {each.why}" for each in lost]
@@ -477,7 +479,7 @@ class Elastic:
         self.next_due = min([*(at for at, _ in self._due.values()), *self._undying.values()], default=None)
 
 
-def _refuse(member: Member, why: str) -> SendToRank:
+def _refuse(member: ElasticRank, why: str) -> SendToRank:
     return SendToRank(member.seat, {"kind": "no generation", "why": why})
 
 

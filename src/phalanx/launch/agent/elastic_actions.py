@@ -11,7 +11,7 @@ from phalanx.launch.generation import Generation, HostSeats
 
 
 @dataclass(frozen=True)
-class Lost:
+class LostRank:
     """A rank that was lost: its rank in that generation, why, and when; `step` is the last known to be complete."""
 
     seat: int
@@ -31,7 +31,7 @@ class BeginGeneration:
 
     generation: Generation
     holders: tuple[int, ...]  # the seats whose process holds the state
-    lost: tuple[Lost, ...]
+    lost: tuple[LostRank, ...]
 
 
 @dataclass(frozen=True)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from phalanx.diagnostics.rank_list import name_ranks
-from phalanx.launch.agent.elastic_actions import Lost
+from phalanx.launch.agent.elastic_actions import LostRank
 from phalanx.launch.agent.supervision import Supervision
 from phalanx.processes import name_signal
 
 _MAX_LINES = 12
 
 
-def describe_losses(losses: Sequence[Lost]) -> str:
+def describe_losses(losses: Sequence[LostRank]) -> str:
     """Return the ranks that an elastic job has lost, the first in front; of many those in the middle are left out."""
     lines = [
         f"  rank {lost.rank} (pid {lost.pid}){f' on {lost.host}' if lost.host else ''}"

@@ -37,7 +37,7 @@ from phalanx.launch.agent.rank_processes import RankProcesses
 from phalanx.launch.agent.scratch import create_store
 from phalanx.launch.agent.stragglers import describe_stragglers
 from phalanx.launch.agent.supervision import Action, Kill, Supervision, Tell
-from phalanx.launch.environment import Job, Place, plan_rank_environment
+from phalanx.launch.environment import JobEnvironment, Place, plan_rank_environment
 from phalanx.launch.failure import Exit, Report
 from phalanx.launch.generation import HostPart, HostSeats, Seating, plan_generation
 from phalanx.launch.plan import JobPlan
@@ -83,7 +83,7 @@ class HostRanks:
         self._zygote_is_new = False  # it takes the place of another one, and has forked nobody yet
         self._evicted: dict[int, str] = {}  # process -> why it was killed
         # `run` sets these
-        self._job: Job
+        self._job: JobEnvironment
         self._reports: socket.socket
         self._rank_reports: int  # the descriptor by which the ranks report
         self._begun = first  # the newest generation after that of the beginning
@@ -321,7 +321,7 @@ class HostRanks:
             if rank not in part.forked:
                 self.tell_generation(rank)
 
-    def _describe_job(self, store: str) -> Job:
+    def _describe_job(self, store: str) -> JobEnvironment:
         job = self._plan.describe_job(self._part.place, self._restart_count, store, self._host.agent_socket.address)
         return replace(job, generation=self.generation)
 

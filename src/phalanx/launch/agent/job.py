@@ -21,7 +21,7 @@ from phalanx.ipc.signals import read_signals
 from phalanx.launch import limits
 from phalanx.launch.agent.attempt import Attempt
 from phalanx.launch.agent.elastic import BELOW_MINIMUM_EXIT_CODE
-from phalanx.launch.agent.elastic_actions import Lost
+from phalanx.launch.agent.elastic_actions import LostRank
 from phalanx.launch.agent.end_summary import describe_losses, describe_overdue, describe_signal_end
 from phalanx.launch.agent.host import Host
 from phalanx.launch.agent.supervision import Supervision
@@ -144,7 +144,7 @@ def _run_attempts(
 ) -> int:
     left = plan.settings.max_restarts or 0  # starts of all, and replacements that an elastic job may make
     left_early, times = _MAX_EARLY_RESTARTS, ""
-    losses: list[Lost] = []
+    losses: list[LostRank] = []
     refused = False
     for restart_count in itertools.count():
         attempt = begin(restart_count)

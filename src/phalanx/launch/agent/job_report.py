@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from phalanx.errors import LaunchError
-from phalanx.launch.agent.elastic_actions import Lost
+from phalanx.launch.agent.elastic_actions import LostRank
 from phalanx.launch.agent.supervision import Supervision
 from phalanx.launch.failure import Failure, summarise
 from phalanx.launch.plan import JobPlan
@@ -68,7 +68,7 @@ class JobReport:
             ) from error
 
     def add_attempt(
-        self, state: Supervision, losses: Sequence[Lost], world_size: int, hosts: Mapping[str, tuple[float, float]]
+        self, state: Supervision, losses: Sequence[LostRank], world_size: int, hosts: Mapping[str, tuple[float, float]]
     ) -> None:
         """Add an attempt that has ended: who failed, who was lost; of other hosts their clock and what a core
         copies.

@@ -17,12 +17,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from phalanx.diagnostics.rank_list import name_ranks
-from phalanx.launch.agent.elastic import ALL_LEFT, Elastic, Member
+from phalanx.launch.agent.elastic import ALL_LEFT, Elastic, ElasticRank
 from phalanx.launch.agent.elastic_actions import (
     BeginGeneration,
     DropHost,
     ElasticAction,
-    Lost,
+    LostRank,
     PrepareHost,
     Say,
     SendToRank,
@@ -38,7 +38,7 @@ class Arrival:
     """A host whose ranks start while the others train."""
 
     seats: HostSeats
-    members: dict[int, Member] = field(default_factory=dict)
+    members: dict[int, ElasticRank] = field(default_factory=dict)
     reports: dict[int, Report] = field(default_factory=dict)
 
     @property
@@ -87,7 +87,7 @@ class ElasticHosts(Elastic):
         """Note that a process was forked into a seat."""
         arrival = self._arrival_of(seat)
         if arrival is not None:
-            arrival.members[seat] = Member(seat, pid)
+            arrival.members[seat] = ElasticRank(seat, pid)
         else:
             super().on_started(seat, pid)
 
@@ -179,11 +179,11 @@ class ElasticHosts(Elastic):
         refills = self._may_replace(empty)
         return {host.member: refills or host.member in self._untried for host in self.seating.hosts}
 
-    def _lose_seat(self, seat: int, label: str, why: str, now: float) -> Lost:
-        gone = self.members.get(seat) or Member(seat, 0)
+    def _lose_seat(self, seat: int, label: str, why: str, now: float) -> LostRank:
+        gone = self.members.get(seat) or ElasticRank(seat, 0)
         why = f"its host, {label}, is lost: {why}"
         step = max(self._best_step, gone.step)
-        return Lost(seat, self.rank_of(seat), gone.pid, why, now, self.generation.number, step, label)
+        return LostRank(seat, self.rank_of(seat), gone.pid, why, now, self.generation.number, step, label)
 
     def pid_of(self, seat: int) -> int | None:
         """Return the process in a seat, of those that have not ended."""
@@ -296,7 +296,7 @@ class ElasticHosts(Elastic):
             limit = self._waits_since + self.wait_s
             self.next_due = limit if self.next_due is None else min(self.next_due, limit)
 
-    def _describe_loss(self, lost: list[Lost], forked: set[int], without_loss: str) -> str:
+    def _describe_loss(self, lost: list[LostRank], forked: set[int], without_loss: str) -> str:
         host_losses = [each for each in lost if each.host]  # of which it was said
         rest = [each for each in lost if not each.host]
         if rest or not (host_losses or without_loss):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from phalanx.launch.agent.elastic_actions import BeginGeneration, Lost
+from phalanx.launch.agent.elastic_actions import BeginGeneration, LostRank
 from phalanx.launch.environment import Place
 from phalanx.launch.generation import Generation, HostPart
 
@@ -33,5 +33,5 @@ def generation_from_json(fields: Mapping[str, Any]) -> BeginGeneration:
     )
     generation = Generation(int(fields["generation"]["number"]), parts)
     return BeginGeneration(
-        generation, tuple(int(seat) for seat in fields["holders"]), tuple(Lost(**lost) for lost in fields["lost"])
+        generation, tuple(int(seat) for seat in fields["holders"]), tuple(LostRank(**lost) for lost in fields["lost"])
     )

@@ -26,8 +26,8 @@ from phalanx.errors import ClosedError, PeerLostError, PhalanxError, message_of
 from phalanx.log import get_logger
 from phalanx.rpc import remote_error, wire
 from phalanx.rpc.agent import interrupts
-from phalanx.rpc.agent.calls import Call, Peer, count, describe_timeout
-from phalanx.rpc.agent.connections import Connections, Lost
+from phalanx.rpc.agent.calls import Call, Callee, count, describe_timeout
+from phalanx.rpc.agent.connections import Connections, LostConnection
 from phalanx.rpc.agent.reading import Answer
 from phalanx.rpc.agent.request import Request
 from phalanx.rpc.agent.retries import Retries
@@ -40,7 +40,7 @@ from phalanx.rpc.references import References
 from phalanx.rpc.remote_error import set_error
 from phalanx.rpc.serialization import deserialize, serialize, serialize_call
 from phalanx.rpc.wire import Frame
-from phalanx.rpc.worker_info import Member
+from phalanx.rpc.worker_info import WorkerAddress
 from phalanx.torch_names import find
 
 _Future: Any = find("torch._C.Future", loses="phalanx.rpc does not work")
@@ -63,7 +63,7 @@ class _Work:
         self.run = run
 
 
-Control = Callable[[Member, Any], Any]
+Control = Callable[[WorkerAddress, Any], Any]
 
 
 class Agent:
@@ -79,7 +79,7 @@ class Agent:
         self.default_timeout_s = options.rpc_timeout
         self.controls: dict[str, Control] = {}
         self.orders: dict[int, Callable[[Any, Frame], None]] = {}
-        self.on_lost: list[Callable[[Member], None]] = []
+        self.on_lost: list[Callable[[WorkerAddress], None]] = []
         self.on_close: list[Callable[[], None]] = []
         self.serving = Serving(options.num_worker_threads, self._handle, self.flush, self._tick)
         self.connections = Connections(name, number, host, options, self.serving, self._take_back)
@@ -93,7 +93,7 @@ class Agent:
         self.closed = False
         self.closing = False  # others may go now without being lost
         self.num_calls = 0
-        self.rounds: Any = None
+        self.termination: Any = None
         self._is_over = False  # nobody leads any more
         self._last: list[threading.Thread] = []
         self._is_open = False
@@ -116,7 +116,7 @@ class Agent:
 
     def invoke(
         self,
-        to: Member,
+        to: WorkerAddress,
         what: str,
         name: str,
         obj: Any,
@@ -154,7 +154,7 @@ class Agent:
 
     def _send(
         self,
-        to: Member,
+        to: WorkerAddress,
         call: Call,
         kind: int,
         data: Any,
@@ -183,11 +183,11 @@ class Agent:
         if (peer.is_lost() or self.closed) and peer.take(call.number) is not None:  # else who failed all others had it
             self._fail(peer, call)
 
-    def control(self, to: Member, name: str, argument: Any, timeout_s: float = UNSET_RPC_TIMEOUT) -> Answer[Any]:
+    def control(self, to: WorkerAddress, name: str, argument: Any, timeout_s: float = UNSET_RPC_TIMEOUT) -> Answer[Any]:
         """Ask something of a worker itself."""
         return self.invoke(to, "rpc", name, (name, argument), timeout_s, kind=wire.CONTROL)
 
-    def tell(self, to: Member, name: str, argument: Any) -> None:
+    def tell(self, to: WorkerAddress, name: str, argument: Any) -> None:
         """As `control`, without an answer; who is gone is not told."""
         peer = self.peer(to)
         connection = peer.connection
@@ -197,7 +197,7 @@ class Agent:
             payload = serialize((name, argument), to)
             connection.send(wire.CONTROL, 0, payload.data, b"", payload.buffers)
 
-    def _connect(self, peer: Peer, call: Call) -> Any:
+    def _connect(self, peer: Callee, call: Call) -> Any:
         """Return the connection to a worker; None if there can be none: the call has failed."""
         connection = self.connections.connect(peer, call.timeout_s)
         if connection is None:
@@ -206,7 +206,7 @@ class Agent:
 
     def order(
         self,
-        to: Member,
+        to: WorkerAddress,
         what: str,
         data: bytes,
         buffers: Sequence[Any] = (),
@@ -226,7 +226,7 @@ class Agent:
             interrupts.allow()
         return call.future
 
-    def tell_order(self, to: Member, data: bytes, buffers: Sequence[Any], *, back: bool) -> None:
+    def tell_order(self, to: WorkerAddress, data: bytes, buffers: Sequence[Any], *, back: bool) -> None:
         """As `tell`, in bytes; `back`: to one who waits for an answer of ours, whose thread that waits hears it."""
         peer = self.peer(to)
         connection = (peer.calls_us if back else None) or peer.connection
@@ -235,11 +235,11 @@ class Agent:
         if connection is not None:
             connection.send(wire.ORDER, 0, data, b"", buffers)
 
-    def _fail(self, peer: Peer, call: Call) -> None:
+    def _fail(self, peer: Callee, call: Call) -> None:
         call.fail(self._why_failed(peer, call))
 
     @staticmethod
-    def _why_failed(peer: Peer, call: Call) -> Callable[[], BaseException]:
+    def _why_failed(peer: Callee, call: Call) -> Callable[[], BaseException]:
         if not peer.lost:
             text = f"{call.what}({call.name}) to {peer.member}: this worker was shut down before the answer came."
             return partial(ClosedError, text)
@@ -278,7 +278,7 @@ class Agent:
             lead.busy_since = time.monotonic()
             if isinstance(connection, _Work):
                 connection.run()
-            elif isinstance(connection, Lost):
+            elif isinstance(connection, LostConnection):
                 self._lose(connection.peer)
             else:
                 self.connections.lose(connection.peer, connection.why)
@@ -336,7 +336,7 @@ class Agent:
         else:
             self.run_later(lambda: self._settle(call, work, True))
 
-    def _read_reply(self, frame: Frame, callee: Member) -> Any:
+    def _read_reply(self, frame: Frame, callee: WorkerAddress) -> Any:
         if not frame.extras:
             return deserialize(frame.data, frame.buffers)[0]
         forks, _, note = pickle.loads(frame.extras)
@@ -458,10 +458,10 @@ class Agent:
 
     # -- the end of others ---------------------------------------------------------------------------------------------
 
-    def _hear_goodbye(self, member: Member, why: Any) -> None:
+    def _hear_goodbye(self, member: WorkerAddress, why: Any) -> None:
         self.connections.lose_after_reading(member, str(why))
 
-    def _lose(self, peer: Peer) -> None:
+    def _lose(self, peer: Callee) -> None:
         """Of the leader: a worker is gone. What it held is let go, and its calls fail, one after the other."""
         for hear in list(self.on_lost):
             hear(peer.member)
@@ -536,7 +536,7 @@ class Agent:
                 return
             if isinstance(connection, _Work):
                 self._run_last(connection.run)
-            elif isinstance(connection, Lost):
+            elif isinstance(connection, LostConnection):
                 self._lose(connection.peer)
             elif frame is not None and frame.kind in (wire.REPLY, wire.ERROR):
                 call = self._take_call(connection, frame)

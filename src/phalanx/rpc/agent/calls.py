@@ -13,7 +13,7 @@ from phalanx.errors import DeadlineError
 from phalanx.rpc.agent import interrupts
 from phalanx.rpc.agent.reading import Answer
 from phalanx.rpc.remote_error import set_error
-from phalanx.rpc.worker_info import Member
+from phalanx.rpc.worker_info import WorkerAddress
 
 _BIG_BYTES = 1 << 16  # of which it is counted how much is under way
 
@@ -48,10 +48,10 @@ class Call:
         return self.what, self.name, self.timeout_s
 
 
-class Peer:
+class Callee:
     """A worker, as far as this one calls it: the calls that it has yet to answer."""
 
-    def __init__(self, member: Member, most_calls: int, most_bytes: int) -> None:
+    def __init__(self, member: WorkerAddress, most_calls: int, most_bytes: int) -> None:
         self.member = member
         self.calls: dict[int, Call] = {}
         self.connection: Any = None
@@ -136,7 +136,7 @@ class Peer:
 _numbers = itertools.count(1)
 
 
-def describe_timeout(what: str, name: str, timeout_s: float, member: Member) -> DeadlineError:
+def describe_timeout(what: str, name: str, timeout_s: float, member: WorkerAddress) -> DeadlineError:
     """Return the error of a call that has waited too long."""
     return DeadlineError(
         f"{what}({name}) to {member}: RPC ran for more than set timeout ({timeout_s * 1000:.0f} ms). "
@@ -146,6 +146,6 @@ def describe_timeout(what: str, name: str, timeout_s: float, member: Member) -> 
     )
 
 
-def count(peers: Iterable[Peer]) -> int:
+def count(peers: Iterable[Callee]) -> int:
     """How many calls wait for an answer."""
     return sum(len(peer.calls) for peer in peers)

@@ -21,7 +21,7 @@ from phalanx.coordination.key import Key
 from phalanx.deadline import Deadline
 from phalanx.errors import PeerLostError, PhalanxError
 from phalanx.log import get_logger
-from phalanx.rpc.agent.calls import Peer
+from phalanx.rpc.agent.calls import Callee
 from phalanx.rpc.agent.reading import Reading
 from phalanx.rpc.agent.serving import Serving
 from phalanx.rpc.membership import Membership
@@ -32,7 +32,7 @@ from phalanx.rpc.self_connection import SelfConnection
 from phalanx.rpc.unix_connection import UnixConnection
 from phalanx.rpc.unix_links import Listener, connect
 from phalanx.rpc.wire import Frame
-from phalanx.rpc.worker_info import Member
+from phalanx.rpc.worker_info import WorkerAddress
 from phalanx.symmetric_memory.watch import watch
 
 _logger = get_logger(__name__)
@@ -56,27 +56,27 @@ class Connections:
         self._take_answer = take_answer
         self.lender = Lender()
         self.listener = Listener(self._welcome, serving)
-        self.me = Member.of_self(name, number, host, local=self.listener.address)
+        self.me = WorkerAddress.of_self(name, number, host, local=self.listener.address)
         self.membership: Membership
         self.network: Network | None = None
-        self.peers: dict[int, Peer] = {}
+        self.peers: dict[int, Callee] = {}
         self._gone: dict[int, str] = {}  # the uids of those that are lost, and why: all that is kept of them
         self._closed = False
         self._open: set[UnixConnection] = set()
         self._releasing: deque[UnixConnection] = deque()
         self._to_self = SelfConnection(self._from_self)
-        self._watched: dict[int, Member] = {}
+        self._watched: dict[int, WorkerAddress] = {}
 
     def start(self, membership: Membership) -> None:
         """Let workers of this host in."""
         self.membership = membership
         self.listener.start()
 
-    def peer(self, member: Member) -> Peer:
+    def peer(self, member: WorkerAddress) -> Callee:
         """Return a worker as we call it."""
         peer = self.peers.get(member.uid)
         if peer is None:
-            made = Peer(member, self._options.max_calls_in_flight, self._options.max_bytes_in_flight)
+            made = Callee(member, self._options.max_calls_in_flight, self._options.max_bytes_in_flight)
             peer = self.peers.setdefault(member.uid, made)
             if member.uid == self.me.uid:
                 peer.connection = self._to_self
@@ -85,14 +85,14 @@ class Connections:
                 self.peers.pop(member.uid, None)
         return peer
 
-    def connect(self, peer: Peer, timeout_s: float = 0.0) -> Any:
+    def connect(self, peer: Callee, timeout_s: float = 0.0) -> Any:
         """Return the connection to a worker; None if there can be none: it is lost."""
         with peer.connecting:
             if not peer.lost and peer.connection is None:  # another thread may have been faster
                 self._connect(peer, Deadline.after(min(timeout_s or _CONNECT_S, _CONNECT_S)))
         return peer.connection
 
-    def _connect(self, peer: Peer, deadline: Deadline) -> None:
+    def _connect(self, peer: Callee, deadline: Deadline) -> None:
         if peer.member.host != self.me.host:
             if self.network is None or not peer.member.network:
                 who = self.me if self.network is None else peer.member
@@ -112,14 +112,14 @@ class Connections:
 
     # -- workers of this host ------------------------------------------------------------------------------------------
 
-    def _add(self, sock: socket.socket, fd_sock: socket.socket, member: Member) -> UnixConnection:
+    def _add(self, sock: socket.socket, fd_sock: socket.socket, member: WorkerAddress) -> UnixConnection:
         connection = UnixConnection(sock, fd_sock, self.lender, self._change, self._has_release)
         connection.peer = member
         self._open.add(connection)
         self._serving.watch(sock.fileno(), _ReadyConnection(self, connection))
         return connection
 
-    def _welcome(self, member: Member, sock: socket.socket, fd_sock: socket.socket) -> None:
+    def _welcome(self, member: WorkerAddress, sock: socket.socket, fd_sock: socket.socket) -> None:
         self.membership.learn(member)
         self._watch(member)
         self.peer(member).calls_us = self._add(sock, fd_sock, member)
@@ -168,7 +168,7 @@ class Connections:
 
     # -- the end of others ---------------------------------------------------------------------------------------------
 
-    def _watch(self, member: Member) -> None:
+    def _watch(self, member: WorkerAddress) -> None:
         """Hear of the end of a process of this host even where a child of it keeps its sockets open."""
         process = member.process
         if process.pid == self.me.process.pid:
@@ -184,14 +184,14 @@ class Connections:
             self._watched[fd] = member
             self._serving.watch(fd, _EndedProcess(self, member, fd))
 
-    def ended(self, member: Member, fd: int) -> None:
+    def ended(self, member: WorkerAddress, fd: int) -> None:
         """Take out a worker whose process has ended."""
         self._serving.forget(fd)
         self._watched.pop(fd, None)
         watch.release(member.process)
         self.lose_after_reading(member, "its process has ended.")
 
-    def lose_after_reading(self, member: Member, why: str) -> None:
+    def lose_after_reading(self, member: WorkerAddress, why: str) -> None:
         """Of the leader: a worker is gone; but what it answered before is handed out first, whoever has read it."""
         connection = self.peer(member).connection
         if isinstance(connection, UnixConnection) and not connection.closed:
@@ -203,8 +203,8 @@ class Connections:
                 self._serving.incoming.extend((connection, frame) for frame in frames)
         self._serving.incoming.append((Gone(member, why), None))
 
-    def lose(self, member: Member, why: str) -> None:
-        """Take out a worker that is gone; the leader tells who wants to know (`Lost`): this thread may hold
+    def lose(self, member: WorkerAddress, why: str) -> None:
+        """Take out a worker that is gone; the leader tells who wants to know (`LostConnection`): this thread may hold
         what they want.
         """
         peer = self.peer(member)
@@ -214,7 +214,7 @@ class Connections:
         peer.connection = peer.calls_us = None
         if not self._closed:
             self.membership.forget(member)
-        self._serving.incoming.append((Lost(peer), None))  # first: `close` finds its calls here, or there
+        self._serving.incoming.append((LostConnection(peer), None))  # first: `close` finds its calls here, or there
         self.peers.pop(member.uid, None)
         self._serving.wake()
 
@@ -230,7 +230,7 @@ class Connections:
         self._serving.incoming.append((connection, frame))
         self._serving.wake()
 
-    def _hear_hello(self, member: Member) -> None:
+    def _hear_hello(self, member: WorkerAddress) -> None:
         """Connect to a worker of another host that has connected, and so hear of its end."""
         self.membership.learn(member)
         peer = self.peer(member)
@@ -266,15 +266,15 @@ class Connections:
 class Gone:
     """In the place of a connection: there is none any more, and why."""
 
-    peer: Member
+    peer: WorkerAddress
     why: str
 
 
 @dataclass(frozen=True)
-class Lost:
+class LostConnection:
     """In the place of a connection: the calls to this worker are to fail."""
 
-    peer: Peer
+    peer: Callee
 
 
 class _ReadyConnection:
@@ -292,7 +292,7 @@ class _ReadyConnection:
 class _EndedProcess:
     """A process of this host, as the leader waits for its end."""
 
-    def __init__(self, connections: Connections, member: Member, fd: int) -> None:
+    def __init__(self, connections: Connections, member: WorkerAddress, fd: int) -> None:
         self._connections = connections
         self._member = member
         self._fd = fd

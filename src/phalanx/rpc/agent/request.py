@@ -19,7 +19,7 @@ from phalanx.rpc.references import Owned, References
 from phalanx.rpc.remote_error import MissingFunctionError, set_error
 from phalanx.rpc.serialization import deserialize_call
 from phalanx.rpc.wire import Frame
-from phalanx.rpc.worker_info import Member
+from phalanx.rpc.worker_info import WorkerAddress
 from phalanx.torch_names import find
 
 _Future: Any = find("torch._C.Future", loses="phalanx.rpc does not work")
@@ -32,7 +32,7 @@ _durations: dict[Any, float] = {}
 class Worker(Protocol):
     """What a request needs of the worker that carries it out."""
 
-    me: Member
+    me: WorkerAddress
     references: References
 
     def take_forks(self, forks: Any) -> list[Any]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from phalanx.errors import PhalanxError
 from phalanx.rpc.autograd.graph import MessageId, Send
-from phalanx.rpc.worker_info import Member
+from phalanx.rpc.worker_info import WorkerAddress
 
 _NUMBER_BITS = 48
 _MOST_RELEASED = 10_000
@@ -28,7 +28,7 @@ class Context:
         self.id = context_id
         self.origin = origin
         self.lock = threading.Lock()
-        self.known: dict[int, Member] = {}  # whom we told of it
+        self.known: dict[int, WorkerAddress] = {}  # whom we told of it
         self.sends: dict[MessageId, Send] = {}
         self.received: dict[MessageId, Any] = {}
         self.passes: dict[tuple[int, int], Any] = {}

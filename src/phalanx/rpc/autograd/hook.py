@@ -9,13 +9,13 @@ from typing import Any
 from phalanx.rpc.autograd.contexts import Context, Contexts
 from phalanx.rpc.autograd.graph import make_recv, make_send
 from phalanx.rpc.serialization import Arrived, Payload
-from phalanx.rpc.worker_info import Member
+from phalanx.rpc.worker_info import WorkerAddress
 
 
 class AutogradHook:
     """A note is (context, the uid of who opened it, the message's number or None, its tensors' ancestors)."""
 
-    def __init__(self, contexts: Contexts, me: Member) -> None:
+    def __init__(self, contexts: Contexts, me: WorkerAddress) -> None:
         self._contexts = contexts
         self._uid = me.uid
         self._numbers = itertools.count()
@@ -24,7 +24,7 @@ class AutogradHook:
         """In a context: its graph may have a part on the worker that is lost."""
         return self._contexts.current is not None
 
-    def on_request(self, to: Member, payload: Payload) -> Any:
+    def on_request(self, to: WorkerAddress, payload: Payload) -> Any:
         """Hear that a call leaves: whoever it goes to has to do with this thread's context from now on."""
         context = self._contexts.current
         if context is None:
@@ -33,22 +33,22 @@ class AutogradHook:
             context.known[to.uid] = to
         return self._note(context, to, payload)
 
-    def receive_request(self, note: Any, arrived: Arrived, caller: Member) -> AbstractContextManager[Any]:
+    def receive_request(self, note: Any, arrived: Arrived, caller: WorkerAddress) -> AbstractContextManager[Any]:
         """Hear that a call has come: its function runs inside of the caller's context."""
         context = self._contexts.meet(note[0], note[1])
         _attach(context, note, arrived)
         return self._contexts.enter(context)
 
-    def on_reply(self, to: Member, payload: Payload, note: Any) -> Any:
+    def on_reply(self, to: WorkerAddress, payload: Payload, note: Any) -> Any:
         """Its result leaves."""
         context = self._contexts.meet(note[0], note[1])
         return None if context is None else self._note(context, to, payload)
 
-    def receive_reply(self, note: Any, arrived: Arrived, callee: Member) -> None:
+    def receive_reply(self, note: Any, arrived: Arrived, callee: WorkerAddress) -> None:
         """Hear that the result of a call has come."""
         _attach(self._contexts.get(note[0]), note, arrived)
 
-    def _note(self, context: Context, to: Member, payload: Payload) -> Any:
+    def _note(self, context: Context, to: WorkerAddress, payload: Payload) -> Any:
         leaving = [one for one in (*payload.tensors, *payload.sparse) if one.requires_grad]
         made = make_send(leaving, context.id, to.uid, self._uid, next(self._numbers)) if leaving else None
         if made is None:

@@ -21,7 +21,7 @@ from torch import Tensor
 from phalanx.rpc.autograd.graph import MessageId
 from phalanx.rpc.serialization import deserialize, serialize
 from phalanx.rpc.wire import Frame, Order
-from phalanx.rpc.worker_info import Member
+from phalanx.rpc.worker_info import WorkerAddress
 
 Plan = Sequence[tuple[MessageId, int]]  # messages, and which of their tensors: bits, or -1 for all
 PassId = tuple[int, int]  # the uid of the worker that called backward, and its number there
@@ -53,7 +53,7 @@ class Said(NamedTuple):
 
 
 def write(
-    to: Member,
+    to: WorkerAddress,
     context_id: int,
     pass_id: PassId,
     message: MessageId = NO_MESSAGE,

@@ -36,7 +36,7 @@ from phalanx.rpc.agent.reading import Answer, Awaited, Reading
 from phalanx.rpc.autograd.contexts import Context, Contexts
 from phalanx.rpc.autograd.graph import MessageId, Reached, Send, chain_gates, current, run_engine, run_engine_from
 from phalanx.rpc.autograd.orders import PassId, Plan
-from phalanx.rpc.worker_info import Member
+from phalanx.rpc.worker_info import WorkerAddress
 
 
 class BackwardError(PhalanxError):
@@ -70,7 +70,7 @@ Going = list[tuple[MessageId, Sequence[Tensor | None]]]  # gradients of messages
 class Worker(Protocol):
     """What a pass needs of the worker that it is a part of."""
 
-    me: Member
+    me: WorkerAddress
     contexts: Contexts
 
     def send_gradients(self, run: Pass, message: MessageId, gradients: Sequence[Tensor | None]) -> None:

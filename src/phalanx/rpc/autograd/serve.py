@@ -24,7 +24,7 @@ from phalanx.rpc.autograd.orders import PassId
 from phalanx.rpc.autograd.passes import Going, Pass, nothing
 from phalanx.rpc.call_hook import set_call_hook
 from phalanx.rpc.wire import Frame, Order
-from phalanx.rpc.worker_info import Member
+from phalanx.rpc.worker_info import WorkerAddress
 
 
 class AutogradWorker:
@@ -58,7 +58,7 @@ class AutogradWorker:
             if not self.agent.closed:
                 self.agent.tell(member, "autograd.release", context_id)
 
-    def _hear_release(self, teller: Member, context_id: int) -> None:
+    def _hear_release(self, teller: WorkerAddress, context_id: int) -> None:
         self.release(context_id)
 
     # -- one pass, of who begins it ------------------------------------------------------------------------------------
@@ -115,7 +115,7 @@ class AutogradWorker:
             run.error = None
             run.begin_others, run.send_gradients = nothing, self.send_gradients  # which hold it
 
-    def _member(self, uid: int, context: Context) -> Member:
+    def _member(self, uid: int, context: Context) -> WorkerAddress:
         member = self.agent.membership.by_uid(uid)
         if member is None:
             lost = context.known.get(uid)
@@ -186,7 +186,7 @@ class AutogradWorker:
             error = error or failed
         self.agent.answer_order(connection, number, data, buffers, error)
 
-    def _abort(self, teller: Member, told: tuple[int, PassId, str]) -> None:
+    def _abort(self, teller: WorkerAddress, told: tuple[int, PassId, str]) -> None:
         context = self.contexts.get(told[0])
         run = None if context is None else context.passes.get(told[1])
         if run is not None:
@@ -194,7 +194,7 @@ class AutogradWorker:
 
     # -- ends ----------------------------------------------------------------------------------------------------------
 
-    def _lose(self, member: Member) -> None:
+    def _lose(self, member: WorkerAddress) -> None:
         """Forget the contexts of a worker that is lost, and the passes that it began."""
         for context in self.contexts.all():
             for run in list(context.passes.values()):

@@ -20,7 +20,7 @@ _BLOCK_BYTES = 64 << 10
 
 
 @dataclass(frozen=True)
-class Job:
+class MapReduceJob:
     """One call of `map_reduce`."""
 
     inputs: Any

@@ -23,12 +23,12 @@ from phalanx.deadline import Deadline
 from phalanx.errors import DeadlineError, PeerLostError
 from phalanx.rpc.agent.agent import Agent
 from phalanx.rpc.remote_error import set_error
-from phalanx.rpc.worker_info import Member
+from phalanx.rpc.worker_info import WorkerAddress
 
 _PAUSE_S = 0.002
 
 
-class Rounds:
+class Termination:
     """This worker's part in them."""
 
     def __init__(self, agent: Agent) -> None:
@@ -78,13 +78,13 @@ class Rounds:
         values: list[Any] = future.wait()
         return values
 
-    def _watch(self, members: Sequence[Member]) -> None:
+    def _watch(self, members: Sequence[WorkerAddress]) -> None:
         """Be connected with all of them: of the end of others nothing is heard, and they would be waited for."""
         for one in members:
             if self._agent.peer(one).connection is None:
                 self._agent.tell(one, "watch", None)
 
-    def _hear(self, member: Member, told: tuple[str, Any, tuple[int, ...]]) -> Future[Any]:
+    def _hear(self, member: WorkerAddress, told: tuple[str, Any, tuple[int, ...]]) -> Future[Any]:
         key, value, ranks = told
         answer: Future[Any] = Future()
         with self._lock:
@@ -113,7 +113,7 @@ class Rounds:
             else:
                 answer.set_result([came[rank][0] for rank in ranks])
 
-    def _lose(self, member: Member) -> None:
+    def _lose(self, member: WorkerAddress) -> None:
         with self._lock:
             self._lost[member.info.id] = self._agent.peer(member).lost
             keys = list(self._came)
