@@ -1,6 +1,7 @@
 """Messages between processes of a host arrive whole, with their descriptors, and nobody waits who must not."""
 
 import contextlib
+import errno
 import json
 import os
 import random
@@ -175,3 +176,21 @@ def test_whatever_is_sent_a_channel_returns_only_messages_and_keeps_no_descripto
                     assert isinstance(message.content, dict)
                     message.close()
         assert open_fds() == before - 2
+
+
+def test_no_descriptor_is_needed_to_send_what_the_other_takes_at_once(ends, monkeypatch):
+    def refuse(fd):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    ours, theirs = ends
+    monkeypatch.setattr(os, "dup", refuse)
+    ours.put({"n": 1}, [0])
+    (message,) = theirs.take()
+    assert len(message.fds) == 1
+    message.close()
+    while not ours.waiting:
+        ours.put({"text": "x" * 100_000})
+    before = len(ours._queue)
+    with pytest.raises(OSError, match="Too many open files"):
+        ours.put({"n": 2}, [0])
+    assert len(ours._queue) == before  # the others arrive whole

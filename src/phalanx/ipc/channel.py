@@ -86,12 +86,21 @@ class Channel:
     # -- sending -------------------------------------------------------------------------------------------------
 
     def put(self, content: dict[str, Any], fds: Sequence[int] = ()) -> None:
-        """Queue one message and copies of `fds`, and send what the other takes now. Nothing happens if it is gone."""
+        """Send one message with `fds`, or queue what the other does not take now, with copies of them.
+
+        Nothing happens if the other is gone.
+
+        Raises:
+            OSError: this process may have no more descriptors for the copies; nothing was sent.
+        """
         if self.broken or len(self._queue) == self._max_queued:
             return
         body = json.dumps(content).encode()
-        self._queue.append((bytearray(_LENGTH.pack(len(body)) + body), [os.dup(fd) for fd in fds]))
-        self.send_some()
+        data = bytearray(_LENGTH.pack(len(body)) + body)
+        if self._queue or not self._send_part(data, fds):
+            self._queue.append((data, _copy(fds)))
+        elif data:
+            self._queue.append((data, []))
 
     def send(self, content: dict[str, Any], fds: Sequence[int] = ()) -> None:
         """Do what `put` does, and wait until the system has taken the message.
@@ -112,20 +121,28 @@ class Channel:
         """Send what the other takes without our waiting."""
         while self._queue:
             data, fds = self._queue[0]
-            passed = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
-            try:
-                sent = self._sock.sendmsg([data], passed)
-            except BlockingIOError:
+            if not self._send_part(data, fds):
                 return
-            except OSError as error:
-                if error.errno != errno.ETOOMANYREFS:  # so many descriptors on their way that the system wants a pause
-                    self._stop_sending()
-                return
-            while fds:  # they went with the first byte
+            while fds:
                 os.close(fds.pop())
-            del data[:sent]
             if not data:
                 self._queue.popleft()
+
+    def _send_part(self, data: bytearray, fds: Sequence[int]) -> bool:
+        """Send what there is room for, and take it from `data`; whether that was something: `fds` go with its first
+        byte. What cannot be sent to one that has gone counts as sent.
+        """
+        passed = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+        try:
+            del data[: self._sock.sendmsg([data], passed)]
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            if error.errno == errno.ETOOMANYREFS:  # so many descriptors on their way that the system wants a pause
+                return False
+            data.clear()
+            self.broken = True
+        return True
 
     def _stop_sending(self) -> None:
         self.broken = True
@@ -223,3 +240,15 @@ class Channel:
         """Close the socket, and what was not sent."""
         self._end()
         self._sock.close()
+
+
+def _copy(fds: Sequence[int]) -> list[int]:
+    copies: list[int] = []
+    try:
+        for fd in fds:
+            copies.append(os.dup(fd))
+    except OSError:
+        for copy in copies:
+            os.close(copy)
+        raise
+    return copies

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
@@ -90,7 +90,7 @@ def answer(
     pages: Sequence[int] = (),
 ) -> None:
     """Answer as the agent, which never waits: a client that has gone, or does not read, gets nothing."""
-    with _file(snapshot.to_bytes()) as description:
+    with suppress(OSError), _file(snapshot.to_bytes()) as description:
         fds = [description, *stacks, *controls, *pages]
         for start in range(0, len(fds), _FDS_AT_ONCE):
             channel.put({}, fds[start : start + _FDS_AT_ONCE])
@@ -117,7 +117,7 @@ class Told(NamedTuple):
 
 def answer_others(channel: Channel, told: Sequence[Told]) -> None:
     """Answer `ask_others` as the agent, which never waits."""
-    with _file(json.dumps(told).encode()) as description:
+    with suppress(OSError), _file(json.dumps(told).encode()) as description:
         channel.put({}, [description])
 
 

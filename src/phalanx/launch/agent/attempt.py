@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -378,7 +379,8 @@ class Attempt(HostRanks):
             self.ask_other_hosts(request)
         else:
             if kind == "store" and self._store is not None:
-                request.channel.put({}, [self._store])
+                with contextlib.suppress(OSError):  # no descriptor is free
+                    request.channel.put({}, [self._store])
             elif kind == "snapshot":
                 self._answer_snapshot(request)
             request.close()

@@ -47,9 +47,11 @@ class ElasticLinks:
             self._close(fd)
         self._links[channel.fileno()] = _Link(seat, pid, channel)
         theirs, ours = os.pipe()
-        channel.put(welcome, [theirs])
-        os.close(theirs)
         self._leashes.setdefault(pid, []).append(ours)  # to close one of an earlier connection would be its death
+        try:
+            channel.put(welcome, [theirs])
+        finally:
+            os.close(theirs)
 
     def send(self, seat: int, message: dict[str, Any]) -> bool:
         """Send to the rank with this number; False where it has no connection."""
