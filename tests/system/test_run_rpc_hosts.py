@@ -48,10 +48,10 @@ print("done", flush=True)
 
 # Says hello as a member would, and asks the worker to make a folder; in the clear, and with the key of another job.
 _ATTACK = """
-import os, pickle, sys, zmq
+import contextlib, os, pickle, sys, zmq
 from phalanx.coordination.key import Key
 from phalanx.rpc import wire
-from phalanx.rpc.worker_info import Member
+from phalanx.rpc.worker_info import WorkerAddress
 
 address, folder, other_key = sys.argv[1:]
 context = zmq.Context()
@@ -67,9 +67,10 @@ for key in (None, Key.parse(other_key)):
         sock.curve_publickey, sock.curve_secretkey = pair.public, pair.secret
         sock.curve_serverkey = key.coordinator_pair().public
     sock.connect("tcp://" + address)
-    sock.send_multipart([b"hello", Member.of_self("w1", 1, "host").to_json().encode()])
     data = pickle.dumps((os.mkdir, (folder,), {}), 5)
-    sock.send_multipart([wire.head(wire.REQUEST, 1, data, b"", ()), data, b""])
+    with contextlib.suppress(zmq.Again):  # a refused socket has nobody to send to, and would wait for ever
+        sock.send_multipart([b"hello", WorkerAddress.of_self("w1", 1, "host").to_json().encode()], zmq.DONTWAIT)
+        sock.send_multipart([wire.head(wire.REQUEST, 1, data, b"", ()), data, b""], zmq.DONTWAIT)
     if not monitor.poll(30_000):
         print("nothing happened", "without a key" if key is None else "with another key", flush=True)
         os._exit(1)  # not through ZeroMQ's end, which may wait
