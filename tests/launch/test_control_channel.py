@@ -16,15 +16,19 @@ import pytest
 from phalanx.coordination.agent_file import LostHost, create_agent_file, tell_lost
 from phalanx.coordination.client import Client
 from phalanx.coordination.service import Service
-from phalanx.launch.agent.supervision import Supervision
+from phalanx.launch.agent.attempt import Attempt
 from phalanx.launch.calls import remote
 from phalanx.launch.hosts.control_channel import Change, ControlChannel, ControlMessage
-from phalanx.launch.hosts.follower import FollowerAttempt
+from phalanx.launch.hosts.follower import FollowerLink
 from phalanx.launch.hosts.gather import Gathering
 from phalanx.launch.hosts.join_job import _Followed
-from phalanx.launch.hosts.leader import LeaderAttempt
+from phalanx.launch.hosts.leader import LeaderLink
 from phalanx.launch.hosts.node_plan import HostFacts, plan_nodes
 from phalanx.launch.hosts.peer_hosts import PeerHosts
+from phalanx.launch.placement import Placement
+from phalanx.launch.plan import JobPlan
+from phalanx.launch.settings import Settings
+from phalanx.launch.target import Target
 
 _AGENT = {
     "kind": "agent", "host": "b", "pid": 1, "num_ranks": 2, "role": "default", "address": "10.0.0.2",
@@ -56,21 +60,19 @@ def _take(channel: ControlChannel, wanted: str) -> list[ControlMessage | Change]
     return taken
 
 
-def _leader(channel: ControlChannel, other: int) -> tuple[LeaderAttempt, PeerHosts, list[Any]]:
-    """The part of the leader that reads, with what it did."""
+def _leader(channel: ControlChannel, other: int) -> tuple[LeaderLink, PeerHosts, list[Any]]:
+    """The first host's link, with what it did."""
     done: list[Any] = []
     facts = [HostFacts(channel.member, "a", 1, 1, "", "10.0.0.1"), HostFacts(other, "b", 1, 2, "", "10.0.0.2")]
     nodes = plan_nodes(facts)
-    leader = LeaderAttempt.__new__(LeaderAttempt)
-    leader._peers = peers = PeerHosts(channel, nodes, nodes[0], 10.0)
-    leader._number = leader._restart_count = 0
-    leader._plan = cast(Any, SimpleNamespace(settings=SimpleNamespace(max_restarts=None)))
-    leader.elastic = leader.decide_losses()
-    leader.state = Supervision(3, 1.0)
-    leader._old_stores, leader._told_spare = {}, set()
-    vars(leader).update(
-        _lose=lambda member, why: done.append(("lose", member)), on_signal=lambda signum, where: done.append(signum)
-    )
+    peers = PeerHosts(channel, nodes, nodes[0], 10.0)
+    plan = JobPlan(Settings(Target("script", "train.py", ())), 1, cast(Placement, None), False, {}, "job")
+    host = cast(Any, SimpleNamespace(display=SimpleNamespace(), zygote=SimpleNamespace(wake=lambda: None)))
+    leader = LeaderLink(plan, host, 0, peers, ("", ""))
+    attempt = Attempt(plan, host, 0, leader)
+    attempt.ranks.close()
+    vars(leader).update(_lose=lambda member, why: done.append(("lose", member)))
+    vars(attempt).update(on_signal=lambda signum, where: done.append(signum))
     return leader, peers, done
 
 
@@ -102,7 +104,6 @@ def test_a_member_cannot_speak_as_the_coordinator_and_rubbish_does_no_harm() -> 
         ]  # fmt: skip
         for number, message in enumerate(malformed):
             other.post(channel.member, json.dumps({"number": 30 + number, "now": 0, "attempt": 0, **message}).encode())
-        leader._swept_hosts = set()
         taken = _take(channel, "done")
         for each in taken:
             leader._read(each)
@@ -153,7 +154,7 @@ def test_orders_that_come_together_with_the_start_are_for_the_ranks_that_it_star
         finally:
             os.close(read)
             os.close(write)
-        attempt = FollowerAttempt.__new__(FollowerAttempt)
+        attempt = FollowerLink.__new__(FollowerLink)
         attempt._channel = channel
         obeyed: list[str] = []
         vars(attempt).update(_read=lambda message: obeyed.append(message.kind))

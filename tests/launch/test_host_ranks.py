@@ -10,8 +10,8 @@ from typing import Any, cast
 import pytest
 
 from phalanx.ipc.channel import Channel
+from phalanx.launch.agent.attempt import Attempt
 from phalanx.launch.agent.elastic_actions import BeginGeneration, ElasticAction, GiveUp
-from phalanx.launch.agent.host_ranks import HostRanks
 from phalanx.launch.failure import Exit
 from phalanx.launch.placement import Placement
 from phalanx.launch.plan import JobPlan
@@ -19,7 +19,7 @@ from phalanx.launch.settings import Settings
 from phalanx.launch.target import Target
 
 
-class Decided(HostRanks):
+class Decided(Attempt):
     """Does nothing of what is decided, but remembers it."""
 
     def __init__(self, num_ranks: int) -> None:
@@ -37,7 +37,7 @@ class Decided(HostRanks):
             self.theirs[rank].close()
         ours, theirs = socket.socketpair()
         self.theirs[rank] = Channel(theirs)
-        self._processes.pids[rank] = pid
+        self.ranks.processes.pids[rank] = pid
         self.on_started(rank, pid)
         self.links.admit(Channel(ours), rank, pid, {"kind": "welcome"})
         self.say(rank, "elastic")
@@ -48,7 +48,7 @@ class Decided(HostRanks):
         self.theirs[rank].put({"kind": kind, **fields})
 
     def lose(self, rank: int) -> None:
-        self.on_exit(Exit(rank, self._processes.pids[rank], -signal.SIGKILL, 1.0))
+        self.on_exit(Exit(rank, self.ranks.processes.pids[rank], -signal.SIGKILL, 1.0))
 
 
 @pytest.fixture
@@ -56,6 +56,7 @@ def ranks() -> Iterator[Decided]:
     made = Decided(3)
     yield made
     made.links.close()
+    made.ranks.close()
     made.close()
     for sock in made.theirs.values():
         sock.close()

@@ -172,9 +172,9 @@ def _run_attempts(
         left = max(0, left - attempt.elastic.num_replaced)
         failed = state.interrupted is None and bool(state.failures) and not state.overdue
         early = attempt.elastic.lost_early and attempt.place.num_nodes == 1 and left_early > 0
-        again = failed and (left > 0 or early) and not attempt.zygote_lost and attempt.elastic.ended is None
+        again = failed and (left > 0 or early) and not attempt.ranks.zygote_lost and attempt.elastic.ended is None
         _keep_flight(plan, host, flight, restart_count if again else None)
-        if attempt.zygote_lost and not attempt.zygote_given_up and state.interrupted is None:
+        if attempt.ranks.zygote_lost and not attempt.ranks.zygote_given_up and state.interrupted is None:
             return _report_zygote_lost(host, state)
         if not again:
             break
@@ -240,7 +240,7 @@ def _report_failures(host: Host, attempt: Attempt, flight: Flight) -> None:
 def _describe_failures(attempt: Attempt, flight: Flight) -> str:
     text = describe_flight(flight.groups, flight.ended_ns)
     state = attempt.state
-    name = attempt.name_host(state.failures[0].rank)
+    name = attempt.link.name_host(state.failures[0].rank)
     failures = describe_failures(state.failures, attempt.place.world_size, name, abandoned=state.abandoned)
     return f"{text}\n\n{failures}" if text else failures
 

@@ -11,7 +11,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -22,11 +22,14 @@ from phalanx.inspect.stacks.report import report_own_stacks
 from phalanx.inspect.top.look import look_at_own
 from phalanx.inspect.top.memory import MemoryReader
 from phalanx.launch.agent.attempt import Attempt
-from phalanx.launch.agent.elastic_actions import BeginGeneration
+from phalanx.launch.agent.elastic import Elastic
+from phalanx.launch.agent.elastic_actions import BeginGeneration, ElasticAction
 from phalanx.launch.agent.host import Host
+from phalanx.launch.agent.host_link import HostLink
 from phalanx.launch.agent.supervision import LOSS_SETTLE_S, Action, Kill, Signal, Supervision
 from phalanx.launch.environment import Place
 from phalanx.launch.failure import Exit, Report
+from phalanx.launch.generation import Seating
 from phalanx.launch.hosts.control_channel import Change, ControlChannel, ControlMessage, decode_lines, encode_lines
 from phalanx.launch.hosts.flights import logs_to_json
 from phalanx.launch.hosts.generation_message import generation_from_json
@@ -182,8 +185,17 @@ def say_host_lost(message: ControlMessage, display: Display) -> None:
     display.say(f"phalanx run: {host}, with {name_ranks(ranks)}, is lost: {why}")
 
 
-class FollowerAttempt(Attempt):
-    """An attempt under the first host's orders."""
+class ObservedElastic(Elastic):
+    """What the ranks of this host have said of themselves; what becomes of them the first host decides."""
+
+    def on_message(self, seat: int, pid: int, message: Mapping[str, Any], now: float) -> list[ElasticAction]:
+        """Note what a rank says, which generation it is in for one."""
+        super().on_message(seat, pid, message, now)
+        return []
+
+
+class FollowerLink(HostLink):
+    """The link to the first host, which is told what becomes of this host's ranks, and says what to do with them."""
 
     def __init__(
         self,
@@ -195,7 +207,15 @@ class FollowerAttempt(Attempt):
         store: tuple[str, str, str],
         first: BeginGeneration | None = None,
     ) -> None:
+        """Make the link of attempt `number`; `store` are the coordinator's address, the key and the relay's path."""
+        super().__init__(plan, place, channel.member, first)
         self.wait_s = 0.0  # how long elastic ranks wait for hosts
+        self.ended: dict[str, Any] | None = None  # the first host's `end`, if it came
+        self.supervision = FollowerSupervision(
+            place.world_size, plan.settings.grace_s, place=place, channel=channel, attempt=number
+        )
+        self._host = host
+        self._attempt: Attempt
         self._began_at = time.monotonic()
         self._channel = channel
         self._number = number
@@ -203,31 +223,25 @@ class FollowerAttempt(Attempt):
         assert isinstance(host.pump.viewer, Forward)
         self._forward = host.pump.viewer
         self._forward.attempt = number
-        self.ended: dict[str, Any] | None = None  # the first host's `end`, if it came
         self._memory = MemoryReader()
-        super().__init__(plan, host, number, place, first)
 
-    @property
-    def member(self) -> int:
-        """What this host is called in a generation."""
-        return self._channel.member
+    def attach(self, attempt: Attempt) -> None:
+        """Learn whose link this is."""
+        self._attempt = attempt
 
-    def supervise(self) -> FollowerSupervision:
-        """Nobody here: the first host."""
-        grace_s = self._plan.settings.grace_s
-        return FollowerSupervision(
-            self.place.world_size, grace_s, place=self.place, channel=self._channel, attempt=self._number
-        )
+    def make_supervision(self) -> FollowerSupervision:
+        """Return who tells the first host what becomes of the ranks: that one decides."""
+        return self.supervision
 
-    @property
-    def supervision(self) -> FollowerSupervision:
-        """Our state, as what it is."""
-        assert isinstance(self.state, FollowerSupervision)
-        return self.state
+    def make_elastic(self) -> ObservedElastic:
+        """Return who notes what elastic ranks say."""
+        elastic = ObservedElastic(Seating.begin([self.own_seats()]), self._plan.settings.max_restarts)
+        elastic.given_up = True
+        return elastic
 
     @property
     def fds(self) -> tuple[int, ...]:
-        """What else to wait on."""
+        """What to wait on."""
         return (self._channel.fileno(),)
 
     @property
@@ -249,51 +263,47 @@ class FollowerAttempt(Attempt):
         return create_agent_file(*self._store_location)
 
     def on_started(self, rank: int, pid: int) -> None:
-        """Tell the first host."""
-        super().on_started(rank, pid)
+        """Tell the first host that the process of a rank exists."""
         self._channel.put(FIRST, "started", attempt=self._number, rank=rank, pid=pid)
 
     def on_rank_message(self, rank: int, pid: int, message: dict[str, Any]) -> None:
-        """Tell the first host."""
+        """Tell the first host what an elastic rank says."""
         if message.get("kind") == "elastic":
             self.supervision.is_elastic = True
             wait_s = message.get("wait_s")
             self.wait_s = float(wait_s) if isinstance(wait_s, int | float) else 0.0
-        self.elastic.on_message(
-            rank, pid, message, time.monotonic()
-        )  # which generation it is in; nothing is decided here
-        self.do_elastic([])
         self._channel.put(FIRST, "rank says", attempt=self._number, rank=rank, pid=pid, message=message)
 
-    def run(self) -> None:
-        """As on one host; returns when this one is done."""
-        try:
-            super().run()
-        finally:
-            self._forward.flush()
-        if self.zygote_lost and not self.zygote_given_up:
+    def end(self, attempt: Attempt) -> None:
+        """Tell the first host that no process is left here, after all that it is to know of them."""
+        self._forward.flush()
+        if attempt.ranks.zygote_lost and not attempt.ranks.zygote_given_up:
             return
-        ended_ns = {str(pid): at for pid, at in self.ended_ns.items()}
-        if self.report_folder:
-            self._send_report()
-        groups = logs_to_json(self.collect_logs())
+        ended_ns = {str(pid): at for pid, at in attempt.ended_ns.items()}
+        if attempt.report_folder:
+            self._send_report(attempt.report_folder)
+        groups = logs_to_json(attempt.collect_logs())
         if groups:
             self._channel.put(FIRST, "flight", attempt=self._number, groups=groups, ended_ns=ended_ns)
         self._channel.put(FIRST, "swept", attempt=self._number)
 
-    def _send_report(self) -> None:
+    def close(self) -> None:
+        """Send the lines that are left."""
+        self._forward.flush()
+
+    def _send_report(self, folder: str) -> None:
         """Take what the first host's report says of this one."""
         from phalanx.report.copy_speed import measure_copy_speed  # here, because most jobs leave none
         from phalanx.report.job_record import RANKS
         from phalanx.report.transfer import pack_files
 
-        for name, text in pack_files(self.report_folder, self._plan.run, self._began_at):
+        for name, text in pack_files(folder, self._plan.run, self._began_at):
             self._channel.put(FIRST, "rank file", attempt=self._number, name=name, text=text)
             if not self.supervision.abandoned_by:
                 with contextlib.suppress(OSError):  # a folder that nobody may write to any more
-                    os.unlink(os.path.join(self.report_folder, RANKS, name))
+                    os.unlink(os.path.join(folder, RANKS, name))
         with contextlib.suppress(OSError):  # not empty, or shared
-            os.rmdir(os.path.join(self.report_folder, RANKS))
+            os.rmdir(os.path.join(folder, RANKS))
         host, speed = socket.gethostname(), measure_copy_speed()
         self._channel.put(FIRST, "report host", attempt=self._number, host=host, copy_bytes_per_s=speed)
 
@@ -307,25 +317,25 @@ class FollowerAttempt(Attempt):
             self._tell_ranks(message.body["gone"], describe_loss(message.body["host"], message.body["why"]))
         elif message.member == FIRST and message.kind == "end":
             self.ended = message.body
-            self.do(state.sweep() if not state.finished else [])
+            self._attempt.do(state.sweep() if not state.finished else [])
         elif message.member == FIRST and message.body.get("attempt") == self._number:
             if message.kind == "signal":
                 signum = int(message.body["signum"])
                 if signum in ENDING_SIGNALS:
-                    self.abandon_rest()
-                self.do(state.on_remote_signal(signum, message.body["ranks"], bool(message.body["group"])))
+                    self._attempt.ranks.abandon_rest()
+                self._attempt.do(state.on_remote_signal(signum, message.body["ranks"], bool(message.body["group"])))
             elif message.kind == "generation":
-                self.begin_generation(generation_from_json(message.body["begun"]))
+                self._attempt.begin_generation(generation_from_json(message.body["begun"]))
             elif message.kind == "tell generation":
-                self.tell_generation(int(message.body["rank"]))
+                self._attempt.tell_generation(int(message.body["rank"]))
             elif message.kind == "to rank":
-                self.send_to_rank(int(message.body["rank"]), message.body["message"])
+                self._attempt.send_to_rank(int(message.body["rank"]), message.body["message"])
             elif message.kind == "stacks":
                 asked = (message.body["request"], message.body.get("what"))
                 threading.Thread(target=self._tell_stacks, args=asked, daemon=True).start()
             elif message.kind == "sweep":
-                self.abandon_rest()
-                self.do(state.sweep())
+                self._attempt.ranks.abandon_rest()
+                self._attempt.do(state.sweep())
 
     def _tell_stacks(self, request: Any, what: Any) -> None:
         """In a thread: the ranks are given a second to answer, and the agent itself is asked who they are."""
@@ -335,19 +345,19 @@ class FollowerAttempt(Attempt):
     def _lose_first(self, why: str) -> None:
         if self.supervision.abandoned_by or self.ended is not None:
             return
-        running = len(self.state.running)
+        running = len(self._attempt.state.running)
         self._host.display.say(
             f"phalanx run: the first host is lost: {why}. Stopping the {running} rank{'s' * (running != 1)} of this "
             "host"
         )
-        self.abandon_rest()
-        now = self._part.place
+        self._attempt.ranks.abandon_rest()
+        now = self._attempt.numbers.part.place
         others = [rank for rank in range(now.world_size) if rank not in now.ranks]
         self._tell_ranks(others, f"this host and the first one do not hear each other any more ({why})")
         actions = self.supervision.on_first_host_lost(why, time.monotonic())
         # Nobody goes on from what elastic ranks hold that are cut off: the others do, or it is lost.
-        self.do(self.supervision.sweep() if self.supervision.is_elastic else actions)
+        self._attempt.do(self.supervision.sweep() if self.supervision.is_elastic else actions)
 
     def _tell_ranks(self, ranks: Sequence[int], reason: str) -> None:
-        if self._store is not None:
-            tell_lost(self._store, LostHost(tuple(ranks), reason))
+        if self._attempt.numbers.store is not None:
+            tell_lost(self._attempt.numbers.store, LostHost(tuple(ranks), reason))

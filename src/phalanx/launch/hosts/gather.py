@@ -17,13 +17,14 @@ from phalanx.diagnostics.printable import printable
 from phalanx.errors import LaunchError
 from phalanx.host_addresses import OwnAddress, find_interface
 from phalanx.ipc.signals import read_signals
+from phalanx.launch.agent.attempt import Attempt
 from phalanx.launch.agent.host import Host
 from phalanx.launch.environment import describe_ranks
 from phalanx.launch.generation import Limits
 from phalanx.launch.hosts.control_channel import MALFORMED, Change, ControlChannel, ControlMessage
 from phalanx.launch.hosts.job_spec import choose_environment
 from phalanx.launch.hosts.join_job import name_own_address
-from phalanx.launch.hosts.leader import LeaderAttempt
+from phalanx.launch.hosts.leader import LeaderLink
 from phalanx.launch.hosts.node_plan import HostFacts, Node, describe_nnodes, describe_unfit, find_conflict, plan_nodes
 from phalanx.launch.hosts.peer_hosts import PeerHosts, tell_start
 from phalanx.launch.hosts.reach import TRY_S, Target, choose_targets, describe, try_all
@@ -68,7 +69,7 @@ class Gathering:
         self._results: dict[int, dict[int, str]] = {}  # of this trial: member -> node -> what came back
         self._peers: PeerHosts | None = None
 
-    def begin(self, restart_count: int, local_store: str) -> LeaderAttempt:
+    def begin(self, restart_count: int, local_store: str) -> Attempt:
         """Return the next attempt, with all that have come; every other host has been told to start.
 
         Raises:
@@ -108,7 +109,8 @@ class Gathering:
             f"phalanx run: {len(nodes)} hosts: "
             + "; ".join(f"{node.where} {describe_ranks(node.place)}" for node in nodes)
         )
-        attempt = LeaderAttempt(plan, self._host, restart_count, peers, (local_store, str(self._key)))
+        link = LeaderLink(plan, self._host, restart_count, peers, (local_store, str(self._key)))
+        attempt = Attempt(plan, self._host, restart_count, link)
         for node in peers.others.values():
             tell_start(peers, node, restart_count, plan.run_id, plan.run, (address, plan.master_port))
         return attempt

@@ -22,10 +22,11 @@ from phalanx.diagnostics.printable import printable, printable_lines
 from phalanx.errors import AuthenticationError, CoordinationError, DeadlineError, LaunchError, PhalanxError
 from phalanx.host_addresses import find_interface
 from phalanx.ipc.signals import read_signals
+from phalanx.launch.agent.attempt import Attempt
 from phalanx.launch.agent.host import Host
 from phalanx.launch.environment import Place, describe_ranks
 from phalanx.launch.hosts.control_channel import Change, ControlChannel, ControlMessage
-from phalanx.launch.hosts.follower import FIRST, FollowerAttempt, Forward, say_host_lost, tells_first_lost
+from phalanx.launch.hosts.follower import FIRST, FollowerLink, Forward, say_host_lost, tells_first_lost
 from phalanx.launch.hosts.generation_message import generation_from_json
 from phalanx.launch.hosts.job_spec import KEY, JobSpec
 from phalanx.launch.hosts.node_plan import HostFacts, describe_nnodes
@@ -248,31 +249,29 @@ class _Followed:
             message = self._await_orders()
             if message.kind == "end":
                 return self._end(message.body)
-            attempt = self._begin(message.body)
+            attempt, link = self._begin(message.body)
             try:
                 attempt.run()
             finally:
                 attempt.close()
-            if attempt.zygote_lost and not attempt.zygote_given_up:
+            if attempt.ranks.zygote_lost and not attempt.ranks.zygote_given_up:
                 why = "the process from which its ranks are forked (the zygote) has ended"
                 self._channel.put(FIRST, "failed", attempt=int(message.body["attempt"]), why=why)
-            if attempt.ended is not None:
-                return self._end(attempt.ended)
-            if attempt.supervision.abandoned_by and not self._come_back(attempt):
-                self._raise_lost(attempt.supervision.abandoned_by)
+            if link.ended is not None:
+                return self._end(link.ended)
+            if link.supervision.abandoned_by and not self._come_back(link):
+                self._raise_lost(link.supervision.abandoned_by)
 
-    def _come_back(self, attempt: FollowerAttempt) -> bool:
+    def _come_back(self, link: FollowerLink) -> bool:
         """After an elastic job's ranks of this host were given up: join again, if the first host is heard in time.
 
         The others may have gone on without this host, or wait for it; its ranks hold nothing that is of use.
         """
-        if not attempt.supervision.is_elastic or attempt.wait_s <= 0 or self._channel.is_over:
+        if not link.supervision.is_elastic or link.wait_s <= 0 or self._channel.is_over:
             return False
-        self._host.display.say(
-            f"phalanx run: waiting up to {attempt.wait_s:g} s for the first host, to be taken in again"
-        )
+        self._host.display.say(f"phalanx run: waiting up to {link.wait_s:g} s for the first host, to be taken in again")
         over = threading.Event()
-        end = time.monotonic() + attempt.wait_s
+        end = time.monotonic() + link.wait_s
 
         def join() -> bool:
             while not over.is_set() and time.monotonic() < end and not self._channel.is_over:
@@ -384,7 +383,7 @@ class _Followed:
             )
         return message if message.kind in ("start", "end") else None
 
-    def _begin(self, body: dict[str, Any]) -> FollowerAttempt:
+    def _begin(self, body: dict[str, Any]) -> tuple[Attempt, FollowerLink]:
         self._has_begun = True
         place = Place(**body["place"])
         address, port = body["master"]
@@ -408,7 +407,9 @@ class _Followed:
         )
         store = (str(self._joined.client.address), str(self._joined.key or ""), self._open_relay())
         first = None if body.get("begun") is None else generation_from_json(body["begun"])
-        return FollowerAttempt(plan, self._host, int(body["attempt"]), place, self._channel, store, first)
+        number = int(body["attempt"])
+        link = FollowerLink(plan, self._host, number, place, self._channel, store, first)
+        return Attempt(plan, self._host, number, link), link
 
 
 def name_own_address(address: str, interface: str, environ: Any) -> dict[str, str]:

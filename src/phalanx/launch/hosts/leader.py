@@ -15,9 +15,9 @@ from phalanx.diagnostics.rank_list import name_ranks
 from phalanx.inspect.agent_socket import Request
 from phalanx.inspect.stacks.job_snapshot import Told, answer_others
 from phalanx.launch.agent.attempt import Attempt
-from phalanx.launch.agent.elastic import Elastic
-from phalanx.launch.agent.elastic_actions import BeginGeneration, DropHost, ElasticAction, GiveUp, PrepareHost
+from phalanx.launch.agent.elastic_actions import BeginGeneration, DropHost, PrepareHost
 from phalanx.launch.agent.host import Host
+from phalanx.launch.agent.host_link import HostLink
 from phalanx.launch.agent.supervision import Action
 from phalanx.launch.failure import Exit, Loss, Report
 from phalanx.launch.generation import Candidate, HostSeats, Seating
@@ -45,13 +45,18 @@ class StacksRequest:
     told: dict[int, str] = field(default_factory=dict)
 
 
-class LeaderAttempt(Attempt):
-    """An attempt whose other ranks are on other hosts."""
+class LeaderLink(HostLink):
+    """The first host's link: what all hosts tell is followed here, and what was decided they are told."""
 
     def __init__(self, plan: JobPlan, host: Host, restart_count: int, peers: PeerHosts, store: tuple[str, str]) -> None:
+        """`store` are the coordinator's address on this host and the job's key."""
+        super().__init__(plan, peers.own.place, peers.own.facts.member)
+        self._host = host
         self._peers = peers
         self._store_location = store
         self._number = restart_count
+        self._attempt: Attempt
+        self._elastic = self._plan_elastic()
         self._swept_hosts: set[int] = set()
         self._told_to_start = set(peers.others)
         self._told_spare: set[int] = set()
@@ -60,20 +65,21 @@ class LeaderAttempt(Attempt):
         self._remote_ended_ns: dict[int, int] = {}
         self._stacks_requests: dict[int, StacksRequest] = {}
         self._num_stacks_requests = 0
-        super().__init__(plan, host, restart_count, peers.own.place)
-        host.display.host_of = peers.name_host
-        if template := find_template(plan.settings.log_line_prefix_template, plan.environ):
-            host.display.prefix_of = lambda rank: peers.fill_prefix(template, rank)
 
-    @property
-    def member(self) -> int:
-        """What this host is called in a generation."""
-        return self._peers.own.facts.member
+    def attach(self, attempt: Attempt) -> None:
+        """Learn whose link this is, and have its display name the hosts of all ranks."""
+        self._attempt = attempt
+        self._host.display.host_of = self._peers.name_host
+        if template := find_template(self._plan.settings.log_line_prefix_template, self._plan.environ):
+            self._host.display.prefix_of = lambda rank: self._peers.fill_prefix(template, rank)
 
-    def decide_losses(self) -> Elastic:
-        """For all hosts."""
+    def make_elastic(self) -> ElasticHosts:
+        """Return who decides what becomes of the job when ranks or hosts are lost."""
+        return self._elastic
+
+    def _plan_elastic(self) -> ElasticHosts:
         most = self._plan.settings.max_restarts
-        left = None if most is None else max(0, most - self._restart_count)
+        left = None if most is None else max(0, most - self._number)
         hosts = [
             HostSeats(
                 node.facts.member,
@@ -88,71 +94,61 @@ class LeaderAttempt(Attempt):
         peers = self._peers
         return ElasticHosts(Seating.begin(hosts), left, peers.limits, self.member, peers.host_timeout_s)
 
-    @property
-    def elastic_hosts(self) -> ElasticHosts:
-        """Our decisions, as what they are."""
-        assert isinstance(self.elastic, ElasticHosts)
-        return self.elastic
-
-    def send_to_rank(self, rank: int, message: dict[str, Any]) -> None:
-        """Wherever it is."""
+    def send_to_rank(self, rank: int, message: dict[str, Any]) -> bool:
+        """Send a message to an elastic rank, if that is on another host; return whether it is."""
         node = self._find_other(rank)
-        if node is None:
-            super().send_to_rank(rank, message)
-        else:
+        if node is not None:
             self._put(node, "to rank", rank=rank, message=message)
+        return node is not None
 
-    def tell_generation(self, rank: int) -> None:
-        """Wherever it is."""
+    def tell_generation(self, rank: int) -> bool:
+        """Have an elastic rank told which one it is, if it is on another host; return whether it is."""
         node = self._find_other(rank)
-        if node is None:
-            super().tell_generation(rank)
-        else:
+        if node is not None:
             self._put(node, "tell generation", rank=rank)
+        return node is not None
 
     def begin_generation(self, begun: BeginGeneration) -> None:
-        """As on one host; and every other one is told to do its part, or to start, if it has none yet."""
-        seats = begun.generation.seats
-        self.state.world_size = max(self.state.world_size, max(seats) + 1)
-        for seat in range(self.state.world_size):
+        """Tell every other host to do its part of a generation, or to start, if it has none yet."""
+        state, seats = self._attempt.state, begun.generation.seats
+        state.world_size = max(state.world_size, max(seats) + 1)
+        for seat in range(state.world_size):
             if seat in seats:
-                self.state.retired.discard(seat)
-            elif seat not in self.state.exits:
-                self.state.on_retired(seat)
-        for host in self.elastic.seating.hosts:
+                state.retired.discard(seat)
+            elif seat not in state.exits:
+                state.on_retired(seat)
+        for host in self._elastic.seating.hosts:
             if host.member not in self._peers.others and host.member != self.member:
                 self._admit_host(host, begun)
         for node in self._peers.present:
             part = begun.generation.part_of(node.facts.member)
             for seat in () if part is None else part.forked:
-                self.state.on_replaced(seat)
-        super().begin_generation(begun)
-        for node in self._peers.present:
+                state.on_replaced(seat)
             if node.facts.member in self._told_to_start:
                 self._put(node, "generation", begun=generation_to_json(begun))
             else:
                 self._start(node, begun)
 
-    def do_elastic(self, actions: list[ElasticAction]) -> None:
-        """As on one host, and with hosts."""
-        for action in actions:
-            if isinstance(action, PrepareHost):
-                node = self._admit_host(action.seats, action.begun)
-                if node is not None:
-                    self._start(node, action.begun)
-            elif isinstance(action, DropHost):
-                self._drop(action)
-        gone = tuple(self.elastic_hosts.gone)
-        super().do_elastic(actions)
-        if any(isinstance(action, GiveUp) for action in actions):
-            for member, why in self._peers.lost.items():
-                node = self._peers.others[member]
-                ranks = [rank for rank in node.place.ranks if rank in gone]
-                if ranks:
-                    self.state.retired.difference_update(ranks)
-                    now = time.monotonic()
-                    loss = Loss(node.where, why, now - self._peers.host_timeout_s)
-                    self.do(self.state.on_host_lost(ranks, loss, now))
+    def do(self, action: PrepareHost | DropHost) -> None:
+        """Take in a host, or send it away."""
+        if isinstance(action, DropHost):
+            self._drop(action)
+            return
+        node = self._admit_host(action.seats, action.begun)
+        if node is not None:
+            self._start(node, action.begun)
+
+    def on_given_up(self) -> None:
+        """Fail the job by the hosts that it has lost, of which nothing was decided yet."""
+        state, gone = self._attempt.state, self._elastic.gone
+        for member, why in self._peers.lost.items():
+            node = self._peers.others[member]
+            ranks = [rank for rank in node.place.ranks if rank in gone]
+            if ranks:
+                state.retired.difference_update(ranks)
+                now = time.monotonic()
+                loss = Loss(node.where, why, now - self._peers.host_timeout_s)
+                self._attempt.do(state.on_host_lost(ranks, loss, now))
 
     def _find_other(self, rank: int) -> Node | None:
         return next((node for node in self._peers.present if rank in node.place.ranks), None)
@@ -187,7 +183,7 @@ class LeaderAttempt(Attempt):
         """What else to wait on."""
         # A reader who holds up our output holds up the hosts' lines, too; but not their ends.
         channel = self._peers.channel
-        held_up = self._host.display.full and self.state.phase == "running"
+        held_up = self._host.display.full and self._attempt.state.phase == "running"
         return (channel.notices.fileno(),) if held_up else (channel.fileno(), channel.notices.fileno())
 
     @property
@@ -222,15 +218,14 @@ class LeaderAttempt(Attempt):
         return create_agent_file(*self._store_location)
 
     def send_signal(self, signum: int, ranks: tuple[int, ...], *, group: bool) -> None:
-        """As on one host, and to the ranks of the others."""
-        super().send_signal(signum, ranks, group=group)
+        """Have a signal sent to those of `ranks` that are on other hosts."""
         for node in self._peers.present:
             theirs = [rank for rank in ranks if rank in node.place.ranks]
             if theirs:
                 self._put(node, "signal", signum=signum, ranks=theirs, group=group)
 
-    def sweep_others(self) -> None:
-        """Have every process of the job on the other hosts killed."""
+    def sweep(self) -> None:
+        """Have every process of the job on other hosts killed."""
         if self._sweep_limit is None:
             self._sweep_limit = time.monotonic() + _SWEEP_LIMIT_S
         for node in self._peers.present:
@@ -238,10 +233,10 @@ class LeaderAttempt(Attempt):
 
     @property
     def is_swept(self) -> bool:
-        """Whether no process of the job is left, on any host that is still there."""
-        return super().is_swept and all(node.facts.member in self._swept_hosts for node in self._peers.present)
+        """Whether no process of the job is left on any other host that is still there."""
+        return all(node.facts.member in self._swept_hosts for node in self._peers.present)
 
-    def ask_other_hosts(self, request: Request) -> None:
+    def ask_for_stacks(self, request: Request) -> None:
         """Ask the agents of the other hosts, and answer when they have."""
         self._num_stacks_requests += 1
         waiting = {node.facts.member for node in self._peers.present}
@@ -267,23 +262,22 @@ class LeaderAttempt(Attempt):
             del self._stacks_requests[number]
 
     def close(self) -> None:
-        """Let go of what the ranks have shown us, and of those who wait to be told where they are."""
+        """Let go of those who wait to be told where ranks are."""
         for pending in self._stacks_requests.values():
             pending.request.close()
         self._stacks_requests.clear()
-        super().close()
 
-    def collect_logs(self) -> list[GroupLog]:
-        """Return what the ranks of all hosts have recorded, group by group."""
-        return merge_logs([*super().collect_logs(), *self._remote_logs])
+    def merge_logs(self, logs: list[GroupLog]) -> list[GroupLog]:
+        """Add what the ranks of other hosts have recorded to `logs`, group by group."""
+        return merge_logs([*logs, *self._remote_logs])
 
     @property
     def ended_ns(self) -> dict[int, int]:
-        """Of the ranks of all hosts."""
-        return {**super().ended_ns, **self._remote_ended_ns}
+        """When processes of other hosts ended, by process number, on CLOCK_MONOTONIC of this host."""
+        return self._remote_ended_ns
 
     def name_host(self, rank: int) -> str:
-        """Its name and address."""
+        """Return the name and address of a rank's host."""
         node = find_node(self._peers.nodes, [rank])
         return node.where if node is not None else super().name_host(rank)
 
@@ -320,21 +314,20 @@ class LeaderAttempt(Attempt):
         facts = HostFacts.from_json(change.member, change.facts)
         assert facts is not None
         candidate = Candidate(change.member, facts.num_ranks, facts.known_as, facts.role)
-        if self.state.phase == "running":
-            self.do_elastic(self.elastic_hosts.on_host_came(candidate, time.monotonic()))
+        if self._attempt.state.phase == "running":
+            self._attempt.do_elastic(self._elastic.on_host_came(candidate, time.monotonic()))
         if change.member in self._peers.late:
             self._tell_late(change.member)
 
     def _tell_late(self, member: int) -> None:
-        is_spare = self.state.phase == "running" and self.elastic.active
+        is_spare = self._attempt.state.phase == "running" and self._elastic.active
         if is_spare:
             self._told_spare.add(member)
         self._peers.channel.put(member, "late", spare=is_spare)
 
     def on_rank_message(self, rank: int, pid: int, message: dict[str, Any]) -> None:
-        """Hear what an elastic rank of some host says."""
-        super().on_rank_message(rank, pid, message)
-        if message.get("kind") == "elastic" and self.elastic.active:  # hosts may have come before it was known
+        """Tell the hosts that wait what they wait for, once a rank has said that the job is elastic."""
+        if message.get("kind") == "elastic" and self._elastic.active:  # hosts may have come before it was known
             for member in set(self._peers.late) - self._told_spare:
                 self._tell_late(member)
 
@@ -343,25 +336,25 @@ class LeaderAttempt(Attempt):
         if message.kind == "lines":
             self._show(body["items"], node)
         elif message.kind == "started":
-            self.on_started(_rank_of(body, node), int(body["pid"]))
+            self._attempt.on_started(_rank_of(body, node), int(body["pid"]))
         elif message.kind == "abandoned":
-            self.state.on_abandoned(_rank_of(body, node))
+            self._attempt.state.on_abandoned(_rank_of(body, node))
         elif message.kind == "exit":
             at = self._peers.channel.to_own_clock(message.member, float(body["at"]))
             rank, pid = _rank_of(body, node), int(body["pid"])
             # A host that was given up, and has come again, may still tell of processes that were there before.
-            is_known = self.elastic_hosts.pid_of(rank) == pid
-            if is_known and (self.state.phase == "running" or not self.elastic_hosts.is_arriving(rank)):
-                self.on_exit(Exit(rank, pid, int(body["status"]), at, str(body["dump"])))
+            is_known = self._elastic.pid_of(rank) == pid
+            if is_known and (self._attempt.state.phase == "running" or not self._elastic.is_arriving(rank)):
+                self._attempt.on_exit(Exit(rank, pid, int(body["status"]), at, str(body["dump"])))
         elif message.kind == "rank says":
-            self.on_rank_message(_rank_of(body, node), int(body["pid"]), dict(body["message"]))
+            self._attempt.on_rank_message(_rank_of(body, node), int(body["pid"]), dict(body["message"]))
         elif message.kind == "report":
             self._hear_report(message, node)
         elif message.kind == "signal":
             signum = int(body["signum"])
             if signum not in ENDING_SIGNALS:  # others are for the ranks of the host where they came
                 raise ValueError(f"signal {signum} does not end a job")
-            self.on_signal(signum, f" on {node.label}")
+            self._attempt.on_signal(signum, f" on {node.label}")
         elif message.kind == "say":
             self._host.display.say(f"{printable_lines(str(body['text']))}   (on {node.label})")
         elif message.kind == "flight":
@@ -369,14 +362,14 @@ class LeaderAttempt(Attempt):
             logs, ended_ns = logs_from_json(body["groups"], body["ended_ns"], offset_ns)
             self._remote_logs += logs
             self._remote_ended_ns.update(ended_ns)
-        elif message.kind == "rank file" and self.report_folder:
+        elif message.kind == "rank file" and self._attempt.report_folder:
             from phalanx.report.transfer import unpack_file  # here, because most jobs leave no report
 
             with contextlib.suppress(OSError):  # its own end says so, too
-                unpack_file(self.report_folder, str(body["name"]), str(body["text"]))
+                unpack_file(self._attempt.report_folder, str(body["name"]), str(body["text"]))
         elif message.kind == "report host":
             offset_s = self._peers.channel.to_own_clock(message.member, 0.0)
-            self.report_hosts[str(body["host"])] = (offset_s, float(body["copy_bytes_per_s"]))
+            self._attempt.report_hosts[str(body["host"])] = (offset_s, float(body["copy_bytes_per_s"]))
         elif message.kind == "swept":
             self._swept_hosts.add(message.member)
         elif message.kind == "stacks":
@@ -398,48 +391,47 @@ class LeaderAttempt(Attempt):
         fields = message.body["report"]
         fields["at"] = self._peers.channel.to_own_clock(message.member, float(fields["at"]))
         report = Report.from_bytes(json.dumps(fields).encode())
-        if report is not None and self.elastic_hosts.pid_of(_rank_of(fields, node)) == report.pid:
-            self.on_report(report)
+        if report is not None and self._elastic.pid_of(_rank_of(fields, node)) == report.pid:
+            self._attempt.on_report(report)
 
     def _lose(self, member: int, why: str) -> None:
-        self.hear_ranks()  # first, as in on_exit
+        self._attempt.hear_ranks()  # first, as in on_exit
         node = self._peers.lose(member, why)
         now = time.monotonic()
         if node is None:
-            self.do_elastic(self.elastic_hosts.on_host_lost(member, "", why, now) or [])  # it may have been waiting
+            self._attempt.do_elastic(self._elastic.on_host_lost(member, "", why, now) or [])  # it may have been waiting
             return
         seats = list(node.place.ranks)
         for seat in seats:
             self._host.display.end(seat)
-        if self.elastic_hosts.is_arriving(seats[0]):
+        if self._elastic.is_arriving(seats[0]):
             self._host.display.say(f"phalanx run: {node.where}, which was to be taken in, is lost: {why}")
-            self.do_elastic(self.elastic_hosts.on_host_lost(member, node.where, why, now) or [])
+            self._attempt.do_elastic(self._elastic.on_host_lost(member, node.where, why, now) or [])
             return
-        gone = [self.elastic.rank_of(seat) for seat in seats if seat in self.elastic.generation.seats]
+        gone = [self._elastic.rank_of(seat) for seat in seats if seat in self._elastic.generation.seats]
         survived = None
-        if self.state.phase == "running":
-            survived = self.elastic_hosts.on_host_lost(member, node.where, why, now)
+        if self._attempt.state.phase == "running":
+            survived = self._elastic.on_host_lost(member, node.where, why, now)
         actions: list[Action] = []
         if survived is None:
             loss = Loss(node.where, why, now - self._peers.host_timeout_s)
-            actions = self.state.on_host_lost(seats, loss, now)
+            actions = self._attempt.state.on_host_lost(seats, loss, now)
         else:
             for seat in seats:
-                self.state.on_retired(seat)
-        if self.state.interrupted is None or self.state.phase == "running":
+                self._attempt.state.on_retired(seat)
+        if self._attempt.state.interrupted is None or self._attempt.state.phase == "running":
             self._host.display.say(f"phalanx run: {node.where}, with {name_ranks(seats)}, is lost: {why}")
-        if self._store is not None:
-            tell_lost(self._store, LostHost(tuple(gone), describe_loss(node.where, why)))
+        if self._attempt.numbers.store is not None:
+            tell_lost(self._attempt.numbers.store, LostHost(tuple(gone), describe_loss(node.where, why)))
         for other in self._peers.present:
             self._put(other, "host lost", host=node.where, ranks=seats, gone=gone, why=why)
-        self.do(actions)
-        self.do_elastic(survived or [])
+        self._attempt.do(actions)
+        self._attempt.do_elastic(survived or [])
 
-    def run(self) -> None:
-        """As on one host; returns when this one is done."""
+    def begin(self) -> None:
+        """Have the display await lines of the ranks of all hosts."""
         for node in self._peers.nodes:
             self._host.display.begin(node.place.ranks)
-        super().run()
 
 
 def _rank_of(body: dict[str, Any], node: Node) -> int:

@@ -15,6 +15,7 @@ from phalanx.coordination.rendezvous import Rendezvous, join_endpoint, split_end
 from phalanx.coordination.service import Service
 from phalanx.errors import AuthenticationError, CoordinationError, LaunchError, PhalanxError
 from phalanx.host_addresses import OwnAddress, find_interface, is_own, own_addresses, resolve
+from phalanx.launch.agent.attempt import Attempt
 from phalanx.launch.agent.job import LOST_OUTPUT_EXIT_CODE, opened_host, run_attempts
 from phalanx.launch.agent.zygote_process import ZygoteProcess
 from phalanx.launch.calls.remote import fetch_outcomes
@@ -23,7 +24,6 @@ from phalanx.launch.hosts.follower import Forward
 from phalanx.launch.hosts.gather import Gathering
 from phalanx.launch.hosts.job_spec import KEY, JobSpec
 from phalanx.launch.hosts.join_job import Joined, follow, join_first_host
-from phalanx.launch.hosts.leader import LeaderAttempt
 from phalanx.launch.plan import JobPlan
 
 
@@ -69,7 +69,7 @@ def _lead(
         port = service.address.port if service.address is not None else 0
         gathering = Gathering(plan, rendezvous, host, channel, key, advertised, port)
 
-        def begin(restart_count: int) -> LeaderAttempt:
+        def begin(restart_count: int) -> Attempt:
             return gathering.begin(restart_count, service.local)
 
         try:

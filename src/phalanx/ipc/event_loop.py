@@ -1,0 +1,59 @@
+"""The loop of a process that waits for several things at once: each says what it waits for, and is asked in turn."""
+
+from __future__ import annotations
+
+import select
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+_LONGEST_WAIT_S = 3600.0  # poll takes milliseconds, in an int
+
+
+def _never() -> float | None:
+    return None
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a loop waits for. Everything but `handle` is asked anew before each wait.
+
+    Arguments:
+        handle: is called after each wait, with all descriptors that are ready; those of other sources are among them.
+        readable: descriptors to read from.
+        writable: descriptors that something is to be written to once they take it.
+        due: when to go on although no descriptor is ready, in seconds of `time.monotonic`; None for no such time.
+    """
+
+    handle: Callable[[set[int]], object]
+    readable: Callable[[], Iterable[int]] = tuple
+    writable: Callable[[], Iterable[int]] = tuple
+    due: Callable[[], float | None] = _never
+
+
+class EventLoop:
+    """Waits until one of its sources has something to do, and calls all of them, in the order in which they came."""
+
+    def __init__(self, *sources: Source) -> None:
+        self._sources = list(sources)
+
+    def add(self, source: Source) -> None:
+        """Wait for this one, too, and call it after the others."""
+        self._sources.append(source)
+
+    def turn(self, limit_s: float = _LONGEST_WAIT_S) -> None:
+        """Wait once, for at most `limit_s` seconds."""
+        events: dict[int, int] = {}
+        for source in self._sources:
+            for fd in source.readable():
+                events[fd] = events.get(fd, 0) | select.POLLIN
+            for fd in source.writable():
+                events[fd] = events.get(fd, 0) | select.POLLOUT
+        poll = select.poll()
+        for fd, wanted in events.items():
+            poll.register(fd, wanted)
+        times = [at for source in self._sources if (at := source.due()) is not None]
+        left_s = min(limit_s, _LONGEST_WAIT_S, *(at - time.monotonic() for at in times))
+        ready = {fd for fd, _ in poll.poll(left_s * 1000 + 1 if left_s > 0 else 0)}
+        for source in self._sources:
+            source.handle(ready)
