@@ -17,6 +17,7 @@ from phalanx.coordination.agent_file import LostHost, create_agent_file, tell_lo
 from phalanx.coordination.client import Client
 from phalanx.coordination.service import Service
 from phalanx.launch.agent.attempt import Attempt
+from phalanx.launch.agent.host import Host
 from phalanx.launch.calls import remote
 from phalanx.launch.hosts.control_channel import Change, ControlChannel, ControlMessage
 from phalanx.launch.hosts.follower import FollowerLink
@@ -30,6 +31,7 @@ from phalanx.launch.plan import JobPlan
 from phalanx.launch.settings import Settings
 from phalanx.launch.target import Target
 
+_NONE = cast(Any, None)
 _AGENT = {
     "kind": "agent", "host": "b", "pid": 1, "num_ranks": 2, "role": "default", "address": "10.0.0.2",
     "node_rank": None, "run_id": "job", "reached": "10.0.0.1",
@@ -144,10 +146,10 @@ def test_orders_that_come_together_with_the_start_are_for_the_ranks_that_it_star
         follower = _Followed.__new__(_Followed)
         follower._channel = channel
         follower._responder = None
-        display = SimpleNamespace(writers=[], tick=lambda: None)
+        display = cast(Any, SimpleNamespace(writers=[], tick=lambda: None, next_due=None))
         read, write = os.pipe()
         try:
-            follower._host = cast(Any, SimpleNamespace(display=display, signals=read))
+            follower._host = Host(_NONE, _NONE, display, _NONE, read, _NONE)
             follower._joined = cast(Any, SimpleNamespace(key=None))
             channel.give_back([ControlMessage("start", 0, {"attempt": 0}), ControlMessage("sweep", 0, {"attempt": 0})])
             assert follower._await_orders().kind == "start"

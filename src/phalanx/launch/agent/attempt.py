@@ -20,7 +20,6 @@ from typing import Any
 
 from phalanx.diagnostics.observer import GroupLog
 from phalanx.ipc.event_loop import EventLoop, Source
-from phalanx.ipc.signals import read_signals
 from phalanx.launch import limits
 from phalanx.launch.agent.elastic_actions import (
     Abandon,
@@ -109,7 +108,7 @@ class Attempt:
         """Return the loop. Its order is part of what is known: reports before exits, all that was said before ends."""
         host, links = self.host, self.links
         return EventLoop(
-            Source(self._hear_signals, lambda: (host.signals,)),
+            host.watch_signals(self.on_signal),
             Source(self._read_output, lambda: host.pump.pipes),
             Source(self.link.receive, lambda: self.link.fds, due=lambda: self.link.due),
             Source(self._requests.receive, lambda: host.agent_socket.fds),
@@ -117,11 +116,7 @@ class Attempt:
             Source(self._hear_reports, lambda: (self.ranks.reports.fileno(),)),
             Source(self.ranks.hear_zygote, self._control_fds, self._waiting_control_fds),
             Source(self._on_turn, due=self._find_due),
-            Source(
-                lambda _: host.display.tick(),
-                writable=lambda: (writer.fd for writer in host.display.writers),
-                due=lambda: host.display.next_due,
-            ),
+            host.watch_display(),
         )
 
     def _run_until(self, loop: EventLoop, done: Callable[[], bool]) -> None:
@@ -139,11 +134,6 @@ class Attempt:
         look = self._silent.due if self.state.phase == "running" else None
         times = (self.state.next_due, self.elastic.next_due, self.ranks.sweep_due, self._report_end_at, look)
         return min((at for at in times if at is not None), default=None)
-
-    def _hear_signals(self, ready: set[int]) -> None:
-        if self.host.signals in ready:
-            for number in read_signals(self.host.signals):
-                self.on_signal(number)
 
     def _read_output(self, ready: set[int]) -> None:
         """Read the pipes that are ready, for a while; those that were not reached come first the next time."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from phalanx.inspect.agent_socket import AgentSocket
+from phalanx.ipc.event_loop import Source
+from phalanx.ipc.signals import read_signals
 from phalanx.launch.agent.adopted import Adopted
 from phalanx.launch.agent.zygote_process import ZygoteProcess
 from phalanx.launch.error_files import ErrorFiles
@@ -25,3 +28,20 @@ class Host:
     agent_socket: AgentSocket
     adopted: Adopted = field(default_factory=Adopted)
     errors: ErrorFiles = field(default_factory=ErrorFiles)
+
+    def watch_signals(self, on_signal: Callable[[int], object]) -> Source:
+        """Return what a loop needs to hear signals."""
+
+        def hear(ready: set[int]) -> None:
+            for number in read_signals(self.signals) if self.signals in ready else ():
+                on_signal(number)
+
+        return Source(hear, lambda: (self.signals,))
+
+    def watch_display(self) -> Source:
+        """Return what a loop needs to write what was said, as far as it is read."""
+        return Source(
+            lambda ready: self.display.tick(),
+            writable=lambda: (writer.fd for writer in self.display.writers),
+            due=lambda: self.display.next_due,
+        )

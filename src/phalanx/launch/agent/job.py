@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import select
 import signal
 import socket
 import time
@@ -17,7 +16,7 @@ from phalanx.errors import LaunchError
 from phalanx.inspect.agent_socket import AgentSocket
 from phalanx.inspect.flight.files import write_flight
 from phalanx.inspect.flight.summary import describe_flight
-from phalanx.ipc.signals import read_signals
+from phalanx.ipc.event_loop import EventLoop
 from phalanx.launch import limits
 from phalanx.launch.agent.attempt import Attempt
 from phalanx.launch.agent.elastic import BELOW_MINIMUM_EXIT_CODE
@@ -287,12 +286,7 @@ def _open_logs(plan: JobPlan) -> Logs:
 
 def _flush(host: Host) -> None:
     """Write what is still queued, however slowly it is read; a signal that would end the job ends this too."""
-    while host.display.writers:
-        poll = select.poll()
-        poll.register(host.signals, select.POLLIN)
-        for writer in host.display.writers:
-            poll.register(writer.fd, select.POLLOUT)
-        ready = [fd for fd, _ in poll.poll()]
-        if host.signals in ready and set(read_signals(host.signals)) & set(ENDING_SIGNALS):
-            return
-        host.display.tick()
+    numbers: list[int] = []
+    loop = EventLoop(host.watch_signals(numbers.append), host.watch_display())
+    while host.display.writers and not set(numbers) & set(ENDING_SIGNALS):
+        loop.turn()

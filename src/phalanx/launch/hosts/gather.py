@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -16,7 +15,7 @@ from phalanx.descriptors import wait_readable
 from phalanx.diagnostics.printable import printable
 from phalanx.errors import LaunchError
 from phalanx.host_addresses import OwnAddress, find_interface
-from phalanx.ipc.signals import read_signals
+from phalanx.ipc.event_loop import EventLoop, Source
 from phalanx.launch.agent.attempt import Attempt
 from phalanx.launch.agent.host import Host
 from phalanx.launch.environment import describe_ranks
@@ -68,6 +67,13 @@ class Gathering:
         self._ports: dict[int, tuple[int, str]] = {}  # of this trial: where each member answers; 0, and why it does not
         self._results: dict[int, dict[int, str]] = {}  # of this trial: member -> node -> what came back
         self._peers: PeerHosts | None = None
+        self._loop = EventLoop(
+            host.watch_signals(self._on_signal),
+            Source(self._hear_zygote, lambda: (host.zygote.control.fileno(),)),
+            Source(self._hear_notices, lambda: (channel.notices.fileno(),)),
+            Source(self._hear_hosts, lambda: (channel.fileno(),)),
+            host.watch_display(),
+        )
 
     def begin(self, restart_count: int, local_store: str) -> Attempt:
         """Return the next attempt, with all that have come; every other host has been told to start.
@@ -170,7 +176,7 @@ class Gathering:
             if tell_at <= now:
                 tell_at = float("inf")
                 self._host.display.say(self._invite(count))
-            self._wait(min(at for at in (end, tell_at, last_call) if at is not None) - now)
+            self._loop.turn(min(at for at in (end, tell_at, last_call) if at is not None) - now)
         joined_hosts = list(self._joined_hosts.values())[: rendezvous.max_nodes - 1]
         for late in list(self._joined_hosts)[rendezvous.max_nodes - 1 :]:
             self._refuse(late, f"the job has its {rendezvous.max_nodes} hosts")
@@ -209,31 +215,29 @@ class Gathering:
             "each tells which address it tried, and what came back."
         )
 
-    def _wait(self, span_s: float) -> None:
-        """Take what comes within `span_s`."""
-        poll = select.poll()
+    def _on_signal(self, number: int) -> None:
+        if number in ENDING_SIGNALS:
+            raise LaunchError(
+                f"phalanx run: stopped by {name_signal(number)} before the job began", exit_code=128 + number
+            )
+
+    def _hear_zygote(self, ready: set[int]) -> None:
         control = self._host.zygote.control
-        for fd in (self._channel.fileno(), self._channel.notices.fileno(), self._host.signals, control.fileno()):
-            poll.register(fd, select.POLLIN)
-        self._host.display.tick()
-        span_s = 0.05 if self._host.display.writers else min(max(span_s, 0.0), 3600.0)
-        ready = {fd for fd, _ in poll.poll(span_s * 1000 + 1)}
-        if self._host.signals in ready:
-            for number in read_signals(self._host.signals):
-                if number in ENDING_SIGNALS:
-                    raise LaunchError(
-                        f"phalanx run: stopped by {name_signal(number)} before the job began", exit_code=128 + number
-                    )
-        if control.fileno() in ready:
-            control.send_some()
-            control.take()
-            if control.gone:
-                raise LaunchError(
-                    "phalanx run: the process from which the ranks are forked (the zygote) has ended while it imported "
-                    "torch. If nobody killed it, memory is the first suspect; or try --no-preload."
-                )
-        for line in self._channel.notices.take():
+        if control.fileno() not in ready:
+            return
+        control.send_some()
+        control.take()
+        if control.gone:
+            raise LaunchError(
+                "phalanx run: the process from which the ranks are forked (the zygote) has ended while it imported "
+                "torch. If nobody killed it, memory is the first suspect; or try --no-preload."
+            )
+
+    def _hear_notices(self, ready: set[int]) -> None:
+        for line in self._channel.notices.take() if self._channel.notices.fileno() in ready else ():
             self._host.display.say(f"phalanx run: {line}")
+
+    def _hear_hosts(self, ready: set[int]) -> None:
         for message in self._channel.take() if self._channel.fileno() in ready else ():
             self._read(message)
 
@@ -351,7 +355,7 @@ class Gathering:
         """Wait until all have said something, or time is up; False if one has gone."""
         end = time.monotonic() + 2 * TRY_S
         while not done() and time.monotonic() < end:
-            self._wait(end - time.monotonic())
+            self._loop.turn(end - time.monotonic())
             if any(node.facts.member not in self._joined_hosts for node in joined_hosts):
                 self._channel.put(-1, "tried")
                 return False

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import select
-import signal
 import socket
 import threading
 import time
@@ -21,7 +19,8 @@ from phalanx.coordination.rendezvous import Rendezvous
 from phalanx.diagnostics.printable import printable, printable_lines
 from phalanx.errors import AuthenticationError, CoordinationError, DeadlineError, LaunchError, PhalanxError
 from phalanx.host_addresses import find_interface
-from phalanx.ipc.signals import read_signals
+from phalanx.ipc.event_loop import EventLoop, Source
+from phalanx.ipc.wakeup import Mailbox, Wakeup
 from phalanx.launch.agent.attempt import Attempt
 from phalanx.launch.agent.host import Host
 from phalanx.launch.environment import Place, describe_ranks
@@ -136,52 +135,65 @@ def join_first_host(plan: JobPlan, rendezvous: Rendezvous, host: Host) -> Joined
     return _while_listening(
         host,
         over,
-        lambda: connect(
+        lambda say: connect(
             (rendezvous.endpoint, *rendezvous.more_endpoints),
             key,
             rendezvous.join_timeout_s,
             job=plan.settings.run_id,
             is_over=over.is_set,
-            say=host.display.say,
+            say=say,
         ),
     )
 
 
-def _while_listening(host: Host, over: threading.Event, work: Callable[[], T], when: str = "before the job began") -> T:
-    """Return what `work`, which blocks, returns; it runs in a thread, so that Ctrl-C is heard, which came `when`."""
+def _while_listening(
+    host: Host,
+    over: threading.Event,
+    work: Callable[[Callable[[str], None]], T],
+    when: str = "before the job began",
+) -> T:
+    """Return what `work`, which blocks, returns; it runs in a thread, so that Ctrl-C is heard, which came `when`.
+
+    It is given a function by which it tells the user something.
+    """
     results: list[T] = []
     errors: list[BaseException] = []
-    ours, theirs = socket.socketpair()
+    said: Mailbox[str] = Mailbox()
+    ended = Wakeup()
 
     def run() -> None:
         try:
-            results.append(work())
+            results.append(work(said.put))
         except BaseException as error:
             errors.append(error)
-        theirs.close()
+        ended.ring()
+
+    def show(ready: set[int]) -> None:
+        for text in said.take() if said.fileno() in ready else ():
+            host.display.say(text)
+
+    def on_signal(number: int) -> None:
+        if number in ENDING_SIGNALS:
+            over.set()
+            raise LaunchError(f"phalanx run: stopped by {name_signal(number)} {when}", exit_code=128 + number)
 
     thread = threading.Thread(target=run, name="phalanx-join", daemon=True)
     thread.start()
-    with ours:
-        poll = select.poll()
-        poll.register(ours, select.POLLIN)
-        poll.register(host.signals, select.POLLIN)
-        while True:
-            ready = {fd for fd, _ in poll.poll(100)}
-            host.display.tick()
-            if host.signals in ready:
-                ending = [number for number in read_signals(host.signals) if number in ENDING_SIGNALS]
-                if ending:
-                    over.set()
-                    raise LaunchError(
-                        f"phalanx run: stopped by {name_signal(ending[0])} {when}",
-                        exit_code=128 + ending[0],
-                    )
-            if ours.fileno() in ready:
-                thread.join()
-                if errors:
-                    raise errors[0]
-                return results[0]
+    loop = EventLoop(
+        host.watch_signals(on_signal),
+        Source(lambda ready: None, lambda: (ended.fileno(),)),
+        Source(show, lambda: (said.fileno(),)),
+        host.watch_display(),
+    )
+    while not (results or errors):
+        loop.turn()
+    thread.join()
+    show({said.fileno()})
+    said.close()
+    ended.close()
+    if errors:
+        raise errors[0]
+    return results[0]
 
 
 def follow(plan: JobPlan, rendezvous: Rendezvous, host: Host, joined: Joined) -> int:
@@ -225,6 +237,11 @@ def follow(plan: JobPlan, rendezvous: Rendezvous, host: Host, joined: Joined) ->
         if not followed.is_alone:
             channel.leave(_LEAVE_TIMEOUT_S)
         channel.close()
+
+
+def _stop_before_start(number: int) -> None:
+    if number in ENDING_SIGNALS:
+        raise LaunchError(f"phalanx run: stopped by {name_signal(number)} before the job began", exit_code=128 + number)
 
 
 class _Followed:
@@ -273,7 +290,7 @@ class _Followed:
         over = threading.Event()
         end = time.monotonic() + link.wait_s
 
-        def join() -> bool:
+        def join(say: Callable[[str], None]) -> bool:
             while not over.is_set() and time.monotonic() < end and not self._channel.is_over:
                 try:
                     self._channel.join_again(self._facts, _REJOIN_TRY_S, (FIRST,))
@@ -337,26 +354,26 @@ class _Followed:
 
     def _await_orders(self) -> ControlMessage:
         """Return the next start, or the end; meanwhile it is tried whether this host reaches the others."""
-        poll = select.poll()
-        poll.register(self._channel.fileno(), select.POLLIN)
-        poll.register(self._host.signals, select.POLLIN)
-        while True:
-            wait_ms = 0 if self._channel.has_more else 100 if self._host.display.writers else 1000
-            ready = {fd for fd, _ in poll.poll(wait_ms)}
-            self._host.display.tick()
-            if self._host.signals in ready:
-                for number in read_signals(self._host.signals):
-                    if number in ENDING_SIGNALS:
-                        raise LaunchError(
-                            f"phalanx run: stopped by {signal.Signals(number).name} before the job began",
-                            exit_code=128 + number,
-                        )
+        orders: list[ControlMessage] = []
+
+        def hear(ready: set[int]) -> None:
             messages = self._channel.take() if self._channel.fileno() in ready or self._channel.has_more else []
             for number, message in enumerate(messages):
-                orders = self._read(message)
-                if orders is not None:  # what has come behind them is for the ranks that they start
+                order = self._read(message)
+                if order is not None:  # what has come behind it is for the ranks that it starts
                     self._channel.give_back(messages[number + 1 :])
-                    return orders
+                    orders.append(order)
+                    return
+
+        channel = self._channel
+        loop = EventLoop(
+            self._host.watch_signals(_stop_before_start),
+            Source(hear, lambda: (channel.fileno(),), due=lambda: time.monotonic() if channel.has_more else None),
+            self._host.watch_display(),
+        )
+        while not orders:
+            loop.turn()
+        return orders[0]
 
     def _read(self, message: ControlMessage | Change) -> ControlMessage | None:
         if isinstance(message, Change):
