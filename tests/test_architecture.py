@@ -41,6 +41,7 @@ LAYERS = [
         "elastic",
         "mapreduce",
         "report",
+        "agent",
         "launch",
         "manifests",
         "testing",
@@ -63,7 +64,8 @@ ALLOWED: dict[tuple[str, str], str] = {
 }
 
 TORCH_FREE = {
-    "launch": "the agent starts in milliseconds; the zygote imports torch inside a function",
+    "agent": "it starts in milliseconds; its zygote imports torch inside a function",
+    "launch": "`phalanx run` starts in milliseconds",
     "schedulers": "the launcher asks which of them has started it",
     "output": "the agent shows what the ranks print",
     "host_addresses": "agents meet at one",
@@ -84,6 +86,7 @@ TORCH_FREE = {
 READS_ENVIRONMENT = {
     "cli": "on a user's behalf",
     "launch": "on a user's behalf",
+    "agent": "makes the environment of the ranks, and becomes the user's program there",
     "backend/rendezvous.py": "reads what launchers set",
     "backend/torch_integration/backend_names.py": "asks whether `phalanx run` started this process",
     "backend/torch_integration/flight_recorder.py": "whether PyTorch's recorder is on, and into which file it dumps",

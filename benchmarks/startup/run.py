@@ -35,12 +35,12 @@ RENDEZVOUS_PORT = 29400
 # The agent as it is, noting when it is about to start the zygote: all that lies between Enter and the import of torch.
 AGENT = """
 import sys, time
-from phalanx.launch.agent import agent
-start_zygote = agent.ZygoteProcess
+from phalanx.launch import run_job
+start_zygote = run_job.ZygoteProcess
 def noted(*args, **kwargs):
     print("done at", time.monotonic(), file=sys.stderr, flush=True)
     return start_zygote(*args, **kwargs)
-agent.ZygoteProcess = noted
+run_job.ZygoteProcess = noted
 from phalanx.launch.command import main
 sys.exit(main(sys.argv[1:]))
 """

@@ -13,11 +13,15 @@ from typing import Any, cast
 
 import pytest
 
+from phalanx.agent.attempt import Attempt
+from phalanx.agent.host import Host
+from phalanx.agent.placement import Placement
+from phalanx.agent.plan import JobPlan
+from phalanx.agent.settings import Settings
+from phalanx.agent.target import Target
 from phalanx.coordination.agent_file import LostHost, create_agent_file, tell_lost
 from phalanx.coordination.client import Client
 from phalanx.coordination.service import Service
-from phalanx.launch.agent.attempt import Attempt
-from phalanx.launch.agent.host import Host
 from phalanx.launch.calls import remote
 from phalanx.launch.hosts.control_channel import Change, ControlChannel, ControlMessage
 from phalanx.launch.hosts.follower import FollowerLink
@@ -26,10 +30,6 @@ from phalanx.launch.hosts.join_job import _Followed
 from phalanx.launch.hosts.leader import LeaderLink
 from phalanx.launch.hosts.node_plan import HostFacts, plan_nodes
 from phalanx.launch.hosts.peer_hosts import PeerHosts
-from phalanx.launch.placement import Placement
-from phalanx.launch.plan import JobPlan
-from phalanx.launch.settings import Settings
-from phalanx.launch.target import Target
 
 _NONE = cast(Any, None)
 _AGENT = {

@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 import signal
 
-from phalanx.launch.agent.elastic import BELOW_MINIMUM_EXIT_CODE, SILENT_S
-from phalanx.launch.agent.elastic_actions import BeginGeneration, DropHost, ElasticAction, PrepareHost, Say, SendToRank
-from phalanx.launch.failure import Exit
-from phalanx.launch.generation import Candidate, HostSeats, Limits, Seating
+from phalanx.agent.elastic import BELOW_MINIMUM_EXIT_CODE, SILENT_S
+from phalanx.agent.elastic_actions import BeginGeneration, DropHost, ElasticAction, PrepareHost, Say, SendToRank
+from phalanx.agent.failure import Exit
+from phalanx.agent.generation import Candidate, HostSeats, Limits, Seating
 from phalanx.launch.hosts.elastic_hosts import ElasticHosts
 from phalanx.launch.hosts.generation_message import generation_from_json, generation_to_json
 

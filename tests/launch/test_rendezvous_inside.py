@@ -14,8 +14,8 @@ _AGENT = """
 import os, sys, time
 from phalanx.launch.command import run_settings
 from phalanx.coordination.rendezvous import Rendezvous
-from phalanx.launch.settings import Settings
-from phalanx.launch.target import Target
+from phalanx.agent.settings import Settings
+from phalanx.agent.target import Target
 number, meet, script = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 common = dict(node_rank=number, leads=number == 0, min_nodes=2, max_nodes=2)
 if meet.startswith("/"):

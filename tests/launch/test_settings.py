@@ -2,11 +2,13 @@ import re
 
 import pytest
 
+from phalanx.agent.settings import Settings
+from phalanx.agent.target import Target
 from phalanx.coordination.rendezvous import Rendezvous, join_endpoint, split_endpoint
 from phalanx.errors import LaunchError
+from phalanx.launch.command_line import parse
+from phalanx.launch.num_ranks import decide_num_ranks
 from phalanx.launch.options import OPTIONS, Streams, format_help
-from phalanx.launch.settings import Settings, decide_num_ranks, parse
-from phalanx.launch.target import Target
 
 
 def refuse(*words: str) -> str:

@@ -11,7 +11,7 @@ from phalanx.coordination.key_file import default_path, make_key
 from phalanx.coordination.rendezvous import Rendezvous
 from phalanx.errors import LaunchError
 from phalanx.launch.adopt import adopt
-from phalanx.launch.settings import parse
+from phalanx.launch.command_line import parse
 from phalanx.schedulers import meet as place
 from phalanx.schedulers.allocation import Allocation
 from phalanx.schedulers.meet import meet

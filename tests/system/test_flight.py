@@ -46,7 +46,7 @@ def test_a_hang_is_seen_while_it_lasts_and_told_when_it_is_ended(tmp_path: Path)
         assert "last finished all_reduce #1" in ranks[2]
         assert 'script.py", line 11 in <module>' in ranks[1]
         assert 'script.py", line 8 in forget_to_call' in ranks[2]
-        assert "phalanx/launch" not in shown.stdout
+        assert "phalanx/agent" not in shown.stdout
         running.process.send_signal(signal.SIGINT)
         finished = running.finish()
     assert re.search(

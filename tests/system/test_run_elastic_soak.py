@@ -57,7 +57,7 @@ class Process:
     @property
     def is_zygote(self) -> bool:
         return self.is_spare or any(
-            name in self.title for name in ("the zygote", "phalanx.launch.zygote", "phalanx.cli")
+            name in self.title for name in ("the zygote", "phalanx.agent.zygote", "phalanx.cli")
         )
 
     @property

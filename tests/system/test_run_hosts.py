@@ -488,7 +488,7 @@ def test_a_job_on_one_host_loads_nothing_for_several(tmp_path: Path) -> None:
         capture_output=True, text=True, check=True,
     )  # fmt: skip
     loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if "|" in line}
-    assert "phalanx.launch.agent.job" in loaded
+    assert "phalanx.agent.job" in loaded
     assert not [name for name in loaded if name.partition(".")[0] == "zmq" or name.startswith("phalanx.launch.hosts")]
     assert {name for name in loaded if name.startswith("phalanx.coordination.")} == {"phalanx.coordination.launchers"}
 

@@ -10,9 +10,9 @@ from tests.system.phalanx_command import run, start
 # As `python -m phalanx.cli`, without the limit of 64 ranks per core: so many ranks are a normal job of a large host.
 UNLIMITED = """
 import sys
-from phalanx.launch import settings
+from phalanx.launch import num_ranks
 from phalanx.cli.__main__ import main
-settings.RANKS_PER_CORE = 1000
+num_ranks.RANKS_PER_CORE = 1000
 main()
 """
 MANY = ("run", "--nproc-per-node", "400", "--grace", "600", "--no-python")

@@ -282,7 +282,7 @@ def test_ctrl_c_while_modules_are_loaded_shows_no_traceback(tmp_path: Path) -> N
         "import os, signal, sys\n"
         "class Finder:\n"
         "    def find_spec(name, path=None, target=None):\n"
-        "        if name == 'phalanx.launch.settings':\n"
+        "        if name == 'phalanx.launch.command_line':\n"
         "            os.kill(os.getpid(), signal.SIGINT)\n"
         "sys.meta_path.insert(0, Finder)\n",
         "sitecustomize.py",

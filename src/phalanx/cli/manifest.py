@@ -81,7 +81,7 @@ def kubernetes(
 
 def _write(ctx: click.Context, write: Callable[[Any], str], output: str | None, **asked: Any) -> None:
     from phalanx.errors import LaunchError
-    from phalanx.launch.settings import parse
+    from phalanx.launch.command_line import parse
     from phalanx.manifests.request import Request, check
 
     words = tuple(asked["words"])

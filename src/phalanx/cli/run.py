@@ -1,4 +1,4 @@
-"""`phalanx run` as the list of commands knows it; its words are parsed by `phalanx.launch.settings`."""
+"""`phalanx run` as the list of commands knows it; its words are parsed by `phalanx.launch.command_line`."""
 
 from __future__ import annotations
 

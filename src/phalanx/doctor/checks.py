@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from phalanx.agent.limits import needed_open_files
 from phalanx.doctor.facts import Facts, Probe, Torch
 from phalanx.doctor.finding import Finding, Status
 from phalanx.doctor.gpu_checks import judge_gpus
 from phalanx.engines.interfaces import is_public
-from phalanx.launch.limits import needed_open_files
 from phalanx.torch_versions import OLDEST, TESTED, describe_untested, release_of
 
 _oldest = ".".join(map(str, OLDEST))

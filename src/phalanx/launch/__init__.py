@@ -1,15 +1,13 @@
-"""Starting jobs: `phalanx run` on one host, from the command's words to the last process gone.
+"""Starting jobs: from the words of `phalanx run` to an agent on each host (`phalanx.agent`).
 
-    settings, target      what was asked for, checked before anything starts
-    devices, placement    how many ranks, which cores and threads each
-    environment           the variables that a rank sees
-    agent                 the process that the user started: signals, restarts, the exit code
-    zygote                imports torch once and forks the ranks; kills every descendant when the agent dies
-    worker                turns the fork into the user's `python script.py`
-    failure               which failure came first, and how it is told
-    calls                 `phalanx.launch(fn)`: a function of this process, called in the ranks
+    options, command_line   what was asked for, checked before anything starts
+    num_ranks, devices      how many ranks, on which devices
+    run_job                 this host's agent, alone or with those of other hosts
+    hosts                   how agents meet: the first host leads, the others follow
+    calls                   `phalanx.launch(fn)`: a function of this process, called in the ranks
+    on_ray                  the same on the hosts of a Ray cluster
 
-Nothing here imports torch, except the zygote, inside a function: that is what it is for.
+Nothing here imports torch.
 """
 
 from __future__ import annotations

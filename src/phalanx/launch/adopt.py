@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from phalanx.agent.settings import Settings
 from phalanx.coordination.rendezvous import Rendezvous
 from phalanx.errors import LaunchError
 from phalanx.launch.devices import count_gpus
-from phalanx.launch.settings import Settings
 from phalanx.schedulers.allocation import Allocation
 from phalanx.schedulers.find import find_allocation
 from phalanx.schedulers.meet import meet

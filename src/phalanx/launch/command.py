@@ -7,16 +7,18 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 
+from phalanx.agent import limits
+from phalanx.agent.environment import find_disagreements
+from phalanx.agent.placement import plan_placement
+from phalanx.agent.plan import JobPlan, is_terminal, make_run_id
+from phalanx.agent.settings import USAGE_EXIT_CODE, Settings
+from phalanx.agent.target import find_problem
 from phalanx.errors import LaunchError
-from phalanx.launch import limits
-from phalanx.launch.agent.agent import run_job
+from phalanx.launch.command_line import parse
 from phalanx.launch.devices import count_gpus, find_cpus, share_cpus
-from phalanx.launch.environment import find_disagreements
+from phalanx.launch.num_ranks import decide_num_ranks
 from phalanx.launch.options import format_help
-from phalanx.launch.placement import plan_placement
-from phalanx.launch.plan import JobPlan, is_terminal, make_run_id
-from phalanx.launch.settings import USAGE_EXIT_CODE, Settings, decide_num_ranks, parse
-from phalanx.launch.target import find_problem
+from phalanx.launch.run_job import run_job
 from phalanx.output.standard import guarded, open_standard_descriptors
 from phalanx.output.text import show
 from phalanx.processes import SUPPORTED, has_working_directory

@@ -20,11 +20,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from phalanx.agent.settings import USAGE_EXIT_CODE
+from phalanx.agent.verdict import Verdict
 from phalanx.errors import LaunchError
 from phalanx.launch.calls import call, payload
 from phalanx.launch.calls.rank import payload_path, surroundings_path
-from phalanx.launch.calls.verdict import Verdict
-from phalanx.launch.settings import USAGE_EXIT_CODE, parse
+from phalanx.launch.command_line import parse
 
 _READ_BYTES = 1 << 16
 _PLACED_S = 60.0

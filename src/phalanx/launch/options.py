@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from phalanx.launch.environment import RANK_VARIABLES
+from phalanx.agent.environment import RANK_VARIABLES
 from phalanx.output.streams import Streams
 
 _MAX_SECONDS = 365 * 24 * 3600

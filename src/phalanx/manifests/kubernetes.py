@@ -7,8 +7,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from phalanx.agent.settings import USAGE_EXIT_CODE
 from phalanx.errors import LaunchError
-from phalanx.launch.settings import USAGE_EXIT_CODE
 from phalanx.manifests.request import Request
 
 _PORT = 29400

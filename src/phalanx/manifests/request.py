@@ -6,8 +6,9 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from phalanx.agent.settings import USAGE_EXIT_CODE
 from phalanx.errors import LaunchError
-from phalanx.launch.settings import USAGE_EXIT_CODE, parse
+from phalanx.launch.command_line import parse
 
 
 @dataclass(frozen=True)

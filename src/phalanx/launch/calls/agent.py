@@ -7,11 +7,11 @@ import os
 import signal
 import sys
 
+from phalanx.agent.verdict import Verdict
 from phalanx.errors import LaunchError
-from phalanx.launch.agent.agent import run_job
-from phalanx.launch.calls.verdict import Verdict
 from phalanx.launch.command import plan_job
-from phalanx.launch.settings import parse
+from phalanx.launch.command_line import parse
+from phalanx.launch.run_job import run_job
 from phalanx.output.standard import open_standard_descriptors
 from phalanx.output.text import show
 from phalanx.processes import die_with_parent

@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TextIO
 
+from phalanx.agent.folder import JobFolder
+from phalanx.agent.verdict import Verdict
 from phalanx.errors import LaunchError
 from phalanx.launch.calls import outcome, payload
 from phalanx.launch.calls.rank import outcome_path, payload_path, surroundings_path
-from phalanx.launch.calls.verdict import Verdict
-from phalanx.launch.folder import JobFolder
-from phalanx.launch.settings import parse
+from phalanx.launch.command_line import parse
 from phalanx.processes import name_signal
 
 _READ_BYTES = 1 << 16

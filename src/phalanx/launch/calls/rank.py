@@ -6,9 +6,9 @@ import os
 import tempfile
 from pathlib import Path
 
+from phalanx.agent.folder import find_job_folder
 from phalanx.launch.calls import outcome, payload, remote
 from phalanx.launch.calls.outcome import Outcome
-from phalanx.launch.folder import find_job_folder
 
 
 def run(folder: str) -> None:

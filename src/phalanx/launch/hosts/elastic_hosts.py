@@ -16,9 +16,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from phalanx.diagnostics.rank_list import name_ranks
-from phalanx.launch.agent.elastic import ALL_LEFT, Elastic, ElasticRank
-from phalanx.launch.agent.elastic_actions import (
+from phalanx.agent.elastic import ALL_LEFT, Elastic, ElasticRank
+from phalanx.agent.elastic_actions import (
     BeginGeneration,
     DropHost,
     ElasticAction,
@@ -27,8 +26,9 @@ from phalanx.launch.agent.elastic_actions import (
     Say,
     SendToRank,
 )
-from phalanx.launch.failure import Exit, Failure, Report, summarise
-from phalanx.launch.generation import Candidate, HostSeats, Limits, Seating, choose_candidates, plan_generation
+from phalanx.agent.failure import Exit, Failure, Report, summarise
+from phalanx.agent.generation import Candidate, HostSeats, Limits, Seating, choose_candidates, plan_generation
+from phalanx.diagnostics.rank_list import name_ranks
 
 _MAX_TRIES = 2  # the first may be in vain because the new ranks took longer to start than the others could wait
 

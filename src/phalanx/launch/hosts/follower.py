@@ -15,25 +15,25 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from phalanx.agent.attempt import Attempt
+from phalanx.agent.elastic import Elastic
+from phalanx.agent.elastic_actions import BeginGeneration, ElasticAction
+from phalanx.agent.environment import Place
+from phalanx.agent.failure import Exit, Report
+from phalanx.agent.generation import Seating
+from phalanx.agent.host import Host
+from phalanx.agent.host_link import HostLink
+from phalanx.agent.plan import JobPlan
+from phalanx.agent.supervision import LOSS_SETTLE_S, Action, Kill, Signal, Supervision
 from phalanx.coordination.agent_file import LostHost, create_agent_file, describe_loss, tell_lost
 from phalanx.diagnostics.printable import printable
 from phalanx.diagnostics.rank_list import name_ranks
 from phalanx.inspect.stacks.report import report_own_stacks
 from phalanx.inspect.top.look import look_at_own
 from phalanx.inspect.top.memory import MemoryReader
-from phalanx.launch.agent.attempt import Attempt
-from phalanx.launch.agent.elastic import Elastic
-from phalanx.launch.agent.elastic_actions import BeginGeneration, ElasticAction
-from phalanx.launch.agent.host import Host
-from phalanx.launch.agent.host_link import HostLink
-from phalanx.launch.agent.supervision import LOSS_SETTLE_S, Action, Kill, Signal, Supervision
-from phalanx.launch.environment import Place
-from phalanx.launch.failure import Exit, Report
-from phalanx.launch.generation import Seating
 from phalanx.launch.hosts.control_channel import Change, ControlChannel, ControlMessage, decode_lines, encode_lines
 from phalanx.launch.hosts.flights import logs_to_json
 from phalanx.launch.hosts.generation_message import generation_from_json
-from phalanx.launch.plan import JobPlan
 from phalanx.output.display import Display
 from phalanx.processes import ENDING_SIGNALS
 

@@ -9,6 +9,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from phalanx.agent.attempt import Attempt
+from phalanx.agent.environment import describe_ranks
+from phalanx.agent.generation import Limits
+from phalanx.agent.host import Host
+from phalanx.agent.plan import JobPlan, find_free_port
 from phalanx.coordination.key import Key
 from phalanx.coordination.rendezvous import Rendezvous, join_endpoint
 from phalanx.descriptors import wait_readable
@@ -16,10 +21,6 @@ from phalanx.diagnostics.printable import printable
 from phalanx.errors import LaunchError
 from phalanx.host_addresses import OwnAddress, find_interface
 from phalanx.ipc.event_loop import EventLoop, Source
-from phalanx.launch.agent.attempt import Attempt
-from phalanx.launch.agent.host import Host
-from phalanx.launch.environment import describe_ranks
-from phalanx.launch.generation import Limits
 from phalanx.launch.hosts.control_channel import MALFORMED, Change, ControlChannel, ControlMessage
 from phalanx.launch.hosts.job_spec import choose_environment
 from phalanx.launch.hosts.join_job import name_own_address
@@ -27,7 +28,6 @@ from phalanx.launch.hosts.leader import LeaderLink
 from phalanx.launch.hosts.node_plan import HostFacts, Node, describe_nnodes, describe_unfit, find_conflict, plan_nodes
 from phalanx.launch.hosts.peer_hosts import PeerHosts, tell_start
 from phalanx.launch.hosts.reach import TRY_S, Target, choose_targets, describe, try_all
-from phalanx.launch.plan import JobPlan, find_free_port
 from phalanx.processes import ENDING_SIGNALS, name_signal
 
 _TELL_AFTER_S = 3.0

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from phalanx.launch.agent.elastic_actions import BeginGeneration, LostRank
-from phalanx.launch.environment import Place
-from phalanx.launch.generation import Generation, HostPart
+from phalanx.agent.elastic_actions import BeginGeneration, LostRank
+from phalanx.agent.environment import Place
+from phalanx.agent.generation import Generation, HostPart
 
 
 def generation_to_json(begun: BeginGeneration) -> dict[str, Any]:

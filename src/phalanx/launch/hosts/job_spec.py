@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from phalanx.launch.settings import Settings
-from phalanx.launch.target import Kind, Target
+from phalanx.agent.settings import Settings
+from phalanx.agent.target import Kind, Target
 from phalanx.output.streams import Streams
 
 KEY = "launch/job_spec"  # where it lies in the coordinator's store

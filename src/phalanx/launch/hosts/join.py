@@ -10,15 +10,16 @@ import threading
 from collections.abc import Sequence
 from dataclasses import replace
 
+from phalanx.agent.settings import USAGE_EXIT_CODE, Settings
 from phalanx.coordination.key_file import ask_for_key, find_key
 from phalanx.coordination.rendezvous import Rendezvous, join_endpoint, split_endpoint
 from phalanx.errors import AuthenticationError, LaunchError, PhalanxError
-from phalanx.launch.agent.agent import run_job
 from phalanx.launch.command import plan_job
+from phalanx.launch.command_line import parse
 from phalanx.launch.hosts.join_job import Joined, connect
 from phalanx.launch.hosts.node_plan import UNFIT
 from phalanx.launch.options import OPTIONS
-from phalanx.launch.settings import USAGE_EXIT_CODE, Settings, parse
+from phalanx.launch.run_job import run_job
 from phalanx.output.standard import guarded, open_standard_descriptors
 from phalanx.output.text import show
 

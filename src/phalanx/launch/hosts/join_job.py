@@ -11,6 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn, TypeVar
 
+from phalanx.agent.attempt import Attempt
+from phalanx.agent.environment import Place, describe_ranks
+from phalanx.agent.host import Host
+from phalanx.agent.orphaned import describe_membership
+from phalanx.agent.plan import JobPlan
 from phalanx.coordination.client import Client
 from phalanx.coordination.key import Key
 from phalanx.coordination.key_file import find_key
@@ -21,17 +26,12 @@ from phalanx.errors import AuthenticationError, CoordinationError, DeadlineError
 from phalanx.host_addresses import find_interface
 from phalanx.ipc.event_loop import EventLoop, Source
 from phalanx.ipc.wakeup import Mailbox, Wakeup
-from phalanx.launch.agent.attempt import Attempt
-from phalanx.launch.agent.host import Host
-from phalanx.launch.environment import Place, describe_ranks
 from phalanx.launch.hosts.control_channel import Change, ControlChannel, ControlMessage
 from phalanx.launch.hosts.follower import FIRST, FollowerLink, Forward, say_host_lost, tells_first_lost
 from phalanx.launch.hosts.generation_message import generation_from_json
 from phalanx.launch.hosts.job_spec import KEY, JobSpec
 from phalanx.launch.hosts.node_plan import HostFacts, describe_nnodes
-from phalanx.launch.hosts.orphaned import describe_membership
 from phalanx.launch.hosts.reach import Responder, Target, check_own, try_all
-from phalanx.launch.plan import JobPlan
 from phalanx.processes import ENDING_SIGNALS, name_signal
 
 T = TypeVar("T")

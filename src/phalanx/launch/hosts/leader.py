@@ -8,26 +8,26 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from phalanx.agent.attempt import Attempt
+from phalanx.agent.elastic_actions import BeginGeneration, DropHost, PrepareHost
+from phalanx.agent.failure import Exit, Loss, Report
+from phalanx.agent.generation import Candidate, HostSeats, Seating
+from phalanx.agent.host import Host
+from phalanx.agent.host_link import HostLink
+from phalanx.agent.plan import JobPlan
+from phalanx.agent.supervision import Action
 from phalanx.coordination.agent_file import LostHost, create_agent_file, describe_loss, tell_lost
 from phalanx.diagnostics.observer import GroupLog
 from phalanx.diagnostics.printable import printable, printable_lines
 from phalanx.diagnostics.rank_list import name_ranks
 from phalanx.inspect.agent_socket import Request
 from phalanx.inspect.stacks.job_snapshot import Told, answer_others
-from phalanx.launch.agent.attempt import Attempt
-from phalanx.launch.agent.elastic_actions import BeginGeneration, DropHost, PrepareHost
-from phalanx.launch.agent.host import Host
-from phalanx.launch.agent.host_link import HostLink
-from phalanx.launch.agent.supervision import Action
-from phalanx.launch.failure import Exit, Loss, Report
-from phalanx.launch.generation import Candidate, HostSeats, Seating
 from phalanx.launch.hosts.control_channel import MALFORMED, Change, ControlMessage, decode_lines
 from phalanx.launch.hosts.elastic_hosts import ElasticHosts
 from phalanx.launch.hosts.flights import logs_from_json, merge_logs
 from phalanx.launch.hosts.generation_message import generation_to_json
 from phalanx.launch.hosts.node_plan import HostFacts, Node, describe_unfit, find_conflict, find_node
 from phalanx.launch.hosts.peer_hosts import PeerHosts, tell_start
-from phalanx.launch.plan import JobPlan
 from phalanx.output.line_prefix import find_template
 from phalanx.processes import ENDING_SIGNALS
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from phalanx.agent.environment import Place
 from phalanx.diagnostics.printable import printable
-from phalanx.launch.environment import Place
 
 UNFIT = "unfit"  # the kind of a member that has come only to say why its host cannot run the job
 _MAX_WORDS = 500

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import asdict
 
-from phalanx.launch.agent.elastic_actions import BeginGeneration
-from phalanx.launch.environment import Place
-from phalanx.launch.generation import HostSeats, Limits
+from phalanx.agent.elastic_actions import BeginGeneration
+from phalanx.agent.environment import Place
+from phalanx.agent.generation import HostSeats, Limits
 from phalanx.launch.hosts.control_channel import Change, ControlChannel
 from phalanx.launch.hosts.generation_message import generation_to_json
 from phalanx.launch.hosts.node_plan import HostFacts, Node, find_node

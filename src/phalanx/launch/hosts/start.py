@@ -8,6 +8,10 @@ import socket
 from collections.abc import Iterator
 from dataclasses import replace
 
+from phalanx.agent.attempt import Attempt
+from phalanx.agent.job import LOST_OUTPUT_EXIT_CODE, opened_host, run_attempts
+from phalanx.agent.plan import JobPlan
+from phalanx.agent.zygote_process import ZygoteProcess
 from phalanx.coordination.client import Client
 from phalanx.coordination.key import Key
 from phalanx.coordination.key_file import default_path, find_key, make_key
@@ -15,16 +19,12 @@ from phalanx.coordination.rendezvous import Rendezvous, join_endpoint, split_end
 from phalanx.coordination.service import Service
 from phalanx.errors import AuthenticationError, CoordinationError, LaunchError, PhalanxError
 from phalanx.host_addresses import OwnAddress, find_interface, is_own, own_addresses, resolve
-from phalanx.launch.agent.attempt import Attempt
-from phalanx.launch.agent.job import LOST_OUTPUT_EXIT_CODE, opened_host, run_attempts
-from phalanx.launch.agent.zygote_process import ZygoteProcess
 from phalanx.launch.calls.remote import fetch_outcomes
 from phalanx.launch.hosts.control_channel import ControlChannel, Notices
 from phalanx.launch.hosts.follower import Forward
 from phalanx.launch.hosts.gather import Gathering
 from phalanx.launch.hosts.job_spec import KEY, JobSpec
 from phalanx.launch.hosts.join_job import Joined, follow, join_first_host
-from phalanx.launch.plan import JobPlan
 
 
 def run_with_other_hosts(plan: JobPlan, zygote: ZygoteProcess, signals: int, joined: Joined | None = None) -> int:

@@ -1,0 +1,487 @@
+"""What becomes of an elastic job when a rank is lost: a state and its transitions, without clock, socket or process.
+
+                 a rank is lost          all have ended that were about to       all living say `regrouped`
+    training ─────────────────▶ losing ─────────────────────▶ regrouping ─────────────────────▶ training
+        ▲                          │                              │ one more is lost: losing
+        │                          │
+        │                          ├─ nobody holds the state, or it failed in vain ──▶ GiveUp: an ordinary failure
+        │                          └─ fewer than the minimum, and nobody to wait for ─▶ SendToRank(end)
+        └── a rank has finished: from then on an ordinary job
+
+A rank is known by its seat, the number that it was started with (`phalanx.agent.generation`); a replacement has the
+seat of the one that it replaces, and a process number of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from phalanx.agent.elastic_actions import (
+    Abandon,
+    BeginGeneration,
+    Continue,
+    ElasticAction,
+    Evict,
+    GiveUp,
+    LostRank,
+    Retire,
+    Say,
+    SendToRank,
+    TellGeneration,
+)
+from phalanx.agent.failure import Exit, Failure, Report, summarise
+from phalanx.agent.generation import Limits, Seating, plan_generation
+from phalanx.diagnostics.rank_list import name_ranks
+
+BELOW_MINIMUM_EXIT_CODE = 75  # EX_TEMPFAIL: whoever scheduled the job may start it again
+ENDING_S = 5.0  # what a process may take to end after its exception, while the others wait
+DYING_S = 5.0  # what the kernel may take to end a process that was killed (a system call that cannot be interrupted)
+ALL_LEFT = "all ranks have left their group"
+_HAS_ENDED = "another rank has ended its training"
+SILENT_S = 10.0  # what a rank may keep the others waiting, which have given up on it
+_MAX_IN_VAIN = 20  # losses in a row, between which no step was completed
+_MAX_DISAGREED = 3  # times that ranks called different operations; once or twice it may come of a loss
+_MAX_ALIKE = 2  # times that the same exception is raised at the same step
+
+
+@dataclass
+class ElasticRank:
+    """A process in a seat. `holds_state`: others can go on from it. `generation` is the latest it has regrouped in."""
+
+    seat: int
+    pid: int
+    joined: bool = False
+    holds_state: bool = False
+    outlives: bool = False  # its zygote
+    generation: int = 0
+    step: int = -1
+    min_ranks: int = 1
+    wait_s: float = 0.0
+    has_lost: int = -1  # the latest generation of which it says that it is over
+    progress: dict[str, Any] = field(default_factory=dict)
+    report: Report | None = None  # it is about to end
+
+
+class Elastic:
+    """The decisions for an elastic job. Every method takes what happened and returns what to do now."""
+
+    def __init__(self, seating: Seating, max_replacements: int | None = None, limits: Limits | None = None) -> None:
+        self.seating = seating
+        self.limits = limits or Limits()
+        self.max_replacements = max_replacements
+        self.members: dict[int, ElasticRank] = {}
+        self.generation = plan_generation(0, seating)
+        self.losses: list[LostRank] = []
+        self.num_replaced = 0
+        self.finished = False  # a rank has returned from training: nobody can be replaced any more
+        self.has_trained = False  # the same, and it has said so
+        self.given_up = False
+        self.lost_early = False  # a rank was killed before all had come as far as training
+        self.ended: int | None = None  # the exit code with which the ranks were told to end
+        self._ending: dict[str, Any] = {}  # what they were told
+        self.next_due: float | None = None
+        self._exits: list[tuple[Exit, Report | None]] = []  # losses of which nothing was decided yet
+        self._newest: list[LostRank] = []  # the same in words
+        self._gone: set[int] = set()  # seats that were lost with their host, of which nothing was decided yet
+        self._refuses_forks = False  # the system has
+        self._forking: set[int] = set()  # seats whose process is on its way
+        self._evicted: dict[int, str] = {}  # pid -> why we killed it
+        self._continued: set[int] = set()  # processes that were not killed for that
+        self._undying: dict[int, float] = {}  # seat -> when we do without the end of the process that we killed
+        self._due: dict[int, tuple[float, str]] = {}  # seat -> when it is evicted, and why
+        self._best_step = -1
+        self._in_vain = 0
+        self._raised: dict[tuple[tuple[str, ...], str, int], int] = {}  # exceptions at a step -> how often
+        self._told: dict[int, tuple[bool, str]] = {}  # by seat: whether ranks disagree, and its error
+        self._disagreed = 0  # times since the last step that was completed
+
+    @property
+    def active(self) -> bool:
+        """Whether a loss would be survived: every process that was started is elastic, and none has finished."""
+        return (
+            not self.finished
+            and not self.given_up
+            and self.ended is None
+            and bool(self.members)
+            and len({*self.members, *self._forking, *self._gone}) + len(self._exits) >= self.generation.world_size
+            and all(member.joined or self.generation.number for member in self.members.values())
+            and any(member.joined for member in self.members.values())
+        )
+
+    @property
+    def step(self) -> int:
+        """The last step that a rank is known to have completed."""
+        return self._best_step
+
+    def on_step(self, step: int) -> None:
+        """Note that a rank has completed this step."""
+        self._on_step(step)
+
+    def rank_of(self, seat: int) -> int:
+        """Return the rank of a seat in the generation that there is."""
+        seats = self.generation.seats
+        return seats.index(seat) if seat in seats else seat
+
+    def on_started(self, seat: int, pid: int) -> None:
+        """Note that a process was forked into a seat."""
+        self.members[seat] = ElasticRank(seat, pid)
+        self._forking.discard(seat)
+
+    def on_message(self, seat: int, pid: int, message: Mapping[str, Any], now: float) -> list[ElasticAction]:
+        """Hear what a rank says; what makes no sense is as if it had not come."""
+        member = self.members.get(seat)
+        if member is None or member.pid != pid:
+            return []
+        kind = message.get("kind")
+        generation = _read_int(message.get("generation"), 0)
+        step = _read_int(message.get("step"), -1)
+        if step > member.step:
+            member.step = step
+        if kind in ("progress", "lost", "failed"):
+            self._on_step(step)
+        if kind == "elastic":
+            return self._on_joined(member, message, generation)
+        if kind == "outlives":
+            member.outlives = True
+        elif kind == "progress":
+            member.progress = dict(message)
+        elif kind == "regrouped":
+            return self._on_regrouped(member, generation, now)
+        elif kind == "lost":
+            disagrees, error = message.get("disagrees") is True, str(message.get("error", ""))
+            return self._on_told_loss(member, generation, (disagrees, error), now)
+        elif kind == "waiting":
+            return self._on_waiting(member, generation, now)
+        elif kind == "finished":
+            self.has_trained = True
+            return self._finish()
+        return []
+
+    def claims(self, seat: int, pid: int) -> bool:
+        """Whether the end of this process is a loss that the job survives."""
+        member = self.members.get(seat)
+        return member is not None and member.pid == pid and self.active
+
+    def on_report(self, report: Report, now: float) -> list[ElasticAction] | None:
+        """Hear of an exception that nobody caught in a rank, which is about to end; None: it is an ordinary failure."""
+        if not self.claims(report.rank, report.pid):
+            return None
+        self.members[report.rank].report = report
+        self._set_due(report.rank, now + ENDING_S, f"it did not end within {ENDING_S:g} s of its exception")
+        return []
+
+    def on_exit(self, exit: Exit, now: float) -> list[ElasticAction] | None:
+        """Hear that the process of a rank has ended; None: as ever (it has ended well, or the job is not elastic)."""
+        member = self.members.get(exit.rank)
+        if member is None or member.pid != exit.pid:
+            return None
+        if exit.status == 0 and member.report is None:
+            self._finish()
+        if not self.active:
+            comes_early = not (self.generation.number or self.finished or self.given_up or self._best_step >= 0)
+            if comes_early and exit.status < 0 and member.report is None:
+                self.lost_early = any(other.joined for other in self.members.values())
+            self._forget(exit.rank)
+            return None
+        self._forget(exit.rank)
+        self._exits.append((exit, member.report))
+        why = self._evicted.pop(exit.pid, "") or summarise(Failure(exit.rank, member.report, exit))
+        step = max(self._best_step, member.step)
+        lost = LostRank(exit.rank, self.rank_of(exit.rank), exit.pid, why, exit.at, self.generation.number, step)
+        self._newest.append(lost)
+        self._in_vain += 1
+        return self._decide(now)
+
+    def on_unforked(self, seat: int, why: str, now: float) -> list[ElasticAction] | None:
+        """Hear that the system refused the process for a seat; None: it was one of the first."""
+        if not self.generation.number or seat in self.members:
+            return None
+        self._refuses_forks = True
+        self._forking.discard(seat)
+        return [Say(f"phalanx run: rank {self.rank_of(seat)} could not be replaced: {why}"), *self._decide(now)]
+
+    @property
+    def awaited(self) -> tuple[int, ...]:
+        """The seats whose process is on its way."""
+        return tuple(sorted(self._forking))
+
+    def on_no_forks(self, now: float) -> list[ElasticAction]:
+        """Nobody can be forked any more."""
+        self._refuses_forks = True
+        missing, self._forking = self._forking, set()
+        return self._decide(now) if missing else []
+
+    def on_time(self, now: float) -> list[ElasticAction]:
+        """To be called when `next_due` has come."""
+        actions: list[ElasticAction] = []
+        for seat, (at, why) in list(self._due.items()):
+            if now >= at:
+                del self._due[seat]
+                actions += self.evict(seat, why, now)
+        for seat in [seat for seat, at in self._undying.items() if now >= at]:
+            del self._undying[seat]
+            actions.append(Abandon(seat))
+        self._plan_due()
+        return actions
+
+    def evict(self, seat: int, why: str, now: float) -> list[ElasticAction]:
+        """Kill the process in a seat, unless it alone holds the state; the rest follows from its end."""
+        member = self.members.get(seat)
+        if member is None:
+            return []
+        others = [other for other in self.members.values() if other is not member and other.holds_state]
+        if member.holds_state and member.report is None and not others and member.pid not in self._continued:
+            self._continued.add(member.pid)
+            said = "it alone holds the state of the training: it is sent SIGCONT, and not killed yet"
+            return [Say(f"phalanx run: rank {self.rank_of(seat)} (pid {member.pid}): {said}"), Continue(seat)]
+        if member.report is None:
+            self._evicted[member.pid] = f"killed: {why}"
+        self._undying.setdefault(seat, now + DYING_S)
+        self._plan_due()
+        return [Evict(seat, why)]
+
+    def is_evicted(self, pid: int) -> bool:
+        """Whether this process was to be killed because it kept the others waiting, and has not ended yet."""
+        return pid in self._evicted
+
+    def give_up(self) -> GiveUp:
+        """Take what was lost and not decided for an ordinary failure from now on."""
+        self.given_up = True
+        self._due = {}
+        self._plan_due()
+        exits, self._exits = self._exits, []
+        return GiveUp(tuple(e for e, _ in exits), tuple(r for _, r in exits if r is not None))
+
+    def _finish(self) -> list[ElasticAction]:
+        """Go on as an ordinary job: nobody is killed for being silent, and who waits for others waits in vain."""
+        self.finished = True
+        self._due = {}
+        self._plan_due()
+        waiting = [member for member in self.members.values() if member.has_lost >= self.generation.number]
+        return [_refuse(member, _HAS_ENDED) for member in waiting if self.ended is None]
+
+    def _on_joined(self, member: ElasticRank, message: Mapping[str, Any], generation: int) -> list[ElasticAction]:
+        member.joined = True
+        member.min_ranks = _read_int(message.get("min_ranks"), 1)
+        if not self.generation.number:
+            member.holds_state = True
+        wait_s = message.get("wait_s")
+        member.wait_s = float(wait_s) if isinstance(wait_s, int | float) else 0.0
+        if self.ended is not None:  # the others were told before
+            return [SendToRank(member.seat, self._ending)]
+        return [TellGeneration(member.seat)] if self.generation.number and not self._exits else []
+
+    def _on_regrouped(self, member: ElasticRank, generation: int, now: float) -> list[ElasticAction]:
+        member.generation = generation
+        member.holds_state = True
+        if generation != self.generation.number or self._exits or self._forking or self.given_up:
+            return []
+        if any(other.generation != generation for other in self.members.values()):
+            return []
+        return [Say(self._describe_regrouped(now))] if self._newest_told else []
+
+    @property
+    def _newest_told(self) -> tuple[LostRank, ...]:
+        number = self.generation.number
+        return tuple(lost for lost in self.losses if lost.generation == number - 1)
+
+    def _describe_regrouped(self, now: float) -> str:
+        lost = self._newest_told
+        count = len(self.members)
+        return (
+            f"phalanx run: {count} rank{'s' * (count > 1)} go{'es' * (count == 1)} on, "
+            f"{now - min(each.at for each in lost):.2f} s after the loss"
+        )
+
+    def _on_told_loss(
+        self, member: ElasticRank, generation: int, told: tuple[bool, str], now: float
+    ) -> list[ElasticAction]:
+        """Hear that a rank has left a generation. If no process has ended, the others must follow, or are what
+        it waits for.
+        """
+        member.has_lost = max(member.has_lost, generation)
+        if why := self._find_no_generation():
+            return [_refuse(member, why)]
+        if generation != self.generation.number or self._exits or not self.active:
+            return []
+        self._told.setdefault(member.seat, told)
+        silent = [other for other in self.members.values() if other.has_lost < generation]
+        if not silent:
+            self._in_vain += 1
+            self._disagreed += any(disagrees for disagrees, _ in self._told.values())
+            return self._decide(now, ALL_LEFT)
+        self._set_due_silent(member, silent, now)
+        for seat in [seat for seat in self._due if self.members[seat].has_lost >= generation]:
+            if self.members[seat].report is None:
+                del self._due[seat]
+        return []
+
+    def _set_due_silent(self, member: ElasticRank, silent: list[ElasticRank], now: float) -> None:
+        for other in silent:
+            if other.seat not in self._due and other.pid not in self._evicted:
+                span_s = self.silence_s(other.seat)
+                why = f"rank {self.rank_of(member.seat)} has given up on their group, and it has not for {span_s:g} s"
+                self._set_due(other.seat, now + span_s, why)
+
+    def _on_waiting(self, member: ElasticRank, generation: int, now: float) -> list[ElasticAction]:
+        """Answer a rank that waits for the generation after that one, so that it does not wait for nobody."""
+        if generation < self.generation.number and not self._exits:
+            return [TellGeneration(member.seat)]
+        if why := self._find_no_generation():
+            return [_refuse(member, why)]
+        if self.active and not self._exits and member.has_lost >= generation:  # one that was spared may still be silent
+            silent = [other for other in self.members.values() if other.has_lost < generation]
+            self._set_due_silent(member, silent, now)
+        return [SendToRank(member.seat, {"kind": "wait"})]
+
+    def _find_no_generation(self) -> str:
+        """Why no other generation will be begun; empty where one may be, or the ranks were told to end."""
+        if self.ended is not None:
+            return ""
+        if self.given_up:
+            return "`phalanx run` has given the job up"
+        if self.finished:
+            return _HAS_ENDED
+        strangers = [seat for seat, other in self.members.items() if not other.joined]
+        if strangers and not self.generation.number:
+            return f"{name_ranks(strangers)} never came to phalanx.elastic.run"
+        return ""
+
+    def _on_step(self, step: int) -> None:
+        if step > self._best_step:
+            self._best_step = step
+            self._in_vain = self._disagreed = 0
+            self._raised = {key: times for key, times in self._raised.items() if key[2] >= step}
+
+    def _decide(self, now: float, without_loss: str = "") -> list[ElasticAction]:
+        """Something was lost: what now. Waits for those that are about to end, so that one decision holds for all."""
+        if any(member.report is not None for member in self.members.values()):
+            return []
+        if not any(member.holds_state for member in self.members.values()):
+            return self._fail("no rank that is left holds the state of the training")
+        why = self._find_hopeless()
+        if why:
+            return [Say(f"phalanx run: {why}"), *self._fail(why)]
+        living = frozenset(self.members) | self._forking
+        all_living = {host.member: living & frozenset(host.seats) for host in self.seating.hosts}
+        self.seating = seating = self.seating.with_living(all_living, self.plan_refills(living))
+        missing = seating.find_missing(replace(self.limits, min_ranks=max(self.limits.min_ranks, self._min_ranks)))
+        if missing:
+            return self._end(missing, now)
+        lost, self._newest = self._newest, []
+        generation = plan_generation(self.generation.number + 1, seating)
+        if without_loss == ALL_LEFT and self._told:
+            seat, (_, error) = next(iter(self._told.items()))
+            without_loss = f"{ALL_LEFT} (rank {self.rank_of(seat)}: {error})"
+        forked = {seat for part in generation.parts for seat in part.forked}
+        self.num_replaced += len(forked)
+        lost = [replace(each, replaced=each.seat in forked) for each in lost]
+        self.losses += lost
+        retired = tuple(seat for seat in self.generation.seats if seat not in generation.seats)
+        self.generation = generation
+        self._exits, self._gone = [], set()
+        self._due, self._told = {}, {}
+        self._plan_due()
+        holders = tuple(member.seat for member in self.members.values() if member.holds_state)
+        self._forking |= forked
+        return [
+            Say(self._describe_loss(lost, forked, without_loss)),
+            *([Retire(retired)] if retired else []),
+            BeginGeneration(generation, holders, tuple(lost)),
+        ]
+
+    def _fail(self, why: str) -> list[ElasticAction]:
+        """Fail the job by those that were lost; if none was, by the error with which each rank left its group."""
+        told = [] if self._exits or self._gone else [_refuse(member, why) for member in self.members.values()]
+        return [*told, self.give_up()]
+
+    def silence_s(self, seat: int) -> float:
+        """For how long the process in a seat may keep the others waiting."""
+        return SILENT_S
+
+    def plan_refills(self, living: frozenset[int]) -> dict[int, bool]:
+        """By host: whether its empty seats get a new process."""
+        empty = sum(seat not in living for host in self.seating.hosts for seat in host.seats)
+        refills = self._may_replace(empty)
+        return {host.member: refills for host in self.seating.hosts}
+
+    @property
+    def _min_ranks(self) -> int:
+        return max((member.min_ranks for member in self.members.values()), default=1)
+
+    def _may_replace(self, count: int) -> bool:
+        if self._refuses_forks:
+            return False
+        return self.max_replacements is None or self.num_replaced + count <= self.max_replacements
+
+    def _find_hopeless(self) -> str:
+        """Why nobody should be replaced; empty where that may help."""
+        alike = {
+            (report.types, report.place): exit.rank
+            for exit, report in self._exits
+            if report is not None and "PeerLostError" not in report.types
+        }
+        for (types, place), seat in alike.items():
+            key = (types, place, self._best_step)
+            self._raised[key] = self._raised.get(key, 0) + 1
+            if self._raised[key] >= _MAX_ALIKE:
+                return f"rank {self.rank_of(seat)} has raised the same as before at the same step, and is not replaced"
+        if self._disagreed >= _MAX_DISAGREED:
+            error = next(error for disagrees, error in self._told.values() if disagrees)
+            return f"the ranks have disagreed {self._disagreed} times at the same step: {error}"
+        if self._in_vain > _MAX_IN_VAIN:
+            return f"{self._in_vain} ranks were lost in a row, and no step was completed in between"
+        return ""
+
+    def _end(self, missing: str, now: float) -> list[ElasticAction]:
+        """Too many are missing, and nobody can come."""
+        allowed = "" if self._refuses_forks else f" (--max-restarts {self.max_replacements} are used up)"
+        return self._save_and_end(f"there are {missing}, and no replacement can be made{allowed}")
+
+    def _save_and_end(self, why: str) -> list[ElasticAction]:
+        """Those that are left are to save what they hold."""
+        self.ended = BELOW_MINIMUM_EXIT_CODE
+        self.losses += self._newest
+        self._newest = []
+        message = self._ending = {"kind": "end", "code": self.ended, "why": why}
+        retired = tuple(seat for seat in self.generation.seats if seat not in {*self.members, *self._forking})
+        self._exits = []
+        return [
+            Say(f"phalanx run: {why}: the ranks that are left save what they hold, and end"),
+            *([Retire(retired)] if retired else []),
+            *(SendToRank(seat, message) for seat, member in self.members.items() if member.joined),
+        ]
+
+    def _describe_loss(self, lost: list[LostRank], forked: set[int], without_loss: str) -> str:
+        if not lost:
+            return f"phalanx run: {without_loss or 'a process is missing'}: they form it again"
+        said = [f"rank {each.rank} (pid {each.pid}) is lost: {each.why}" for each in lost]
+        if not forked:
+            then = f"{self.generation.world_size} ranks go on without"
+        else:
+            left = "" if self.max_replacements is None else f" (of {self.max_replacements}: {self.num_replaced})"
+            then = f"a replacement is started{left}" if len(forked) == 1 else f"{len(forked)} are replaced{left}"
+        return f"phalanx run: {'; '.join(said)}. {then[0].upper()}{then[1:]}"
+
+    def _forget(self, seat: int) -> None:
+        self.members.pop(seat, None)
+        self._due.pop(seat, None)
+        self._undying.pop(seat, None)
+        self._plan_due()
+
+    def _set_due(self, seat: int, at: float, why: str) -> None:
+        self._due[seat] = (at, why)
+        self._plan_due()
+
+    def _plan_due(self) -> None:
+        self.next_due = min([*(at for at, _ in self._due.values()), *self._undying.values()], default=None)
+
+
+def _refuse(member: ElasticRank, why: str) -> SendToRank:
+    return SendToRank(member.seat, {"kind": "no generation", "why": why})
+
+
+def _read_int(value: object, default: int) -> int:
+    return value if isinstance(value, int) and not isinstance(value, bool) else default

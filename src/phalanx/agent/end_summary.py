@@ -1,0 +1,49 @@
+"""How a job ended that was stopped, in a line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from phalanx.agent.elastic_actions import LostRank
+from phalanx.agent.supervision import Supervision
+from phalanx.diagnostics.rank_list import name_ranks
+from phalanx.processes import name_signal
+
+_MAX_LINES = 12
+
+
+def describe_losses(losses: Sequence[LostRank]) -> str:
+    """Return the ranks that an elastic job has lost, the first in front; of many those in the middle are left out."""
+    lines = [
+        f"  rank {lost.rank} (pid {lost.pid}){f' on {lost.host}' if lost.host else ''}"
+        f"{f' after step {lost.step}' if lost.step >= 0 else ''}: {lost.why}"
+        f"{'; replaced' if lost.replaced else '; not replaced'}"
+        for lost in losses
+    ]
+    if len(lines) > _MAX_LINES:
+        half = _MAX_LINES // 2
+        lines[half:-half] = [f"  … {len(lines) - 2 * half} more …"]
+    count = f"{len(losses)} rank{'s were' if len(losses) > 1 else ' was'} lost during the run, and the others went on:"
+    return "\n".join([f"phalanx run: {count}", *lines])
+
+
+def describe_overdue(state: Supervision) -> str:
+    """One line on ranks that had to be stopped because the others had ended."""
+    return (
+        f"phalanx run: {name_ranks(state.overdue)} did not end within "
+        f"{state.exit_timeout_s:g} s of the first (--exit-timeout), and had to be "
+        f"{'killed' if state.killed else 'stopped'}"
+    )
+
+
+def describe_signal_end(state: Supervision) -> str:
+    """One line on how a job ended that was told to stop."""
+    assert state.interrupted is not None
+    name = name_signal(state.interrupted)
+    if not state.killed:
+        return f"phalanx run: stopped by {name}"
+    ranks = ", ".join(str(rank) for rank in state.killed)
+    return (
+        f"phalanx run: stopped by {name}; rank{'s' * (len(state.killed) > 1)} {ranks} did not end within "
+        f"{state.grace_s:g} s and had to be killed (--grace gives them more)"
+    )

@@ -1,0 +1,47 @@
+"""What outlives an attempt at a job on this host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from phalanx.agent.adopted import Adopted
+from phalanx.agent.error_files import ErrorFiles
+from phalanx.agent.zygote_process import ZygoteProcess
+from phalanx.inspect.agent_socket import AgentSocket
+from phalanx.ipc.event_loop import Source
+from phalanx.ipc.signals import read_signals
+from phalanx.output.display import Display
+from phalanx.output.logs import Logs
+from phalanx.output.pump import Pump
+
+
+@dataclass
+class Host:
+    """What outlives an attempt: the zygote, the way out for lines, where signals arrive, where requests come."""
+
+    zygote: ZygoteProcess
+    pump: Pump
+    display: Display
+    logs: Logs
+    signals: int
+    agent_socket: AgentSocket
+    adopted: Adopted = field(default_factory=Adopted)
+    errors: ErrorFiles = field(default_factory=ErrorFiles)
+
+    def watch_signals(self, on_signal: Callable[[int], object]) -> Source:
+        """Return what a loop needs to hear signals."""
+
+        def hear(ready: set[int]) -> None:
+            for number in read_signals(self.signals) if self.signals in ready else ():
+                on_signal(number)
+
+        return Source(hear, lambda: (self.signals,))
+
+    def watch_display(self) -> Source:
+        """Return what a loop needs to write what was said, as far as it is read."""
+        return Source(
+            lambda ready: self.display.tick(),
+            writable=lambda: (writer.fd for writer in self.display.writers),
+            due=lambda: self.display.next_due,
+        )

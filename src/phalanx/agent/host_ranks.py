@@ -1,0 +1,300 @@
+"""The processes of this host's ranks: the zygote forks them, tells of their ends, and is replaced if it is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any, Protocol
+
+from phalanx.agent import error_files, limits
+from phalanx.agent.adopted import AdoptedExit
+from phalanx.agent.elastic import Elastic
+from phalanx.agent.elastic_actions import ElasticAction
+from phalanx.agent.environment import Place
+from phalanx.agent.failure import Report
+from phalanx.agent.host import Host
+from phalanx.agent.plan import JobPlan
+from phalanx.agent.rank_numbers import RankNumbers
+from phalanx.agent.rank_processes import RankProcesses
+from phalanx.agent.supervision import Supervision
+from phalanx.errors import LaunchError
+from phalanx.processes import name_signal
+
+_MAX_REPORT_BYTES = 1 << 18
+_MAX_REPORTS = 256
+_SWEEP_LIMIT_S = 6.0  # a zygote that has not swept by then is killed: the agent sweeps
+_FORKS_AHEAD = 8  # ranks that the zygote was told to fork and has not: their descriptors are on their way
+_MAX_STILLBORN = 3
+
+
+class Listener(Protocol):
+    """Who is told what becomes of the processes: the attempt."""
+
+    def on_started(self, rank: int, pid: int) -> None:
+        """Hear that the process of a rank exists."""
+
+    def on_ended(self, rank: int, pid: int, status: int, at: float) -> None:
+        """Hear that a process has ended that was a rank's."""
+
+    def on_report(self, report: Report) -> None:
+        """Hear what a rank has told of its failure."""
+
+    def do_elastic(self, actions: list[ElasticAction]) -> None:
+        """Do what was decided for an elastic job."""
+
+
+class HostRanks:
+    """The processes of the ranks of `place`, by the rank that each was started with."""
+
+    def __init__(
+        self, plan: JobPlan, host: Host, place: Place, state: Supervision, elastic: Elastic, numbers: RankNumbers,
+        listener: Listener,
+    ) -> None:  # fmt: skip
+        """`state` and `elastic` say whom to fork and whose loss the job survives; `numbers` what a rank is told."""
+        self._plan = plan
+        self._host = host
+        self._place = place
+        self._state = state
+        self._elastic = elastic
+        self._numbers = numbers
+        self._listener = listener
+        self.processes = RankProcesses()
+        self.reports, self._rank_reports = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._reported: set[int] = set()  # processes that have told of their failure
+        self._early: list[Report] = []  # of ranks that the zygote has forked and not told us of
+        self._next = 0  # so many were forked
+        self._stillborn = 0  # zygotes in a row that have died before they were asked for anybody
+        self._zygote_is_new = False  # it takes the place of another one, and has forked nobody yet
+        self._sweep_due: float | None = None
+        self.is_swept = False
+        self.has_started = False
+        self.zygote_lost = False  # it has ended
+        self.zygote_given_up = False  # because we killed it: it did not answer
+
+    @property
+    def sweep_due(self) -> float | None:
+        """When the zygote is to have killed all."""
+        return self._sweep_due
+
+    @property
+    def awaits_start(self) -> bool:
+        """Whether a process of this host may have been forked without our knowing it yet."""
+        return any(rank in self._place.ranks and rank not in self.processes.pids for rank in self._state.running)
+
+    def rank_of(self, pid: int) -> int | None:
+        """Return the rank whose process this is; None if it is none's."""
+        return next((rank for rank, known in self.processes.pids.items() if known == pid), None)
+
+    def fork_some(self) -> None:
+        """Have the next ranks forked, as long as the zygote keeps up and the job is to go on."""
+        while (
+            self._state.phase == "running"
+            and self._next < self._place.num_ranks
+            and self._next - len(self.processes.pids) < _FORKS_AHEAD
+        ):
+            rank = self._place.first_rank + self._next
+            try:
+                self.fork(rank)
+            except OSError as error:
+                raise LaunchError(limits.explain_start(rank, self._place.world_size, error)) from error
+            self._next += 1
+        if self._state.phase != "running":
+            self.abandon_rest()
+
+    def abandon_rest(self) -> None:
+        """End the job's forks: what was not forked is not going to be."""
+        if self._zygote_is_new and self._elastic.awaited:  # nobody waits for its import any more
+            for rank in self._elastic.awaited:
+                self._state.on_retired(rank)
+            self._host.zygote.kill()
+        for rank in self._place.ranks[self._next :]:
+            self._state.on_abandoned(rank)
+        self._next = self._place.num_ranks
+
+    def fork(self, rank: int) -> None:
+        """Have the process forked that is known by `rank`: the first one, or one that takes its place.
+
+        Raises:
+            OSError: there are no more descriptors.
+        """
+        self._host.errors.renew(rank - self._place.first_rank)
+        environment = self._numbers.plan_environment(rank)
+        cpus = self._plan.placement.cpus[rank - self._place.first_rank]
+        reports = self._rank_reports.fileno()
+        self.processes.fork(rank, environment, cpus, reports, self._host.zygote, self._host.pump)
+
+    def send_signal(self, signum: int, ranks: Iterable[int], *, group: bool) -> None:
+        """Have a signal sent to those of `ranks` that are on this host."""
+        own = [rank for rank in ranks if rank in self._place.ranks]
+        self._host.zygote.signal(signum, own, group=group)
+        self._host.adopted.signal(signum, own, group=group)
+
+    def give_up_zygote(self) -> None:
+        """End it by force, and with it the ranks; what they leave behind the agent sweeps."""
+        self._host.zygote.kill()
+        self.zygote_given_up = self.zygote_lost = True
+
+    def sweep(self) -> bool:
+        """Have every process of the job on this host killed, once; return whether it was not asked for before."""
+        if self._sweep_due is not None:
+            return False
+        self._sweep_due = time.monotonic() + _SWEEP_LIMIT_S
+        zygote, adopted = self._host.zygote, self._host.adopted
+        if adopted.used:
+            self._bury(list(adopted.sweep(zygote.pid)))
+        if zygote.has_forked and not zygote.control.gone:
+            zygote.wake()
+            zygote.sweep()
+        else:  # it is still importing: there is nothing below it
+            self.is_swept = True
+        return True
+
+    def on_time(self, now: float) -> None:
+        """Give up a zygote that has not swept in time."""
+        if self._sweep_due is not None and now > self._sweep_due and not self.is_swept:
+            self.give_up_zygote()
+
+    def read_reports(self) -> None:
+        """Read what has come; no more than a while of it, because whoever floods us must not keep us from the rest."""
+        for _ in range(_MAX_REPORTS):
+            try:
+                data = self.reports.recv(_MAX_REPORT_BYTES, socket.MSG_DONTWAIT)
+            except OSError:  # there is no more
+                return
+            report = Report.from_bytes(data)
+            if report is None:
+                continue
+            if report.rank in self.processes.pids:
+                self._take_report(report)
+            elif report.rank in self._place.ranks and len(self._early) < _MAX_REPORTS:
+                self._early.append(report)
+
+    def _take_report(self, report: Report) -> None:
+        # the script may have passed the descriptor on, to a child or as a file of its own: only ranks are heard
+        if self.processes.pids.get(report.rank) == report.pid:
+            self._reported.add(report.pid)
+            path = self._host.errors.find(report.rank - self._place.first_rank)
+            self._listener.on_report(replace(report, error_file=path))
+
+    def read_error_file(self, rank: int, pid: int, status: int, at: float) -> None:
+        """Read the word that a process may have left that could not tell us of its failure, below a shell script
+        say.
+        """
+        path = self._host.errors.find(rank - self._place.first_rank)
+        if status == 0 or not path or pid in self._reported:
+            return
+        report = error_files.read_report(path, rank, pid, at)
+        if report is not None:
+            self._listener.on_report(report)
+
+    def hear_zygote(self, ready: set[int]) -> None:
+        """Follow what the zygote tells, and its end."""
+        control = self._host.zygote.control
+        if control.fileno() not in ready:
+            return
+        control.send_some()
+        for event in control.take():
+            self._on_event(event.content)
+        if control.gone:
+            self._lose_zygote()
+
+    def _on_event(self, event: dict[str, Any]) -> None:
+        self._zygote_is_new = False
+        if event["event"] == "started":
+            self.has_started = True
+            self.processes.pids[event["rank"]] = event["pid"]
+            self._listener.on_started(event["rank"], event["pid"])
+            early, self._early = self._early, []
+            for report in early:
+                if report.rank == event["rank"]:
+                    self._take_report(report)
+                else:
+                    self._early.append(report)
+        elif event["event"] == "unforked":
+            error = OSError(event["errno"], os.strerror(event["errno"]))
+            actions = self._elastic.on_unforked(event["rank"], limits.explain(error), time.monotonic())
+            if actions is None:
+                raise LaunchError(limits.explain_start(event["rank"], self._place.world_size, error))
+            self._listener.do_elastic(actions)
+        elif event["event"] == "exit":
+            self._listener.on_ended(event["rank"], event["pid"], event["status"], event["at"])
+        elif event["event"] == "swept":
+            self.is_swept = True
+        elif event["event"] == "spare":
+            self._host.zygote.on_spare(event["pid"])
+            if self._state.phase == "running":
+                self._host.zygote.keep_spare()
+
+    def _lose_zygote(self) -> None:
+        """Start another zygote in place of one that has ended, where the ranks outlive it; else end the job."""
+        zygote, adopted = self._host.zygote, self._host.adopted
+        ranks = {pid: rank for rank, pid in self.processes.pids.items() if rank in self._state.running}
+        # A rank that is lost was started: what becomes of it may not be decided yet.
+        expected = {*self._state.started, *self._elastic.awaited}
+        unstarted = any(rank in self._place.ranks and rank not in expected for rank in self._state.running)
+        outlive = any(member.outlives for member in self._elastic.members.values())
+        if self._state.phase != "running" and adopted.used and all(pid in adopted for pid in ranks):
+            zygote.wait_exit()
+            zygote.control.close()  # it had nobody below it, and nobody is to be forked any more
+            return
+        if self._state.phase != "running" or unstarted or not outlive:
+            self.zygote_lost = True
+            return
+        status = zygote.wait_exit()
+        how = name_signal(-status) if status < 0 else f"exit code {status}"
+        self._stillborn = 0 if zygote.has_forked else self._stillborn + 1
+        who = f"the zygote (pid {zygote.pid}), from which the ranks are forked,"
+        said = f"phalanx run: {who} ended: {how}. The ranks go on"
+        adopted.adopt(zygote.pid, {pid: rank for pid, rank in ranks.items() if pid not in adopted})
+        adopted.signal(
+            signal.SIGKILL, [rank for pid, rank in ranks.items() if self._elastic.is_evicted(pid)], group=True
+        )
+        zygote.control.close()
+        try:
+            if self._stillborn == _MAX_STILLBORN:
+                raise OSError(f"{self._stillborn} in a row have ended like this")
+            self._host.zygote = zygote.start_another(adopted.sessions)
+            self._zygote_is_new = True
+        except OSError as error:
+            self._host.display.say(f"{said}, but none of them can be replaced: {error.strerror or error}")
+            self._listener.do_elastic(self._elastic.on_no_forks(time.monotonic()))
+        else:
+            then = "its spare takes its place" if self._host.zygote.was_spare else "another one is started"
+            self._host.display.say(f"{said}; {then}")
+            for rank in self._elastic.awaited:  # whom the old one was told to fork, and did not tell of
+                self.fork(rank)
+                self._host.zygote.let_go_of_lost(rank)
+            self._host.zygote.keep_spare()
+        self._reap_adopted()
+
+    def on_child_signal(self) -> None:
+        """Follow a SIGCHLD: an adopted rank has ended, or somebody has stopped the zygote (its end shows elsewhere)."""
+        if self._host.adopted.used:
+            self._reap_adopted()
+        if self._host.zygote.was_stopped():
+            self._host.display.say(
+                f"phalanx run: somebody has stopped the zygote (pid {self._host.zygote.pid}), from which the ranks "
+                "are forked. The ranks go on, but their ends are not seen until it does: "
+                f"kill -CONT {self._host.zygote.pid}"
+            )
+
+    def _reap_adopted(self) -> None:
+        """Read the ends of ranks whose zygote has gone: nobody else tells of them."""
+        sessions = self._host.adopted.sessions
+        self._bury(list(self._host.adopted.reap(self._host.zygote.pid)))
+        if sessions != self._host.adopted.sessions:
+            self._host.zygote.guard(self._host.adopted.sessions)
+
+    def _bury(self, ends: list[AdoptedExit]) -> None:
+        for end in ends:
+            self._listener.on_ended(end.rank, end.pid, end.status, end.at)
+
+    def close(self) -> None:
+        """Let go of the files and sockets."""
+        self.processes.close()
+        self.reports.close()
+        self._rank_reports.close()

@@ -1,0 +1,292 @@
+"""A job on its zygote, to its exit code: attempts, restarts, the summary at the end."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from phalanx.agent import limits
+from phalanx.agent.attempt import Attempt
+from phalanx.agent.elastic import BELOW_MINIMUM_EXIT_CODE
+from phalanx.agent.elastic_actions import LostRank
+from phalanx.agent.end_summary import describe_losses, describe_overdue, describe_signal_end
+from phalanx.agent.error_files import VARIABLE, ErrorFiles, hand_up
+from phalanx.agent.failure import Failure, describe_failures
+from phalanx.agent.folder import JobFolder
+from phalanx.agent.host import Host
+from phalanx.agent.plan import JobPlan
+from phalanx.agent.supervision import Supervision
+from phalanx.agent.target import find_local_rank_flag
+from phalanx.agent.verdict import Verdict
+from phalanx.agent.zygote_process import ZygoteProcess
+from phalanx.diagnostics.observer import GroupLog
+from phalanx.errors import LaunchError
+from phalanx.inspect.agent_socket import AgentSocket
+from phalanx.inspect.flight.files import write_flight
+from phalanx.inspect.flight.summary import describe_flight
+from phalanx.ipc.event_loop import EventLoop
+from phalanx.output.display import Display
+from phalanx.output.line_prefix import fill, find_template
+from phalanx.output.logs import Logs
+from phalanx.output.pump import Pump, Viewer
+from phalanx.output.screen import wants_colour
+from phalanx.processes import ENDING_SIGNALS, kill_descendants, name_signal
+
+if TYPE_CHECKING:
+    from phalanx.agent.job_report import JobReport
+
+LOST_OUTPUT_EXIT_CODE = 120  # Python's own, when it cannot write what was printed
+_OVERDUE_EXIT_CODE = 124  # as of `timeout`, the command
+_MAX_EARLY_RESTARTS = 3  # of an elastic job whose ranks have not all come as far as training: nothing is lost by it
+_HANG_S = 1.0  # who waited longer than this when the user ended the job is worth a line
+
+
+@dataclass(frozen=True)
+class Flight:
+    """What the ranks of an attempt recorded, and when their processes ended (by process number)."""
+
+    groups: list[GroupLog]
+    ended_ns: dict[int, int]
+
+
+def run_to_end(plan: JobPlan, zygote: ZygoteProcess, signals: int) -> int:
+    """Run the job on `zygote` to its end, with signals arriving on descriptor `signals`; returns the exit code.
+
+    Raises:
+        LaunchError: the log directory cannot be written.
+    """
+    with opened_host(plan, zygote, signals) as host:
+        code = run_attempts(plan, host, lambda restart_count: Attempt(plan, host, restart_count))
+    return code or (0 if host.display.lost is None else LOST_OUTPUT_EXIT_CODE)
+
+
+@contextlib.contextmanager
+def opened_host(
+    plan: JobPlan, zygote: ZygoteProcess, signals: int, viewer: Callable[[Display], Viewer] = lambda display: display
+) -> Iterator[Host]:
+    """All that an attempt needs of this host. On the way out no process of the job is left, and every line is written.
+
+    `viewer` makes of this command's own display what gets the ranks' lines.
+
+    Raises:
+        LaunchError: the log directory cannot be written.
+    """
+    limits.raise_open_files(plan.num_ranks)  # ours: the zygote was started before, and the ranks keep the user's
+    agent_socket = AgentSocket()
+    try:
+        display = Display(colour=wants_colour(plan.environ, plan.terminal), terminal=plan.terminal)
+        template = find_template(plan.settings.log_line_prefix_template, plan.environ)
+        if template:
+            role, name = plan.settings.role, socket.gethostname()
+            display.prefix_of = lambda rank: fill(template, rank=rank, local_rank=rank, role=role, host=name)
+        logs = _open_logs(plan)
+        host = Host(zygote, Pump(viewer(display), logs), display, logs, signals, agent_socket)
+    except LaunchError:
+        agent_socket.close()
+        raise
+    folder = JobFolder(plan.environ)
+    host.errors = ErrorFiles(logs.attempts or folder.path)
+    try:
+        flag = find_local_rank_flag(plan.settings.target) if plan.settings.local_rank_argument else ""
+        zygote.assign(plan.settings.target, folder.path, flag)
+        if logs.streams:
+            display.say(f"phalanx run: --redirects and --tee write to {logs.attempts}")
+        folder.remove_others()  # the zygote is busy meanwhile
+        yield host
+    finally:
+        agent_socket.close()
+        host.zygote.close(kill_descendants([host.zygote.pid]))  # it may be another one by now
+        host.errors.close()
+        folder.close()
+        display.release(None)
+        host.pump.drain()
+        display.flush()
+        _flush(host)
+        host.pump.close()
+
+
+def run_attempts(plan: JobPlan, host: Host, begin: Callable[[int], Attempt]) -> int:
+    """Run the job until it has succeeded, or may not be started again, and say how it ended; returns the exit code.
+
+    `begin` makes the attempt of a number. If a report is asked for it is written, however the job ends.
+
+    Raises:
+        LaunchError: the report's folder cannot be written.
+    """
+    reports: list[JobReport] = []  # one, or none
+    begun = time.monotonic()
+    if plan.settings.report is not None:
+        reports.append(_begin_report(plan, plan.settings.report, begun))
+    code = 1
+    try:
+        code = _run_attempts(plan, host, begin, reports, begun)
+    finally:
+        for report in reports:
+            host.display.say(report.write(code))
+    return code
+
+
+def _begin_report(plan: JobPlan, folder: str, begun: float, *, is_new: bool = True) -> JobReport:
+    from phalanx.agent.job_report import JobReport  # here, because most jobs leave none
+
+    return JobReport(plan, folder, begun, is_new=is_new)
+
+
+def _run_attempts(
+    plan: JobPlan, host: Host, begin: Callable[[int], Attempt], reports: list[JobReport], begun: float
+) -> int:
+    left = plan.settings.max_restarts or 0  # starts of all, and replacements that an elastic job may make
+    left_early, times = _MAX_EARLY_RESTARTS, ""
+    losses: list[LostRank] = []
+    refused = False
+    for restart_count in itertools.count():
+        attempt = begin(restart_count)
+        if plan.settings.max_restarts is not None:
+            attempt.elastic.max_replacements = left
+        if restart_count:  # now it is known how many they are: fewer hosts may have come back
+            host.display.say(f"phalanx run: starting all {attempt.place.world_size} ranks again ({times})")
+        try:
+            attempt.run()
+            state = attempt.state
+            asked_for = plan.settings.log_dir is not None or state.failures or state.interrupted is not None
+            flight = Flight(attempt.collect_logs() if asked_for else [], attempt.ended_ns)
+        finally:
+            attempt.close()
+        if attempt.report_folder and not reports:  # the program has asked for it
+            try:
+                reports.append(_begin_report(plan, attempt.report_folder, begun, is_new=False))
+            except LaunchError as error:  # no reason to end a job that runs
+                if not refused:
+                    host.display.say(str(error).replace("--report", "report"))
+                refused = True
+        for report in reports:
+            report.add_attempt(state, attempt.elastic.losses, attempt.place.world_size, attempt.report_hosts)
+        losses += attempt.elastic.losses
+        left = max(0, left - attempt.elastic.num_replaced)
+        failed = state.interrupted is None and bool(state.failures) and not state.overdue
+        early = attempt.elastic.lost_early and attempt.place.num_nodes == 1 and left_early > 0
+        again = failed and (left > 0 or early) and not attempt.ranks.zygote_lost and attempt.elastic.ended is None
+        _keep_flight(plan, host, flight, restart_count if again else None)
+        if attempt.ranks.zygote_lost and not attempt.ranks.zygote_given_up and state.interrupted is None:
+            return _report_zygote_lost(host, state)
+        if not again:
+            break
+        if early:
+            left_early -= 1
+            times = "a rank was lost before all had begun to train"
+        else:
+            left -= 1
+            times = "once more" if left == 0 else f"up to {left + 1} times more"
+        for report in reports:
+            report.add_restart(times)
+        _report_failures(host, attempt, flight)
+    if losses:
+        host.display.say(describe_losses(losses))
+    return _conclude(plan, host, attempt, flight)
+
+
+def _conclude(plan: JobPlan, host: Host, attempt: Attempt, flight: Flight) -> int:
+    """Say how the job ended; returns the exit code."""
+    state = attempt.state
+    if state.interrupted is not None:
+        if state.interrupted == signal.SIGPIPE:
+            return 128 + signal.SIGPIPE  # who closed our output wants to hear no more; why it ends was said
+        text = describe_flight(flight.groups, flight.ended_ns, waited_s=_HANG_S)
+        if text:
+            host.display.say(text)
+        host.display.say(describe_signal_end(state))
+        # ranks that took the signal as a wish, saved their work and returned 0 have succeeded
+        ended_well = state.finished and not any(end.status for end in state.exits.values())
+        return 0 if ended_well else 128 + state.interrupted
+    ends = state.exits.values()
+    if state.overdue:
+        host.display.say(describe_overdue(state))
+        return _OVERDUE_EXIT_CODE if state.failures or not state.finished else 0
+    if attempt.elastic.ended is not None and all(end.status in (0, BELOW_MINIMUM_EXIT_CODE) for end in ends):
+        return attempt.elastic.ended  # why was said
+    if not state.failures:
+        if plan.verdict:
+            Verdict(attempt.place.world_size).write(plan.verdict)
+        return 0
+    _hand_up_error(plan, state.failures[0])
+    if plan.verdict:
+        text = _describe_failures(attempt, flight)
+        Verdict(attempt.place.world_size, state.failures[0].rank, text).write(plan.verdict)
+        host.display.forget()
+    else:
+        _report_failures(host, attempt, flight)
+    return state.failures[0].code
+
+
+def _hand_up_error(plan: JobPlan, first: Failure) -> None:
+    """Write what the first rank left in its error file into the one that a scheduler has named for this command."""
+    own = plan.environ.get(VARIABLE)
+    if own and first.report is not None and first.report.error_file:
+        hand_up(first.report.error_file, own, first.exit.status if first.exit is not None else 1)
+
+
+def _report_failures(host: Host, attempt: Attempt, flight: Flight) -> None:
+    host.display.say("\n" + _describe_failures(attempt, flight))
+    host.display.forget()
+
+
+def _describe_failures(attempt: Attempt, flight: Flight) -> str:
+    text = describe_flight(flight.groups, flight.ended_ns)
+    state = attempt.state
+    name = attempt.link.name_host(state.failures[0].rank)
+    failures = describe_failures(state.failures, attempt.place.world_size, name, abandoned=state.abandoned)
+    return f"{text}\n\n{failures}" if text else failures
+
+
+def _keep_flight(plan: JobPlan, host: Host, flight: Flight, attempt: int | None) -> None:
+    folder = plan.settings.log_dir
+    if folder is None or not flight.groups:
+        return
+    try:
+        write_flight(folder, flight.groups, flight.ended_ns, attempt=attempt)
+    except OSError as error:
+        host.display.say(
+            f"phalanx run: the flight recorder could not be written to {folder}: {error.strerror or error}"
+        )
+
+
+def _report_zygote_lost(host: Host, state: Supervision) -> int:
+    host.display.release(None)
+    pid, status = host.zygote.pid, host.zygote.wait_exit()
+    how = name_signal(-status) if status < 0 else f"exit code {status}"
+    host.display.say(
+        f"phalanx run: the zygote (pid {pid}), from which the ranks are forked, ended: {how}. "
+        f"All {len(state.exits) + len(state.running)} ranks were killed. "
+        "If nobody killed it, memory is the first suspect; if it ended while importing torch, try --no-preload."
+    )
+    return 1
+
+
+def _open_logs(plan: JobPlan) -> Logs:
+    settings = plan.settings
+    log_dir = settings.log_dir
+    try:
+        logs = Logs(log_dir, plan.run_id, redirects=settings.redirects, tee=settings.tee, shown=settings.shown_ranks)
+        if plan.settings.rendezvous is None:
+            logs.begin(range(plan.num_ranks), 0)
+        return logs
+    except OSError as error:
+        raise LaunchError(
+            f"phalanx run: --log-dir {log_dir}: cannot write {error.filename}: {error.strerror}. "
+            "Choose a directory that is yours.",
+            exit_code=2,
+        ) from error
+
+
+def _flush(host: Host) -> None:
+    """Write what is still queued, however slowly it is read; a signal that would end the job ends this too."""
+    numbers: list[int] = []
+    loop = EventLoop(host.watch_signals(numbers.append), host.watch_display())
+    while host.display.writers and not set(numbers) & set(ENDING_SIGNALS):
+        loop.turn()

@@ -1,0 +1,154 @@
+"""The job's report, as the launcher sees to it: begun with the job, told what happens, written whatever the end is."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from phalanx.agent.elastic_actions import LostRank
+from phalanx.agent.failure import Failure, summarise
+from phalanx.agent.plan import JobPlan
+from phalanx.agent.settings import USAGE_EXIT_CODE
+from phalanx.agent.supervision import Supervision
+from phalanx.errors import LaunchError
+from phalanx.processes import name_signal
+from phalanx.report.copy_speed import measure_copy_speed
+from phalanx.report.job_record import RANKS, JobRecord
+from phalanx.report.measurements import Event
+from phalanx.report.records import find_other_run, remove_old_records
+from phalanx.report.write import PAGE, write_report
+
+_MAX_EVENTS = 500  # an elastic job may lose a thousand ranks
+
+
+class JobReport:
+    """One for a job that is to leave a report.
+
+    Raises:
+        LaunchError: its folder cannot be written, or another job that is running will write there.
+    """
+
+    def __init__(self, plan: JobPlan, folder: str, begun: float, *, is_new: bool = True) -> None:
+        """`begun` is on the monotonic clock. A folder that `is_new` has no records of this run yet."""
+        self._folder = os.path.abspath(folder)
+        self._begun = begun
+        self._events: list[Event] = []
+        self._state: Supervision | None = None  # of the newest attempt
+        self.record = JobRecord(
+            name=os.path.basename(plan.settings.target.name),
+            command=shlex.join(["phalanx", "run", *_words(plan), *_target_words(plan)]),
+            begun=self._begun,
+            begun_unix=time.time() - (time.monotonic() - begun),
+            world_size=plan.num_ranks,
+            max_restarts=plan.settings.max_restarts or 0,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            run=plan.run,
+        )
+        other = find_other_run(self._folder)
+        if other is not None:
+            raise LaunchError(
+                f"phalanx run: --report {folder}: another job, {other.name} (pid {other.pid}), is running and "
+                "leaves its report there. Choose another directory, or wait for its end.",
+                exit_code=USAGE_EXIT_CODE,
+            )
+        try:
+            remove_old_records(self._folder, "" if is_new else plan.run)
+            os.makedirs(os.path.join(self._folder, RANKS), exist_ok=True)
+            self.record.write(self._folder)
+        except OSError as error:
+            raise LaunchError(
+                f"phalanx run: --report {folder}: cannot write {error.filename}: {error.strerror}. "
+                "Choose a directory that is yours.",
+                exit_code=USAGE_EXIT_CODE,
+            ) from error
+
+    def add_attempt(
+        self, state: Supervision, losses: Sequence[LostRank], world_size: int, hosts: Mapping[str, tuple[float, float]]
+    ) -> None:
+        """Add an attempt that has ended: who failed, who was lost; of other hosts their clock and what a core
+        copies.
+        """
+        self._state = state
+        self.record = replace(
+            self.record,
+            world_size=world_size,
+            clock_offsets={host: offset_s for host, (offset_s, _) in hosts.items()},
+            copy_bytes_per_s={host: speed for host, (_, speed) in hosts.items()},
+        )
+        for lost in losses:
+            how = "; replaced" if lost.replaced else "; not replaced"
+            self._add(lost.at, "loss", f"{lost.why}{how}", lost.rank)
+        if state.interrupted is not None:
+            self._add(time.monotonic(), "signal", f"stopped by {name_signal(state.interrupted)}")
+            return
+        for failure in state.failures:
+            detail = failure.report.traceback if failure.report is not None else ""
+            kind = "failure" if failure.loss is None else "host lost"
+            self._add(_when(failure), "stopped" if failure.stopped else kind, summarise(failure), failure.rank, detail)
+
+    def add_restart(self, why: str) -> None:
+        """All ranks are started again."""
+        self._add(time.monotonic(), "restart", f"all ranks are started again ({why})")
+
+    def write(self, code: int) -> str:
+        """Write the report of a job that has ended with this exit code, which stays, whatever goes wrong here;
+        returns a line for the user.
+        """
+        state = self._state
+        end, text = "well" if code == 0 else "failed", ""
+        if state is not None and state.interrupted is not None:
+            end, text = "stopped", f"stopped by {name_signal(state.interrupted)}"
+        elif state is not None and state.failures:
+            first = state.failures[0]
+            text = f"rank {first.rank}: {summarise(first)}"
+        elif code:
+            text = f"exit code {code}"
+        try:
+            self.record = replace(
+                self.record,
+                ended=time.monotonic(),
+                end=end,
+                end_text=text,
+                exit_code=code,
+                events=tuple(self._events),
+                copy_bytes_per_s={**self.record.copy_bytes_per_s, socket.gethostname(): measure_copy_speed()},
+            )
+            self.record.write(self._folder)
+            write_report(self._folder)
+        except Exception as error:
+            why = str(error) or type(error).__name__
+            return f"phalanx run: --report: the report could not be written to {self._folder}: {why}"
+        return f"phalanx run: the report is in {os.path.join(self._folder, PAGE)}"
+
+    def _add(self, at: float, kind: str, text: str, rank: int | None = None, detail: str = "") -> None:
+        if len(self._events) < _MAX_EVENTS:
+            self._events.append(Event(at - self._begun, kind, text, rank, detail))
+
+
+def _when(failure: Failure) -> float:
+    if failure.loss is not None:
+        return failure.loss.at
+    known = failure.report or failure.exit
+    return known.at if known is not None else time.monotonic()
+
+
+def _target_words(plan: JobPlan) -> list[str]:
+    target = plan.settings.target
+    flags = {"module": ["-m"], "program": ["--no-python"]}.get(target.kind, [])
+    return [*flags, target.name, *target.arguments]
+
+
+def _words(plan: JobPlan) -> list[str]:
+    """Return the options that say most."""
+    settings = plan.settings
+    words = ["--nproc-per-node", str(plan.num_ranks)]
+    if settings.rendezvous is not None:
+        words += ["--nnodes", str(settings.rendezvous.max_nodes)]
+    if settings.max_restarts is not None:
+        words += ["--max-restarts", str(settings.max_restarts)]
+    return words

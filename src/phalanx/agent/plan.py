@@ -1,0 +1,82 @@
+"""A job, ready to be started: settings and what the host made of them."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from phalanx.agent.environment import JobEnvironment, Place
+from phalanx.agent.placement import Placement
+from phalanx.agent.settings import Settings
+
+
+@dataclass(frozen=True)
+class JobPlan:
+    """Everything that was decided before the first process is started.
+
+    `run` is the job's own, made by its first host; `run_id` may be a user's, and then that of the run before, too.
+    """
+
+    settings: Settings
+    num_ranks: int
+    placement: Placement
+    terminal: bool
+    environ: dict[str, str]
+    run_id: str
+    master_addr: str = ""  # as found out, on several hosts
+    master_port: int = 0
+    rank_variables: Mapping[str, str] = field(default_factory=dict)  # that all ranks of this host have besides
+    run: str = ""
+    verdict: str = ""  # a file for how the job ended, where a program reads them and not a user
+
+    def describe_job(self, place: Place, restart_count: int, store: str, agent: str) -> JobEnvironment:
+        """Return what the ranks of one attempt have in common; takes a port that is free now, unless one was
+        asked for.
+        """
+        settings = self.settings
+        columns = None
+        if self.terminal:
+            prefix = len(f"[{place.world_size - 1}] ") + 1
+            columns = max(20, os.get_terminal_size(1).columns - prefix)
+        return JobEnvironment(
+            place=place,
+            master_addr=self.master_addr or settings.master_addr,
+            master_port=self.master_port or settings.master_port or find_free_port(),
+            run_id=self.run_id,
+            restart_count=restart_count,
+            max_restarts=settings.max_restarts or 0,
+            role=settings.role,
+            signals_to_handle=settings.signals_to_handle,
+            store=store,
+            agent=agent,
+            columns=columns,
+            terminal=self.terminal,
+            extra=self.rank_variables,
+            run=self.run,
+        )
+
+
+def make_run_id() -> str:
+    """Return a name for a job that was given none: a random UUID, as torchrun makes one."""
+    digits = bytearray(os.urandom(16))
+    digits[6], digits[8] = digits[6] & 0x0F | 0x40, digits[8] & 0x3F | 0x80
+    text = digits.hex()
+    return "-".join((text[:8], text[8:12], text[12:16], text[16:20], text[20:]))
+
+
+def find_free_port() -> int:
+    """Return a port that is free now, on every address of this host."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port: int = sock.getsockname()[1]
+        return port
+
+
+def is_terminal() -> bool:
+    """Whether our stdout is one, and knows its size."""
+    try:
+        return os.isatty(1) and os.get_terminal_size(1).columns > 0
+    except OSError:
+        return False

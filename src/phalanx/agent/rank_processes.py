@@ -1,0 +1,67 @@
+"""Which process each rank of this host is, and into which files it writes when it is asked where it is, or dies."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+
+from phalanx.agent.failure import Exit
+from phalanx.agent.scratch import create_scratch
+from phalanx.agent.zygote_process import ZygoteProcess
+from phalanx.output.pump import Pump
+
+_MAX_DUMP_BYTES = 1 << 16
+
+
+class RankProcesses:
+    """By rank: the number that it was started with. Holds two descriptors for each."""
+
+    def __init__(self) -> None:
+        self.pids: dict[int, int] = {}
+        self.stacks: dict[int, int] = {}  # descriptors of files
+        self.lost_ns: dict[int, int] = {}  # when processes ended that were lost, and the job has gone on
+        self._dumps: dict[int, int] = {}
+
+    def fork(
+        self,
+        rank: int,
+        environment: Mapping[str, str],
+        cpus: Sequence[int],
+        reports: int,
+        zygote: ZygoteProcess,
+        pump: Pump,
+    ) -> None:
+        """Have the process forked that is known by `rank`: the first one, or one that takes its place.
+
+        Raises:
+            OSError: there are no more descriptors.
+        """
+        for old in (self._dumps, self.stacks):
+            if rank in old:
+                os.close(old.pop(rank))
+        dump = self._dumps[rank] = create_scratch("phalanx-dump")
+        stacks = self.stacks[rank] = create_scratch("phalanx-stacks")
+        ends = []
+        try:
+            for stream in (1, 2):
+                ours, its = os.pipe()
+                ends.append(its)
+                pump.add(rank, stream, ours)
+            zygote.fork(rank, environment, cpus, [*ends, reports, dump, stacks])
+        finally:
+            for end in ends:
+                os.close(end)
+
+    def read_dump(self, rank: int) -> str:
+        """Where the process was when a signal ended it."""
+        return os.pread(self._dumps[rank], _MAX_DUMP_BYTES, 0).decode(errors="replace")
+
+    def lose(self, exit: Exit) -> None:
+        """Forget a process that has ended, where the job goes on without it."""
+        self.pids.pop(exit.rank, None)
+        self.lost_ns[exit.pid] = int(exit.at * 1e9)
+
+    def close(self) -> None:
+        """Let go of the files."""
+        for fd in (*self._dumps.values(), *self.stacks.values()):
+            os.close(fd)

@@ -1,0 +1,198 @@
+"""What to do about each thing that happens to a job: a state and its transitions, without clock or process.
+
+                       a rank fails              settled, or the user's signal          all gone
+    running ──────────────────────────▶ settling ────────────────────▶ stopping ─────────────▶ finished
+       │                                                                  │ grace over, or a second signal
+       ├── all ranks end with 0 ─▶ finished                             └──▶ killing ─▶ finished
+       └── some end with 0, others not within the exit timeout ─▶ stopping
+
+A failing job settles for a moment before its other ranks are stopped, so that they can still say what they saw: the
+rank that died in silence is told from those that raised because of it.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from phalanx.agent.failure import Exit, Failure, Loss, Report, decide_failures
+from phalanx.processes import ENDING_SIGNALS
+
+SETTLE_S = 0.2
+LOSS_SETTLE_S = 3.0  # ranks look five times a second whether a host is lost, and then ask a store that may be gone, too
+_TELL_AFTER_S = (10.0, 60.0, 600.0, 3600.0)  # then every hour
+
+
+@dataclass(frozen=True)
+class Signal:
+    """Send `signum` to `ranks`; to their process groups, as a terminal would, if `group`."""
+
+    signum: int
+    ranks: tuple[int, ...]
+    group: bool
+
+
+@dataclass(frozen=True)
+class Kill:
+    """SIGKILL every process of the job."""
+
+
+@dataclass(frozen=True)
+class Tell:
+    """Say which ranks are still there, `waited_s` after the end of another."""
+
+    waited_s: float
+
+
+Action = Signal | Kill | Tell
+
+
+@dataclass
+class Supervision:
+    """One attempt at the job. Every method takes what happened and returns what to do now."""
+
+    world_size: int
+    grace_s: float
+    exit_timeout_s: float | None = None
+    exits: dict[int, Exit] = field(default_factory=dict)
+    reports: dict[int, Report] = field(default_factory=dict)
+    lost: dict[int, Loss] = field(default_factory=dict)  # ranks whose host is gone
+    started: set[int] = field(default_factory=set)
+    abandoned: set[int] = field(default_factory=set)  # the job was told to end before they were forked
+    retired: set[int] = field(default_factory=set)  # an elastic job goes on without them
+    sent: dict[int, float] = field(default_factory=dict)
+    interrupted: int | None = None
+    killed: tuple[int, ...] = ()  # the ranks that outlived the grace period
+    overdue: tuple[int, ...] = ()  # the ranks that outlived the first to end by more than the exit timeout
+    settle_s: float = SETTLE_S
+    told_to_end: bool = False  # an elastic job's ranks save what they hold, and end: nobody hurries them
+    phase: str = "running"
+    next_due: float | None = None
+    _first_end: float | None = None
+    _last_end: float = 0.0
+    _told: int = 0  # how often the ranks that are left were named since the last end
+
+    @property
+    def running(self) -> tuple[int, ...]:
+        """The ranks that have not ended, or are still to be started."""
+        gone = (self.exits, self.abandoned, self.lost, self.retired)
+        return tuple(rank for rank in range(self.world_size) if not any(rank in ranks for ranks in gone))
+
+    @property
+    def finished(self) -> bool:
+        """Whether no rank is left."""
+        return not self.running
+
+    @property
+    def failures(self) -> list[Failure]:
+        """The failed ranks, the first cause in front."""
+        return decide_failures(self.exits, self.reports, self.sent, self.lost)
+
+    def on_started(self, rank: int) -> None:
+        """Note that the process of `rank` exists."""
+        self.started.add(rank)
+
+    def on_abandoned(self, rank: int) -> None:
+        """`rank` is not going to be started any more."""
+        self.abandoned.add(rank)
+
+    def on_lost(self, rank: int) -> None:
+        """Note that the process of `rank` has ended, and an elastic job goes on; what it had told is nobody's
+        failure.
+        """
+        self.reports.pop(rank, None)
+
+    def on_retired(self, rank: int) -> None:
+        """`rank` is lost, and an elastic job goes on without it."""
+        self.retired.add(rank)
+
+    def on_replaced(self, rank: int) -> None:
+        """`rank` is lost, and its number is forked again."""
+        self.started.discard(rank)
+        self.retired.discard(rank)
+
+    def on_exit(self, exit: Exit) -> list[Action]:
+        """Decide what follows when the process of a rank has ended."""
+        self.exits[exit.rank] = exit
+        if exit.status != 0:
+            return self._settle(exit.at)
+        if self._first_end is None:
+            self._first_end = exit.at
+        self._last_end, self._told = exit.at, 0
+        if self.phase == "running":
+            self._wait_for_rest()
+        return []
+
+    def on_report(self, report: Report, now: float) -> list[Action]:
+        """Decide what follows when a rank tells of an exception; its process may take its time to end."""
+        self.reports.setdefault(report.rank, report)
+        return self._settle(now)
+
+    def on_host_lost(self, ranks: Iterable[int], loss: Loss, now: float) -> list[Action]:
+        """Nothing more will be heard of these ranks, which are all of a host."""
+        self.lost.update({rank: loss for rank in ranks if rank not in self.exits and rank not in self.abandoned})
+        return self._settle(now, LOSS_SETTLE_S) if self.lost else []
+
+    def on_signal(self, signum: int, now: float) -> list[Action]:
+        """Decide what follows when the agent received a signal: one that ends the job, or one to pass on."""
+        if signum not in ENDING_SIGNALS:
+            return [Signal(signum, self.running, group=signum not in (signal.SIGUSR1, signal.SIGUSR2))]
+        if self.phase == "stopping" or not self.started:
+            self.interrupted = self.interrupted or signum
+            return self._kill(now)
+        if self.phase == "killing":
+            return []
+        self.interrupted = signum
+        return self._stop(signal.SIGTERM if signum == signal.SIGPIPE else signum, now)
+
+    def on_time(self, now: float) -> list[Action]:
+        """To be called when `next_due` has come."""
+        if self.next_due is None or now < self.next_due:
+            return []
+        if self.phase == "running":
+            return self._notice(now)
+        if self.phase == "settling":
+            return self._stop(signal.SIGTERM, now)
+        if self.phase == "stopping":
+            self.killed = self.running
+            return self._kill(now)
+        return []
+
+    def _wait_for_rest(self) -> None:
+        """Tell of those who have ended well. The others may take their time, but whoever waits for the command
+        is told of them.
+        """
+        assert self._first_end is not None
+        often = len(_TELL_AFTER_S) - 1
+        times = [self._last_end + _TELL_AFTER_S[min(self._told, often)] * max(1, self._told - often + 1)]
+        if self.exit_timeout_s is not None:
+            times.append(self._first_end + self.exit_timeout_s)
+        self.next_due = min(times) if self.running else None
+
+    def _notice(self, now: float) -> list[Action]:
+        assert self._first_end is not None
+        if self.exit_timeout_s is not None and now >= self._first_end + self.exit_timeout_s:
+            self.overdue = self.running
+            return [Tell(now - self._last_end), *self._stop(signal.SIGTERM, now)]
+        self._told += 1
+        self._wait_for_rest()
+        return [Tell(now - self._last_end)]
+
+    def _settle(self, now: float, span_s: float = 0.0) -> list[Action]:
+        if self.phase == "running" and not self.told_to_end:
+            self.phase, self.next_due = "settling", now + max(span_s, self.settle_s)
+        return []
+
+    def _stop(self, signum: int, now: float) -> list[Action]:
+        self.phase, self.next_due = "stopping", now + self.grace_s
+        self.sent.setdefault(signum, now)
+        # Ctrl-C goes to whole groups, as a terminal sends it: programs expect that. Other signals go to the rank alone,
+        # which must get the chance to stop its own children in order. A rank that reported is ending already.
+        ranks = tuple(rank for rank in self.running if rank not in self.reports)
+        return [Signal(signum, ranks, group=signum == signal.SIGINT)] if ranks else []
+
+    def _kill(self, now: float) -> list[Action]:
+        self.phase, self.next_due = "killing", None
+        self.sent.setdefault(signal.SIGKILL, now)
+        return [Kill()]

@@ -1,0 +1,159 @@
+"""Looks at the ranks from time to time, while they run: who keeps the others waiting is told, or killed.
+
+every few seconds    states of processes, pages of progress, flight recorders     nothing is asked of a rank
+somebody is silent   ask it for its Python stack, wait half a second
+then                 say who waits for whom, where it is; with --evict-after: kill it
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from phalanx.agent.stragglers import describe_process
+from phalanx.agent.waited_for import STANDING, Lateness, Silent, Slow, find_silent
+from phalanx.diagnostics.observer import GroupLog
+from phalanx.diagnostics.rank_list import name_ranks
+from phalanx.inspect.stacks.dump import without_launcher
+from phalanx.processes import read_state
+
+_LOOK_S = 15.0
+_QUICKEST_LOOK_S = 0.1
+_LOOKS_IN_TIME = 5  # a silence that leads to a kill is looked at so often before
+_ANSWER_S = 0.5  # a rank writes its stack within a millisecond, unless it can't
+_TELL_AFTER_S = (60.0, 600.0, 3600.0)
+_SLOW_AFTER_S = 60.0
+_MAX_STACK_BYTES = 1 << 16
+
+
+@dataclass(frozen=True)
+class Accused:
+    """A rank that keeps the others waiting, and was asked for its stack, which it writes behind `offset`."""
+
+    rank: int
+    pid: int
+    silent: Silent
+    offset: int
+    due: float
+    evict: bool
+
+
+class Watch:
+    """One attempt's. `evict_after_s` is None where nobody is killed for being silent."""
+
+    def __init__(self, evict_after_s: float | None, now: float) -> None:
+        self._evict_after_s = evict_after_s
+        self._period_s = _LOOK_S
+        if evict_after_s is not None:
+            self._period_s = min(_LOOK_S, max(_QUICKEST_LOOK_S, evict_after_s / _LOOKS_IN_TIME))
+        self._next_look = now + self._period_s
+        self._standing: dict[int, int] = {}  # process -> since when (ns)
+        self._told: dict[int, int] = {}  # process -> how often it was told in this silence
+        self._accused: dict[int, Accused] = {}  # by rank
+        self._lateness = Lateness()
+        self._slow_told = False
+        self._slow_due = now + _SLOW_AFTER_S
+
+    @property
+    def next_due(self) -> float:
+        """When `look` or `judge` is next needed."""
+        return min([self._next_look, *(accused.due for accused in self._accused.values())])
+
+    def is_due(self, now: float) -> bool:
+        """Whether it is time to look."""
+        return now >= self._next_look
+
+    def look(
+        self,
+        pids: Mapping[int, int],
+        groups: Sequence[GroupLog],
+        steps_ns: Mapping[int, int],
+        stacks: Mapping[int, int],
+        now: float,
+    ) -> list[Accused]:
+        """Look at the ranks (`pids`); returns those that are to be asked for their stacks (descriptors by rank)."""
+        self._next_look = now + self._period_s
+        now_ns = time.monotonic_ns()
+        states = {pid: read_state(pid) for pid in pids.values()}
+        standing = [pid for pid, state in states.items() if state and state in STANDING]
+        self._standing = {pid: self._standing.get(pid, now_ns) for pid in standing}
+        self._lateness.add(groups)
+        silents = find_silent(groups, set(pids.values()), self._standing, steps_ns, now_ns)
+        rank_of = {pid: rank for rank, pid in pids.items()}
+        self._told = {pid: times for pid, times in self._told.items() if pid in {s.pid for s in silents}}
+        new = []
+        for silent in silents:
+            rank = rank_of[silent.pid]
+            times = self._told.get(silent.pid, 0)
+            evict = (
+                self._evict_after_s is not None
+                and silent.silent_s >= self._evict_after_s
+                and states[silent.pid] != "t"  # somebody is debugging
+            )
+            tell = times < len(_TELL_AFTER_S) and silent.silent_s >= _TELL_AFTER_S[times]
+            if rank in self._accused or not (evict or tell) or (not evict and not silent.waiting):
+                continue
+            self._told[silent.pid] = times + 1
+            offset = os.fstat(stacks[rank]).st_size if rank in stacks else 0
+            self._accused[rank] = Accused(rank, silent.pid, silent, offset, now + _ANSWER_S, evict)
+            new.append(self._accused[rank])
+        return new
+
+    def judge(
+        self, pids: Mapping[int, int], groups: Sequence[GroupLog], steps_ns: Mapping[int, int], now: float
+    ) -> list[Accused]:
+        """Those whose time to answer is over, and who are silent still; they are not accused any more."""
+        due = [accused for accused in self._accused.values() if now >= accused.due]
+        for accused in due:
+            del self._accused[accused.rank]
+        if not due:
+            return []
+        found = find_silent(groups, set(pids.values()), self._standing, steps_ns, time.monotonic_ns())
+        silents = {silent.pid: silent for silent in found}
+        return [
+            replace(accused, silent=silents[accused.pid])
+            for accused in due
+            if accused.pid in silents and silents[accused.pid].silent_s >= accused.silent.silent_s
+        ]
+
+    def find_slow(self, now: float) -> Slow | None:
+        """Return a process that is constantly slower than the others, told once."""
+        if self._slow_told or now < self._slow_due:
+            return None
+        self._slow_due = now + _SLOW_AFTER_S
+        slow = self._lateness.find_slow()
+        self._slow_told = slow is not None
+        if slow is None:
+            self._lateness = Lateness()
+        return slow
+
+
+def read_stack(fd: int, offset: int) -> str:
+    """Return what a rank wrote of its stacks since `offset`; empty where it did not answer."""
+    data = os.pread(fd, _MAX_STACK_BYTES, offset if os.fstat(fd).st_size >= offset else 0)
+    return without_launcher(data.decode(errors="replace"))
+
+
+def describe_wait(accused: Accused, rank_of: Mapping[int, int], groups: Sequence[GroupLog]) -> str:
+    """Who waits for whom, since when, and where that one is."""
+    silent = accused.silent
+    waiting = sorted(rank_of[pid] for pid in silent.waiting if pid in rank_of)
+    who = f"rank {accused.rank} (pid {accused.pid})"
+    where = "; ".join(filter(None, describe_process(accused.pid, groups)))
+    if waiting:
+        return (
+            f"{name_ranks(waiting)} wait{'s' * (len(waiting) == 1)} for {who} in {silent.operation}, "
+            f"for {silent.silent_s:.1f} s: it is {where}"
+        )
+    return f"{who} has done nothing for {silent.silent_s:.1f} s: it is {where}"
+
+
+def describe_slow(slow: Slow, rank: int) -> str:
+    """Return what a rank that is slower than the others costs."""
+    return (
+        f"phalanx run: rank {rank} (pid {slow.pid}) is slower than the others: in {slow.span_s:.0f} s it came last "
+        f"to {slow.times} of {slow.num_operations} operations, and for {slow.share * 100:.0f} % of the time they "
+        "waited for it alone. `phalanx top` shows it, `phalanx stacks` where it is"
+    )

@@ -1,0 +1,249 @@
+"""The zygote as the agent sees it: a child, a socket, and an end that must be noticed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from phalanx.agent.target import Target
+from phalanx.agent.zygote_command import plan_zygote_code
+from phalanx.ipc.channel import Channel
+from phalanx.processes import SUPPORTED, has_working_directory
+
+_MAX_ROOM = 1 << 14
+_MAX_SPARES = 20  # of one zygote: whatever ends them is not going to stop
+
+
+class Spare:
+    """A fork of the zygote, which takes its place when that is killed. `pid` is 0 until it exists."""
+
+    def __init__(self, control: Channel) -> None:
+        self.control = control
+        self.pid = 0
+
+
+class _ForkedProcess:
+    """A child that we did not start, with as much of `subprocess.Popen` as is asked of a zygote."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def poll(self, options: int = os.WNOHANG) -> int | None:
+        if self.returncode is None:
+            try:
+                found, status = os.waitpid(self.pid, options)
+            except ChildProcessError:  # somebody else has buried it
+                self.returncode = -signal.SIGKILL
+            else:
+                self.returncode = os.waitstatus_to_exitcode(status) if found else None
+        return self.returncode
+
+    def wait(self) -> int:
+        code = self.poll(0)
+        assert code is not None
+        return code
+
+    def send_signal(self, signum: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signum)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+class ZygoteProcess:
+    """The one zygote of this host. No call waits for it; to a dead one nothing is sent: its end shows on `control`."""
+
+    def __init__(
+        self,
+        environment: Mapping[str, str],
+        *,
+        preload: bool,
+        warm: bool = False,
+        room: int = 0,
+        tells: bool = False,
+        sessions: Sequence[int] = (),
+        spare: Spare | None = None,
+    ) -> None:
+        """`warm`: also import what ranks import when they begin to train, because they may have to begin again.
+
+        `tells`: the first host is to be told if we are killed, also while it imports.
+
+        `room` is the number of bytes that the ranks will need for the words that `ps` shows of them.
+
+        `sessions` are those of earlier zygotes, whose ranks live. `spare`: this is one, whose zygote has ended.
+        """
+        self.has_forked = False  # or was told to
+        self._environment, self._preload, self._warm, self._room = environment, preload, warm, room
+        self._tells = tells
+        self._told: list[dict[str, Any]] = []  # what a zygote after this one must know, too
+        self._spare: Spare | None = None
+        self._num_spares = 0
+        self._process: subprocess.Popen[bytes] | _ForkedProcess
+        self.was_spare = spare is not None
+        if spare is not None:
+            self.control, self._process = spare.control, _ForkedProcess(spare.pid)
+            self.guard(sessions)
+            return
+        ours, theirs = socket.socketpair()
+        self.control = Channel(ours)
+        code = plan_zygote_code(
+            theirs.fileno(), os.getpid(), preload=preload, warm=warm, sessions=sessions, tells=tells
+        )
+        # -O, -X, -W and their like are this interpreter's and hold for the ranks
+        flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+        if not has_working_directory() and sys.version_info >= (3, 11):
+            # Python 3.13.0 asks for the folder of `-c` at a missing attribute, and dies where it has gone. Only a
+            # program runs there, and what becomes a program keeps none of the interpreter's flags.
+            flags.append("-P")
+        # A rank in a process group of its own would be stopped for reading the terminal. A file or a pipe it may read.
+        stdin = subprocess.DEVNULL if os.isatty(0) else None
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, *flags, "-c", code, " " * min(room, _MAX_ROOM)],
+                env=dict(environment),
+                pass_fds=[theirs.fileno()],
+                stdin=stdin,
+                stdout=2,
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        """Of the zygote itself."""
+        return self._process.pid
+
+    def assign(self, target: Target, folder: str, local_rank_flag: str = "") -> None:
+        """Say what the ranks will run, and which temporary folder is the job's; to be called once, before `fork`.
+
+        `local_rank_flag` is the option, if any, by which the target is told its local rank.
+        """
+        fields = {
+            "kind": target.kind,
+            "name": target.name,
+            "arguments": target.arguments,
+            "folder": folder,
+            "local_rank_flag": local_rank_flag,
+        }
+        self._tell({"command": "target", "target": fields})
+
+    def start_another(self, sessions: Sequence[int]) -> ZygoteProcess:
+        """One that takes this one's place, and is told what this one was told; `sessions` are those of its ranks.
+
+        The spare, if it is there, which has imported all that this one had.
+
+        Raises:
+            OSError: no process could be started.
+        """
+        another = ZygoteProcess(
+            self._environment,
+            preload=self._preload,
+            warm=self._warm,
+            room=self._room,
+            tells=self._tells,
+            sessions=sessions,
+            spare=self._take_spare(),
+        )
+        for message in self._told:
+            another._tell(message)
+        return another
+
+    def keep_spare(self) -> None:
+        """Have it fork a spare of itself, if it has none."""
+        if self._spare is None and self._num_spares < _MAX_SPARES and not self.control.gone:
+            self._num_spares += 1
+            ours, theirs = socket.socketpair()
+            self._spare = Spare(Channel(ours))
+            with theirs:
+                self.control.put({"command": "spare"}, [theirs.fileno()])
+
+    def on_spare(self, pid: int) -> None:
+        """Note the spare; or, with 0, that there is none, or that it has ended."""
+        if pid and self._spare is not None:
+            self._spare.pid = pid
+        elif (spare := self._take_spare()) is not None:
+            spare.control.close()
+
+    def _take_spare(self) -> Spare | None:
+        """Return the spare, if it lives; it is not this one's any more."""
+        spare, self._spare = self._spare, None
+        if spare is None:
+            return None
+        spare.control.take()  # it says nothing: its end is all that there may be to hear
+        if spare.pid and not spare.control.gone:
+            return spare
+        spare.control.close()
+        return None
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        self._told.append(message)
+        self.control.put(message)
+
+    def fork(self, rank: int, environment: Mapping[str, str], cpus: Sequence[int], fds: Sequence[int]) -> None:
+        """Have `rank` forked, with `fds`: stdout, stderr, reports, dump, stacks."""
+        self.has_forked = True
+        self.control.put({"command": "fork", "rank": rank, "environment": environment, "cpus": cpus}, fds)
+
+    def remember(self, membership: Mapping[str, Any]) -> None:
+        """Say how to tell the first host of the job that we were killed (`phalanx.agent.orphaned`)."""
+        self._tell({"command": "membership", "membership": membership})
+
+    def warm_up(self) -> None:
+        """Have it import what a rank imports when it begins to train, before one has to begin again."""
+        if self._preload and not self._warm:
+            self._warm = True
+            self.control.put({"command": "warm"})
+
+    def let_go_of_lost(self, rank: int) -> None:
+        """If `rank` is lost the job goes on: what is left in its process group is to be killed then."""
+        self.control.put({"command": "elastic", "rank": rank})
+
+    def guard(self, sessions: Sequence[int]) -> None:
+        """Have the processes of these sessions killed when we have gone."""
+        self.control.put({"command": "guard", "sessions": list(sessions)})
+
+    def signal(self, signum: int, ranks: Sequence[int], *, group: bool) -> None:
+        """Have `signum` sent to `ranks`."""
+        self.control.put({"command": "signal", "signum": signum, "ranks": ranks, "group": group})
+
+    def sweep(self) -> None:
+        """Have every process below the zygote killed; it answers `swept`."""
+        self.control.put({"command": "sweep"})
+
+    def wake(self) -> None:
+        """Let it go on if somebody has stopped it: what it is to do now does not wait for `kill -CONT`."""
+        self._process.send_signal(signal.SIGCONT)
+
+    def was_stopped(self) -> bool:
+        """Whether it has been stopped since this was last asked."""
+        if not SUPPORTED or self._process.returncode is not None:
+            return False
+        try:
+            return os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOHANG) is not None
+        except ChildProcessError:
+            return False
+
+    def poll(self) -> None:
+        """Collect its end, if it has come."""
+        self._process.poll()
+
+    def kill(self) -> None:
+        """End the zygote at once, and with it the ranks: the kernel sees to that."""
+        self._process.kill()
+
+    def wait_exit(self) -> int:
+        """Return the exit code of the zygote, whose socket has closed; minus the signal that killed it."""
+        return self._process.wait()
+
+    def close(self, reaped: Mapping[int, int]) -> None:
+        """Let go of the socket. `reaped` are wait statuses by pid that were collected elsewhere."""
+        self.on_spare(0)
+        self.control.close()
+        if self._process.returncode is None and self.pid in reaped:
+            self._process.returncode = os.waitstatus_to_exitcode(reaped[self.pid])

@@ -1,0 +1,123 @@
+"""What the words of `phalanx run` ask for: parsed, and refused with all their problems at once.
+
+Purely data: nothing here looks at the machine, so that every rule can be tested by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from phalanx.agent.settings import USAGE_EXIT_CODE, Settings
+from phalanx.agent.target import Kind, Target
+from phalanx.errors import LaunchError
+from phalanx.launch.options import OPTIONS, Option, explain_unknown
+
+
+def parse(
+    words: Sequence[str], environ: Mapping[str, str] | None = None, *, old_launcher: bool = False
+) -> Settings | None:
+    """Return the settings that the words after `phalanx run` ask for, and PET_ variables in `environ` behind them.
+
+    None if they ask for help. Everything behind the script belongs to the script. `old_launcher`: the words are those
+    of torch.distributed.launch, which starts one rank unless told otherwise, and tells it its local rank by argument.
+
+    Raises:
+        LaunchError: with every problem of the command line, one per line; its exit code is 2.
+    """
+    problems: list[str] = []
+    given: dict[str, Any] = {}
+    rest = _read_words(words, given, problems)
+    if rest is None:
+        return None
+    _read_environment(environ or {}, given, problems)
+    kinds: list[Kind] = ["module"] if "module" in given else []
+    if "no-python" in given:
+        kinds.append("program")
+    if "run-path" in given:
+        kinds = ["script"]  # torchrun's goes first, too
+    if len(kinds) > 1:
+        problems.append("-m and --no-python: a job is a module or a program, not both")
+    if "print-completion" in given and not problems:
+        return Settings(Target("script", ""), completion=given["print-completion"])
+    if not rest and not problems:
+        problems.append("no script: say what to run, for example: phalanx run train.py")
+    fields: dict[str, Any] = {
+        option.field.removeprefix("not:"): not option.field.startswith("not:")
+        if not option.value
+        else given[option.name]
+        for option in OPTIONS
+        if option.field and not option.field.startswith("kind:") and option.name in given
+    }
+    if old_launcher:
+        fields = {"nproc": "1", "local_rank_argument": True, **fields}
+        if kinds == ["program"] and fields["local_rank_argument"]:
+            problems.append("--no-python: a program gets no --local-rank. Give --use-env as well; or use `phalanx run`")
+    rendezvous = None
+    if given.keys() & {"nnodes", "rdzv-backend", "node-rank"}:
+        from phalanx.launch.rendezvous_options import decide_rendezvous  # here: a job on one host starts without it
+
+        rendezvous = decide_rendezvous(given, problems)
+    if problems:
+        raise LaunchError("\n".join(f"phalanx run: {problem}" for problem in problems), exit_code=USAGE_EXIT_CODE)
+    target = Target(kinds[0] if kinds else "script", rest[0], tuple(rest[1:]))
+    return Settings(target, rendezvous=rendezvous, **fields)
+
+
+def _read_words(words: Sequence[str], given: dict[str, Any], problems: list[str]) -> list[str] | None:
+    """Take the options from the front of `words`; returns what is left, the script first, or None: help was asked."""
+    options = {option.name: option for option in OPTIONS}
+    options.update({option.short: option for option in OPTIONS if option.short})
+    rest = list(words)
+    while rest and rest[0].startswith("-") and rest[0] != "-":
+        word = rest.pop(0)
+        if word == "--":
+            break
+        if word in ("-h", "--help"):
+            return None
+        flag, separator, attached = word.partition("=")
+        if not word.startswith("--") and not separator and word[1:2] in "rt" and word[2:3].isdecimal():
+            flag, separator, attached = word[:2], "=", word[2:]  # -r3
+        name = flag.lstrip("-").replace("_", "-")
+        option = options.get(name)
+        if option is None or flag.startswith("--") == (name == option.short):
+            # An unknown flag's own value, if it has one, can't be told from the script: stop at the first.
+            problems.append(explain_unknown(flag, name))
+            return []
+        if not option.value:
+            if separator:
+                problems.append(f"{flag}: takes no value, got {attached!r}")
+            given[option.name] = True
+            continue
+        if not separator:
+            if not rest:
+                problems.append(f"{flag}: needs a value: {flag} {option.value}")
+                return []
+            attached = rest.pop(0)
+        _read_value(option, flag, attached, given, problems)
+    return rest
+
+
+def _read_value(option: Option, name: str, text: str, given: dict[str, Any], problems: list[str]) -> None:
+    try:
+        value = option.read(text)
+        given[option.name] = {**given.get(option.name, {}), **value} if option.name == "env" else value
+    except ValueError as error:
+        problems.append(f"{name}: {error}")
+        given.pop(option.name, None)
+
+
+def _read_environment(environ: Mapping[str, str], given: dict[str, Any], problems: list[str]) -> None:
+    """Take from PET_NNODES and the like what torchrun takes, where the command line says nothing of it."""
+    for option in OPTIONS:
+        name = f"PET_{option.name.replace('-', '_').upper()}"
+        text = environ.get(name, "")
+        if not option.torchruns or not text or option.name in given:
+            continue
+        if option.value:
+            _read_value(option, f"{name} in the environment", text, given, problems)
+        elif text.isdecimal():
+            if int(text):
+                given[option.name] = True
+        else:
+            problems.append(f"{name} in the environment: must be 0 or 1, got {text!r}")

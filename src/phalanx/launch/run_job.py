@@ -1,0 +1,52 @@
+"""The agent's own life: the zygote is started first, everything else is loaded while that imports torch."""
+
+from __future__ import annotations
+
+import signal
+from typing import TYPE_CHECKING
+
+from phalanx.agent import limits
+from phalanx.agent.environment import plan_zygote_environment
+from phalanx.agent.plan import JobPlan
+from phalanx.agent.target import may_be_elastic
+from phalanx.agent.title import count_room
+from phalanx.agent.zygote_process import ZygoteProcess
+from phalanx.errors import LaunchError
+from phalanx.ipc.signals import caught_signals
+from phalanx.processes import adopt_orphans, kill_descendants
+
+if TYPE_CHECKING:
+    from phalanx.launch.hosts.join_job import Joined
+
+_CAUGHT = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGTSTP", "SIGCONT", "SIGCHLD")
+
+
+def run_job(plan: JobPlan, joined: Joined | None = None) -> int:
+    """Start the job and see it through; returns the command's exit code. No process of the job outlives the call.
+
+    `joined` is the way to the first host, where `phalanx join` has found it already.
+
+    Raises:
+        LaunchError: the log directory cannot be written, or the system refuses processes or descriptors.
+    """
+    adopt_orphans()
+    with caught_signals(signal.Signals[name] for name in _CAUGHT) as signals:
+        environment = plan_zygote_environment(plan.environ, plan.placement.threads)
+        preload = plan.settings.preload and plan.settings.target.kind != "program"
+        warm = preload and (bool(plan.settings.max_restarts) or may_be_elastic(plan.settings.target))
+        try:
+            room = count_room(plan.settings.target.command)
+            has_hosts = plan.settings.rendezvous is not None
+            zygote = ZygoteProcess(environment, preload=preload, warm=warm, room=room, tells=has_hosts)
+        except OSError as error:
+            raise LaunchError(f"phalanx run: no process could be started: {limits.explain(error)}") from error
+        try:
+            if plan.settings.rendezvous is not None:  # a job on one host needs nothing of this
+                from phalanx.launch.hosts.start import run_with_other_hosts
+
+                return run_with_other_hosts(plan, zygote, signals, joined)
+            from phalanx.agent.job import run_to_end  # here, because it takes time that the zygote needs too
+
+            return run_to_end(plan, zygote, signals)
+        finally:
+            zygote.close(kill_descendants([zygote.pid]))

@@ -1,0 +1,107 @@
+import pytest
+
+from phalanx.agent.environment import (
+    RANK_VARIABLES,
+    JobEnvironment,
+    Place,
+    find_disagreements,
+    plan_rank_environment,
+    plan_zygote_environment,
+)
+
+JOB = JobEnvironment(Place.alone(3), "127.0.0.1", 1234, run_id="none", restart_count=1, max_restarts=2)
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_rank_sees_what_torchrun_sets(rank: int) -> None:
+    variables = plan_rank_environment(JOB, rank)
+    expected = {
+        "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 3, "LOCAL_WORLD_SIZE": 3, "GROUP_RANK": 0,
+        "GROUP_WORLD_SIZE": 1, "ROLE_NAME": "default", "ROLE_RANK": rank, "ROLE_WORLD_SIZE": 3,
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1234, "TORCHELASTIC_RESTART_COUNT": 1,
+        "TORCHELASTIC_MAX_RESTARTS": 2, "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": False,
+    }  # fmt: skip
+    assert {name: variables[name] for name in expected} == {name: str(value) for name, value in expected.items()}
+    assert "PHALANX_TTY" not in variables
+    assert "PHALANX_STORE" not in variables
+    assert "PHALANX_AGENT" not in variables
+
+
+def test_store_and_terminal_are_told_when_there_are_some() -> None:
+    job = JobEnvironment(
+        Place.alone(1), "127.0.0.1", 1, "none", 0, 0, store="/proc/1/fd/5", agent="a:b", columns=70, terminal=True
+    )
+    variables = plan_rank_environment(job, 0)
+    assert variables["PHALANX_STORE"] == "/proc/1/fd/5"
+    assert variables["PHALANX_AGENT"] == "a:b"
+    assert variables["PHALANX_TTY"] == "1"
+    assert variables["COLUMNS"] == "70"
+
+
+def test_ranks_of_several_hosts_are_numbered_over_all_and_within_their_role() -> None:
+    place = Place(node=1, num_nodes=3, first_rank=4, num_ranks=2, world_size=9, first_role_rank=1, role_world_size=3)
+    variables = plan_rank_environment(JobEnvironment(place, "10.0.0.1", 5, "id", 0, 0, role="evaluator"), 5)
+    expected = {
+        "RANK": 5, "LOCAL_RANK": 1, "WORLD_SIZE": 9, "LOCAL_WORLD_SIZE": 2, "GROUP_RANK": 1, "GROUP_WORLD_SIZE": 3,
+        "ROLE_NAME": "evaluator", "ROLE_RANK": 2, "ROLE_WORLD_SIZE": 3, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": 5,
+    }  # fmt: skip
+    assert {name: variables[name] for name in expected} == {name: str(value) for name, value in expected.items()}
+
+
+def test_the_zygote_inherits_nothing_from_another_launcher() -> None:
+    outer = dict.fromkeys(RANK_VARIABLES, "wrong")
+    planned = plan_zygote_environment({**outer, "HOME": "/h"}, 2)
+    assert planned.keys() == {"HOME", "OMP_NUM_THREADS", "GLIBC_TUNABLES", "TORCH_NCCL_ASYNC_ERROR_HANDLING"}
+    assert (planned["HOME"], planned["OMP_NUM_THREADS"]) == ("/h", "2")
+
+
+def test_the_jobs_key_is_not_in_the_environment_of_ranks() -> None:
+    """PHALANX_KEY was handed on to every rank, and to every program that a rank starts."""
+    assert "PHALANX_KEY" not in plan_zygote_environment({"PHALANX_KEY": "plx-secret", "PHALANX_KEY_FILE": "f"}, 1)
+
+
+def test_the_users_own_omp_num_threads_stays() -> None:
+    assert plan_zygote_environment({"OMP_NUM_THREADS": "7"}, 2)["OMP_NUM_THREADS"] == "7"
+
+
+def test_freed_memory_is_kept_for_the_next_step_unless_the_user_tuned_glibc() -> None:
+    assert "mmap_threshold=1073741824" in plan_zygote_environment({}, 1)["GLIBC_TUNABLES"]
+    assert plan_zygote_environment({"GLIBC_TUNABLES": "x=1"}, 1)["GLIBC_TUNABLES"] == "x=1"
+
+
+@pytest.mark.parametrize("environ", [{}, {"WORLD_SIZE": "2"}, {"OMPI_COMM_WORLD_SIZE": "1"}, {"RANK": ""}])
+def test_an_environment_that_agrees_is_accepted(environ: dict[str, str]) -> None:
+    assert find_disagreements(environ, 2) == []
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        ({"WORLD_SIZE": "8"}, ["WORLD_SIZE=8", "2 ranks", "--nproc-per-node 8"]),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, ["RANK=1", "already a rank", "env -u RANK"]),
+        ({"LOCAL_RANK": "0"}, ["LOCAL_RANK=0", "already a rank"]),
+        (
+            {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"},
+            ["Open MPI started this command 4 times (this is number 1)", "mpiexec -n <ranks>", "--standalone"],
+        ),
+        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, ["MPICH started this command 2 times", "mpiexec"]),
+        (
+            {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"},
+            [
+                "Slurm started this command 2 times (this is number 1)",
+                "srun -n1 -c<cores> phalanx run",
+                "srun -n <ranks>",
+            ],
+        ),
+    ],
+)
+def test_an_outer_launcher_is_named(environ: dict[str, str], words: list[str]) -> None:
+    (problem,) = find_disagreements(environ, 2)
+    for word in words:
+        assert word in problem
+
+
+def test_whoever_wants_a_job_for_each_task_says_so() -> None:
+    tasks = {"PMI_RANK": "0", "PMI_SIZE": "2"}
+    assert find_disagreements(tasks, 2, standalone=True) == []
+    assert len(find_disagreements({**tasks, "RANK": "0"}, 2, standalone=True)) == 1

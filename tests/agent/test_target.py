@@ -1,0 +1,88 @@
+import os
+from pathlib import Path
+
+import pytest
+
+from phalanx.agent.target import Kind, Target, find_problem
+
+
+def problem(kind: Kind, name: str | Path) -> str:
+    found = find_problem(Target(kind, str(name)))
+    assert found is not None
+    return found
+
+
+def test_a_good_script_module_and_program_have_no_problem(tmp_path: Path) -> None:
+    script = tmp_path / "good.py"
+    script.write_text("print('it is not run')\nraise SystemExit(1)\n")
+    assert find_problem(Target("script", str(script))) is None
+    assert find_problem(Target("module", "json.tool")) is None
+    assert find_problem(Target("program", "sh")) is None
+
+
+def test_an_empty_script_is_a_script(tmp_path: Path) -> None:
+    (tmp_path / "empty.py").touch()
+    assert find_problem(Target("script", str(tmp_path / "empty.py"))) is None
+
+
+def test_a_missing_script_suggests_its_neighbour(tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    assert "no such file" in problem("script", tmp_path / "trian.py")
+    assert f"Did you mean '{tmp_path}/train.py'?" in problem("script", tmp_path / "trian.py")
+
+
+def test_a_program_given_as_a_script_is_pointed_out() -> None:
+    assert "use --no-python" in problem("script", "sh")
+
+
+def test_a_file_given_as_a_module_is_pointed_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every rank started, and failed in the words of runpy."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    assert problem("module", "train.py") == ("module 'train.py': is a file. Leave out -m, or name the module: -m train")
+
+
+def test_a_directory_is_not_a_script(tmp_path: Path) -> None:
+    assert "is a directory" in problem("script", tmp_path)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_an_unreadable_script_says_so(tmp_path: Path) -> None:
+    script = tmp_path / "secret.py"
+    script.touch(mode=0)
+    assert "cannot be read: Permission denied" in problem("script", script)
+
+
+def test_a_syntax_error_shows_its_line(tmp_path: Path) -> None:
+    script = tmp_path / "bad.py"
+    script.write_text("x = 1\ny = (x +\n")
+    found = problem("script", script)
+    assert "line 2: SyntaxError: '(' was never closed" in found
+    assert "    y = (x +\n        ^" in found
+
+
+def test_a_program_that_is_no_python_is_pointed_to_its_option(tmp_path: Path) -> None:
+    """`phalanx run /bin/ls` said "line None: SyntaxError", and nothing of --no-python."""
+    program = tmp_path / "program"
+    program.write_bytes(b"\x7fELF\0\0\0")
+    assert problem("script", program).endswith(
+        "not Python source: it contains null bytes. To run a program, use --no-python."
+    )
+    program.write_text("#!/bin/sh\nif true; then echo; fi\n")
+    assert problem("script", program).endswith("\nTo run a program, use --no-python.")
+    script = tmp_path / "train.py"
+    script.write_text("if true; then\n")
+    assert "--no-python" not in problem("script", script)
+
+
+def test_a_module_that_is_nowhere_is_found_missing() -> None:
+    assert "no module or package 'nosuchpackage'" in problem("module", "nosuchpackage.train")
+
+
+@pytest.mark.parametrize("name", ["src/train.py", "__main__", "", "a..b"])
+def test_what_is_no_modules_name_is_refused(name: str) -> None:
+    assert "not a module's name" in problem("module", name)
+
+
+def test_a_missing_program_says_where_to_look() -> None:
+    assert "look at PATH" in problem("program", "no-such-program")
