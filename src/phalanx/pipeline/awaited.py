@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from phalanx.partition.parts import Part
+from phalanx.pipeline.progress import StepProgress
 from phalanx.pipeline.schedule import Action
-from phalanx.pipeline.wire import Edge
+from phalanx.pipeline.stage import Stage
+from phalanx.pipeline.wire import AHEAD, Edge, Wire
 
 
 class Awaited(NamedTuple):
@@ -37,3 +40,43 @@ def plan_receives(order: Sequence[Action], own: Mapping[int, Part]) -> list[Awai
             edges = [Edge(target, stage, True) for target in part.sends if target not in own]
         found += [Awaited(at, edge, micro_batch) for edge in edges]
     return found
+
+
+class ReceivesAhead:
+    """The receives of a step that are still to be posted."""
+
+    def __init__(
+        self, receives: Sequence[Awaited], wire: Wire, stages: Mapping[int, Stage], step: StepProgress
+    ) -> None:
+        """`stages` are those of this rank."""
+        self._receives = deque(receives)
+        self._wire = wire
+        self._stages = stages
+        self._step = step
+        self._posted_for: list[int] = []
+        """The places in the order of actions for which receives are posted, those to come."""
+
+    def post(self, at: int) -> None:
+        """Start to receive what the action at this place of the order needs, and a little of what is needed next.
+
+        Only what is sure to come: no gradients of values that are still to be made.
+        """
+        if not self._receives:
+            return
+        self._posted_for = [other for other in self._posted_for if other > at]
+        while self._receives:
+            awaited = self._receives[0]
+            if awaited.at > at and len(self._posted_for) >= AHEAD:
+                return
+            if awaited.edge.backward:
+                held = self._stages[awaited.edge.target].in_flight.get(awaited.micro_batch)
+                if held is None:
+                    return
+                if not held.outputs.get(awaited.edge.source):
+                    self._receives.popleft()
+                    continue
+            self._receives.popleft()
+            with self._step.talk_to(awaited.edge.source):
+                self._wire.post(awaited.edge)
+            if awaited.at > at:
+                self._posted_for.append(awaited.at)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,15 +13,16 @@ from torch import Tensor, fx
 
 from phalanx.diagnostics.step_notes import note_wait
 from phalanx.errors import DeadlineError, PeerLostError, summary_of
-from phalanx.pipeline.awaited import Awaited, plan_receives
+from phalanx.pipeline.awaited import Awaited, ReceivesAhead, plan_receives
 from phalanx.pipeline.batchnorm import MiniBatchStatistics
 from phalanx.pipeline.failure import describe_failure, draw_failure, with_note
 from phalanx.pipeline.nested import tree_map
+from phalanx.pipeline.progress import StepFailure, StepProgress
 from phalanx.pipeline.random_state import RandomState
 from phalanx.pipeline.schedule import Action, Schedule
 from phalanx.pipeline.stage import Stage, flat_tensors
 from phalanx.pipeline.values import Forms
-from phalanx.pipeline.wire import AHEAD, Edge, StageFailedError, StageLostError, StepPlan, Wire
+from phalanx.pipeline.wire import Edge, StageFailedError, StageLostError, StepPlan, Wire
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,8 @@ class Work:
     """On the last stage: what the result of a micro-batch becomes; with `grad` the loss that is derived."""
     results: dict[int, Any] = field(default_factory=dict)
     done: list[Done] = field(default_factory=list)
+    seed: int = 0
+    """Of the random numbers of the first micro-batch, where random states travel."""
 
 
 class Executor:
@@ -64,73 +66,49 @@ class Executor:
         self._num_stages = num_stages
         self._random = random
         self._local: defaultdict[Edge, deque[Any]] = defaultdict(deque)
+        """What was received, or sent by a stage of this rank to another one, and has not been taken yet."""
         self._forms = Forms()
-        self._seed = 0
-        self._early: tuple[list[Any], StepPlan] | None = None
-        self.schedule: Schedule | None = None
-        """That of the last step."""
-        self.at: Action | None = None
-        """What is done, or was when the step failed."""
-        self.awaited: int | None = None
-        """The stage whose message is waited for, if one is."""
-        self.leaves = False
-        """Whether this rank failed so that it can't meet the others: it was interrupted, or its group is broken."""
-        self.has_told = False
-        """Whether this rank failed in the present step, and has told those who may wait for it."""
-        self.failed_itself = False
-        """Whether it was this rank's own action that failed, and not one that it waited for."""
-        self._turn = 0.0
-        self._awaited: deque[Awaited] = deque()
-        """What this rank will receive in this step, and has posted no receive for."""
-        self._posted_for: list[int] = []
-        """The places in the order of actions for which receives are posted, those to come."""
-
-    def begin(self) -> None:
-        """Begin a step, in which nothing has failed yet."""
-        self.has_told = self.leaves = self.failed_itself = False
-        self.awaited = None
+        self.step = StepProgress()
 
     def forget(self) -> None:
         """Drop what a step that failed has left."""
         self._local.clear()
-        self._early = self.schedule = self.at = self.awaited = None
         self._forms = Forms()
+        self.step.forget()
 
     def run(self, work: Work, *, timed: bool = False) -> None:
         """Do this rank's actions; afterwards `work` holds results and times. `timed`: also each layer's."""
         program_state = self._random.get() if work.training else None
-        self._early = self.schedule = None
         self._forms.begin()
         for stage in self.stages.values():
             stage.program.seconds = {} if timed else None
-        self._turn = time.perf_counter()
+        step = self.step
         try:
             first = min(self.stages)
-            self.at = Action("F", first, 0)
-            self._posted_for.clear()
+            step.act(Action("F", first, 0))
+            micro_batches = len(work.inputs)
             if first:  # how many micro-batches there are comes with the first
-                self._early = self._receive(first - 1, first)
-                micro_batches = self._early[1].micro_batches
-            else:
-                micro_batches = len(work.inputs)
-            self.schedule = work.plan(micro_batches)
+                received = self._receive(first - 1, first)
+                micro_batches = received[1].micro_batches
+                self._local[Edge(first - 1, first)].append(received)
+            schedule = step.schedule = work.plan(micro_batches)
             for stage in self.stages.values():
-                stage.begin(self.schedule.in_flight(stage.index))
-            self._seed = self._random.draw_seed() if work.training else 0
-            order = self.schedule.orders[self._rank]
-            parts = {index: stage.part for index, stage in self.stages.items()}
-            self._awaited = deque(plan_receives(order, parts) if self._wire.posts_ahead else ())
-            if self._awaited and self._early is not None:
-                self._awaited.popleft()
+                stage.begin(schedule.in_flight(stage.index))
+            work.seed = self._random.draw_seed() if work.training else 0
+            order = schedule.orders[self._rank]
+            receives: list[Awaited] = []
+            if self._wire.posts_ahead:
+                receives = plan_receives(order, {index: stage.part for index, stage in self.stages.items()})
+            ahead = ReceivesAhead(receives[1:] if first else receives, self._wire, self.stages, step)
             for at, action in enumerate(order):
-                self.at = action
-                if self._awaited:
-                    self._post_ahead(at)
+                step.act(action)
+                ahead.post(at)
                 self._act(action, work)
+            step.end()
         except BaseException as error:
             raised = self._fail(error)
-            if self.failed_itself and self.at is not None:
-                work.done.append(Done(self.at, self._turn, self._turn, time.perf_counter()))
+            if step.failure is not None and step.failure.by_itself and step.at is not None:
+                work.done.append(Done(step.at, step.turn, step.turn, time.perf_counter()))
             raise raised from error.__cause__
         finally:
             if program_state is not None:
@@ -140,31 +118,8 @@ class Executor:
                 stage.in_flight.clear()
             self._local.clear()
 
-    def _post_ahead(self, at: int) -> None:
-        """Start to receive what the action at this place of the order needs, and a little of what is needed next.
-
-        Only what is sure to come: no gradients of values that are still to be made.
-        """
-        self._posted_for = [other for other in self._posted_for if other > at]
-        while self._awaited:
-            awaited = self._awaited[0]
-            if awaited.at > at and len(self._posted_for) >= AHEAD:
-                return
-            if awaited.edge.backward:
-                held = self.stages[awaited.edge.target].in_flight.get(awaited.micro_batch)
-                if held is None:
-                    return
-                if not held.outputs.get(awaited.edge.source):
-                    self._awaited.popleft()
-                    continue
-            self._awaited.popleft()
-            with self._talking_to(awaited.edge.source):
-                self._wire.post(awaited.edge)
-            if awaited.at > at:
-                self._posted_for.append(awaited.at)
-
     def _act(self, action: Action, work: Work) -> None:
-        turn = self._turn = time.perf_counter()
+        turn = self.step.turn
         stage = self.stages[action.stage]
         if action.kind == "F":
             begin = self._forward(stage, action.micro_batch, work)
@@ -183,7 +138,7 @@ class Executor:
         state: Tensor | None = None
         if stage.index == 0:
             inputs = dict(work.inputs[micro_batch])
-            step = StepPlan(len(work.inputs), work.rows[micro_batch], sum(work.rows), self._seed + micro_batch)
+            step = StepPlan(len(work.inputs), work.rows[micro_batch], sum(work.rows), work.seed + micro_batch)
         else:
             values, step = self._receive(stage.index - 1, stage.index)
             if step.has_state:
@@ -193,16 +148,16 @@ class Executor:
                 if source != stage.index - 1:
                     values, _ = self._receive(source, stage.index)
                     self._unpack(stage, source, values, inputs, leaves)
-        assert self.schedule is not None
+        assert self.step.schedule is not None
         if work.grad:
             for source in stage.part.receives:  # what came was sent after these gradients were there
                 if source not in self.stages:
-                    count = self.schedule.backwards_before[source, micro_batch]
-                    with self._talking_to(source):
+                    count = self.step.schedule.backwards_before[source, micro_batch]
+                    with self.step.talk_to(source):
                         self._wire.let_go(Edge(stage.index, source, True), count)
         begin = time.perf_counter()
         if stage.part.receives or stage.index:
-            note_wait(begin - self._turn, "stages")
+            note_wait(begin - self.step.turn, "stages")
         if work.training:
             if state is None:
                 self._random.seed(step.seed)
@@ -260,7 +215,7 @@ class Executor:
 
     def _send(self, edge: Edge, values: list[Any], needs: list[bool], step: StepPlan) -> None:
         if edge.target not in self.stages:
-            with self._talking_to(edge.target):
+            with self.step.talk_to(edge.target):
                 self._wire.send_values(edge, values, needs, step)
             return
         wanted = iter(needs)
@@ -269,16 +224,11 @@ class Executor:
 
     def _receive(self, source: int, target: int) -> tuple[list[Any], StepPlan]:
         edge = Edge(source, target)
-        if source in self.stages:
+        if source in self.stages or self._local[edge]:
             values, step = self._local[edge].popleft()
             return values, step
-        if self._early is not None:
-            early, self._early = self._early, None
-            return early
-        self.awaited = source
-        received = self._wire.receive_values(edge)
-        self.awaited = None
-        return received
+        with self.step.wait_for(source):
+            return self._wire.receive_values(edge)
 
     # -- backward ------------------------------------------------------------------------------------------------
 
@@ -288,8 +238,8 @@ class Executor:
         if held.recompute:
             with work.statistics.unnoticed():
                 stage.recompute(micro_batch)
-        assert self.schedule is not None
-        is_last = self.schedule.last_backward.get(stage.index) == micro_batch
+        assert self.step.schedule is not None
+        is_last = self.step.schedule.last_backward.get(stage.index) == micro_batch
         stage.prepare_backward(micro_batch, later_weights=later_weights, is_last=is_last)
         recomputed = time.perf_counter() - began
         grads: dict[int, list[Tensor | None]] = {}
@@ -299,34 +249,24 @@ class Executor:
             elif target in self.stages:
                 grads[target] = self._local[Edge(target, stage.index, True)].popleft()
             else:
-                self.awaited = target
-                grads[target] = self._wire.receive_gradients(Edge(target, stage.index, True), tensors)
-                self.awaited = None
-                with self._talking_to(target):
+                with self.step.wait_for(target):
+                    grads[target] = self._wire.receive_gradients(Edge(target, stage.index, True), tensors)
+                with self.step.talk_to(target):
                     self._wire.let_go(Edge(stage.index, target), micro_batch + 1)  # it had the values of this one
         begin = time.perf_counter() - recomputed
-        note_wait(begin - self._turn, "stages")
+        note_wait(begin - self.step.turn, "stages")
         with self._wire.making():
             made = stage.backward(micro_batch, grads, later_weights=later_weights)
         for source, found in made.items():
             if source in self.stages:
                 self._local[Edge(stage.index, source, True)].append(found)
             else:
-                with self._talking_to(source):
+                with self.step.talk_to(source):
                     edge = Edge(stage.index, source, True)
                     self._wire.send_gradients(edge, found, StepPlan(0, 0, 0, micro_batch=micro_batch))
         if not later_weights:
             stage.backward_weights(micro_batch)
         return begin
-
-    @contextlib.contextmanager
-    def _talking_to(self, stage: int) -> Iterator[None]:
-        """Around what waits for nobody: it fails at once where that stage is known to be gone."""
-        try:
-            yield
-        except RuntimeError:
-            self.awaited = stage
-            raise
 
     # -- failure -------------------------------------------------------------------------------------------------
 
@@ -334,32 +274,32 @@ class Executor:
         """Return the error to raise for what fails before the first action, after those who wait for it have
         been told.
         """
-        self.at = self.awaited = self.schedule = None
+        self.step.refuse()
         return self._fail(error)
 
     def tell_end(self, error: BaseException) -> None:
         """Fail behind this rank's last action, and take part in no further step: others may be in one already."""
         text = f"Pipeline: rank {self._rank}, at the end of a step: {summary_of(error)}"
-        self.has_told = True
+        self.step.fail(StepFailure(by_itself=False, leaves=True))
         lost = isinstance(error, PeerLostError)
         self._wire.tell_failure(self._edges(), text, lost=lost, leaves=True, between=True)
 
     def _fail(self, error: BaseException) -> BaseException:
         """Return the error to raise here, after all who wait for this rank have been told."""
-        where = describe_failure(self, self._rank)
+        where = describe_failure(self.step, self.stages, self._rank)
         if isinstance(error, (StageFailedError, StageLostError)):
             text = str(error)
             raised: BaseException = type(error)(f"{where}\n{text}")
         else:
-            drawn = draw_failure(self.schedule, self.at)
+            drawn = draw_failure(self.step.schedule, self.step.at)
             text = "\n".join([f"{where}: {summary_of(error)}", *drawn])
             raised = with_note(error, "\n".join([where, *drawn]))
-        is_heard = isinstance(error, StageFailedError)
-        self.failed_itself = not isinstance(error, (StageFailedError, StageLostError)) and self.awaited is None
-        self.leaves = not isinstance(error, Exception) or (self.awaited is not None and not is_heard)
-        self.leaves = self.leaves or isinstance(error, (PeerLostError, DeadlineError))
-        self.has_told = True
-        self._wire.tell_failure(self._edges(), text, lost=isinstance(error, PeerLostError), leaves=self.leaves)
+        is_told = isinstance(error, (StageFailedError, StageLostError))
+        waited = self.step.awaited is not None
+        leaves = not isinstance(error, Exception) or (waited and not isinstance(error, StageFailedError))
+        leaves = leaves or isinstance(error, (PeerLostError, DeadlineError))
+        self.step.fail(StepFailure(by_itself=not is_told and not waited, leaves=leaves))
+        self._wire.tell_failure(self._edges(), text, lost=isinstance(error, PeerLostError), leaves=leaves)
         return raised
 
     def _edges(self) -> list[Edge]:

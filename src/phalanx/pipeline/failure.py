@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import Protocol
 
 from phalanx.pipeline.explanation import ideal, plain
+from phalanx.pipeline.progress import StepProgress
 from phalanx.pipeline.schedule import Action, Schedule
 from phalanx.pipeline.stage import Stage
 
@@ -15,29 +15,20 @@ _COLUMNS, _ROWS = 150, 8  # a larger drawing hides the error
 _MARK = "x"  # in no other cell
 
 
-class _Running(Protocol):
-    at: Action | None
-    awaited: int | None
-    schedule: Schedule | None
-
-    @property
-    def stages(self) -> Mapping[int, Stage]: ...
-
-
-def describe_failure(running: _Running, rank: int) -> str:
+def describe_failure(step: StepProgress, stages: Mapping[int, Stage], rank: int) -> str:
     """Where it was: 'Pipeline: stage 1 (rank 1), micro-batch 3, forward, in layer 'encoder.4''."""
-    at = running.at
+    at = step.at
     if at is None:
         return f"Pipeline: rank {rank}"
-    stage = running.stages[at.stage]
+    stage = stages[at.stage]
     layers = [layer.name for layer in stage.part.layers]
     place = f"layers {layers[0]!r} to {layers[-1]!r}" if len(layers) > 1 else f"layer {layers[0]!r}"
     doing = f"{_DOING[at.kind]} of {place}"
     if stage.program.running:
         again = "" if at.kind == "F" else ", which is run again,"
         doing = f"forward{again} in layer {stage.program.at!r}"
-    if running.awaited is not None:
-        doing += f", waiting for stage {running.awaited}"
+    if step.awaited is not None:
+        doing += f", waiting for stage {step.awaited}"
     return f"Pipeline: stage {at.stage} (rank {rank}), micro-batch {at.micro_batch}, {doing}"
 
 

@@ -52,8 +52,7 @@ class Frames:
         self._needed[key] = max(self._needed.get(key, 0), needed)
 
     def learn(self) -> None:
-        """End the step on all ranks: from now on frames are as long as its messages have needed, or were before. from
-        now on frames are as long as its messages have needed, or were before.
+        """End the step on all ranks: from now on frames are as long as its messages have needed, or were before.
 
         Messages that would make a frame too long go beside it; the frame stays a header then.
         """

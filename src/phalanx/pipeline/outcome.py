@@ -84,8 +84,7 @@ class Outcome:
         return self._meeting is not None
 
     def leave(self, *, lost: bool, who: int | None = None) -> None:
-        """End this rank's step without the others, who shall not wait: it was interrupted, or `lost` a peer. it was
-        interrupted, or `lost` a peer.
+        """End this rank's step without the others, who shall not wait: it was interrupted, or `lost` a peer.
 
         `who`: that peer, if it is known.
         """

@@ -315,7 +315,8 @@ class Pipeline(StageModule):
             plan=lambda micro_batches: self._plan(micro_batches, grad),
             finish=finish(),
         )
-        self._executor.begin()
+        step = self._executor.step
+        step.begin()
         try:
             self._wire.begin(grad=grad)
             self._outcome.begin()
@@ -326,12 +327,11 @@ class Pipeline(StageModule):
             self._run(work)
         except BaseException as error:
             self._failed = _first_line(error)
-            if not self._executor.has_told:  # it was interrupted before its first action, or behind its last one
+            if step.failure is None:  # it was interrupted before its first action, or behind its last one
                 self._executor.refuse(error)
-            if isinstance(error, Exception) and not self._executor.leaves:
+            if isinstance(error, Exception) and step.failure is not None and not step.failure.leaves:
                 return work, error
-            awaited = self._executor.awaited
-            who = None if awaited is None else self._rank_of(awaited)
+            who = None if step.awaited is None else self._rank_of(step.awaited)
             self._outcome.leave(lost=isinstance(error, Exception), who=who)
             self._wire.leave()
             raise
@@ -382,11 +382,12 @@ class Pipeline(StageModule):
         next one already.
         """
         is_news = isinstance(failure, (StageFailedError, StageLostError))  # that all have, or get
-        if self._outcome.meets_by_messages and isinstance(failure, RuntimeError) and not is_news:
-            if has_met and not self._executor.has_told:
+        if is_news or self._executor.step.failure is not None:
+            return
+        if self._outcome.meets_by_messages and isinstance(failure, RuntimeError):
+            if has_met:
                 self._outcome.abandon(failure)
-            if not self._executor.has_told:
-                self._executor.tell_end(failure)
+            self._executor.tell_end(failure)
 
     def _require_current(self, mode: tuple[bool, bool]) -> None:
         """Raise, on all ranks, where a stage would use a copy of what another changes; after the first step of a mode.

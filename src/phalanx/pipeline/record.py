@@ -29,9 +29,10 @@ class Record:
 
     def note(self, work: Work, executor: Executor, *, failed: bool = False) -> None:
         """Keep this rank's part of a step."""
-        self._schedule = executor.schedule
-        self._failed = executor.at if failed else None
-        self._failed_itself = failed and executor.failed_itself
+        step = executor.step
+        self._schedule = step.schedule
+        self._failed = step.at if failed else None
+        self._failed_itself = failed and step.failure is not None and step.failure.by_itself
         spans = [(done.action, done.turn, done.begin, done.end) for done in work.done]
         self._mine = (spans, {stage.index: self._layers(stage, spans) for stage in executor.stages.values()})
 

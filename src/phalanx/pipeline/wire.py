@@ -276,8 +276,7 @@ class Wire:
                 self._works[edge].append((number, work, part))
 
     def let_go(self, edge: Edge, micro_batches: int) -> None:
-        """Let go of what so many micro-batches sent, whose messages have been received. what they sent is needed no
-        more.
+        """Let go of what so many micro-batches sent, whose messages have been received.
 
         Some backends do not tell when a send is over unless somebody waits, and keep its memory until then.
         """

@@ -1,0 +1,98 @@
+"""How far this rank has come in a step, and how the step has failed here, if it has: states and their transitions.
+
+                          act                     wait_for
+    idle ──▶ begun ────────────▶ acting ◀──────────────────────▶ waiting        act again: the next action
+               │                   │ │                              │
+               │ refused           │ └── the last action is done    │ the awaited one is lost, or has failed
+               │                   │           │                    │
+               │                   │           ▼                    │
+               │                   │         done                   │
+               │                   │           │ a peer is lost     │
+               ▼                   ▼           ▼ where all meet     ▼
+               └──────────────▶  failed: all who may wait for this rank have been told
+
+`begin` leads from every state to begun, and `forget` to idle.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from phalanx.pipeline.schedule import Action, Schedule
+
+Phase = Literal["idle", "begun", "acting", "waiting", "done", "failed"]
+
+
+@dataclass(frozen=True)
+class StepFailure:
+    """How a step has failed on this rank."""
+
+    by_itself: bool
+    """Whether it was this rank's own action that failed, and not one that it waited for."""
+    leaves: bool
+    """Whether this rank can't meet the others: it was interrupted, or its group is broken."""
+
+
+class StepProgress:
+    """The present step of one rank, or its last one."""
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop what a step that failed has left."""
+        self._clear("idle")
+
+    def begin(self) -> None:
+        """Begin a step, in which nothing has failed yet."""
+        self._clear("begun")
+
+    def _clear(self, phase: Phase) -> None:
+        self.phase: Phase = phase
+        self.schedule: Schedule | None = None
+        self.at: Action | None = None
+        """What is done, or was when the step failed."""
+        self.turn = 0.0
+        """Since when it could have been done, in seconds of `time.perf_counter`."""
+        self.awaited: int | None = None
+        """The stage whose message is waited for, or was when the step failed."""
+        self.failure: StepFailure | None = None
+
+    def act(self, action: Action) -> None:
+        """Go on to an action, whose turn it is."""
+        assert self.phase in ("begun", "acting"), self.phase
+        self.phase, self.at, self.turn = "acting", action, time.perf_counter()
+
+    @contextlib.contextmanager
+    def wait_for(self, stage: int) -> Iterator[None]:
+        """Wait for a message of `stage` in the body."""
+        assert self.phase == "acting", self.phase
+        self.phase, self.awaited = "waiting", stage
+        yield
+        self.phase, self.awaited = "acting", None
+
+    @contextlib.contextmanager
+    def talk_to(self, stage: int) -> Iterator[None]:
+        """Do something in the body that waits for nobody, and fails at once where `stage` is known to be gone."""
+        try:
+            yield
+        except RuntimeError:
+            self.phase, self.awaited = "waiting", stage
+            raise
+
+    def end(self) -> None:
+        """Note that the last action is done."""
+        assert self.phase == "acting", self.phase
+        self.phase = "done"
+
+    def refuse(self) -> None:
+        """Note that it is no action that fails, but something before the first or behind the last one."""
+        self.at = self.awaited = self.schedule = None
+
+    def fail(self, failure: StepFailure) -> None:
+        """Note how the step has failed, and that those who may wait for this rank are being told."""
+        self.phase, self.failure = "failed", failure
