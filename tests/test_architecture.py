@@ -22,6 +22,7 @@ LAYERS = [
         "deadline",
         "descriptors",
         "host_addresses",
+        "loss_detection",
         "processes",
         "core_numbers",
         "dtypes",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 
-from phalanx.agent.elastic import BELOW_MINIMUM_EXIT_CODE, DYING_S, ENDING_S, SILENT_S, Elastic
+from phalanx.agent.elastic import BELOW_MINIMUM_EXIT_CODE, Elastic
 from phalanx.agent.elastic_actions import (
     Abandon,
     BeginGeneration,
@@ -20,6 +20,7 @@ from phalanx.agent.elastic_actions import (
 )
 from phalanx.agent.failure import Exit, Report
 from phalanx.agent.generation import HostSeats, Seating
+from phalanx.loss_detection import DYING_S, ENDING_S, SILENT_RANK_S
 
 KILLED = -signal.SIGKILL
 
@@ -253,7 +254,7 @@ def test_a_replacement_that_the_system_refuses_is_done_without() -> None:
 def test_when_all_have_left_their_group_and_nobody_died_the_same_ranks_form_it_again() -> None:
     elastic = job(2)
     assert say(elastic, 0, "lost", generation=0, step=3) == []
-    assert elastic.next_due == 1.0 + SILENT_S
+    assert elastic.next_due == 1.0 + SILENT_RANK_S
     actions = say(elastic, 1, "lost", generation=0, step=3)
     assert begun(actions).generation.parts[0].forked == ()
     assert begun(actions).generation.number == 1
@@ -264,7 +265,7 @@ def test_who_is_silent_when_the_others_have_given_up_on_it_is_replaced() -> None
     elastic = job(3)
     say(elastic, 0, "lost", generation=0, step=3)
     say(elastic, 2, "lost", generation=0, step=3)
-    (evict,) = elastic.on_time(1.0 + SILENT_S)
+    (evict,) = elastic.on_time(1.0 + SILENT_RANK_S)
     assert isinstance(evict, Evict)
     assert evict.seat == 1
     actions = lose(elastic, 1, now=12.0)
@@ -396,13 +397,13 @@ def test_who_was_spared_and_is_still_silent_is_killed_when_the_others_ask_again(
     elastic.on_started(0, 200)
     say(elastic, 0, "elastic", generation=1)
     say(elastic, 0, "lost", generation=1)
-    assert Continue(1) in elastic.on_time(1.0 + SILENT_S)  # it alone holds the state
+    assert Continue(1) in elastic.on_time(1.0 + SILENT_RANK_S)  # it alone holds the state
     assert elastic.next_due is None
     say(elastic, 0, "waiting", 20.0, generation=1)
-    (evict,) = elastic.on_time(20.0 + SILENT_S)
+    (evict,) = elastic.on_time(20.0 + SILENT_RANK_S)
     assert isinstance(evict, Evict)
     say(elastic, 0, "waiting", 31.0, generation=1)
-    assert elastic.next_due == 20.0 + SILENT_S + DYING_S
+    assert elastic.next_due == 20.0 + SILENT_RANK_S + DYING_S
 
 
 def test_a_replacement_that_comes_when_the_others_were_told_to_end_is_told_as_well() -> None:

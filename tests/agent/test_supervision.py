@@ -1,7 +1,8 @@
 import signal
 
 from phalanx.agent.failure import Exit, Report
-from phalanx.agent.supervision import SETTLE_S, Kill, Signal, Supervision, Tell
+from phalanx.agent.supervision import Kill, Signal, Supervision, Tell
+from phalanx.loss_detection import SETTLE_S
 
 
 def running(world_size: int = 3, grace_s: float = 10.0) -> Supervision:

@@ -64,7 +64,7 @@ def test_a_rank_waits_as_long_as_the_agent_says_so_and_hears_why_there_is_no_gen
 
 def test_an_agent_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is stopped, say: its ranks waited for ever."""
-    monkeypatch.setattr(channel, "_SILENT_AGENT_S", 0.2)
+    monkeypatch.setattr(channel, "SILENT_AGENT_S", 0.2)
     with agent() as (line, _), pytest.raises(DeadlineError) as raised:
         line.next_generation(4, 0.1)
     assert f"(pid {os.getpid()}), which begins the next one, has not answered within 0.2 s" in str(raised.value)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 import signal
 
-from phalanx.agent.elastic import BELOW_MINIMUM_EXIT_CODE, SILENT_S
+from phalanx.agent.elastic import BELOW_MINIMUM_EXIT_CODE
 from phalanx.agent.elastic_actions import BeginGeneration, DropHost, ElasticAction, PrepareHost, Say, SendToRank
 from phalanx.agent.failure import Exit
 from phalanx.agent.generation import Candidate, HostSeats, Limits, Seating
 from phalanx.launch.hosts.elastic_hosts import ElasticHosts
 from phalanx.launch.hosts.generation_message import generation_from_json, generation_to_json
+from phalanx.loss_detection import SILENT_RANK_S
 
 
 class Job:
@@ -220,7 +221,7 @@ def test_a_cut_that_nobody_died_of_gives_the_same_ranks_a_new_generation() -> No
     job.say(0, "lost", generation=0)
     job.say(1, "lost", generation=0)
     assert not job.has_begun
-    assert job.elastic.next_due == SILENT_S + 10.0  # its host may be cut off for so long
+    assert job.elastic.next_due == SILENT_RANK_S + 10.0  # its host may be cut off for so long
     job.say(2, "lost", generation=0)
     assert job.seats == [0, 1, 2]
     assert job.begun is not None

@@ -34,13 +34,11 @@ from phalanx.agent.elastic_actions import (
 from phalanx.agent.failure import Exit, Failure, Report, summarise
 from phalanx.agent.generation import Limits, Seating, plan_generation
 from phalanx.diagnostics.rank_list import name_ranks
+from phalanx.loss_detection import DYING_S, ENDING_S, SILENT_RANK_S
 
 BELOW_MINIMUM_EXIT_CODE = 75  # EX_TEMPFAIL: whoever scheduled the job may start it again
-ENDING_S = 5.0  # what a process may take to end after its exception, while the others wait
-DYING_S = 5.0  # what the kernel may take to end a process that was killed (a system call that cannot be interrupted)
 ALL_LEFT = "all ranks have left their group"
 _HAS_ENDED = "another rank has ended its training"
-SILENT_S = 10.0  # what a rank may keep the others waiting, which have given up on it
 _MAX_IN_VAIN = 20  # losses in a row, between which no step was completed
 _MAX_DISAGREED = 3  # times that ranks called different operations; once or twice it may come of a loss
 _MAX_ALIKE = 2  # times that the same exception is raised at the same step
@@ -399,7 +397,7 @@ class Elastic:
 
     def silence_s(self, seat: int) -> float:
         """For how long the process in a seat may keep the others waiting."""
-        return SILENT_S
+        return SILENT_RANK_S
 
     def plan_refills(self, living: frozenset[int]) -> dict[int, bool]:
         """By host: whether its empty seats get a new process."""

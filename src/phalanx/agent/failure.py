@@ -10,11 +10,11 @@ from math import isfinite
 
 from phalanx.diagnostics.rank_list import name_ranks
 from phalanx.inspect.stacks.dump import without_launcher
+from phalanx.loss_detection import SILENT_DEATH_LAG_S
 from phalanx.processes import name_signal
 
 # How much later than its cause a silent death (a signal, os._exit) may be seen: the kernel closes the dying rank's
 # sockets first, so peers can raise because of it before its parent hears of it.
-SILENT_LAG_S = 0.5
 
 _MAX_REPORT_BYTES = 100_000  # a report is one datagram; the default socket buffer takes about 200 kB
 _HOW_TO_DEBUG = (
@@ -137,7 +137,7 @@ def decide_failures(
         lost: by rank, of those whose host is gone.
         sent: when we first sent which signal to stop ranks: a death by one of them, later, is our doing.
 
-    In order of time, with three corrections. A silent death is dated back by `SILENT_LAG_S`; but SIGABRT is not,
+    In order of time, with three corrections. A silent death is dated back by `SILENT_DEATH_LAG_S`; but SIGABRT is not,
     because a library that aborts has often waited for its peers. A rank whose exception says that a peer was lost
     stands behind all that don't. What ends after we began to stop ranks stands behind what failed before, unless the
     kernel killed it for a fault of its own.
@@ -156,7 +156,7 @@ def decide_failures(
             early = end.at <= stopping_since
             stopped = not early and -end.status in sent
             fault = -end.status in _OUTSIDE_CAUSES and not stopped
-            lag = SILENT_LAG_S if early and end.status != -signal.SIGABRT else 0.0
+            lag = SILENT_DEATH_LAG_S if early and end.status != -signal.SIGABRT else 0.0
             placed.append(((0 if early or fault else 2, end.at - lag), Failure(rank, None, end, stopped)))
     return [failure for _, failure in sorted(placed, key=lambda pair: pair[0])]
 

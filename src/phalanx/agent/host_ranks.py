@@ -22,11 +22,11 @@ from phalanx.agent.rank_numbers import RankNumbers
 from phalanx.agent.rank_processes import RankProcesses
 from phalanx.agent.supervision import Supervision
 from phalanx.errors import LaunchError
+from phalanx.loss_detection import SWEEP_S
 from phalanx.processes import name_signal
 
 _MAX_REPORT_BYTES = 1 << 18
 _MAX_REPORTS = 256
-_SWEEP_LIMIT_S = 6.0  # a zygote that has not swept by then is killed: the agent sweeps
 _FORKS_AHEAD = 8  # ranks that the zygote was told to fork and has not: their descriptors are on their way
 _MAX_STILLBORN = 3
 
@@ -142,7 +142,7 @@ class HostRanks:
         """Have every process of the job on this host killed, once; return whether it was not asked for before."""
         if self._sweep_due is not None:
             return False
-        self._sweep_due = time.monotonic() + _SWEEP_LIMIT_S
+        self._sweep_due = time.monotonic() + SWEEP_S
         zygote, adopted = self._host.zygote, self._host.adopted
         if adopted.used:
             self._bury(list(adopted.sweep(zygote.pid)))

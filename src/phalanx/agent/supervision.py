@@ -17,10 +17,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from phalanx.agent.failure import Exit, Failure, Loss, Report, decide_failures
+from phalanx.loss_detection import HOST_LOSS_SETTLE_S, SETTLE_S
 from phalanx.processes import ENDING_SIGNALS
 
-SETTLE_S = 0.2
-LOSS_SETTLE_S = 3.0  # ranks look five times a second whether a host is lost, and then ask a store that may be gone, too
 _TELL_AFTER_S = (10.0, 60.0, 600.0, 3600.0)  # then every hour
 
 
@@ -132,7 +131,7 @@ class Supervision:
     def on_host_lost(self, ranks: Iterable[int], loss: Loss, now: float) -> list[Action]:
         """Nothing more will be heard of these ranks, which are all of a host."""
         self.lost.update({rank: loss for rank in ranks if rank not in self.exits and rank not in self.abandoned})
-        return self._settle(now, LOSS_SETTLE_S) if self.lost else []
+        return self._settle(now, HOST_LOSS_SETTLE_S) if self.lost else []
 
     def on_signal(self, signum: int, now: float) -> list[Action]:
         """Decide what follows when the agent received a signal: one that ends the job, or one to pass on."""

@@ -21,10 +21,10 @@ from phalanx.diagnostics.rank_list import name_ranks
 from phalanx.engines.engine import Engine
 from phalanx.engines.gloo import GlooEngine
 from phalanx.errors import PhalanxError
+from phalanx.loss_detection import LOOK_S
 from phalanx.transport.hierarchical.layout import Layout
 from phalanx.transport.options import Options
 
-_LOOK_EVERY_S = 0.2
 _SPARE_DESCRIPTORS = 64  # for what the process opens while the group connects
 _LONGEST_S = 1e8  # three years: "for ever", in a number of milliseconds that Gloo can hold
 
@@ -150,7 +150,7 @@ def _interruptible(connect: Callable[[], GlooEngine], check_others: Callable[[],
     try:
         while True:
             with contextlib.suppress(queue.Empty):
-                outcome = outcomes.get(timeout=_LOOK_EVERY_S)
+                outcome = outcomes.get(timeout=LOOK_S)
                 break
             check_others()
     except BaseException:

@@ -36,6 +36,7 @@ from phalanx.engines.gloo import local_address
 from phalanx.engines.interfaces import interface_addresses, is_public
 from phalanx.errors import DeadlineError, PeerLostError, PhalanxError
 from phalanx.log import get_logger, warn_once
+from phalanx.loss_detection import AFTER_BREAK_S
 from phalanx.symmetric_memory import memfd
 from phalanx.symmetric_memory.fd_server import FdAddress, FdServer, new_token
 from phalanx.symmetric_memory.liveness_pipe import why_unwatched
@@ -55,7 +56,6 @@ except ImportError:  # no compiler at installation, or no futex on this platform
     _core = None  # type: ignore[assignment]
 
 _logger = get_logger(__name__)
-_LAST_BREATH_S = 0.3  # a process that is killed closes its sockets a moment before it is gone
 _PAUSE_S = 0.01
 _NO_CORE = "the C core is not there (reinstall with a C compiler at hand)"
 
@@ -298,7 +298,7 @@ def _open_symmetric_memory(
     except PeerLostError:
         raise
     except (PhalanxError, OSError) as error:
-        patience = Deadline.after(_LAST_BREATH_S if rank != local_ranks[0] else 0.0)
+        patience = Deadline.after(AFTER_BREAK_S if rank != local_ranks[0] else 0.0)
         while not patience.passed:
             look_after([0])
             time.sleep(_PAUSE_S)

@@ -11,10 +11,16 @@ from collections.abc import Callable
 from phalanx.coordination.address import Address
 from phalanx.coordination.key_file import ask_for_key, find_key
 from phalanx.coordination.service import Service
+from phalanx.loss_detection import MEMBER_TIMEOUT_S
 
 
 def run_coordinator(
-    bind: str, key_file: str | None, *, job: str = "", lost_after_s: float = 10.0, say: Callable[[str], None]
+    bind: str,
+    key_file: str | None,
+    *,
+    job: str = "",
+    lost_after_s: float = MEMBER_TIMEOUT_S,
+    say: Callable[[str], None],
 ) -> None:
     """Serve at `bind` until Ctrl-C or SIGTERM.
 

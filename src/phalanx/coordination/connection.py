@@ -44,9 +44,9 @@ from phalanx.coordination.wire import (
 from phalanx.deadline import Deadline
 from phalanx.errors import AuthenticationError, ClosedError, CoordinationError, DeadlineError
 from phalanx.ipc.wakeup import Wakeup
+from phalanx.loss_detection import COORDINATOR_SILENT_S, MEMBER_TIMEOUT_S
 
 _LONGEST_POLL_S = 3.0  # then what was not answered is looked through
-_SILENCE_S = 30.0  # a coordinator that is asked answers sooner, also who waits for a key
 _MAX_CALLS = 400  # at a time; the coordinator remembers more answers than that
 _HANDSHAKES, _HANDSHAKES_S = 2, 1.0  # that must fail, and for so long, before we believe it is not by accident
 _DIAGNOSIS_S = 2.0
@@ -123,7 +123,7 @@ class Connection:
         self._wakeup: Wakeup | None = None
         self._inbox = EventInbox()
         self._beat_s = 1.0
-        self._lost_after_s = 10.0
+        self._lost_after_s = MEMBER_TIMEOUT_S
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
         self._is_silent = False
@@ -292,7 +292,7 @@ class Connection:
     def _late(self, deadline: Deadline, waits_for: Iterable[str]) -> DeadlineError:
         silent_s = time.monotonic() - self._heard_at
         keys = list(waits_for)
-        if keys and silent_s < _SILENCE_S and self._cut_at is None:
+        if keys and silent_s < COORDINATOR_SILENT_S and self._cut_at is None:
             shown = ", ".join(keys[:5]) + (f" and {len(keys) - 5} more" if len(keys) > 5 else "")
             return DeadlineError(f"wait timeout after {deadline.timeout_s * 1000:.0f}ms, keys: {shown}")
         return DeadlineError(

@@ -31,6 +31,7 @@ from phalanx.coordination.wire import (
     unpack_text,
 )
 from phalanx.diagnostics.printable import printable
+from phalanx.loss_detection import MEMBER_TIMEOUT_S
 
 MAX_WAITING_BYTES = 8 * OUTBOX_BYTES  # for one member, of events that nobody was asked about: who joined, who went
 MAX_SESSIONS = 1 << 16
@@ -53,7 +54,7 @@ _LONG = frozenset({Op.LIST_KEYS, Op.DELETE_PREFIX, Op.MEMBERS, Op.REPORTS})
 class Coordinator(PendingAnswers):
     """The state of one job."""
 
-    def __init__(self, *, job: str = "", lost_after_s: float = 10.0, max_bytes: int = 1 << 30) -> None:
+    def __init__(self, *, job: str = "", lost_after_s: float = MEMBER_TIMEOUT_S, max_bytes: int = 1 << 30) -> None:
         super().__init__(KeyValueStore(max_bytes))
         self.job = job
         self.epoch = os.urandom(8)  # that tells this coordinator from one that was here before

@@ -18,8 +18,9 @@ from phalanx.coordination.event import Event
 from phalanx.coordination.route import is_refused
 from phalanx.coordination.wire import Op, pack, pack_number
 from phalanx.errors import CoordinationError
+from phalanx.loss_detection import COORDINATOR_REFUSED_S
 
-_REFUSED_S, _REFUSED_EVERY_S, _PROBE_S = 1.0, 0.25, 0.3  # a port that refuses for so long has nobody behind it any more
+_REFUSED_EVERY_S, _PROBE_S = 0.25, 0.3
 
 
 class MemberConnection(Connection):
@@ -138,7 +139,7 @@ class MemberConnection(Connection):
         is_over = self.is_over()
         now = time.monotonic()
         self._refused_at = (self._refused_at or now) if is_over else None
-        if self._refused_at is not None and now - self._refused_at >= _REFUSED_S:
+        if self._refused_at is not None and now - self._refused_at >= COORDINATOR_REFUSED_S:
             with self._lock:
                 if self._socket is not None:
                     self._read()

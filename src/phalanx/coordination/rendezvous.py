@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from phalanx.loss_detection import HOST_TIMEOUT_S
+
 
 @dataclass(frozen=True)
 class Rendezvous:
@@ -28,7 +30,7 @@ class Rendezvous:
     key: str | None = None
     join_timeout_s: float = 600.0
     last_call_s: float = 30.0
-    host_timeout_s: float = 9.0
+    host_timeout_s: float = HOST_TIMEOUT_S
     local_addr: str = ""
     more_endpoints: tuple[str, ...] = ()
     is_local: bool = False

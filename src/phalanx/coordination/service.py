@@ -26,6 +26,7 @@ from phalanx.coordination.local_socket import BACKLOG, LocalSocket
 from phalanx.coordination.session import Answer, Relayed, Session
 from phalanx.coordination.wire import MAX_ENVELOPE_BYTES, MAX_FRAME_BYTES, Status, frames, pack
 from phalanx.errors import AuthenticationError, CoordinationError
+from phalanx.loss_detection import MEMBER_TIMEOUT_S
 
 _QUEUE_FRAMES = 32  # of a client that we have yet to read, or that has yet to read
 _ROUND_FRAMES, _ROUND_S = 256, 0.02  # read before answers are sent and others are heard: until the first of them
@@ -58,7 +59,7 @@ class Service:
         key: Key | None = None,
         *,
         job: str = "",
-        lost_after_s: float = 10.0,
+        lost_after_s: float = MEMBER_TIMEOUT_S,
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
         if bind is not None and key is None:

@@ -15,13 +15,13 @@ from phalanx.descriptors import wait_readable
 from phalanx.elastic.membership import GenerationNotice, JobEndedError, Loss, NoGenerationError
 from phalanx.errors import DeadlineError, PhalanxError
 from phalanx.ipc.agent import connect, split
+from phalanx.loss_detection import SILENT_AGENT_S
 
 _ENDS = ("end", "no generation")
 _WELCOME_S = 30.0
 _AGAIN_AFTER_S = 0.01
 _POLL_EVERY_S = 0.02  # how often a commit looks whether something has come
 _ASK_EVERY_S = 5.0  # whether there will be a generation
-_SILENT_AGENT_S = 60.0  # what an agent may take to answer, however short the operations of the group may be
 
 
 class AgentChannel:
@@ -130,7 +130,7 @@ class AgentChannel:
             DeadlineError: the agent does not answer.
             PhalanxError: the agent has ended.
         """
-        patience_s = max(timeout_s, _SILENT_AGENT_S)
+        patience_s = max(timeout_s, SILENT_AGENT_S)
         deadline = Deadline.after(patience_s)
         while True:
             self._receive(wait_s=0.0)

@@ -20,12 +20,11 @@ from phalanx.backend.shared import rehearses
 from phalanx.backend.torch_integration.groups import phalanx_group, store_of
 from phalanx.coordination.rank_info import host_identity
 from phalanx.errors import DeadlineError, MismatchError, PeerLostError
+from phalanx.loss_detection import LOOK_S, MAP_REDUCE_AFTER_BREAK_S
 from phalanx.symmetric_memory.watch import ProcessId
 from phalanx.transport.authentication import OVERHEAD_BYTES, PickleStream
 
-_LOOK_S = 0.2  # how often it is asked whether the others live
 _LONGEST_PAUSE_S = 0.02
-_MOURN_S = 5.0  # a connection breaks before its process is gone
 
 
 class Store(Protocol):
@@ -220,7 +219,7 @@ class Team:
         now = time.monotonic()
         if self.group is None or now < self._next_look:
             return
-        self._next_look = now + _LOOK_S
+        self._next_look = now + LOOK_S
         if ended := self.find_ended():
             raise PeerLostError(self._say_ended(ended), ranks=ended)
 
@@ -236,7 +235,7 @@ class Team:
         )
 
     def _lost(self, error: RuntimeError) -> PeerLostError:
-        until = time.monotonic() + _MOURN_S
+        until = time.monotonic() + MAP_REDUCE_AFTER_BREAK_S
         while not (ended := self.find_ended()) and time.monotonic() < until:
             time.sleep(_LONGEST_PAUSE_S)
         said = self._say_ended(ended) if ended else f"map_reduce: an operation of the group failed: {error}"

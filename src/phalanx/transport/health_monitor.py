@@ -11,8 +11,8 @@ from phalanx.diagnostics.failure_report import FailureReport
 from phalanx.diagnostics.failure_signals import FailureSignals
 from phalanx.diagnostics.failure_store import FailureStore
 from phalanx.diagnostics.flight_recorder import Position
+from phalanx.loss_detection import LOOK_S
 
-_EVERY_S = 0.2
 _JOIN_S = 2.0  # it may hang in a store whose host was cut off
 
 
@@ -104,7 +104,7 @@ class _Listener:
             self._thread.join(_JOIN_S)
 
     def _listen(self) -> None:
-        while not self._stop.wait(_EVERY_S):
+        while not self._stop.wait(LOOK_S):
             signals = self._signals.receive()
             for monitor in self._monitors:
                 monitor.look(signals)

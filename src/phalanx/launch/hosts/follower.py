@@ -24,7 +24,7 @@ from phalanx.agent.generation import Seating
 from phalanx.agent.host import Host
 from phalanx.agent.host_link import HostLink
 from phalanx.agent.plan import JobPlan
-from phalanx.agent.supervision import LOSS_SETTLE_S, Action, Kill, Signal, Supervision
+from phalanx.agent.supervision import Action, Kill, Signal, Supervision
 from phalanx.coordination.agent_file import LostHost, create_agent_file, describe_loss, tell_lost
 from phalanx.diagnostics.printable import printable
 from phalanx.diagnostics.rank_list import name_ranks
@@ -34,6 +34,7 @@ from phalanx.inspect.top.memory import MemoryReader
 from phalanx.launch.hosts.control_channel import Change, ControlChannel, ControlMessage, decode_lines, encode_lines
 from phalanx.launch.hosts.flights import logs_to_json
 from phalanx.launch.hosts.generation_message import generation_from_json
+from phalanx.loss_detection import HOST_LOSS_SETTLE_S
 from phalanx.output.display import Display
 from phalanx.processes import ENDING_SIGNALS
 
@@ -170,7 +171,7 @@ class FollowerSupervision(Supervision):
         self.abandoned_by = why
         if self.phase == "stopping":
             return self._stop(signal.SIGTERM, now)
-        return self._settle(now, LOSS_SETTLE_S)
+        return self._settle(now, HOST_LOSS_SETTLE_S)
 
 
 def tells_first_lost(change: Change) -> bool:

@@ -28,11 +28,11 @@ from phalanx.launch.hosts.flights import logs_from_json, merge_logs
 from phalanx.launch.hosts.generation_message import generation_to_json
 from phalanx.launch.hosts.node_plan import HostFacts, Node, describe_unfit, find_conflict, find_node
 from phalanx.launch.hosts.peer_hosts import PeerHosts, tell_start
+from phalanx.loss_detection import HOST_SWEEP_S
 from phalanx.output.line_prefix import find_template
 from phalanx.processes import ENDING_SIGNALS
 
 _STACKS_LIMIT_S = 6.0  # a rank that cannot answer is given up after a second
-_SWEEP_LIMIT_S = 15.0  # what a host may take to kill and tell, which is otherwise alive
 
 
 @dataclass
@@ -209,7 +209,7 @@ class LeaderLink(HostLink):
             for node in self._peers.present:
                 if node.facts.member not in self._swept_hosts:
                     self._lose(
-                        node.facts.member, f"it was told to end its ranks, and did not within {_SWEEP_LIMIT_S:g} s"
+                        node.facts.member, f"it was told to end its ranks, and did not within {HOST_SWEEP_S:g} s"
                     )
                     self._peers.channel.expel(node.facts.member)  # so that it hears that nobody counts on it
 
@@ -227,7 +227,7 @@ class LeaderLink(HostLink):
     def sweep(self) -> None:
         """Have every process of the job on other hosts killed."""
         if self._sweep_limit is None:
-            self._sweep_limit = time.monotonic() + _SWEEP_LIMIT_S
+            self._sweep_limit = time.monotonic() + HOST_SWEEP_S
         for node in self._peers.present:
             self._put(node, "sweep")
 

@@ -33,6 +33,7 @@ from phalanx.diagnostics.flight_recorder import Position
 from phalanx.engines.engine import DELIVERY_S, Pending
 from phalanx.engines.gloo import GlooEngine
 from phalanx.errors import DeadlineError
+from phalanx.loss_detection import AFTER_BREAK_S
 from phalanx.transport.background import WHOLE_BYTES, Background, look_at
 from phalanx.transport.base import CallContext
 from phalanx.transport.call import Call, Disagreement
@@ -40,7 +41,6 @@ from phalanx.transport.engine_session import EngineSession
 from phalanx.transport.health_monitor import HealthMonitor
 from phalanx.transport.tensors import flat
 
-_PATIENCE_S = 0.5  # in which a process that was killed is gone, or a rank that saw more has posted its report
 _PAUSE_S = 0.02
 _SOON_S = 0.01  # Gloo counts milliseconds, and may give up one early
 _LONGEST_S = 1e8  # three years: "for ever", in a number of milliseconds that Gloo can hold
@@ -257,7 +257,7 @@ class GlooSession(EngineSession):
             return FailureReport("mismatch", calls=cause.calls, is_collective=cause.is_collective)
         if deadline.left_s < _SOON_S:
             return self._explain_late(deadline.timeout_s, peer)
-        patience = Deadline.after(_PATIENCE_S)
+        patience = Deadline.after(AFTER_BREAK_S)
         while True:
             if report := self._failure_store.report() or self._find_lost(peer):
                 return report

@@ -17,6 +17,7 @@ from phalanx.diagnostics.failure_store import FailureStore
 from phalanx.diagnostics.flight_recorder import Position, read, read_position
 from phalanx.diagnostics.whereabouts import how_it_ended, late_ranks
 from phalanx.errors import ClosedError
+from phalanx.loss_detection import COLLECT_REPORT_S, REPORT_S
 from phalanx.processes import read_state
 from phalanx.symmetric_memory.memory import SymmetricMemory
 from phalanx.transport.base import CallContext
@@ -25,8 +26,6 @@ from phalanx.transport.hierarchical.layout import Layout
 from phalanx.transport.hierarchical.rails import ConnectionBroken
 
 # How long a broken connection waits for somebody who saw the cause: the dead rank's neighbours notice within 50 ms.
-_PATIENCE_S = 0.4
-_COLLECT_PATIENCE_S = 1.5
 _SOON_S = 0.01  # an engine counts milliseconds, and may give up one early
 
 
@@ -72,16 +71,16 @@ class Reports(ABC):
     def _explain(self, cause: Exception, ctx: CallContext, deadline: Deadline, peer: int | None) -> FailureReport:
         """Return what this rank makes of `cause`, unless a rank that knows more posts its report first."""
         if isinstance(cause, LocalFailure) and cause.status == MISMATCH:  # their leader asks, and tells
-            known = self._reported_by_others(deadline.left_s + _COLLECT_PATIENCE_S)
+            known = self._reported_by_others(deadline.left_s + COLLECT_REPORT_S)
             return known or FailureReport("mismatch", calls=self._called_here())
         if isinstance(cause, Disagreement):
-            known = self._reported_by_others(_PATIENCE_S if not cause.complete else 0.0)
+            known = self._reported_by_others(REPORT_S if not cause.complete else 0.0)
             return known or FailureReport("mismatch", calls=cause.calls)
         if isinstance(cause, ConnectionBroken):
             if deadline.left_s < _SOON_S:
                 return self._late(ctx.timeout_s, peer)
             return (
-                self._reported_by_others(_PATIENCE_S)
+                self._reported_by_others(REPORT_S)
                 or self._server_lost(ctx.timeout_s, deadline)
                 or self._lost(cause.peer, "its connection closed without a word (killed, crashed, or cut off)", peer)
             )
@@ -95,7 +94,7 @@ class Reports(ABC):
                 silence = self._server_lost(ctx.timeout_s, deadline)
                 return silence or self._lost(self.layout.local_ranks[local], how_it_ended(self.symm_mem, local), peer)
         return (
-            self._reported_by_others(_PATIENCE_S)
+            self._reported_by_others(REPORT_S)
             or self._server_lost(ctx.timeout_s, deadline)
             or FailureReport("internal", reason=f"the core answered {cause.status}")
         )
@@ -121,7 +120,7 @@ class Reports(ABC):
     def _reported_by_others(self, patience_s: float) -> FailureReport | None:
         report = self._failure_store.await_report(patience_s)
         if report is None and self._failure_store.wants_positions():
-            return self._failure_store.await_report(_COLLECT_PATIENCE_S)
+            return self._failure_store.await_report(COLLECT_REPORT_S)
         return report
 
     def _called_here(self) -> dict[int, RankCall]:

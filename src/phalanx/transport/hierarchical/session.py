@@ -35,6 +35,7 @@ from phalanx.diagnostics.flight_recorder import Position, Record
 from phalanx.engines.engine import DELIVERY_S, Engine
 from phalanx.errors import DeadlineError, PhalanxError
 from phalanx.log import get_logger
+from phalanx.loss_detection import LOOK_S
 from phalanx.symmetric_memory.memory import SymmetricMemory
 from phalanx.transport.background import Background
 from phalanx.transport.base import CallContext
@@ -49,7 +50,6 @@ from phalanx.transport.options import Options
 from phalanx.transport.shared_memory import SharedMemoryTransport
 
 _logger = get_logger(__name__)
-_LOOK_EVERY_S = 0.2  # whether the group is over, while another thread's collective is waited for
 _KINDS = {name: kind for kind, name in KIND_NAMES.items()}
 
 
@@ -283,7 +283,7 @@ class HierarchicalSession(Reports):
         while True:
             if self._report is not None:
                 raise self._report.error(Operation(call.name, self.group, self.rank, call_site=call.place))
-            if self.lock.acquire(timeout=min(max(deadline.left_s, 0.0), _LOOK_EVERY_S)):
+            if self.lock.acquire(timeout=min(max(deadline.left_s, 0.0), LOOK_S)):
                 return
             if deadline.passed:
                 break

@@ -1,0 +1,55 @@
+"""How a lost or a silent process is noticed: by which signal, after how long, and what is concluded from it.
+
+On one host the kernel tells, so nothing is guessed; between hosts, and of processes that live, only silence does.
+
+    what is seen                            by whom                        after                  verdict
+    -------------------------------------   ----------------------------   --------------------   --------------------
+    its pidfd or its socket says so         ranks, RPC, the zygote         at once                lost
+    its connection breaks                   ranks of Gloo, map_reduce      AFTER_BREAK_S          lost, if it has ended
+    nothing, while one waits in a call      every group                    LOOK_S                 what others reported
+    a report of what another rank saw       groups over several hosts      REPORT_S               as it says
+    no heartbeat of a host                  the coordinator, its members   HOST_TIMEOUT_S         lost, and told so
+    no answer of the coordinator            its members                    COORDINATOR_SILENT_S   unreachable
+    no TCP acknowledgement of RPC's pulse   a worker of another host       RPC_PULSE_LOST_S       lost
+    acknowledgements, but no heartbeat      the same                       RPC_SILENT_S           lost
+    a rank has raised, and does not end     the agent                      ENDING_S               killed
+    a rank was killed, and does not end     the agent                      DYING_S                taken for ended
+    all but one gave up on their group      the agent of an elastic job    SILENT_RANK_S          that one is killed
+    no answer of the agent                  an elastic rank                SILENT_AGENT_S         the job is over
+    the zygote does not sweep               the agent                      SWEEP_S                killed
+    a host does not sweep                   the first host                 HOST_SWEEP_S           lost
+    a rank keeps others waiting             the agent                      --evict-after          killed
+
+How a loss is told: on one host by a word in the group's memory that every wait looks at; between hosts by a report in
+the job's store, and by agents to their ranks (`phalanx.coordination.agent_file`).
+"""
+
+from __future__ import annotations
+
+LOOK_S = 0.2  # how often one who waits asks whether the group is over
+
+AFTER_BREAK_S = 0.5  # in which a process that was killed is gone, or a rank that saw more has posted its report
+MAP_REDUCE_AFTER_BREAK_S = 5.0  # the same where the rest of the work depends on who it was
+
+REPORT_S = 0.4
+COLLECT_REPORT_S = 1.5
+
+HOST_TIMEOUT_S = 9.0  # of an agent; --host-timeout
+MEMBER_TIMEOUT_S = 10.0  # of a coordinator without a job
+COORDINATOR_SILENT_S = 30.0  # a coordinator that is asked answers sooner, also who waits for a key
+COORDINATOR_REFUSED_S = 1.0  # a port that refuses for so long has nobody behind it any more
+
+RPC_PULSE_S = 0.2
+RPC_PULSE_LOST_S = 0.7
+RPC_SILENT_S = 30.0
+RPC_LAST_ANSWERS_S = 0.1  # after the pulse: if the process has ended, the other connection ends behind its answers
+
+SETTLE_S = 0.2  # in which other ranks can say what they saw before they are stopped
+HOST_LOSS_SETTLE_S = 3.0  # ranks look every LOOK_S whether a host is lost, and then ask a store that may be gone, too
+SILENT_DEATH_LAG_S = 0.5  # a death without a word is dated back by so much
+ENDING_S = 5.0  # what a process may take to end after its exception, while the others wait
+DYING_S = 5.0  # what the kernel may take to end a process that was killed (a system call that cannot be interrupted)
+SILENT_RANK_S = 10.0  # what a rank may keep the others waiting, which have given up on it
+SILENT_AGENT_S = 60.0  # what an agent may take to answer, however short the operations of the group may be
+SWEEP_S = 6.0  # a zygote that has not swept by then is killed: the agent sweeps
+HOST_SWEEP_S = 15.0  # what a host may take to kill and tell, which is otherwise alive
