@@ -10,8 +10,8 @@ One thread owns all sockets; who sends hands it the frames, and tensors go out f
 key gets in, on either side. Who is lost does not come again under the same uid. When is a worker lost?
 
     its process has ended       its kernel closes the connection: at once
-    its host does not answer    its kernel has acknowledged no heartbeat for `LOST_S`
-    its process is silent       but its kernel does acknowledge: it is stopped, or its machine is busy. For `SILENT_S`.
+    its host does not answer    its kernel has acknowledged no heartbeat for `RPC_PULSE_LOST_S`
+    its process is silent       but its kernel does acknowledge: it is stopped, or busy. For `RPC_SILENT_S`.
 
 The pulse has a connection of its own: what the kernel waits for there (TCP_USER_TIMEOUT) it also waits for when a busy
 process does not take in a large tensor.
@@ -34,14 +34,11 @@ from phalanx.coordination.key import Key
 from phalanx.errors import PhalanxError
 from phalanx.ipc.wakeup import Wakeup
 from phalanx.log import get_logger
+from phalanx.loss_detection import RPC_LAST_ANSWERS_S, RPC_PULSE_LOST_S, RPC_PULSE_S, RPC_SILENT_S
 from phalanx.rpc import wire
 from phalanx.rpc.wire import BUFFER, HEAD, Frame
 from phalanx.rpc.worker_info import WorkerAddress
 
-LOST_S = 0.7
-SILENT_S = 30.0
-_BEAT_S = 0.2
-_GRACE_S = 0.1  # after the pulse has ended: if the process has, the other connection ends as well, behind its answers
 _CONNECT_S = 20.0
 _LINGER_S = 1.0
 _PIECE_BYTES = 1 << 18  # in which parts travel
@@ -58,7 +55,8 @@ _EVENTS = (
 _BROKE = "its connection broke: its process has ended, or its host does not answer any more."
 _logger = get_logger(__name__)
 
-Arrive = Callable[[Any, Frame | None], None]
+Arrive = Callable[[Any, Frame], None]
+Lost = Callable[[WorkerAddress, str], None]
 Welcome = Callable[[WorkerAddress], None]
 
 
@@ -70,7 +68,6 @@ class NetworkConnection:
     def __init__(self, network: Network, peer: WorkerAddress, identity: bytes = b"") -> None:
         self.peer = peer
         self.identity = identity
-        self.why = ""  # it was lost
         self._network = network
 
     def send(self, kind: int, call: int, data: Any, extras: Any = b"", buffers: Sequence[Any] = ()) -> None:
@@ -88,13 +85,15 @@ class NetworkConnection:
 class Network:
     """The sockets of one worker, at `address`.
 
-    `arrive(connection, frame)` is told what comes in, and None at its end; `welcome(member)` who has connected.
+    `arrive(connection, frame)` is told what comes in, `lost(member, why)` who has gone, `welcome(member)` who has
+    connected.
     """
 
-    def __init__(self, address: str, key: Key, me: WorkerAddress, arrive: Arrive, welcome: Welcome) -> None:
+    def __init__(self, address: str, key: Key, me: WorkerAddress, arrive: Arrive, lost: Lost, welcome: Welcome) -> None:
         self._key = key
         self.me = me  # as it introduces itself
         self._arrive = arrive
+        self._lost = lost
         self._welcome = welcome
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._complaints = Complaints(lambda line: _logger.warning("rpc: %s", line))
@@ -127,7 +126,7 @@ class Network:
         made.sndhwm = made.rcvhwm = 0  # calls under way are bounded, and so is what is sent
         made.ipv6 = True
         made.handshake_ivl = int(_CONNECT_S * 1000)  # of one that connects
-        made.heartbeat_ivl = made.heartbeat_timeout = int(SILENT_S * 500)
+        made.heartbeat_ivl = made.heartbeat_timeout = int(RPC_SILENT_S * 500)
         return made
 
     def connect(self, to: WorkerAddress) -> NetworkConnection:
@@ -154,7 +153,8 @@ class Network:
         while not self._closed:
             self._send_posted(poller)
             self._sleeps = True
-            ready: dict[Any, int] = {} if self._posted else dict(poller.poll(int(_GRACE_S * 1000) if dying else 1000))
+            limit_ms = int(RPC_LAST_ANSWERS_S * 1000) if dying else 1000
+            ready: dict[Any, int] = {} if self._posted else dict(poller.poll(limit_ms))
             self._sleeps = False
             if self._wakeup.fileno() in ready:
                 self._wakeup.drain()
@@ -166,7 +166,7 @@ class Network:
                 if dealer.socket in ready:
                     self._read_dealer(dealer)
                 if dealer.pulse.monitor in ready and dealer.pulse.has_ended():
-                    dying.setdefault(dealer, time.monotonic() + _GRACE_S)
+                    dying.setdefault(dealer, time.monotonic() + RPC_LAST_ANSWERS_S)
                 if dealer.monitor in ready:
                     self._read_monitor(dealer, poller)
             for dealer in [one for one, until in dying.items() if until < time.monotonic()]:
@@ -270,8 +270,7 @@ class Network:
             return
         self._read_dealer(dealer)  # what it answered before
         self._drop(dealer, poller)
-        dealer.connection.why = why
-        self._arrive(dealer.connection, None)
+        self._lost(dealer.connection.peer, why)
 
     def _drop(self, dealer: _Dealer, poller: zmq.Poller) -> None:
         uid = dealer.connection.peer.uid
@@ -307,15 +306,15 @@ class _Dealer:
 
 
 class _Pulse:
-    """A connection to one worker for heartbeats alone; it breaks when its host acknowledges none for `LOST_S`."""
+    """A connection to one worker for heartbeats alone. It breaks when its host acknowledges none for some time."""
 
     def __init__(self, made: zmq.Socket[bytes], key: Key, address: str) -> None:
         self.socket = made
         self._was_in = self._has_ended = False
         _introduce(made, key)
-        made.heartbeat_ivl = int(_BEAT_S * 1000)
-        made.heartbeat_timeout = int(SILENT_S * 1000)
-        made.tcp_maxrt = int(LOST_S * 1000)
+        made.heartbeat_ivl = int(RPC_PULSE_S * 1000)
+        made.heartbeat_timeout = int(RPC_SILENT_S * 1000)
+        made.tcp_maxrt = int(RPC_PULSE_LOST_S * 1000)
         self.monitor = made.get_monitor_socket(_EVENTS)
         made.connect(f"tcp://{address}")
 

@@ -27,11 +27,11 @@ from phalanx.log import get_logger
 from phalanx.rpc import remote_error, wire
 from phalanx.rpc.agent import interrupts
 from phalanx.rpc.agent.calls import Call, Callee, count, describe_timeout
-from phalanx.rpc.agent.connections import Connections, LostConnection
+from phalanx.rpc.agent.connections import Connections
 from phalanx.rpc.agent.reading import Answer
 from phalanx.rpc.agent.request import Request
 from phalanx.rpc.agent.retries import Retries
-from phalanx.rpc.agent.serving import Lead, Serving
+from phalanx.rpc.agent.serving import Lead, Serving, Task
 from phalanx.rpc.agent.threads import Threads
 from phalanx.rpc.call_hook import call_hook
 from phalanx.rpc.membership import Membership
@@ -50,18 +50,6 @@ _NO_EXTRAS = (None, None, None)
 _TICK_S = 1.0  # of the clock, while calls are under way
 _CONNECT_S = 30.0
 _LAST_S = 5.0  # for what the end of this worker runs of the user's
-
-_OPEN = object()  # in the place of a connection: from here on we carry out calls
-
-
-class _Work:
-    """In the place of a connection: work that may run the user's callbacks. They may block, which a leader may."""
-
-    __slots__ = ("run",)
-
-    def __init__(self, run: Callable[[], None]) -> None:
-        self.run = run
-
 
 Control = Callable[[WorkerAddress, Any], Any]
 
@@ -82,7 +70,7 @@ class Agent:
         self.on_lost: list[Callable[[WorkerAddress], None]] = []
         self.on_close: list[Callable[[], None]] = []
         self.serving = Serving(options.num_worker_threads, self._handle, self.flush, self._tick)
-        self.connections = Connections(name, number, host, options, self.serving, self._take_back)
+        self.connections = Connections(name, number, host, options, self.serving, self._take_back, self._lose)
         self.me = self.connections.me
         self.peers = self.connections.peers
         self.peer = self.connections.peer
@@ -97,7 +85,7 @@ class Agent:
         self._is_over = False  # nobody leads any more
         self._last: list[threading.Thread] = []
         self._is_open = False
-        self._early: deque[tuple[Any, Frame | None]] = deque()
+        self._early: deque[tuple[Any, Frame]] = deque()
         self._dirty: deque[Any] = deque()
         self.controls["goodbye"] = self._hear_goodbye
 
@@ -109,8 +97,7 @@ class Agent:
 
     def open_for_calls(self) -> None:
         """From here on carry out what others ask, and first what they have asked too early: `current` knows us now."""
-        self.serving.incoming.append((_OPEN, None))
-        self.serving.wake()
+        self.serving.put(Task(self._open))
 
     # -- calling -------------------------------------------------------------------------------------------------------
 
@@ -262,32 +249,22 @@ class Agent:
 
     # -- what comes in -------------------------------------------------------------------------------------------------
 
-    def _handle(self, item: tuple[Any, Frame | None], lead: Lead) -> None:
-        """Of the leader: a frame has come."""
-        connection, frame = item
-        if not self._is_open:
-            if connection is _OPEN:
-                self._is_open = True
-                while self._early:  # in the order in which it came, and before all that follows
-                    self._handle(self._early.popleft(), lead)
-                return
-            if frame is not None and frame.kind not in (wire.REPLY, wire.ERROR):
-                self._early.append(item)
-                return
-        if frame is None:
-            lead.busy_since = time.monotonic()
-            if isinstance(connection, _Work):
-                connection.run()
-            elif isinstance(connection, LostConnection):
-                self._lose(connection.peer)
-            else:
-                self.connections.lose(connection.peer, connection.why)
-            return
+    def _open(self, lead: Lead) -> None:
+        """Take what has come too early, in the order in which it came, and before all that follows."""
+        self._is_open = True
+        while self._early:
+            self._handle(*self._early.popleft(), lead)
+
+    def _handle(self, connection: Any, frame: Frame, lead: Lead) -> None:
+        """Take a frame that has come, in the thread that leads."""
         kind = frame.kind
+        if not self._is_open and kind not in (wire.REPLY, wire.ERROR):
+            self._early.append((connection, frame))
+            return
         if kind == wire.REQUEST or kind == wire.REMOTE:
             self.serving.requests.append(Request(self, connection, frame))
         elif kind == wire.REPLY or kind == wire.ERROR:
-            lead.busy_since = time.monotonic()
+            lead.enter_user_code()
             self._complete(connection, frame, self._take_call(connection, frame), here=True)
         elif kind == wire.ORDER:
             self._take_order(connection, frame)
@@ -297,7 +274,7 @@ class Agent:
             self._take_fetch(connection, frame)
 
     def _take_back(self, connection: Any, frame: Frame, call: Call | None) -> None:
-        """Of a thread that reads what it waits for, and hands out this answer of `call`."""
+        """Take an answer of `call` in a thread that reads what it waits for, and has read this one, too."""
         if frame.kind == wire.ORDER:
             self._take_order(connection, frame)
         else:
@@ -309,7 +286,7 @@ class Agent:
         return peer.take(frame.call) if peer is not None else None
 
     def _complete(self, connection: Any, frame: Frame, call: Call | None, *, here: bool = False) -> None:
-        """Of any thread; the user's callbacks run in it only if it is said to be right: `here`."""
+        """Answer a call, in any thread; the user's callbacks run in it only if that is said to be right: `here`."""
         if call is None:  # it came too late; but references in it are ours now, and go
             if frame.extras:
                 self._drop_forks(frame)
@@ -462,7 +439,7 @@ class Agent:
         self.connections.lose_after_reading(member, str(why))
 
     def _lose(self, peer: Callee) -> None:
-        """Of the leader: a worker is gone. What it held is let go, and its calls fail, one after the other."""
+        """Let go of what a worker held that is gone, and fail the calls to it, one after the other."""
         for hear in list(self.on_lost):
             hear(peer.member)
         for call in peer.take_all():
@@ -470,8 +447,12 @@ class Agent:
 
     def run_later(self, work: Callable[[], None]) -> None:
         """Let the leader do something that may run callbacks of the user; it must not raise."""
-        self.serving.incoming.append((_Work(work), None))
-        self.serving.wake()
+
+        def run(lead: Lead) -> None:
+            lead.enter_user_code()
+            work()
+
+        self.serving.put(Task(run, at_end=partial(self._run_last, work)))
         if self._is_over:
             self._hand_out_last()
 
@@ -523,22 +504,22 @@ class Agent:
         self.connections.abandon()
 
     def _hand_out_last(self) -> None:
-        """Take what comes in when nobody leads any more: answers, and calls that are to fail. answers, and calls that
-        are to fail.
+        """Take what comes in when nobody leads any more: answers, and calls that are to fail.
 
         What may run code of the user's does so in a thread of its own: it may wait for one of the other calls.
         """
         incoming = self.serving.incoming
         while incoming:
             try:
-                connection, frame = incoming.popleft()
+                item = incoming.popleft()
             except IndexError:  # another thread was faster
                 return
-            if isinstance(connection, _Work):
-                self._run_last(connection.run)
-            elif isinstance(connection, LostConnection):
-                self._lose(connection.peer)
-            elif frame is not None and frame.kind in (wire.REPLY, wire.ERROR):
+            if isinstance(item, Task):
+                if item.at_end is not None:
+                    item.at_end()
+                continue
+            connection, frame = item
+            if frame.kind in (wire.REPLY, wire.ERROR):
                 call = self._take_call(connection, frame)
                 self._run_last(partial(self._complete, connection, frame, call, here=True))
 

@@ -14,7 +14,7 @@ import select
 import socket
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from phalanx.coordination.key import Key
@@ -23,7 +23,7 @@ from phalanx.errors import PeerLostError, PhalanxError
 from phalanx.log import get_logger
 from phalanx.rpc.agent.calls import Callee
 from phalanx.rpc.agent.reading import Reading
-from phalanx.rpc.agent.serving import Serving
+from phalanx.rpc.agent.serving import Lead, Serving, Task
 from phalanx.rpc.membership import Membership
 from phalanx.rpc.network import Network
 from phalanx.rpc.options import RpcBackendOptions
@@ -50,10 +50,13 @@ class Connections:
         options: RpcBackendOptions,
         serving: Serving,
         take_answer: Callable[[Any, Frame, Any], Any],
+        on_lost: Callable[[Callee], None],
     ) -> None:
+        """`take_answer` hands out an answer in the thread that reads for it; the leader calls `on_lost`."""
         self._options = options
         self._serving = serving
         self._take_answer = take_answer
+        self._on_lost = on_lost
         self.lender = Lender()
         self.listener = Listener(self._welcome, serving)
         self.me = WorkerAddress.of_self(name, number, host, local=self.listener.address)
@@ -163,8 +166,7 @@ class Connections:
             self._releasing.popleft().flush()
 
     def _from_self(self, frame: Frame) -> None:
-        self._serving.incoming.append((self._to_self, frame))
-        self._serving.wake()
+        self._serving.put((self._to_self, frame))
 
     # -- the end of others ---------------------------------------------------------------------------------------------
 
@@ -201,12 +203,14 @@ class Connections:
             poll.register(connection.socket, select.POLLIN)
             while poll.poll(0) and (frames := _read_frames(connection)) is not None:
                 self._serving.incoming.extend((connection, frame) for frame in frames)
-        self._serving.incoming.append((Gone(member, why), None))
+        self._serving.incoming.append(Task(lambda lead: self._lose_now(member, why, lead)))
+
+    def _lose_now(self, member: WorkerAddress, why: str, lead: Lead) -> None:
+        lead.enter_user_code()
+        self.lose(member, why)
 
     def lose(self, member: WorkerAddress, why: str) -> None:
-        """Take out a worker that is gone; the leader tells who wants to know (`LostConnection`): this thread may hold
-        what they want.
-        """
+        """Take out a worker that is gone; the leader tells who wants to know: this thread may hold what they want."""
         peer = self.peer(member)
         if peer.lost or member.uid == self.me.uid:
             return
@@ -214,21 +218,28 @@ class Connections:
         peer.connection = peer.calls_us = None
         if not self._closed:
             self.membership.forget(member)
-        self._serving.incoming.append((LostConnection(peer), None))  # first: `close` finds its calls here, or there
+        tell = Task(lambda lead: self._tell_lost(peer, lead), at_end=lambda: self._on_lost(peer))
+        self._serving.incoming.append(tell)  # first: `close` finds its calls here, or there
         self.peers.pop(member.uid, None)
         self._serving.wake()
+
+    def _tell_lost(self, peer: Callee, lead: Lead) -> None:
+        lead.enter_user_code()
+        self._on_lost(peer)
 
     # -- workers of other hosts ----------------------------------------------------------------------------------------
 
     def open_network(self, address: str, key: Key) -> None:
         """Let workers of other hosts in, who know the key; `me` says where from now on."""
-        self.network = Network(address, key, self.me, self._arrive, self._hear_hello)
+        self.network = Network(address, key, self.me, self._arrive, self._lose_network_peer, self._hear_hello)
         self.me = replace(self.me, network=self.network.address)
         self.network.me = self.me
 
-    def _arrive(self, connection: Any, frame: Frame | None) -> None:
-        self._serving.incoming.append((connection, frame))
-        self._serving.wake()
+    def _arrive(self, connection: Any, frame: Frame) -> None:
+        self._serving.put((connection, frame))
+
+    def _lose_network_peer(self, member: WorkerAddress, why: str) -> None:
+        self._serving.put(Task(lambda lead: self._lose_now(member, why, lead)))
 
     def _hear_hello(self, member: WorkerAddress) -> None:
         """Connect to a worker of another host that has connected, and so hear of its end."""
@@ -260,21 +271,6 @@ class Connections:
             watch.release(member.process)
         self._watched = {}
         self.lender.close()
-
-
-@dataclass(frozen=True)
-class Gone:
-    """In the place of a connection: there is none any more, and why."""
-
-    peer: WorkerAddress
-    why: str
-
-
-@dataclass(frozen=True)
-class LostConnection:
-    """In the place of a connection: the calls to this worker are to fail."""
-
-    peer: Callee
 
 
 class _ReadyConnection:

@@ -26,6 +26,7 @@ from typing import Any, Protocol
 
 from phalanx.ipc.wakeup import Wakeup
 from phalanx.rpc.agent.ready import wait_ready
+from phalanx.rpc.wire import Frame
 
 SHORT_S = 300e-6  # a function that takes longer is run beside the leader
 LATE_S = 5e-3  # in user code: then another thread takes the lead
@@ -85,6 +86,21 @@ class Lead:
 
     busy_since: float = 0.0
 
+    def enter_user_code(self) -> None:
+        """Note that what this thread does now may run code of the user's, which may block."""
+        self.busy_since = time.monotonic()
+
+
+@dataclass(frozen=True, eq=False)
+class Task:
+    """Something for the leader to do when its turn among the frames that come in has come.
+
+    `at_end` is done instead when nobody leads any more; without it nothing is done then. Neither may raise.
+    """
+
+    run: Callable[[Lead], None]
+    at_end: Callable[[], None] | None = None
+
 
 @dataclass(eq=False)
 class _Seat:
@@ -97,8 +113,9 @@ class _Seat:
 class Serving:
     """The threads of one agent.
 
-    What comes in goes into `incoming`, of which the leader gives one after the other to `handle`: that hands out
-    answers, which may run the user's callbacks (it says so in `Lead.busy_since`), and puts calls into `requests`.
+    What comes in goes into `incoming`: frames with the connection on which they came, and tasks. The leader takes one
+    after the other, and gives frames to `handle`: that hands out answers, which may run the user's callbacks (it tells
+    that to the `Lead`), and puts calls into `requests`.
     `flush` sends what was put aside; `tick(now)` is called by the clock when it is due, and returns when it wants to be
     called next. Neither `handle` nor `tick` may raise.
     """
@@ -106,7 +123,7 @@ class Serving:
     def __init__(
         self,
         num_threads: int,
-        handle: Callable[[Any, Lead], None],
+        handle: Callable[[Any, Frame, Lead], None],
         flush: Callable[[], None],
         tick: Callable[[float], float],
     ) -> None:
@@ -116,7 +133,7 @@ class Serving:
         self._tick = tick
         self._poll = select.epoll()
         self._readable: dict[int, Readable] = {}
-        self.incoming: deque[Any] = deque()
+        self.incoming: deque[tuple[Any, Frame] | Task] = deque()
         self.requests: deque[Request] = deque()
         self.muted: dict[Relieved, None] = {}  # connections that other threads read
         self._spin = Spin()
@@ -204,6 +221,11 @@ class Serving:
         """How many functions run."""
         return self._running
 
+    def put(self, item: tuple[Any, Frame] | Task) -> None:
+        """Let the leader take this when all has been taken that came before it."""
+        self.incoming.append(item)
+        self.wake()
+
     # -- the threads ---------------------------------------------------------------------------------------------------
 
     def _start_thread(self, what: str, body: Callable[..., None], *args: Any) -> None:
@@ -249,7 +271,11 @@ class Serving:
         self._inside.lead = lead
         while self._leader is lead and not self._closed:
             while incoming and self._leader is lead:
-                handle(incoming.popleft(), lead)
+                item = incoming.popleft()
+                if isinstance(item, Task):
+                    item.run(lead)
+                else:
+                    handle(*item, lead)
                 lead.busy_since = 0.0
             while requests and self._leader is lead and self._run_one(lead):
                 lead.busy_since = 0.0
