@@ -214,7 +214,7 @@ def test_a_rank_that_ends_between_the_bootstrap_and_the_memory_is_named_at_once(
 
     def check(rank, world_size):
         if rank == victim:
-            monkeypatch.setattr(create, "_open_symmetric_memory", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+            monkeypatch.setattr(create, "open_symmetric_memory", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
         with pytest.raises(PeerLostError) as caught:
             start(tmp_path / "store", rank, world_size)
         return caught.value.ranks, str(caught.value)

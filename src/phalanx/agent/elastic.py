@@ -15,7 +15,7 @@ seat of the one that it replaces, and a process number of its own.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from phalanx.agent.elastic_actions import (
@@ -31,35 +31,16 @@ from phalanx.agent.elastic_actions import (
     SendToRank,
     TellGeneration,
 )
+from phalanx.agent.elastic_rank import ElasticRank
 from phalanx.agent.failure import Exit, Failure, Report, summarise
 from phalanx.agent.generation import Limits, Seating, plan_generation
+from phalanx.agent.repetition import Repetition
 from phalanx.diagnostics.rank_list import name_ranks
 from phalanx.loss_detection import DYING_S, ENDING_S, SILENT_RANK_S
 
 BELOW_MINIMUM_EXIT_CODE = 75  # EX_TEMPFAIL: whoever scheduled the job may start it again
 ALL_LEFT = "all ranks have left their group"
 _HAS_ENDED = "another rank has ended its training"
-_MAX_IN_VAIN = 20  # losses in a row, between which no step was completed
-_MAX_DISAGREED = 3  # times that ranks called different operations; once or twice it may come of a loss
-_MAX_ALIKE = 2  # times that the same exception is raised at the same step
-
-
-@dataclass
-class ElasticRank:
-    """A process in a seat. `holds_state`: others can go on from it. `generation` is the latest it has regrouped in."""
-
-    seat: int
-    pid: int
-    joined: bool = False
-    holds_state: bool = False
-    outlives: bool = False  # its zygote
-    generation: int = 0
-    step: int = -1
-    min_ranks: int = 1
-    wait_s: float = 0.0
-    has_lost: int = -1  # the latest generation of which it says that it is over
-    progress: dict[str, Any] = field(default_factory=dict)
-    report: Report | None = None  # it is about to end
 
 
 class Elastic:
@@ -89,11 +70,8 @@ class Elastic:
         self._continued: set[int] = set()  # processes that were not killed for that
         self._undying: dict[int, float] = {}  # seat -> when we do without the end of the process that we killed
         self._due: dict[int, tuple[float, str]] = {}  # seat -> when it is evicted, and why
-        self._best_step = -1
-        self._in_vain = 0
-        self._raised: dict[tuple[tuple[str, ...], str, int], int] = {}  # exceptions at a step -> how often
+        self._repetition = Repetition()
         self._told: dict[int, tuple[bool, str]] = {}  # by seat: whether ranks disagree, and its error
-        self._disagreed = 0  # times since the last step that was completed
 
     @property
     def active(self) -> bool:
@@ -111,11 +89,11 @@ class Elastic:
     @property
     def step(self) -> int:
         """The last step that a rank is known to have completed."""
-        return self._best_step
+        return self._repetition.best_step
 
     def on_step(self, step: int) -> None:
         """Note that a rank has completed this step."""
-        self._on_step(step)
+        self._repetition.on_step(step)
 
     def rank_of(self, seat: int) -> int:
         """Return the rank of a seat in the generation that there is."""
@@ -138,7 +116,7 @@ class Elastic:
         if step > member.step:
             member.step = step
         if kind in ("progress", "lost", "failed"):
-            self._on_step(step)
+            self._repetition.on_step(step)
         if kind == "elastic":
             return self._on_joined(member, message, generation)
         if kind == "outlives":
@@ -178,7 +156,7 @@ class Elastic:
         if exit.status == 0 and member.report is None:
             self._finish()
         if not self.active:
-            comes_early = not (self.generation.number or self.finished or self.given_up or self._best_step >= 0)
+            comes_early = not (self.generation.number or self.finished or self.given_up or self.step >= 0)
             if comes_early and exit.status < 0 and member.report is None:
                 self.lost_early = any(other.joined for other in self.members.values())
             self._forget(exit.rank)
@@ -186,10 +164,10 @@ class Elastic:
         self._forget(exit.rank)
         self._exits.append((exit, member.report))
         why = self._evicted.pop(exit.pid, "") or summarise(Failure(exit.rank, member.report, exit))
-        step = max(self._best_step, member.step)
+        step = max(self.step, member.step)
         lost = LostRank(exit.rank, self.rank_of(exit.rank), exit.pid, why, exit.at, self.generation.number, step)
         self._newest.append(lost)
-        self._in_vain += 1
+        self._repetition.on_loss()
         return self._decide(now)
 
     def on_unforked(self, seat: int, why: str, now: float) -> list[ElasticAction] | None:
@@ -307,8 +285,9 @@ class Elastic:
         self._told.setdefault(member.seat, told)
         silent = [other for other in self.members.values() if other.has_lost < generation]
         if not silent:
-            self._in_vain += 1
-            self._disagreed += any(disagrees for disagrees, _ in self._told.values())
+            self._repetition.on_loss()
+            if disagreement := next((error for disagrees, error in self._told.values() if disagrees), ""):
+                self._repetition.on_disagreement(disagreement)
             return self._decide(now, ALL_LEFT)
         self._set_due_silent(member, silent, now)
         for seat in [seat for seat in self._due if self.members[seat].has_lost >= generation]:
@@ -346,12 +325,6 @@ class Elastic:
         if strangers and not self.generation.number:
             return f"{name_ranks(strangers)} never came to phalanx.elastic.run"
         return ""
-
-    def _on_step(self, step: int) -> None:
-        if step > self._best_step:
-            self._best_step = step
-            self._in_vain = self._disagreed = 0
-            self._raised = {key: times for key, times in self._raised.items() if key[2] >= step}
 
     def _decide(self, now: float, without_loss: str = "") -> list[ElasticAction]:
         """Something was lost: what now. Waits for those that are about to end, so that one decision holds for all."""
@@ -416,22 +389,11 @@ class Elastic:
 
     def _find_hopeless(self) -> str:
         """Why nobody should be replaced; empty where that may help."""
-        alike = {
-            (report.types, report.place): exit.rank
-            for exit, report in self._exits
-            if report is not None and "PeerLostError" not in report.types
-        }
-        for (types, place), seat in alike.items():
-            key = (types, place, self._best_step)
-            self._raised[key] = self._raised.get(key, 0) + 1
-            if self._raised[key] >= _MAX_ALIKE:
-                return f"rank {self.rank_of(seat)} has raised the same as before at the same step, and is not replaced"
-        if self._disagreed >= _MAX_DISAGREED:
-            error = next(error for disagrees, error in self._told.values() if disagrees)
-            return f"the ranks have disagreed {self._disagreed} times at the same step: {error}"
-        if self._in_vain > _MAX_IN_VAIN:
-            return f"{self._in_vain} ranks were lost in a row, and no step was completed in between"
-        return ""
+        reports = {exit.rank: report for exit, report in self._exits if report is not None}
+        seat = self._repetition.find_repeated(reports)
+        if seat is not None:
+            return f"rank {self.rank_of(seat)} has raised the same as before at the same step, and is not replaced"
+        return self._repetition.describe()
 
     def _end(self, missing: str, now: float) -> list[ElasticAction]:
         """Too many are missing, and nobody can come."""

@@ -7,10 +7,8 @@ import contextlib
 import errno
 import hashlib
 import os
-import resource
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from types import TracebackType
@@ -21,12 +19,14 @@ from torch.distributed import PrefixStore
 
 from phalanx.backend import device_backends
 from phalanx.backend.connect import MetGroup, build_engine, open_gloo
+from phalanx.backend.open_memory import advice, open_symmetric_memory
 from phalanx.backend.process_group import PhalanxProcessGroup
 from phalanx.backend.reconfiguration import Reconfiguration
-from phalanx.backend.rendezvous import agent_address, find_lost_host, is_rehearsing, own_address
+from phalanx.backend.rendezvous import find_lost_host, is_rehearsing, own_address
 from phalanx.backend.tcp_store import is_kept_here
-from phalanx.coordination.bootstrap import Bootstrap, base_of, exchange
+from phalanx.coordination.bootstrap import Bootstrap, exchange
 from phalanx.coordination.rank_info import RankInfo, host_identity
+from phalanx.coordination.torch_store import base_of
 from phalanx.deadline import Deadline
 from phalanx.diagnostics.failure_report import FailureReport
 from phalanx.diagnostics.failure_signals import FailureSignals
@@ -34,11 +34,10 @@ from phalanx.diagnostics.failure_store import FailureStore
 from phalanx.diagnostics.rank_list import name_ranks
 from phalanx.engines.gloo import local_address
 from phalanx.engines.interfaces import interface_addresses, is_public
-from phalanx.errors import DeadlineError, PeerLostError, PhalanxError
+from phalanx.errors import PhalanxError
 from phalanx.log import get_logger, warn_once
-from phalanx.loss_detection import AFTER_BREAK_S
 from phalanx.symmetric_memory import memfd
-from phalanx.symmetric_memory.fd_server import FdAddress, FdServer, new_token
+from phalanx.symmetric_memory.fd_server import FdServer, new_token
 from phalanx.symmetric_memory.liveness_pipe import why_unwatched
 from phalanx.symmetric_memory.watch import ProcessId
 from phalanx.torch_versions import describe_untested
@@ -56,7 +55,6 @@ except ImportError:  # no compiler at installation, or no futex on this platform
     _core = None  # type: ignore[assignment]
 
 _logger = get_logger(__name__)
-_PAUSE_S = 0.01
 _NO_CORE = "the C core is not there (reinstall with a C compiler at hand)"
 
 
@@ -241,7 +239,7 @@ def _share(server: FdServer, bootstrap: Bootstrap, options: Any, deadline: Deadl
 
     infos = bootstrap.infos
     transport = SharedMemoryTransport(options.group_id)
-    symm_mem = _open_symmetric_memory(server, infos, range(len(infos)), options, deadline, transport.idle)
+    symm_mem = open_symmetric_memory(server, infos, range(len(infos)), options, deadline, transport.idle)
     transport.attach(symm_mem)
     return _begin(transport, bootstrap, options, deadline)
 
@@ -255,83 +253,6 @@ def _group_class() -> Any:
     return PhalanxProcessGroup
 
 
-def _open_symmetric_memory(
-    server: FdServer,
-    infos: Sequence[RankInfo],
-    local_ranks: Sequence[int],
-    options: Any,
-    deadline: Deadline,
-    idle: Callable[[float], None],
-) -> Any:
-    """Return the memory of one host: `local_ranks` are the ranks that share it, the first of them leads."""
-    from phalanx.symmetric_memory.memory import LocalRank, open_as_leader, open_as_member
-
-    rank, name = options.group_rank, options.group_id
-    # Across hosts an engine's thread has work while a rank waits, and finds no core if the rank looks at memory.
-    threads = 1 if len(local_ranks) == len(infos) else 2
-    members = [LocalRank(infos[r].process, infos[r].cpus, threads) for r in local_ranks]
-    here = f"init_process_group of group {name!r} on rank {rank}"
-
-    def look_after(which: Iterable[int]) -> None:
-        """Of the ranks that have not come for the memory, one may never come."""
-        for who in (local_ranks[i] for i in sorted(which)):
-            if infos[who].process.has_ended():
-                how = f"rank {who} ({infos[who]}) came, and ended before the group was formed"
-                raise PeerLostError(f"{here}: {how}.\nRead its log first.", ranks=(who,))
-
-    try:
-        if rank == local_ranks[0]:
-            show = _showing(infos, local_ranks, options)
-            if not all(_sees_processes(infos[rank], infos[r]) for r in local_ranks):
-                server.open_to_containers()
-            return open_as_leader(server, members, deadline, look_after, idle, show=show)
-        address = FdAddress.parse(infos[local_ranks[0]].token)
-        if not _sees_processes(infos[local_ranks[0]], infos[rank]):
-            address = FdAddress(address.token)
-        return open_as_member(
-            address, local_ranks.index(rank), members, deadline, idle, look_around=lambda: look_after([0])
-        )
-    except DeadlineError as error:
-        missing = tuple(local_ranks[r] for r in error.missing)
-        what = f"{name_ranks(missing)} did not fetch the shared memory of this host" if missing else str(error)
-        raise DeadlineError(f"{here}: {what}.\nRead the log of the missing rank first.", missing=missing) from None
-    except PeerLostError:
-        raise
-    except (PhalanxError, OSError) as error:
-        patience = Deadline.after(AFTER_BREAK_S if rank != local_ranks[0] else 0.0)
-        while not patience.passed:
-            look_after([0])
-            time.sleep(_PAUSE_S)
-        raise PhalanxError(_no_memory(error, rank, local_ranks, name)) from None
-
-
-def _sees_processes(leader: RankInfo, member: RankInfo) -> bool:
-    """Whether the leader's number leads `member` to its process."""
-    return bool(leader.process.namespace) and leader.process.namespace == member.process.namespace
-
-
-def _no_memory(error: PhalanxError | OSError, rank: int, local_ranks: Sequence[int], name: str) -> str:
-    said = error.strerror if isinstance(error, OSError) else error
-    leader = local_ranks[0]
-    advice = _advice(error.errno) if isinstance(error, OSError) else ""
-    if not advice and rank != leader:
-        advice = f"If rank {leader}, which leads this host, has ended, its log says why."
-    return f"init_process_group of group {name!r} on rank {rank}: {said}.\n{advice}".rstrip()
-
-
-def _advice(number: int | None) -> str:
-    if number == errno.EMFILE:
-        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        return (
-            f"This process may have {soft} open files, and a group needs one for each rank of the host, and a few: "
-            "raise the limit (ulimit -n)."
-        )
-    return {
-        errno.ENFILE: "The machine's limit on open files is reached (fs.file-max).",
-        errno.ENOMEM: "Raise the limit on address space (ulimit -v), or free memory.",
-    }.get(number or 0, "")
-
-
 @contextlib.contextmanager
 def _descriptors_told(here: str) -> Iterator[None]:
     """Whatever finds no free descriptor inside says how many there may be, and what to do."""
@@ -340,26 +261,7 @@ def _descriptors_told(here: str) -> Iterator[None]:
     except OSError as error:
         if error.errno not in (errno.EMFILE, errno.ENFILE):
             raise
-        raise PhalanxError(f"{here}: {error.strerror}.\n{_advice(error.errno)}") from None
-
-
-def _showing(infos: Sequence[RankInfo], local_ranks: Sequence[int], options: Any) -> Callable[[int], object] | None:
-    """Return what shows the group's memory to the agent of `phalanx run`, if there is one: it reads the flight
-    recorder.
-    """
-    agent = agent_address()
-    if not agent:
-        return None
-    from phalanx.diagnostics.observer import GroupInfo, show
-
-    numbers = list(options.global_ranks_in_group) or range(len(infos))
-    group_info = GroupInfo(
-        options.group_id,
-        len(infos),
-        tuple(numbers[r] for r in local_ranks),
-        tuple(infos[r].process.pid for r in local_ranks),
-    )
-    return lambda control: show(agent, group_info, control)
+        raise PhalanxError(f"{here}: {error.strerror}.\n{advice(error.errno)}") from None
 
 
 def _connect(server: FdServer, bootstrap: Bootstrap, options: Any, settings: Options, deadline: Deadline) -> Transport:
@@ -371,7 +273,7 @@ def _connect(server: FdServer, bootstrap: Bootstrap, options: Any, settings: Opt
     token = infos[0].token
     processes = [f"pid {s.process.pid} on {s.hostname} {s.address}" for s in infos]
     transport = HierarchicalTransport(name, layout, settings, processes, options.global_ranks_in_group)
-    symm_mem = _open_symmetric_memory(server, infos, layout.local_ranks, options, deadline, transport.idle)
+    symm_mem = open_symmetric_memory(server, infos, layout.local_ranks, options, deadline, transport.idle)
     failure_store = _open_failure_store(options, token, infos, processes)
     try:
         group = MetGroup(name, token, options.store, infos, layout)

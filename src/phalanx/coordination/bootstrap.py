@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 from phalanx.coordination.rank_info import (
     Arrival,
@@ -34,6 +34,7 @@ from phalanx.coordination.rank_info import (
     pack_infos,
     unpack_infos,
 )
+from phalanx.coordination.torch_store import Store, address_of, base_of, file_of
 from phalanx.coordination.wire import WRITE_ONCE
 from phalanx.deadline import Deadline
 from phalanx.diagnostics.rank_list import name_ranks
@@ -67,41 +68,6 @@ def checked_while_meeting(check: Callable[[], None]) -> Iterator[None]:
         _check.reset(token)
 
 
-class Store(Protocol):
-    """What a bootstrap needs of torch's store."""
-
-    def set(self, key: str, value: str, /) -> None:
-        """Store a value."""
-
-    def get(self, key: str, /) -> bytes:
-        """Return the value; blocks until it is there."""
-        ...
-
-    def check(self, keys: list[str], /) -> bool:
-        """Whether all keys are there."""
-        ...
-
-    def multi_get(self, keys: list[str], /) -> list[bytes]:
-        """Return the values of several keys, which are there."""
-        ...
-
-    def wait(self, keys: list[str], timeout: timedelta, /) -> None:
-        """Wait until all keys are there."""
-        ...
-
-    def add(self, key: str, amount: int, /) -> int:
-        """Add to a number, which begins at zero; the sum."""
-        ...
-
-    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
-        """Store `desired` if the value is `expected` (empty: there is none); what stands then."""
-        ...
-
-    def delete_key(self, key: str, /) -> bool:
-        """Forget a value."""
-        ...
-
-
 class _Superseded(Exception):
     """The start that this rank waits in is over, without it."""
 
@@ -121,7 +87,7 @@ class Bootstrap:
         self._before: dict[str, Any] = {}
         self._known: dict[int, Arrival] = {}
         self._num_sought = 1  # places in the row among which this rank looks for the first
-        self._in_file = _file_of(store)
+        self._in_file = file_of(store)
         self._waits_in_store = getattr(base_of(store), "wait_is_interruptible", False)
         self.infos: list[RankInfo] = []
 
@@ -360,7 +326,7 @@ class Bootstrap:
         missing = self._missing()
         if missing:
             size = self._me.world_size
-            where = _address_of(self._store)
+            where = address_of(self._store)
             text = (
                 f"{name_ranks(missing)} of {size} never came{f' to {where}' if where else ''} within "
                 f"{self._deadline.timeout_s:.1f} s.\n"
@@ -487,22 +453,3 @@ def contest(store: Store, rank: int, world_size: int) -> str:
 
 def _no_notice() -> None:
     pass
-
-
-def base_of(store: Any) -> Any:
-    """Return the store itself, without the prefixes that torch puts around it."""
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    return store
-
-
-def _address_of(store: Any) -> str:
-    """Where a store that has an address is; else nothing."""
-    store = base_of(store)
-    return f"{store.host} port {store.port}" if getattr(store, "host", "") else ""
-
-
-def _file_of(store: Any) -> str:
-    """Return the path of a store in a file that has a name, and so outlives its job; else nothing."""
-    path = str(getattr(base_of(store), "path", ""))
-    return "" if path.startswith("/proc/") else path

@@ -13,10 +13,10 @@ from torch.distributed.rendezvous import rendezvous
 
 from phalanx.backend.init_file import check_init_file
 from phalanx.backend.rendezvous import agents_key, launched_rendezvous, own_address
-from phalanx.coordination.bootstrap import base_of
 from phalanx.coordination.key import Key
 from phalanx.coordination.key_file import find_key
 from phalanx.coordination.launchers import find_agents_store, find_launch
+from phalanx.coordination.torch_store import base_of
 from phalanx.deadline import Deadline
 from phalanx.engines.gloo import local_address
 from phalanx.torch_names import find

@@ -14,9 +14,10 @@ from torch.optim import Optimizer
 import phalanx.backend as backend
 from phalanx.pipeline import Pipeline
 from phalanx.strategies.devices import decide_devices, device_of
+from phalanx.strategies.loss import require_pair
 from phalanx.strategies.recipe import Recipe
 from phalanx.strategies.start import join_or_start, require_as_many
-from phalanx.strategies.strategy import MakeOptimizer, Strategy, require_pair
+from phalanx.strategies.strategy import MakeOptimizer, Strategy
 
 
 class PipelineStrategy(Strategy):

@@ -29,13 +29,12 @@ from phalanx.backend.shared import rehearses
 from phalanx.ddp.replicate import broadcast_tensors
 from phalanx.strategies.current import ReplicaContext, entered
 from phalanx.strategies.loader import InputContext, divide_batch, make_loader, options_of, require_divided
+from phalanx.strategies.loss import LossFn, LossOf, loss_of_model, not_a_loss
 from phalanx.strategies.precision import Precision, autocast_dtype
 from phalanx.strategies.reduction import Reduce, gather_over, reduce_over
 from phalanx.strategies.weights import same_random_state
 
 T = TypeVar("T")
-LossFn = Callable[[Any, Any], Tensor]
-LossOf = Callable[[nn.Module, Any], Tensor]
 MakeOptimizer = Callable[[Any], Optimizer]
 
 
@@ -153,7 +152,7 @@ class Strategy(ABC):
         model = model.to(self.device) if self._moves_model else model
         self._num_setups += 1
         self._loss_fn = loss_fn
-        self._loss_of = loss_of or (None if loss_fn is None else _loss_of(loss_fn))
+        self._loss_of = loss_of or (None if loss_fn is None else loss_of_model(loss_fn))
         self._model, self._optimizer = self._set_up(model, optimizer)
         return self._model, self._optimizer
 
@@ -256,7 +255,7 @@ class Strategy(ABC):
             with self.autocasting():
                 loss = loss_of(model, batch)
             if not (isinstance(loss, Tensor) and loss.requires_grad and loss.numel() == 1):
-                raise _not_a_loss(loss)
+                raise not_a_loss(loss)
             scaled = loss if share == 1.0 else loss * share
             if self.scaler is not None:
                 scaled = self.scaler.scale(scaled)
@@ -434,43 +433,3 @@ def world() -> dist.ProcessGroup | None:
 def has_or_may_get_others() -> bool:
     """Whether there are several ranks, or this is one of a job on several hosts, of which others may come later."""
     return world() is not None or (dist.is_initialized() and rendezvous.agents_key() is not None)
-
-
-def _loss_of(loss_fn: LossFn) -> LossOf:
-    """Return the loss of a batch that is the model's arguments and then the target."""
-
-    def loss_of(model: nn.Module, batch: Any) -> Tensor:
-        *inputs, target = require_pair(batch)
-        return loss_fn(model(*inputs), target)
-
-    return loss_of
-
-
-def require_pair(batch: Any) -> Sequence[Any]:
-    """`batch`, if it is the model's arguments and then the target.
-
-    Raises:
-        TypeError: it is a dict or a tensor, whose keys or rows nobody meant.
-    """
-    if not isinstance(batch, (tuple, list)) or len(batch) < 2:
-        size = f" of {len(batch)}" if isinstance(batch, (tuple, list)) else ""
-        raise TypeError(
-            f"a batch is a {type(batch).__name__}{size}; for a loss function it is the model's arguments and then "
-            "the target: (inputs, target); for another give the model a training_step(batch), and no loss"
-        )
-    return batch
-
-
-def _not_a_loss(loss: object) -> Exception:
-    """Return what is wrong with what a loss function, or a training_step, has returned."""
-    if not isinstance(loss, Tensor):
-        return TypeError(f"the loss is a {type(loss).__name__}: it must be a tensor of one element, to differentiate")
-    if loss.numel() != 1:
-        return ValueError(
-            f"the loss has shape {tuple(loss.shape)}: it must be one number, the mean over the samples: "
-            "reduction='mean', or loss.mean()"
-        )
-    return ValueError(
-        "the loss depends on no parameter that is trained: all of the model's are frozen (requires_grad=False), or it "
-        "was detached or computed under no_grad"
-    )

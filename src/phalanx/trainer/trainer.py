@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import itertools
 import os
 import pickle
@@ -32,14 +31,16 @@ from phalanx.report import recording
 from phalanx.strategies import Strategy, get
 from phalanx.strategies.each_rank import EachRank
 from phalanx.strategies.loader import why_empty
+from phalanx.strategies.loss import require_pair
 from phalanx.strategies.own_step import loss_of_own_step
 from phalanx.strategies.precision import Precision
-from phalanx.strategies.strategy import require_pair
 from phalanx.torch_names import find
+from phalanx.trainer.arguments import _is_count, find_problems
 from phalanx.trainer.batch_sizes import BatchSizes
 from phalanx.trainer.callbacks import Callback, CallbackStates, hears_steps
 from phalanx.trainer.fit_display import FitDisplay
 from phalanx.trainer.metrics import SummedMetric, Sums, call_metric, num_samples
+from phalanx.trainer.position import Position
 from phalanx.trainer.scalars import Scalars
 
 tree_map: Any = find("torch.utils._pytree.tree_map", loses="phalanx.Trainer does not move batches")
@@ -123,7 +124,7 @@ class Trainer:
             "save_every": 1 if save_every is None else save_every,
         }
         problems = [f"{name} must be 1 or more, got {n!r}" for name, n in counts.items() if not _is_count(n)]
-        problems += _find_problems(model, strategy, loss, metrics, callbacks, seed, scheduler)
+        problems += find_problems(model, strategy, loss, metrics, callbacks, seed, scheduler)
         if max_norm is not None and not max_norm > 0:
             problems.append(f"max_norm must be above zero, got {max_norm!r}")
         if scheduler_interval not in ("epoch", "step"):
@@ -229,7 +230,7 @@ class Trainer:
         before, self._state = self._state, self._make_state(loader)
         state = self._state
         if before is not None:
-            _Position(state, self._scalars).go_on(before)
+            Position(state, self._scalars).go_on(before)
         self._restore(state)
 
         def fit_state(state: elastic.State) -> None:
@@ -445,7 +446,7 @@ class Trainer:
             **self.strategy.parts(),
             **({} if self.scheduler is None else {"scheduler": self.scheduler}),
             "callbacks": EachRank({"callbacks": own}, group) if self.strategy.ranks_differ else own,
-            "position": _Position(state, self._scalars),
+            "position": Position(state, self._scalars),
             "random": RandomState(group),
         }
 
@@ -509,85 +510,9 @@ class Trainer:
         return batch if device.type == "cpu" else tree_map(move, batch)
 
 
-class _Position:
-    """How far training is: a part of a checkpoint."""
-
-    def __init__(self, state: elastic.State, scalars: Scalars) -> None:
-        self._state, self._scalars = state, scalars
-
-    def state_dict(self) -> dict[str, Any]:
-        state = self._state
-        where = {"epoch": state.epoch, "step": state.step, "data": state.data_position()}
-        return where | {"metrics": dict(state.metrics), "scalars": self._scalars.state_dict()}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        state = self._state
-        state.epoch, state.step = state.saved = state_dict["epoch"], state_dict["step"]
-        state.metrics = dict(state_dict["metrics"])
-        state.load_data_position(state_dict["data"])
-        self._scalars.load_state_dict(state_dict["scalars"])
-
-    def go_on(self, before: elastic.State) -> None:
-        """Where the fit before has ended; in its data, too, if it was inside an epoch, and these are as many."""
-        where = _Position(before, self._scalars).state_dict()
-        data, new = where["data"] or {"consumed": 0}, self._state.data_position() or {"length": -1}
-        goes_on = data["consumed"] and data["length"] == new["length"]
-        self.load_state_dict(where if goes_on else {**where, "data": None})
-        self._state.saved = before.saved
-
-
 def _in_full_precision(leaf: Any) -> Any:
     """Metrics are not rounded to what autocast computes in."""
     return leaf.float() if isinstance(leaf, Tensor) and leaf.dtype in (torch.bfloat16, torch.float16) else leaf
-
-
-def _find_problems(
-    model: Any, strategy: Any, loss: Any, metrics: Any, callbacks: Any, seed: Any, scheduler: Any
-) -> list[str]:
-    """Return what is wrong with what a Trainer was given."""
-    several = callbacks if isinstance(callbacks, Sequence) else [callbacks]
-    wrong = [one for one in several if not isinstance(one, Callback)]
-    name, has_model = type(strategy).__name__, isinstance(strategy, Strategy) and strategy.is_set_up
-    is_metrics, lacks = isinstance(metrics or {}, Mapping), loss is None and not hasattr(model, "training_step")
-    checks = (
-        (isinstance(model, nn.Module), f"model must be a torch.nn.Module, got a {type(model).__name__}"),
-        (not lacks, f"give a loss, or {type(model).__name__} a training_step(batch)"),
-        (
-            loss is not None or not _lacks_arguments(model, "training_step"),
-            "training_step must take the batch alone, no batch_idx",
-        ),
-        (
-            loss is not None or not _lacks_arguments(model, "validation_step"),
-            "validation_step must take the batch alone, no batch_idx",
-        ),
-        (loss is None or callable(loss), f"loss must be a function of the model's result and the target, got {loss!r}"),
-        (loss is not None or not metrics, "metrics need a loss: without one the model's validation_step returns them"),
-        (is_metrics, f"metrics must be a dict of functions by name, got a {type(metrics).__name__}"),
-        (not is_metrics or "loss" not in (metrics or {}), "metrics: the loss is measured in any case, as 'loss'"),
-        (not wrong, f"callbacks must be phalanx.trainer.Callback objects, got {wrong[:1]}"),
-        (not has_model, f"this {name} has a model already: each Trainer needs one of its own"),
-        (seed is None or isinstance(seed, int), f"seed must be an int, got {seed!r}"),
-        (
-            scheduler is None or isinstance(scheduler, LRScheduler) or callable(scheduler),
-            f"scheduler must be an LRScheduler, or a function that makes one, got {scheduler!r}",
-        ),
-    )
-    return [problem for fine, problem in checks if not fine]
-
-
-def _lacks_arguments(model: Any, name: str) -> bool:
-    """Whether the model's step of that name, if it has one, cannot be called with a batch."""
-    try:
-        inspect.signature(getattr(model, name)).bind(None)
-    except TypeError:
-        return True
-    except (AttributeError, ValueError):  # there is none, or nobody can tell
-        return False
-    return False
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and value >= 1
 
 
 def _seed_all(seed: int) -> None:

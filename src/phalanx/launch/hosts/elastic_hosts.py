@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from phalanx.agent.elastic import ALL_LEFT, Elastic, ElasticRank
+from phalanx.agent.elastic import ALL_LEFT, Elastic
 from phalanx.agent.elastic_actions import (
     BeginGeneration,
     DropHost,
@@ -26,6 +26,7 @@ from phalanx.agent.elastic_actions import (
     Say,
     SendToRank,
 )
+from phalanx.agent.elastic_rank import ElasticRank
 from phalanx.agent.failure import Exit, Failure, Report, summarise
 from phalanx.agent.generation import Candidate, HostSeats, Limits, Seating, choose_candidates, plan_generation
 from phalanx.diagnostics.rank_list import name_ranks
@@ -153,7 +154,7 @@ class ElasticHosts(Elastic):
             self._forget(seat)
         self.seating = self.seating.lose(member)
         self._untried.discard(member)
-        self._in_vain += 1
+        self._repetition.on_loss()
         return self._decide(now)
 
     def on_time(self, now: float) -> list[ElasticAction]:
@@ -182,7 +183,7 @@ class ElasticHosts(Elastic):
     def _lose_seat(self, seat: int, label: str, why: str, now: float) -> LostRank:
         gone = self.members.get(seat) or ElasticRank(seat, 0)
         why = f"its host, {label}, is lost: {why}"
-        step = max(self._best_step, gone.step)
+        step = max(self.step, gone.step)
         return LostRank(seat, self.rank_of(seat), gone.pid, why, now, self.generation.number, step, label)
 
     def pid_of(self, seat: int) -> int | None:

@@ -1,0 +1,26 @@
+"""What the agent knows of one process of an elastic job."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from phalanx.agent.failure import Report
+
+
+@dataclass
+class ElasticRank:
+    """A process in a seat. `holds_state`: others can go on from it. `generation` is the latest it has regrouped in."""
+
+    seat: int
+    pid: int
+    joined: bool = False
+    holds_state: bool = False
+    outlives: bool = False  # its zygote
+    generation: int = 0
+    step: int = -1
+    min_ranks: int = 1
+    wait_s: float = 0.0
+    has_lost: int = -1  # the latest generation of which it says that it is over
+    progress: dict[str, Any] = field(default_factory=dict)
+    report: Report | None = None  # it is about to end

@@ -1,0 +1,60 @@
+"""Whether an elastic job gets on, or loses ranks again and again at the same step. Pure data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from phalanx.agent.failure import Report
+
+_MAX_IN_VAIN = 20  # losses in a row, between which no step was completed
+_MAX_DISAGREED = 3  # times that ranks called different operations; once or twice it may come of a loss
+_MAX_ALIKE = 2  # times that the same exception is raised at the same step
+
+
+class Repetition:
+    """What has happened since the last step that a rank has completed."""
+
+    def __init__(self) -> None:
+        self.best_step = -1
+        self._losses = 0
+        self._disagreements = 0
+        self._disagreement = ""  # the last one, in the words of a rank
+        self._raised: dict[tuple[tuple[str, ...], str, int], int] = {}  # exceptions at a step -> how often
+
+    def on_step(self, step: int) -> None:
+        """Note that a rank has completed this step."""
+        if step > self.best_step:
+            self.best_step = step
+            self._losses = self._disagreements = 0
+            self._raised = {key: times for key, times in self._raised.items() if key[2] >= step}
+
+    def on_loss(self) -> None:
+        """Note that a rank, a host or the group was lost."""
+        self._losses += 1
+
+    def on_disagreement(self, error: str) -> None:
+        """Note that the group was lost because ranks called different operations."""
+        self._disagreements += 1
+        self._disagreement = error
+
+    def find_repeated(self, reports: Mapping[int, Report]) -> int | None:
+        """Return the seat of `reports` whose exception was raised before, at the same step, if there is one."""
+        alike = {
+            (report.types, report.place): seat
+            for seat, report in reports.items()
+            if "PeerLostError" not in report.types
+        }
+        for (types, place), seat in alike.items():
+            key = (types, place, self.best_step)
+            self._raised[key] = self._raised.get(key, 0) + 1
+            if self._raised[key] >= _MAX_ALIKE:
+                return seat
+        return None
+
+    def describe(self) -> str:
+        """Return why it does not get on, in words; empty where it may."""
+        if self._disagreements >= _MAX_DISAGREED:
+            return f"the ranks have disagreed {self._disagreements} times at the same step: {self._disagreement}"
+        if self._losses > _MAX_IN_VAIN:
+            return f"{self._losses} ranks were lost in a row, and no step was completed in between"
+        return ""

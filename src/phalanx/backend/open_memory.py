@@ -1,0 +1,116 @@
+"""The memory that the ranks of one host share: opened by the first of them, fetched by the others."""
+
+from __future__ import annotations
+
+import errno
+import resource
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from phalanx.backend.rendezvous import agent_address
+from phalanx.coordination.rank_info import RankInfo
+from phalanx.deadline import Deadline
+from phalanx.diagnostics.rank_list import name_ranks
+from phalanx.errors import DeadlineError, PeerLostError, PhalanxError
+from phalanx.loss_detection import AFTER_BREAK_S
+from phalanx.symmetric_memory.fd_server import FdAddress, FdServer
+
+_PAUSE_S = 0.01
+
+
+def open_symmetric_memory(
+    server: FdServer,
+    infos: Sequence[RankInfo],
+    local_ranks: Sequence[int],
+    options: Any,
+    deadline: Deadline,
+    idle: Callable[[float], None],
+) -> Any:
+    """Return the memory of one host: `local_ranks` are the ranks that share it, the first of them leads."""
+    from phalanx.symmetric_memory.memory import LocalRank, open_as_leader, open_as_member
+
+    rank, name = options.group_rank, options.group_id
+    # Across hosts an engine's thread has work while a rank waits, and finds no core if the rank looks at memory.
+    threads = 1 if len(local_ranks) == len(infos) else 2
+    members = [LocalRank(infos[r].process, infos[r].cpus, threads) for r in local_ranks]
+    here = f"init_process_group of group {name!r} on rank {rank}"
+
+    def look_after(which: Iterable[int]) -> None:
+        """Of the ranks that have not come for the memory, one may never come."""
+        for who in (local_ranks[i] for i in sorted(which)):
+            if infos[who].process.has_ended():
+                how = f"rank {who} ({infos[who]}) came, and ended before the group was formed"
+                raise PeerLostError(f"{here}: {how}.\nRead its log first.", ranks=(who,))
+
+    try:
+        if rank == local_ranks[0]:
+            show = _showing(infos, local_ranks, options)
+            if not all(_sees_processes(infos[rank], infos[r]) for r in local_ranks):
+                server.open_to_containers()
+            return open_as_leader(server, members, deadline, look_after, idle, show=show)
+        address = FdAddress.parse(infos[local_ranks[0]].token)
+        if not _sees_processes(infos[local_ranks[0]], infos[rank]):
+            address = FdAddress(address.token)
+        return open_as_member(
+            address, local_ranks.index(rank), members, deadline, idle, look_around=lambda: look_after([0])
+        )
+    except DeadlineError as error:
+        missing = tuple(local_ranks[r] for r in error.missing)
+        what = f"{name_ranks(missing)} did not fetch the shared memory of this host" if missing else str(error)
+        raise DeadlineError(f"{here}: {what}.\nRead the log of the missing rank first.", missing=missing) from None
+    except PeerLostError:
+        raise
+    except (PhalanxError, OSError) as error:
+        patience = Deadline.after(AFTER_BREAK_S if rank != local_ranks[0] else 0.0)
+        while not patience.passed:
+            look_after([0])
+            time.sleep(_PAUSE_S)
+        raise PhalanxError(_no_memory(error, rank, local_ranks, name)) from None
+
+
+def _sees_processes(leader: RankInfo, member: RankInfo) -> bool:
+    """Whether the leader's number leads `member` to its process."""
+    return bool(leader.process.namespace) and leader.process.namespace == member.process.namespace
+
+
+def _no_memory(error: PhalanxError | OSError, rank: int, local_ranks: Sequence[int], name: str) -> str:
+    said = error.strerror if isinstance(error, OSError) else error
+    leader = local_ranks[0]
+    advice = advice(error.errno) if isinstance(error, OSError) else ""
+    if not advice and rank != leader:
+        advice = f"If rank {leader}, which leads this host, has ended, its log says why."
+    return f"init_process_group of group {name!r} on rank {rank}: {said}.\n{advice}".rstrip()
+
+
+def advice(number: int | None) -> str:
+    """Return what a user may do about the system's refusal of descriptors or memory."""
+    if number == errno.EMFILE:
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return (
+            f"This process may have {soft} open files, and a group needs one for each rank of the host, and a few: "
+            "raise the limit (ulimit -n)."
+        )
+    return {
+        errno.ENFILE: "The machine's limit on open files is reached (fs.file-max).",
+        errno.ENOMEM: "Raise the limit on address space (ulimit -v), or free memory.",
+    }.get(number or 0, "")
+
+
+def _showing(infos: Sequence[RankInfo], local_ranks: Sequence[int], options: Any) -> Callable[[int], object] | None:
+    """Return what shows the group's memory to the agent of `phalanx run`, if there is one: it reads the flight
+    recorder.
+    """
+    agent = agent_address()
+    if not agent:
+        return None
+    from phalanx.diagnostics.observer import GroupInfo, show
+
+    numbers = list(options.global_ranks_in_group) or range(len(infos))
+    group_info = GroupInfo(
+        options.group_id,
+        len(infos),
+        tuple(numbers[r] for r in local_ranks),
+        tuple(infos[r].process.pid for r in local_ranks),
+    )
+    return lambda control: show(agent, group_info, control)

@@ -1,0 +1,60 @@
+"""What a start of a group needs of torch's store, and what can be found out about one."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any, Protocol
+
+
+class Store(Protocol):
+    """What a bootstrap needs of torch's store."""
+
+    def set(self, key: str, value: str, /) -> None:
+        """Store a value."""
+
+    def get(self, key: str, /) -> bytes:
+        """Return the value; blocks until it is there."""
+        ...
+
+    def check(self, keys: list[str], /) -> bool:
+        """Whether all keys are there."""
+        ...
+
+    def multi_get(self, keys: list[str], /) -> list[bytes]:
+        """Return the values of several keys, which are there."""
+        ...
+
+    def wait(self, keys: list[str], timeout: timedelta, /) -> None:
+        """Wait until all keys are there."""
+        ...
+
+    def add(self, key: str, amount: int, /) -> int:
+        """Add to a number, which begins at zero; the sum."""
+        ...
+
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
+        """Store `desired` if the value is `expected` (empty: there is none); what stands then."""
+        ...
+
+    def delete_key(self, key: str, /) -> bool:
+        """Forget a value."""
+        ...
+
+
+def base_of(store: Any) -> Any:
+    """Return the store itself, without the prefixes that torch puts around it."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return store
+
+
+def address_of(store: Any) -> str:
+    """Where a store that has an address is; else nothing."""
+    store = base_of(store)
+    return f"{store.host} port {store.port}" if getattr(store, "host", "") else ""
+
+
+def file_of(store: Any) -> str:
+    """Return the path of a store in a file that has a name, and so outlives its job; else nothing."""
+    path = str(getattr(base_of(store), "path", ""))
+    return "" if path.startswith("/proc/") else path

@@ -1,0 +1,51 @@
+"""The loss of a strategy's step, from what the user gives: a function, or a model that returns it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+LossFn = Callable[[Any, Any], Tensor]
+LossOf = Callable[[nn.Module, Any], Tensor]
+
+
+def loss_of_model(loss_fn: LossFn) -> LossOf:
+    """Return the loss of a batch that is the model's arguments and then the target."""
+
+    def loss_of(model: nn.Module, batch: Any) -> Tensor:
+        *inputs, target = require_pair(batch)
+        return loss_fn(model(*inputs), target)
+
+    return loss_of
+
+
+def require_pair(batch: Any) -> Sequence[Any]:
+    """`batch`, if it is the model's arguments and then the target.
+
+    Raises:
+        TypeError: it is a dict or a tensor, whose keys or rows nobody meant.
+    """
+    if not isinstance(batch, (tuple, list)) or len(batch) < 2:
+        size = f" of {len(batch)}" if isinstance(batch, (tuple, list)) else ""
+        raise TypeError(
+            f"a batch is a {type(batch).__name__}{size}; for a loss function it is the model's arguments and then "
+            "the target: (inputs, target); for another give the model a training_step(batch), and no loss"
+        )
+    return batch
+
+
+def not_a_loss(loss: object) -> Exception:
+    """Return what is wrong with what a loss function, or a training_step, has returned."""
+    if not isinstance(loss, Tensor):
+        return TypeError(f"the loss is a {type(loss).__name__}: it must be a tensor of one element, to differentiate")
+    if loss.numel() != 1:
+        return ValueError(
+            f"the loss has shape {tuple(loss.shape)}: it must be one number, the mean over the samples: "
+            "reduction='mean', or loss.mean()"
+        )
+    return ValueError(
+        "the loss depends on no parameter that is trained: all of the model's are frozen (requires_grad=False), or it "
+        "was detached or computed under no_grad"
+    )

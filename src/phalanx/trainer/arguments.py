@@ -1,0 +1,62 @@
+"""Whether a Trainer can be made of its arguments: all problems at once."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from phalanx.strategies import Strategy
+from phalanx.trainer.callbacks import Callback
+
+
+def find_problems(
+    model: Any, strategy: Any, loss: Any, metrics: Any, callbacks: Any, seed: Any, scheduler: Any
+) -> list[str]:
+    """Return what is wrong with what a Trainer was given."""
+    several = callbacks if isinstance(callbacks, Sequence) else [callbacks]
+    wrong = [one for one in several if not isinstance(one, Callback)]
+    name, has_model = type(strategy).__name__, isinstance(strategy, Strategy) and strategy.is_set_up
+    is_metrics, lacks = isinstance(metrics or {}, Mapping), loss is None and not hasattr(model, "training_step")
+    checks = (
+        (isinstance(model, nn.Module), f"model must be a torch.nn.Module, got a {type(model).__name__}"),
+        (not lacks, f"give a loss, or {type(model).__name__} a training_step(batch)"),
+        (
+            loss is not None or not _lacks_arguments(model, "training_step"),
+            "training_step must take the batch alone, no batch_idx",
+        ),
+        (
+            loss is not None or not _lacks_arguments(model, "validation_step"),
+            "validation_step must take the batch alone, no batch_idx",
+        ),
+        (loss is None or callable(loss), f"loss must be a function of the model's result and the target, got {loss!r}"),
+        (loss is not None or not metrics, "metrics need a loss: without one the model's validation_step returns them"),
+        (is_metrics, f"metrics must be a dict of functions by name, got a {type(metrics).__name__}"),
+        (not is_metrics or "loss" not in (metrics or {}), "metrics: the loss is measured in any case, as 'loss'"),
+        (not wrong, f"callbacks must be phalanx.trainer.Callback objects, got {wrong[:1]}"),
+        (not has_model, f"this {name} has a model already: each Trainer needs one of its own"),
+        (seed is None or isinstance(seed, int), f"seed must be an int, got {seed!r}"),
+        (
+            scheduler is None or isinstance(scheduler, LRScheduler) or callable(scheduler),
+            f"scheduler must be an LRScheduler, or a function that makes one, got {scheduler!r}",
+        ),
+    )
+    return [problem for fine, problem in checks if not fine]
+
+
+def _lacks_arguments(model: Any, name: str) -> bool:
+    """Whether the model's step of that name, if it has one, cannot be called with a batch."""
+    try:
+        inspect.signature(getattr(model, name)).bind(None)
+    except TypeError:
+        return True
+    except (AttributeError, ValueError):  # there is none, or nobody can tell
+        return False
+    return False
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and value >= 1

@@ -1,0 +1,38 @@
+"""Where a Trainer is in its run, as a part of a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from phalanx import elastic
+from phalanx.trainer.scalars import Scalars
+
+
+class Position:
+    """How far training is: a part of a checkpoint."""
+
+    def __init__(self, state: elastic.State, scalars: Scalars) -> None:
+        self._state, self._scalars = state, scalars
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the run is."""
+        state = self._state
+        where = {"epoch": state.epoch, "step": state.step, "data": state.data_position()}
+        return where | {"metrics": dict(state.metrics), "scalars": self._scalars.state_dict()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from where a run was."""
+        state = self._state
+        state.epoch, state.step = state.saved = state_dict["epoch"], state_dict["step"]
+        state.metrics = dict(state_dict["metrics"])
+        state.load_data_position(state_dict["data"])
+        self._scalars.load_state_dict(state_dict["scalars"])
+
+    def go_on(self, before: elastic.State) -> None:
+        """Where the fit before has ended; in its data, too, if it was inside an epoch, and these are as many."""
+        where = Position(before, self._scalars).state_dict()
+        data, new = where["data"] or {"consumed": 0}, self._state.data_position() or {"length": -1}
+        goes_on = data["consumed"] and data["length"] == new["length"]
+        self.load_state_dict(where if goes_on else {**where, "data": None})
+        self._state.saved = before.saved
