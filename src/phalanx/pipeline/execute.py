@@ -227,8 +227,10 @@ class Executor:
         if source in self.stages or self._local[edge]:
             values, step = self._local[edge].popleft()
             return values, step
-        with self.step.wait_for(source):
-            return self._wire.receive_values(edge)
+        self.step.wait_for(source)
+        received = self._wire.receive_values(edge)
+        self.step.has_come()
+        return received
 
     # -- backward ------------------------------------------------------------------------------------------------
 
@@ -249,8 +251,9 @@ class Executor:
             elif target in self.stages:
                 grads[target] = self._local[Edge(target, stage.index, True)].popleft()
             else:
-                with self.step.wait_for(target):
-                    grads[target] = self._wire.receive_gradients(Edge(target, stage.index, True), tensors)
+                self.step.wait_for(target)
+                grads[target] = self._wire.receive_gradients(Edge(target, stage.index, True), tensors)
+                self.step.has_come()
                 with self.step.talk_to(target):
                     self._wire.let_go(Edge(stage.index, target), micro_batch + 1)  # it had the values of this one
         begin = time.perf_counter() - recomputed

@@ -1,15 +1,10 @@
 """How far this rank has come in a step, and how the step has failed here, if it has: states and their transitions.
 
-                          act                     wait_for
-    idle ──▶ begun ────────────▶ acting ◀──────────────────────▶ waiting        act again: the next action
-               │                   │ │                              │
-               │ refused           │ └── the last action is done    │ the awaited one is lost, or has failed
-               │                   │           │                    │
-               │                   │           ▼                    │
-               │                   │         done                   │
-               │                   │           │ a peer is lost     │
-               ▼                   ▼           ▼ where all meet     ▼
-               └──────────────▶  failed: all who may wait for this rank have been told
+  idle ──begin──▶ begun ──act──▶ acting ──wait_for──▶ waiting ──has_come──▶ acting ──act──▶ … ──end──▶ done
+                    │              │                    │                                               │
+                    │ refused      │ it fails           │ the awaited one has failed, or is lost        │ a peer is lost
+                    ▼              ▼                    ▼                                               ▼ where all meet
+                    └──────────────┴──────▶ failed: all who may wait for this rank have been told ◀─────┘
 
 `begin` leads from every state to begun, and `forget` to idle.
 """
@@ -67,12 +62,13 @@ class StepProgress:
         assert self.phase in ("begun", "acting"), self.phase
         self.phase, self.at, self.turn = "acting", action, time.perf_counter()
 
-    @contextlib.contextmanager
-    def wait_for(self, stage: int) -> Iterator[None]:
-        """Wait for a message of `stage` in the body."""
+    def wait_for(self, stage: int) -> None:
+        """Begin to wait for a message of `stage`."""
         assert self.phase == "acting", self.phase
         self.phase, self.awaited = "waiting", stage
-        yield
+
+    def has_come(self) -> None:
+        """Go on with the message that was waited for."""
         self.phase, self.awaited = "acting", None
 
     @contextlib.contextmanager

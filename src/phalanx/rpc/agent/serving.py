@@ -272,10 +272,11 @@ class Serving:
         while self._leader is lead and not self._closed:
             while incoming and self._leader is lead:
                 item = incoming.popleft()
-                if isinstance(item, Task):
-                    item.run(lead)
+                if isinstance(item, tuple):
+                    connection, frame = item
+                    handle(connection, frame, lead)
                 else:
-                    handle(*item, lead)
+                    item.run(lead)
                 lead.busy_since = 0.0
             while requests and self._leader is lead and self._run_one(lead):
                 lead.busy_since = 0.0
