@@ -14,7 +14,7 @@ import pytest
 from phalanx.descriptors import wait_readable
 from phalanx.elastic import channel
 from phalanx.elastic.channel import AgentChannel
-from phalanx.elastic.membership import NoGenerationError
+from phalanx.elastic.generations import NoGenerationError
 from phalanx.errors import DeadlineError
 from phalanx.ipc.agent import listen
 from phalanx.ipc.channel import Channel

@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from phalanx.errors import PeerLostError
-from phalanx.mapreduce import map_reduce, membership
+from phalanx.mapreduce import map_reduce, survivors
 from phalanx.testing import run_ranks
 
 
@@ -131,7 +131,7 @@ def lost_while_meeting(rank, world_size):
         return sum(values)
 
     if rank == 2:
-        membership.Survivors._meet = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        survivors.Survivors._meet = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     result = map_reduce(range(90), strike, add_up, gather=True)
     return dict(result), result.lost
 

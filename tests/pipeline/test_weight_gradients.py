@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from phalanx.partition.layers import list_layers
 from phalanx.partition.parts import split
 from phalanx.pipeline import weight_gradients
-from phalanx.pipeline.random_state import RandomState
+from phalanx.pipeline.micro_batch_random import MicroBatchRandom
 from phalanx.pipeline.stage import Stage
 from phalanx.pipeline.weight_gradients import Weights, saved_bytes
 
@@ -323,7 +323,7 @@ def test_convolutions_are_left_for_later_in_the_last_backward_of_a_stage_alone()
     model = nn.Sequential(nn.Conv2d(2, 2, 1), nn.Flatten(), nn.Linear(50, 6))
     other, layers = copy.deepcopy(model), list_layers(model)
     (part,) = split(layers, [3])
-    stage = Stage(part, True, model, layers.output, RandomState(torch.device("cpu")), list(model.parameters()))
+    stage = Stage(part, True, model, layers.output, MicroBatchRandom(torch.device("cpu")), list(model.parameters()))
     stage.begin(1)
     (node,) = layers.inputs
     for micro_batch, is_last, left in ((0, False, 1), (1, False, 1), (2, True, 2)):

@@ -12,8 +12,8 @@ from tests.rpc.workers import pid, run_workers, same, until
 from phalanx import rpc
 from phalanx.errors import ClosedError, DeadlineError, PeerLostError
 from phalanx.rpc import current
-from phalanx.rpc.membership import Membership
 from phalanx.rpc.worker_info import WorkerAddress
+from phalanx.rpc.workers import Workers
 
 
 def _join(name, rank, folder):
@@ -91,7 +91,7 @@ def test_a_worker_that_was_lost_while_it_was_looked_up_does_not_hide_the_next_on
     """A thread read the entry of a worker in the store, and before it had noted it, another one heard that this worker
     was lost. It noted the dead one, and all calls to that name failed from then on, though another had joined."""
     store = dist.HashStore()
-    members = Membership(store, None)
+    members = Workers(store, None)
     dead, alive = (WorkerAddress.of_self("w1", 1, "host") for _ in range(2))
     store.set("name/w1", dead.to_json())
     read = members.find("w1")

@@ -13,7 +13,7 @@ from tests.system.phalanx_command import run, write_script
 from phalanx import rpc
 from phalanx.deadline import Deadline
 from phalanx.errors import ClosedError, DeadlineError
-from phalanx.rpc import membership
+from phalanx.rpc import workers
 from phalanx.rpc.worker_info import WorkerAddress
 from phalanx.symmetric_memory.watch import ProcessId
 
@@ -140,7 +140,7 @@ class _CountedWaits:
 def test_a_worker_may_come_late_whatever_the_stores_words_for_that_are(kind, tmp_path, monkeypatch):
     """All were let go when one came more than 5 s after the others: "wait timeout after 5000ms" of a TCPStore was taken
     for a store that had failed, since it does not say "timed out"."""
-    monkeypatch.setattr(membership, "_WAIT_S", 0.05)
+    monkeypatch.setattr(workers, "_WAIT_S", 0.05)
     store = _CountedWaits(dist.PrefixStore("job", _store(kind, tmp_path)))
     members = [
         WorkerAddress(rpc.WorkerInfo(f"w{i}", i), uid=i, host="h", hostname="h", process=ProcessId.of_self())
@@ -150,7 +150,7 @@ def test_a_worker_may_come_late_whatever_the_stores_words_for_that_are(kind, tmp
         target=lambda: store.twice.wait(60) and store.set("worker/1", members[1].to_json()), name="phalanx-test-late"
     )
     late.start()
-    found = membership.Membership(store, 2)
+    found = workers.Workers(store, 2)
     found.join(members[0], Deadline.after(60), lambda: members[0])
     late.join()
     assert found.find("w1") == members[1]

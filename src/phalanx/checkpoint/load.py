@@ -19,7 +19,7 @@ from phalanx.checkpoint.optimizer_gap import describe_gap
 from phalanx.checkpoint.parts import describe_misfits, load_part
 from phalanx.checkpoint.peers import Peers
 from phalanx.checkpoint.restore import find_latest, read_moved
-from phalanx.checkpoint.undo import Undo, describe_put_back, in_loading_order
+from phalanx.checkpoint.rollback import Rollback, describe_put_back, in_loading_order
 from phalanx.errors import CheckpointError
 from phalanx.partition.owners import owner_of
 
@@ -150,7 +150,7 @@ def _load_into(path: Path, state: object, notes: OptimizerNotes, into: Mapping[s
     }
     if report := describe_misfits(into, state, stages, notes):
         raise CheckpointError(f"load_checkpoint: {path} does not fit:\n{report}\nNothing was loaded.")
-    undo = Undo(into)
+    undo = Rollback(into)
     for name, part in in_loading_order(into):
         try:
             own = stages[name][0] if name in stages else state[name]

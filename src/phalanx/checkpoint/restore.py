@@ -19,9 +19,9 @@ from phalanx.checkpoint.optimizer_fit import OptimizerNotes
 from phalanx.checkpoint.optimizer_gap import describe_gap
 from phalanx.checkpoint.parts import Report, describe_misfits, fit_stages, load_part, module_state
 from phalanx.checkpoint.peers import Peers
+from phalanx.checkpoint.rollback import Rollback, describe_put_back, in_loading_order
 from phalanx.checkpoint.structure import METADATA, STRUCTURE, decode_structure
 from phalanx.checkpoint.tree import Node, build, find, is_dtensor, strides_of_tensors, tensor_names
-from phalanx.checkpoint.undo import Undo, describe_put_back, in_loading_order
 from phalanx.checkpoint.whole import STATE, hand_on
 from phalanx.errors import CheckpointError
 from phalanx.transport.memory_order import lay_out
@@ -99,7 +99,7 @@ def _load(
     report.missing += [name for name in wanted if name not in state and name not in stateful]
     told = "" if not report else f"{peers.what} on rank {peers.rank}: {path} does not fit:\n{report}\n"
     advice = "Nothing was loaded. Build the parts as they were saved, or load what fits with strict=False."
-    undo = Undo(stateful)  # on all ranks, before one of them loads into memory that they share
+    undo = Rollback(stateful)  # on all ranks, before one of them loads into memory that they share
     peers.agree(told + advice if told and strict else None)
     problem, cause, gaps = None, None, list[str]()
     try:
@@ -118,7 +118,7 @@ def _load(
 
 
 def _load_parts(
-    state: dict[str, Any], parts: Mapping[str, Any], report: Report, undo: Undo, *, strict: bool
+    state: dict[str, Any], parts: Mapping[str, Any], report: Report, undo: Rollback, *, strict: bool
 ) -> list[str]:
     """Load each part; what optimizers would train without a state, in words."""
     gaps = []

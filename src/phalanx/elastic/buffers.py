@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer
 
-from phalanx.elastic.membership import JobEndedError
+from phalanx.elastic.generations import JobEndedError
 from phalanx.transport.tensors import copy_all
 
 _ALIGN = 64

@@ -12,7 +12,7 @@ from typing import Any
 from phalanx.coordination.elastic_link import outlive_zygote
 from phalanx.deadline import Deadline
 from phalanx.descriptors import wait_readable
-from phalanx.elastic.membership import GenerationNotice, JobEndedError, Loss, NoGenerationError
+from phalanx.elastic.generations import GenerationNotice, JobEndedError, Loss, NoGenerationError
 from phalanx.errors import DeadlineError, PhalanxError
 from phalanx.ipc.agent import connect, split
 from phalanx.loss_detection import SILENT_AGENT_S
@@ -25,7 +25,7 @@ _ASK_EVERY_S = 5.0  # whether there will be a generation
 
 
 class AgentChannel:
-    """A `Membership`: the agent decides. In the main thread only, where nothing waits for it but a recovery."""
+    """A `Generations`: the agent decides. In the main thread only, where nothing waits for it but a recovery."""
 
     def __init__(self, agent: str, rank: int, generation: int, *, min_ranks: int, wait_s: float) -> None:
         name, token = split(agent)

@@ -17,16 +17,16 @@ from phalanx.backend import rendezvous
 from phalanx.backend.torch_integration.groups import count_groups_anew, list_groups, phalanx_group
 from phalanx.coordination.bootstrap import checked_while_meeting
 from phalanx.diagnostics.progress_page import open_page
-from phalanx.elastic.agreement import Agreement, RankState, decide, describe_differing
 from phalanx.elastic.except_hook import one_except_hook
 from phalanx.elastic.frozen import Frozen
+from phalanx.elastic.generations import GenerationNotice, Generations, JobEndedError, SupersededError
+from phalanx.elastic.generator_states import GeneratorStates
 from phalanx.elastic.hand_over import ShardedPart, hand_over
 from phalanx.elastic.losses import NewGenerationError, is_loss
-from phalanx.elastic.membership import GenerationNotice, JobEndedError, Membership, SupersededError
 from phalanx.elastic.points import AGREE, FINISH, HAND_OVER, LEAVE, MEET, REBIND, RESTORE, reached
-from phalanx.elastic.random_state import RandomStates
 from phalanx.elastic.rebind import rebind_module
 from phalanx.elastic.records import RankRecords, restore_random, small_of
+from phalanx.elastic.resume_point import RankState, ResumePoint, decide, describe_differing
 from phalanx.elastic.script_groups import ScriptGroups
 from phalanx.elastic.stages import StageRecords, rebind_sharded, require_same_stages, why_not_kept
 from phalanx.elastic.state import State
@@ -42,12 +42,12 @@ if TYPE_CHECKING:
 class ElasticGroup:
     """This rank's place in it. It is the `Runner` of `state`."""
 
-    def __init__(self, state: State, group: Any, membership: Membership) -> None:
+    def __init__(self, state: State, group: Any, membership: Generations) -> None:
         self._set_group(group)
         self.generation = rendezvous.generation()
         self.is_complete = True  # False while a state is only half received
         self._state, self._membership = state, membership
-        self._random = RandomStates()
+        self._random = GeneratorStates()
         self._records: RankRecords | None = None
         self._stages: StageRecords | None = None
         self._why_not_kept = ""
@@ -246,7 +246,7 @@ class ElasticGroup:
         self.ranks_differ = any(one.differs for one in standings)
         return standings
 
-    def _rebind(self, old: Any, agreement: Agreement) -> None:
+    def _rebind(self, old: Any, agreement: ResumePoint) -> None:
         reached(REBIND)
         for module in self._state._objects.modules:
             rebind_module(module, old, self.process_group)
@@ -257,7 +257,7 @@ class ElasticGroup:
             dist.broadcast_object_list(number, group=self.process_group, group_src=agreement.source)
             optimizer.regroup(self.process_group, agreement.source, number[0])
 
-    def _hand_over(self, agreement: Agreement, standings: list[RankState], kept: list[Any] | None) -> None:
+    def _hand_over(self, agreement: ResumePoint, standings: list[RankState], kept: list[Any] | None) -> None:
         state, rank = self._state, self.process_group.rank()
         receives = rank in agreement.receivers
         if state._objects.rounds and not receives and state._step.stepped:
@@ -294,7 +294,7 @@ class ElasticGroup:
             assert record is not None
             state._random_again = functools.partial(restore_random, record)
 
-    def _have_own_small(self, mine: Tensor | None, agreement: Agreement, *, is_lost: bool) -> None:
+    def _have_own_small(self, mine: Tensor | None, agreement: ResumePoint, *, is_lost: bool) -> None:
         """Take this rank's own small state in place of the source's, which may be another."""
         number = agreement.number
         small = None if self._records is None else self._records.own_small(number)
@@ -320,7 +320,7 @@ class ElasticGroup:
                 agreement.source,
             )
 
-    def _hand_over_sharded(self, agreement: Agreement, kept: list[Any] | None) -> None:
+    def _hand_over_sharded(self, agreement: ResumePoint, kept: list[Any] | None) -> None:
         """Each rank's part of it went with the old group, also where the rank is a survivor: all take new ones."""
         others = [rank for rank in range(self.process_group.size()) if rank != agreement.source]
         for number, optimizer in enumerate(self._state._objects.sharded):

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from phalanx.backend.skeleton import Leaf, join, split
 from phalanx.ddp import DistributedDataParallel
 from phalanx.elastic.carry import carry, own_clock
-from phalanx.elastic.membership import JobEndedError
+from phalanx.elastic.generations import JobEndedError
 from phalanx.optim import ZeroRedundancyOptimizer
 
 

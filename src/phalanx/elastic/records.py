@@ -30,10 +30,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from phalanx.backend.shared import host_memory, shares_memory
-from phalanx.elastic import random_state
+from phalanx.elastic import generator_states
 from phalanx.elastic.buffers import Buffers, views_of
 from phalanx.elastic.frozen import Frozen
-from phalanx.elastic.random_state import RandomStates
+from phalanx.elastic.generator_states import GeneratorStates
 from phalanx.transport.tensors import copy_all
 
 _HEAD = struct.Struct("q7Q")  # the number; sizes of four random states, of the buffers' plan, the buffers, their room
@@ -80,7 +80,7 @@ class RankRecords:
     """
 
     def __init__(
-        self, group: Any, layers: Mapping[str, nn.Module], random: RandomStates, room: tuple[int, int] = (0, 0)
+        self, group: Any, layers: Mapping[str, nn.Module], random: GeneratorStates, room: tuple[int, int] = (0, 0)
     ) -> None:
         self._group, self._random = group, random
         self._buffers = Buffers(layers)
@@ -296,7 +296,7 @@ def restore_random(slot: Tensor) -> None:
     for size in sizes[:4]:
         states.append(slot[at : at + size].numpy().tobytes())
         at += size
-    random_state.restore((states[0], states[1], states[2], states[3]))
+    generator_states.restore((states[0], states[1], states[2], states[3]))
 
 
 def _aligned(nbytes: int) -> int:

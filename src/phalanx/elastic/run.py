@@ -17,16 +17,16 @@ from phalanx.backend.shared import rehearses
 from phalanx.backend.torch_integration.groups import phalanx_group
 from phalanx.checkpoint import load_checkpoint, save_checkpoint
 from phalanx.elastic.channel import AgentChannel
-from phalanx.elastic.group import ElasticGroup, leave_all_groups
-from phalanx.elastic.losses import forget, is_loss, is_mismatch
-from phalanx.elastic.membership import (
+from phalanx.elastic.generations import (
     GenerationNotice,
+    Generations,
     JobEndedError,
     Loss,
-    Membership,
     NoGenerationError,
     SupersededError,
 )
+from phalanx.elastic.group import ElasticGroup, leave_all_groups
+from phalanx.elastic.losses import forget, is_loss, is_mismatch
 from phalanx.elastic.points import LOST, reached
 from phalanx.elastic.state import State
 from phalanx.errors import DeadlineError, summary_of
@@ -50,7 +50,7 @@ def run(
     min_ranks: int = 1,
     wait_s: float = 60.0,
     checkpoint: str | os.PathLike[str] | None = None,
-    membership: Membership | None = None,
+    membership: Generations | None = None,
 ) -> Callable[[Train[_Result]], Callable[..., _Result]]:
     """Let a function that trains `state` go on when ranks are lost, or come.
 
@@ -103,7 +103,7 @@ class ElasticJob:
     def __init__(
         self,
         state: State,
-        membership: Membership | None,
+        membership: Generations | None,
         min_ranks: int,
         wait_s: float,
         checkpoint: str | os.PathLike[str] | None = None,
@@ -137,7 +137,7 @@ class ElasticJob:
         with _only_one(self._state):
             return self._run(train, world, membership)
 
-    def _run(self, train: Train[_Result], world: Any, membership: Membership) -> _Result:
+    def _run(self, train: Train[_Result], world: Any, membership: Generations) -> _Result:
         self._state._objects.refuse_what_is_not_kept(world.size())
         group = self._state._step.runner = ElasticGroup(self._state, world, membership)
         del world  # a group that is over goes when the next one comes
@@ -206,7 +206,7 @@ class ElasticJob:
         _logger.error("phalanx.elastic: %s.%s", str(error).rstrip("."), saved)
         raise SystemExit(error.exit_code)
 
-    def _find_agent(self, rank: int) -> Membership | None:
+    def _find_agent(self, rank: int) -> Generations | None:
         agent = rendezvous.agent_address()
         if not agent:
             return None
@@ -223,7 +223,7 @@ class ElasticJob:
         return Loss(group.generation, self._state.step, text, ranks, is_mismatch(error))
 
     def _recover(
-        self, group: ElasticGroup, membership: Membership, loss: Loss | None, cause: BaseException | None = None
+        self, group: ElasticGroup, membership: Generations, loss: Loss | None, cause: BaseException | None = None
     ) -> None:
         """Return when this rank is in the group of a later generation, with the state to go on from.
 

@@ -16,10 +16,10 @@ from typing import Any
 import torch.distributed as dist
 
 from phalanx.backend.shared import shares_memory
-from phalanx.elastic.agreement import RankState
+from phalanx.elastic.generations import JobEndedError
 from phalanx.elastic.hand_over import Part, hand_over
-from phalanx.elastic.membership import JobEndedError
 from phalanx.elastic.records import RankRecords
+from phalanx.elastic.resume_point import RankState
 from phalanx.elastic.state import State
 from phalanx.optim.kept_state import KeptState
 from phalanx.partition.owners import owner_of

@@ -17,7 +17,7 @@ from phalanx.elastic.backward import call_before_backward
 from phalanx.elastic.forward_changes import ForwardChanges
 from phalanx.elastic.frozen import Frozen
 from phalanx.elastic.objects import Objects
-from phalanx.elastic.undo import Followers, Undo
+from phalanx.elastic.step_undo import Followers, StepUndo
 from phalanx.log import get_logger
 from phalanx.torch_names import find
 
@@ -74,7 +74,7 @@ class StepTracker:
             optimizer.register_step_post_hook(self._after_step)
         self.followers = Followers(objects.schedulers, objects.scalers, objects.optimizers)
         holds_apart = objects.rounds or objects.pipelines
-        self._undo = None if holds_apart else Undo(objects.parts_of_update())
+        self._undo = None if holds_apart else StepUndo(objects.parts_of_update())
         self._num_updates: list[int] = []  # of each optimizer in shards, before the step's first update
         self._has_late = True  # a step may be interrupted behind its update; whether it may, the first ones tell
         self._num_quiet = 0  # of these

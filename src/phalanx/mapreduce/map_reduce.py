@@ -14,11 +14,11 @@ from phalanx.log import get_logger
 from phalanx.mapreduce import interrupted
 from phalanx.mapreduce.attempt import Held, Outcome, attempt
 from phalanx.mapreduce.map_reduce_job import MapReduceJob
-from phalanx.mapreduce.membership import Survivors
 from phalanx.mapreduce.part_files import path_of
 from phalanx.mapreduce.result import Result, blocks_of, gather_blocks
 from phalanx.mapreduce.splits import Indexable
 from phalanx.mapreduce.spool import Spool
+from phalanx.mapreduce.survivors import Survivors
 from phalanx.mapreduce.team import Team
 
 _logger = get_logger(__name__)

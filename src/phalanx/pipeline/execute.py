@@ -16,9 +16,9 @@ from phalanx.errors import DeadlineError, PeerLostError, summary_of
 from phalanx.pipeline.awaited import Awaited, ReceivesAhead, plan_receives
 from phalanx.pipeline.batchnorm import MiniBatchStatistics
 from phalanx.pipeline.failure import describe_failure, draw_failure, with_note
+from phalanx.pipeline.micro_batch_random import MicroBatchRandom
 from phalanx.pipeline.nested import tree_map
 from phalanx.pipeline.progress import StepFailure, StepProgress
-from phalanx.pipeline.random_state import RandomState
 from phalanx.pipeline.schedule import Action, Schedule
 from phalanx.pipeline.stage import Stage, flat_tensors
 from phalanx.pipeline.values import Forms
@@ -59,7 +59,9 @@ class Work:
 class Executor:
     """Runs schedules on the stages of this rank."""
 
-    def __init__(self, stages: Sequence[Stage], wire: Wire, rank: int, num_stages: int, random: RandomState) -> None:
+    def __init__(
+        self, stages: Sequence[Stage], wire: Wire, rank: int, num_stages: int, random: MicroBatchRandom
+    ) -> None:
         self.stages = {stage.index: stage for stage in stages}
         self._wire = wire
         self._rank = rank

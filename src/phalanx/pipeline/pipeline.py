@@ -19,7 +19,6 @@ from phalanx.partition.layers import given_arguments, list_layers
 from phalanx.partition.measure import bind
 from phalanx.partition.parts import Part, split
 from phalanx.pipeline import micro_batches as batches
-from phalanx.pipeline.agreement import agree_on_cut, require_same_cut
 from phalanx.pipeline.aliases import find_stale
 from phalanx.pipeline.arguments import check_arguments, find_groups, form_anew, place_in
 from phalanx.pipeline.batchnorm import MiniBatchStatistics
@@ -30,12 +29,13 @@ from phalanx.pipeline.cut import (
     require_one_owner_of_buffers,
     split_points,
 )
+from phalanx.pipeline.cut_agreement import agree_on_cut, require_same_cut
 from phalanx.pipeline.execute import Executor, Work
 from phalanx.pipeline.loss import Loss
 from phalanx.pipeline.materialize import materialize
+from phalanx.pipeline.micro_batch_random import MicroBatchRandom
 from phalanx.pipeline.outcome import Outcome
 from phalanx.pipeline.own_modules import OwnModules, unused_tensors
-from phalanx.pipeline.random_state import RandomState
 from phalanx.pipeline.record import Record
 from phalanx.pipeline.replicas import Replicas
 from phalanx.pipeline.schedule import Schedule, ScheduleName, plan_schedule
@@ -160,7 +160,7 @@ class Pipeline(StageModule):
         if self._device.type == "cpu":
             keep_freed_memory()
 
-        self._random = RandomState(self._device)
+        self._random = MicroBatchRandom(self._device)
         self._wire = Wire(self._group, [*rank_of, *range(self._size)], self._device, number)
         self._shared = False
         stages = [

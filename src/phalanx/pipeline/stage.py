@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from phalanx.partition.parts import Part
 from phalanx.partition.program import Program
 from phalanx.pipeline.aliases import Seen, find_pairs
+from phalanx.pipeline.micro_batch_random import MicroBatchRandom
 from phalanx.pipeline.nested import tree_flatten, tree_map
-from phalanx.pipeline.random_state import RandomState
 from phalanx.pipeline.recomputed_buffers import RecomputedBuffers
 from phalanx.pipeline.split_backward import WeightsBackward, backward_input
 from phalanx.pipeline.weight_gradients import WeightGradients, Weights, saved_bytes
@@ -53,7 +53,7 @@ class Stage:
         last: bool,
         root: nn.Module,
         output: fx.Node,
-        random_state: RandomState,
+        random_state: MicroBatchRandom,
         parameters: Sequence[nn.Parameter],
     ) -> None:
         self.part = part

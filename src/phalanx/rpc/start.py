@@ -19,12 +19,12 @@ from phalanx.rpc import current
 from phalanx.rpc.agent import collecting, interrupts
 from phalanx.rpc.agent.agent import Agent
 from phalanx.rpc.autograd.serve import serve_autograd
-from phalanx.rpc.membership import Membership
 from phalanx.rpc.options import BackendType, RpcBackendOptions
 from phalanx.rpc.rendezvous import find_place, is_on_network, job_key, may_be_public, network_address, open_store
 from phalanx.rpc.rref import serve_references
 from phalanx.rpc.termination import Termination
 from phalanx.rpc.worker_info import WorkerAddress, WorkerInfo
+from phalanx.rpc.workers import Workers
 
 _JOIN_S = 300.0
 _logger = get_logger(__name__)
@@ -94,7 +94,7 @@ def start_agent(
 ) -> Agent:
     """Return an agent that has joined the others in `store`."""
     agent = Agent(name, number, host_identity(), options)
-    membership = Membership(store, size)
+    membership = Workers(store, size)
     if size is None and is_on_network(store) and job_key() is not None:
         _open_network(agent, store)
     serve_references(agent)

@@ -13,12 +13,12 @@ from phalanx.strategies.default import get_replica_context as get_replica_contex
 from phalanx.strategies.default import get_strategy as get_strategy
 from phalanx.strategies.mirrored import MirroredStrategy as MirroredStrategy
 from phalanx.strategies.mirrored import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
+from phalanx.strategies.periodic import DiLoCoStrategy as DiLoCoStrategy
+from phalanx.strategies.periodic import EASGDStrategy as EASGDStrategy
+from phalanx.strategies.periodic import GossipSGDStrategy as GossipSGDStrategy
+from phalanx.strategies.periodic import LocalSGDStrategy as LocalSGDStrategy
+from phalanx.strategies.periodic import StreamingDiLoCoStrategy as StreamingDiLoCoStrategy
 from phalanx.strategies.pipelined import PipelineStrategy as PipelineStrategy
-from phalanx.strategies.rounds import DiLoCoStrategy as DiLoCoStrategy
-from phalanx.strategies.rounds import EASGDStrategy as EASGDStrategy
-from phalanx.strategies.rounds import GossipSGDStrategy as GossipSGDStrategy
-from phalanx.strategies.rounds import LocalSGDStrategy as LocalSGDStrategy
-from phalanx.strategies.rounds import StreamingDiLoCoStrategy as StreamingDiLoCoStrategy
 from phalanx.strategies.servers import ParameterServerStrategy as ParameterServerStrategy
 from phalanx.strategies.sharded import ShardedStrategy as ShardedStrategy
 from phalanx.strategies.single_device import OneDeviceStrategy as OneDeviceStrategy

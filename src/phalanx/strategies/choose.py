@@ -16,14 +16,14 @@ from phalanx.coordination.launchers import find_agents_store
 from phalanx.log import get_logger
 from phalanx.strategies.devices import decide_devices
 from phalanx.strategies.mirrored import MirroredStrategy, MultiWorkerMirroredStrategy
-from phalanx.strategies.pipelined import PipelineStrategy
-from phalanx.strategies.rounds import (
+from phalanx.strategies.periodic import (
     DiLoCoStrategy,
     EASGDStrategy,
     GossipSGDStrategy,
     LocalSGDStrategy,
     StreamingDiLoCoStrategy,
 )
+from phalanx.strategies.pipelined import PipelineStrategy
 from phalanx.strategies.servers import ParameterServerStrategy
 from phalanx.strategies.sharded import ShardedStrategy
 from phalanx.strategies.single_device import SingleDeviceStrategy

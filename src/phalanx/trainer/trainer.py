@@ -25,7 +25,7 @@ from phalanx.checkpoint import CheckpointManager, RandomState
 from phalanx.checkpoint.folders import make_folders
 from phalanx.checkpoint.peers import Peers
 from phalanx.data import DistributedSampler
-from phalanx.elastic import random_state
+from phalanx.elastic import generator_states
 from phalanx.report import begin as begin_report
 from phalanx.report import recording
 from phalanx.strategies import Strategy, get
@@ -171,7 +171,7 @@ class Trainer:
             world_size = dist.get_world_size() if dist.is_initialized() else 1
             recorder.sample_share = self.strategy.num_replicas_in_sync / world_size
         self._state: elastic.State | None = None
-        self._random = random_state.RandomStates()
+        self._random = generator_states.GeneratorStates()
         self._called_step = 0  # whose on_step_end the callbacks have behind them
         self._before_validation: tuple[int, bytes] | None = None  # an epoch, and the callbacks behind its last step
 
@@ -336,7 +336,7 @@ class Trainer:
         before = self._random.capture() if any(map(hears_steps, self.callbacks)) else None
         self._call("on_step_end", loss)
         if before is not None and self._random.capture() != before:  # the model draws on as if they had not
-            random_state.restore(before)
+            generator_states.restore(before)
         self._called_step = state.step
         if self._save_every is not None and state.step % self._save_every == 0:
             self._save(state)

@@ -34,13 +34,13 @@ from phalanx.rpc.agent.retries import Retries
 from phalanx.rpc.agent.serving import Lead, Serving, Task
 from phalanx.rpc.agent.threads import Threads
 from phalanx.rpc.call_hook import call_hook
-from phalanx.rpc.membership import Membership
 from phalanx.rpc.options import UNSET_RPC_TIMEOUT, RpcBackendOptions
 from phalanx.rpc.references import References
 from phalanx.rpc.remote_error import set_error
 from phalanx.rpc.serialization import deserialize, serialize, serialize_call
 from phalanx.rpc.wire import Frame
 from phalanx.rpc.worker_info import WorkerAddress
+from phalanx.rpc.workers import Workers
 from phalanx.torch_names import find
 
 _Future: Any = find("torch._C.Future", loses="phalanx.rpc does not work")
@@ -77,7 +77,7 @@ class Agent:
         self.threads = Threads("phalanx-rpc-work")
         self.references = References(self.me.uid)
         self.retries = Retries(lambda to: self.membership.find(to) is not None, self.run_later)
-        self.membership: Membership
+        self.membership: Workers
         self.closed = False
         self.closing = False  # others may go now without being lost
         self.num_calls = 0
@@ -89,7 +89,7 @@ class Agent:
         self._dirty: deque[Any] = deque()
         self.controls["goodbye"] = self._hear_goodbye
 
-    def start(self, membership: Membership) -> None:
+    def start(self, membership: Workers) -> None:
         """Serve, and call."""
         self.membership = membership
         self.connections.start(membership)

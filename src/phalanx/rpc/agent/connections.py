@@ -24,7 +24,6 @@ from phalanx.log import get_logger
 from phalanx.rpc.agent.calls import Callee
 from phalanx.rpc.agent.reading import Reading
 from phalanx.rpc.agent.serving import Lead, Serving, Task
-from phalanx.rpc.membership import Membership
 from phalanx.rpc.network import Network
 from phalanx.rpc.options import RpcBackendOptions
 from phalanx.rpc.segments import Lender
@@ -33,6 +32,7 @@ from phalanx.rpc.unix_connection import UnixConnection
 from phalanx.rpc.unix_links import Listener, connect
 from phalanx.rpc.wire import Frame
 from phalanx.rpc.worker_info import WorkerAddress
+from phalanx.rpc.workers import Workers
 from phalanx.symmetric_memory.watch import watch
 
 _logger = get_logger(__name__)
@@ -60,7 +60,7 @@ class Connections:
         self.lender = Lender()
         self.listener = Listener(self._welcome, serving)
         self.me = WorkerAddress.of_self(name, number, host, local=self.listener.address)
-        self.membership: Membership
+        self.membership: Workers
         self.network: Network | None = None
         self.peers: dict[int, Callee] = {}
         self._gone: dict[int, str] = {}  # the uids of those that are lost, and why: all that is kept of them
@@ -70,7 +70,7 @@ class Connections:
         self._to_self = SelfConnection(self._from_self)
         self._watched: dict[int, WorkerAddress] = {}
 
-    def start(self, membership: Membership) -> None:
+    def start(self, membership: Workers) -> None:
         """Let workers of this host in."""
         self.membership = membership
         self.listener.start()

@@ -21,7 +21,7 @@ _WORDS = 624
 _cuda_is_initialized: Callable[[], bool] = torch.cuda.is_initialized
 
 
-class RandomStates:
+class GeneratorStates:
     """What `capture` gives is equal to the last one as long as nothing was drawn."""
 
     def __init__(self) -> None:

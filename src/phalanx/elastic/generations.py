@@ -49,7 +49,7 @@ class Loss:
     disagrees: bool = False
 
 
-class Membership(Protocol):
+class Generations(Protocol):
     """This rank's line to whoever decides."""
 
     def report(self, loss: Loss) -> None:

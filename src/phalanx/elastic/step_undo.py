@@ -22,7 +22,7 @@ from phalanx.elastic.hand_over import Part
 from phalanx.transport.tensors import copy_all
 
 
-class Undo:
+class StepUndo:
     """A copy of what `parts` hold. Cost: their memory once more, and a copy of it in each step that takes one."""
 
     def __init__(self, parts: Sequence[Part]) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 
-class RandomState:
+class MicroBatchRandom:
     """The state of the generators that layers on `device` draw from, as one tensor of bytes."""
 
     def __init__(self, device: torch.device) -> None:

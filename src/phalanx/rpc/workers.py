@@ -19,7 +19,7 @@ _PROBE_S = 1.0
 _WAIT_S = 5.0  # at a time, in the store: Ctrl-C is heard in between
 
 
-class Membership:
+class Workers:
     """The workers of the job, by name, number and uid. `world_size` is None where workers join and leave."""
 
     def __init__(self, store: Any, world_size: int | None) -> None:

@@ -33,7 +33,7 @@ class RankState:
 
 
 @dataclass(frozen=True)
-class Agreement:
+class ResumePoint:
     """The step to go on from.
 
     `source` has its state and gives it to `receivers`; the others have it. `is_ahead`: nobody has committed it, but
@@ -55,7 +55,7 @@ def describe_differing(standings: Sequence[RankState]) -> str:
     return ""
 
 
-def decide(standings: Sequence[RankState], *, apart: bool = False) -> Agreement | None:
+def decide(standings: Sequence[RankState], *, apart: bool = False) -> ResumePoint | None:
     """Return what the ranks go on from, by rank; None if nobody holds a whole state.
 
     `apart`: they train apart (LocalSGD, DiLoCo), so each goes on from its own step, and only who is new receives.
@@ -66,15 +66,15 @@ def decide(standings: Sequence[RankState], *, apart: bool = False) -> Agreement 
     if apart:
         old = [rank for rank, one in enumerate(standings) if one.number >= 0 and (one.is_whole or one.has_stepped)]
         new = tuple(rank for rank in range(len(standings)) if rank not in old)
-        return Agreement(standings[old[0]].number, old[0], new) if old else None
+        return ResumePoint(standings[old[0]].number, old[0], new) if old else None
     whole = [rank for rank, one in enumerate(standings) if one.is_whole and one.number >= 0]
     if whole:
         number = max(standings[rank].number for rank in whole)
         holders = [rank for rank in whole if standings[rank].number == number]
-        return Agreement(number, holders[0], tuple(r for r in range(len(standings)) if r not in holders))
+        return ResumePoint(number, holders[0], tuple(r for r in range(len(standings)) if r not in holders))
     ahead = [rank for rank, one in enumerate(standings) if one.has_stepped and one.number >= 0]
     if not ahead:
         return None
     number = max(standings[rank].number for rank in ahead) + 1
     holders = [rank for rank in ahead if standings[rank].number == number - 1]
-    return Agreement(number, holders[0], tuple(r for r in range(len(standings)) if r not in holders), is_ahead=True)
+    return ResumePoint(number, holders[0], tuple(r for r in range(len(standings)) if r not in holders), is_ahead=True)

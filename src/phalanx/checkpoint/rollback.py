@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 
-class Undo:
+class Rollback:
     """Remembers parts, puts them back, and says which of them it could not put back.
 
     A part with a true `loads_all_or_nothing` is not asked for its state, which may be on other workers: its own
