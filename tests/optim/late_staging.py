@@ -14,7 +14,7 @@ class LateStaging(Staging):
 
     def __init__(self, device):
         super().__init__(device)
-        self.copies_early = True
+        self.takes_checksums = True
         self._to_host, self._to_device, self._then = [], [], []
         LateStaging.made.append(self)
 

@@ -24,16 +24,34 @@ def test_it_changes_with_scaling_signs_places_and_single_elements(dtype):
             zero = flat.clone()
             zero[1] = -0.0
             changed.append(zero)
-        before = checksum(flat)
-        assert torch.equal(before, checksum(flat.clone()))
-        assert [torch.equal(before, checksum(other)) for other in changed] == [False] * len(changed)
+        before = checksum([flat])
+        assert torch.equal(before, checksum([flat.clone()]))
+        assert [torch.equal(before, checksum([other])) for other in changed] == [False] * len(changed)
 
 
 def test_elements_that_are_all_alike_are_told_from_multiples_and_from_an_exchange_of_blocks():
     ones = torch.ones(1 << 21)
-    assert not torch.equal(checksum(ones), checksum(ones * 1024))
+    assert not torch.equal(checksum([ones]), checksum([ones * 1024]))
     alternating = torch.tensor([1.0, -1.0]).repeat(1 << 20)
-    assert not torch.equal(checksum(alternating), checksum(-alternating))
+    assert not torch.equal(checksum([alternating]), checksum([-alternating]))
     blocks = torch.arange(130.0).repeat_interleave(_BLOCK)
-    assert not torch.equal(checksum(blocks), checksum(blocks.roll(64 * _BLOCK)))
-    assert checksum(torch.empty(0)).tolist() == [0, 0]
+    assert not torch.equal(checksum([blocks]), checksum([blocks.roll(64 * _BLOCK)]))
+    assert checksum([torch.empty(0)]).tolist() == [0, 0]
+
+
+def test_of_several_tensors_a_change_in_any_and_an_exchange_between_two_change_it():
+    torch.manual_seed(0)
+    flats = [
+        torch.randn(5),
+        torch.randn(70_000).bfloat16(),
+        torch.randn(5),
+        torch.randn(3).half(),
+        torch.randn(2).double(),
+    ]
+    before = checksum(flats)
+    assert torch.equal(before, checksum([flat.clone() for flat in flats]))
+    for at, flat in enumerate(flats):
+        changed = flat.clone()
+        changed[-1] *= 2
+        assert not torch.equal(before, checksum([*flats[:at], changed, *flats[at + 1 :]]))
+    assert not torch.equal(before, checksum([flats[2], flats[1], flats[0], *flats[3:]]))

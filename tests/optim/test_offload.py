@@ -182,12 +182,12 @@ def test_what_is_written_into_parameters_between_steps_counts():
     assert run_ranks(written, 2) == [True] * 2
 
 
-class _EarlyStaging(Staging):
-    """Copies of gradients on the CPU as early as those of a device."""
+class _Checksummed(Staging):
+    """Writes to tensors of the CPU are noticed as those to a device's are."""
 
     def __init__(self, device):
         super().__init__(device)
-        self.copies_early = True
+        self.takes_checksums = True
 
 
 def test_gradients_changed_by_what_pytorch_does_not_count_are_what_the_update_takes(monkeypatch):
@@ -198,7 +198,7 @@ def test_gradients_changed_by_what_pytorch_does_not_count_are_what_the_update_ta
     def trained(rank, world_size):
         alone = [dist.new_group([one]) for one in range(world_size)][rank]
         results = []
-        for away, staging in ((False, Staging), (True, Staging), (True, _EarlyStaging)):
+        for away, staging in ((False, Staging), (True, Staging), (True, _Checksummed)):
             monkeypatch.setattr(zero, "Staging", staging)
             ddp, bare = wrapped(), Uneven()
             optimizer = ZeroRedundancyOptimizer(ddp.parameters(), optim.SGD, offload=away, lr=0.1)
@@ -239,7 +239,7 @@ def test_parameters_changed_by_what_pytorch_does_not_count_stay_changed(monkeypa
 
     def changed(rank, world_size):
         lost = []
-        for staging in (Staging, _EarlyStaging):
+        for staging in (Staging, _Checksummed):
             monkeypatch.setattr(zero, "Staging", staging)
             for dtype in (torch.float32, torch.bfloat16):
                 module = nn.Linear(60, 41).to(dtype)
@@ -617,7 +617,7 @@ def test_no_two_locked_pieces_of_memory_share_a_page(monkeypatch):
         num_locked = len(pages.registered)
         del optimizer, groups
         gc.collect()
-        return pages.num_refused, num_locked > 10, pages.registered
+        return pages.num_refused, num_locked >= 4, pages.registered  # masters, and copies of each dtype
 
     assert run_ranks(locked, 2) == [(0, True, {})] * 2
 

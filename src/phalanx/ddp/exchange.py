@@ -14,11 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.backend.gradient_listeners import find_listener
 from phalanx.backend.shared import shares_memory
 from phalanx.backend.torch_integration.groups import phalanx_group
 from phalanx.backend.uneven import absent_ranks, can_be_uneven, training_step
-from phalanx.backend.work import PhalanxWork
 from phalanx.ddp.bucket import DenseBucket, SparseBucket
 
 
@@ -57,22 +55,6 @@ class WorkExchange:
         work: Pending | None = dist.all_reduce(bucket.buffer, op=self._op, group=self._group, async_op=True)
         assert work is not None  # None is for ranks outside the group, and those can't wrap a module
         return work
-
-    def waits_on_device(self, work: object) -> bool:
-        """Whether `work.wait()` lets the device's stream wait, and not this thread: NCCL's does."""
-        if isinstance(work, PhalanxWork):  # carried by the host
-            return False
-        return phalanx_group(self._group) is not None or dist.get_backend(self._group) == "nccl"
-
-
-def tell_launch(bucket: DenseBucket, pending: Pending, exchange: Exchange) -> None:
-    """Let whoever copies the bucket's gradients off their device queue that behind `pending`, if that can be queued."""
-    if bucket.buffer.is_cpu or not (isinstance(exchange, WorkExchange) and exchange.waits_on_device(pending)):
-        return
-    for parameter, mean in zip(bucket.parameters, bucket.views, strict=True):
-        listener = find_listener(parameter)
-        if listener is not None:
-            listener.on_launch(mean, pending.wait)
 
 
 class SharedExchange:

@@ -26,12 +26,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from phalanx.backend.dynamo import untraced
-from phalanx.backend.gradient_listeners import find_listener
 from phalanx.backend.uneven import absent_ranks, training_step
 from phalanx.ddp.broken_round import another_gradient, interrupted, missing_gradients, nothing_learnt
 from phalanx.ddp.bucket import DenseBucket, SparseBucket
 from phalanx.ddp.bucket_set import BucketSet
-from phalanx.ddp.exchange import Exchange, SharedExchange, SparsePending, tell_launch
+from phalanx.ddp.exchange import Exchange, SharedExchange, SparsePending
 from phalanx.ddp.first_steps import FirstSteps
 from phalanx.ddp.graph import Reach, find_reach
 from phalanx.ddp.plan import BucketPlan, ParameterSpec
@@ -279,10 +278,7 @@ class Reducer:
             if isinstance(bucket, SparseBucket):
                 self._round.pending.append(SparsePending(bucket, bucket.parameters[0].grad, self._group))
             else:
-                pending = self._set.exchange.launch(bucket)
-                self._round.pending.append(pending)
-                if self.rescale == 1.0:
-                    tell_launch(bucket, pending, self._set.exchange)
+                self._round.pending.append(self._set.exchange.launch(bucket))
 
     # At the end of backward
 
@@ -364,9 +360,6 @@ class Reducer:
             for position, slot in enumerate(bucket.plan.slots):
                 if slot.parameter not in used_by_none:
                     bucket.publish(position)
-                    listener = find_listener(self._parameters[slot.parameter])
-                    if listener is not None:
-                        listener.on_mean()
         order = [
             *self._round.order,
             *(index for index in range(len(self._parameters)) if index not in self._round.order),

@@ -18,8 +18,8 @@ from typing import Any
 
 from torch import Tensor
 
-from phalanx.backend.gradient_listeners import find_listener
 from phalanx.backend.shared import sharing_group
+from phalanx.backend.shared_masters import has_master
 from phalanx.core_numbers import LEFT, MISMATCH
 from phalanx.diagnostics.divergence import EVEN_ADVICE
 from phalanx.diagnostics.flight_recorder import read_position
@@ -75,7 +75,7 @@ def are_shared(parameters: Iterable[Tensor], group: Any) -> bool:
     """Whether ranks share some parameter or its master, of which each updates a part: ZeroRedundancyOptimizer's."""
     ours = sharing_group(group)
     return ours is not None and any(
-        find_listener(parameter) is not None or ours.symm_mem.holds(parameter.data_ptr()) for parameter in parameters
+        has_master(parameter) or ours.symm_mem.holds(parameter.data_ptr()) for parameter in parameters
     )
 
 

@@ -1,4 +1,4 @@
-"""A checksum of a tensor's bits, where the tensor lies: by which a write is noticed that nobody told of.
+"""A checksum of tensors' bits, where the tensors lie: by which a write is noticed that nobody told of.
 
 PyTorch counts the writes that autograd should know of (`_version`). Collectives, the unscaling of a GradScaler, writes
 through `.data` and kernels of extensions change memory and count nothing.
@@ -7,6 +7,7 @@ through `.data` and kernels of extensions change memory and count nothing.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -17,26 +18,34 @@ _BLOCKS_AT_ONCE = 64  # so that the products take 32 MB
 _WORDS = {1: torch.int8, 2: torch.int16}
 
 
-def checksum(flat: Tensor) -> Tensor:
-    """Two sums of the bits of `flat`, a contiguous tensor of one dimension, as int64 on its device; nothing waits.
+def checksum(flats: Sequence[Tensor]) -> Tensor:
+    """Return sums of the bits of `flats`, contiguous tensors of one dimension, as int64 on their device.
 
-    The first is exact, so that scaling by a power of two changes it, as long as a sign is left. The second has an odd
-    factor for each place, which a change of one word can't hide from, nor, but by chance, a change of sign or of order.
+    Of the tensors of each width of element, one after the other, two: the first is exact, so that scaling by a power of
+    two changes it, as long as a sign is left. The second has an odd factor for each place, which a change of one word
+    can't hide from, nor, but by chance, a change of sign or of order.
 
-    Shape: (2,).
-    Cost: reads `flat` twice; 32 MB on the device while it runs.
+    Shape: (two for each width).
+    Cost: a dozen kernels, which read the tensors twice, and a copy of them where they are several; 32 MB on the device.
     """
-    words = flat.detach().view(_WORDS.get(flat.element_size(), torch.int32))
+    sums: list[Tensor] = []
+    for width in sorted({flat.element_size() for flat in flats}):
+        words = [flat.detach().view(_WORDS.get(width, torch.int32)) for flat in flats if flat.element_size() == width]
+        sums += _sums(words[0] if len(words) == 1 else torch.cat(words))
+    return torch.stack(sums)
+
+
+def _sums(words: Tensor) -> tuple[Tensor, Tensor]:
     plain = words.sum(dtype=torch.int64)
-    placed = torch.zeros((), dtype=torch.int64, device=flat.device)
-    factors = _factors(flat.device)
+    placed = torch.zeros((), dtype=torch.int64, device=words.device)
+    factors = _factors(words.device)
     for start in range(0, words.numel(), _BLOCK * _BLOCKS_AT_ONCE):
         some = words[start : start + _BLOCK * _BLOCKS_AT_ONCE]
         whole = some.numel() // _BLOCK
         sums = (some[: whole * _BLOCK].view(whole, _BLOCK) * factors).sum(1)
         rest = some[whole * _BLOCK :]
         placed = placed * _FACTOR + (sums * factors[:whole]).sum() + (rest * factors[: rest.numel()]).sum()
-    return torch.stack((plain, placed))
+    return plain, placed
 
 
 _FACTOR = 0x2545F4914F6CDD1D  # odd

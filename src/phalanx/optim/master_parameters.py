@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.optim.parameter_shard import in_memory_order
-from phalanx.optim.plan import Slice
+from phalanx.optim.plan import Slice, plan_waves
 from phalanx.optim.shared_parameters import SharedBlock
 from phalanx.optim.staging import Staging, lock
 
 _HALF = {torch.float16, torch.bfloat16}
+_NOTED_BYTES = 32 << 20  # of parameters that are noted together, by a dozen kernels and a copy of them
+
+
+@dataclass(frozen=True, eq=False)
+class _Note:
+    """What slices of some parameters held, as a `Staging` notes it of all together."""
+
+    numbers: tuple[int, ...]
+    bits: Any
 
 
 class MasterParameters(SharedBlock):
@@ -43,7 +54,7 @@ class MasterParameters(SharedBlock):
             self._rounded = SharedBlock(parameters, [p.dtype for p in parameters], group, in_pages=True)
         self._masters = [self.shaped(number) for number in range(len(self.parameters))]
         self._parts: dict[int, Slice] = {}  # this rank's slices
-        self._notes: dict[int, Tensor] = {}  # of those whose master says what the parameter did when it was noted
+        self._notes: dict[int, _Note] = {}  # of those whose master says what the parameter did when it was noted
         self._keep = [True] * len(self.parameters)  # whether what the master has beyond the parameter's precision is so
         self._live = [p.requires_grad for p in parameters]
         frozen = None if all(self._live) else SharedBlock(parameters, [p.dtype for p in parameters], group)
@@ -109,14 +120,14 @@ class MasterParameters(SharedBlock):
 
         Cost: on a device a checksum of the slices, and a wait for it; on the CPU they are compared with the copy.
         """
-        for number in self._parts:
-            if self._live[number] and number not in self._notes:
-                self._take(number)
         for device, staging in self._stagings.items():
-            here = [number for number in self._notes if self.parameters[number].device == device]
-            differ = staging.differ([self._on_device(n) for n in here], [self._notes[n] for n in here])
-            for number, differs in zip(here, differ, strict=True):
-                if differs:
+            here = [n for n in self._parts if self._live[n] and self.parameters[n].device == device]
+            notes = list(dict.fromkeys(self._notes[number] for number in here if number in self._notes))
+            whole = [note for note in notes if all(self._notes.get(number) is note for number in note.numbers)]
+            differ = staging.differ([([self._on_device(n) for n in note.numbers], note.bits) for note in whole])
+            known = {n for note, differs in zip(whole, differ, strict=True) if not differs for n in note.numbers}
+            for number in here:
+                if number not in known:
                     self._take(number)
 
     def _on_device(self, number: int) -> Tensor:
@@ -188,13 +199,19 @@ class MasterParameters(SharedBlock):
             for number, _ in here:
                 self._keep[number] = True
 
-    def _note(self, numbers: Iterable[int]) -> None:
+    def _note(self, numbers: Sequence[int]) -> None:
         """Note what this rank's slices are, which have been queued to be what was rounded."""
-        for number in numbers:
-            part, parameter = self._parts[number], self.parameters[number]
-            block = self._rounded if self._rounded is not None and self._is_half[number] else self
-            host = block.flats[number].detach()[part.start : part.stop]
-            self._notes[number] = self._stagings[parameter.device].note(self._on_device(number), host)
+        counts = [self._parts[number].stop - self._parts[number].start for number in numbers]
+        sizes = [count * self.parameters[n].element_size() for n, count in zip(numbers, counts, strict=True)]
+        for together in plan_waves(sizes, _NOTED_BYTES) if numbers else ():
+            some = tuple(numbers[at] for at in together)
+            flats, hosts = [self._on_device(number) for number in some], [self._rounded_slice(n) for n in some]
+            note = _Note(some, self._stagings[flats[0].device].note(flats, hosts))
+            self._notes.update(dict.fromkeys(some, note))
+
+    def _rounded_slice(self, number: int) -> Tensor:
+        block = self._rounded if self._rounded is not None and self._is_half[number] else self
+        return block.flats[number].detach()[self._parts[number].start : self._parts[number].stop]
 
     def find_moved(self) -> int | None:
         """Return the first parameter that changed its device or dtype, if there is one."""

@@ -1,11 +1,15 @@
 """`ZeroRedundancyOptimizer(offload=True)`: parameters on their devices, all that updates them in the host's memory.
 
               device                                host, each rank its slices
-backward      gradients ──────────────────────────▶ copies of them, as buckets are reduced
 ------------- sync: nobody reads masters any more ---------------
-step                                                masters and state: the user's optimizer, wave by wave
+step          gradients ──────────────────────────▶ copies of them, wave by wave
+                                                    masters and state: the user's optimizer, a wave behind
 ------------- sync: everybody has written -----------------------
 then          parameters ◀───────────────────────── all masters, rounded
+
+Gradients are not copied while backward runs: whether one is written again before the update (by a collective, a
+GradScaler, anybody) can only be told by its bits, and looking at these twice takes longer than the copies, which all
+but those of the first wave lie behind the update.
 
 Source: Ren et al. (2021), ZeRO-Offload; masters and state once per host, in memory that its ranks share, are ours.
 """
@@ -13,7 +17,7 @@ Source: Ren et al. (2021), ZeRO-Offload; masters and state once per host, in mem
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,8 +36,8 @@ _foreach_mul_: Any = find(
     "torch._foreach_mul_", loses="clipping gradients of an offloaded optimizer takes longer", instead=None
 )
 
-# While a wave is updated the gradients of the next come in, and the parameters of the one before go out. In float32 its
-# gradients are a temporary copy, and a wave costs one call of the optimizer.
+# While a wave is updated the gradients of the next come in, and the parameters of the one before go out. Gradients of
+# half types are widened in memory that all waves use in turn, and a wave costs one call of the optimizer.
 WAVE_BYTES = 32 << 20
 
 _FUSED = frozenset({optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad})
@@ -65,6 +69,8 @@ class Offload:
         self._shards: list[list[OffloadedShard]] = []
         self._states: list[SharedState] = []
         self._num_with_state = 0
+        self._copies: dict[tuple[torch.device, torch.dtype], Tensor] = {}  # of gradients
+        self._wide: dict[torch.dtype, Tensor] = {}  # where a wave's gradients of half types are widened
 
     def share(
         self,
@@ -85,7 +91,6 @@ class Offload:
                 masters,
                 part,
                 self._stagings[parameters[part.index].device],
-                alone=self._group.size() == 1 and not (dist.is_initialized() and dist.get_world_size() > 1),
             )
             for part in parts[self._group.rank()]
         ]
@@ -96,38 +101,37 @@ class Offload:
         return masters, parts, shards
 
     def prepare(self) -> None:
-        """Before an update: wait until this rank reads no masters, and begin to copy gradients that no copy is of."""
+        """Before an update: wait until this rank reads no masters, and begin to copy the gradients."""
         for masters in self._masters:
             masters.settle()
             masters.revive()
-        early = [shard for _, shard in self._all() if shard.is_staged]
-        for _, shard in self._all():
-            shard.stage()
-        self._forget_outdated(early)
-        for shard in early:
-            shard.stage()
+        with_gradient = [shard for _, shard in self._all() if shard.parameter.grad is not None]
         for staging in self._stagings.values():
+            here = [shard for shard in with_gradient if shard.staging is staging]
+            with staging.beside():
+                for shard, host in zip(here, self._rooms(here), strict=True):
+                    shard.copy_gradient(host)
             staging.follow()
 
-    def _forget_outdated(self, shards: Iterable[OffloadedShard]) -> None:
-        """Let copies of gradients that were changed afterwards not count: by a collective, a GradScaler, anybody."""
-        noted: dict[Staging, list[tuple[OffloadedShard, Tensor, Tensor]]] = {}
+    def _rooms(self, shards: Sequence[OffloadedShard]) -> Iterator[Tensor]:
+        """Yield memory of the host for the gradient of each shard; all of one dtype lie in one piece."""
+        used: dict[tuple[torch.device, torch.dtype], int] = {}
         for shard in shards:
-            pair = shard.noted_gradient()
-            if pair is not None:
-                noted.setdefault(self._stagings[shard.parameter.device], []).append((shard, *pair))
-        for staging, of_device in noted.items():
-            differ = staging.differ([gradient for _, gradient, _ in of_device], [note for *_, note in of_device])
-            for (shard, *_), differs in zip(of_device, differ, strict=True):
-                if differs:
-                    shard.forget()
+            key = shard.staging.device, shard.parameter.dtype
+            if key not in used:
+                used[key] = 0
+                count = sum(other.count for other in shards if other.parameter.dtype == key[1])
+                if key not in self._copies or self._copies[key].numel() < count:
+                    self._copies[key] = shard.staging.empty_host(count, key[1])
+            yield self._copies[key][used[key] : used[key] + shard.count]
+            used[key] += shard.count
 
     def update(self, optimizer: Optimizer) -> None:
         """Update this rank's slices of the masters; a process that is alone sends them to their devices at once."""
         for masters in self._masters:
             masters.take()
         with_gradient = [pair for pair in self._all() if pair[1].parameter.grad is not None]
-        sizes = [(shard.part.stop - shard.part.start) * shard.tensor.element_size() for _, shard in with_gradient]
+        sizes = [shard.count * shard.tensor.element_size() for _, shard in with_gradient]
         waves = plan_waves(sizes, WAVE_BYTES) if self._cut else [range(len(with_gradient))]
         for wave in waves:
             self._update_wave(optimizer, [with_gradient[position] for position in wave])
@@ -135,8 +139,8 @@ class Offload:
 
     def _update_wave(self, optimizer: Optimizer, wave: Sequence[tuple[MasterParameters, OffloadedShard]]) -> None:
         try:
-            for _, shard in wave:
-                shard.take_gradient()
+            for (_, shard), into in zip(wave, self._room_for(wave), strict=True):
+                shard.take_gradient(into)
             optimizer.step()
         finally:
             for _, shard in wave:
@@ -146,6 +150,25 @@ class Offload:
         if self._group.size() == 1:
             for masters in self._masters:
                 masters.push({shard.part.index for owner, shard in wave if owner is masters})
+
+    def _room_for(self, wave: Sequence[tuple[MasterParameters, OffloadedShard]]) -> Iterator[Tensor | None]:
+        """Where the gradients of a wave are widened, that of each shard; nowhere in particular if there is one wave.
+
+        New memory for each would cost more than the update: the kernel hands it out in pages, each with a fault.
+        """
+        wide = [shard.tensor for _, shard in wave if shard.widens]
+        for dtype in {tensor.dtype for tensor in wide} if self._cut else ():
+            count = sum(tensor.numel() for tensor in wide if tensor.dtype == dtype)
+            if dtype not in self._wide or self._wide[dtype].numel() < count:
+                self._wide[dtype] = torch.empty(count, dtype=dtype)
+        used = dict.fromkeys(self._wide, 0)
+        for _, shard in wave:
+            if not (self._cut and shard.widens):
+                yield None
+                continue
+            dtype, count = shard.tensor.dtype, shard.tensor.numel()
+            yield self._wide[dtype][used[dtype] : used[dtype] + count]
+            used[dtype] += count
 
     def keep_state_here(self, optimizer: Optimizer, *, anew: bool = False) -> None:
         """Move state that the optimizer has made to the host's shared memory; look only if there is more, or `anew`."""
@@ -173,22 +196,17 @@ class Offload:
         return [gradient for gradient in slices if gradient is not None]
 
     def scale_gradients(self, factor: Tensor, parameters: Sequence[Tensor], foreach: bool | None) -> None:
-        """Multiply all gradients by `factor`, and the copies of slices that have been made of them."""
-        self._forget_outdated([shard for _, shard in self._all() if shard.is_staged])
-        copied = [(shard, copy) for _, shard in self._all() if (copy := shard.staged_copy()) is not None]
-        tensors = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        tensors += [copy for _, copy in copied]
+        """Multiply all gradients by `factor`."""
         kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-        for tensor in tensors:
-            kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+        for parameter in parameters:
+            if parameter.grad is not None:
+                kinds.setdefault((parameter.grad.device, parameter.grad.dtype), []).append(parameter.grad)
         for (device, _), alike in kinds.items():
             if foreach is False or _foreach_mul_ is None:
                 for tensor in alike:
                     tensor.mul_(factor.to(device))
             else:
                 _foreach_mul_(alike, factor.to(device))
-        for shard, _ in copied:
-            shard.note_scaled()
 
     def _all(self) -> Iterator[tuple[MasterParameters, OffloadedShard]]:
         return itertools.chain.from_iterable(

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from phalanx.backend.gradient_listeners import tell_mean
+from phalanx.backend.shared_masters import note_master
 from phalanx.optim.master_parameters import MasterParameters
 from phalanx.optim.parameter_shard import in_memory_order
 from phalanx.optim.plan import Slice
@@ -16,117 +15,61 @@ from phalanx.optim.staging import Staging
 
 
 class OffloadedShard:
-    """As `ParameterShard`, of a master. On a device the gradient is copied as soon as it is known to hold its mean.
+    """As `ParameterShard`, of a master. The gradient is copied when the update begins."""
 
-    A copy counts if `.grad` holds the bits that were copied when the update comes, by a checksum made just before the
-    copy; else it is made anew. `alone`: there is nobody to average with, so a gradient that autograd has written is
-    the mean.
-    """
-
-    def __init__(
-        self, parameter: Tensor, masters: MasterParameters, part: Slice, staging: Staging, *, alone: bool
-    ) -> None:
+    def __init__(self, parameter: Tensor, masters: MasterParameters, part: Slice, staging: Staging) -> None:
         self.parameter = parameter
         self.part = part
+        self.staging = staging
         self._masters = masters
         self.is_whole = part.stop - part.start == parameter.numel()
         flat = masters.flats[part.index]
         whole = masters.shaped(part.index)
         self.tensor = whole if self.is_whole else flat[part.start : part.stop]
         self.tensor.requires_grad_(self.tensor.is_floating_point() or self.tensor.is_complex())
-        self._staging = staging
-        self._host: Tensor | None = None
-        self._wait: Callable[[], object] | None = None  # for the copy that is under way, or was made
-        self._note: Tensor | None = None  # of what was copied
-        self._launched = False  # since the latest mean
-        self._is_told = False
-        tell_mean(parameter, self)
-        if alone and staging.copies_early and parameter.requires_grad:
-            handle = parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                _hook(weakref.ref(self))
-            )
-            weakref.finalize(self, handle.remove)
+        self._copy: Tensor | None = None
+        self._wait: Callable[[], object] | None = None  # for the copy that is under way
+        note_master(parameter, self)
 
-    # -- while backward runs -------------------------------------------------------------------------------------
+    @property
+    def widens(self) -> bool:
+        """Whether the optimizer sees the gradient in another precision than the parameter's."""
+        return self.parameter.dtype != self.tensor.dtype
 
-    @torch.no_grad()
-    def on_launch(self, mean: Tensor, wait: Callable[[], object]) -> None:
-        """Copy this rank's slice of what is being reduced, when it has been."""
-        self._is_told = self._launched = True
-        with self._staging.beside(wait):
-            self._begin(mean)
+    @property
+    def count(self) -> int:
+        """Elements of the slice."""
+        return self.part.stop - self.part.start
 
-    @torch.no_grad()
-    def on_mean(self) -> None:
-        """Copy this rank's slice of the gradient, unless that has begun already."""
-        self._is_told = True
-        if not self._launched:
-            self._stage_early()
-        self._launched = False
-
-    @torch.no_grad()
-    def on_written(self) -> None:
-        """Autograd has written the gradient; unless somebody else says when it is the mean, it is."""
-        if not self._is_told:
-            self._stage_early()
-
-    def _stage_early(self) -> None:
-        self.forget()
-        if self._staging.copies_early:
-            self.stage()
-
-    # -- the update ----------------------------------------------------------------------------------------------
-
-    def stage(self) -> None:
-        """Begin to copy the gradient's slice, unless there is a copy.
+    def copy_gradient(self, host: Tensor) -> None:
+        """Begin to copy the gradient's slice to `host`, inside of the staging's `beside`.
 
         Raises:
             RuntimeError: the gradient is sparse.
         """
         gradient = self.parameter.grad
-        if gradient is None:
-            self.forget()
-            return
+        assert gradient is not None
         if gradient.layout is not torch.strided:
             raise RuntimeError(
                 f"ZeroRedundancyOptimizer: a parameter of shape {tuple(gradient.shape)} has a sparse gradient, "
                 "which offload=True does not copy. Make the gradient dense (sparse=False), or leave offload out."
             )
-        if self._wait is None:
-            with self._staging.beside():
-                self._begin(gradient)
-
-    @property
-    def is_staged(self) -> bool:
-        """Whether a copy has been made, or is under way: of the gradient as it was then."""
-        return self._wait is not None and self.parameter.grad is not None
-
-    def _begin(self, gradient: Tensor) -> None:
-        if self._host is None:
-            self._host = self._staging.empty_host(self.part.stop - self.part.start, self.parameter.dtype)
         flat = in_memory_order(gradient, self.parameter)[self.part.start : self.part.stop]
-        # Before the copy: of a write between the two the checksum knows nothing, and the copy is made anew.
-        self._note = self._staging.note(flat, self._host)
-        self._wait = self._staging.to_host(self._host, flat)
+        self._copy = host
+        self._wait = self.staging.to_host(host, flat)
 
-    def take_gradient(self) -> None:
-        """Wait for the copy, and show it to the optimizer in the master's precision."""
+    def take_gradient(self, into: Tensor | None = None) -> None:
+        """Wait for the copy, and show it to the optimizer in the master's precision; `into` if it is another."""
         self.tensor.grad = None
-        if self.parameter.grad is None or self._host is None or self._wait is None:
+        if self._copy is None or self._wait is None:
             return
         self._wait()
-        gradient = self._host.to(self.tensor.dtype)
+        gradient = self._copy.to(self.tensor.dtype) if into is None else into.copy_(self._copy)
         self.tensor.grad = gradient.as_strided(self.tensor.shape, self.tensor.stride())
 
     def drop_gradient(self) -> None:
-        """Let go of what the optimizer saw; the next update takes the gradient anew."""
-        self.tensor.grad = None
-        self.forget()
-
-    def forget(self) -> None:
-        """Let no copy count that was made so far."""
-        self._wait = self._note = None
-        self._launched = False
+        """Let go of what the optimizer saw, and of the copy."""
+        self.tensor.grad = self._copy = self._wait = None
 
     def load_master(self, values: Tensor | None) -> None:
         """Set the slice of the master to what was saved with the state; the parameter's own values if nothing was."""
@@ -138,35 +81,3 @@ class OffloadedShard:
         if gradient is None:
             return None
         return in_memory_order(gradient, self.parameter)[self.part.start : self.part.stop]
-
-    def noted_gradient(self) -> tuple[Tensor, Tensor] | None:
-        """Return this rank's slice of the gradient, and what was noted of it when it was copied; waits for the copy."""
-        gradient = self.gradient_slice()
-        if gradient is None or self._wait is None or self._note is None:
-            return None
-        self._wait()
-        return gradient, self._note
-
-    def staged_copy(self) -> Tensor | None:
-        """Return the copy of the gradient's slice, if there is one: what is done to the gradient is to be done
-        to it, too.
-        """
-        if not self.is_staged or self._wait is None:
-            return None
-        self._wait()
-        return self._host
-
-    def note_scaled(self) -> None:
-        """Note that the gradient and its copy, which was of the gradient of now, have been changed alike."""
-        gradient = self.gradient_slice()
-        if gradient is not None and self._host is not None:
-            self._note = self._staging.note(gradient, self._host)
-
-
-def _hook(shard: weakref.ref[OffloadedShard]) -> Callable[[Tensor], None]:
-    def hook(_parameter: Tensor) -> None:
-        alive = shard()
-        if alive is not None:
-            alive.on_written()
-
-    return hook

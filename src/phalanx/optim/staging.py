@@ -1,12 +1,11 @@
-"""Copies between a device and the host's memory, beside what the device computes.
+"""Copies between a device and the host's memory, beside what the processor updates meanwhile.
 
-    compute stream   backward ... reduction of a bucket ...            | forward: reads the parameters
-    copy stream                        `--> gradient, to the host
-    processor                                     update                | next update
-    compute stream                                      parameters, to the device -->
+    copy stream      gradients of wave 0, to the host | wave 1 | wave 2 | ...
+    processor                                           update 0 | update 1 | ...
+    compute stream                                                 parameters of wave 0, to the device | ...
 
 Memory of the host that copies read or write is page-locked on CUDA devices, since only then a copy runs beside
-anything. On the CPU a copy is a copy, done when the call returns, and none is made early: there is nothing to hide it.
+anything. On the CPU a copy is a copy, done when the call returns.
 """
 
 from __future__ import annotations
@@ -29,31 +28,23 @@ _logger = get_logger(__name__)
 class Staging:
     """The way to the host and back for tensors on `device`.
 
-    copies_early   whether copies to the host are to begin as soon as they can
+    takes_checksums   whether writes to tensors are noticed by checksums, where they lie, and not by reading them here
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.copies_early = device.type != "cpu"
+        self.takes_checksums = device.type != "cpu"
         self._stream = None if device.type == "cpu" else torch.Stream(device=device)
         self._sent: Any = None  # an event after the latest copy to the device
 
     @contextlib.contextmanager
-    def beside(self, wait: Callable[[], object] | None = None) -> Iterator[None]:
-        """Run what is queued in here beside what is queued after it; after `wait`, or after all that is queued so far.
-
-        `wait` orders the stream in which it is called, as the works of torch.distributed do on devices.
-        """
+    def beside(self) -> Iterator[None]:
+        """Run what is queued in here after all that is queued so far, and beside what is queued after it."""
         if self._stream is None:
-            if wait is not None:
-                wait()
             yield
             return
-        if wait is None:
-            self._stream.wait_stream(torch.accelerator.current_stream(self.device))
+        self._stream.wait_stream(torch.accelerator.current_stream(self.device))
         with self._stream:
-            if wait is not None:
-                wait()
             yield
 
     def to_host(self, host: Tensor, tensor: Tensor) -> Callable[[], object]:
@@ -91,26 +82,23 @@ class Staging:
             self._sent.synchronize()
             self._sent = None
 
-    def note(self, flat: Tensor, host: Tensor) -> Tensor:
-        """Return what `differ` knows by later whether `flat`, of one dimension, has been written since, by whomever.
+    def note(self, flats: Sequence[Tensor], host: Sequence[Tensor]) -> Any:
+        """Return what `differ` knows by later whether one of `flats`, of one dimension, has been written, by whomever.
 
         On the CPU that is `host`, of the same values, which stays as it is until then. Else a checksum, queued on the
         device; what is queued later does not count.
         """
-        return checksum(flat) if self.copies_early else host
+        return checksum(flats) if self.takes_checksums else host
 
-    def differ(self, tensors: Sequence[Tensor], notes: Sequence[Tensor]) -> list[bool]:
-        """Which of the tensors don't hold the bits any more that were noted of them. Waits for the device, once.
+    def differ(self, noted: Sequence[tuple[Sequence[Tensor], Any]]) -> list[bool]:
+        """Which of these groups of tensors don't hold the bits any more that were noted of them.
 
-        Nothing is queued any more on another stream for the notes.
+        Waits for the device, once; nothing is queued any more on another stream for the notes.
         """
-        if not self.copies_early:
-            return [not _same_bits(tensor, note) for tensor, note in zip(tensors, notes, strict=True)]
-        if not tensors:
-            return []
-        now = torch.stack([checksum(tensor) for tensor in tensors])
-        differ: list[bool] = (now != torch.stack(list(notes))).any(1).tolist()
-        return differ
+        if not self.takes_checksums:
+            return [not all(map(_same_bits, flats, note)) for flats, note in noted]
+        differ = [(checksum(flats) != note).any() for flats, note in noted]
+        return torch.stack(differ).tolist() if differ else []
 
     @property
     def locks(self) -> bool:

@@ -1,0 +1,22 @@
+"""Which parameters have a master that the ranks of a host share: said by an offloaded optimizer, asked by others."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import MutableMapping
+
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+_owners: MutableMapping[Tensor, weakref.ref[object]] = WeakIdKeyDictionary()
+
+
+def note_master(parameter: Tensor, owner: object) -> None:
+    """Note that `owner`, as long as it lives, updates a master of the parameter."""
+    _owners[parameter] = weakref.ref(owner)
+
+
+def has_master(parameter: Tensor) -> bool:
+    """Whether somebody who lives updates a master of the parameter."""
+    owner = _owners.get(parameter)
+    return owner is not None and owner() is not None
