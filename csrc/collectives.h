@@ -12,6 +12,11 @@
 /* One sync. */
 int plx_barrier(struct plx_group *g, struct plx_wait *w, const struct plx_origin *o);
 
+/* One sync, at which the ranks compare that all make the same call of this kind (PLX_ALL_REDUCE, ...), whose bytes they
+ * exchange elsewhere: what a rank wrote there before is seen by all after. `digest` is of whatever else must agree. */
+int plx_meet(struct plx_group *g, struct plx_wait *w, const struct plx_origin *o, int kind, size_t count, int dtype,
+             int redop, int root, uint64_t digest);
+
 /* out = reduction over ranks of in, in the order of the ranks, on every rank (root < 0) or on `root` only.
  * in == out allowed. One sync per C bytes when P == 2 or S is small, two per C bytes otherwise. Tensors that lie in
  * their ranks' heaps, at whatever offsets, are reduced where they are: two syncs, nothing staged. */

@@ -25,7 +25,7 @@
 #include <stdint.h>
 
 #define PLX_MAGIC 0x31584e414c414850ull /* "PHALANX1", little endian */
-#define PLX_VERSION 5u
+#define PLX_VERSION 6u
 #define PLX_LINE 128u /* two cache lines: the adjacent-line prefetcher couples them */
 #define PLX_PAGE 4096u
 #ifndef PLX_MAX_WORLD /* a checker needs few */
@@ -63,6 +63,7 @@ _Static_assert(sizeof(struct plx_call) == 64, "a call is one cache line");
 #define PLX_FLAG_STEP 2u       /* part of a training step */
 #define PLX_FLAG_BACKGROUND 4u /* the program goes on meanwhile */
 #define PLX_FLAG_SHADOW 8u  /* zeros, of a rank that is out of the step */
+#define PLX_FLAG_ON_DEVICE 16u /* the tensor lies in memory of a device, from where the other ranks read it */
 
 /* One line of the flight recorder. */
 struct plx_record {
@@ -79,7 +80,8 @@ struct plx_record {
   uint32_t status;
   uint32_t ndim;
   uint64_t shape[PLX_MAX_DIMS];
-  uint64_t spare[4];
+  uint64_t flags;
+  uint64_t spare[3];
 };
 _Static_assert(sizeof(struct plx_record) == 128, "a record is one line");
 

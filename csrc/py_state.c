@@ -68,7 +68,7 @@ PyObject *py_group_state(PyGroup *self, PyObject *arg) {
 }
 
 /* The flight recorder of a rank, oldest first: tuples
- * (seq, kind, dtype, redop, root, peer, count, shape, enter_ns, leave_ns, status, call_site). */
+ * (seq, kind, dtype, redop, root, peer, count, shape, enter_ns, leave_ns, status, call_site, flags). */
 PyObject *py_group_records(PyGroup *self, PyObject *arg) {
   uint32_t rank;
   if (py_to_rank(self, arg, &rank) != 0) return NULL;
@@ -83,10 +83,10 @@ PyObject *py_group_records(PyGroup *self, PyObject *arg) {
     PyObject *call_site = py_text_of(owner->call_sites[r.call_site % PLX_CALL_SITES], PLX_CALL_SITE_BYTES);
     for (uint32_t i = 0; shape != NULL && i < dims; i++) PyTuple_SetItem(shape, i, PyLong_FromUnsignedLongLong(r.shape[i]));
     PyObject *item = shape != NULL && call_site != NULL
-                         ? Py_BuildValue("KiiiiiKNKKiN", (unsigned long long)atomic_load(&r.seq), (int)r.kind, (int)r.dtype, (int)r.redop,
+                         ? Py_BuildValue("KiiiiiKNKKiNi", (unsigned long long)atomic_load(&r.seq), (int)r.kind, (int)r.dtype, (int)r.redop,
                                          (int)r.root, (int)r.peer, (unsigned long long)r.count, shape,
                                          (unsigned long long)r.enter_ns, (unsigned long long)atomic_load(&r.leave_ns),
-                                         (int)r.status, call_site)
+                                         (int)r.status, call_site, (int)r.flags)
                          : NULL;
     if (item == NULL || PyList_Append(list, item) != 0) Py_CLEAR(list);
     Py_XDECREF(item);

@@ -57,7 +57,6 @@ OWNERS = {
     "_schema": "torch._ops",
     "_set_default_backend": "torch.distributed.ProcessGroup",
     "_set_unwrap_func": "torch.futures.Future",
-    "_share_cuda_": "torch.UntypedStorage",
     "_torchdynamo_disable": "torch._dynamo.eval_frame",
     "_torchdynamo_disable_msg": "torch._dynamo.eval_frame",
     "_wrapped_async_rpc_function": "torch.distributed.rpc.functions",

@@ -6,6 +6,7 @@ by an engine that only counts.
 """
 
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -289,3 +290,19 @@ def _beside_nccl(rank, world_size):
 
 def test_nccl_may_be_named_beside_phalanx_where_there_is_none_as_long_as_nobody_needs_it() -> None:
     assert run_ranks(_beside_nccl, 2, backend="cpu:phalanx,cuda:nccl") == [(2.0, True)] * 2
+
+
+def _with_options_of(rank, world_size, path, name):
+    """Join with what torch hands to a second backend: the options that it has filled in for the first, as for NCCL."""
+    options = SimpleNamespace(group_name=name)
+    store = dist.FileStore(path, world_size)
+    dist.init_process_group("phalanx", store=store, rank=rank, world_size=world_size, pg_options=options)
+    dist.all_reduce(total := torch.ones(1))
+    return total.item(), dist.group.WORLD.backend_options
+
+
+def test_options_that_torch_has_filled_in_for_another_device_are_not_ours(tmp_path) -> None:
+    path = str(tmp_path / "s")
+    assert run_ranks(_with_options_of, 2, path, "0", init=False) == [(2.0, None)] * 2
+    with pytest.raises(RankFailed, match=r"takes pg_options=phalanx\.Options\(\.\.\.\), got SimpleNamespace"):
+        run_ranks(_with_options_of, 1, path, "", init=False)

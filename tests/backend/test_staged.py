@@ -1,8 +1,8 @@
-"""Tensors of a device go through the host's memory where no engine carries them between the ranks. No GPU is needed.
+"""Tensors of a device that no engine carries go through its own memory, or the host's. No GPU is needed.
 
 `float64` tensors stand for those of a device, all ranks' on the same GPU, which NCCL refuses: every collective then
-goes the staged way, with values, and must leave the bits that the CPU's own way leaves for `float32`. What needs a real
-device (memory that the host must not touch, streams) is in tests/gpu.
+goes one of these ways, with values, and must leave the bits that the CPU's own way leaves for `float32`. What needs a
+real device (memory that the host must not touch, streams) is in tests/gpu.
 """
 
 from datetime import timedelta
@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.gpu.collectives import all_collectives
+from tests.transport.device_memory.file_memory import FileMemory
 
 import phalanx
 from phalanx.backend import device_backends
@@ -33,18 +34,30 @@ def _of_float64(arguments):
     return None
 
 
+@pytest.fixture(params=["through the host", "on the device"])
+def path(request, tmp_path):
+    """Where the ranks meet; its name says how their float64 tensors go."""
+    return str(tmp_path / request.param)
+
+
 def _join(rank, world_size, path, timeout_s=60.0):
-    """A group whose float64 tensors are staged."""
+    """A group whose float64 tensors no engine carries."""
     from phalanx.backend.process_group import devices
 
     opened = None if world_size == 1 else lambda *_: pytest.fail("NCCL was asked")
     device_backends.DEVICE_BACKENDS["cpu"] = DeviceBackend(
-        "NCCL", lambda: True, opened, lambda device: "GPU-7", find_shared_gpu
+        "NCCL",
+        lambda: True,
+        opened,
+        lambda device: "GPU-7",
+        find_shared_gpu,
+        FileMemory() if path.endswith("on the device") else None,
     )
     devices.find_device = _of_float64
     store = dist.FileStore(path, world_size)
     limit = timedelta(seconds=timeout_s)
     dist.init_process_group("phalanx", store=store, rank=rank, world_size=world_size, timeout=limit)
+    dist.group.WORLD.on_device_from_bytes = 0
 
 
 def _everything(rank, world_size, path):
@@ -61,10 +74,8 @@ def _everything(rank, world_size, path):
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_every_collective_leaves_the_same_through_the_hosts_memory_as_on_the_cpu(tmp_path, world_size) -> None:
-    for plain, staged, collectives, total, kinds, inside in run_ranks(
-        _everything, world_size, str(tmp_path / "s"), init=False
-    ):
+def test_every_collective_leaves_the_same_on_a_device_without_an_engine_as_on_the_cpu(path, world_size) -> None:
+    for plain, staged, collectives, total, kinds, inside in run_ranks(_everything, world_size, path, init=False):
         assert plain == staged
         assert len(plain) >= 18
         assert collectives == 3  # none of them hidden from the order that all share
@@ -97,8 +108,8 @@ def _refused(rank, world_size, path):
     return messages, total.item(), str(caught.value), mine.tolist()
 
 
-def test_wrong_calls_are_refused_in_the_cpus_words_and_change_nothing(tmp_path) -> None:
-    for messages, total, mismatch, mine in run_ranks(_refused, 2, str(tmp_path / "s"), init=False):
+def test_wrong_calls_are_refused_in_the_cpus_words_and_change_nothing(path) -> None:
+    for messages, total, mismatch, mine in run_ranks(_refused, 2, path, init=False):
         assert "share memory, so no result can be written to it" in messages[0]
         assert (
             messages[1] == "all_gather: invalid output tensor list: tensor_list holds 1 tensors, the group has 2 ranks"
@@ -106,8 +117,9 @@ def test_wrong_calls_are_refused_in_the_cpus_words_and_change_nothing(tmp_path) 
         assert "5" in messages[2]
         assert "its storage was freed" in messages[3]
         assert total == 2.0
-        assert "rank 0: all_reduce(SUM) of float64 (2,) at " in mismatch
-        assert "rank 1: all_reduce(SUM) of float64 (3,) at " in mismatch
+        where = " in a device's memory" if path.endswith("on the device") else ""
+        assert f"rank 0: all_reduce(SUM) of float64 (2,){where} at " in mismatch
+        assert f"rank 1: all_reduce(SUM) of float64 (3,){where} at " in mismatch
         assert set(mine) == {7.0}
 
 
@@ -125,10 +137,29 @@ def _one_leaves(rank, world_size, path):
     return str(caught.value)
 
 
-def test_a_rank_that_fails_is_named_to_those_who_wait_for_it(tmp_path) -> None:
+def test_a_rank_that_fails_is_named_to_those_who_wait_for_it(path) -> None:
     with pytest.raises(RankFailed) as caught:
-        run_ranks(_one_leaves, 2, str(tmp_path / "s"), init=False)
+        run_ranks(_one_leaves, 2, path, init=False)
     assert list(caught.value.errors) == [1]
+
+
+def _message_first(rank, world_size, path):
+    """Two ranks on one device exchanged messages before any collective, so they asked NCCL, which refuses them."""
+    _join(rank, world_size, path)
+    got = torch.zeros(LARGE, dtype=torch.float64)
+    works = [dist.isend(torch.full((LARGE,), rank + 1.0, dtype=torch.float64), 1 - rank), dist.irecv(got, 1 - rank)]
+    for work in works:
+        work.wait()
+    source = None
+    if rank == 0:
+        dist.send(got, 1)
+    else:
+        source = dist.recv(got)  # from anybody
+    return got[0].item(), source, sorted(dist.group.WORLD._agreed)
+
+
+def test_messages_before_any_collective_go_the_way_that_ranks_on_one_device_need(path) -> None:
+    assert run_ranks(_message_first, 2, path, init=False) == [(2.0, None, []), (2.0, 0, [])]
 
 
 def _receive_until_it_gives_up():
@@ -150,8 +181,8 @@ def _one_is_late(rank, world_size, path):
     return message
 
 
-def test_a_rank_that_does_not_come_in_time_is_named(tmp_path) -> None:
-    message, _ = run_ranks(_one_is_late, 2, str(tmp_path / "s"), init=False)
+def test_a_rank_that_does_not_come_in_time_is_named(path) -> None:
+    message, _ = run_ranks(_one_is_late, 2, path, init=False)
     assert "all_reduce #" in message
     assert "rank 1" in message
 
@@ -172,8 +203,8 @@ def _train(rank, world_size, path):
     return all(map(torch.equal, *trained)), trained[0][1].tolist()
 
 
-def test_models_are_trained_over_staged_collectives(tmp_path) -> None:
-    results = run_ranks(_train, 2, str(tmp_path / "s"), init=False)
+def test_models_are_trained_over_staged_collectives(path) -> None:
+    results = run_ranks(_train, 2, path, init=False)
     assert [same for same, _ in results] == [True, True]
     assert results[0] == results[1]
 

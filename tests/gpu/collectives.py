@@ -3,6 +3,10 @@
 import torch
 import torch.distributed as dist
 
+# What a group of this PyTorch calls them: torch 2.12 gave them new names.
+_OLD = {"all_gather_single": "_allgather_base", "reduce_scatter_single": "_reduce_scatter_base"}
+SINGLE = {name: name if hasattr(dist.ProcessGroup, name) else old for name, old in _OLD.items()}
+
 
 def all_collectives(device, dtype, rank, world_size):
     """What this rank's tensors hold after each, as lists; small whole numbers, so that dtypes agree."""
@@ -40,7 +44,7 @@ def all_collectives(device, dtype, rank, world_size):
     keep(*[tensor] if rank == 0 else [])
     dist.all_gather(outputs := each(), mine())
     keep(*outputs)
-    single = getattr(group, "all_gather_single", group._allgather_base)  # its name before and after torch 2.12
+    single = getattr(group, SINGLE["all_gather_single"])
     single(output := zeros(2 * world_size), mine()).wait()
     keep(output)
     dist.gather(mine(), outputs := each() if rank == 0 else None, dst=0)
@@ -49,7 +53,7 @@ def all_collectives(device, dtype, rank, world_size):
     keep(output)
     dist.reduce_scatter(output := zeros(), [mine() + r for r in range(world_size)])
     keep(output)
-    single = getattr(group, "reduce_scatter_single", group._reduce_scatter_base)
+    single = getattr(group, SINGLE["reduce_scatter_single"])
     single(output := zeros(), mine(2 * world_size)).wait()
     keep(output)
     dist.all_to_all_single(output := zeros(2 * world_size), mine(2 * world_size))

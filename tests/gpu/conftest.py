@@ -7,6 +7,8 @@ from tests.gpu.devices import Place
 
 from phalanx.engines import nccl
 
+# Asked before any test begins: the driver opens files of its own then, which a test would seem to leave behind.
+HAS_GPU = nccl.is_available()
 HOW = "by hand: --simulated-accelerator FOLDER builds one with the C++ compiler"
 
 
@@ -14,7 +16,7 @@ HOW = "by hand: --simulated-accelerator FOLDER builds one with the C++ compiler"
 def place(request, tmp_path):
     """A device that all ranks of a test share."""
     if request.param == "cuda":
-        if not nccl.is_available():
+        if not HAS_GPU:
             pytest.skip("no CUDA device, or a PyTorch without NCCL")
         return Place("cuda", str(tmp_path))
     folder = request.config.getoption("--simulated-accelerator")
@@ -28,6 +30,6 @@ def place(request, tmp_path):
 @pytest.fixture
 def cuda(tmp_path):
     """A CUDA device."""
-    if not nccl.is_available():
+    if not HAS_GPU:
         pytest.skip("no CUDA device, or a PyTorch without NCCL")
     return Place("cuda", str(tmp_path))

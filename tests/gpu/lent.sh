@@ -1,14 +1,16 @@
 #!/usr/bin/env bash
 # All that a machine with a GPU is wanted for, in one go: build the core, `pytest -m gpu`, the doctor, the benchmark.
 #
-#   tests/gpu/lent.sh FOLDER      logs and results go to FOLDER, six files; each step has its own limit, ten minutes in
-#                                 all, and none stops the others
+#   tests/gpu/lent.sh FOLDER [STEP...]   logs and results go to FOLDER, seven files; each step has its own limit, ten
+#                                        minutes in all, and none stops the others. STEPS: tests doctor bench (all)
 #
 # Nothing is fetched: it takes the `python3` that has PyTorch for CUDA (another: PYTHON=), and what is missing there
-# from wheels in .whl, if that folder exists (pip download, beforehand: pyzmq expecttest). A core that was built
-# elsewhere for the same processor is used where there is no compiler.
+# from wheels in .whl, if that folder exists (pip download, beforehand: pyzmq expecttest click rich). A core that was
+# built elsewhere for the same processor is used where there is no compiler.
 set -u
-out=$(mkdir -p "${1:?usage: tests/gpu/lent.sh FOLDER}" && cd "$1" && pwd)
+out=$(mkdir -p "${1:?usage: tests/gpu/lent.sh FOLDER [STEP...]}" && cd "$1" && pwd)
+shift
+steps=" ${*:-tests doctor bench} "
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-python3}
 site=$(mktemp -d)
@@ -28,10 +30,12 @@ step() { # step LOG NAME SECONDS COMMAND...
     return $code
 }
 
+wanted() { [[ $steps == *" $1 "* ]]; }
+
 if compgen -G '.whl/*.whl' > /dev/null; then
     step setup install 40 "$python" -m pip install -q --no-index --no-deps --no-compile --target "$site" .whl/*.whl
 fi
-step setup machine 30 bash -c 'nvidia-smi; "$0" -c "
+step setup machine 30 bash -c 'nvidia-smi; nproc; "$0" -c "
 import sys, torch
 print(sys.version, torch.__version__, torch.version.cuda, torch.cuda.get_device_name(0), torch.cuda.nccl.version())"' "$python"
 if ! step setup core 15 "$python" -c 'import phalanx._core'; then
@@ -47,9 +51,16 @@ if ! "$python" -c 'import importlib.metadata as m; m.version("phalanx")' 2> /dev
 fi
 # Warnings are no errors here: another PyTorch than the one that the tests are kept clean with has others.
 pytest=("$python" -m pytest -q -p no:cacheprovider -W default -m gpu)
-step setup smoke 60 "${pytest[@]}" -x tests/gpu/test_shared_device.py -k bits
-step tests tests 200 "${pytest[@]}" -rfEs --timeout 100 tests/gpu tests/backend/test_cuda.py tests/optim
-step doctor doctor 45 "$python" -m phalanx doctor
-step bench bench 120 "$python" benchmarks/gpu/run.py --rounds 5 --output "$out/benchmark.json"
-tail -n 25 "$out/bench.log"
+"$python" -c 'import xdist' 2> /dev/null && pytest+=(-n 5)
+if wanted tests; then
+    step tests tests 200 "${pytest[@]}" -rfEs --timeout 100 tests/gpu tests/backend/test_cuda.py
+fi
+if wanted doctor; then
+    step doctor doctor 45 "$python" -m phalanx doctor
+    step doctor exchange 45 "$python" -m phalanx bench collectives --device cuda --world-size 2
+fi
+if wanted bench; then
+    step bench bench 180 "$python" benchmarks/gpu/run.py --rounds 5 --steps 8 --output "$out/benchmark.json"
+    tail -n 60 "$out/bench.log"
+fi
 cat "$summary"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any, cast
 
@@ -59,11 +61,32 @@ def reduction_of(op: Any, dtype: torch.dtype, operation: str) -> tuple[int, Any]
     return code, factor
 
 
+class _Door(threading.local):
+    """Which device's tensors this thread's call may have, beside the CPU's."""
+
+    device: torch.device | None = None
+
+
+_door = _Door()
+
+
+@contextlib.contextmanager
+def carried_on(device: torch.device) -> Iterator[None]:
+    """Let calls of this thread have tensors on `device`, where a collective is carried out there."""
+    _door.device = device
+    try:
+        yield
+    finally:
+        _door.device = None
+
+
 def check_tensor(tensor: Any, operation: str, *, written: bool = False) -> Tensor:
-    """Return a dense tensor on the CPU, or an error that says what it is instead. `written`: it receives the result."""
+    """Return a dense tensor that this call carries, or raise an error that says what it is instead. `written`: it
+    receives the result.
+    """
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{operation}: expected a tensor, got {type(tensor).__name__}")
-    if not tensor.is_cpu:
+    if not tensor.is_cpu and tensor.device != _door.device:
         raise ArgumentError(no_backend_for(tensor.device, operation))
     if tensor.layout != torch.strided:
         raise ArgumentError(

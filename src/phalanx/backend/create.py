@@ -71,6 +71,9 @@ def create_process_group(options: Any, backend_options: Any = None) -> Any:
         DeadlineError: some rank never came; the message names it, on every rank that did.
         PhalanxError: hosts cannot reach each other.
     """
+    # Of "cuda:nccl,cpu:phalanx" torch hands the options that it has filled in for NCCL to us, too.
+    if backend_options is not None and getattr(backend_options, "group_name", None) == options.group_id:
+        backend_options = None
     if backend_options is not None and not isinstance(backend_options, Options):
         raise TypeError(
             "init_process_group: backend 'phalanx' takes pg_options=phalanx.Options(...), "

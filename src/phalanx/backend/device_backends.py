@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from phalanx.engines import nccl
+from phalanx.engines.cuda_memory import CudaMemory
+from phalanx.engines.device_memory import DeviceMemory
 
 
 @dataclass(frozen=True)
@@ -18,7 +20,8 @@ class DeviceBackend:
 
     `open(store, rank, world_size, timeout, name, global_ranks)` gives one of torch's process groups; None where only
     the host's memory leads from rank to rank. `identify` names a device for all ranks, and `obstacle` says why the
-    engine cannot carry tensors between ranks that use these, by rank, or nothing.
+    engine cannot carry tensors between ranks that use these, by rank, or nothing. `memory` makes memory of the device
+    that ranks of one host can all map; without it what the engine does not carry goes through the host's.
     """
 
     engine: str
@@ -26,10 +29,11 @@ class DeviceBackend:
     open: Callable[..., Any] | None
     identify: Callable[[torch.device], str]
     obstacle: Callable[[Sequence[str]], str]
+    memory: DeviceMemory | None = None
 
 
 DEVICE_BACKENDS = {
-    "cuda": DeviceBackend("NCCL", nccl.is_available, nccl.open_nccl, nccl.identify, nccl.find_shared_gpu)
+    "cuda": DeviceBackend("NCCL", nccl.is_available, nccl.open_nccl, nccl.identify, nccl.find_shared_gpu, CudaMemory())
 }
 
 
@@ -40,14 +44,20 @@ def available() -> dict[str, DeviceBackend]:
     }
 
 
-def find_device(arguments: Sequence[Any]) -> torch.device | None:
-    """Where the first tensor among a collective's outputs and inputs is; None for the CPU, or no tensor at all."""
+def first_tensor(arguments: Sequence[Any]) -> Tensor | None:
+    """Return the first tensor among a collective's outputs and inputs, or None."""
     for argument in arguments[:2]:
         while isinstance(argument, (list, tuple)) and argument:
             argument = argument[0]
         if isinstance(argument, Tensor):
-            return None if argument.is_cpu else argument.device
+            return argument
     return None
+
+
+def find_device(arguments: Sequence[Any]) -> torch.device | None:
+    """Where the first tensor among a collective's outputs and inputs is; None for the CPU, or no tensor at all."""
+    tensor = first_tensor(arguments)
+    return None if tensor is None or tensor.is_cpu else tensor.device
 
 
 def no_backend_for(device: torch.device, operation: str, other: torch.device | None = None) -> str:

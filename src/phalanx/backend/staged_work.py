@@ -1,4 +1,4 @@
-"""Work on a device's tensors that went through the host's memory: who waits for it orders the device's streams."""
+"""Work on a device's tensors that no engine carries: who waits for it orders the device's streams."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from phalanx.backend.dynamo import untraced
 from phalanx.backend.work import DoneWork, PhalanxWork
+from phalanx.transport.device_memory import DeviceCall
 from phalanx.transport.staging import StagedCall
 
 
@@ -22,7 +23,7 @@ class StagedWork(PhalanxWork):
     may still be queued: the caller's stream waits for them, as with NCCL. Futures carry the device's tensors.
     """
 
-    def __init__(self, call: StagedCall) -> None:
+    def __init__(self, call: StagedCall | DeviceCall) -> None:
         super().__init__(call.outputs)
         self._call = call
 
@@ -44,7 +45,7 @@ class StagedWork(PhalanxWork):
 class StagedDone(DoneWork):
     """A collective that was carried out before its call returned."""
 
-    def __init__(self, call: StagedCall, outputs: list[torch.Tensor]) -> None:
+    def __init__(self, call: StagedCall | DeviceCall, outputs: list[torch.Tensor]) -> None:
         super().__init__(outputs)
         self._call = call
 

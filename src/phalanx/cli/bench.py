@@ -102,7 +102,7 @@ def _dp_vs_ddp(
 def _collectives(device: str, world_size: int, rounds: int, in_json: bool) -> None:
     """Measure collectives of 4 KiB to 64 MiB between ranks that this command starts.
 
-    With --device cuda each rank takes a GPU in turn; ranks that share one exchange through the host's memory.
+    With --device cuda each rank takes a GPU in turn; ranks that share one exchange through its memory.
     """
     import torch
 

@@ -16,6 +16,7 @@ from phalanx.core_numbers import (
     GATHER,
     GRADIENTS,
     KIND_NAMES,
+    ON_DEVICE,
     RECV,
     REDUCE,
     REDUCE_SCATTER,
@@ -73,6 +74,7 @@ class Record:
     leave_ns: int
     status: int
     call_site: str
+    flags: int = 0
 
     @property
     def name(self) -> str:
@@ -128,6 +130,8 @@ class Record:
         text = self.name + (f"({', '.join(options)})" if options else "")
         if self.kind not in (BARRIER, GRADIENTS):
             text += f" of {self.dtype_name} {tuple(self.shape)}"
+        if self.flags & ON_DEVICE:
+            text += " in a device's memory"
         return f"{text} at {self.call_site}" if self.call_site else text
 
 

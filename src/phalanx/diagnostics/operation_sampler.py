@@ -68,7 +68,7 @@ class OperationSampler:
         number = self._number_of(group)
         last = self._seen.get(symm_mem, 0)
         new = 0
-        for seq, kind, dtype, _, _, _, count, shape, enter, leave, status, _ in symm_mem.core.records(symm_mem.rank):
+        for seq, kind, dtype, _, _, _, count, shape, enter, leave, status, *_ in symm_mem.core.records(symm_mem.rank):
             if enter <= last or not leave or kind in (SEND, RECV):
                 continue
             self._seen[symm_mem] = enter

@@ -81,13 +81,13 @@ def check_host_copies(facts: Facts) -> Finding:
     )
 
 
-def check_ipc(facts: Facts) -> Finding:
-    """Whether a GPU's memory can be handed to another process, as PyTorch's queues and NCCL inside a host do."""
+def check_mapped_memory(facts: Facts) -> Finding:
+    """Whether several processes can map a GPU's memory, in which ranks that share a GPU exchange."""
     return _judge(
-        "CUDA IPC",
-        facts.torch.ipc if isinstance(facts.torch, Torch) else None,
-        "CUDA tensors cannot be sent through torch.multiprocessing: run containers with --ipc=host, and leave "
-        "expandable_segments out of PYTORCH_CUDA_ALLOC_CONF.",
+        "shared GPU memory",
+        facts.torch.mapped if isinstance(facts.torch, Torch) else None,
+        "Ranks that share a GPU exchange through the host's memory, which is slower: this driver, or a virtual GPU, "
+        "does not give memory to several processes.",
     )
 
 
@@ -121,7 +121,7 @@ GPU_CHECKS: tuple[Callable[[Facts], Finding], ...] = (
     check_peers,
     check_mig,
     check_host_copies,
-    check_ipc,
+    check_mapped_memory,
     check_gpu_clocks,
 )
 

@@ -71,7 +71,43 @@ class CallContext:
         self.flags = flags
 
 
-class Transport(ABC):
+class Collectives(ABC):
+    """The collectives that can be carried out where tensors lie, on the CPU or on a device."""
+
+    @abstractmethod
+    def all_reduce(self, tensor: Tensor, redop: int, ctx: CallContext, *, root: int = -1, factor: Any = None) -> None:
+        """`tensor` becomes the reduction over ranks, everywhere or on `root`; each input times `factor` first."""
+
+    @abstractmethod
+    def broadcast(self, tensor: Tensor, root: int, ctx: CallContext) -> None:
+        """`tensor` becomes root's."""
+
+    @abstractmethod
+    def gather(self, outputs: Sequence[Tensor], tensor: Tensor, ctx: CallContext, *, root: int = -1) -> None:
+        """outputs[r] becomes rank r's `tensor`, everywhere or on `root`; elsewhere `outputs` is empty."""
+
+    @abstractmethod
+    def all_gather_single(self, output: Tensor, tensor: Tensor, ctx: CallContext) -> None:
+        """`output`, split in world_size equal parts, becomes all ranks' `tensor`s."""
+
+    @abstractmethod
+    def scatter(self, output: Tensor, inputs: Sequence[Tensor], root: int, ctx: CallContext) -> None:
+        """`output` becomes root's inputs[rank]; elsewhere `inputs` is empty."""
+
+    @abstractmethod
+    def reduce_scatter(
+        self, output: Tensor, inputs: Sequence[Tensor], redop: int, ctx: CallContext, *, factor: Any = None
+    ) -> None:
+        """`output` becomes the reduction over ranks of inputs[rank]; the inputs may differ in size."""
+
+    @abstractmethod
+    def reduce_scatter_single(
+        self, output: Tensor, tensor: Tensor, redop: int, ctx: CallContext, *, factor: Any = None
+    ) -> None:
+        """`output` becomes the reduction over ranks of the rank's part of `tensor`, split in equal parts."""
+
+
+class Transport(Collectives):
     """One rank's side of a group. `group` is its name in messages."""
 
     group: str
@@ -173,38 +209,6 @@ class Transport(ABC):
     def sum_in_place(self, tensor: Tensor, code: int, timeout_s: float, place: tuple[str, int]) -> None:
         """As `all_reduce` with SUM, for a contiguous tensor of the real dtype with this code: the call that counts."""
         self.all_reduce(tensor, SUM, CallContext(timeout_s, self.call_site(place)))
-
-    @abstractmethod
-    def all_reduce(self, tensor: Tensor, redop: int, ctx: CallContext, *, root: int = -1, factor: Any = None) -> None:
-        """`tensor` becomes the reduction over ranks, everywhere or on `root`; each input times `factor` first."""
-
-    @abstractmethod
-    def broadcast(self, tensor: Tensor, root: int, ctx: CallContext) -> None:
-        """`tensor` becomes root's."""
-
-    @abstractmethod
-    def gather(self, outputs: Sequence[Tensor], tensor: Tensor, ctx: CallContext, *, root: int = -1) -> None:
-        """outputs[r] becomes rank r's `tensor`, everywhere or on `root`; elsewhere `outputs` is empty."""
-
-    @abstractmethod
-    def all_gather_single(self, output: Tensor, tensor: Tensor, ctx: CallContext) -> None:
-        """`output`, split in world_size equal parts, becomes all ranks' `tensor`s."""
-
-    @abstractmethod
-    def scatter(self, output: Tensor, inputs: Sequence[Tensor], root: int, ctx: CallContext) -> None:
-        """`output` becomes root's inputs[rank]; elsewhere `inputs` is empty."""
-
-    @abstractmethod
-    def reduce_scatter(
-        self, output: Tensor, inputs: Sequence[Tensor], redop: int, ctx: CallContext, *, factor: Any = None
-    ) -> None:
-        """`output` becomes the reduction over ranks of inputs[rank]; the inputs may differ in size."""
-
-    @abstractmethod
-    def reduce_scatter_single(
-        self, output: Tensor, tensor: Tensor, redop: int, ctx: CallContext, *, factor: Any = None
-    ) -> None:
-        """`output` becomes the reduction over ranks of the rank's part of `tensor`, split in equal parts."""
 
     @abstractmethod
     def all_to_all(

@@ -20,7 +20,7 @@ from phalanx.core_numbers import AVG, BAND, BOR, BXOR, MAX, MIN, PRODUCT, SUM
 from phalanx.transport.numerics import HALF
 from phalanx.transport.tensors import write_back
 
-_COMBINE: dict[int, Callable[[Tensor, Tensor], Tensor]] = {
+COMBINE: dict[int, Callable[..., Tensor]] = {
     SUM: torch.add,
     PRODUCT: torch.mul,
     MIN: torch.minimum,
@@ -29,6 +29,7 @@ _COMBINE: dict[int, Callable[[Tensor, Tensor], Tensor]] = {
     BOR: torch.bitwise_or,
     BXOR: torch.bitwise_xor,
 }
+"""What combines two tensors, by the number of the reduction."""
 _WIDER = {torch.uint16: torch.int64, torch.uint32: torch.int64, **{dtype: torch.float32 for dtype in HALF}}
 _SIGN = -(1 << 63)
 
@@ -41,7 +42,7 @@ def can_combine(redop: int) -> bool:
 def combined(tensors: Sequence[Tensor], redop: int) -> Tensor:
     """Return a new tensor: the reduction of tensors of one shape and dtype, in their order."""
     dtype = tensors[0].dtype
-    combine = _COMBINE[redop]
+    combine = COMBINE[redop]
     with torch.no_grad():
         if dtype == torch.uint64:  # which torch cannot reduce: as signed numbers, of which the smallest was 0
             flip = _SIGN if redop in (MIN, MAX) else 0

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ def dense(tensor: Tensor) -> Tensor:
     if is_plain(tensor):
         return tensor
     if is_zero_tensor(tensor):
-        return torch.zeros(tensor.shape, dtype=tensor.dtype)
+        return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     return tensor.detach().contiguous().resolve_conj().resolve_neg()
 
 
@@ -53,6 +54,17 @@ def write_back(tensor: Tensor, data: Tensor) -> None:
     # Only inference mode may write to its tensors, and it belongs to the thread: this may be another than the caller's.
     with torch.inference_mode() if tensor.is_inference() else torch.no_grad():
         tensor.copy_(data)
+
+
+@contextlib.contextmanager
+def uncounted(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield a tensor of the same memory, for the block to write: autograd does not count it as a change, as NCCL's."""
+    if tensor.is_inference():  # only inference mode may write it, and the mode belongs to the thread
+        with torch.inference_mode():
+            yield tensor
+    else:
+        with torch.no_grad():
+            yield tensor.data
 
 
 def nbytes(tensor: Tensor) -> int:

@@ -34,7 +34,7 @@ from phalanx.diagnostics.call_sites import calling_site
 from phalanx.dtypes import REAL_CODES
 from phalanx.errors import DeadlineError
 from phalanx.transport import sparse
-from phalanx.transport.base import CallContext
+from phalanx.transport.base import CallContext, Collectives
 from phalanx.transport.several import can_combine, combined, copy_to_others, unshared, unshared_one, unshared_steps
 from phalanx.transport.tensors import is_plain, nbytes, write_back
 
@@ -64,6 +64,11 @@ class ProcessGroupCollectives(ProcessGroupBase):
         DeadlineError: time ran out; the group can no longer be used.
         ClosedError: this process has left the group.
     """
+
+    @property
+    def carrier(self) -> Collectives:
+        """Whoever carries out the collective that this thread is in: the transport, where its tensors are the CPU's."""
+        return self.transport
 
     def allreduce(  # type: ignore[override]  # all of PyTorch's overloads in one
         self,
@@ -109,7 +114,7 @@ class ProcessGroupCollectives(ProcessGroupBase):
         if len(checked) > 1:
             return self._all_reduce_several(checked, code, factor, opts)
         only = checked[0]
-        return self._carry_out(lambda ctx: self.transport.all_reduce(only, code, ctx, factor=factor), opts, [only])
+        return self._carry_out(lambda ctx: self.carrier.all_reduce(only, code, ctx, factor=factor), opts, [only])
 
     def _all_reduce_several(self, tensors: list[Tensor], code: int, factor: Any, opts: Any) -> Work:
         if not can_combine(code):
@@ -120,7 +125,7 @@ class ProcessGroupCollectives(ProcessGroupBase):
 
         def run(ctx: CallContext) -> None:
             total = combined(tensors, code)
-            self.transport.all_reduce(total, code, ctx, factor=factor)
+            self.carrier.all_reduce(total, code, ctx, factor=factor)
             copy_to_others(tensors, total)
 
         return self._carry_out(run, opts, tensors)
@@ -155,7 +160,7 @@ class ProcessGroupCollectives(ProcessGroupBase):
         def run(ctx: CallContext) -> None:
             sources = unshared_steps(checked, [[t] for t in checked])
             for tensor, source in zip(checked, sources, strict=True):
-                self.transport.all_reduce(source, code, ctx, factor=factor)
+                self.carrier.all_reduce(source, code, ctx, factor=factor)
                 copy_to_others([tensor], source)
 
         return self._carry_out(run, opts, checked)
@@ -168,7 +173,7 @@ class ProcessGroupCollectives(ProcessGroupBase):
         source = checked[opts.rootTensor if root == self._rank else 0]
 
         def run(ctx: CallContext) -> None:
-            self.transport.broadcast(source, root, ctx)
+            self.carrier.broadcast(source, root, ctx)
             copy_to_others(checked, source)
 
         return self._carry_out(run, opts, checked)
@@ -204,7 +209,7 @@ class ProcessGroupCollectives(ProcessGroupBase):
         tensor = one(tensors, "reduce", written=True)
         code, factor = reduction_of(opts.reduceOp, tensor.dtype, "reduce")
         return self._carry_out(
-            lambda ctx: self.transport.all_reduce(tensor, code, ctx, root=root, factor=factor), opts, [tensor]
+            lambda ctx: self.carrier.all_reduce(tensor, code, ctx, root=root, factor=factor), opts, [tensor]
         )
 
     @entry_point
@@ -235,7 +240,7 @@ class ProcessGroupCollectives(ProcessGroupBase):
 
         def run(ctx: CallContext) -> None:
             (source,) = unshared([tensor], outputs, own=(0, self._rank, 0))
-            self.transport.gather(outputs, source, ctx)
+            self.carrier.gather(outputs, source, ctx)
 
         return self._carry_out(run, opts, outputs)
 
@@ -248,9 +253,9 @@ class ProcessGroupCollectives(ProcessGroupBase):
         ]
 
         def run(ctx: CallContext) -> None:
-            rows = [torch.empty((self._size, t.numel()), dtype=t.dtype) for t in inputs]
+            rows = [torch.empty((self._size, t.numel()), dtype=t.dtype, device=t.device) for t in inputs]
             for row, tensor in zip(rows, inputs, strict=True):
-                self.transport.all_gather_single(row, tensor, ctx)
+                self.carrier.all_gather_single(row, tensor, ctx)
             for outputs in lists:
                 for at, output in enumerate(outputs):
                     rank, i = divmod(at, len(inputs))
@@ -268,7 +273,7 @@ class ProcessGroupCollectives(ProcessGroupBase):
 
     def _gather_single(self, output: Tensor, tensor: Tensor, ctx: CallContext) -> None:
         source = unshared_one(tensor, output, self._rank * nbytes(tensor))
-        self.transport.all_gather_single(output, source, ctx)
+        self.carrier.all_gather_single(output, source, ctx)
 
     _allgather_base = all_gather_single
 
@@ -314,7 +319,7 @@ class ProcessGroupCollectives(ProcessGroupBase):
         def run(ctx: CallContext) -> None:
             for tensor, outputs in zip(unshared_steps(input_list, by_tensor), by_tensor, strict=True):
                 (source,) = unshared([tensor], outputs, own=(0, self._rank, 0))
-                self.transport.gather(outputs, source, ctx)
+                self.carrier.gather(outputs, source, ctx)
 
         return self._carry_out(run, opts, [t for outputs in output_lists for t in outputs])
 
@@ -338,7 +343,7 @@ class ProcessGroupCollectives(ProcessGroupBase):
 
         def run(ctx: CallContext) -> None:
             (source,) = unshared([tensor], outputs, own=(0, self._rank, 0))
-            self.transport.gather(outputs, source, ctx, root=root)
+            self.carrier.gather(outputs, source, ctx, root=root)
 
         return self._carry_out(run, opts, outputs)
 
@@ -376,7 +381,7 @@ class ProcessGroupCollectives(ProcessGroupBase):
             )
 
         def run(ctx: CallContext) -> None:
-            self.transport.scatter(output, unshared(inputs, [output], own=(self._rank, 0, 0)), root, ctx)
+            self.carrier.scatter(output, unshared(inputs, [output], own=(self._rank, 0, 0)), root, ctx)
 
         return self._carry_out(run, opts, [output])
 
@@ -397,7 +402,7 @@ class ProcessGroupCollectives(ProcessGroupBase):
 
         def run(ctx: CallContext) -> None:
             sources = unshared(inputs, [output], own=(self._rank, 0, 0))
-            self.transport.reduce_scatter(output, sources, code, ctx, factor=factor)
+            self.carrier.reduce_scatter(output, sources, code, ctx, factor=factor)
 
         return self._carry_out(run, opts, [output])
 
@@ -414,7 +419,7 @@ class ProcessGroupCollectives(ProcessGroupBase):
 
     def _reduce_scatter_single(self, output: Tensor, tensor: Tensor, code: int, factor: Any, ctx: CallContext) -> None:
         source = unshared_one(tensor, output, -self._rank * nbytes(output))
-        self.transport.reduce_scatter_single(output, source, code, ctx, factor=factor)
+        self.carrier.reduce_scatter_single(output, source, code, ctx, factor=factor)
 
     _reduce_scatter_base = reduce_scatter_single
 

@@ -2,7 +2,7 @@
 
     all_reduce(cpu tensor)   ──▶  shared memory, and the engine between hosts
     all_reduce(cuda tensor)  ──▶  a group inside, of the same ranks, over NCCL; or, where ranks share a GPU, which NCCL
-                                  refuses: copied to the host, carried as the CPU's tensors are, and copied back
+                                  refuses, through memory of the GPU, or of the host: `process_group/staged`
     barrier, objects         ──▶  the CPU's way, unless a device is asked for
 
 The group inside is made with the first tensor of its device. At their first collective on it the ranks tell each other
@@ -13,6 +13,7 @@ the same errors and the same bits.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -29,9 +30,10 @@ from phalanx.backend.rendezvous import ranks_share_gpus
 from phalanx.diagnostics.failure_report import closed
 from phalanx.log import get_logger, warn_once
 
-c10d: Any = dist.distributed_c10d  # whose stubs lack what is used here
-
 _IDENTITY_BYTES = 128  # of a device, in UTF-8
+_IDENTITY_TAG = -(
+    1 << 20
+)  # of the messages in which two ranks tell each other their devices; PyTorch's are not below 0
 
 # What torch calls with tensors first. Names that mean the same are passed on as they come.
 _COLLECTIVES = (
@@ -45,6 +47,21 @@ _MESSAGES = ("send", "recv", "recv_anysource")
 _logger = get_logger(__name__)
 
 
+class _Once:
+    """A question that is asked once, by whichever thread comes first."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._answer: bool | None = None
+
+    def answer(self, ask: Callable[[], bool]) -> bool:
+        """Return what `ask` returned, when it was called first."""
+        with self._lock:
+            if self._answer is None:
+                self._answer = ask()
+            return self._answer
+
+
 class RoutedProcessGroup(StagedProcessGroup):
     """A `PhalanxProcessGroup` in a process with devices that an engine reaches."""
 
@@ -53,7 +70,9 @@ class RoutedProcessGroup(StagedProcessGroup):
         super().__init__(*args, **kwargs)
         self._inside: dict[str, Any] = {}
         self._agreed: set[str] = set()
-        self._staged: set[str] = set()  # types of device whose tensors go through the host's memory
+        self._asking = threading.Lock()
+        self._one_device: dict[tuple[str, int], _Once] = {}  # by type of device and rank
+        self._staged: set[str] = set()  # types of device whose tensors NCCL, or its like, does not carry
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -69,6 +88,7 @@ class RoutedProcessGroup(StagedProcessGroup):
         self._end(lambda group: group.abort())
         self._agreed.clear()  # other members may use other devices
         self._staged.clear()
+        self._one_device.clear()
         super()._part(patience_s, **how)
 
     def _group_inside(self, kind: str) -> Any:
@@ -90,18 +110,49 @@ class RoutedProcessGroup(StagedProcessGroup):
             return self._inside[kind]
 
     def _is_staged(self, kind: str) -> bool:
-        """Whether tensors of that type of device go through the host, as far as this rank knows without asking."""
+        """Whether no engine carries tensors of that type of device, as far as this rank knows without asking."""
         return kind in self._staged or self._device_backends[kind].open is None or ranks_share_gpus()
 
     def _route(self, device: torch.device, operation: str, *, collective: bool) -> Any:
-        """Return the group that carries tensors on `device`; None if they go through the host."""
-        device_backend = self._device_backends.get(device.type)
-        if device_backend is None:
-            raise ValueError(no_backend_for(device, operation))
+        """Return the group that carries tensors on `device`; None if no engine does."""
+        device_backend = self._device_backend(device, operation)
         if collective and device.type not in self._agreed:
             self._agree(device_backend, device)
             self._agreed.add(device.type)
         return None if self._is_staged(device.type) else self._group_inside(device.type)
+
+    def _route_message(self, device: torch.device, operation: str, args: tuple[Any, ...]) -> Any:
+        """As `_route`, for a message: the two ranks may not have taken part in a collective of that device yet."""
+        self._device_backend(device, operation)
+        asks = self.shares_memory and not (self._is_staged(device.type) or device.type in self._agreed)
+        # NCCL has no receive from anybody, so a message that is awaited so goes through the host.
+        if asks and (operation == "recv_anysource" or self._use_one_device(device, args[1])):
+            return None
+        return self._route(device, operation, collective=False)
+
+    def _device_backend(self, device: torch.device, operation: str) -> DeviceBackend:
+        device_backend = self._device_backends.get(device.type)
+        if device_backend is None:
+            raise ValueError(no_backend_for(device, operation))
+        return device_backend
+
+    def _use_one_device(self, device: torch.device, peer: int) -> bool:
+        """Whether that rank uses this rank's device; both ask each other before their first message."""
+        with self._asking:
+            asked = self._one_device.setdefault((device.type, peer), _Once())
+        device_backend = self._device_backends[device.type]
+
+        def ask() -> bool:
+            mine = torch.zeros(_IDENTITY_BYTES, dtype=torch.uint8)
+            identity = device_backend.identify(device).encode()[:_IDENTITY_BYTES]
+            mine[: len(identity)] = torch.tensor(list(identity), dtype=torch.uint8)
+            theirs = torch.empty_like(mine)
+            sent = PhalanxProcessGroup.send(self, [mine], peer, _IDENTITY_TAG)
+            PhalanxProcessGroup.recv(self, [theirs], peer, _IDENTITY_TAG).wait()
+            sent.wait()
+            return torch.equal(mine, theirs)
+
+        return asked.answer(ask)
 
     def _agree(self, device_backend: DeviceBackend, device: torch.device) -> None:
         """Tell all ranks which device this one uses, once; all decide alike who carries its tensors.
@@ -109,24 +160,20 @@ class RoutedProcessGroup(StagedProcessGroup):
         Raises:
             DeadlineError, PeerLostError, MismatchError: not every rank came with a tensor of this device.
         """
-        mine = torch.zeros(_IDENTITY_BYTES, dtype=torch.uint8)
-        identity = device_backend.identify(device).encode()[:_IDENTITY_BYTES]
-        mine[: len(identity)] = torch.tensor(list(identity), dtype=torch.uint8)
-        theirs = [torch.empty_like(mine) for _ in range(self._size)]
-        options = c10d.AllgatherOptions()
-        options.asyncOp = False
-        super().allgather([theirs], [mine], options).wait()
-        names = [bytes(block.tolist()).rstrip(b"\0").decode(errors="replace") for block in theirs]
+        told = self._tell_all(device_backend.identify(device).encode(), _IDENTITY_BYTES)
+        names = [name.decode(errors="replace") for name in told]
         obstacle = device_backend.obstacle(names)
         if obstacle or self._is_staged(device.type):
             if obstacle and not ranks_share_gpus():
                 warn_once(
                     _logger,
-                    f"group {self._name!r}: {obstacle}\nTensors on {device.type} go through the host's memory. If that "
-                    "is not meant, call torch.cuda.set_device(local_rank) first, or start no more ranks than GPUs; if "
-                    "it is, `phalanx run --ranks-per-gpu` says so.",
+                    f"group {self._name!r}: {obstacle}\nTensors on {device.type} go through memory that these ranks "
+                    "share. If that is not meant, call torch.cuda.set_device(local_rank) first, or start no more ranks "
+                    "than GPUs; if it is, `phalanx run --ranks-per-gpu` says so.",
                 )
             self._open_host_memory(device.type)
+            if device_backend.memory is not None and self.shares_memory and self._size > 1:
+                self._open_device_memory(device, device_backend.memory)
             self._staged.add(device.type)
 
     def barrier(self, *args: Any, **kwargs: Any) -> dist.Work:
@@ -196,9 +243,9 @@ def _routed(name: str, *, collective: bool) -> Callable[..., dist.Work]:
         if device is None:
             work: dist.Work = here(self, *args)
             return work
-        group = self._route(device, name, collective=collective)
+        group = self._route(device, name, collective=True) if collective else self._route_message(device, name, args)
         if group is None:
-            return self._through_host(name, here, device, args)
+            return self._on_ranks_devices(name, here, device, args)
         carried: dist.Work = getattr(group, name)(*args)
         return carried
 

@@ -1,9 +1,12 @@
-"""Collectives and messages of a device's tensors through the host's memory, in the CPU's order and with its errors.
+"""Collectives and messages of a device's tensors that no engine carries, in the CPU's order and with its errors.
 
+    where all ranks map each other's memory of the device, and for what `device_or_host` says
+    all_reduce(device tensor) ──▶ `transport/device_memory`, on the device
+    else
     all_reduce(device tensor) ──▶ the host's tensor ──▶ all_reduce(cpu tensor) ──▶ the device tensor
 
-The operation is the CPU's own, on staged tensors: its checks at the door, its fingerprint, its place among the others.
-Copies are queued on a stream of their own; `transport/staging` says in which order.
+The operation is the CPU's own: its checks at the door, its fingerprint, its place among the others. What is queued on
+the device lies on a stream of its own; `transport/staging` and `transport/device_memory` say in which order.
 """
 
 from __future__ import annotations
@@ -15,18 +18,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from phalanx.backend.arguments import carried_on
 from phalanx.backend.device_backends import no_backend_for
+from phalanx.backend.device_memory import open_areas
+from phalanx.backend.device_or_host import ON_DEVICE_FROM_BYTES, stays_on_device
 from phalanx.backend.memoryless import FakeCall, address_of, check_memory, nothing_done
 from phalanx.backend.process_group import PhalanxProcessGroup
 from phalanx.backend.staged_work import StagedDone, StagedReceive, StagedWork
 from phalanx.backend.work import DoneWork, PhalanxWork, SerialExecutor
+from phalanx.deadline import Deadline
 from phalanx.diagnostics.call_sites import calling_site
 from phalanx.diagnostics.failure_report import closed
+from phalanx.engines.device_memory import DeviceMemory
 from phalanx.errors import PhalanxError
-from phalanx.transport.base import CallContext
+from phalanx.transport.base import CallContext, Collectives
+from phalanx.transport.device_memory import DeviceCall, DeviceCollectives
 from phalanx.transport.staging import CopyStream, HostMemory, StagedCall, open_copy_stream
 from phalanx.transport.staging.host_memory import staging_bytes
 from phalanx.transport.staging.staged_call import InFlight
+
+c10d: Any = dist.distributed_c10d  # whose stubs lack what is used here
 
 _PATIENCE_S = 5.0
 _MESSAGES = ("send", "recv", "recv_anysource")
@@ -35,9 +46,10 @@ _IN_PLACE = frozenset({"allreduce", "allreduce_coalesced", "broadcast", "reduce"
 
 
 class _Calling(threading.local):
-    """The staged operation that this thread is calling."""
+    """The operation on a device's tensors that this thread is calling, and whoever carries out what it is in."""
 
-    call: StagedCall | None = None
+    call: StagedCall | DeviceCall | None = None
+    carrier: DeviceCollectives | None = None
 
 
 class StagedProcessGroup(PhalanxProcessGroup):
@@ -47,6 +59,9 @@ class StagedProcessGroup(PhalanxProcessGroup):
         super().__init__(*args, **kwargs)
         self._host_memory: dict[str, HostMemory] = {}
         self._copy_streams: dict[torch.device, tuple[CopyStream, InFlight]] = {}
+        self._on_device: dict[torch.device, DeviceCollectives] = {}
+        self.on_device_from_bytes = ON_DEVICE_FROM_BYTES
+        """Collectives of less go through the host's memory, also where ranks map each other's memory of the device."""
         self._calling = _Calling()
         self._opening = threading.Lock()
 
@@ -61,47 +76,86 @@ class StagedProcessGroup(PhalanxProcessGroup):
                 piece = None
         self._host_memory[kind] = HostMemory(kind, piece)
 
-    def _new_call(self, device: torch.device) -> StagedCall:
+    def _open_device_memory(self, device: torch.device, memory: DeviceMemory) -> None:
+        """Let this group's ranks map each other's memory of their devices, if all of them can. Collective."""
+        assert self._shared_memory is not None
+        if areas := open_areas(self._tell_all, self._rank, device, memory, Deadline.after(self._timeout_s)):
+            with self._opening:
+                self._on_device[device] = DeviceCollectives(self._shared_memory, areas, self._stream_of(device)[0])
+
+    def _tell_all(self, mine: bytes, nbytes: int) -> list[bytes]:
+        """Return what each rank tells, by rank: up to `nbytes` without zeros at the end. Collective.
+
+        Raises:
+            DeadlineError, PeerLostError, MismatchError: not every rank came.
+        """
+        told = torch.tensor(list(mine[:nbytes].ljust(nbytes, b"\0")), dtype=torch.uint8)
+        theirs = [torch.empty_like(told) for _ in range(self._size)]
+        options = c10d.AllgatherOptions()
+        options.asyncOp = False
+        PhalanxProcessGroup.allgather(self, [theirs], [told], options).wait()
+        return [bytes(one.tolist()).rstrip(b"\0") for one in theirs]
+
+    def _stream_of(self, device: torch.device) -> tuple[CopyStream, InFlight]:
+        if device not in self._copy_streams:
+            stream = open_copy_stream(device)
+            self._copy_streams[device] = stream, InFlight(stream)
+        return self._copy_streams[device]
+
+    def _new_call(self, device: torch.device, *, on_device: bool = False) -> StagedCall | DeviceCall:
         with self._opening:
             if self._closed:
                 raise closed(self._name)
+            stream, in_flight = self._stream_of(device)
+            if on_device:
+                return DeviceCall(stream, self._on_device[device])
             if device.type not in self._host_memory:  # messages come first: what they need is nobody else's matter
                 self._host_memory[device.type] = HostMemory(device.type)
-            if device not in self._copy_streams:
-                stream = open_copy_stream(device)
-                self._copy_streams[device] = stream, InFlight(stream)
-            stream, in_flight = self._copy_streams[device]
             return StagedCall(stream, self._host_memory[device.type], in_flight)
+
+    @property
+    def carrier(self) -> Collectives:
+        """As `ProcessGroupCollectives` says."""
+        return self._calling.carrier or super().carrier
 
     def _await_device(self, device: torch.device) -> None:
         """Return when all is over that this thread has queued there."""
         stream = self._new_call(device).stream
         stream.await_on_host(stream.mark())
 
-    def _through_host(
+    def _on_ranks_devices(
         self, name: str, here: Callable[..., dist.Work], device: torch.device, args: tuple[Any, ...]
     ) -> dist.Work:
-        """Return the operation `here` of the CPU, with the device's tensors staged in the host's memory."""
-        call = self._new_call(device)
+        """Return the operation `here` of the CPU with tensors of a device that no engine carries."""
+        on_device = device in self._on_device and self._uneven_inputs is None
+        call = self._new_call(device, on_device=on_device and stays_on_device(name, args, self.on_device_from_bytes))
         try:
             staged = self._stage(call, name, device, args)
-            return self._carry(call, name, here, staged)
+            return self._carry(call, name, device, here, staged)
         except FakeCall:
             return nothing_done(name, args)
         except BaseException:
             call.abandon()
             raise
 
-    def _carry(self, call: StagedCall, name: str, here: Callable[..., dist.Work], staged: tuple[Any, ...]) -> dist.Work:
-        if name == "send":
+    def _carry(
+        self,
+        call: StagedCall | DeviceCall,
+        name: str,
+        device: torch.device,
+        here: Callable[..., dist.Work],
+        staged: tuple[Any, ...],
+    ) -> dist.Work:
+        if isinstance(call, StagedCall) and name in _MESSAGES:
+            if name != "send":
+                return StagedReceive(here(self, *staged), call)
             call.await_inputs()
             return here(self, *staged)
-        if name in _MESSAGES:
-            return StagedReceive(here(self, *staged), call)
         outputs = call.outputs
         self._calling.call = call
         try:
-            work = here(self, *staged)
+            with carried_on(device):
+                work = here(self, *staged)
         finally:
             self._calling.call = None
         if isinstance(work, DoneWork):
@@ -109,7 +163,9 @@ class StagedProcessGroup(PhalanxProcessGroup):
             return StagedDone(call, outputs)
         return work
 
-    def _stage(self, call: StagedCall, name: str, device: torch.device, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _stage(
+        self, call: StagedCall | DeviceCall, name: str, device: torch.device, args: tuple[Any, ...]
+    ) -> tuple[Any, ...]:
         def staged(value: Any, *, read: bool, written: bool) -> Any:
             if isinstance(value, (list, tuple)):
                 return [staged(item, read=read, written=written) for item in value]
@@ -137,7 +193,23 @@ class StagedProcessGroup(PhalanxProcessGroup):
 
     def _carry_out(self, operation: Callable[[CallContext], None], options: Any, outputs: Any) -> dist.Work:
         call = self._calling.call
-        return super()._carry_out(operation if call is None else call.around(operation), options, outputs)
+        if isinstance(call, DeviceCall):
+            operation = self._carried_by(call.collectives, call.around(operation))
+        elif call is not None:
+            operation = call.around(operation)
+        return super()._carry_out(operation, options, outputs)
+
+    def _carried_by(
+        self, carrier: DeviceCollectives, operation: Callable[[CallContext], None]
+    ) -> Callable[[CallContext], None]:
+        def carry_out(ctx: CallContext) -> None:
+            self._calling.carrier = carrier
+            try:
+                operation(ctx)
+            finally:
+                self._calling.carrier = None
+
+        return carry_out
 
     def _queue(self, executor: SerialExecutor, action: Callable[[], None], outputs: Any) -> PhalanxWork:
         call = self._calling.call
@@ -150,7 +222,11 @@ class StagedProcessGroup(PhalanxProcessGroup):
     def _let_memory_go(self) -> None:
         # A device may still copy from and to it: what was called and never waited for.
         idle = all([stream.drain(_PATIENCE_S) for stream, _ in self._copy_streams.values()])
-        for memory in self._host_memory.values() if idle else ():
-            memory.close()
+        if idle:
+            for memory in self._host_memory.values():
+                memory.close()
+            for collectives in self._on_device.values():
+                collectives.close()
+        self._on_device.clear()
         self._copy_streams.clear()
         self._host_memory.clear()
