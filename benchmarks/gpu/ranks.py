@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
 import time
 from collections.abc import Callable
@@ -13,9 +14,16 @@ import torch.distributed as dist
 from torch import nn
 
 import phalanx
+from phalanx.backend import device_backends
 
 HERE = Path(__file__).resolve().parent
-SIZES = (4 << 10, 1 << 20, 64 << 20)
+SIZES = (4 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 64 << 20)
+# Models of benchmarks/ddp by the number of ranks, and how much larger than elsewhere their batch is.
+STEPS = {
+    1: (("perceptron", 1), ("perceptron", 32), ("transformer", 1)),
+    2: (("perceptron", 1), ("transformer", 1)),
+}
+THROUGH_HOST, ON_DEVICE = "phalanx, through the host", "phalanx, on the device"
 
 
 def measure(rank: int, world_size: int, kind: str, peer: str, rounds: int, steps: int, batch: int) -> dict[str, object]:
@@ -25,6 +33,10 @@ def measure(rank: int, world_size: int, kind: str, peer: str, rounds: int, steps
     if kind == "cuda":
         torch.cuda.set_device(device)
     groups = {"phalanx": dist.group.WORLD, f"pytorch-{peer}": dist.new_group(backend=peer)}
+    if world_size > 1 and kind == "cuda":
+        groups[THROUGH_HOST] = _group_through_host()
+        groups[ON_DEVICE] = dist.new_group(backend="phalanx")
+        groups[ON_DEVICE].on_device_from_bytes = 0
     named = {group: name for name, group in groups.items()}
     times: dict[str, dict[str, list[float]]] = {}
     if world_size > 1:
@@ -34,13 +46,23 @@ def measure(rank: int, world_size: int, kind: str, peer: str, rounds: int, steps
             times[f"all_reduce {size >> 10} KiB"] = _in_turns(calls, count, rounds, device)
     from models import WORKLOADS
 
-    for workload in ("perceptron", "transformer"):
-        calls = {
-            name: _step(WORKLOADS[workload], named[group], group, device, rank, batch) for name, group in groups.items()
-        }
-        times[f"step of {workload}"] = _in_turns(calls, steps, rounds, device)
+    for workload, times_batch in STEPS.get(world_size, ()):
+        of = WORKLOADS[workload], batch * times_batch
+        calls = {name: _step(*of, named[group], group, device, rank) for name, group in groups.items()}
+        larger = f", {times_batch} times the batch" if times_batch > 1 else ""
+        times[f"step of {workload}{larger}"] = _in_turns(calls, steps, rounds, device)
     dist.barrier()
     return {"seconds": times, "device": torch.cuda.get_device_name(device) if kind == "cuda" else kind}
+
+
+def _group_through_host() -> dist.ProcessGroup:
+    """A group whose ranks do not map each other's memory of the GPU."""
+    whole = device_backends.DEVICE_BACKENDS["cuda"]
+    device_backends.DEVICE_BACKENDS["cuda"] = dataclasses.replace(whole, memory=None)
+    try:
+        return dist.new_group(backend="phalanx")
+    finally:
+        device_backends.DEVICE_BACKENDS["cuda"] = whole
 
 
 def _all_reduce(
@@ -56,11 +78,12 @@ def _all_reduce(
     return lambda: dist.all_reduce(tensor, group=group)
 
 
-def _step(workload, name: str, group, device: torch.device, rank: int, batch: int) -> Callable[[], None]:
+def _step(workload, batch: int, name: str, group, device: torch.device, rank: int) -> Callable[[], None]:
     """A training step of a model that was wrapped for `group`; ours by our class, PyTorch's by PyTorch's."""
     torch.manual_seed(0)
     model = workload.build().to(device)
-    wrap = phalanx.DistributedDataParallel if name == "phalanx" else nn.parallel.DistributedDataParallel
+    is_peer = name.startswith("pytorch-")
+    wrap = nn.parallel.DistributedDataParallel if is_peer else phalanx.DistributedDataParallel
     model = wrap(model, process_group=group)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     generator = torch.Generator().manual_seed(rank)

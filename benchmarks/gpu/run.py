@@ -1,8 +1,9 @@
-"""On one GPU: how long is a DDP step against PyTorch's over NCCL, and what do two ranks that share it gain on Gloo?"""
+"""On one GPU: a DDP step against PyTorch's over NCCL, ranks that share it against Gloo, and an offloaded optimizer."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 from pathlib import Path
@@ -21,16 +22,23 @@ from harness import (  # noqa: E402 - the line above says where it is
     summarise,
     write_results,
 )
+from offload import compare, outgrow  # noqa: E402
 from ranks import measure  # noqa: E402
 
 from phalanx.testing import run_ranks  # noqa: E402
+
+# Bytes for each parameter that a device has in the second half of the part offload: the plain way takes 16 and more,
+# and what is left on the device beside an offloaded optimizer 4.
+LIMIT_BYTES = 9
 
 # Of the peer's time in the same run, at most.
 TARGETS = {
     ("1 rank", "step"): 1.02,
     ("2 ranks", "all_reduce 65536 KiB"): 1 / 5,
     ("2 ranks", "step"): 1 / 2,
+    ("offload", "step"): 1.3,
 }
+PARTS = ("1 rank", "2 ranks", "4 ranks", "offload")
 
 
 def target_of(job: str, what: str) -> float | None:
@@ -38,17 +46,23 @@ def target_of(job: str, what: str) -> float | None:
     return next((most for (where, name), most in TARGETS.items() if where == job and what.startswith(name)), None)
 
 
-def rows(job: str, seconds: dict[str, dict[str, list[float]]]) -> list[list[str]]:
-    """A row for each quantity: medians, and the ratio to the peer over the rounds."""
+def rows(job: str, seconds: dict[str, dict[str, list[float]]], peer: str) -> list[list[str]]:
+    """A row for each contestant and quantity: medians, and the ratio to the peer over the rounds."""
     table = []
     for what, times in seconds.items():
-        peer = next(name for name in times if name != "phalanx")
-        ratios = [mine / theirs for mine, theirs in zip(times["phalanx"], times[peer], strict=True)]
-        ratio, most = statistics.median(ratios), target_of(job, what)
-        verdict = "" if most is None else f"{'reached' if ratio <= most else 'missed'} ({format_ratio(most)})"
-        cells = [format_time(summarise(times[name]).median) for name in ("phalanx", peer)]
-        table.append([job, what, *cells, peer, format_ratio(ratio), format_ratio(max(ratios)), verdict])
+        for name in times:
+            if name == peer:
+                continue
+            ratios = [mine / theirs for mine, theirs in zip(times[name], times[peer], strict=True)]
+            ratio, most = statistics.median(ratios), target_of(job, what)
+            verdict = "" if most is None else f"{'reached' if ratio <= most else 'missed'} ({format_ratio(most)})"
+            cells = [format_time(summarise(times[one]).median) for one in (name, peer)]
+            table.append([job, what, name, *cells, peer, format_ratio(ratio), format_ratio(max(ratios)), verdict])
     return table
+
+
+def show(table: list[list[str]]) -> None:
+    print_table(["", "", "contestant", "time", "peer", "which", "of the peer", "worst round", "target"], table)
 
 
 def main() -> None:
@@ -57,24 +71,40 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--steps", type=int, default=20, help="per round")
     parser.add_argument("--batch", type=int, default=16, help="times the batch of benchmarks/ddp")
+    parser.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--width", type=int, default=1024, help="of the language model of the part offload")
+    parser.add_argument("--blocks", type=int, default=24)
+    parser.add_argument("--sequences", type=int, default=16, help="of 1,024 tokens each, in a micro-batch")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     add_output_arguments(parser, HERE)
     arguments = parser.parse_args()
     if arguments.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("benchmarks/gpu: PyTorch sees no CUDA device here. --device cpu shows that the script runs.")
 
     machine = describe_machine()
-    seconds, table = {}, []
+    machine["torch"] = torch.__version__
+    results: dict[str, object] = {}
     start = "spawn" if arguments.device == "cuda" else "fork"
-    for job, world_size, peer in (
-        ("1 rank", 1, "nccl" if arguments.device == "cuda" else "gloo"),
-        ("2 ranks", 2, "gloo"),
-    ):
+    for part in arguments.parts:
+        if part == "offload":
+            continue
+        world_size = int(part.split()[0])
+        peer = "nccl" if arguments.device == "cuda" and world_size == 1 else "gloo"
         words = (arguments.device, peer, arguments.rounds, arguments.steps, arguments.batch)
         told = run_ranks(measure, world_size, *words, start=start, timeout=540)[0]
-        seconds[job], machine["device"] = told["seconds"], told["device"]
-        table += rows(job, seconds[job])
-    print_table(["", "", "phalanx", "peer", "which", "of the peer", "worst round", "target"], table)
-    write_results(arguments.output, {"seconds": seconds}, machine=machine)
+        results[part], machine["device"] = told["seconds"], told["device"]
+        show(rows(part, told["seconds"], f"pytorch-{peer}"))
+    if "offload" in arguments.parts:
+        words = (arguments.device, arguments.width, arguments.blocks, arguments.sequences)
+        told = run_ranks(compare, 1, *words, arguments.rounds, arguments.threads, start=start, timeout=540)[0]
+        print(f"language model of {told['parameters'] / 1e6:.0f} million parameters")
+        show(rows("offload", told["seconds"], "plain"))
+        limit = int(told["parameters"] * LIMIT_BYTES)
+        words = (arguments.device, arguments.width, arguments.blocks, limit, 3, arguments.threads)
+        outgrown = run_ranks(outgrow, 1, *words, start=start, timeout=540)[0]
+        print(f"with {limit / 1e9:.1f} GB on the device: {outgrown}")
+        results["offload"] = {**told, "limit": limit, "with_limit": outgrown}
+    write_results(arguments.output, results, machine=machine)
 
 
 if __name__ == "__main__":
