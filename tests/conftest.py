@@ -28,6 +28,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--kills", type=int, default=3, help="ranks killed at random moments, in the update or in a save")
     parser.addoption("--frames", type=int, default=5000, help="frames that the coordinator is fuzzed with")
+    parser.addoption("--copies", type=int, default=5, help="random jobs whose coordinator is copied, for each seed")
     parser.addoption("--strangers", type=int, default=300, help="hostile connections to the coordinator")
     parser.addoption("--trees", type=int, default=15, help="random states saved and loaded beside torch.save")
     parser.addoption("--host-losses", type=int, default=2, help="ranks, hosts and links lost at random in one job")
@@ -89,6 +90,12 @@ def _police() -> Iterator[None]:
 def num_frames(request: pytest.FixtureRequest) -> int:
     """How many frames the coordinator is fuzzed with."""
     return int(request.config.getoption("frames"))
+
+
+@pytest.fixture
+def num_copies(request: pytest.FixtureRequest) -> int:
+    """How many random jobs have a coordinator that is copied."""
+    return int(request.config.getoption("copies"))
 
 
 @pytest.fixture

@@ -215,7 +215,6 @@ def test_an_item_is_not_lost_when_it_crosses_the_news_that_its_taker_has_given_u
         coordinator.handle(who, pack(what, number, *fields), 0.0)
         sent = {}
         for session, answers in coordinator.take_outgoing():
-            coordinator.delivered(session)
             sent[session.route] = [message for answer in answers for message in unpack(answer)]
         return sent
 

@@ -21,7 +21,6 @@ class Talk:
     def sent(self):
         sent = {}
         for session, answers in self.coordinator.take_outgoing():
-            self.coordinator.delivered(session)
             sent[session.route] = [(m.what, m.fields) for answer in answers for m in unpack(answer)]
         return sent
 

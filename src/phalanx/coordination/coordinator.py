@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from phalanx.coordination.key_value import KeyValueStore, RefusedError, Waiter
+from phalanx.coordination.journal import Kind
+from phalanx.coordination.key_value import KeyValueStore, RefusedError
 from phalanx.coordination.membership import MAX_FACTS_BYTES, MAX_MEMBERS, OUTBOX_BYTES, Member, Membership
-from phalanx.coordination.pending_answers import PendingAnswers
 from phalanx.coordination.reports import Reports
-from phalanx.coordination.session import Answer, Relayed, Session
+from phalanx.coordination.session import Answer, Relayed, Route, Session
+from phalanx.coordination.store_requests import StoreRequests
 from phalanx.coordination.wire import (
     MAX_FIELDS,
     MAX_VALUE_BYTES,
@@ -41,6 +42,7 @@ UNPARKED_AFTER_S = 60.0  # a client that waits says so every few seconds
 SWEEP_EVERY_S = 5.0
 MAX_OUTGOING_BYTES = 4 * MAX_VALUE_BYTES  # that a client has asked for and not read
 _PAGE_BYTES = 4 << 20
+_STATUS_AT = 2  # in an answer
 
 _CHANGES = frozenset({
     Op.SET, Op.ADD, Op.COMPARE_SET, Op.APPEND, Op.DELETE, Op.MULTI_SET, Op.QUEUE_PUSH, Op.QUEUE_POP, Op.DELETE_PREFIX,
@@ -51,7 +53,7 @@ _CHANGES = frozenset({
 _LONG = frozenset({Op.LIST_KEYS, Op.DELETE_PREFIX, Op.MEMBERS, Op.REPORTS})
 
 
-class Coordinator(PendingAnswers):
+class Coordinator(StoreRequests):
     """The state of one job."""
 
     def __init__(self, *, job: str = "", lost_after_s: float = MEMBER_TIMEOUT_S, max_bytes: int = 1 << 30) -> None:
@@ -60,7 +62,7 @@ class Coordinator(PendingAnswers):
         self.epoch = os.urandom(8)  # that tells this coordinator from one that was here before
         self.members = Membership(lost_after_s)
         self.reports = Reports()
-        self.sessions: dict[object, Session] = {}
+        self.sessions: dict[Route, Session] = {}
         self.num_malformed = 0
         self._swept_at = -math.inf  # when the sessions were looked through
         self._handlers: dict[int, Callable[[Session, Message], Answer | None]] = {
@@ -74,7 +76,7 @@ class Coordinator(PendingAnswers):
             Op.REPORTS: self._list_reports, Op.BARRIER: self._barrier,
         }  # fmt: skip
 
-    def handle(self, route: object, frame: bytes, now: float) -> bool:
+    def handle(self, route: Route, frame: bytes, now: float) -> bool:
         """Do what a frame asks for; False: it is not one of ours, or not all of it."""
         session = self.sessions.get(route)
         if session is None:
@@ -100,7 +102,7 @@ class Coordinator(PendingAnswers):
                 fine &= self._handle(session, message)
         return fine
 
-    def _handle_relay(self, relay: object, messages: list[Message], now: float) -> bool:
+    def _handle_relay(self, relay: Route, messages: list[Message], now: float) -> bool:
         """Do what the processes of a relay's host ask for, each as a session of its own."""
         if isinstance(relay, Relayed):
             self.num_malformed += 1
@@ -111,16 +113,26 @@ class Coordinator(PendingAnswers):
                 for route, frame in zip(fields[::2], fields[1::2], strict=True):
                     fine &= len(route) <= MAX_ROUTE_BYTES and self.handle(Relayed(relay, route), frame, now)
             elif what == Op.UNDELIVERED and fields:
-                session = self.sessions.get(Relayed(relay, fields[0]))
-                if session is not None:
-                    self.undelivered(session, set(map(unpack_number, fields[1:])))
+                fine &= self._hear_undelivered(Relayed(relay, fields[0]), fields[1:])
             else:
                 fine = False
         self.num_malformed += not fine
         return fine
 
+    def _hear_undelivered(self, route: Route, numbers: Sequence[bytes]) -> bool:
+        session = self.sessions.get(route)
+        try:
+            for number in map(unpack_number, numbers):
+                if session is not None:
+                    self.take_back(session, number)
+        except WireError:
+            return False
+        if session is not None and session.member is not None:
+            session.member.rewind(0)
+        return True
+
     def _handle(self, session: Session, message: Message) -> bool:
-        what, number, _ = message
+        what, number, fields = message
         handler = self._handlers.get(what)
         if handler is None:
             self.num_malformed += 1
@@ -133,6 +145,7 @@ class Coordinator(PendingAnswers):
         if answer is None and session.outgoing_bytes > MAX_OUTGOING_BYTES:
             answer = pack(Status.WRONG_CALL, number, b"you ask for more than you read")
         if answer is None:
+            at = len(self.journal)
             try:
                 answer = handler(session, message)
             except RefusedError as error:
@@ -142,8 +155,11 @@ class Coordinator(PendingAnswers):
                 answer = pack(Status.WRONG_CALL, number, f"malformed request ({what})".encode())
                 fine = False
             else:
-                if answer is not None and what in _CHANGES:
+                granted = what in _CHANGES and answer is not None and answer[_STATUS_AT] in (Status.OK, Status.EMPTY)
+                if granted and answer is not None:
                     session.remember(number, answer)
+                if granted or (what == Op.BARRIER and answer is None):  # it has been counted
+                    self.journal.add(Kind.REQUEST, session.route, number, bytes((what,)), *fields, at=at)
         if answer is not None:
             self._send(session, answer)
         return fine
@@ -163,6 +179,8 @@ class Coordinator(PendingAnswers):
                 said.append(
                     self.lose(member, f"{member.num_bytes >> 20} MiB of events wait, and it does not take them")
                 )
+        if self.journal.is_kept and (taken := self.members.take_progress()):
+            self.journal.add(Kind.TAKEN, None, 0, *map(pack_number, taken))
         if now - self._swept_at < SWEEP_EVERY_S:
             return said
         self._swept_at = now
@@ -171,10 +189,14 @@ class Coordinator(PendingAnswers):
             if silent_s > UNPARKED_AFTER_S and session.parked:
                 self._unpark_repeatable(session)
             if silent_s > FORGOTTEN_AFTER_S and session.member is None:
-                for number in list(session.parked):
-                    self._unpark(session, number)
-                del self.sessions[session.route]
+                self.journal.add(Kind.FORGET, session.route, 0)
+                self._forget_session(session)
         return said
+
+    def _forget_session(self, session: Session) -> None:
+        for number in list(session.parked):
+            self._unpark(session, number)
+        del self.sessions[session.route]
 
     def forgive(self, pause_s: float, now: float) -> None:
         """Nobody could be heard for so long, because the coordinator did not listen: no member is lost by that, and no
@@ -189,6 +211,10 @@ class Coordinator(PendingAnswers):
 
     def lose(self, member: Member, why: str) -> str:
         """Count a member out; the others, and it, are told why. A line for a person."""
+        self.journal.add(Kind.LOSE, None, member.id, why.encode())
+        return self._lose(member, why)
+
+    def _lose(self, member: Member, why: str) -> str:
         session = member.owner
         assert isinstance(session, Session)
         self.members.remove(member, b"lost", why)
@@ -198,7 +224,7 @@ class Coordinator(PendingAnswers):
         self._send_changes()
         return f"member {member.id} ({self.name_of(member)}) is lost: {why}"
 
-    def who(self, route: object) -> str:
+    def who(self, route: Route) -> str:
         """Return what a person calls whoever is behind `route`."""
         session = self.sessions.get(route)
         member = session.member if session is not None else None
@@ -221,109 +247,12 @@ class Coordinator(PendingAnswers):
             raise RefusedError(f"the coordinator speaks version {VERSION} of the protocol, and you {version}")
         return pack(Status.OK, message.number, self.job.encode(), repr(self.members.lost_after_s).encode())
 
-    def _set(self, session: Session, message: Message) -> Answer:
-        key, value = message.fields
-        self._wake(self.store.set(key, value))
-        return pack(Status.OK, message.number)
-
-    def _get(self, session: Session, message: Message) -> Answer | None:
-        (key,) = message.fields
-        value = self.store.get(key)
-        if value is not None:
-            return pack(Status.OK, message.number, value)
-        self._park(session, message, Waiter(session, (key,)))
-        return None
-
-    def _add(self, session: Session, message: Message) -> Answer:
-        key, amount = message.fields
-        total, ready = self.store.add(key, unpack_number(amount))
-        self._wake(ready)
-        return pack(Status.OK, message.number, pack_number(total))
-
-    def _compare_set(self, session: Session, message: Message) -> Answer:
-        key, expected, desired = message.fields
-        value, ready = self.store.compare_set(key, expected, desired)
-        self._wake(ready)
-        return pack(Status.OK, message.number, value)
-
-    def _append(self, session: Session, message: Message) -> Answer:
-        key, value = message.fields
-        self._wake(self.store.append(key, value))
-        return pack(Status.OK, message.number)
-
-    def _check(self, session: Session, message: Message) -> Answer:
-        return pack(Status.OK, message.number, b"1" if self.store.has(message.fields) else b"0")
-
-    def _wait(self, session: Session, message: Message) -> Answer | None:
-        if self._park(session, message, Waiter(session, message.fields, takes_queues=True)):
-            return None
-        return pack(Status.OK, message.number)
-
-    def _delete(self, session: Session, message: Message) -> Answer:
-        (key,) = message.fields
-        return pack(Status.OK, message.number, b"1" if self.store.delete(key) else b"0")
-
-    def _num_keys(self, session: Session, message: Message) -> Answer:
-        return pack(Status.OK, message.number, pack_number(len(self.store)))
-
-    def _multi_get(self, session: Session, message: Message) -> Answer | None:
-        values = [self.store.get(key) for key in message.fields]
-        found = [value for value in values if value is not None]
-        if len(found) < len(values):
-            self._park(session, message, Waiter(session, message.fields))
-            return None
-        size = 0
-        for at, value in enumerate(found):  # the first ones, as many as fit: the client asks for the rest
-            size += len(value)
-            if at and size > MAX_VALUE_BYTES:
-                del found[at:]
-                break
-        return pack(Status.OK, message.number, *found)
-
-    def _multi_set(self, session: Session, message: Message) -> Answer:
-        self._wake(self.store.multi_set(message.fields[::2], message.fields[1::2]))
-        return pack(Status.OK, message.number)
-
-    def _queue_push(self, session: Session, message: Message) -> Answer:
-        queue, value = message.fields
-        self._wake(self.store.push(queue, value))
-        return pack(Status.OK, message.number)
-
-    def _queue_pop(self, session: Session, message: Message) -> Answer | None:
-        queue, block = message.fields
-        item = self.store.pop(queue)
-        if item is not None:
-            session.popped[message.number] = queue, item
-            session.num_unsent_pops += 1
-            return pack(Status.OK, message.number, item)
-        if block != b"1":
-            return pack(Status.EMPTY, message.number)
-        self._park(session, message, Waiter(session, queue=queue))
-        return None
-
-    def _queue_len(self, session: Session, message: Message) -> Answer:
-        (queue,) = message.fields
-        return pack(Status.OK, message.number, pack_number(self.store.queue_len(queue)))
-
-    def _list_keys(self, session: Session, message: Message) -> Answer:
-        (prefix,) = message.fields
-        keys = self.store.keys(prefix)
-        if len(keys) > MAX_FIELDS or sum(map(len, keys)) > MAX_VALUE_BYTES:
-            raise RefusedError(f"{len(keys)} keys start so: too many for one answer; ask with a longer prefix")
-        return pack(Status.OK, message.number, *keys)
-
-    def _delete_prefix(self, session: Session, message: Message) -> Answer:
-        (prefix,) = message.fields
-        keys = self.store.keys(prefix)
-        for key in keys:
-            self.store.delete(key)
-        return pack(Status.OK, message.number, pack_number(len(keys)))
-
     def _cancel(self, session: Session, message: Message) -> None:
         number = unpack_number(message.fields[0])
-        self._unpark(session, number)
-        if number in session.popped:  # the item has crossed the news that nobody waits for it any more
-            self._unpop(session, number)
+        waiter = self._unpark(session, number)
+        if waiter is not None and waiter.owner[1].what == Op.BARRIER:
+            self.journal.add(Kind.UNPARK, session.route, number)
+        self.take_back(session, number)  # if the item has crossed the news that nobody waits for it any more
 
     def _join(self, session: Session, message: Message) -> Answer:
         facts, watches = message.fields
@@ -350,7 +279,7 @@ class Coordinator(PendingAnswers):
             self._unpark_repeatable(session)
             self._send_changes()
         elif (member := self.members.get(who)) is not None:
-            self.lose(member, f"{self.name_of(me)} (member {me.id}) says: {why}")
+            self._lose(member, f"{self.name_of(me)} (member {me.id}) says: {why}")
         return pack(Status.OK, message.number)
 
     def _heartbeat(self, session: Session, message: Message) -> Answer:
@@ -386,7 +315,7 @@ class Coordinator(PendingAnswers):
         receivers = [member for member in self.members if member.id == to or (to == -1 and member is not me)]
         if to != -1 and not receivers:
             raise RefusedError(f"there is no member {to} (any more): {self.members.why_gone(to) or 'it never joined'}")
-        if not all(member.has_room(len(detail)) for member in receivers):
+        if not self.is_copy and not all(member.has_room(len(detail)) for member in receivers):
             return pack(Status.BUSY, message.number)
         for member in receivers:
             self.members.post(me.id, member, detail)
@@ -408,18 +337,6 @@ class Coordinator(PendingAnswers):
         found = self.reports.page(kind, unpack_number(start), _PAGE_BYTES)
         fields = [part for sender, body in found for part in (pack_number(sender), body)]
         return pack(Status.OK, message.number, *fields)
-
-    def _barrier(self, session: Session, message: Message) -> Answer | None:
-        key, size = message.fields[0], unpack_number(message.fields[1])
-        self._check_room_to_park(session, 1)  # before it is counted
-        count, ready = self.store.add(key, 1)
-        self._wake(ready)
-        barrier = b"\0barrier/" + key
-        if count < size:
-            self._park(session, message, Waiter(session, (barrier,), takes_queues=True))
-            return None
-        self._wake(self.store.release(barrier))
-        return pack(Status.OK, message.number)
 
     def _send_changes(self) -> None:
         for member in self.members.take_told():

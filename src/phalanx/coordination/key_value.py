@@ -6,7 +6,7 @@ A request that has to wait is kept by the caller as a `Waiter` and comes back wh
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -152,6 +152,11 @@ class KeyValueStore:
             del self._queues[queue]
         self.num_bytes -= len(queue) + len(value) + _OVERHEAD_BYTES
         return value
+
+    def queues(self) -> Iterator[tuple[bytes, list[bytes]]]:
+        """Yield each queue that holds something, with its items."""
+        for queue, items in self._queues.items():
+            yield queue, list(items)
 
     def queue_len(self, queue: bytes) -> int:
         """How many items wait."""

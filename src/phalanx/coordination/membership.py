@@ -7,7 +7,7 @@ network loses none. An outbox has a limit; who sends to a member whose outbox is
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from phalanx.coordination.wire import Status, pack, pack_number
@@ -34,6 +34,8 @@ class Member:
     _outbox: deque[tuple[int, bytes]] = field(default_factory=deque)
     _last: int = 0
     _sent: int = 0
+    _taken: int = 0
+    _copied: int = 0  # what copies know of `_taken`
     num_bytes: int = 0
 
     def has_room(self, size: int) -> bool:
@@ -49,6 +51,7 @@ class Member:
 
     def took(self, number: int) -> None:
         """Note that the member has all events up to `number`."""
+        self._taken = max(self._taken, min(number, self._last))
         while self._outbox and self._outbox[0][0] <= number:
             self.num_bytes -= len(self._outbox.popleft()[1]) + _OVERHEAD_BYTES
 
@@ -69,6 +72,32 @@ class Member:
     def sent(self) -> int:
         """The number of the last event that was sent."""
         return self._sent
+
+    @property
+    def last(self) -> int:
+        """The number of the last event."""
+        return self._last
+
+    def waiting(self) -> list[tuple[int, bytes]]:
+        """Return the events that the member has yet to take, with their numbers."""
+        return list(self._outbox)
+
+    def restore_last(self, number: int) -> None:
+        """Count so many events as put and taken."""
+        self._last = self._taken = self._copied = number
+
+    def restore_event(self, number: int, event: bytes) -> None:
+        """Have an event that is not taken yet; the oldest one comes first."""
+        self._taken = self._copied = min(self._taken, number - 1)
+        self._outbox.append((number, event))
+        self.num_bytes += len(event) + _OVERHEAD_BYTES
+
+    def take_progress(self) -> int | None:
+        """Return up to which number events were taken, if that was not returned before."""
+        if self._copied == self._taken:
+            return None
+        self._copied = self._taken
+        return self._taken
 
 
 class Membership:
@@ -111,6 +140,39 @@ class Membership:
             del self._gone[next(iter(self._gone))]
         self._tell(kind, member.id, why.encode())
 
+    @property
+    def next(self) -> int:
+        """The number of the next member that joins."""
+        return self._next
+
+    @property
+    def gone(self) -> Mapping[int, str]:
+        """Why members have gone."""
+        return self._gone
+
+    def restore_next(self, number: int) -> None:
+        """Give this number to the next member that joins."""
+        self._next = number
+
+    def restore_gone(self, member: int, why: str) -> None:
+        """Know of a member that has gone."""
+        self._gone[member] = why
+
+    def restore(self, member: Member, last: int) -> Member:
+        """Have a member that another membership has, of whose events the last one had this number."""
+        self._members[member.id] = member
+        member.restore_last(last)
+        return member
+
+    def take_progress(self) -> list[int]:
+        """Return members with the number up to which each has taken its events, where that is new."""
+        found = []
+        for member in self._members.values():
+            taken = member.take_progress()
+            if taken is not None:
+                found += [member.id, taken]
+        return found
+
     def silent(self, now: float) -> list[Member]:
         """Those that have not been heard for longer than they may."""
         return [member for member in self if now - member.heard_at > self.lost_after_s]
@@ -120,12 +182,9 @@ class Membership:
         for member in self:
             member.heard_at = min(now, member.heard_at + pause_s)
 
-    def post(self, sender: int, to: Member, detail: bytes) -> bool:
-        """Post a message from one member to another; return False if there is no room yet."""
-        if not to.has_room(len(detail)):
-            return False
+    def post(self, sender: int, to: Member, detail: bytes) -> None:
+        """Post a message from one member to another."""
         to.put(b"message", sender, detail)
-        return True
 
     def _tell(self, kind: bytes, member: int, detail: bytes) -> None:
         for other in self._members.values():

@@ -8,13 +8,13 @@ request ──► park ──► what it waits for has come: wake ──► outg
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator
+from collections.abc import Iterable, Iterator
 
+from phalanx.coordination.journal import Journal, Kind
 from phalanx.coordination.key_value import KeyValueStore, RefusedError, Waiter
 from phalanx.coordination.session import Answer, Session
-from phalanx.coordination.wire import Message, Op, Status, pack
+from phalanx.coordination.wire import Message, Op, Status, pack, unpack
 
-MAX_POPS = 16  # that are undone if their taker had just given up
 MAX_PARKED = 1024  # requests of one session that wait
 MAX_PARKED_KEYS = 1 << 16  # for which they wait, all together
 
@@ -22,11 +22,14 @@ MAX_PARKED_KEYS = 1 << 16  # for which they wait, all together
 class PendingAnswers(ABC):
     """Who waits for what in `store`, and what is to be sent to whom.
 
-    `outgoing` holds the sessions for which there is something to send; the service takes it from there.
+    `outgoing` holds the sessions for which there is something to send; the service takes it from there. A copy
+    (`is_copy`) sends nothing: it does what is in the journal of another one, which has granted it.
     """
 
     def __init__(self, store: KeyValueStore) -> None:
         self.store = store
+        self.journal = Journal()
+        self.is_copy = False
         self.outgoing: dict[Session, None] = {}
 
     @abstractmethod
@@ -43,24 +46,22 @@ class PendingAnswers(ABC):
             if answers:
                 yield session, answers
 
-    def undelivered(self, session: Session, numbers: Collection[int] | None = None) -> None:
-        """Undo what was just taken, or the answers to these requests, as they did not reach the session."""
-        if numbers is None:
-            while session.num_unsent_pops and session.popped:
-                session.num_unsent_pops -= 1
-                self._unpop(session, next(reversed(session.popped)))
-            session.num_unsent_pops = 0
-        else:
-            for number in [number for number in session.popped if number in numbers]:
-                self._unpop(session, number)
+    def undelivered(self, session: Session, answers: Iterable[Answer]) -> None:
+        """Undo what the session was to have, as these answers did not reach it."""
+        for answer in answers:
+            for message in unpack(answer):
+                if message.what == Status.OK:
+                    self.take_back(session, message.number)
         if session.member is not None:
             session.member.rewind(0)
 
-    def delivered(self, session: Session) -> None:
-        """Note that what was just taken is on its way."""
-        session.num_unsent_pops = 0
-        while len(session.popped) > MAX_POPS:
-            session.popped.popitem(last=False)
+    def take_back(self, session: Session, number: int) -> None:
+        """Give the item that a request has taken from a queue, if it has, to another one that waits for it."""
+        popped = session.take_popped(number)
+        if popped is not None:
+            self.journal.add(Kind.UNPOP, session.route, number)
+            session.unanswer(number)
+            self._wake(self.store.push_back(*popped))
 
     def put_back(self, session: Session, answers: list[Answer]) -> None:
         """Put back what was just taken and could not be sent yet."""
@@ -78,6 +79,8 @@ class PendingAnswers(ABC):
         return True
 
     def _check_room_to_park(self, session: Session, num_keys: int) -> None:
+        if self.is_copy:
+            return
         if len(session.parked) >= MAX_PARKED or session.num_parked_keys + num_keys > MAX_PARKED_KEYS:
             raise RefusedError(f"{len(session.parked)} calls of this process wait already")
 
@@ -104,12 +107,9 @@ class PendingAnswers(ABC):
             else:
                 self._handle(session, message)
 
-    def _unpop(self, session: Session, number: int) -> None:
-        queue, item = session.popped.pop(number)
-        session.unanswer(number)
-        self._wake(self.store.push_back(queue, item))
-
     def _send(self, session: Session, answer: Answer) -> None:
+        if self.is_copy:
+            return
         session.outgoing.append(answer)
         session.outgoing_bytes += len(answer)
         self.outgoing[session] = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 
 MAX_REPORTS = 1024  # of one sender
 MAX_SENDER_BYTES = 32 << 20
@@ -30,6 +31,12 @@ class Reports:
             self._sizes[sender] += size
             self._by_kind.setdefault(kind, []).append((sender, body))
         return not full
+
+    def __iter__(self) -> Iterator[tuple[bytes, int, bytes]]:
+        """Yield kind, sender and body of each."""
+        for kind, reports in self._by_kind.items():
+            for sender, body in reports:
+                yield kind, sender, body
 
     def page(self, kind: bytes, start: int, max_bytes: int) -> list[tuple[int, bytes]]:
         """Return the reports of a kind from number `start`, as many as fit in `max_bytes`, but one at least."""

@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any
 
 import zmq
 
@@ -23,7 +22,7 @@ from phalanx.coordination.connection_guard import ConnectionGuard, connections_a
 from phalanx.coordination.coordinator import Coordinator
 from phalanx.coordination.key import Key
 from phalanx.coordination.local_socket import BACKLOG, LocalSocket
-from phalanx.coordination.session import Answer, Relayed, Session
+from phalanx.coordination.session import OTHER_HOSTS, THIS_HOST, Answer, Direct, Relayed, Session
 from phalanx.coordination.wire import MAX_ENVELOPE_BYTES, MAX_FRAME_BYTES, Status, frames, pack
 from phalanx.errors import AuthenticationError, CoordinationError
 from phalanx.loss_detection import MEMBER_TIMEOUT_S
@@ -84,8 +83,9 @@ class Service:
         self.problem: BaseException | None = None
         with contextlib.ExitStack() as undo:
             undo.callback(self._free)
-            self._local = self._open_local()
-            self._remote = self._open_remote(Address.parse(bind), key) if bind is not None and key is not None else None
+            self._routers = {THIS_HOST: self._open_local()}
+            if bind is not None and key is not None:
+                self._routers[OTHER_HOSTS] = self._open_remote(Address.parse(bind), key)
             self._alarm, self._alarm_writer = socket.socketpair()
             self._alarm.setblocking(False)
             undo.pop_all()
@@ -193,8 +193,7 @@ class Service:
 
     def _serve(self) -> None:
         poller = zmq.Poller()
-        routers = [router for router in (self._local, self._remote) if router is not None]
-        for router in routers:
+        for router in self._routers.values():
             poller.register(router, _POLLIN)
         if self._admission is not None:
             poller.register(self._admission.socket, _POLLIN)
@@ -211,9 +210,9 @@ class Service:
                 self._guard.read_events(now)
             if self._admission is not None and self._admission.socket in ready:
                 self._admission.answer(now)
-            for router in routers:
+            for listener, router in self._routers.items():
                 if router in ready:
-                    self._read(router, now)
+                    self._read(listener, router, now)
             if now - ticked_at >= _TICK_S:
                 if now - ticked_at > 4 * _TICK_S:  # we were stopped, or the machine was asleep: nobody else's fault
                     self.coordinator.forgive(now - ticked_at - _TICK_S, now)
@@ -222,7 +221,7 @@ class Service:
                     self._say(line)
             self._send()
 
-    def _read(self, router: zmq.Socket[bytes], now: float) -> None:
+    def _read(self, listener: int, router: zmq.Socket[bytes], now: float) -> None:
         recv = router.recv
         handle = self.coordinator.handle
         ends_at = time.monotonic() + _ROUND_S  # ZeroMQ gives frames by turns, one of each connection
@@ -230,22 +229,22 @@ class Service:
             if time.monotonic() >= ends_at:
                 return
             try:
-                route = recv(_NOBLOCK)
+                route = Direct(listener, recv(_NOBLOCK))
             except zmq.Again:
                 return
-            frame = self._read_frame(router)
+            frame = self._read_frame(listener, router)
             try:
-                fine = handle((router, route), frame, now)
+                fine = handle(route, frame, now)
             except Exception as error:  # our bug; it must not end the job
                 self._say(f"a request failed, which is a bug of Phalanx: {error!r}")
                 continue
             if not fine:
-                self._complaints.add(f"what {self.coordinator.who((router, route))} sends makes no sense", now)
+                self._complaints.add(f"what {self.coordinator.who(route)} sends makes no sense", now)
 
-    def _read_frame(self, router: zmq.Socket[bytes]) -> bytes:
+    def _read_frame(self, listener: int, router: zmq.Socket[bytes]) -> bytes:
         """Return what follows a route: a message is there whole, or not at all."""
         guard = self._guard
-        if guard is not None and guard.num_young and router is not self._local:
+        if guard is not None and guard.num_young and listener == OTHER_HOSTS:
             first = router.recv(copy=False)
             guard.admit(first)
             frame = first.bytes
@@ -263,48 +262,42 @@ class Service:
 
     def _send(self) -> None:
         coordinator = self.coordinator
-        relayed: dict[Any, list[tuple[Session, list[Answer]]]] = {}
+        relayed: dict[Direct, list[tuple[Session, list[Answer]]]] = {}
         for session, answers in coordinator.take_outgoing():
-            if type(session.route) is Relayed:
-                relayed.setdefault(session.route.relay, []).append((session, answers))
+            route = session.route
+            if isinstance(route, Relayed):
+                relayed.setdefault(route.relay, []).append((session, answers))
                 continue
-            router, route = session.route
-            parts = frames(answers)
+            left = frames(answers)
             try:
-                while parts:
-                    router.send_multipart((route, *cut(b"".join((coordinator.epoch, *parts[0])))), _NOBLOCK)
-                    del parts[0]
+                while left:
+                    parts = cut(b"".join((coordinator.epoch, *left[0])))
+                    self._routers[route.listener].send_multipart((route.identity, *parts), _NOBLOCK)
+                    del left[0]
             except zmq.Again:  # it reads nothing now
-                coordinator.put_back(session, [answer for frame in parts for answer in frame])
+                coordinator.put_back(session, [answer for frame in left for answer in frame])
             except zmq.ZMQError:  # it has gone, and will ask again if it comes back
-                coordinator.undelivered(session)
-            else:
-                coordinator.delivered(session)
+                coordinator.undelivered(session, [answer for frame in left for answer in frame])
         for relay, batch in relayed.items():
             self._send_to_relay(relay, batch)
 
-    def _send_to_relay(self, relay: tuple[zmq.Socket[bytes], bytes], batch: list[tuple[Session, list[Answer]]]) -> None:
+    def _send_to_relay(self, relay: Direct, batch: list[tuple[Session, list[Answer]]]) -> None:
         """Send answers for several processes of a host, in as few messages as the limits allow."""
         coordinator = self.coordinator
-        router, route = relay
         left = [(session, frame) for session, answers in batch for frame in frames(answers)]
         try:
             while left:
                 number = _fitting([sum(map(len, frame)) for _, frame in left])
-                fields = [field for session, frame in left[:number] for field in (session.route.route, b"".join(frame))]
+                fields = [field for session, frame in left[:number] for field in (session.route[-1], b"".join(frame))]
                 envelope = b"".join((coordinator.epoch, pack(Status.RELAYED, 0, *fields)))
-                router.send_multipart((route, *cut(envelope)), _NOBLOCK)
+                self._routers[relay.listener].send_multipart((relay.identity, *cut(envelope)), _NOBLOCK)
                 del left[:number]
         except zmq.Again:
             for session, frame in reversed(left):
                 coordinator.put_back(session, frame)
         except zmq.ZMQError:
-            for session, _ in left:
-                coordinator.undelivered(session)
-        waiting = {session for session, _ in left}
-        for session, _ in batch:
-            if session not in waiting:
-                coordinator.delivered(session)
+            for session, frame in left:
+                coordinator.undelivered(session, frame)
 
 
 def _fitting(sizes: list[int]) -> int:

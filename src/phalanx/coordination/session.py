@@ -7,8 +7,9 @@ came; one that changes something is done once, since the session remembers its l
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from phalanx.coordination.key_value import Waiter
 from phalanx.coordination.membership import Member
@@ -16,22 +17,36 @@ from phalanx.coordination.wire import MAX_VALUE_BYTES
 
 MAX_ANSWERS = 1024  # kept per session; a client never has half as many requests under way that change something
 MAX_ANSWER_BYTES = 4 * MAX_VALUE_BYTES
+MAX_POPPED, MAX_POPPED_BYTES = 512, 5 * MAX_VALUE_BYTES  # more than may be on their way to a client at a time
 
 Answer = bytes
+
+
+THIS_HOST, OTHER_HOSTS = 0, 1  # the coordinator's listeners
+
+
+class Direct(NamedTuple):
+    """The way to a client that is connected to one of the coordinator's listeners."""
+
+    listener: int
+    identity: bytes
 
 
 class Relayed(NamedTuple):
     """The way to a client on the host of a relay."""
 
-    relay: Any
+    relay: Direct
     route: bytes
+
+
+Route = Direct | Relayed
 
 
 @dataclass(eq=False)
 class Session:
     """One client. `route` is what the service needs in order to answer it."""
 
-    route: Any
+    route: Route
     heard_at: float
     member: Member | None = None
     gone: str = ""  # why it is no member any more
@@ -40,7 +55,7 @@ class Session:
     outgoing: list[Answer] = field(default_factory=list)
     outgoing_bytes: int = 0
     popped: OrderedDict[int, tuple[bytes, bytes]] = field(default_factory=OrderedDict)  # queue and item, of late
-    num_unsent_pops: int = 0  # how many of them are among `outgoing`
+    popped_bytes: int = 0
     _answers: OrderedDict[int, Answer] = field(default_factory=OrderedDict)
     _answer_bytes: int = 0
 
@@ -48,12 +63,30 @@ class Session:
         """Return what was answered to this request already."""
         return self._answers.get(number)
 
+    def answers(self) -> Iterator[tuple[int, Answer]]:
+        """Yield the requests whose answers are remembered, with these."""
+        yield from self._answers.items()
+
     def remember(self, number: int, answer: Answer) -> None:
         """Give the same answer if the request comes again."""
         self._answers[number] = answer
         self._answer_bytes += len(answer)
         while len(self._answers) > MAX_ANSWERS or (self._answer_bytes > MAX_ANSWER_BYTES and len(self._answers) > 1):
             self._answer_bytes -= len(self._answers.popitem(last=False)[1])
+
+    def note_popped(self, number: int, queue: bytes, item: bytes) -> None:
+        """Note that a request has taken an item: it is for another client if it does not get to this one."""
+        self.popped[number] = queue, item
+        self.popped_bytes += len(item)
+        while len(self.popped) > MAX_POPPED or (self.popped_bytes > MAX_POPPED_BYTES and len(self.popped) > 1):
+            self.popped_bytes -= len(self.popped.popitem(last=False)[1][1])
+
+    def take_popped(self, number: int) -> tuple[bytes, bytes] | None:
+        """Return the queue and the item that a request has taken, once; None if it is not known to have."""
+        found = self.popped.pop(number, None)
+        if found is not None:
+            self.popped_bytes -= len(found[1])
+        return found
 
     def unanswer(self, number: int) -> None:
         """Forget an answer that never reached the client, and is not true any more."""

@@ -1,0 +1,197 @@
+"""A coordinator whose state lies on other hosts, too: what it has, as entries; and a copy of it, which follows those.
+
+primary ── snapshot ──► entries ──► replay ── copy
+   │                                             │
+   └── journal.take, as it changes ──► replay ───┘── take_over: it is the primary now
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from phalanx.coordination.coordinator import Coordinator
+from phalanx.coordination.journal import Entry, Kind
+from phalanx.coordination.key_value import KeyValueStore, Waiter
+from phalanx.coordination.membership import Member, Membership
+from phalanx.coordination.reports import Reports
+from phalanx.coordination.session import Route, Session
+from phalanx.coordination.store_requests import barrier_key
+from phalanx.coordination.wire import Message, Op, WireError, pack_number, unpack_number
+
+_ENTRY_BYTES, _ENTRY_FIELDS = 1 << 20, 1 << 10  # of a state that is sent in parts, at most or one item
+
+
+class ReplicatedCoordinator(Coordinator):
+    """A coordinator that can be copied, and can be a copy."""
+
+    def snapshot(self) -> list[Entry]:
+        """Return the whole state. A copy that replays it, and what the journal holds from now on, is as this one is."""
+        return list(self._describe_state())
+
+    def replay(self, entry: Entry, now: float) -> None:
+        """Do what another coordinator has done; this one is a copy of it, and knows all entries before.
+
+        Raises:
+            WireError: the entry makes no sense.
+        """
+        self.is_copy = True
+        kind, route, number, fields = entry
+        try:
+            if kind == Kind.BEGIN:
+                self._begin(number, *fields)
+            elif route is not None:
+                self._replay_of_session(kind, self._find_session(route, now), number, fields, now)
+            else:
+                self._replay_of_all(kind, number, fields)
+        except (ValueError, TypeError, IndexError, KeyError, AttributeError) as error:
+            raise WireError(f"an entry of kind {kind}: {error!r}") from None
+
+    def take_over(self, now: float) -> None:
+        """Be the coordinator: clients that speak to this one from now on find all that was granted to them.
+
+        None of them could be heard by this one until now, which nobody is blamed for.
+        """
+        self.is_copy = False
+        self.outgoing.clear()
+        for session in self.sessions.values():
+            session.heard_at = now
+        for member in self.members:
+            member.heard_at = now
+            member.rewind(0)
+        self.members.take_told()
+
+    def _find_session(self, route: Route, now: float) -> Session:
+        session = self.sessions.get(route)
+        if session is None:
+            session = self.sessions[route] = Session(route, now)
+        return session
+
+    # The state.
+
+    def _describe_state(self) -> Iterator[Entry]:
+        yield Entry(
+            Kind.BEGIN,
+            None,
+            self.members.next,
+            [
+                self.epoch,
+                self.job.encode(),
+                repr(self.members.lost_after_s).encode(),
+                pack_number(self.store.max_bytes),
+            ],
+        )
+        keys = self.store.keys()
+        for fields in _grouped((key, self.store.get(key) or b"") for key in keys):
+            yield Entry(Kind.KEYS, None, 0, fields)
+        for queue, items in self.store.queues():
+            for fields in _grouped((item,) for item in items):
+                yield Entry(Kind.QUEUE, None, 0, [queue, *fields])
+        for member, why in self.members.gone.items():
+            yield Entry(Kind.GONE, None, member, [why.encode()])
+        for kind, sender, body in self.reports:
+            yield Entry(Kind.REPORT, None, sender, [kind, body])
+        for session in self.sessions.values():
+            yield from _describe_session(session)
+        for each in self.members:
+            watches = b"all" if each.watches is None else b",".join(map(pack_number, sorted(each.watches)))
+            assert isinstance(each.owner, Session)
+            yield Entry(Kind.MEMBER, each.owner.route, each.id, [each.facts, watches, pack_number(each.last)])
+            for number, event in each.waiting():
+                yield Entry(Kind.EVENT, None, each.id, [pack_number(number), event])
+
+    def _begin(self, next_member: int, epoch: bytes, job: bytes, lost_after: bytes, max_bytes: bytes) -> None:
+        self.epoch, self.job = epoch, job.decode()
+        self.store = KeyValueStore(unpack_number(max_bytes))
+        self.members = Membership(float(lost_after))
+        self.members.restore_next(next_member)
+        self.reports = Reports()
+        self.sessions.clear()
+        self.outgoing.clear()
+
+    def _replay_of_all(self, kind: int, number: int, fields: Sequence[bytes]) -> None:
+        if kind == Kind.KEYS:
+            for key, value in zip(fields[::2], fields[1::2], strict=True):
+                self.store.set(key, value)
+        elif kind == Kind.QUEUE:
+            for item in fields[1:]:
+                self.store.push(fields[0], item)
+        elif kind == Kind.GONE:
+            self.members.restore_gone(number, fields[0].decode())
+        elif kind == Kind.REPORT:
+            self.reports.add(number, fields[0], fields[1])
+        elif kind == Kind.EVENT:
+            self._member(number).restore_event(unpack_number(fields[0]), fields[1])
+        elif kind == Kind.LOSE:
+            self._lose(self._member(number), fields[0].decode())
+            self.members.take_told()
+        elif kind == Kind.TAKEN:
+            for member, taken in zip(map(unpack_number, fields[::2]), map(unpack_number, fields[1::2]), strict=True):
+                self._member(member).took(taken)
+        else:
+            raise WireError("an unknown kind")
+
+    def _replay_of_session(self, kind: int, session: Session, number: int, fields: list[bytes], now: float) -> None:
+        if kind == Kind.REQUEST:
+            session.heard_at = now
+            what = fields[0][0]
+            self._handle(session, Message(what, number, fields[1:]))
+            self.members.take_told()
+            if session.answered(number) is None and not (what == Op.BARRIER and number in session.parked):
+                raise WireError("a request that is not granted here")
+        elif kind == Kind.UNPOP:
+            self.take_back(session, number)
+        elif kind == Kind.UNPARK:
+            self._unpark(session, number)
+        elif kind == Kind.FORGET:
+            self._forget_session(session)
+        elif kind == Kind.SESSION:
+            session.gone = fields[0].decode()
+        elif kind == Kind.ANSWERS:
+            for answered, answer in zip(map(unpack_number, fields[::2]), fields[1::2], strict=True):
+                session.remember(answered, answer)
+        elif kind == Kind.POPPED:
+            session.note_popped(number, fields[0], fields[1])
+        elif kind == Kind.PARKED:
+            waiter = Waiter(session, (barrier_key(fields[0]),), takes_queues=True)
+            self._park(session, Message(Op.BARRIER, number, fields), waiter)
+        elif kind == Kind.MEMBER:
+            facts, watches, last = fields
+            watched = None if watches == b"all" else frozenset(map(unpack_number, filter(None, watches.split(b","))))
+            session.member = self.members.restore(Member(number, session, facts, watched, now), unpack_number(last))
+        else:
+            raise WireError("an unknown kind")
+
+    def _member(self, number: int) -> Member:
+        member = self.members.get(number)
+        if member is None:
+            raise WireError(f"there is no member {number}")
+        return member
+
+
+def _describe_session(session: Session) -> Iterator[Entry]:
+    route = session.route
+    if session.gone:
+        yield Entry(Kind.SESSION, route, 0, [session.gone.encode()])
+    for fields in _grouped(((pack_number(number), answer) for number, answer in session.answers())):
+        yield Entry(Kind.ANSWERS, route, 0, fields)
+    for number, (queue, item) in session.popped.items():
+        yield Entry(Kind.POPPED, route, number, [queue, item])
+    for number, waiter in session.parked.items():
+        message = waiter.owner[1]
+        if message.what == Op.BARRIER:
+            yield Entry(Kind.PARKED, route, number, message.fields)
+
+
+def _grouped(items: Iterable[tuple[bytes, ...]]) -> Iterator[list[bytes]]:
+    """Yield the fields of items, of several together as long as they are small."""
+    fields: list[bytes] = []
+    size = 0
+    for item in items:
+        grows = sum(map(len, item))
+        if fields and (size + grows > _ENTRY_BYTES or len(fields) >= _ENTRY_FIELDS):
+            yield fields
+            fields, size = [], 0
+        fields += item
+        size += grows
+    if fields:
+        yield fields
