@@ -6,7 +6,7 @@
 #   make freeze TEST=tests/rpc N=10 SEED=7     ten times, with the seeds 7 to 16
 #   make test TORCH=2.15.0 PYTHON=python3.13   with this PyTorch, in an environment of its own under .venvs/
 #   make matrix                                every pair of Python and PyTorch that tests/compatibility/run.py lists,
-#                                              and write docs/compatibility.md; ARGS="python3.12=2.15.0" runs one, ARGS="--help" says the rest
+#                                              and write docs/reference/compatibility.md; ARGS="python3.12=2.15.0" runs one, ARGS="--help" says the rest
 #   make demo TORCH_INDEX=<address>            take PyTorch from this package index as well: on Linux, the default
 #                                              index serves the build for NVIDIA GPUs (gigabytes), and the "CPU" address
 #                                              of PyTorch's "Get started" page serves the small one; where both are
@@ -55,7 +55,7 @@ freeze: setup ## Run the tests in TEST N times while their processes freeze for 
 	@$(BIN)/python -m tests.freezing.run --runs $(N) --seed $(SEED) -- \
 	    $(BIN)/python -m pytest -p no:cacheprovider -n 1 $(TEST) $(ARGS)
 
-matrix: ## Run all tests with each pair of Python and PyTorch, and write docs/compatibility.md
+matrix: ## Run all tests with each pair of Python and PyTorch, and write docs/reference/compatibility.md
 	@$(PYTHON) -m tests.compatibility.run --make $(MAKE) $(ARGS)
 
 lint: setup ## Check style, format and types

@@ -1,6 +1,6 @@
 """Which files speak of a word: an inverted index of a folder, each word with the files that have it, most often first.
 
-phalanx run --nproc-per-node 2 examples/inverted_index.py docs/*.md --words gradient loss
+phalanx run --nproc-per-node 2 examples/inverted_index.py docs/*/*.md --words gradient loss
 """
 
 import argparse

@@ -195,7 +195,7 @@ def test_every_module_lies_in_a_room_of_the_picture():
     assert {package_of(module) for module in modules()} <= LAYER_OF.keys() | OUTSIDE
 
 
-@pytest.mark.parametrize("document", ["docs/architecture.md", "CONTRIBUTING.md"])
+@pytest.mark.parametrize("document", ["docs/explanation/architecture.md", "CONTRIBUTING.md"])
 def test_the_picture_shows_the_rooms_that_there_are(document):
     """It showed five that were never built (strategies, elastic, pipeline, rpc, coordination)."""
     text = (PACKAGE.parents[1] / document).read_text()
@@ -311,7 +311,7 @@ TORCH_NAMES = {"torch", "dist", "c10d", "dist2", "stores"}
 
 
 def test_one_room_alone_changes_torch():
-    """Each change is listed there with its reason and what ends it; docs/architecture.md tells them as decisions."""
+    """Each change is listed there with its reason and what ends it; docs/explanation/architecture.md tells them as decisions."""
     wrong = []
     for module in modules():
         if "backend/torch_integration/" in module.as_posix():

@@ -26,7 +26,7 @@ def test_a_package_that_is_used_by_its_name_is_found_without_an_import():
 
 def test_what_documents_write_behind_the_packages_name_is_found():
     missing = set()
-    for document in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+    for document in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
         for block in re.findall(r"```(?:python|diff)\n(.*?)```", document.read_text(encoding="utf-8"), re.DOTALL):
             code = re.sub(r"(?m)^.*(import phalanx\.|from phalanx\.|#).*$", "", block)
             missing |= set(re.findall(r"(?<![\w./])phalanx\.(\w+)", code)) - set(phalanx.__all__)

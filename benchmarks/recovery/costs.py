@@ -23,7 +23,7 @@ from phalanx import elastic
 from phalanx.elastic.hand_over import hand_over
 
 BLOCKS = 12
-TRIAL = 100  # steps in which an elastic job learns what its steps are like; docs/elastic.md has what they cost
+TRIAL = 100  # steps in which an elastic job learns what its steps are like; docs/how-to/elastic.md has what they cost
 HAND_OVERS = 7
 LAYERS, WIDTH = 4, 2048  # 64 MiB of parameters, 192 MiB with Adam's
 

@@ -1,4 +1,4 @@
-"""docs/articles.md is what it says: blocks give the article's numbers, commands start, tests that are named exist."""
+"""docs/how-to/articles.md is what it says: blocks give the article's numbers, commands start, tests that are named exist."""
 
 import os
 import re
@@ -17,7 +17,7 @@ import phalanx.backend.process_group  # noqa: F401 - imported once here, not onc
 from phalanx.testing import run_ranks
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "articles.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "how-to" / "articles.md").read_text(encoding="utf-8")
 BLOCKS = {
     name: (kind, code) for kind, name, code in re.findall(r"^```diff (\w+):([\w-]+)\n(.*?)^```$", PAGE, re.M | re.S)
 }
@@ -173,6 +173,6 @@ def test_every_block_is_run_and_every_test_that_is_named_is_there():
     assert len(references) > 10
     for file, test in references:
         assert re.search(rf"^def {test}\(", (ROOT / file).read_text(encoding="utf-8"), re.M), f"{file}::{test}"
-    for link, anchor in re.findall(r"\]\(([\w-]+\.md)#?([\w-]*)\)", PAGE):
-        headings = re.findall(r"^#+ (.*)$", (ROOT / "docs" / link).read_text(encoding="utf-8"), re.M)
+    for link, anchor in re.findall(r"\]\(([\w./-]+\.md)#?([\w-]*)\)", PAGE):
+        headings = re.findall(r"^#+ (.*)$", (ROOT / "docs" / "how-to" / link).read_text(encoding="utf-8"), re.M)
         assert not anchor or anchor in [heading.lower().replace(" ", "-") for heading in headings]

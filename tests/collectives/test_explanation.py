@@ -17,7 +17,7 @@ from phalanx.collectives.symbolic import Value
 from .conftest import every_schedule
 
 SVG = "{http://www.w3.org/2000/svg}"
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[2] / "docs" / "images"
 
 
 def test_chunks_are_letters_that_never_run_out() -> None:

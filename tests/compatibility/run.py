@@ -1,4 +1,4 @@
-"""Run the whole suite with each pair of Python and PyTorch, and write docs/compatibility.md: `make matrix`.
+"""Run the whole suite with each pair of Python and PyTorch, and write docs/reference/compatibility.md: `make matrix`.
 
 Each pair gets a fresh environment (`make test PYTHON=... TORCH=...`), which is removed when its tests are over, unless
 `--keep` says otherwise. The page is written after each pair; rows of pairs that this run does not try stay as they are.
@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "compatibility.md"
+PAGE = ROOT / "docs" / "reference" / "compatibility.md"
 
 # Every supported Python with at least one PyTorch, every supported PyTorch with at least one Python.
 PAIRS = (

@@ -91,7 +91,7 @@ def test_a_coordinator_says_in_one_line_how_to_join_and_ends_without_a_trace(hom
 
 
 def test_the_lines_of_the_manual_do_what_it_says(home, tmp_path):
-    manual = (Path(__file__).parents[2] / "docs" / "security.md").read_text()
+    manual = (Path(__file__).parents[2] / "docs" / "explanation" / "security.md").read_text()
     lines = [
         line.removeprefix("$ ").partition(" #")[0] for line in manual.splitlines() if line.startswith("$ phalanx key")
     ]

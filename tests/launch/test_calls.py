@@ -231,7 +231,7 @@ def test_the_ranks_end_with_a_caller_that_is_killed(tmp_path):
 
 
 def test_the_example_of_the_documentation_runs_as_it_stands(tmp_path):
-    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "notebooks.md").read_text(), re.DOTALL)
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "how-to" / "from-python.md").read_text(), re.DOTALL)
     script = tmp_path / "example.py"
     script.write_text(block)
     ended = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True)

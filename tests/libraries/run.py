@@ -1,4 +1,4 @@
-"""Run the blocks of docs/libraries.md as they stand there, over Phalanx and over Gloo, and compare what they leave.
+"""Run the blocks of docs/how-to/libraries.md as they stand there, over Phalanx and over Gloo, and compare what they leave.
 
     python -m tests.libraries.run accelerate ignite     # what `make test` runs
     python -m tests.libraries.run --by-hand             # the heavy ones
@@ -22,7 +22,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "libraries.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "how-to" / "libraries.md"
 
 # A block, and the modules that are imported before ranks are forked: importing some takes seconds.
 LIGHT = {

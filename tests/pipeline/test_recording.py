@@ -217,6 +217,6 @@ def test_the_drawings_of_the_documentation_are_what_the_tool_makes(name, tmp_pat
     docs = Path(__file__).parents[2] / "docs"
     path = tmp_path / "drawn.svg"
     done = explain("--stages", 4, "--micro-batches", 8, "--schedule", name, "--svg", path)
-    assert path.read_text() == (docs / f"pipeline-{name.replace('_', '-')}.svg").read_text()
+    assert path.read_text() == (docs / "images" / f"pipeline-{name.replace('_', '-')}.svg").read_text()
     if name == "1f1b":
-        assert done.output.partition("Drawn")[0].strip() in (docs / "pipeline.md").read_text()
+        assert done.output.partition("Drawn")[0].strip() in (docs / "how-to" / "pipeline.md").read_text()

@@ -1,4 +1,4 @@
-"""The left sides of docs/strategies.md's second table, run in Lightning Fabric and Accelerate on two ranks.
+"""The left sides of docs/how-to/strategies.md's second table, run in Lightning Fabric and Accelerate on two ranks.
 
 By hand, with a Python that has both and nothing of ours, in the repository:
 

@@ -1,4 +1,4 @@
-"""The right sides of docs/strategies.md's second table, against what Fabric and Accelerate gave on two ranks.
+"""The right sides of docs/how-to/strategies.md's second table, against what Fabric and Accelerate gave on two ranks.
 
 What they gave is in `fabric_and_accelerate.json`, with their versions; `fabric_and_accelerate.py` writes it.
 """

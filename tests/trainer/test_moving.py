@@ -1,4 +1,4 @@
-"""The diff of docs/trainer.md, from a loop by hand to a Trainer and back: it applies, and changes no bit."""
+"""The diff of docs/how-to/trainer.md, from a loop by hand to a Trainer and back: it applies, and changes no bit."""
 
 import contextlib
 import io
@@ -14,7 +14,7 @@ import phalanx.checkpoint.series
 import phalanx.trainer.trainer  # noqa: F401 - imported once here, not once in each rank of each test
 from phalanx.testing import run_ranks
 
-PAGE = (Path(__file__).parents[2] / "docs" / "trainer.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "trainer.md").read_text(encoding="utf-8")
 (DIFF,) = re.findall(r"^```diff\n(--- .*?)^```$", PAGE, re.M | re.S)
 HUNK = DIFF.split("@@\n")[1].splitlines(keepends=True)
 BY_HAND = "".join(line[1:] for line in HUNK if line[0] != "+")
