@@ -1,12 +1,16 @@
-"""Builds the C core; everything else is said in pyproject.toml."""
+"""Builds the C core; everything else is said in pyproject.toml.
+
+PHALANX_PURE_WHEEL=1 builds without it, whatever the system: the wheel for systems that are not Linux. There, and where
+no compiler is found, the package installs without the core and every collective runs over Gloo.
+"""
 
 import os
 import sys
 
 from setuptools import Extension, setup
 
-# The core needs futex and memfd: Linux only. Elsewhere, and where no compiler is found, the package installs
-# without it and every collective runs over Gloo.
+# The core needs futex and memfd: Linux only.
+HAS_CORE = sys.platform == "linux" and os.environ.get("PHALANX_PURE_WHEEL") != "1"
 SOURCES = sorted(os.path.join("csrc", name) for name in os.listdir("csrc") if name.endswith(".c"))
 
 core = Extension(
@@ -21,6 +25,6 @@ core = Extension(
 )
 
 setup(
-    ext_modules=[core] if sys.platform == "linux" else [],
-    options={"bdist_wheel": {"py_limited_api": "cp310"}},
+    ext_modules=[core] if HAS_CORE else [],
+    options={"bdist_wheel": {"py_limited_api": "cp310"}} if HAS_CORE else {},
 )
