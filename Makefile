@@ -28,6 +28,7 @@ PYTHON_VERSION = $(shell $(PYTHON) -c 'import platform; print(platform.python_ve
 VENV := $(if $(TORCH),.venvs/python$(PYTHON_VERSION)-torch$(TORCH),.venv)
 CONSTRAINTS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 BIN := $(VENV)/bin
+DOCS_VENV := .venvs/docs
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -q -c $(CONSTRAINTS)
 INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 # The core's compiler is the one that `make` uses.
@@ -40,7 +41,7 @@ BENCHMARKS := $(sort $(wildcard benchmarks/*/run.py))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test freeze matrix lint bench sanitize clean same-python
+.PHONY: help setup demo test freeze matrix docs lint bench sanitize clean same-python
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -57,6 +58,10 @@ freeze: setup ## Run the tests in TEST N times while their processes freeze for 
 
 matrix: ## Run all tests with each pair of Python and PyTorch, and write docs/reference/compatibility.md
 	@$(PYTHON) -m tests.compatibility.run --make $(MAKE) $(ARGS)
+
+docs: $(DOCS_VENV)/docs.stamp ## Build the documentation into build/site, without a network, and open it in Chromium
+	@NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true PYTHONPATH=src $(DOCS_VENV)/bin/mkdocs build --quiet --strict
+	@$(DOCS_VENV)/bin/python docs/_site/browse.py build/site $(ARGS)
 
 lint: setup ## Check style, format and types
 	@$(BIN)/ruff check .
@@ -80,6 +85,12 @@ sanitize: ## Run the C core's stress programs under ASan, UBSan and TSan
 
 clean: ## Remove the environments and everything that was built
 	rm -rf .venv .venvs build dist src/*.egg-info src/phalanx/*.so .mypy_cache .ruff_cache .pytest_cache
+
+# What builds the documentation has an environment of its own: it needs neither PyTorch nor the C core.
+$(DOCS_VENV)/docs.stamp: docs/requirements.txt
+	$(PYTHON) -m venv $(DOCS_VENV)
+	@$(DOCS_VENV)/bin/python -m pip --disable-pip-version-check install -q -r docs/requirements.txt
+	@touch $@
 
 # Set-up: three steps, each skipped while what it depends on has not changed.
 

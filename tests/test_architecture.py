@@ -311,7 +311,7 @@ TORCH_NAMES = {"torch", "dist", "c10d", "dist2", "stores"}
 
 
 def test_one_room_alone_changes_torch():
-    """Each change is listed there with its reason and what ends it; docs/explanation/architecture.md tells them as decisions."""
+    """Each change is listed there with its reason and what ends it; architecture.md tells them as decisions."""
     wrong = []
     for module in modules():
         if "backend/torch_integration/" in module.as_posix():

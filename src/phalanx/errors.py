@@ -49,9 +49,12 @@ def summary_of(error: BaseException) -> str:
 class PhalanxError(RuntimeError):
     """The root of the tree: an operation failed, and the message says where, why and what to do.
 
-    Of a failed operation of a group the same is in the fields `operation` ('all_reduce'), `seq` (its number), `group`
-    (its name), `rank` (of this process in it), `call_site` ('train.py:88') and `positions` (of other ranks that the
-    message tells of: what each did last). What is not known is empty; a number that is not known is 0, a rank -1.
+    If an operation of a group failed, these fields have the facts: `operation` ('all_reduce'), `seq` (its number),
+    `group` (its name), `rank` (the number of this process in the group), `call_site` ('train.py:88') and `positions`
+    (what each other rank did last, for those that the message tells of). A text that is not known is empty, a number
+    that is not known is 0, and a rank that is not known is -1.
+
+    What to do: read the last line of the message. If you catch this class, you catch all errors of this page.
     """
 
     operation = ""
@@ -63,11 +66,19 @@ class PhalanxError(RuntimeError):
 
 
 class ClosedError(PhalanxError):
-    """The group, its memory or the job was closed before the call, by this process."""
+    """This process closed the group, its memory or the job before the call; or it is a fork of a rank.
+
+    What to do: move the call in front of `destroy_process_group`, or in front of the end of `with phalanx.init()`. In
+    a child that you have forked, call `init_process_group` again or leave communication to the parent.
+    """
 
 
 class DeadlineError(PhalanxError, TimeoutError):
-    """Time ran out. `missing` holds the ranks that had not answered, in the group's numbering."""
+    """Time ran out. `missing` holds the ranks that had not answered, in the group's numbering.
+
+    What to do: read the log of the missing ranks first; `phalanx stacks` shows where they are while the job runs. If
+    they are only slow, raise the timeout: `init_process_group("phalanx", timeout=...)`.
+    """
 
     def __init__(self, message: str, *, missing: tuple[int, ...] = ()) -> None:
         super().__init__(message)
@@ -78,7 +89,13 @@ class DeadlineError(PhalanxError, TimeoutError):
 
 
 class LaunchError(PhalanxError):
-    """The job could not be started as asked. `exit_code` is what the command should return."""
+    """The job could not be started as asked, or a rank of `phalanx.launch` ended without a result.
+
+    `exit_code` is what the command should return.
+
+    What to do: the message names each wrong option or the rank that failed. `phalanx doctor` says whether this host
+    can train at all.
+    """
 
     def __init__(self, message: str, *, exit_code: int = 1) -> None:
         super().__init__(message)
@@ -93,6 +110,9 @@ class CoordinationError(PhalanxError):
 
     `reason`: "unreachable" (nobody answers at the address), "stranger" (something else does), "another job" (a
     coordinator does, of another job), "lost" (it was there and has gone), "expelled" (it counts us out); or empty.
+
+    What to do: "unreachable" means that the address is wrong, that a firewall is in the way, or that the first host has
+    not started yet. After "lost" and "expelled" start the job again from its latest checkpoint.
     """
 
     def __init__(self, message: str, *, reason: str = "") -> None:
@@ -104,15 +124,27 @@ class CoordinationError(PhalanxError):
 
 
 class AuthenticationError(CoordinationError):
-    """A key is missing, can be read by others, or is not the one of the coordinator (or of who asked to be let in)."""
+    """A key is missing, other users can read it, or it is not the key of the other side.
+
+    What to do: `phalanx key` makes a key; copy that file to every host of the job with `scp -p`. `phalanx key
+    --fingerprint` shows on each host whether the keys are the same. `chmod 600` makes a file yours alone.
+    """
 
 
 class CheckpointError(PhalanxError):
-    """A checkpoint could not be written, read, or does not fit what it is loaded into."""
+    """A checkpoint could not be written or read, or it does not fit what it is loaded into.
+
+    What to do: the message names the file, or the keys and shapes that differ. `phalanx checkpoint inspect PATH
+    --verify` finds damaged files. `CheckpointManager.load(..., fallback=True)` takes the checkpoint before a damaged
+    one.
+    """
 
 
 class InternalError(PhalanxError):
-    """Something that Phalanx guarantees did not hold. It is our bug; the message asks for a report."""
+    """Something that Phalanx guarantees did not hold. This is a bug of ours.
+
+    What to do: please report it, with the whole message and the output of `phalanx doctor --json`.
+    """
 
 
 def _rebuild(cls: type[PhalanxError], message: str, fields: Mapping[str, Any]) -> PhalanxError:
@@ -122,14 +154,24 @@ def _rebuild(cls: type[PhalanxError], message: str, fields: Mapping[str, Any]) -
 if TYPE_CHECKING:
 
     class MismatchError(PhalanxError):
-        """Ranks disagree about what to do. `calls` maps each rank to its own call, in words."""
+        """Ranks called different operations, or gave different shapes, dtypes or models. No tensor was changed.
+
+        `calls` maps each rank to its own call, in words.
+
+        What to do: the message shows the line of each rank. Let every rank call the same operation with the same dtype,
+        size and options, in the same order. A call under `if rank == 0` is the usual cause.
+        """
 
         calls: dict[int, str]
 
         def __init__(self, message: str, *, calls: Mapping[int, str] | None = None) -> None: ...
 
     class PeerLostError(PhalanxError):
-        """A peer died or left. `ranks` names who, in the group's numbering."""
+        """A process of the group died, or left the group. `ranks` names which, in the group's numbering.
+
+        What to do: look for that rank's own error; `phalanx run` prints it last. SIGKILL without an error usually means
+        that memory ran out. If the job shall go on without a restart, put its loop into `phalanx.elastic.run`.
+        """
 
         ranks: tuple[int, ...]
 
@@ -144,7 +186,13 @@ def _define_torch_errors() -> None:
         DistBackendError = RuntimeError  # type: ignore[misc,assignment]
 
     class MismatchError(PhalanxError, DistBackendError):
-        """Ranks disagree about what to do. `calls` maps each rank to its own call, in words."""
+        """Ranks called different operations, or gave different shapes, dtypes or models. No tensor was changed.
+
+        `calls` maps each rank to its own call, in words.
+
+        What to do: the message shows the line of each rank. Let every rank call the same operation with the same dtype,
+        size and options, in the same order. A call under `if rank == 0` is the usual cause.
+        """
 
         def __init__(self, message: str, *, calls: Mapping[int, str] | None = None) -> None:
             super().__init__(message)
@@ -154,7 +202,11 @@ def _define_torch_errors() -> None:
             return _rebuild, (type(self), str(self), {"calls": self.calls}), self.__dict__
 
     class PeerLostError(PhalanxError, DistBackendError):
-        """A peer died or left. `ranks` names who, in the group's numbering."""
+        """A process of the group died, or left the group. `ranks` names which, in the group's numbering.
+
+        What to do: look for that rank's own error; `phalanx run` prints it last. SIGKILL without an error usually means
+        that memory ran out. If the job shall go on without a restart, put its loop into `phalanx.elastic.run`.
+        """
 
         def __init__(self, message: str, *, ranks: tuple[int, ...] = ()) -> None:
             super().__init__(message)

@@ -1,4 +1,4 @@
-"""docs/how-to/articles.md is what it says: blocks give the article's numbers, commands start, tests that are named exist."""
+"""articles.md is what it says: blocks give the article's numbers, commands start, tests that are named exist."""
 
 import os
 import re

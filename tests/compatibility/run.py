@@ -35,15 +35,24 @@ PAIRS = (
 _COLUMNS = ("Python", "PyTorch", "System", "As", "Programs", "Passed", "Failed", "Skipped", "Minutes", "Commit", "Day")
 _HEAD = """# With which Python and which PyTorch Phalanx works
 
-`make matrix` writes this page: for each pair it makes a fresh environment, runs the small programs of
+This page is for people who want to know with which Python and PyTorch all tests were run, and what came out.
+
+`make matrix` writes this page. For each pair it makes a fresh environment, runs the small programs of
 `tests/programs` and then the whole suite, and notes what came out. `make test TORCH=2.15.0 PYTHON=python3.13` runs one
-pair and writes nothing. Nobody has tried a PyTorch that is newer than these: Phalanx says so once, in the log and in
-`phalanx doctor`, and goes on.
+pair and writes nothing. Nobody has tried a PyTorch that is newer than these. With such a PyTorch, Phalanx says so
+once, in the log and in `phalanx doctor`, and goes on.
 
-"Programs" counts the tests of `tests/programs` that ended with the right numbers. "As" says who ran the tests: root, or
-a user without privileges. A skipped test names its reason: there is no GPU, or a privilege, a package or a feature of
-this PyTorch is missing.
+The column "Programs" counts the tests of `tests/programs` that ended with the right numbers. The column "As" says who
+ran the tests: root, or a user without privileges. A skipped test names its reason: there is no GPU, or a privilege, a
+package or a feature of this PyTorch is missing.
 
+"""
+
+_END = """
+## Where to go on
+
+- [Versions and support](versions.md)
+- [Conformance](../explanation/conformance.md)
 """
 
 
@@ -198,7 +207,7 @@ def render(rows: Sequence[Row]) -> str:
         for row in rows
         if row.failures
     )
-    return _HEAD + "\n".join(lines) + "\n" + ("\n## Tests that failed\n" + failed if failed else "")
+    return _HEAD + "\n".join(lines) + "\n" + ("\n## Tests that failed\n" + failed if failed else "") + _END
 
 
 def _system() -> str:

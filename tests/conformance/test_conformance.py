@@ -1,4 +1,4 @@
-"""The part of PyTorch's own suite that runs with every `make test`; docs/explanation/conformance.md says how to run all of it."""
+"""The part of PyTorch's own suite that runs with every `make test`; conformance.md says how to run all of it."""
 
 import sys
 import unittest

@@ -1,4 +1,4 @@
-"""The part of PyTorch's rpc suite that runs with every `make test`; docs/explanation/conformance.md says how to run all of it."""
+"""The part of PyTorch's rpc suite that runs with every `make test`; conformance.md says how to run all of it."""
 
 import pytest
 from tests.conformance import rpc_run

@@ -10,6 +10,7 @@ from phalanx.doctor.report import as_json, as_text, conclude, print_table
 WORKS = Probe(True, "works")
 GIB = 1 << 30
 HEALTHY = Facts(
+    "0.1.0",
     host=HostFacts(
         platform="linux",
         python="3.11.7",

@@ -25,6 +25,7 @@ CUDA = Torch(
 )
 GPU = Gpu("H100", "GPU-1", False, False, 345, 1980)
 FACTS = Facts(
+    "0.1.0",
     HostFacts("linux", "3.12", 16, 16, gpus=("H100",), gpu_tool=Probe(True)),
     Kernel(Probe(True)),
     CUDA,

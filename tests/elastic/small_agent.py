@@ -1,6 +1,6 @@
 """A launcher for tests: ranks that are forked from here, replaced when they end badly, told of each generation.
 
-It speaks the words of `phalanx run` to its ranks (docs/how-to/elastic.md), with none of its decisions: whoever is lost is
+It speaks the words of `phalanx run` to its ranks (elastic.md), with none of its decisions: whoever is lost is
 replaced, or, with `replace=False`, missed.
 """
 

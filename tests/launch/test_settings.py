@@ -7,8 +7,9 @@ from phalanx.agent.target import Target
 from phalanx.coordination.rendezvous import Rendezvous, join_endpoint, split_endpoint
 from phalanx.errors import LaunchError
 from phalanx.launch.command_line import parse
+from phalanx.launch.manual import SECTIONS, format_help
 from phalanx.launch.num_ranks import decide_num_ranks
-from phalanx.launch.options import OPTIONS, Streams, format_help
+from phalanx.launch.options import OPTIONS, Streams
 
 
 def refuse(*words: str) -> str:
@@ -201,6 +202,7 @@ def test_the_help_names_every_option_within_80_columns() -> None:
     text = format_help()
     for option in OPTIONS:
         assert f"--{option.name}" in text
+    assert sorted(name for names in SECTIONS.values() for name in names) == sorted(option.name for option in OPTIONS)
     assert max(len(line) for line in text.splitlines()) <= 80
 
 

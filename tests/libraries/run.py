@@ -1,4 +1,4 @@
-"""Run the blocks of docs/how-to/libraries.md as they stand there, over Phalanx and over Gloo, and compare what they leave.
+"""Run the blocks of libraries.md as they stand there, over Phalanx and over Gloo, and compare what they leave.
 
     python -m tests.libraries.run accelerate ignite     # what `make test` runs
     python -m tests.libraries.run --by-hand             # the heavy ones

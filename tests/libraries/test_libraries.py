@@ -1,4 +1,4 @@
-"""Other people's libraries train over the backend as docs/how-to/libraries.md says, with the numbers that they have over Gloo.
+"""Other people's libraries train over the backend as libraries.md says, with the numbers that they have over Gloo.
 
 Each library gets an interpreter of its own: importing some of them changes torch or the environment for good.
 """

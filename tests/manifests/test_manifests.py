@@ -152,8 +152,8 @@ def test_what_no_scheduler_would_take_is_refused(words, said):
 
 def test_the_examples_of_the_documentation_write_files(tmp_path):
     """All but `kubectl`, which is not here."""
-    text = (Path(__file__).parents[2] / "docs" / "how-to" / "schedulers.md").read_text()
-    (block,) = re.findall(r"## Kubernetes\n\n```bash\n(.*?)```", text, re.DOTALL)
+    text = (Path(__file__).parents[2] / "docs" / "how-to" / "kubernetes.md").read_text()
+    (block,) = re.findall(r"```bash\n(phalanx key.*?)```", text, re.DOTALL)
     lines = [line for line in block.splitlines() if line.startswith("phalanx")]
     environment = {**os.environ, "HOME": str(tmp_path), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     subprocess.run(["bash", "-ec", "\n".join(lines)], cwd=tmp_path, env=environment, check=True, capture_output=True)

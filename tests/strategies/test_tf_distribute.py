@@ -1,4 +1,4 @@
-"""The right sides of docs/how-to/strategies.md's first table, with the inputs of `tf_distribute.py`, against TensorFlow's.
+"""The right sides of strategies.md's first table, with the inputs of `tf_distribute.py`, against TensorFlow's.
 
 What TensorFlow 2.21.0 gave is in `tf_distribute.json`; that script writes it.
 """

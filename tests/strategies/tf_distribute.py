@@ -1,4 +1,4 @@
-"""The left sides of docs/how-to/strategies.md's first table, run in TensorFlow: what `test_tf_distribute.py` compares with.
+"""The left sides of strategies.md's first table, run in TensorFlow: what `test_tf_distribute.py` compares with.
 
 By hand, with a Python that has TensorFlow and nothing of ours:
 

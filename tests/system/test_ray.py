@@ -185,7 +185,7 @@ def living(word):
 def test_the_examples_of_the_documentation_run_as_they_stand(address, tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     text = (ROOT / "docs" / "how-to" / "schedulers.md").read_text()
-    (block,) = re.findall(r"## Ray\n\n```bash\n(.*?)```", text, re.DOTALL)
+    (block,) = re.findall(r"```bash\n(phalanx run --on ray.*?)```", text, re.DOTALL)
     search = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     environment = {**os.environ, "RAY_ADDRESS": address, "PATH": search}
     code = block.replace("phalanx run", f"{sys.executable} -m phalanx run")

@@ -134,8 +134,8 @@ def test_scancel_ends_every_rank(slurm: Cluster, home):
 
 
 def test_the_examples_of_the_documentation_run_as_they_stand(slurm: Cluster, home):
-    text = (Path(__file__).parents[2] / "docs" / "how-to" / "schedulers.md").read_text()
-    (block,) = re.findall(r"## Slurm\n\n```bash\n(.*?)```", text, re.DOTALL)
+    text = (Path(__file__).parents[2] / "docs" / "how-to" / "slurm.md").read_text()
+    (block,) = re.findall(r"```bash\n(srun -N 2.*?)```", text, re.DOTALL)
     search = f"{Path(sys.executable).parent}:{slurm.environment['PATH']}"
     ended = slurm.run("bash", "-ec", block, PATH=search, **home)
     assert ended.returncode == 0, ended.stdout + ended.stderr

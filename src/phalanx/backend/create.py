@@ -169,7 +169,7 @@ def _exposed(infos: Sequence[RankInfo], settings: Options) -> str:
         "Let the hosts meet in a private network or a VPN such as WireGuard (MASTER_ADDR, or the address of the "
         "coordinator, decides; pg_options=phalanx.Options(interface=...) and GLOO_SOCKET_IFNAME do, too). Where a "
         "firewall lets only these hosts in: Options(allow_public_address=True), or PHALANX_ALLOW_PUBLIC_ADDRESS=1 on "
-        "every rank. See docs/explanation/security.md."
+        "every rank. `phalanx docs security` prints where that is explained."
     )
 
 

@@ -21,9 +21,10 @@ def save_checkpoint(path: str | os.PathLike[str], state: Mapping[str, Any]) -> N
 
     Collective: every rank of the default process group calls it, not only rank 0. Rank 0's `state` is written, and the
     others wait. Without a process group it writes right away. A checkpoint that was there before stays until the new
-    one is complete, and a process that is killed meanwhile leaves nothing (docs/how-to/checkpoints.md). `state` may hold what
-    `load_checkpoint` can read: tensors, numbers, strings, and dicts, lists and tuples of them, which is what PyTorch's
-    `state_dict()` methods give. To a pipe or a character device it is written when complete: `/dev/null` stays one.
+    one is complete, and a process that is killed meanwhile leaves nothing (see `phalanx docs checkpoints`). `state` may
+    hold what `load_checkpoint` can read: tensors, numbers, strings, and dicts, lists and tuples of them, which is what
+    PyTorch's `state_dict()` methods give. To a pipe or a character device it is written when
+    complete: `/dev/null` stays one.
 
     Cost: one broadcast of some hundred bytes; nothing is copied on the ranks that wait.
 

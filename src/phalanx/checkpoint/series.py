@@ -50,7 +50,8 @@ class CheckpointManager:
     manager.wait()
 
     Works on any backend, and without a process group in one process. Collective: `save`, `async_save`, `wait`, `load`
-    and `close` are called by all ranks of the group. What is saved appears whole or not at all (docs/how-to/checkpoints.md).
+    and `close` are called by all ranks of the group. What is saved appears whole or not at all
+    (see `phalanx docs checkpoints`).
     An error is raised on every rank, and what is in training is untouched by it.
 
     A part is anything with `state_dict` and `load_state_dict` (a model is saved under the names that it has without

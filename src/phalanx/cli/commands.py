@@ -11,7 +11,15 @@ import click
 import phalanx
 import phalanx.cli
 
-_NOT_COMMANDS = ("commands", "__main__")
+_NOT_COMMANDS = ("commands", "launch_options", "__main__")
+
+# What `phalanx --help` shows under which title.
+SECTIONS = {
+    "Run a job": ("run", "join", "manifest", "key", "coordinator"),
+    "Look at a job": ("top", "stacks", "report", "checkpoint"),
+    "Look at this host": ("doctor", "bench"),
+    "Learn": ("docs", "explain", "completion"),
+}
 
 
 class _Commands(click.Group):
@@ -21,6 +29,13 @@ class _Commands(click.Group):
         return sorted(
             module.name for module in pkgutil.iter_modules(phalanx.cli.__path__) if module.name not in _NOT_COMMANDS
         )
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the commands under the titles of their sections."""
+        for title, names in SECTIONS.items():
+            commands = [(name, self.get_command(ctx, name)) for name in names]
+            with formatter.section(title):
+                formatter.write_dl([(name, one.get_short_help_str(100)) for name, one in commands if one])
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in self.list_commands(ctx):
@@ -42,7 +57,11 @@ class _Commands(click.Group):
         return super().resolve_command(ctx, args)
 
 
-@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    cls=_Commands,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="`phalanx COMMAND --help` tells more of each. `phalanx docs` prints the address of the documentation.",
+)
 @click.version_option(phalanx.__version__, prog_name="phalanx")
 def group() -> None:
     """Train PyTorch models on many processes."""

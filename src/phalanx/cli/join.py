@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import click
 
-from phalanx.launch.hosts.join import main
+from phalanx.cli.launch_options import WordsCommand, as_click_option
+from phalanx.launch.hosts.join import OWN_OPTIONS, main
+from phalanx.launch.options import OPTIONS
 
 
 @click.command(
     "join",
-    add_help_option=False,
-    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": True},
+    cls=WordsCommand,
+    params=[as_click_option(option) for option in OPTIONS if option.name in OWN_OPTIONS],
     short_help="Take part in a job that `phalanx run --nnodes` has begun on another host.",
 )
-@click.argument("words", nargs=-1, type=click.UNPROCESSED)
+@click.argument("words", nargs=-1, metavar="HOST:PORT")
 @click.pass_context
 def command(ctx: click.Context, words: tuple[str, ...]) -> None:
-    """Take part in a job that `phalanx run --nnodes` has begun on another host."""
+    """Take part in a job that `phalanx run --nnodes` has begun on another host.
+
+    That command prints the whole line. Script, arguments, folder and options come from the other host.
+    """
     ctx.exit(main(words))

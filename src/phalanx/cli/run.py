@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import click
 
+from phalanx.cli.launch_options import WordsCommand, as_click_option
 from phalanx.launch.command import main
+from phalanx.launch.options import OPTIONS
 
 
 @click.command(
     "run",
-    add_help_option=False,
-    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
-    short_help="Run a script on every core or GPU of this host.",
+    cls=WordsCommand,
+    params=[as_click_option(option) for option in OPTIONS],
+    short_help="Run a script on every core or GPU of this host, or of several.",
 )
-@click.argument("words", nargs=-1, type=click.UNPROCESSED)
+@click.argument("words", nargs=-1, metavar="SCRIPT [ARGUMENTS]...", type=click.Path())
 @click.pass_context
 def command(ctx: click.Context, words: tuple[str, ...]) -> None:
-    """Run a script on every core or GPU of this host."""
+    """Run a script on every core or GPU of this host, or of several hosts.
+
+    All words behind SCRIPT belong to the script. `phalanx run --help` prints a manual, with exit codes and examples.
+    """
     ctx.exit(main(words))

@@ -64,9 +64,10 @@ class DistributedDataParallel(JoinInterface, TorchInterface):
     Three arguments are ours. `sync_batchnorm`: True lets BatchNorm layers normalize over all ranks' batches
     (`phalanx.SyncBatchNorm`), "auto" does so if a rank's first batch has fewer than 16 samples, and logs that it did.
     `check`: the first 3 steps are watched for common mistakes (every rank reads the same batch, say), each of which is
-    one warning in the log of rank 0; docs/how-to/mistakes.md lists them. False watches nothing. `uneven_inputs`: True lets
-    ranks that have run out of data wait at a collective while the others train on, where all share memory; in the end
-    all come to it, at the same line. It must be asked for: a barrier under `if rank == 0` looks the same.
+    one warning in the log of rank 0; `phalanx docs mistakes` leads to the list. False watches nothing.
+    `uneven_inputs`: True lets ranks that have run out of data wait at a collective while the others train on, where all
+    share memory; in the end all come to it, at the same line. It must be asked for: a barrier under
+    `if rank == 0` looks the same.
 
     Names follow the tree of modules, as in PyTorch: the wrapped module is the child `module`, and the keys of
     `state_dict()` begin with `module.`; `ddp.module.state_dict()` has them without. `load_state_dict` takes both kinds.
@@ -365,7 +366,7 @@ class DistributedDataParallel(JoinInterface, TorchInterface):
 
         Raises:
             TypeError: `hook` can't be called.
-            ValueError: it is one of PyTorch's that can't work here; docs/explanation/data-parallel.md lists them.
+            ValueError: it is one of PyTorch's that can't work here; `phalanx docs data-parallel` lists them.
             RuntimeError: a hook is already registered, or a parameter has sparse gradients.
         """
         refuse_hook(hook, dist.get_backend(self.process_group))

@@ -273,7 +273,7 @@ def check_network(facts: Facts) -> Finding:
             Status.WARNING,
             f"{', '.join(public)} can be reached from the whole internet",
             "Tensors between hosts are neither encrypted nor authenticated, and a group that would send them to a "
-            "public address is refused: let the hosts meet in a private network or a VPN (docs/explanation/security.md).",
+            "public address is refused: let the hosts meet in a private network or a VPN (`phalanx docs security`).",
         )
     if not others:
         return Finding("network", Status.OK, "no address but the loopback's: nothing leaves this host")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import phalanx
 from phalanx.doctor.driver import ask_driver
 from phalanx.doctor.facts import Facts
 from phalanx.doctor.host import examine_host
@@ -12,4 +13,4 @@ from phalanx.doctor.trial import try_training
 def examine() -> Facts:
     """Everything that the checks look at; takes the seconds that importing PyTorch takes."""
     torch, training = try_training()
-    return Facts(examine_host(), examine_kernel(), torch, training, ask_driver())
+    return Facts(phalanx.__version__, examine_host(), examine_kernel(), torch, training, ask_driver())

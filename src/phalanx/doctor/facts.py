@@ -98,8 +98,12 @@ class Torch:
 
 @dataclass(frozen=True)
 class Facts:
-    """Everything that the checks look at. `torch` is the reason in words where PyTorch could not be imported."""
+    """Everything that the checks look at, and the version of Phalanx.
 
+    `torch` is the reason in words where PyTorch could not be imported.
+    """
+
+    phalanx: str  # its version
     host: HostFacts
     kernel: Kernel
     torch: Torch | str

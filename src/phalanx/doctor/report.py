@@ -18,6 +18,8 @@ _COLOURS = {Status.OK: "green", Status.WARNING: "yellow", Status.PROBLEM: "bold 
 def as_json(facts: Facts, findings: Sequence[Finding]) -> str:
     """Return findings and the facts behind them, as one JSON object."""
     words: dict[str, Any] = {
+        "format": "phalanx-doctor",
+        "version": 1,
         "would_train": would_train(list(findings)),
         "findings": [{**dataclasses.asdict(finding), "status": finding.status.value} for finding in findings],
         "facts": dataclasses.asdict(facts),

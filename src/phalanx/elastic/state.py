@@ -50,7 +50,7 @@ class State:
 
     With `batch="global"` a step keeps the samples that it had at the start, as many batches as there were ranks: with
     fewer ranks some do several, one after the other, before the update. The loop stays as it is. It needs a sampler,
-    and `phalanx.DistributedDataParallel`; docs/how-to/elastic.md says what such a loop may not do.
+    and `phalanx.DistributedDataParallel`; `phalanx docs elastic` says what such a loop may not do.
 
     `commit()` says that a step is done. Without `phalanx.elastic.run` it only counts.
 

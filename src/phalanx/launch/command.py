@@ -17,7 +17,6 @@ from phalanx.errors import LaunchError
 from phalanx.launch.command_line import parse
 from phalanx.launch.devices import count_gpus, find_cpus, share_cpus
 from phalanx.launch.num_ranks import decide_num_ranks
-from phalanx.launch.options import format_help
 from phalanx.launch.run_job import run_job
 from phalanx.output.standard import guarded, open_standard_descriptors
 from phalanx.output.text import show
@@ -35,6 +34,8 @@ def main(words: Sequence[str], *, old_launcher: bool = False) -> int:
     try:
         settings = parse(words, os.environ, old_launcher=old_launcher)
         if settings is None:
+            from phalanx.launch.manual import format_help  # here, because jobs have no use for it
+
             guarded(lambda: print(format_help()))
             return 0
         if settings.completion:

@@ -291,39 +291,3 @@ def explain_unknown(given: str, name: str) -> str:
     near = [other for other in known if name and other.startswith(name)] or difflib.get_close_matches(name, known, n=1)
     advice = f"Did you mean --{near[0]}?" if near else "`phalanx run --help` lists the options."
     return f"{given}: no such option. {advice} Options of the script go behind the script."
-
-
-def format_help() -> str:
-    """Return the text of `phalanx run --help`."""
-    import textwrap
-
-    lines = [
-        "Usage: phalanx run [OPTIONS] SCRIPT [ARGUMENTS]…",
-        "       phalanx run [OPTIONS] -m MODULE [ARGUMENTS]…",
-        "       phalanx run [OPTIONS] --no-python PROGRAM [ARGUMENTS]…",
-        "",
-        "Start one process per core or GPU of this host, each with its rank in the",
-        "environment, as torchrun does; with --nnodes on several hosts. What stands",
-        "behind the script belongs to the script. Dashes and underscores are the same:",
-        "--nproc_per_node. torchrun's options are also read from PET_NPROC_PER_NODE and",
-        "the like.",
-        "",
-        "Options:",
-    ]
-    for option in OPTIONS:
-        flag = f"-{option.short}, --{option.name}" if option.short else f"--{option.name}"
-        lines.append(f"  {flag} {option.value}".rstrip())
-        lines += textwrap.wrap(option.help, 80, initial_indent=" " * 8, subsequent_indent=" " * 8)
-    lines += [
-        "  -h, --help",
-        "        Show this and exit.",
-        "",
-        *textwrap.wrap(
-            "Output: a line carries its rank, `[2] text`; the same line from several ranks within 0.1 s is shown once, "
-            "`[0-3] text`. What a carriage return redraws (a progress bar) stays at the bottom of a terminal; in a "
-            "pipe or a file only its final state appears. When ranks fail, the first failure is told last; its exit "
-            "code is the command's, 128 + n for signal n. NO_COLOR and FORCE_COLOR are honoured.",
-            80,
-        ),
-    ]
-    return "\n".join(lines)

@@ -59,9 +59,9 @@ class Pipeline(StageModule):
     """Train `module` in stages on the ranks of a group, through which the micro-batches of a mini-batch flow.
 
     Losses, results, gradients and trained weights are those of the whole model in one process that gets the
-    micro-batches one after the other (docs/how-to/pipeline.md shows the loop). Collective: every rank makes its Pipeline, with
-    the same model and arguments, and then calls the same steps. Each keeps the layers of its stages alone: let go of
-    `module`, or build it on the meta device if it is too large for one process.
+    micro-batches one after the other (`phalanx docs pipeline` leads to that loop). Collective: every rank makes its
+    Pipeline, with the same model and arguments, and then calls the same steps. Each keeps the layers of its stages
+    alone: let go of `module`, or build it on the meta device if it is too large for one process.
 
     Arguments:
         module: an `nn.Sequential`, or another module whose `forward` torch.fx can follow. Its children are the layers

@@ -123,7 +123,7 @@ def _open_network(agent: Agent, store: Any) -> WorkerAddress:
         raise AuthenticationError(
             f"init_rpc of {agent.me}: workers of the job are on several hosts, and there is no key for them to know "
             "each other by: a call runs code.\nMake one with `phalanx key` and copy it to all hosts, or start the "
-            "script with `phalanx run`. See docs/explanation/security.md."
+            "script with `phalanx run`. `phalanx docs security` prints where that is explained."
         )
     address = network_address(store)
     if is_public(address) and not may_be_public():

@@ -59,7 +59,7 @@ class Trainer:
 
     A batch is the model's arguments and then the target, or whatever the model's own `training_step(batch)` takes.
     Started as `python train.py`, the strategy may start the script again on several devices; under `phalanx run` the
-    job goes on when ranks are lost (docs/how-to/elastic.md).
+    job goes on when ranks are lost (`phalanx docs elastic`).
 
     Arguments:
         optimizer: a new one over the model's parameters, or a function that makes one of parameters.
@@ -79,7 +79,7 @@ class Trainer:
         save_every: updates between two checkpoints; default one at the end of each epoch.
         keep: how many checkpoints stay.
         callbacks: see `Callback`.
-        report: a folder for the run's report, as `phalanx run --report` writes it (docs/how-to/report.md).
+        report: a folder for the run's report, as `phalanx run --report` writes it (`phalanx docs report`).
         log_dir: for TensorBoard: loss and rate of each `log_every`-th update, and what validation measures.
         seed: of Python's, NumPy's and torch's random numbers, another one on each replica. None leaves them.
         min_ranks: with fewer an elastic job waits.

@@ -97,7 +97,7 @@ class PickleAuthenticator:
                 "no rank of this group has sent it here as it is; nothing of it was read.\n"
                 "Its bytes were changed on the way, or somebody without the group's key has sent it. Gloo's "
                 "connections between hosts are not authenticated: use a network that is yours alone "
-                "(docs/explanation/security.md)."
+                "(`phalanx docs security`)."
             )
         found = _NUMBER.unpack(packed)[0]
         if found < number:
@@ -105,7 +105,7 @@ class PickleAuthenticator:
                 f"group {self._group!r}: a pickled object ({stream}) came as number {found}, where number {number} is "
                 "due; nothing of it was read.\n"
                 "It has been here before: somebody between the hosts plays it back. Gloo's connections between hosts "
-                "are not authenticated: use a network that is yours alone (docs/explanation/security.md)."
+                "are not authenticated: use a network that is yours alone (`phalanx docs security`)."
             )
         if found > number:
             with self._lock:
@@ -115,7 +115,7 @@ class PickleAuthenticator:
                 f"due; nothing of it was read. Number {found + 1} is due next.\n"
                 "Either a rank has left an earlier call with an exception, here before it received or there before it "
                 "sent: look for the first error of both ranks. Or somebody between the hosts has dropped an object "
-                "(docs/explanation/security.md)."
+                "(`phalanx docs security`)."
             )
         return pickle
 

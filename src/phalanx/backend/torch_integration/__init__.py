@@ -50,5 +50,5 @@ names where torch looks backends up, and the rest is applied at first use: when 
 
 (`csrc/interpose.c` reaches deeper, into libc10's allocation, when DDP asks for gradients in shared memory; and
 `process_group/observed.py` adds kernels to c10d's operators once a mode of the dispatcher looks on at a call of ours.
-docs/explanation/architecture.md tells both as decisions.)
+the page docs/explanation/architecture.md tells both as decisions.)
 """

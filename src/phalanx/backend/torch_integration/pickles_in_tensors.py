@@ -152,7 +152,8 @@ class _Transfer:
         raise PhalanxError(
             f"PGTransport.recv_checkpoint: the metadata from rank {self.src_rank} came with a wrong MAC, or none; "
             "nothing of it was read.\n"
-            "Its bytes were changed on the way, or somebody without the group's key has sent it (docs/explanation/security.md)."
+            "Its bytes were changed on the way, or somebody without the group's key has sent it (see "
+            "`phalanx docs security`)."
         )
 
 

@@ -23,7 +23,7 @@ from phalanx.launch.run_job import run_job
 from phalanx.output.standard import guarded, open_standard_descriptors
 from phalanx.output.text import show
 
-_OWN_OPTIONS = (
+OWN_OPTIONS = (
     "nproc-per-node", "ranks-per-gpu", "key-file", "node-rank", "local-addr", "log-dir", "role", "no-affinity", "env",
 )  # fmt: skip
 _JOIN_TIMEOUT_S = 600.0
@@ -66,8 +66,8 @@ def read_words(words: Sequence[str]) -> tuple[str, Settings]:
                 )
             endpoint = word
             continue
-        if name.removeprefix("--") not in _OWN_OPTIONS:
-            known = ", ".join(f"--{option}" for option in _OWN_OPTIONS)
+        if name.removeprefix("--") not in OWN_OPTIONS:
+            known = ", ".join(f"--{option}" for option in OWN_OPTIONS)
             raise LaunchError(
                 f"phalanx join: {word}: the first host decides, for all. This host may say: {known}",
                 exit_code=USAGE_EXIT_CODE,
@@ -172,7 +172,7 @@ def format_help() -> str:
         "Options:",
     ]
     for option in OPTIONS:
-        if option.name in _OWN_OPTIONS:
+        if option.name in OWN_OPTIONS:
             lines.append(f"  --{option.name} {option.value}".rstrip())
             lines += textwrap.wrap(option.help, 80, initial_indent=" " * 8, subsequent_indent=" " * 8)
     return "\n".join(lines)

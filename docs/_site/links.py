@@ -1,0 +1,33 @@
+"""A hook of mkdocs: links that lead out of the documentation, to the repository's files, lead to the forge.
+
+In the repository such a link is a path (`../../examples/digits.py`), so that it works there and tests can follow it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+_logger = logging.getLogger("mkdocs.hooks.links")
+_LINK = re.compile(r"\]\((\.\.?/[^)\s#]+)(#[^)\s]*)?\)")
+
+
+def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
+    """Return the page with addresses of the forge in the place of paths outside of the documentation."""
+    docs = Path(config.docs_dir)
+    root = docs.parent
+    folder = docs / os.path.dirname(page.file.src_uri)
+
+    def replace(match: re.Match[str]) -> str:
+        target = Path(os.path.normpath(folder / match[1]))
+        if target.is_relative_to(docs):
+            return match[0]
+        if not target.exists():  # a warning ends a strict build
+            _logger.warning(f"{page.file.src_uri} links to {match[1]}, which is not there")
+        kind = "tree" if target.is_dir() else "blob"
+        return f"]({config.extra['repository']}/{kind}/main/{target.relative_to(root).as_posix()}{match[2] or ''})"
+
+    return _LINK.sub(replace, markdown)

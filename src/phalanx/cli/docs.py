@@ -1,0 +1,56 @@
+"""`phalanx docs`: where is the documentation?"""
+
+from __future__ import annotations
+
+import click
+
+# The pages to which messages and docstrings send their readers, and those that people ask for most.
+TOPICS = {
+    "articles": "how-to/articles/",
+    "checkpoints": "how-to/checkpoints/",
+    "command-line": "reference/command-line/",
+    "data-parallel": "explanation/data-parallel/",
+    "elastic": "how-to/elastic/",
+    "errors": "reference/errors/",
+    "first-script": "tutorials/first-script/",
+    "glossary": "reference/glossary/",
+    "hosts": "how-to/hosts/",
+    "kubernetes": "how-to/kubernetes/",
+    "launching": "reference/launching/",
+    "mistakes": "how-to/mistakes/",
+    "out-of-memory": "how-to/out-of-memory/",
+    "pipeline": "how-to/pipeline/",
+    "report": "how-to/report/",
+    "security": "explanation/security/",
+    "slurm": "how-to/slurm/",
+    "strategies": "how-to/strategies/",
+    "trainer": "how-to/trainer/",
+    "variables": "reference/variables/",
+    "versions": "reference/versions/",
+    "when-it-hangs": "how-to/when-it-hangs/",
+    "when-it-is-slow": "how-to/when-it-is-slow/",
+}
+
+
+@click.command("docs", short_help="Print the address of the documentation, or of a page of it.")
+@click.argument("topic", required=False, type=click.Choice(sorted(TOPICS)), metavar="[TOPIC]")
+def command(topic: str | None) -> None:
+    """Print the address of the documentation. With TOPIC, print the address of the page on it.
+
+    Error messages name topics: `phalanx docs security` prints where the page on security is.
+    """
+    address = read_address()
+    click.echo(f"{address}{TOPICS[topic]}" if topic else address)
+    if not topic:
+        click.echo(f"Topics: {', '.join(sorted(TOPICS))}.", err=True)
+
+
+def read_address() -> str:
+    """Return the address of the documentation, as the installed package states it; it ends with a slash."""
+    from importlib.metadata import metadata
+
+    for entry in metadata("phalanx").get_all("Project-URL") or []:
+        label, _, address = entry.partition(", ")
+        if label == "Documentation":
+            return str(address).rstrip("/") + "/"
+    raise click.ClickException("this installation of Phalanx does not say where its documentation is.")
