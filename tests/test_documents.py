@@ -91,7 +91,7 @@ def _problem_of(words: list[str]) -> str:
     if words[0] == "phalanx":
         return _problem_of_phalanx(words[1:])
     if words[1:2] == ["-m"]:
-        return "" if _exists(words[2]) else f"there is no module {words[2]}"
+        return "" if not words[2:] or _exists(words[2]) else f"there is no module {words[2]}"
     script = words[1] if len(words) > 1 else ""
     if not re.match(r"(examples|benchmarks|tests)/", script):
         return ""  # a script of the reader's

@@ -111,3 +111,12 @@ def test_every_variable_is_on_its_page():
     assert {name for name in named if f"`{name}`" not in page} == set()
     said = set(re.findall(r"`(_?PHALANX_[A-Z_]+)`", page))
     assert said <= named
+
+
+def test_the_readme_is_one_screen_after_another_and_no_more():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 120
+    assert max(len(re.findall(r"\]\(", paragraph)) for paragraph in text.split("\n\n")) < 12, (
+        "no paragraph of thirty links"
+    )
+    assert len(re.findall(r"^\| .* \| `benchmarks/", text, re.M)) == 5
