@@ -14,6 +14,13 @@ import pytest
 from tests.documents.blocks import ROOT, as_pattern, blocks, commands
 
 PAGES = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
+PAGES += [
+    ROOT / "docs" / "how-to" / f"{name}.md"
+    for name in (
+        "a-rank-dies", "cuda-without-a-gpu", "from-accelerate", "from-lightning", "from-tf-distribute",
+        "from-torchgpipe", "from-torchrun", "when-it-hangs",
+    )
+]  # fmt: skip
 
 
 @pytest.mark.timeout(600)  # a page starts Python and PyTorch some ten times
