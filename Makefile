@@ -64,7 +64,7 @@ matrix: ## Run all tests with each pair of Python and PyTorch, and write docs/re
 	@$(PYTHON) -m tests.compatibility.run --make $(MAKE) $(ARGS)
 
 docs: $(DOCS_VENV)/docs.stamp ## Build the documentation into build/site, without a network, and open it in Chromium
-	@NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true PYTHONPATH=src $(DOCS_VENV)/bin/mkdocs build --quiet --strict
+	@NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true PYTHONPATH=src $(DOCS_VENV)/bin/mkdocs build --strict
 	@$(DOCS_VENV)/bin/python docs/_site/browse.py build/site $(ARGS)
 
 wheels: $(WHEELS_VENV)/wheels.stamp ## Build what a release publishes, into dist/, and try it without a compiler

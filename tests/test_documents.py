@@ -121,6 +121,7 @@ def _problem_of_phalanx(words: list[str]) -> str:
         word = words.pop(0)
         if re.fullmatch(r"-{1,2}[a-z][\w-]*(=.*)?", word):
             name, has_value, _ = word.partition("=")
+            name = name.replace("_", "-") if command.name == "run" else name  # torchrun's older spelling
             options = _options_of(command)
             if name == "--help" or not options:
                 continue

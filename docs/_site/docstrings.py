@@ -11,6 +11,7 @@ from typing import Any
 import griffe
 
 _SECTION = re.compile(r"^(Shape|Cost|Memory|Numerics|Steps|Order|Source|What to do|Cost per [a-z]+): ", re.M)
+_TOGETHER = re.compile(r"^( {4,})((?:\w+, )+\w+): ", re.M)
 
 
 class Sections(griffe.Extension):
@@ -19,4 +20,11 @@ class Sections(griffe.Extension):
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         """Rewrite the docstring in place."""
         if obj.docstring:
-            obj.docstring.value = _SECTION.sub(r"\n**\1:** ", obj.docstring.value)
+            text = _SECTION.sub(r"\n**\1:** ", obj.docstring.value)
+            obj.docstring.value = _TOGETHER.sub(_apart, text)
+
+
+def _apart(match: re.Match[str]) -> str:
+    """Give each of several parameters that share a text an entry of its own; the last one keeps the text."""
+    indent, *names = match[1], *match[2].split(", ")
+    return "".join(f"{indent}{name}: see `{names[-1]}`.\n" for name in names[:-1]) + f"{indent}{names[-1]}: "

@@ -1,6 +1,8 @@
-"""A hook of mkdocs: links that lead out of the documentation, to the repository's files, lead to the forge.
+"""A hook of mkdocs: what works in the repository's pages is made to work on the site.
 
-In the repository such a link is a path (`../../examples/digits.py`), so that it works there and tests can follow it.
+Links that lead out of the documentation, to the repository's files, lead to the forge. A fence loses the name by which a
+test finds its block, which the parser of the site does not know.
+In the repository a link is a path (`../../examples/digits.py`), so that it works there and tests can follow it.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 _logger = logging.getLogger("mkdocs.hooks.links")
+_FENCE = re.compile(r"^```(\w+) [\w:-]+$", re.M)  # ```python accelerate: the name by which a test finds the block
 _LINK = re.compile(r"\]\((\.\.?/[^)\s#]+)(#[^)\s]*)?\)")
 
 
@@ -30,4 +33,4 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
         kind = "tree" if target.is_dir() else "blob"
         return f"]({config.extra['repository']}/{kind}/main/{target.relative_to(root).as_posix()}{match[2] or ''})"
 
-    return _LINK.sub(replace, markdown)
+    return _FENCE.sub(r"```\1", _LINK.sub(replace, markdown))

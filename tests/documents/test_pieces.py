@@ -1,7 +1,8 @@
 """Every block that a reader could type is run: by this test, by another one, or its comment says why not.
 
 The pieces of Python of a page run in their order, in a job of one rank, with the names that a reader has anyway: a
-model, a dataset, a loss. That is no test of what they compute; it shows that they are complete and that the names are right.
+model, a dataset, a loss. That is no test of what they compute; it shows that they are complete and that
+the names are right.
 """
 
 from __future__ import annotations

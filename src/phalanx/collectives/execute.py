@@ -64,7 +64,7 @@ def execute(
 
     Raises:
         ValueError: `bounds` do not fit the schedule or the buffer.
-        Whatever `send`, `recv`, `combine` or a handle raises; the buffer then holds undefined values.
+        Exception: whatever `send`, `recv`, `combine` or a handle raises; the buffer then holds undefined values.
     """
     bounds = chunk_bounds(len(buffer), schedule.num_chunks) if bounds is None else bounds
     _require_bounds(bounds, schedule.num_chunks, len(buffer))

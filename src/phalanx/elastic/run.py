@@ -79,7 +79,7 @@ def run(
     With another code, it is a loss of the rank that calls it.
 
     Raises:
-        Whatever the function raises that is not the loss of a peer.
+        Exception: whatever the function raises that is not the loss of a peer.
         PhalanxError: nobody is left who holds the state.
         RuntimeError: it is called inside of a function that is `elastic.run` already.
         SystemExit: fewer than `min_ranks` for longer than `wait_s`; the exit code is 75.
