@@ -1,8 +1,8 @@
 """A hook of mkdocs: what works in the repository's pages is made to work on the site.
 
-Links that lead out of the documentation, to the repository's files, lead to the forge. In the repository such a link is a
-path (`../../examples/digits.py`), so that it works there and tests can follow it. A fence loses the name by which a test
-finds its block, which the site's parser does not know.
+Links that lead out of the documentation, to the repository's files, lead to the forge. In the repository such a link is
+a path (`../../examples/digits.py`), so that it works there and tests can follow it. A fence loses the name by which a
+test finds its block, which the site's parser does not know.
 """
 
 from __future__ import annotations
