@@ -195,79 +195,79 @@ def _read_streams(text: str) -> Streams:
 
 
 OPTIONS = (
-    Option("nproc-per-node", "nproc", "Ranks on this host: a number; gpu; cpu (one per core that this command may use) "
-           "or auto (gpu if there are GPUs, else cpu; the default).", "N|auto|cpu|gpu", _read_nproc),
-    Option("ranks-per-gpu", "ranks_per_gpu", "Ranks that share a GPU (default 1): phalanx.init().device is the same "
-           "for so many neighbours, whose CUDA tensors are exchanged through the host's memory, as NCCL takes one rank "
-           "per GPU.", "N", _read_ranks_per_gpu, torchruns=False),
+    Option("nproc-per-node", "nproc", "How many ranks this host starts: a number, gpu, cpu (one for each core that "
+           "this command may use), or auto (the default: gpu if there are GPUs, else cpu).",
+           "N|auto|cpu|gpu", _read_nproc),
+    Option("ranks-per-gpu", "ranks_per_gpu", "How many ranks share a GPU (default 1). phalanx.init().device is then "
+           "the same for so many neighbours. NCCL takes one rank per GPU, so their CUDA tensors are exchanged through "
+           "memory of the GPU or of the host.", "N", _read_ranks_per_gpu, torchruns=False),
     Option("module", "kind:module", "Run a module, as `python -m` does.", short="m"),
-    Option("no-python", "kind:program", "Run a program directly instead of a Python script."),
-    Option("log-dir", "log_dir", "Also keep each rank's lines in a file, DIR/rank_0.log, …, and what the ranks' "
-           "flight recorders hold: DIR/flight.json, DIR/flight.trace.json.", "DIR"),
-    Option("report", "report", "Leave a report of the run in DIR, however it ends: report.html (one file, no network), "
-           "trace.json for ui.perfetto.dev, TensorBoard events.", "DIR", _read_folder, torchruns=False),
-    Option("redirects", "redirects", "Keep ranks' stdout (1), stderr (2) or both (3) in files of their own, and off "
-           "the screen: DIR/ID_…/attempt_0/LOCAL_RANK/stdout.log, as torchrun names them.", "0-3|RANK:0-3,…",
-           _read_streams, short="r"),
-    Option("tee", "tee", "The same, and on the screen as well.", "0-3|RANK:0-3,…", _read_streams, short="t"),
-    Option("local-ranks-filter", "shown_ranks", "Show only what these local ranks print.", "RANK,…",
-           _read_local_ranks),
-    Option("log-line-prefix-template", "log_line_prefix_template", "What stands before each line on the screen in "
-           "place of the rank: text with ${role_name}, ${rank}, ${local_rank}, ${hostname}, as torchrun's of a tee'd "
-           "stream. Equal lines are shown once for each rank then.", "TEMPLATE"),
-    Option("grace", "grace_s", "Seconds that ranks get to end after Ctrl-C, SIGTERM or another rank's failure, before "
-           "SIGKILL (default 10).", "SECONDS", _read_seconds, torchruns=False),
-    Option("shutdown-timeout", "grace_s", "The same, by torchrun's name.", "SECONDS", _read_seconds),
-    Option("exit-timeout", "exit_timeout_s", "Once a rank has ended well, seconds that the others may take before they "
-           "are stopped (default: no limit; the command says who is still there).", "SECONDS", _read_seconds,
-           torchruns=False),
-    Option("evict-after", "evict_after_s", "Kill a rank that keeps the others waiting for so long without a sign of "
-           "life, as the flight recorder and its process's state tell (stopped, deadlocked, a dead disk); an elastic "
-           "job replaces it (default: it is told, and nobody is killed).", "SECONDS", _read_evict_after,
-           torchruns=False),
-    Option("max-restarts", "max_restarts", "After a failure start all ranks again, up to N times (default 0); in "
-           "an elastic job replace lost ranks, up to N of them (default: as often as it helps).", "N",
-           _read_count),
-    Option("role", "role", "ROLE_NAME for the ranks of this host (default: default).", "NAME"),
+    Option("no-python", "kind:program", "Run a program directly, not a Python script."),
+    Option("log-dir", "log_dir", "Also write the lines of each rank into a file, DIR/rank_0.log, …, and the last "
+           "operations of all ranks into DIR/flight.json and DIR/flight.trace.json.", "DIR"),
+    Option("report", "report", "Leave a report of the run in DIR, however it ends: report.html (one file, which needs "
+           "no network), trace.json for ui.perfetto.dev, and events for TensorBoard.",
+           "DIR", _read_folder, torchruns=False),
+    Option("redirects", "redirects", "Write the stdout (1), stderr (2) or both (3) of ranks into files, and do not "
+           "show them: DIR/ID_…/attempt_0/LOCAL_RANK/stdout.log, as torchrun names them.",
+           "0-3|RANK:0-3,…", _read_streams, short="r"),
+    Option("tee", "tee", "The same, and show them as well.", "0-3|RANK:0-3,…", _read_streams, short="t"),
+    Option("local-ranks-filter", "shown_ranks", "Show only what these local ranks print.", "RANK,…", _read_local_ranks),
+    Option("log-line-prefix-template", "log_line_prefix_template", "Put this text before each line on the screen, in "
+           "the place of the rank: ${role_name}, ${rank}, ${local_rank} and ${hostname} in it are replaced, as by "
+           "torchrun. Equal lines are then shown once for each rank.", "TEMPLATE"),
+    Option("grace", "grace_s", "After Ctrl-C, SIGTERM or the failure of another rank, ranks get so many seconds to end "
+           "before SIGKILL (default 10).", "SECONDS", _read_seconds, torchruns=False),
+    Option("shutdown-timeout", "grace_s", "The same as --grace, by torchrun's name.", "SECONDS", _read_seconds),
+    Option("exit-timeout", "exit_timeout_s", "When a rank has ended well, the others get so many seconds before they "
+           "are stopped (default: no limit; the command says who is still there).",
+           "SECONDS", _read_seconds, torchruns=False),
+    Option("evict-after", "evict_after_s", "Kill a rank that keeps the others waiting for so many seconds without a "
+           "sign of life: it is stopped, deadlocked, or waits for a dead disk. An elastic job replaces it. (Default: "
+           "the command tells it, and kills nobody.)", "SECONDS", _read_evict_after, torchruns=False),
+    Option("max-restarts", "max_restarts", "After a failure start all ranks again, up to N times (default 0). In an "
+           "elastic job replace lost ranks, up to N of them (default: as often as it helps).", "N", _read_count),
+    Option("role", "role", "Set ROLE_NAME for the ranks of this host (default: default).", "NAME"),
     Option("no-affinity", "not:affinity", "Do not pin ranks to cores.", torchruns=False),
-    Option("no-preload", "not:preload", "Do not import torch before the ranks are forked: for scripts that set "
+    Option("no-preload", "not:preload", "Do not import torch before the ranks are forked. Scripts need this that set "
            "variables which torch reads at its import, or that do not use torch.", torchruns=False),
-    Option("nnodes", "", "Hosts of the job, or the least and the most of them (default 1). With more than one this "
-           "command prints what to type on the others.", "N|MIN:MAX", _read_nnodes),
-    Option("env", "environment", "A variable that the ranks of all hosts get: NAME=VALUE, or NAME as it is here. May "
-           "be given several times.", "NAME[=VALUE]", _read_variable, torchruns=False),
-    Option("key-file", "key_file", "The file that holds the key of a job of several hosts, which `phalanx key` makes; "
-           "else PHALANX_KEY_FILE, PHALANX_KEY or the one in your configuration folder.", "FILE", torchruns=False),
-    Option("host-timeout", "", "A host that sends no heartbeat for so long is lost, and the job fails (default 9).",
-           "SECONDS", _read_host_timeout, torchruns=False),
-    Option("node-rank", "", "The number of this host, where the hosts meet at --master-addr.", "N", _read_count),
-    Option("master-addr", "master_addr", "Where the hosts meet: an address of the one with --node-rank 0. On one host: "
-           "MASTER_ADDR for the ranks (default 127.0.0.1).", "HOST", _read_host),
-    Option("master-port", "master_port", "The port there (default 29500). On one host: MASTER_PORT for the ranks "
-           "(default: a free one).", "PORT", _read_port),
-    Option("rdzv-backend", "", "static: hosts have numbers and meet at --master-addr; c10d: at --rdzv-endpoint, "
-           "without numbers. Both mean the same service, authenticated and encrypted.", "static|c10d"),
-    Option("rdzv-endpoint", "", "Where the hosts meet: HOST[:PORT], with an address of one of them as HOST.",
+    Option("nnodes", "", "How many hosts the job has: a number, or the least and the most of them (default 1). With "
+           "more than one host, this command prints what to type on the others.", "N|MIN:MAX", _read_nnodes),
+    Option("env", "environment", "Set a variable for the ranks of all hosts: NAME=VALUE, or NAME with its value here. "
+           "You may give this option several times.", "NAME[=VALUE]", _read_variable, torchruns=False),
+    Option("key-file", "key_file", "The file with the key of a job of several hosts, which `phalanx key` makes. "
+           "Without this option the key is looked for in PHALANX_KEY_FILE, PHALANX_KEY and your configuration folder.",
+           "FILE", torchruns=False),
+    Option("host-timeout", "", "A host that sends no heartbeat for so many seconds is lost, and the job fails (default "
+           "9).", "SECONDS", _read_host_timeout, torchruns=False),
+    Option("node-rank", "", "The number of this host, if the hosts meet at --master-addr.", "N", _read_count),
+    Option("master-addr", "master_addr", "Where the hosts meet: an address of the host with --node-rank 0. On one host "
+           "it is MASTER_ADDR for the ranks (default 127.0.0.1).", "HOST", _read_host),
+    Option("master-port", "master_port", "The port at which the hosts meet (default 29500). On one host it is "
+           "MASTER_PORT for the ranks (default: a free one).", "PORT", _read_port),
+    Option("rdzv-backend", "", "static: the hosts have numbers and meet at --master-addr. c10d: they meet at "
+           "--rdzv-endpoint, without numbers. Both use the same service, authenticated and encrypted.", "static|c10d"),
+    Option("rdzv-endpoint", "", "Where the hosts meet: HOST[:PORT]. HOST is an address of one of them.",
            "HOST[:PORT]", _read_endpoint),
-    Option("rdzv-id", "run_id", "TORCHELASTIC_RUN_ID for the ranks.", "ID"),
-    Option("rdzv-conf", "", "Of torchrun's: is_host, timeout, join_timeout, last_call_timeout, keep_alive_interval and "
-           "keep_alive_max_attempt.", "KEY=VALUE,…", _read_conf),
-    Option("local-addr", "", "The address under which other hosts reach this one (default: the one from which it "
-           "reaches the first host).", "HOST", _read_host),
-    Option("on", "on", "Run on the nodes of an existing cluster, an agent on each: ray. --nnodes: how many of them "
-           "(default: all).", "ray", _read_cluster, torchruns=False),
-    Option("standalone", "standalone", "A job of its own, also where Slurm or MPI start this command several times."),
-    Option("run-path", "kind:script", "As torchrun's: the target is a script."),
-    Option("use-env", "not:local_rank_argument", "As torch.distributed.launch's: the ranks find LOCAL_RANK in the "
-           "environment, and get no argument for it."),
-    Option("print-completion", "completion", "Print a script by which a shell completes these options, and exit.",
-           "bash|zsh|tcsh", _read_shell, torchruns=False),
-    Option("start-method", None, "Taken from torchrun: ranks are forked from a process that has torch imported, and "
-           "behave like fresh ones.", "spawn|fork|forkserver", _read_start_method),
-    Option("monitor-interval", None, "Taken from torchrun: ends of ranks are noticed at once.", "SECONDS",
-           _read_seconds),
-    Option("signals-to-handle", "signals_to_handle", "TORCHELASTIC_SIGNALS_TO_HANDLE for the ranks (default: "
-           "SIGTERM,SIGINT,SIGHUP,SIGQUIT). Each of them ends a job.", "NAME,…", _read_signals),
+    Option("rdzv-id", "run_id", "Set TORCHELASTIC_RUN_ID for the ranks.", "ID"),
+    Option("rdzv-conf", "", "Settings that torchrun has: is_host, timeout, join_timeout, last_call_timeout, "
+           "keep_alive_interval and keep_alive_max_attempt.", "KEY=VALUE,…", _read_conf),
+    Option("local-addr", "", "The address at which other hosts reach this one (default: the one from which it reaches "
+           "the first host).", "HOST", _read_host),
+    Option("on", "on", "Run on the nodes of an existing cluster, with an agent on each. The only cluster is ray. "
+           "--nnodes says how many nodes (default: all).", "ray", _read_cluster, torchruns=False),
+    Option("standalone", "standalone", "Make a job of its own, even if Slurm or MPI start this command several times."),
+    Option("run-path", "kind:script", "The target is a script, as for torchrun."),
+    Option("use-env", "not:local_rank_argument", "Give the script no argument for its local rank: it reads LOCAL_RANK, "
+           "as with torch.distributed.launch."),
+    Option("print-completion", "completion", "Print a script by which a shell completes these options, and exit. "
+           "(`phalanx completion` is for all commands.)", "bash|zsh|tcsh", _read_shell, torchruns=False),
+    Option("start-method", None, "It is taken and has no effect: ranks are forked from a process that has imported "
+           "torch, and behave like fresh ones.", "spawn|fork|forkserver", _read_start_method),
+    Option("monitor-interval", None, "It is taken and has no effect: ends of ranks are noticed at once.",
+           "SECONDS", _read_seconds),
+    Option("signals-to-handle", "signals_to_handle", "Set TORCHELASTIC_SIGNALS_TO_HANDLE for the ranks (default: "
+           "SIGTERM,SIGINT,SIGHUP,SIGQUIT). Each of these signals ends a job.", "NAME,…", _read_signals),
 )  # fmt: skip
 
 # torchrun's flags that this version doesn't have, and what to do instead.
