@@ -5,6 +5,7 @@ import os
 
 import pytest
 
+from phalanx.coordination import key_file
 from phalanx.coordination.key import Key
 from phalanx.coordination.key_file import default_path, find_key, make_key, read_key
 from phalanx.errors import AuthenticationError
@@ -110,3 +111,17 @@ def test_a_key_is_made_once_and_by_many_at_a_time_the_same(tmp_path, monkeypatch
     assert len({key for key, _ in made}) == 1
     assert sum(is_new for _, is_new in made) == 1
     assert [file.name for file in path.parent.iterdir()] == ["key"]
+
+
+def test_a_key_that_becomes_whole_just_after_it_was_read_is_taken(tmp_path, monkeypatch):
+    path, key = tmp_path / "key", Key.generate()
+    path.touch(0o600)  # another process has made the file, and its key is not in it yet
+
+    def read(path):
+        try:
+            return read_key(path)
+        finally:
+            path.write_text(f"{key}\n")
+
+    monkeypatch.setattr(key_file, "read_key", read)
+    assert make_key(path) == (key, False)

@@ -52,7 +52,8 @@ def test_the_line_of_the_compose_file_is_one_job_of_two_hosts(tmp_path):
     assert "/home/worker/.config/phalanx" in str(services["host-a"]["volumes"]), "where a key is looked for"
     with hosts(2) as machines, start("key", env=environ) as made:
         made.finish()
-        words = lines.pop().replace("host-a", machines[0].address).replace("/examples", str(ROOT / "examples")).split()
+        line = lines.pop().replace("host-a", machines[0].address)
+        words = [word.replace("/examples", str(ROOT / "examples")) for word in line.split()]
         words[words.index("--steps") + 1] = "5"
         jobs = [start(*words, env=environ, before=machine.command, stderr=subprocess.STDOUT) for machine in machines]
         with jobs[0] as one, jobs[1] as two:

@@ -127,7 +127,7 @@ def make_key(path: str | os.PathLike[str]) -> tuple[Key, bool]:
             try:
                 os.link(draft, path)  # fails where a file is already: nobody's key is overwritten
             except FileExistsError:
-                return read_key(path), False
+                return _read_when_whole(path), False
             except OSError:  # a file system without links
                 if not _copy_exclusively(draft, path):
                     return _read_when_whole(path), False
@@ -142,10 +142,11 @@ def _read_when_whole(path: Path) -> Key:
     """Return the key in `path`, which another process may just be writing."""
     deadline = Deadline.after(_WRITING_S)
     while True:
+        was_whole = path.stat().st_size >= _WHOLE_BYTES  # before it is read: it may become whole after that
         try:
             return read_key(path)
         except AuthenticationError:
-            if deadline.passed or path.stat().st_size >= _WHOLE_BYTES:
+            if deadline.passed or was_whole:
                 raise
             time.sleep(0.01)
 
