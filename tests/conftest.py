@@ -29,6 +29,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--kills", type=int, default=3, help="ranks killed at random moments, in the update or in a save")
     parser.addoption("--frames", type=int, default=5000, help="frames that the coordinator is fuzzed with")
     parser.addoption("--copies", type=int, default=5, help="random jobs whose coordinator is copied, for each seed")
+    parser.addoption("--model-states", type=int, default=30_000, help="states of a model of the take-over")
+    parser.addoption("--model-strolls", type=int, default=30, help="random paths through it, for each start")
     parser.addoption("--strangers", type=int, default=300, help="hostile connections to the coordinator")
     parser.addoption("--trees", type=int, default=15, help="random states saved and loaded beside torch.save")
     parser.addoption("--host-losses", type=int, default=2, help="ranks, hosts and links lost at random in one job")
@@ -96,6 +98,18 @@ def num_frames(request: pytest.FixtureRequest) -> int:
 def num_copies(request: pytest.FixtureRequest) -> int:
     """How many random jobs have a coordinator that is copied."""
     return int(request.config.getoption("copies"))
+
+
+@pytest.fixture
+def model_states(request: pytest.FixtureRequest) -> int:
+    """How many states of the model of a take-over are looked at, where there are more."""
+    return int(request.config.getoption("model_states"))
+
+
+@pytest.fixture
+def model_strolls(request: pytest.FixtureRequest) -> int:
+    """How many random paths are gone through it."""
+    return int(request.config.getoption("model_strolls"))
 
 
 @pytest.fixture

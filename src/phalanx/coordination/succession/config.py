@@ -1,0 +1,86 @@
+"""Who coordinates the job, who may after it, and whose votes decide that. Pure data."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
+
+Term = tuple[int, int]  # a count, and the member who coordinates in it: no two members have one
+Stamp = tuple[Term, int]  # the term and the version of a config: the higher one is the newer
+
+
+@dataclass(frozen=True)
+class Electorate:
+    """Members of whom a majority decides; where half of them agree, that half does in which `casting` is."""
+
+    voters: frozenset[int]
+    casting: int
+
+    def is_decided_by(self, members: Collection[int]) -> bool:
+        """Whether what these members have agreed on stands. No two decisions are without a member in common."""
+        present = self.voters & frozenset(members)
+        return 2 * len(present) > len(self.voters) or (
+            2 * len(present) == len(self.voters) and self.casting in self.voters & present
+        )
+
+
+@dataclass(frozen=True)
+class Config:
+    """One state of the succession.
+
+    Each of `electorates` has to agree on whatever is decided about it: one, or while members are exchanged several.
+    `standbys` have all that the primary has granted, and take over in this order. `addresses` is where members listen.
+    """
+
+    term: Term
+    version: int
+    primary: int
+    standbys: tuple[int, ...]
+    electorates: tuple[Electorate, ...]
+    addresses: tuple[tuple[int, str], ...] = field(default=(), compare=False)
+
+    @classmethod
+    def begin(cls, primary: int) -> Config:
+        """Return the config of a job on one host."""
+        return cls((1, primary), 0, primary, (), (Electorate(frozenset([primary]), primary),))
+
+    @property
+    def stamp(self) -> Stamp:
+        """What tells which of two configs is the newer."""
+        return self.term, self.version
+
+    @property
+    def voters(self) -> frozenset[int]:
+        """All members of its electorates."""
+        return frozenset().union(*(each.voters for each in self.electorates))
+
+    @property
+    def is_joint(self) -> bool:
+        """Whether members are being exchanged: the next config has the last of the electorates alone."""
+        return len(self.electorates) > 1
+
+    @property
+    def newest_voters(self) -> frozenset[int]:
+        """The members of the last of its electorates."""
+        return self.electorates[-1].voters
+
+    def is_decided_by(self, members: Collection[int]) -> bool:
+        """Whether what these members have agreed on stands."""
+        return all(each.is_decided_by(members) for each in self.electorates)
+
+    def with_voters(self, voters: Collection[int], standbys: tuple[int, ...]) -> Config:
+        """Return the next config on the way to these voters and standbys."""
+        electorate = Electorate(frozenset(voters), self.primary)
+        electorates = self.electorates if electorate in self.electorates else (*self.electorates, electorate)
+        return replace(self, version=self.version + 1, standbys=standbys, electorates=electorates)
+
+    def final(self) -> Config:
+        """Return the config behind a joint one."""
+        return replace(self, version=self.version + 1, electorates=self.electorates[-1:])
+
+    def taken_over(self, term: Term) -> Config:
+        """Return the first config of a member that takes over: nobody follows it yet."""
+        electorate = Electorate(self.newest_voters, term[1])
+        return replace(
+            self, term=term, version=0, primary=term[1], standbys=(), electorates=(*self.electorates, electorate)
+        )

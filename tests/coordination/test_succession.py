@@ -1,0 +1,147 @@
+"""The take-over, in every order in which it can happen: nothing that was granted is lost, and never two halves train.
+
+By hand, with more: --model-states 20000000 --model-strolls 100000 --timeout 0
+"""
+
+import random
+from dataclasses import replace
+
+import pytest
+from tests.coordination.succession_model import BrokenPromise, Job, Limits, explore, stroll
+
+from phalanx.coordination.succession.candidate import Candidate
+from phalanx.coordination.succession.config import Config, Electorate
+from phalanx.coordination.succession.primary import Primary
+from phalanx.coordination.succession.voter import Accepted, Promised, Voter
+
+WHOLE = [  # every state, in a few seconds
+    ((1,), Limits(request=1, stand=1, change=1, sync=0)),
+    ((1,), Limits(request=1, stand=1, change=0, sync=1)),
+    ((1, 2), Limits(request=1, stand=1, change=0, sync=0)),
+    ((), Limits(request=1, stand=1, change=1, sync=0)),
+]
+LARGE = [
+    ((), Limits(request=1, stand=1, change=1, sync=1)),
+    ((1,), Limits(request=1, stand=2, change=1, sync=0)),
+    ((1,), Limits(request=2, stand=2, change=1, sync=1)),
+    ((1, 2), Limits(request=1, stand=2, change=2, sync=1)),
+    ((1, 2), Limits(request=2, stand=3, change=2, sync=2)),
+]
+
+
+@pytest.mark.parametrize(("standbys", "limits"), WHOLE)
+def test_three_hosts_lose_nothing_and_never_part_in_any_order(standbys, limits):
+    assert explore(Job(3, standbys, limits)) > 3000
+
+
+@pytest.mark.parametrize(("standbys", "limits"), LARGE)
+def test_and_with_more_going_on_as_many_states_as_there_is_time_for(standbys, limits, model_states):
+    explore(Job(3, standbys, limits), model_states)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_five_hosts_on_paths_at_random(seed, model_strolls):
+    rng = random.Random(seed)
+    took_over = 0
+    for standbys in ((1, 2), (3, 1)):
+        job = Job(5, standbys, Limits(request=3, stand=4, change=4, sync=3))
+        for _ in range(model_strolls):
+            agents = job.agents(stroll(job, rng, rng.randrange(20, 120)))
+            took_over += any(agent.primary is not None and agent.primary.committed.term[0] > 1 for agent in agents)
+    assert took_over
+
+
+# Mistakes that the checker must find, each in one line of the protocol.
+
+
+def forgets_its_promise(monkeypatch):
+    monkeypatch.setattr(Voter, "solicit", lambda voter, term: (voter, Promised(voter.member, term, voter.newest)))
+
+
+def accepts_an_old_term(monkeypatch):
+    def propose(voter, config):
+        return replace(voter, newest=config), Accepted(voter.member, config.term, config.version)
+
+    monkeypatch.setattr(Voter, "propose", propose)
+
+
+def takes_over_though_no_standby(monkeypatch):
+    monkeypatch.setattr(Candidate, "is_eligible", True)
+
+
+def takes_half_for_a_majority(monkeypatch):
+    monkeypatch.setattr(
+        Electorate, "is_decided_by", lambda each, members: 2 * len(each.voters & set(members)) >= len(each.voters)
+    )
+
+
+def grants_what_only_old_standbys_have(monkeypatch):
+    monkeypatch.setattr(Primary, "required_standbys", property(lambda primary: frozenset(primary.committed.standbys)))
+
+
+def grants_what_only_new_standbys_have(monkeypatch):
+    monkeypatch.setattr(Primary, "required_standbys", property(lambda primary: frozenset(primary.newest.standbys)))
+
+
+def exchanges_members_without_asking_the_old_ones(monkeypatch):
+    def with_voters(config, voters, standbys):
+        electorate = Electorate(frozenset(voters), config.primary)
+        return replace(config, version=config.version + 1, standbys=standbys, electorates=(electorate,))
+
+    begin = Config.begin(0).with_voters(range(3), (1,))
+    monkeypatch.setattr(Config, "with_voters", with_voters)
+    assert begin.is_joint
+
+
+def takes_over_without_asking_as_the_old_one_did(monkeypatch):
+    def taken_over(config, term):
+        electorate = Electorate(config.newest_voters, term[1])
+        return replace(config, term=term, version=0, primary=term[1], standbys=(), electorates=(electorate,))
+
+    monkeypatch.setattr(Config, "taken_over", taken_over)
+
+
+def serves_before_it_is_accepted(monkeypatch):
+    elected = property(lambda candidate: None if candidate.proposed is None else Primary(candidate.proposed))
+    monkeypatch.setattr(Candidate, "elected", elected)
+
+
+def keeps_standbys_that_do_not_follow_it(monkeypatch):
+    right = Config.taken_over
+    monkeypatch.setattr(
+        Config, "taken_over", lambda config, term: replace(right(config, term), standbys=config.standbys)
+    )
+
+
+def ignores_newer_configs(monkeypatch):
+    right = Candidate.hear
+
+    def hear(candidate, reply):
+        if isinstance(reply, Promised):
+            reply = replace(reply, newest=candidate.known)
+        return right(candidate, reply)
+
+    monkeypatch.setattr(Candidate, "hear", hear)
+
+
+MISTAKES = [
+    (forgets_its_promise, LARGE[1]),
+    (accepts_an_old_term, LARGE[1]),
+    (takes_over_though_no_standby, LARGE[1]),
+    (takes_half_for_a_majority, LARGE[1]),
+    (grants_what_only_old_standbys_have, LARGE[0]),
+    (grants_what_only_new_standbys_have, LARGE[1]),
+    (exchanges_members_without_asking_the_old_ones, LARGE[1]),
+    (takes_over_without_asking_as_the_old_one_did, LARGE[1]),
+    (serves_before_it_is_accepted, LARGE[1]),
+    (keeps_standbys_that_do_not_follow_it, LARGE[1]),
+    (ignores_newer_configs, LARGE[1]),
+]
+
+
+@pytest.mark.parametrize(("mistake", "case"), MISTAKES, ids=[mistake.__name__ for mistake, _ in MISTAKES])
+def test_the_checker_finds_a_protocol_that(mistake, case, monkeypatch):
+    mistake(monkeypatch)
+    standbys, limits = case
+    with pytest.raises(BrokenPromise):
+        explore(Job(3, standbys, limits), 300_000)
