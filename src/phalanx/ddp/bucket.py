@@ -29,7 +29,7 @@ from torch import Tensor
 from phalanx.backend.gradient_shards import NeededSlice, find_needed
 from phalanx.backend.shared import shares_memory
 from phalanx.ddp.holders import is_alone, is_shared, storage_holders, view_holders
-from phalanx.ddp.plan import Bucket, BucketPlan
+from phalanx.ddp.plan import Bucket, BucketPlan, Slot
 from phalanx.transport.tensors import copy_all, is_dense, same_order
 
 if TYPE_CHECKING:  # needs the C core, which may not be there
@@ -133,6 +133,32 @@ def _is_pooled(bucket: Bucket, pool: SharedPool | None) -> bool:
 
 def _round_up(nbytes: int) -> int:
     return -(-nbytes // _ALIGN) * _ALIGN
+
+
+def check_gradient(grad: Tensor, parameter: Tensor, plan: Bucket, slot: Slot) -> None:
+    """Check that autograd's gradient is what its bucket was planned for.
+
+    Raises:
+        RuntimeError: it is sparse, was built with create_graph=True, or the parameter changed its dtype, device or
+            shape since it was wrapped.
+    """
+    if grad.requires_grad:
+        raise RuntimeError(
+            f"Gradient of {slot.name!r}: backward(create_graph=True) under DistributedDataParallel is refused, "
+            "because the mean over ranks can't be differentiated. Use torch.autograd.grad(..., create_graph=True), "
+            "or call `ddp.module` in place of `ddp` for this step."
+        )
+    if grad.is_sparse:
+        raise RuntimeError(
+            f"Gradient of {slot.name!r} is sparse, but was planned as dense: only nn.Embedding(sparse=True) and "
+            "nn.EmbeddingBag(sparse=True) are known to have sparse gradients. Make the gradient dense."
+        )
+    if grad.dtype != plan.dtype or grad.device != plan.device or grad.shape != parameter.shape:
+        raise RuntimeError(
+            f"Gradient of {slot.name!r} is {_form(grad)}, but the parameter was {plan.dtype} on "
+            f"{plan.device} with {slot.numel} elements when it was wrapped. Convert and move the module "
+            "first, then wrap it in DistributedDataParallel, then build the optimizer."
+        )
 
 
 class DenseBucket:
@@ -273,23 +299,7 @@ class DenseBucket:
                 "it is by default, before each backward; accumulate under no_sync(), or leave gather_gradients=False "
                 "out."
             )
-        if grad.requires_grad:
-            raise RuntimeError(
-                f"Gradient of {slot.name!r}: backward(create_graph=True) under DistributedDataParallel is refused, "
-                "because the mean over ranks can't be differentiated. Use torch.autograd.grad(..., create_graph=True), "
-                "or call `ddp.module` in place of `ddp` for this step."
-            )
-        if grad.is_sparse:
-            raise RuntimeError(
-                f"Gradient of {slot.name!r} is sparse, but was planned as dense: only nn.Embedding(sparse=True) and "
-                "nn.EmbeddingBag(sparse=True) are known to have sparse gradients. Make the gradient dense."
-            )
-        if grad.dtype != self.plan.dtype or grad.device != self.plan.device or grad.shape != parameter.shape:
-            raise RuntimeError(
-                f"Gradient of {slot.name!r} is {_form(grad)}, but the parameter was {self.plan.dtype} on "
-                f"{self.plan.device} with {slot.numel} elements when it was wrapped. Convert and move the module "
-                "first, then wrap it in DistributedDataParallel, then build the optimizer."
-            )
+        check_gradient(grad, parameter, self.plan, slot)
 
     def _lies_in(self, pool: SharedPool, grad: Tensor) -> bool:
         """Whether all ranks can reach the gradient, and find the same element at the same place of it.

@@ -14,6 +14,7 @@ from phalanx.backend.gradient_shards import LARGE_BYTES
 from phalanx.backend.shared import shared_empty, shares_memory, sharing_group
 from phalanx.ddp.bucket import DenseBucket, SparseBucket, allocate
 from phalanx.ddp.exchange import Exchange, SharedExchange, WorkExchange
+from phalanx.ddp.local_bucket import LocalBucket
 from phalanx.ddp.plan import BucketPlan, ParameterSpec, plan_buckets
 
 if TYPE_CHECKING:  # needs the C core, which may not be there
@@ -43,7 +44,7 @@ class BucketSet:
         self._own_exchange: Exchange | None = None
         self.pool = _share_memory_for(specs, group) if as_view else None
         self.plan: BucketPlan
-        self.buckets: list[DenseBucket | SparseBucket]
+        self.buckets: list[DenseBucket | LocalBucket | SparseBucket]
         self.places: dict[int, tuple[int, int]]
         """Of each parameter: the number of its bucket, and its position there."""
         self.exchange: Exchange
@@ -60,7 +61,9 @@ class BucketSet:
         if self.pool is not None:
             self.pool.close()
             self.pool = None
-            self.adopt(self.plan_in())
+        elif self._group.size() > 1:
+            return
+        self.adopt(self.plan_in())
 
     def plan_in(self, order: Sequence[int] | None = None) -> BucketPlan:
         """Return the plan for gradients that become ready in this order, or in that of the parameters, last first."""
@@ -69,11 +72,15 @@ class BucketSet:
     def adopt(self, plan: BucketPlan, gradients: Sequence[Tensor | None] | None = None) -> None:
         """Make buckets for the plan, and move `gradients` to where they lie in it."""
         self.plan, self.buckets = plan, []
-        memories = allocate(plan, self._group, as_view=self._as_view, pool=self.pool)
+        alone = self._group.size() == 1 and self._own_exchange is None
+        nothing: list[tuple[Tensor, ...]] = [()] * len(plan.buckets)
+        memories = nothing if alone else allocate(plan, self._group, as_view=self._as_view, pool=self.pool)
         for bucket, memory in zip(plan.buckets, memories, strict=True):
             members = [self._parameters[slot.parameter] for slot in bucket.slots]
             if bucket.sparse:
                 self.buckets.append(SparseBucket(bucket, members[0]))
+            elif alone:
+                self.buckets.append(LocalBucket(bucket, members))
             else:
                 self.buckets.append(
                     DenseBucket(bucket, members, *memory, as_view=self._as_view, pool=self.pool, group=self._group)
@@ -99,7 +106,7 @@ def _share_memory_for(specs: Sequence[ParameterSpec], group: dist.ProcessGroup) 
         if (nbytes := spec.numel * spec.dtype.itemsize) >= LARGE_BYTES
     )
     ours = sharing_group(group)
-    if not sizes or ours is None:
+    if not sizes or ours is None or group.size() == 1:
         return None
     from phalanx.symmetric_memory.pool import SharedPool  # needs the C core, which a group that shares memory has
 

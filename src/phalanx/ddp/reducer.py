@@ -277,7 +277,7 @@ class Reducer:
             self._round.num_launched += 1
             if isinstance(bucket, SparseBucket):
                 self._round.pending.append(SparsePending(bucket, bucket.parameters[0].grad, self._group))
-            else:
+            elif isinstance(bucket, DenseBucket):
                 self._round.pending.append(self._set.exchange.launch(bucket))
 
     # At the end of backward
@@ -397,7 +397,7 @@ class Reducer:
         for bucket in self._set.buckets:
             if isinstance(bucket, SparseBucket):
                 self._round.pending.append(SparsePending(bucket, None, self._group))
-            else:
+            elif isinstance(bucket, DenseBucket):
                 bucket.in_place = None
                 bucket.buffer.zero_()
                 self._round.pending.append(self._set.exchange.launch(bucket))
@@ -407,7 +407,7 @@ class Reducer:
         for bucket in self._set.buckets:
             if isinstance(bucket, SparseBucket):
                 bucket.mean = None
-            else:
+            elif isinstance(bucket, DenseBucket):
                 bucket.buffer.copy_(kept[bucket.plan.index])
         self._used = used
         self._begin_round()
