@@ -175,10 +175,10 @@ def test_a_survivor_keeps_its_device(place):
     assert place.run(_after_a_loss, 2, lost=(1,)) == [8.0, None]
 
 
-def _freed(rank, world_size, place):
+def _freed(rank, world_size, place, attempt):
     """Bytes of the device that are free while ranks map each other's memory, and when all have let it go."""
     device = place.join(rank, world_size)
-    store = dist.FileStore(os.path.join(place.folder, "meeting"), world_size)
+    store = dist.FileStore(os.path.join(place.folder, f"meeting-{attempt}"), world_size)
     dist.all_reduce(torch.zeros(1 << 22, device=device))
     torch.cuda.synchronize()
     dist.barrier()
@@ -193,8 +193,9 @@ def _freed(rank, world_size, place):
 
 @pytest.mark.gpu
 def test_memory_that_ranks_mapped_is_given_back_with_the_group(cuda):
-    for freed in cuda.run(_freed, 2):
-        assert freed >= 2 * AREA_BYTES
+    """Other processes take and free memory of the device meanwhile: what is never given back is missing each time."""
+    freed = [min(cuda.run(_freed, 2, attempt)) for attempt in range(3)]
+    assert max(freed) >= 2 * AREA_BYTES
 
 
 def _sharded(rank, world_size, place):
