@@ -15,7 +15,7 @@ import torch
 import torch._dynamo
 import phalanx
 from phalanx import rpc
-from phalanx.parameter_server import hosting
+from phalanx.parameter_server import requests
 from phalanx.parameter_server.shard import Gradients
 
 folder = sys.argv[1]
@@ -32,7 +32,7 @@ def strike(step, ids):
         open(f"{folder}/struck", "w").close()
         here = ids[ids % 2 == 0] // 2
         gradients = Gradients({"d": torch.ones(3)}, {"t": (here, torch.ones(len(here), 2))})
-        rpc.rpc_sync("s0", hosting.push, ("parameters", 0, name, step, gradients))
+        rpc.rpc_sync("s0", requests.push, ("parameters", 0, name, step, gradients))
         os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -9,8 +9,8 @@ import torch
 import torch._dynamo  # every optimizer loads it, and it leaves a variable behind
 
 from phalanx.errors import ClosedError, PhalanxError
-from phalanx.parameter_server.hosting import Hosted, TrainerLostError
-from phalanx.parameter_server.shard import Gradients, Spec
+from phalanx.parameter_server.hosting import Hosted
+from phalanx.parameter_server.shard import Gradients, Spec, TrainerLostError
 
 
 class Agent:

@@ -246,15 +246,15 @@ def _stale(rank, folder):
 
 
 def _pull_of(name, step):
-    from phalanx.parameter_server import hosting
+    from phalanx.parameter_server import requests
 
-    return rpc.rpc_sync("s0", hosting.pull, ("parameters", 0, name, step, ["d"], {}), timeout=0)[2]
+    return rpc.rpc_sync("s0", requests.pull, ("parameters", 0, name, step, ["d"], {}), timeout=0)[2]
 
 
 def _clocks():
-    from phalanx.parameter_server import hosting
+    from phalanx.parameter_server import requests
 
-    return hosting.clocks("parameters", 0)
+    return requests.clocks("parameters", 0)
 
 
 def test_no_trainer_is_further_ahead_than_the_bound():

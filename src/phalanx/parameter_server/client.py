@@ -2,52 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.futures import Future
 
 from phalanx.checkpoint.optimizer_fit import find_misfits
-from phalanx.diagnostics.step_notes import waiting_for
-from phalanx.errors import DeadlineError, PeerLostError, PhalanxError
-from phalanx.parameter_server import hosting
+from phalanx.errors import PeerLostError, PhalanxError
+from phalanx.parameter_server import requests
 from phalanx.parameter_server.arguments import find_problems, find_wrong_tensors, try_optimizer
 from phalanx.parameter_server.clipping import Clip, make_clip
 from phalanx.parameter_server.groups import KINDS, Group, MakeOptimizer, Options, read_groups
-from phalanx.parameter_server.hosting import NotHeldError, TrainerLostError
-from phalanx.parameter_server.layout import State, join_states, plan_dense, ring, split_state
+from phalanx.parameter_server.layout import State, join_states, plan_dense, split_state
+from phalanx.parameter_server.pulled import Pulled
 from phalanx.parameter_server.server_optimizer import ServerOptimizer, make_server_optimizer
 from phalanx.parameter_server.shard import Gradients, Spec
-from phalanx.rpc import current, rpc_async
+from phalanx.parameter_server.shard_calls import ShardCalls
+from phalanx.rpc import current
 
 _INTEGERS = (torch.int64, torch.int32)
-_ASK_S = 5.0  # for what only makes an error's text better
-
-
-@dataclass
-class Pulled(Mapping[str, Tensor]):
-    """The values for one step, by name: of a table the rows of the ids that were asked for, in their shape.
-
-    They take gradients; `ParameterServer.push` sends them. `staleness`: how many steps the slowest trainer is behind.
-    """
-
-    staleness: int
-    _values: dict[str, Tensor] = field(default_factory=dict, repr=False)
-    _dense: dict[str, Tensor] = field(default_factory=dict, repr=False)
-    _rows: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._values[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._values)
-
-    def __len__(self) -> int:
-        return len(self._values)
 
 
 class ParameterServer:
@@ -147,21 +122,19 @@ class ParameterServer:
         self._load = [0] * len(self._servers)  # bytes of dense parameters
         self._place = plan_dense({key: one.nbytes for key, one in self._dense.items()}, len(self._servers), self._load)
         self._num_added = 0
-        self._hosts = [ring(self._servers, index) for index in range(len(self._servers))]  # those not yet seen lost
+        self._calls = ShardCalls(name, self._servers, self._trainer, self._spec.trainers[0])
         self._closed = False
         self.step: int = 0
         if self._trainer == self._spec.trainers[0]:
             state: State = {"step": 0, "dense": self._dense, "tables": self._tables, "optimizer": {}}
             state["groups"] = {kind: self._groups_of(kind) for kind in KINDS}
             shards = split_state(state, self._place, len(self._servers))
-            self._on_all(hosting.create, [(self._spec, one) for one in shards])
-        attached = self._on_all(hosting.attach, [(self._trainer, described)] * len(self._servers))
+            self._on_all(requests.create, [(self._spec, one) for one in shards])
+        attached = self._on_all(requests.attach, [(self._trainer, described)] * len(self._servers))
         # Who comes in the place of a lost trainer makes the step again that not all servers have heard of; the others
         # take no notice of it.
         self.step = min(clock for clock, _ in attached)
         self._loads: int = max(number for _, number in attached)
-
-    # -- groups --------------------------------------------------------------------------------------------------------
 
     @property
     def optimizer(self) -> ServerOptimizer:
@@ -214,7 +187,7 @@ class ParameterServer:
         state = {"step": 0, "dense": {}, "tables": {}, "optimizer": {}, kind: values}
         parts = [one[kind] for one in split_state(state, place, num)]
         fixed = self._trainer, self.step, self._num_added, kind, group
-        self._on_all(hosting.add, [(*fixed, part, f"{kind}: {_describe(group, values)}") for part in parts])
+        self._on_all(requests.add, [(*fixed, part, f"{kind}: {_describe(group, values)}") for part in parts])
         self._num_added += 1
         self._load, self._place = load, {**self._place, **place}
         (self._dense if is_dense else self._tables).update(values)
@@ -239,11 +212,11 @@ class ParameterServer:
         unique = {key: torch.unique(ids.reshape(-1), return_inverse=True) for key, ids in rows.items()}
         num = len(self._servers)
         owners = {key: ids % num for key, (ids, _) in unique.items()}
-        requests = []
+        arguments = []
         for index in range(num):
             local = {key: ids[owners[key] == index] // num for key, (ids, _) in unique.items()}
-            requests.append((self._trainer, self.step, [one for one in names if self._place[one] == index], local))
-        answers = self._on_all(hosting.pull, requests)
+            arguments.append((self._trainer, self.step, [one for one in names if self._place[one] == index], local))
+        answers = self._on_all(requests.pull, arguments)
         pulled = Pulled(max(answer[2] for answer in answers))
         for whole, _, _ in answers:
             # Copies, where torch would have put them: matrix products have other last bits at other alignments.
@@ -349,7 +322,7 @@ class ParameterServer:
             dense = {key: grad * factor for key, grad in dense.items()}
             rows = {key: (ids, grads * factor) for key, (ids, grads) in rows.items()}
         said = self._said()
-        requests = []
+        arguments = []
         for index in range(num):
             mine = {key: grad for key, grad in dense.items() if self._place[key] == index}
             # Every server hears of every table, with no rows if it has none of them: an optimizer counts its steps.
@@ -357,12 +330,12 @@ class ParameterServer:
             for key, (ids, grads) in rows.items():
                 here = ids % num == index
                 local[key] = (ids[here] // num, grads[here])
-            requests.append((self._trainer, self.step, Gradients(mine, local, said, for_servers)))
-        self._on_all(hosting.push, requests)
+            arguments.append((self._trainer, self.step, Gradients(mine, local, said, for_servers)))
+        self._on_all(requests.push, arguments)
         if for_servers is not None:
-            found = self._on_all(hosting.norms, [(self._trainer, self.step)] * num)
+            found = self._on_all(requests.norms, [(self._trainer, self.step)] * num)
             total = self._total_norm(for_servers, [one["dense"] for one in found], [one["tables"] for one in found])
-            self._on_all(hosting.clip, [(self.step, total)] * num)
+            self._on_all(requests.clip, [(self.step, total)] * num)
         self.step += 1
         for one in self._optimizers.values():
             one.note_push()
@@ -385,7 +358,7 @@ class ParameterServer:
         """
         self._check_open()
         request = self._trainer, self.step, self._said()
-        shards = self._on_all(hosting.state, [request] * len(self._servers))
+        shards = self._on_all(requests.state, [request] * len(self._servers))
         return {**join_states(shards), "step": self.step}
 
     def load_state_dict(self, state_dict: State) -> None:
@@ -418,7 +391,7 @@ class ParameterServer:
         shards: Sequence[State | None] = [None] * len(self._servers)
         if self._trainer == self._spec.trainers[0]:
             shards = split_state(state_dict, self._place, len(self._servers))
-        answers = self._on_all(hosting.load, [(self._trainer, number, one) for one in shards])
+        answers = self._on_all(requests.load, [(self._trainer, number, one) for one in shards])
         self._loads = number
         self.step = min(clock for clock, _ in answers)
         for kind, one in self._optimizers.items():
@@ -429,7 +402,7 @@ class ParameterServer:
         if not self._closed:
             self._closed = True
             try:
-                self._on_all(hosting.leave, [(self._trainer,)] * len(self._servers))
+                self._on_all(requests.leave, [(self._trainer,)] * len(self._servers))
             except PeerLostError:
                 pass  # nobody is there who would wait
 
@@ -442,95 +415,8 @@ class ParameterServer:
         if kind is None:  # else the others hear of this trainer's end by its process
             self.close()
 
-    # -- calls ---------------------------------------------------------------------------------------------------------
-
-    def _on_all(self, function: Callable[..., Any], requests: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Call it for every shard at once, each on the server that has it."""
-        sent = [self._send(index, function, request) for index, request in enumerate(requests)]
-        answers, problems = [], []
-        with waiting_for("servers"):
-            for index, (request, future) in enumerate(zip(requests, sent, strict=True)):
-                try:
-                    answers.append(self._wait(index, function, request, future))
-                except PhalanxError as error:  # the other answers are awaited first: they may have been given
-                    problems.append(error)
-        if problems:
-            raise problems[0]
-        return answers
-
-    def _send(self, index: int, function: Callable[..., Any], request: tuple[Any, ...]) -> Future[Any] | PeerLostError:
-        if not self._hosts[index]:
-            return PeerLostError("")
-        try:
-            return rpc_async(self._hosts[index][0], function, (self._spec.name, index, *request))
-        except PeerLostError as error:
-            return error
-
-    def _wait(
-        self, index: int, function: Callable[..., Any], request: tuple[Any, ...], future: Future[Any] | PeerLostError
-    ) -> Any:
-        """Return the answer; if the server is lost, that of the one which has taken over."""
-        cause: PhalanxError | None = None
-        while self._hosts[index]:
-            host = self._hosts[index][0]
-            try:
-                if isinstance(future, PeerLostError):
-                    raise future
-                return future.wait()
-            except TrainerLostError:
-                raise
-            except DeadlineError as error:
-                raise self._explain_late(index, function, error) from error
-            except (PeerLostError, NotHeldError) as error:
-                cause = error
-                if self._hosts[index] and self._hosts[index][0] == host:
-                    self._hosts[index].pop(0)
-                future = self._send(index, function, request)
-        tried = ring(self._servers, index)
-        members = (current.agent().membership.find(one) for one in tried)
-        raise PeerLostError(
-            f"ParameterServer {self._spec.name!r}: shard {index} is lost: none of the servers {', '.join(tried)} that "
-            "could have it is there with a copy.\nGo on from a checkpoint.",
-            ranks=tuple(one.info.id for one in members if one is not None),
-        ) from cause
-
-    def _explain_late(self, index: int, function: Callable[..., Any], error: DeadlineError) -> DeadlineError:
-        """Who it was that kept this trainer waiting, if the server can say it."""
-        place = self._spec.name, index
-        try:
-            host = self._hosts[index][0]
-            if function is hosting.create:
-                return self._explain_held(rpc_async(host, hosting.give_up, place, timeout=_ASK_S).wait(), error)
-            clocks = rpc_async(host, hosting.clocks, place, timeout=_ASK_S).wait()
-        except PhalanxError:
-            return error
-        if function is hosting.attach:
-            return self._explain_held(list(clocks), error)
-        if function is hosting.add and self._trainer != (first := next(iter(clocks), self._trainer)):
-            return DeadlineError(
-                f"ParameterServer {self._spec.name!r}: {self._trainer!r} waits for {first!r} to add the same group. "
-                f"Call add_param_group on all trainers.\n{error}"
-            )
-        mine = self.step + (function is hosting.norms)
-        behind = {name: clock for name, clock in clocks.items() if clock < mine}
-        if not behind:
-            return error
-        told = ", ".join(f"trainer {name!r} has pushed {clock} steps" for name, clock in behind.items())
-        text = f"ParameterServer {self._spec.name!r}: {self._trainer!r} has pushed {mine} and waits for the others: "
-        return DeadlineError(f"{text}{told}.\n{error}")
-
-    def _explain_held(self, holders: list[str], error: DeadlineError) -> DeadlineError:
-        """Why it could not be made: others have not closed the one before, or the first trainer has not come."""
-        if not holders:
-            fact = f"trainer {self._spec.trainers[0]!r}, whose values it begins with, has not made it."
-        elif self._trainer in holders:
-            return error
-        else:
-            fact = (
-                f"{self._trainer!r} has closed the one before of this name, and {', '.join(map(repr, holders))} "
-                f"{'has' if len(holders) == 1 else 'have'} not. Close it in all trainers, or give this another name."
-            )
-        return DeadlineError(f"ParameterServer {self._spec.name!r}: {fact}\n{error}")
+    def _on_all(self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        return self._calls.on_all(function, arguments, self.step)
 
     def _check_open(self) -> None:
         if self._closed:

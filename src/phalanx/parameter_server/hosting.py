@@ -20,24 +20,16 @@ from torch import Tensor
 from torch.futures import Future
 
 from phalanx.errors import ClosedError, MismatchError, PeerLostError, PhalanxError, summary_of
-from phalanx.parameter_server.clipping import Norms
+from phalanx.parameter_server.answers import on_thread, pass_on
 from phalanx.parameter_server.groups import Group, Options
 from phalanx.parameter_server.layout import State, ring
-from phalanx.parameter_server.shard import Gradients, Shard, Spec
+from phalanx.parameter_server.shard import Gradients, NotHeldError, Shard, Spec, TrainerLostError
 from phalanx.rpc import current, rpc_async
 from phalanx.rpc.agent.agent import Agent
 from phalanx.rpc.functions import async_execution
 from phalanx.rpc.worker_info import WorkerAddress
 
 _WAIT = object()  # in the place of a result: not yet
-
-
-class TrainerLostError(PeerLostError):
-    """A trainer is lost without which a synchronous step cannot be made."""
-
-
-class NotHeldError(PhalanxError):
-    """This server has no copy of the shard."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +88,7 @@ class Hosted:
                         changed = True
         for future, result in answered:
             if isinstance(result, Future):
-                result.add_done_callback(partial(_pass_on, future))
+                result.add_done_callback(partial(pass_on, future))
             elif isinstance(result, Exception):
                 future.set_exception(result)
             else:
@@ -176,7 +168,7 @@ class Hosted:
         answer = shard.clocks[trainer], shard.said()
         if told is None:
             return answer
-        told.add_done_callback(partial(_pass_on, loaded, value=answer))
+        told.add_done_callback(partial(pass_on, loaded, value=answer))
         return loaded
 
     def add(
@@ -382,7 +374,7 @@ class Hosted:
         try:
             told.value()
         except PeerLostError:
-            _on_thread(partial(self._replace_replica, ack, replica))
+            on_thread(partial(self._replace_replica, ack, replica))
         except Exception as error:
             ack.set_exception(error)
         else:
@@ -396,7 +388,7 @@ class Hosted:
         if next_one is None:
             ack.set_result(None)
         else:
-            next_one.add_done_callback(partial(_pass_on, ack))
+            next_one.add_done_callback(partial(pass_on, ack))
 
     def hear_lost(self, member: WorkerAddress) -> None:
         """Take over from a worker that is gone, replace it, or tell who waits for it."""
@@ -411,34 +403,12 @@ class Hosted:
         self.settle()
 
 
-def _pass_on(future: Future[Any], done: Future[Any], value: Any = None) -> None:
-    try:
-        result = done.value()
-    except Exception as error:
-        future.set_exception(error)
-    else:
-        future.set_result(result if value is None else value)
-
-
-def _on_thread(work: Callable[[], None]) -> None:
-    """Do it, but not on the thread that reads."""
-
-    def run() -> None:
-        try:
-            work()
-        except ClosedError:  # this worker is at its end, too
-            pass
-
-    threading.Thread(target=run, name="phalanx-parameter-server", daemon=True).start()
-
-
-# -- what is called from elsewhere -------------------------------------------------------------------------------------
-
 _registry = threading.Lock()
 _hosted: dict[int, dict[tuple[str, int], Hosted]] = {}  # by the agent's uid: a process may be one worker after another
 
 
-def _host(name: str, index: int) -> Hosted:
+def host(name: str, index: int) -> Hosted:
+    """Return the place for this shard on this worker."""
     agent = current.agent()
     uid = agent.me.uid
     with _registry:
@@ -463,98 +433,15 @@ def _hear_lost(agent: Agent, member: WorkerAddress) -> None:
     with _registry:
         places = list(_hosted.get(agent.me.uid, {}).values())
     for place in places:
-        _on_thread(partial(place.hear_lost, member))
-
-
-@async_execution
-def create(name: str, index: int, spec: Spec, state: State) -> Future[Any]:
-    """Create the shard with the values of the first trainer."""
-    place = _host(name, index)
-    return place.request(partial(place.create, spec, state))
-
-
-def give_up(name: str, index: int) -> list[str]:
-    """Wait no more for the trainers that have the optimizer before this one, and return who they are."""
-    return _host(name, index).give_up()
-
-
-@async_execution
-def attach(name: str, index: int, trainer: str, described: str) -> Future[Any]:
-    """Another trainer waits for them."""
-    place = _host(name, index)
-    return place.request(partial(place.attach, trainer, described))
-
-
-@async_execution
-def push(name: str, index: int, trainer: str, clock: int, gradients: Gradients) -> Future[Any]:
-    """All gradients that a trainer has for this server."""
-    place = _host(name, index)
-    return place.request(partial(place.push, trainer, clock, gradients))
-
-
-@async_execution
-def leave(name: str, index: int, trainer: str) -> Future[Any]:
-    """Count a trainer out that has done its work."""
-    place = _host(name, index)
-    return place.request(partial(place.write, ("leave", trainer)))
-
-
-@async_execution
-def load(name: str, index: int, trainer: str, number: int, state: State | None) -> Future[Any]:
-    """Go on from this state, or from that of the first trainer."""
-    place = _host(name, index)
-    place.ask_load(trainer, number)
-    return place.request(partial(place.load, trainer, number, state))
-
-
-@async_execution
-def pull(name: str, index: int, trainer: str, clock: int, dense: list[str], rows: Mapping[str, Tensor]) -> Future[Any]:
-    """Return what a trainer needs from this server for its next step."""
-    place = _host(name, index)
-    return place.request(partial(place.pull, trainer, clock, dense, rows))
-
-
-@async_execution
-def norms(name: str, index: int, trainer: str, clock: int) -> Future[dict[str, Norms]]:
-    """Return the norms of the gradients that this server has for a step."""
-    place = _host(name, index)
-    return place.request(partial(place.norms, trainer, clock))
-
-
-@async_execution
-def clip(name: str, index: int, clock: int, total: Tensor) -> Future[Any]:
-    """Make a step, whose gradients have this norm on all servers together."""
-    place = _host(name, index)
-    return place.request(partial(place.write, ("clip", clock, total)))
-
-
-@async_execution
-def add(name: str, index: int, *arguments: Any) -> Future[Any]:
-    """Hold one more group of parameters."""
-    place = _host(name, index)
-    return place.request(partial(place.add, *arguments))
-
-
-@async_execution
-def state(
-    name: str, index: int, trainer: str, clock: int, said: Mapping[str, Sequence[Options]] | None = None
-) -> Future[Any]:
-    """All that this server has."""
-    place = _host(name, index)
-    return place.request(partial(place.state, trainer, clock, said))
-
-
-def clocks(name: str, index: int) -> dict[str, int]:
-    """How far the trainers are."""
-    return _host(name, index).clocks()
+        on_thread(partial(place.hear_lost, member))
 
 
 def install(name: str, index: int, primary: int, number: int, snapshot: tuple[Any, ...], failure: str | None) -> None:
-    """From a primary to its replica."""
-    _host(name, index).install(primary, number, snapshot, failure)
+    """Take a copy of the shard, from its primary."""
+    host(name, index).install(primary, number, snapshot, failure)
 
 
 @async_execution
 def receive(name: str, index: int, number: int, entry: tuple[Any, ...]) -> Future[Any]:
-    """From a primary to its replica."""
-    return _host(name, index).receive(number, entry)
+    """Apply what its primary has applied."""
+    return host(name, index).receive(number, entry)

@@ -12,10 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.errors import MismatchError
+from phalanx.errors import MismatchError, PeerLostError, PhalanxError
 from phalanx.parameter_server.clipping import Clip, Norms
 from phalanx.parameter_server.groups import KINDS, Group, HeldGroups, MakeOptimizer, Options, find_differing, options_of
 from phalanx.parameter_server.layout import State
+
+
+class TrainerLostError(PeerLostError):
+    """A trainer is lost without which a synchronous step cannot be made."""
+
+
+class NotHeldError(PhalanxError):
+    """This server has no copy of the shard."""
 
 
 @dataclass(frozen=True)
