@@ -60,6 +60,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--averagings", type=int, default=1, help="random trainings apart of each kind, for each world size"
     )
+    parser.addoption("--streams", type=int, default=50, help="streams drawn at random, read, left and taken up again")
+    parser.addoption("--first-stream", type=int, default=0, help="the seed of the first of them")
     parser.addoption("--elastic-kills", type=int, default=6, help="ranks of elastic jobs killed at random places")
 
 

@@ -11,6 +11,7 @@ from phalanx.errors import (
     CheckpointError,
     ClosedError,
     CoordinationError,
+    DataError,
     DeadlineError,
     InternalError,
     LaunchError,
@@ -20,8 +21,8 @@ from phalanx.errors import (
 )
 
 ALL = [
-    AuthenticationError, CheckpointError, ClosedError, CoordinationError, DeadlineError, InternalError, LaunchError,
-    MismatchError, PeerLostError,
+    AuthenticationError, CheckpointError, ClosedError, CoordinationError, DataError, DeadlineError, InternalError,
+    LaunchError, MismatchError, PeerLostError,
 ]  # fmt: skip
 
 
@@ -48,6 +49,7 @@ def test_a_passed_deadline_is_also_a_timeout_error():
         (PhalanxError("said"), {}),
         (ClosedError("said"), {}),
         (CheckpointError("said"), {}),
+        (DataError("said"), {}),
         (InternalError("said"), {}),
         (CoordinationError("said", reason="lost"), {"reason": "lost"}),
         (AuthenticationError("said"), {"reason": ""}),

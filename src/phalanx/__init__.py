@@ -41,6 +41,7 @@ _MODULE_OF = {
     "CheckpointError": "phalanx.errors",
     "ClosedError": "phalanx.errors",
     "CoordinationError": "phalanx.errors",
+    "DataError": "phalanx.errors",
     "DeadlineError": "phalanx.errors",
     "InternalError": "phalanx.errors",
     "LaunchError": "phalanx.errors",
@@ -101,6 +102,7 @@ if TYPE_CHECKING:
     from phalanx.errors import CheckpointError as CheckpointError
     from phalanx.errors import ClosedError as ClosedError
     from phalanx.errors import CoordinationError as CoordinationError
+    from phalanx.errors import DataError as DataError
     from phalanx.errors import DeadlineError as DeadlineError
     from phalanx.errors import InternalError as InternalError
     from phalanx.errors import LaunchError as LaunchError

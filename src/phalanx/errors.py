@@ -10,6 +10,7 @@
         ├── CoordinationError  the job's coordinator cannot be reached, ended, or has given this process up
         │   └── AuthenticationError  a key is missing, unsafe, or another than the coordinator's
         ├── CheckpointError    a checkpoint could not be written, or is not what it should be
+        ├── DataError          a shard of a stream could not be read, or is not what it should be
         └── InternalError      our bug: please report it
 
 A wrong call (an argument that no world could make right) raises `ValueError` or `TypeError` at the door instead.
@@ -138,6 +139,10 @@ class CheckpointError(PhalanxError):
     --verify` finds damaged files. `CheckpointManager.load(..., fallback=True)` takes the checkpoint before a damaged
     one.
     """
+
+
+class DataError(PhalanxError):
+    """A shard of a stream could not be read, or does not hold as many samples as was said of it."""
 
 
 class InternalError(PhalanxError):

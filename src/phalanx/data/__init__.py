@@ -2,5 +2,6 @@
 
 from phalanx.data.permutation import Permutation
 from phalanx.data.sampler import DistributedSampler
+from phalanx.data.stream import Stream
 
-__all__ = ["DistributedSampler", "Permutation"]
+__all__ = ["DistributedSampler", "Permutation", "Stream"]

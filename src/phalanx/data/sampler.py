@@ -13,6 +13,8 @@ from torch.utils.data import distributed as torch_sampler
 from phalanx.data.index_stream import IndexStream, TurnStream
 from phalanx.data.partition import Partition, plan_partition
 from phalanx.data.permutation import Permutation
+from phalanx.data.stream import Stream
+from phalanx.data.stream_order import StreamOrder
 from phalanx.errors import CheckpointError
 
 
@@ -31,6 +33,7 @@ class DistributedSampler(torch_sampler.DistributedSampler[int]):
       Ranks must therefore iterate alike; a loop in which one rank alone looks at a batch must call `set_epoch`.
     - `state_dict()` is the position of the whole job in samples, and another number of ranks can go on from it.
     - Without a process group, and not started by a launcher, it is a job of one rank: a script also runs alone.
+    - Over a `phalanx.data.Stream` the order is the stream's own, in which its shards are read on from their beginnings.
 
     Arguments:
         dataset: anything with a length, which is read once, here.
@@ -90,7 +93,8 @@ class DistributedSampler(torch_sampler.DistributedSampler[int]):
     def state_dict(self, consumed: int | None = None) -> dict[str, Any]:
         """Return the position of the whole job: its epoch, and how many samples of it all ranks together have consumed.
 
-        It is the same on every rank, provided that they stand at the same step.
+        It is the same on every rank, provided that they stand at the same step. (With `padding=False` a rank whose part
+        is used up says that the epoch is over, also where rank 0 has one more batch: rank 0's position is the job's.)
 
         A DataLoader with workers takes indices ahead of the training loop. `consumed` is what this rank has really
         used since the epoch's first batch, in samples; without it, all that were handed out count:
@@ -111,7 +115,7 @@ class DistributedSampler(torch_sampler.DistributedSampler[int]):
             done = self._pass.partition.consumed_after(self._pass.taken if consumed is None else consumed)
             if done == self.length:
                 epoch, done = epoch + 1, 0
-        return {"epoch": epoch, "consumed": done, "length": self.length, "seed": self.seed, "shuffle": self.shuffle}
+        return {"epoch": epoch, "consumed": done, **self._own_order}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a position that `state_dict` gave, on any number of ranks: the next iteration is the rest.
@@ -121,7 +125,7 @@ class DistributedSampler(torch_sampler.DistributedSampler[int]):
         Raises:
             CheckpointError: `state` is not such a position, or belongs to other data or another order.
         """
-        _check_fits(state, {"length": self.length, "seed": self.seed, "shuffle": self.shuffle})
+        _check_fits(state, self._own_order)
         self.epoch = state["epoch"]
         self._consumed = state["consumed"]
         self._pass = None
@@ -171,8 +175,17 @@ class DistributedSampler(torch_sampler.DistributedSampler[int]):
             self.epoch, self._consumed = self.epoch + 1, 0
         return self._consumed
 
-    def _order(self) -> Permutation | None:
-        return Permutation(self.length, f"seed {self.seed}, epoch {self.epoch}") if self.shuffle else None
+    def _order(self) -> Permutation | StreamOrder | None:
+        key = f"seed {self.seed}, epoch {self.epoch}" if self.shuffle else None
+        if isinstance(self.dataset, Stream):
+            return self.dataset.order(key)
+        return None if key is None else Permutation(self.length, key)
+
+    @property
+    def _own_order(self) -> dict[str, Any]:
+        """What a position must have been saved with, to be one of this order."""
+        own = {"length": self.length, "seed": self.seed, "shuffle": self.shuffle}
+        return own | self.dataset.describe_order() if isinstance(self.dataset, Stream) else own
 
     def _count(self, consumed: int) -> int:
         return sum(self._plan_partition(consumed, part).count for part in self._parts)

@@ -1,0 +1,241 @@
+"""The shards that a process reads at the moment: by index where they have one, otherwise by reading on."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+from phalanx.deadline import Deadline
+from phalanx.errors import DataError, summary_of
+from phalanx.log import get_logger
+from phalanx.storage import is_transient, retry
+
+_logger = get_logger(__name__)
+_END = object()
+_FEW_JUMPS = 16
+
+
+class _OpenShard(Protocol):
+    def get(self, numbers: Sequence[int]) -> list[Any]:
+        """Return the samples of these numbers."""
+
+    def close(self) -> None:
+        """Let go of what it holds."""
+
+    @property
+    def is_used_up(self) -> bool:
+        """Whether nothing more can come of it."""
+
+
+class IndexedShard:
+    """A shard that has `len()` and `[number]`; `__getitems__(numbers)`, too, is used where it has that."""
+
+    is_used_up = False
+
+    def __init__(self, name: str, samples: Any, length: int) -> None:
+        if len(samples) != length:
+            raise DataError(_wrong_length(name, len(samples), length))
+        self._name, self._samples = name, samples
+        self._get_several = getattr(samples, "__getitems__", None)
+
+    def get(self, numbers: Sequence[int]) -> list[Any]:
+        """Return the samples of these numbers."""
+        if self._get_several is not None:
+            return list(self._get_several(list(numbers)))
+        return [self._samples[number] for number in numbers]
+
+    def close(self) -> None:
+        """Let go of what the shard holds."""
+        _close(self._samples)
+
+
+class IteratedShard:
+    """A shard that is read from its beginning on.
+
+    What is passed over inside of the window of a sample is kept, as it may be asked for; what comes before the window
+    is skipped: with the iterator's `skip(count)` where it has one, otherwise by reading it.
+    """
+
+    def __init__(self, name: str, begin: Callable[[], Any], samples: Any, length: int, window: int) -> None:
+        self._name, self._begin, self._length, self._window = name, begin, length, window
+        self._kept: dict[int, Any] = {}
+        self._kept_window = -1
+        self.num_jumps = 0
+        """How often it was begun again, as a sample was asked for that had been passed."""
+        self._source = samples
+        self._iterator: Iterator[Any] = iter(samples)
+        self._next = 0
+
+    def get(self, numbers: Sequence[int]) -> list[Any]:
+        """Return the samples of these numbers."""
+        found = {number: self._get(number) for number in sorted(set(numbers))}
+        return [found[number] for number in numbers]
+
+    def _get(self, number: int) -> Any:
+        window = number // self._window
+        if window != self._kept_window:
+            self._kept.clear()
+            self._kept_window = window
+        if number in self._kept:
+            return self._kept.pop(number)
+        if number < self._next:
+            self.num_jumps += 1
+            self._restart()
+        self._skip_to(window * self._window)
+        while self._next < number:
+            passed = self._next
+            self._kept[passed] = self._read()
+        return self._read()
+
+    def _restart(self) -> None:
+        _close(self._source)
+        self._kept.clear()
+        self._source = self._begin()
+        self._iterator, self._next = iter(self._source), 0
+
+    def _skip_to(self, number: int) -> None:
+        if number <= self._next:
+            return
+        skip = getattr(self._iterator, "skip", None)
+        if skip is not None:
+            skip(number - self._next)
+            self._next = number
+        while self._next < number:
+            self._read()
+
+    def _read(self) -> Any:
+        sample = next(self._iterator, _END)
+        if sample is _END:
+            raise DataError(_wrong_length(self._name, self._next, self._length))
+        self._next += 1
+        if self._next == self._length and next(self._iterator, _END) is not _END:
+            raise DataError(_wrong_length(self._name, f"more than {self._length}", self._length))
+        return sample
+
+    @property
+    def is_used_up(self) -> bool:
+        """Whether all was read and handed out."""
+        return self._next == self._length and not self._kept
+
+    def close(self) -> None:
+        """Let go of what the iterator holds."""
+        self._kept.clear()
+        _close(self._iterator)
+        _close(self._source)
+
+
+class OpenShards:
+    """Opens shards when they are asked for, and holds `most` of them open.
+
+    A read that fails as networks do is tried again for `retry_s` seconds: the shard is opened anew, and read on to
+    where it was.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[Any], Any],
+        shards: Sequence[Any],
+        lengths: Sequence[int],
+        *,
+        window: int,
+        most: int,
+        retry_s: float,
+    ) -> None:
+        self._read, self._shards, self._lengths = read, shards, lengths
+        self._window, self._most, self._retry_s = window, most, retry_s
+        self._open: OrderedDict[int, _OpenShard] = OrderedDict()
+        self._process = os.getpid()
+        self._num_jumps = self._num_samples = 0
+
+    def get(self, shard: int, numbers: Sequence[int]) -> list[Any]:
+        """Return the samples of these numbers of shard number `shard`.
+
+        Raises:
+            DataError: it cannot be read, or has another number of samples than was said.
+        """
+        if self._process != os.getpid():  # a DataLoader's worker: files that were open share their position with ours
+            self._open, self._process = OrderedDict(), os.getpid()
+
+        def get() -> list[Any]:
+            try:
+                return self._find(shard).get(numbers)
+            except OSError:
+                self._drop(shard)
+                raise
+
+        try:
+            samples = retry(get, f"reading {_name(self._shards[shard])}", Deadline.after(self._retry_s))
+        except DataError:
+            raise
+        except Exception as error:
+            again = f" It was tried again for {self._retry_s:g} s." if is_transient(error) else ""
+            raise DataError(
+                f"Stream: samples {min(numbers)} to {max(numbers)} of shard {shard}, {_name(self._shards[shard])}, "
+                f"cannot be read: {summary_of(error)}.{again}"
+            ) from error
+        if self._open[shard].is_used_up:
+            self._drop(shard)
+        self._warn_of_jumps(len(numbers))
+        return samples
+
+    def _find(self, shard: int) -> _OpenShard:
+        if shard in self._open:
+            self._open.move_to_end(shard)
+            return self._open[shard]
+        name = self._shards[shard]
+
+        def begin() -> Any:
+            return self._read(name)
+
+        samples, length = begin(), self._lengths[shard]
+        if hasattr(samples, "__getitem__") and hasattr(samples, "__len__"):
+            found: _OpenShard = IndexedShard(_name(name), samples, length)
+        else:
+            found = IteratedShard(_name(name), begin, samples, length, self._window)
+        while len(self._open) >= self._most:
+            self._drop(next(iter(self._open)))
+        self._open[shard] = found
+        return found
+
+    def _drop(self, shard: int) -> None:
+        dropped = self._open.pop(shard, None)
+        if dropped is not None:
+            self._num_jumps += getattr(dropped, "num_jumps", 0)
+            dropped.close()
+
+    def _warn_of_jumps(self, num_samples: int) -> None:
+        self._num_samples += num_samples
+        jumps = self._num_jumps + sum(getattr(one, "num_jumps", 0) for one in self._open.values())
+        if jumps >= _FEW_JUMPS and 4 * jumps > self._num_samples:
+            self._num_jumps = -(1 << 60)
+            _logger.warning(
+                "Stream: samples are asked for in an order in which shards without an index can't be read on: %d "
+                "of %d needed a shard to be read again from its beginning. Give the DataLoader "
+                "sampler=phalanx.DistributedSampler(stream), which asks for them in the stream's own order.",
+                jumps,
+                self._num_samples,
+            )
+
+    def close(self) -> None:
+        """Close all shards."""
+        while self._open:
+            self._drop(next(iter(self._open)))
+
+
+def _wrong_length(name: str, found: int | str, said: int) -> str:
+    return (
+        f"Stream: shard {name} has {found} samples, and its length is said to be {said}: with that, samples would be "
+        "lost or come twice. Correct `lengths`, or remove the index file, so that they are counted again."
+    )
+
+
+def _name(shard: Any) -> str:
+    return str(shard) if isinstance(shard, str | os.PathLike | int) else repr(shard)[:80]
+
+
+def _close(thing: Any) -> None:
+    close = getattr(thing, "close", None)
+    if close is not None:
+        close()

@@ -1,0 +1,6 @@
+"""Files wherever they are kept: on this machine, or at any address that fsspec knows."""
+
+from phalanx.storage.address import is_address, open_for_reading, split_address
+from phalanx.storage.retry import is_transient, retry
+
+__all__ = ["is_address", "is_transient", "open_for_reading", "retry", "split_address"]

@@ -1,0 +1,42 @@
+"""Whether a name is that of a file here, or an address such as `s3://bucket/key`."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, BinaryIO, cast
+
+from phalanx.extras import require
+
+# The packages behind the schemes for which fsspec has no reader of its own.
+_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "abfs": "azure", "abfss": "azure", "az": "azure"}
+_PACKAGES = {"s3": "s3fs", "gcs": "gcsfs", "azure": "adlfs"}
+
+
+def is_address(name: object) -> bool:
+    """Whether `name` is an address that is none of this machine's files: `s3://...`, `memory://...`."""
+    scheme, mark, _ = str(name).partition("://")
+    return bool(mark) and scheme not in ("file", "local") and scheme.replace("+", "").isalnum()
+
+
+def split_address(address: str, options: dict[str, Any] | None = None) -> tuple[Any, str]:
+    """Return the file system of fsspec that an address is of, and the path in it.
+
+    Raises:
+        ModuleNotFoundError: the package that reads this kind of address is not installed; it names the extra.
+        ValueError: fsspec knows no such kind.
+    """
+    import fsspec
+
+    extra = _EXTRAS.get(address.partition("://")[0])
+    if extra is not None:
+        require(_PACKAGES[extra], extra=extra, what=f"the address {address}")
+    files, path = fsspec.core.url_to_fs(address, **(options or {}))
+    return files, str(path)
+
+
+def open_for_reading(name: str | os.PathLike[str], options: dict[str, Any] | None = None) -> BinaryIO:
+    """Return a file of this machine, or at an address, opened for reading bytes."""
+    if not is_address(name):
+        return open(os.fspath(name).removeprefix("file://"), "rb")
+    files, path = split_address(os.fspath(name), options)
+    return cast(BinaryIO, files.open(path, "rb"))
