@@ -35,8 +35,13 @@ def as_sample(number: int) -> tuple[int, Tensor]:
     return number, torch.randn(4, generator=torch.Generator().manual_seed(number))
 
 
-def train_stream(job: Job, shards: Shards, layout: dict[str, int], shuffle: bool) -> dict[str, Any]:
+def train_stream(
+    job: Job, shards: Shards, layout: dict[str, int], shuffle: bool, loader_of: str = "torch"
+) -> dict[str, Any]:
     """What every rank runs."""
+    kind: Any = DataLoader
+    if loader_of == "torchdata":
+        from torchdata.stateful_dataloader import StatefulDataLoader as kind
     with phalanx.init(timeout=60.0):
         torch.manual_seed(1)
         model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 1))
@@ -45,7 +50,7 @@ def train_stream(job: Job, shards: Shards, layout: dict[str, int], shuffle: bool
         numbers = range(len(shards.lengths))
         stream = phalanx.data.Stream(numbers, shards.read, lengths=shards.lengths, transform=as_sample, **layout)
         sampler = phalanx.DistributedSampler(stream, shuffle=shuffle, drop_last=not job.padding)
-        loader: Any = DataLoader(
+        loader: Any = kind(
             stream, job.batch, sampler=sampler, num_workers=job.workers,
             persistent_workers=job.persistent and job.workers > 0,
             **({"prefetch_factor": 3} if job.workers else {}),
@@ -148,14 +153,21 @@ def test_a_job_that_loses_and_gains_ranks_uses_each_sample_of_a_stream_once(
         run_drawn(seed, tmp_path / str(seed))
 
 
-def test_a_run_over_a_stream_that_loses_a_rank_ends_with_the_bits_of_one_that_loses_none(tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize("loader_of", ["torch", "torchdata"])
+def test_a_run_over_a_stream_that_loses_a_rank_ends_with_the_bits_of_one_that_loses_none(
+    tmp_path: Path, loader_of: str
+) -> None:
+    if loader_of == "torchdata":
+        pytest.importorskip("torchdata.stateful_dataloader")
     shards = Shards((20, 7, 0, 31, 14), ("indexed", "read on", "skips", "read on", "indexed"))
     layout = {"interleave": 3, "readers": 2, "block": 8, "window": 5}
     ends = []
     for name, strikes in (("lost", (Strike(1, "updated", 3), Strike(0, "batch", 11))), ("quiet", ())):
         job = Job(str(tmp_path / name), strikes, batch=4, workers=2)
         os.makedirs(job.folder)
-        ends.append(SmallAgent(train_stream, 2, job, shards, layout, True, folder=Path(job.folder)).run())
+        ends.append(SmallAgent(train_stream, 2, job, shards, layout, True, loader_of, folder=Path(job.folder)).run())
+        assert [sorted(used) for used in job.samples_of_epochs()] == [list(range(72))] * 2
     assert len(ends[0].losses) > len(ends[1].losses)
     for mine, theirs in zip(ends[0].results, ends[1].results, strict=True):
         assert mine["step"] == theirs["step"] == 18

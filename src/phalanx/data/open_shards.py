@@ -15,6 +15,7 @@ from phalanx.storage import is_transient, retry
 _logger = get_logger(__name__)
 _END = object()
 _FEW_JUMPS = 16
+_of_parents: list[Any] = []  # open shards that a worker has inherited: to close them is their own process's business
 
 
 class _OpenShard(Protocol):
@@ -156,6 +157,7 @@ class OpenShards:
             DataError: it cannot be read, or has another number of samples than was said.
         """
         if self._process != os.getpid():  # a DataLoader's worker: files that were open share their position with ours
+            _of_parents.append(self._open)
             self._open, self._process = OrderedDict(), os.getpid()
 
         def get() -> list[Any]:
@@ -219,15 +221,22 @@ class OpenShards:
             )
 
     def close(self) -> None:
-        """Close all shards."""
+        """Close all shards, in the process that has opened them."""
+        if self._process != os.getpid():
+            _of_parents.append(self._open)
+            self._open = OrderedDict()
         while self._open:
             self._drop(next(iter(self._open)))
+
+    def __del__(self) -> None:
+        self.close()
 
 
 def _wrong_length(name: str, found: int | str, said: int) -> str:
     return (
         f"Stream: shard {name} has {found} samples, and its length is said to be {said}: with that, samples would be "
-        "lost or come twice. Correct `lengths`, or remove the index file, so that they are counted again."
+        "lost or come twice. Correct `lengths`, or remove the index file, so that they are counted again. (An iterable "
+        "that divides itself among a DataLoader's workers gives each of them a part: `read` must return all.)"
     )
 
 

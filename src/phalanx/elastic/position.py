@@ -57,6 +57,7 @@ class DataPosition:
         self.sampler = sampler
         self._on_iterator = on_iterator
         self._iterator: Callable[[], Any] = lambda: None
+        self._yielded_before = 0
         self._batch_size = 1
         self._drops_last = False
         self._counted: tuple[Any, int] = None, 0  # a pass, and how many samples of it the loop says that it has used
@@ -93,6 +94,7 @@ class DataPosition:
         if not self._is_over_mine(loader):
             return
         self._iterator = weakref.ref(iterator)
+        self._yielded_before = iterator._num_yielded  # of one that has loaded a state, as torchdata's do
         self._on_iterator(is_new and bool(getattr(loader, "persistent_workers", False)))
 
     def samples_between(self, last: Mark | None, mark: Mark) -> int:
@@ -152,7 +154,8 @@ class DataPosition:
         iterator = self._iterator()
         if iterator is None:
             return int(stream.taken)
-        samples: int = iterator._num_yielded // self.sampler.num_parts * self._batch_size
+        batches = iterator._num_yielded - self._yielded_before
+        samples: int = batches // self.sampler.num_parts * self._batch_size
         count: int = stream.partition.count
         return min(samples, count)  # the last batch may be smaller
 
@@ -165,7 +168,7 @@ class DataPosition:
         iterator = self._iterator()
         if iterator is None:  # the loop over it has ended, or there was none
             return isinstance(self._iterator, weakref.ref) or stream.turns % self.sampler.num_parts == 0
-        return bool(iterator._num_yielded % self.sampler.num_parts == 0)
+        return bool((iterator._num_yielded - self._yielded_before) % self.sampler.num_parts == 0)
 
     def go_to(self, epoch: int, consumed: int) -> None:
         """Begin the next pass with the rest of that epoch."""

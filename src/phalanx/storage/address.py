@@ -9,13 +9,14 @@ from phalanx.extras import require
 
 # The packages behind the schemes for which fsspec has no reader of its own.
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "abfs": "azure", "abfss": "azure", "az": "azure"}
+_PACKED = (".gz", ".bz2", ".xz", ".zst", ".zip", ".lz4", ".snappy")
 _PACKAGES = {"s3": "s3fs", "gcs": "gcsfs", "azure": "adlfs"}
 
 
 def is_address(name: object) -> bool:
     """Whether `name` is an address that is none of this machine's files: `s3://...`, `memory://...`."""
     scheme, mark, _ = str(name).partition("://")
-    return bool(mark) and scheme not in ("file", "local") and scheme.replace("+", "").isalnum()
+    return bool(mark) and scheme not in ("file", "local") and scheme.replace("+", "").replace("::", "").isalnum()
 
 
 def split_address(address: str, options: dict[str, Any] | None = None) -> tuple[Any, str]:
@@ -27,16 +28,34 @@ def split_address(address: str, options: dict[str, Any] | None = None) -> tuple[
     """
     import fsspec
 
-    extra = _EXTRAS.get(address.partition("://")[0])
-    if extra is not None:
-        require(_PACKAGES[extra], extra=extra, what=f"the address {address}")
+    _require_package(address)
     files, path = fsspec.core.url_to_fs(address, **(options or {}))
     return files, str(path)
 
 
-def open_for_reading(name: str | os.PathLike[str], options: dict[str, Any] | None = None) -> BinaryIO:
-    """Return a file of this machine, or at an address, opened for reading bytes."""
-    if not is_address(name):
-        return open(os.fspath(name).removeprefix("file://"), "rb")
-    files, path = split_address(os.fspath(name), options)
-    return cast(BinaryIO, files.open(path, "rb"))
+def _require_package(address: str) -> None:
+    extra = _EXTRAS.get(address.partition("://")[0].rpartition("::")[2])
+    if extra is not None:
+        require(_PACKAGES[extra], extra=extra, what=f"the address {address}")
+
+
+def open_for_reading(
+    name: str | os.PathLike[str], options: dict[str, Any] | None = None, *, compression: str | None = None
+) -> BinaryIO:
+    """Return a file of this machine, or at an address, opened for reading bytes.
+
+    Arguments:
+        options: of the file system of fsspec.
+        compression: what it is unpacked from; "infer" goes by the end of its name.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    path = os.fspath(name)
+    packed = compression is not None and path.endswith(_PACKED)
+    if not is_address(path) and not packed:
+        return open(path.removeprefix("file://"), "rb")
+    import fsspec
+
+    _require_package(path)
+    return cast(BinaryIO, fsspec.open(path, "rb", compression=compression, **(options or {})).open())

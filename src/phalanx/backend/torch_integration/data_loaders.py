@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
 
+from phalanx.backend.torch_integration.late_modules import call_once_imported
 from phalanx.backend.torch_integration.patch import patch
 
 _LoaderListener = tuple[Callable[[Any, Any], None], Callable[[Any, Any, Any, bool], None]]
@@ -32,7 +34,16 @@ def observe_loaders(
 def _observe_loaders() -> None:
     from torch.utils.data import DataLoader
 
-    original = DataLoader.__iter__
+    _observe_kind(DataLoader)
+    # It is a DataLoader with an `__iter__` of its own.
+    call_once_imported(
+        "torchdata.stateful_dataloader.stateful_dataloader",
+        lambda: _observe_kind(sys.modules["torchdata.stateful_dataloader.stateful_dataloader"].StatefulDataLoader),
+    )
+
+
+def _observe_kind(kind: Any) -> None:
+    original = kind.__iter__
 
     @functools.wraps(original)
     def __iter__(self: Any) -> Any:
@@ -44,8 +55,7 @@ def _observe_loaders() -> None:
             listener(owner, self, iterator, kept is None)
         return iterator
 
-    vars_of: Any = DataLoader
-    vars_of.__iter__ = __iter__
+    kind.__iter__ = __iter__
 
 
 @patch(

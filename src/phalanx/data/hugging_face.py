@@ -1,0 +1,76 @@
+"""Shards of Hugging Face's `datasets`: those of a streamed one, pieces of a table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from phalanx.data.stream import Stream
+from phalanx.extras import require
+
+_ROWS_AT_ONCE = 64
+
+
+def from_datasets(dataset: Any, *, rows_per_shard: int = 1000, **options: Any) -> Stream:
+    """Return a stream over a Dataset of Hugging Face, or over an IterableDataset (`load_dataset(..., streaming=True)`).
+
+    Arguments:
+        dataset: one split. It needs no `shuffle` of its own: a stream shuffles itself.
+        rows_per_shard: of a `Dataset`, whose pieces of so many rows are the shards.
+        options: of `Stream`. The shards of an IterableDataset are counted by reading them, unless `lengths` are given:
+            keep them in an `index`.
+
+    Cost: rows of a `Dataset` are read by index, several at once. The shards of an IterableDataset are read on.
+
+    Raises:
+        ModuleNotFoundError: datasets is not installed.
+        TypeError: it is neither, or several splits.
+    """
+    datasets = require("datasets", extra="data", what="from_datasets")
+    if isinstance(dataset, datasets.IterableDataset):
+        return Stream(list(range(dataset.num_shards)), _ReadOn(dataset), **options)
+    if not isinstance(dataset, datasets.Dataset):
+        advice = ": give one split, dataset['train']" if isinstance(dataset, dict) else ""
+        raise TypeError(
+            f"from_datasets: it takes a Dataset or an IterableDataset, got a {type(dataset).__name__}{advice}"
+        )
+    rows = len(dataset)
+    sizes = [min(rows_per_shard, rows - begin) for begin in range(0, rows, rows_per_shard)]
+    begins = range(0, rows, rows_per_shard)
+    return Stream(list(zip(begins, sizes, strict=True)), _Read(dataset), lengths=sizes, **options)
+
+
+class _Read:
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __call__(self, shard: tuple[int, int]) -> Rows:
+        return Rows(self._dataset, *shard)
+
+
+class Rows:
+    """`length` rows of a table from number `begin` on."""
+
+    def __init__(self, dataset: Any, begin: int, length: int) -> None:
+        self._dataset, self._begin, self._length = dataset, begin, length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, number: int) -> Any:
+        return self._dataset[self._begin + number]
+
+    def __getitems__(self, numbers: Sequence[int]) -> list[Any]:
+        """Return several rows, read together."""
+        return list(self._dataset.__getitems__([self._begin + number for number in numbers]))
+
+
+class _ReadOn:
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __call__(self, shard: int) -> Iterator[Any]:
+        # Iterated as it is, a dataset gives each worker of a DataLoader some of its shards, and of one shard nothing.
+        for batch in self._dataset.shard(num_shards=self._dataset.num_shards, index=shard).iter(_ROWS_AT_ONCE):
+            for number in range(len(next(iter(batch.values())))):
+                yield {name: column[number] for name, column in batch.items()}

@@ -1,0 +1,70 @@
+"""Shards of JSON lines: text files in which each line is a sample."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from phalanx.data.stream import Stream
+from phalanx.storage import open_for_reading
+
+
+def from_json_lines(
+    files: Sequence[str | os.PathLike[str]],
+    *,
+    loads: Callable[[bytes], Any] = json.loads,
+    transform: Callable[[Any], Any] | None = None,
+    **options: Any,
+) -> Stream:
+    """Return a stream over files of JSON lines, here or at addresses of fsspec; `.gz`, `.bz2` and `.xz` are unpacked.
+
+    Arguments:
+        loads: of a line that is handed out. Lines of white space are no samples.
+        transform: of what `loads` returns.
+        options: of `Stream`. Without `lengths` the lines are counted.
+
+    Cost: files are read on; a line that is passed over is read, and not parsed.
+    """
+    names = [os.fspath(one) for one in files]
+    parse = loads if transform is None else _Then(loads, transform)
+    return Stream(names, Lines, count=_count, transform=parse, **options)
+
+
+class _Then:
+    """One function behind another, which can be pickled for a worker that is spawned."""
+
+    def __init__(self, first: Callable[[Any], Any], second: Callable[[Any], Any]) -> None:
+        self._first, self._second = first, second
+
+    def __call__(self, value: Any) -> Any:
+        return self._second(self._first(value))
+
+
+class Lines(Iterator[bytes]):
+    """The lines of a file that are not empty."""
+
+    def __init__(self, name: str) -> None:
+        self._file = open_for_reading(name, compression="infer")
+        self._lines = filter(bytes.strip, self._file)
+
+    def __next__(self) -> bytes:
+        return next(self._lines)
+
+    def skip(self, count: int) -> None:
+        """Pass over `count` lines."""
+        next(itertools.islice(self._lines, count - 1, None), None)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def _count(name: str) -> int:
+    lines = Lines(name)
+    try:
+        return sum(1 for _ in lines._lines)
+    finally:
+        lines.close()

@@ -1,0 +1,94 @@
+"""Shards of Parquet: files of rows, which are read a row group at a time."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import os
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+from phalanx.data.stream import Stream
+from phalanx.extras import require
+from phalanx.storage import open_for_reading
+
+_GROUPS_KEPT = 2  # a window may lie across the border of two
+
+
+def from_parquet(
+    files: Sequence[str | os.PathLike[str]], *, columns: Sequence[str] | None = None, **options: Any
+) -> Stream:
+    """Return a stream over Parquet files, here or at addresses of fsspec; a sample is a row, a dict by column.
+
+    Arguments:
+        columns: those to read; all if None.
+        options: of `Stream`. Lengths are read from the files' footers, sixteen at a time, unless they are given.
+
+    Cost: a row group is decoded when one of its rows is asked for; two of each open file are kept.
+
+    Raises:
+        ModuleNotFoundError: pyarrow is not installed.
+    """
+    require("pyarrow.parquet", extra="data", what="from_parquet")
+    names = [os.fspath(one) for one in files]
+    return Stream(names, _Read(None if columns is None else list(columns)), count=_count, **options)
+
+
+class _Read:
+    def __init__(self, columns: list[str] | None) -> None:
+        self._columns = columns
+
+    def __call__(self, name: str) -> ParquetShard:
+        return ParquetShard(name, self._columns)
+
+
+class ParquetShard:
+    """The rows of a file, by number."""
+
+    def __init__(self, name: str, columns: list[str] | None) -> None:
+        self._source = open_for_reading(name)
+        self._file = require("pyarrow.parquet", extra="data", what="from_parquet").ParquetFile(self._source)
+        self._columns = columns
+        metadata = self._file.metadata
+        sizes = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
+        self._ends = list(itertools.accumulate(sizes))
+        self._groups: OrderedDict[int, Any] = OrderedDict()
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        return self.__getitems__([number])[0]
+
+    def __getitems__(self, numbers: Sequence[int]) -> list[dict[str, Any]]:
+        """Return several rows, decoded together."""
+        rows: list[Any] = [None] * len(numbers)
+        of_groups = [bisect.bisect_right(self._ends, number) for number in numbers]
+        for group in dict.fromkeys(of_groups):
+            places = [place for place, one in enumerate(of_groups) if one == group]
+            begin = self._ends[group - 1] if group else 0
+            table = self._group(group).take([numbers[place] - begin for place in places])
+            for place, row in zip(places, table.to_pylist(), strict=True):
+                rows[place] = row
+        return rows
+
+    def _group(self, number: int) -> Any:
+        if number not in self._groups:
+            while len(self._groups) >= _GROUPS_KEPT:
+                self._groups.popitem(last=False)
+            self._groups[number] = self._file.read_row_group(number, columns=self._columns, use_threads=False)
+        self._groups.move_to_end(number)
+        return self._groups[number]
+
+    def close(self) -> None:
+        """Close the file, and let go of its rows."""
+        self._groups.clear()
+        self._file.close()
+        self._source.close()
+
+
+def _count(name: str) -> int:
+    with open_for_reading(name) as source:
+        rows: int = require("pyarrow.parquet", extra="data", what="from_parquet").read_metadata(source).num_rows
+        return rows

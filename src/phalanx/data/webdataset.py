@@ -1,0 +1,117 @@
+"""Shards of webdataset: tar files, in which files with one name and several extensions are a sample."""
+
+from __future__ import annotations
+
+import os
+import re
+import tarfile
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from phalanx.data.stream import Stream
+from phalanx.extras import require
+from phalanx.storage import is_address, open_for_reading
+
+_COMPRESSED = (".gz", ".tgz", ".bz2", ".xz", ".zst")
+_METADATA = re.compile(r"__[^/]*__($|/)")  # webdataset passes over these files
+
+
+def from_webdataset(urls: str | Sequence[str], **options: Any) -> Stream:
+    """Return a stream over tar files of webdataset; its samples are webdataset's: a dict with `__key__`, `__url__` and
+    the bytes of each file by its extension.
+
+        decode = webdataset.autodecode.Decoder([webdataset.imagehandler("pil")])
+        stream = from_webdataset("data/{000..999}.tar", index="index.json", transform=decode)
+
+    Arguments:
+        urls: a list, or one string in webdataset's notation. Addresses are opened by fsspec, what is no file and no
+            address (`pipe:...`) by webdataset.
+        options: of `Stream`. Without `lengths`, the headers of files here are read once; others are read whole.
+
+    Cost: a tar file of this machine that is not compressed is read by index: when it is opened, its headers are read.
+    All others are read on.
+
+    Raises:
+        ModuleNotFoundError: webdataset is not installed.
+    """
+    webdataset = require("webdataset", extra="data", what="from_webdataset")
+    names = list(webdataset.shardlists.expand_urls(urls) if isinstance(urls, str) else urls)
+    return Stream(names, read_tar, count=_count, **options)
+
+
+def read_tar(url: str) -> Any:
+    """Return the samples of a tar file: a sequence, if it can be read by index."""
+    return IndexedTar(url) if _is_here(url) and not url.endswith(_COMPRESSED) else _read_on(url)
+
+
+def _count(url: str) -> int:
+    samples = read_tar(url)
+    if not isinstance(samples, IndexedTar):
+        return sum(1 for _ in samples)
+    try:
+        return len(samples)
+    finally:
+        samples.close()
+
+
+def _is_here(url: str) -> bool:
+    return not is_address(url) and os.path.exists(_path(url))
+
+
+def _path(url: str) -> str:
+    return url.removeprefix("file://").removeprefix("file:")
+
+
+class IndexedTar:
+    """The samples of a tar file of this machine, by number."""
+
+    def __init__(self, url: str) -> None:
+        self._fd = os.open(_path(url), os.O_RDONLY)
+        with open(self._fd, "rb", closefd=False) as file, tarfile.open(fileobj=file, mode="r:") as tar:
+            # webdataset itself says what a sample is, given the places of files in the place of their contents.
+            self._samples = list(_iterators().group_by_keys(_places(tar, url)))
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        sample = self._samples[number]
+        return {name: self._read(*one) if isinstance(one, tuple) else one for name, one in sample.items()}
+
+    def _read(self, offset: int, size: int) -> bytes:
+        data = os.pread(self._fd, size, offset)
+        while len(data) < size:
+            more = os.pread(self._fd, size - len(data), offset + len(data))
+            if not more:
+                raise tarfile.ReadError(f"it ends {size - len(data)} bytes before the end of a file in it")
+            data += more
+        return data
+
+    def close(self) -> None:
+        """Close the file."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _places(tar: tarfile.TarFile, url: str) -> Iterator[dict[str, Any]]:
+    for member in tar:
+        if member.isreg() and not _METADATA.match(member.name):
+            yield {"fname": member.name, "data": (member.offset_data, member.size), "__url__": url}
+        tar.members = []  # type: ignore[attr-defined]  # else it keeps all
+
+
+def _read_on(url: str) -> Iterator[dict[str, Any]]:
+    iterators = _iterators()
+    if not is_address(url) and not _is_here(url):
+        yield from iterators.tarfile_samples([{"url": url}])
+        return
+    with open_for_reading(_path(url)) as file:
+        yield from iterators.group_by_keys(iterators.tar_file_expander([{"url": url, "stream": file}]))
+
+
+def _iterators() -> Any:
+    return require("webdataset.tariterators", extra="data", what="from_webdataset")
