@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import os
@@ -174,8 +175,11 @@ def test_a_shard_that_cannot_be_read_is_named_with_the_reason_also_by_a_worker()
     message = r"samples 0 to 1 of shard 0, a.tar, cannot be read: FileNotFoundError"
     with pytest.raises(DataError, match=message):
         next(iter(DataLoader(stream, batch_size=2)))
+    iterator = iter(DataLoader(stream, batch_size=2, num_workers=1))
     with pytest.raises(DataError, match=message):
-        next(iter(DataLoader(stream, batch_size=2, num_workers=1)))
+        next(iterator)
+    del iterator
+    gc.collect()  # the traceback had it
 
 
 def test_a_read_that_fails_as_networks_do_is_tried_again_from_where_it_was(caplog):

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from phalanx.data.stream import Stream
+from phalanx.data.tar_headers import list_files
 from phalanx.extras import require
 from phalanx.storage import is_address, open_for_reading
 
@@ -67,9 +68,8 @@ class IndexedTar:
 
     def __init__(self, url: str) -> None:
         self._fd = os.open(_path(url), os.O_RDONLY)
-        with open(self._fd, "rb", closefd=False) as file, tarfile.open(fileobj=file, mode="r:") as tar:
-            # webdataset itself says what a sample is, given the places of files in the place of their contents.
-            self._samples = list(_iterators().group_by_keys(_places(tar, url)))
+        # webdataset itself says what a sample is, given the places of files in the place of their contents.
+        self._samples = list(_iterators().group_by_keys(_places(self._fd, url)))
 
     def __len__(self) -> int:
         return len(self._samples)
@@ -97,11 +97,10 @@ class IndexedTar:
         self.close()
 
 
-def _places(tar: tarfile.TarFile, url: str) -> Iterator[dict[str, Any]]:
-    for member in tar:
-        if member.isreg() and not _METADATA.match(member.name):
-            yield {"fname": member.name, "data": (member.offset_data, member.size), "__url__": url}
-        tar.members = []  # type: ignore[attr-defined]  # else it keeps all
+def _places(fd: int, url: str) -> Iterator[dict[str, Any]]:
+    for name, offset, size in list_files(fd):
+        if not _METADATA.match(name):
+            yield {"fname": name, "data": (offset, size), "__url__": url}
 
 
 def _read_on(url: str) -> Iterator[dict[str, Any]]:
