@@ -22,7 +22,7 @@ from torch.utils.data import (
 from phalanx import strategies
 from phalanx.data import DistributedSampler
 from phalanx.strategies.choose import STRATEGIES, Situation, decide_strategy
-from phalanx.strategies.loader import divide_batch, make_loader
+from phalanx.strategies.loader import divide_batch, make_iterable_loader, make_loader
 from phalanx.strategies.recipe import Recipe
 from phalanx.strategies.start import Program, find_world, is_launched
 from phalanx.testing import run_ranks
@@ -259,9 +259,41 @@ def test_batches_that_replicas_cannot_share_are_refused_with_the_nearest():
             divide_batch(wrong, 2)
 
 
-class Endless(IterableDataset):
+class Counting(IterableDataset):
+    def __init__(self, stop):
+        self.stop = stop
+
     def __iter__(self):
-        return itertools.count()
+        return iter(range(self.stop))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("num_replicas", [1, 2, 3])
+def test_batches_of_what_can_only_be_iterated_are_divided_so_that_each_sample_counts_once(num_replicas, workers):
+    batches = []
+    for replica in range(num_replicas):
+        loader = make_iterable_loader(
+            Counting(20), 6, num_replicas, replica, False, {"num_workers": workers, "collate_fn": list}
+        )
+        batches.append([(loader.own, loader.total, batch) for batch in loader])
+    for together in zip(*batches, strict=True):  # all replicas have as many batches
+        assert sum(own for own, _, _ in together) == together[0][1]
+    of_each = [[sample for own, _, batch in mine for sample in batch[:own]] for mine in batches]
+    assert sorted(sample for mine in of_each for sample in mine) == list(range(20))
+    assert [total for _, total, _ in batches[0]] == [6, 6, 6, 2]
+    if num_replicas == 3:
+        assert batches[0][-1] == (0, 2, [18])  # it takes part with a sample that does not count
+    short = make_iterable_loader(Counting(20), 6, num_replicas, 0, True, {"collate_fn": list})
+    assert len(list(short)) == 3
+
+
+def test_what_can_only_be_iterated_is_divided_by_a_strategy_in_the_batches_of_all_replicas():
+    strategy = strategies.SingleDeviceStrategy("cpu")
+    divided = strategy.distribute(DataLoader(Counting(10), 4, num_workers=1, collate_fn=list))
+    assert strategy.distribute(divided) is divided
+    assert list(divided) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    assert divided.num_workers == 1
+    assert [len(batch) for batch in strategy.loader(Counting(10), 4)] == [4, 4, 2]
 
 
 def test_a_loader_is_divided_with_its_options_or_refused():
@@ -274,7 +306,6 @@ def test_a_loader_is_divided_with_its_options_or_refused():
     assert strategy.experimental_distribute_dataset(DataLoader(data, 4)).sampler.shuffle is False
     weighted = DataLoader(data, 5, sampler=WeightedRandomSampler([1.0] * 96, 96))
     for loader, error, words in [
-        (DataLoader(Endless(), 5), TypeError, "cannot be divided by index: .*distribute_datasets_from_function"),
         (DataLoader(data, None), ValueError, "without batch_size"),
         (weighted, ValueError, "the loader's sampler is a WeightedRandomSampler"),
     ]:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import lr_scheduler
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 import phalanx
 from phalanx import strategies
@@ -42,6 +42,7 @@ SCHEDULERS = {
     "plateau": (lambda o: lr_scheduler.ReduceLROnPlateau(o, factor=0.5, patience=0, threshold=10), "epoch"),
     "warm restarts": (lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 4), "step"),
 }
+DATA = ("table", "stream", "iterable", "function", "together")
 ENDS = ("exception", "interrupt", "kill all", "kill one", "kill in a save", "disk full", "max_steps", "validation")
 
 
@@ -72,6 +73,7 @@ class Case:
     end: str
     at: int
     by: int
+    data: str = "table"
 
     @property
     def updates(self) -> int:
@@ -80,8 +82,8 @@ class Case:
         return self.epochs * -(-batches // self.accumulate)
 
 
-def draw_case(number: int) -> Case:
-    """The case of that number: always the same."""
+def draw_case(number: int, data: str = "table") -> Case:
+    """The case of that number: always the same. `data`: what it is trained on, one of `DATA`."""
     draw = random.Random(number)
     strategy, options, world_sizes = draw.choice(STRATEGIES)
     world_size = draw.choice(world_sizes)
@@ -114,8 +116,10 @@ def draw_case(number: int) -> Case:
         at=0,
         by=draw.randrange(world_size),
     )
-    norm = case.norm and (case.samples // replicas) % (batch // replicas) != 1
-    return Case(**{**vars(case), "norm": norm, "at": draw.randint(1, case.updates)})
+    norm = case.norm and (case.samples // replicas) % (batch // replicas) != 1 and data == "table"
+    at = draw.randint(1, case.updates)
+    changed = {} if data != "together" else {"own_step": True, "accumulate": 1}
+    return Case(**{**vars(case), "norm": norm, "at": at, "data": data, **changed})
 
 
 class Noisy(Dataset):
@@ -134,10 +138,57 @@ class Noisy(Dataset):
         return self.inputs[index] + noise, self.targets[index]
 
 
+class Iterated(IterableDataset):
+    """The same, one after another: those of one worker of a DataLoader, where there are several; `part` of all."""
+
+    def __init__(self, size: int, transforms: bool, part: slice = slice(None)) -> None:
+        self.samples, self.part, self.epoch = Noisy(size, transforms), part, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self):
+        worker = get_worker_info()
+        number, count = (worker.id, worker.num_workers) if worker else (0, 1)
+        order = random.Random(self.epoch).sample(range(len(self.samples)), len(self.samples))[self.part]
+        return (self.samples[i] for i in order[number::count])
+
+
+def make_loader(case: Case, size: int, batch: int, *, transforms: bool, shuffle: bool):
+    """The data of a case, of `size` samples, in batches of all replicas."""
+    table, workers = Noisy(size, transforms), case.workers
+    if case.data == "stream":
+        sizes = [size // 3, size // 2 - size // 3, size - size // 2]
+        begins = [0, size // 3, size // 2]
+        shards = phalanx.data.Stream(
+            list(zip(begins, sizes, strict=True)),
+            lambda shard: map(table.__getitem__, range(shard[0], sum(shard))),
+            lengths=sizes,
+            window=5,
+        )
+        return DataLoader(shards, batch, shuffle=shuffle, num_workers=workers)
+    if case.data == "iterable":
+        return DataLoader(Iterated(size, transforms), batch, num_workers=workers)
+    if case.data == "function":
+
+        def make_own(context):
+            part = slice(context.input_pipeline_id, None, context.num_input_pipelines)
+            own = context.get_per_replica_batch_size(batch)
+            return DataLoader(Iterated(size, transforms, part), own, num_workers=workers)
+
+        return make_own
+    if case.data == "together" and transforms:
+        other = DataLoader(Noisy(size // 2, transforms), batch // 2 * 2, shuffle=True)
+        return {"first": DataLoader(table, batch, shuffle=shuffle, num_workers=workers), "second": other}
+    return DataLoader(table, batch, shuffle=shuffle, num_workers=workers)
+
+
 class Model(nn.Sequential):
     """With steps of its own, which are used where there is no loss function."""
 
     def training_step(self, batch):
+        if isinstance(batch, dict):
+            return F.mse_loss(self(batch["first"][0]), batch["first"][1]) + self(batch["second"][0]).square().mean()
         inputs, targets = batch
         return F.mse_loss(self(inputs), targets)
 
@@ -266,8 +317,9 @@ def fit(case: Case, folder, rank: int, *, ends: bool):
         seed=4,
         show_progress=False,
     )
-    loader = DataLoader(Noisy(case.samples, True), case.batch, shuffle=case.shuffle, num_workers=case.workers)
-    trainer.fit(loader, DataLoader(Noisy(13, False), 4 * case.world_size) if case.validate else None)
+    loader = make_loader(case, case.samples, case.batch, transforms=True, shuffle=case.shuffle)
+    val_loader = make_loader(case, 13, 4 * case.world_size, transforms=False, shuffle=False)
+    trainer.fit(loader, val_loader if case.validate else None)
     left = {
         "progress": (trainer.epoch, trainer.step, trainer.why_stopped),
         "metrics": dict(trainer.metrics),

@@ -34,7 +34,11 @@ class Ones(Dataset):
         return self.make(torch.ones(6) * index)
 
 
-class Stream(IterableDataset):
+class Divided(IterableDataset):
+    """As one of Hugging Face, whose ranks have parts."""
+
+    _distributed = (0, 2)
+
     def __iter__(self):
         return iter([(torch.ones(6), torch.ones(1))] * 10)
 
@@ -141,14 +145,14 @@ def test_several_inputs_and_results_that_are_dicts_are_as_in_any_loop():
         (
             lambda: [(torch.ones(2, 6), torch.ones(2, 1))],
             TypeError,
-            "must be a torch.utils.data.DataLoader, got a list",
+            "must be a torch.utils.data.DataLoader, a dict of them, or a function .* got a list",
         ),
         (lambda: load(make_data(0)), ValueError, "has no batch: 0 samples for 1 replicas, in batches of 8 on each"),
         (lambda: load(make_data(5), drop_last=True), ValueError, "has no batch: 5 samples .* the last is dropped"),
-        (lambda: load(Stream()), TypeError, "Stream is an IterableDataset, which cannot be divided by index"),
+        (lambda: load(Divided()), TypeError, "split_dataset_by_node has given each rank its part already"),
         (lambda: load(sampler=WeightedRandomSampler([1.0] * 32, 32)), ValueError, "is a WeightedRandomSampler"),
     ],
-    ids=["a list", "empty", "less than a batch", "a stream", "a sampler"],
+    ids=["a list", "empty", "less than a batch", "divided", "a sampler"],
 )
 def test_a_loader_that_gives_nothing_or_cannot_be_divided_is_refused_before_the_first_step(loader, error, words):
     """An empty one trained on nothing without a word, and validated nothing behind the first epoch, with an error."""

@@ -5,8 +5,9 @@ A few each time; `pytest tests/trainer/test_resumption.py --resumptions 300 --re
 
 import contextlib
 
+import pytest
 import torch.utils.tensorboard  # noqa: F401 - imported once here, not once in each rank of each case
-from tests.trainer.resumption import differing, draw_case, end, fit, scalars
+from tests.trainer.resumption import DATA, differing, draw_case, end, fit, scalars
 
 import phalanx.checkpoint.series
 import phalanx.trainer.trainer  # noqa: F401
@@ -26,16 +27,29 @@ def test_a_run_that_was_ended_anywhere_goes_on_to_the_same_bits(tmp_path, resump
     TensorBoard showed each point twice that had been written behind the checkpoint.
     """
     for number in resumptions:
-        case = draw_case(number)
-        folders = whole, cut = tmp_path / f"{number}" / "whole", tmp_path / f"{number}" / "cut"
-        for folder in folders:
-            folder.mkdir(parents=True)
-        expected = run_ranks(_train, case.world_size, case, whole, timeout=150)
-        lost = range(case.world_size) if case.end in ("kill all", "kill in a save") else []
-        lost = [case.by] if case.end == "kill one" else lost
-        with contextlib.suppress(RankFailed):  # some have an early stop first
-            run_ranks(_end, case.world_size, case, cut, timeout=150, lost=lost)
-        found = run_ranks(_train, case.world_size, case, cut, timeout=150)
-        places = [f"rank {r}{p}" for r, (a, b) in enumerate(zip(expected, found, strict=True)) for p in differing(a, b)]
-        places += [f"TensorBoard{place}" for place in differing(scalars(whole), scalars(cut))]
-        assert not places, (number, case, places[:9])
+        check_case(number, draw_case(number), tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:Length of IterableDataset")
+@pytest.mark.parametrize("data", DATA[1:])
+def test_so_does_a_run_over_streams_what_has_no_length_and_several_loaders(tmp_path, resumptions, data):
+    for number in [*resumptions, 3]:
+        case = draw_case(number, data)
+        if data == "function" and case.strategy == "pipeline":
+            continue
+        check_case(number, case, tmp_path)
+
+
+def check_case(number, case, tmp_path):
+    folders = whole, cut = tmp_path / f"{number}" / "whole", tmp_path / f"{number}" / "cut"
+    for folder in folders:
+        folder.mkdir(parents=True)
+    expected = run_ranks(_train, case.world_size, case, whole, timeout=150)
+    lost = range(case.world_size) if case.end in ("kill all", "kill in a save") else []
+    lost = [case.by] if case.end == "kill one" else lost
+    with contextlib.suppress(RankFailed):  # some have an early stop first
+        run_ranks(_end, case.world_size, case, cut, timeout=150, lost=lost)
+    found = run_ranks(_train, case.world_size, case, cut, timeout=150)
+    places = [f"rank {r}{p}" for r, (a, b) in enumerate(zip(expected, found, strict=True)) for p in differing(a, b)]
+    places += [f"TensorBoard{place}" for place in differing(scalars(whole), scalars(cut))]
+    assert not places, (number, case, places[:9])

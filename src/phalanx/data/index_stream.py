@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from phalanx.data.ordered import Order
 from phalanx.data.partition import Partition
-from phalanx.data.permutation import Indices, Permutation
-from phalanx.data.stream_order import StreamOrder
+from phalanx.data.permutation import Indices
 
 BLOCK = 8192  # indices computed at once: 64 KiB an array, so that a block's arithmetic stays in the core's own cache
 
@@ -21,7 +21,7 @@ class IndexStream:
     index, because the list iterator that is being read knows how many it still has.
     """
 
-    def __init__(self, partition: Partition, order: Permutation | StreamOrder | None) -> None:
+    def __init__(self, partition: Partition, order: Order | None) -> None:
         self.partition = partition
         self._order = order
         self._computed = 0

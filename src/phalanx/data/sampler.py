@@ -11,10 +11,9 @@ from torch.utils.data import Dataset, IterableDataset
 from torch.utils.data import distributed as torch_sampler
 
 from phalanx.data.index_stream import IndexStream, TurnStream
+from phalanx.data.ordered import Order, OrderedDataset, epoch_key
 from phalanx.data.partition import Partition, plan_partition
 from phalanx.data.permutation import Permutation
-from phalanx.data.stream import Stream
-from phalanx.data.stream_order import StreamOrder
 from phalanx.errors import CheckpointError
 
 
@@ -175,17 +174,16 @@ class DistributedSampler(torch_sampler.DistributedSampler[int]):
             self.epoch, self._consumed = self.epoch + 1, 0
         return self._consumed
 
-    def _order(self) -> Permutation | StreamOrder | None:
-        key = f"seed {self.seed}, epoch {self.epoch}" if self.shuffle else None
-        if isinstance(self.dataset, Stream):
-            return self.dataset.order(key)
-        return None if key is None else Permutation(self.length, key)
+    def _order(self) -> Order | None:
+        if isinstance(self.dataset, OrderedDataset):
+            return self.dataset.order(self.seed, self.epoch, shuffle=self.shuffle)
+        return Permutation(self.length, epoch_key(self.seed, self.epoch)) if self.shuffle else None
 
     @property
     def _own_order(self) -> dict[str, Any]:
         """What a position must have been saved with, to be one of this order."""
         own = {"length": self.length, "seed": self.seed, "shuffle": self.shuffle}
-        return own | self.dataset.describe_order() if isinstance(self.dataset, Stream) else own
+        return own | self.dataset.describe_order() if isinstance(self.dataset, OrderedDataset) else own
 
     def _count(self, consumed: int) -> int:
         return sum(self._plan_partition(consumed, part).count for part in self._parts)

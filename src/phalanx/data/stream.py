@@ -7,14 +7,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from torch.utils.data import Dataset
 
 from phalanx.data.open_shards import OpenShards
+from phalanx.data.ordered import OrderedDataset, epoch_key
 from phalanx.data.shard_lengths import find_lengths
 from phalanx.data.stream_order import StreamLayout, StreamOrder, describe_order
 
 
-class Stream(Dataset[Any]):
+class Stream(OrderedDataset):
     """The samples of `shards`, shard after shard; `phalanx.DistributedSampler` asks for them in the stream's order.
 
         def read(url):
@@ -135,8 +135,9 @@ class Stream(Dataset[Any]):
             )
         return self._open
 
-    def order(self, key: str | None) -> StreamOrder:
-        """Return the order of the epoch that `key` stands for; without one, nothing is shuffled."""
+    def order(self, seed: int, epoch: int, *, shuffle: bool) -> StreamOrder:
+        """Return the order of an epoch."""
+        key = epoch_key(seed, epoch) if shuffle else None
         if self._latest is None or self._latest[0] != key:
             self._latest = key, StreamOrder(self.lengths, self.layout, key)
         return self._latest[1]

@@ -7,10 +7,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    default_collate,
+)
 
 from phalanx.data import DistributedSampler
+from phalanx.strategies.iterable_loader import IterableLoader, explain_own_division
 
+# Those of torch.utils.data.DataLoader, and of torchdata's StatefulDataLoader, which has its own.
+_MODULES = ("torch.utils.data.sampler", "torchdata.stateful_dataloader.sampler")
 _OWN = {"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"}
 
 
@@ -69,22 +80,54 @@ def make_loader(
     """Return a DataLoader over the samples of one replica.
 
     Raises:
-        TypeError: `dataset` has no length, or an option says what the strategy decides.
+        TypeError: `dataset` has no length.
     """
-    if clash := sorted(_OWN & options.keys()):
-        raise TypeError(f"loader: {', '.join(clash)}: the strategy divides the batch itself")
-    if isinstance(dataset, DataLoader):
-        raise TypeError("loader: it takes a dataset, got a DataLoader, which is divided by strategy.distribute(loader)")
-    if isinstance(dataset, IterableDataset):
-        raise TypeError(
-            f"loader: {type(dataset).__name__} is an IterableDataset, which cannot be divided by index: give a dataset "
-            "with a length, or make each replica's own DataLoader in strategy.distribute_datasets_from_function(...)"
-        )
     sampler = DistributedSampler(dataset, num_replicas, replica, shuffle, seed, drop_last, padding=padding or drop_last)
     # A generator of its own: a DataLoader draws a number when an epoch begins, which is none of the model's.
     generator = torch.Generator()
     generator.manual_seed(seed)
     return DataLoader(dataset, batch_size, sampler=sampler, drop_last=drop_last, **{"generator": generator, **options})
+
+
+def check_loader(dataset: Any, options: Mapping[str, Any]) -> None:
+    """Refuse what `Strategy.loader` cannot make a loader of.
+
+    Raises:
+        TypeError: `dataset` is a loader, or an option says what the strategy decides.
+    """
+    if clash := sorted(_OWN & options.keys()):
+        raise TypeError(f"loader: {', '.join(clash)}: the strategy divides the batch itself")
+    if isinstance(dataset, DataLoader):
+        raise TypeError("loader: it takes a dataset, got a DataLoader, which is divided by strategy.distribute(loader)")
+
+
+def make_iterable_loader(
+    dataset: IterableDataset[Any],
+    global_batch_size: int,
+    num_replicas: int,
+    replica: int,
+    drop_last: bool,
+    options: Mapping[str, Any],
+) -> IterableLoader:
+    """Return the loader of one replica over what it can only read on.
+
+    Raises:
+        TypeError: the dataset divides itself among ranks.
+    """
+    if how := explain_own_division(dataset):
+        raise TypeError(
+            f"loader: {how}, and here each batch is divided: samples would be lost. Give the dataset undivided, or "
+            "make each replica's own loader in a function: trainer.fit(function), "
+            "strategy.distribute_datasets_from_function(function)"
+        )
+    return IterableLoader(
+        dataset,
+        global_batch_size,
+        replica=replica,
+        num_replicas=num_replicas,
+        drop_last=drop_last,
+        **{"collate_fn": default_collate, "generator": torch.Generator(), **options},
+    )
 
 
 def require_divided(loader: DataLoader[Any], place: tuple[int, int], *, padding: bool) -> None:
@@ -128,25 +171,38 @@ def options_of(loader: DataLoader[Any]) -> dict[str, Any] | None:
     Raises:
         ValueError, TypeError: a sampler of its own, or no batches.
     """
-    if isinstance(loader.sampler, DistributedSampler):
+    if isinstance(loader.sampler, DistributedSampler) or isinstance(loader, IterableLoader):
         return None
-    if isinstance(loader.dataset, IterableDataset):
-        raise TypeError(
-            f"{type(loader.dataset).__name__} is an IterableDataset, which cannot be divided by index: make each "
-            "replica's own batches in strategy.distribute_datasets_from_function(...), and train in your own loop"
+    is_iterable = isinstance(loader.dataset, IterableDataset)
+    if loader.batch_size is None or not (is_iterable or _is_plain(loader.batch_sampler, BatchSampler)):
+        raise ValueError(
+            "a DataLoader without batch_size, or with a batch_sampler, cannot be divided: use batch_size, or make each "
+            "replica's own loader in a function: trainer.fit(function)"
         )
-    if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
-        raise ValueError("a DataLoader without batch_size, or with a batch_sampler, cannot be divided: use batch_size")
+    if is_iterable:
+        return {"drop_last": loader.drop_last, **_worker_options(loader)}
     other = getattr(loader.sampler, "replacement", False) or len(loader.sampler) != len(loader.dataset)  # type: ignore[arg-type]
-    if type(loader.sampler) not in (RandomSampler, SequentialSampler) or other:
+    shuffles = _is_plain(loader.sampler, RandomSampler)
+    if not (shuffles or _is_plain(loader.sampler, SequentialSampler)) or other:
         raise ValueError(
             f"the loader's sampler is a {type(loader.sampler).__name__}, which says itself who gets which sample; only "
             "those of shuffle=True and shuffle=False can be divided. A phalanx.DistributedSampler is taken as it is"
         )
+    return {
+        "shuffle": shuffles,
+        "drop_last": loader.drop_last,
+        **_worker_options(loader),
+    }
+
+
+def _is_plain(sampler: object, kind: type) -> bool:
+    """Return whether it is a sampler of this kind as a DataLoader makes them, and not one of a derived class."""
+    return type(sampler).__name__ == kind.__name__ and type(sampler).__module__ in _MODULES
+
+
+def _worker_options(loader: DataLoader[Any]) -> dict[str, Any]:
     options: dict[str, Any] = {
         "batch_size": loader.batch_size,
-        "shuffle": isinstance(loader.sampler, RandomSampler),
-        "drop_last": loader.drop_last,
         "num_workers": loader.num_workers,
         "collate_fn": loader.collate_fn,
         "pin_memory": loader.pin_memory,

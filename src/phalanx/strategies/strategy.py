@@ -22,13 +22,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from phalanx.backend import Job, rendezvous
 from phalanx.backend.shared import rehearses
 from phalanx.ddp.replicate import broadcast_tensors
 from phalanx.strategies.current import ReplicaContext, entered
-from phalanx.strategies.loader import InputContext, divide_batch, make_loader, options_of, require_divided
+from phalanx.strategies.iterable_loader import IterableLoader
+from phalanx.strategies.loader import (
+    InputContext,
+    check_loader,
+    divide_batch,
+    make_iterable_loader,
+    make_loader,
+    options_of,
+    require_divided,
+)
 from phalanx.strategies.loss import LossFn, LossOf, loss_of_model, not_a_loss
 from phalanx.strategies.precision import Precision, autocast_dtype
 from phalanx.strategies.reduction import Reduce, gather_over, reduce_over
@@ -185,11 +194,19 @@ class Strategy(ABC):
             padding: repeat some samples where they don't divide; False for evaluation, where each counts once.
             options: of `torch.utils.data.DataLoader`: num_workers, collate_fn, ...
 
+        An IterableDataset is read by each replica, which takes its part of each batch (`shuffle`, `seed` and `padding`
+        are the dataset's own business); the last batch may be divided unevenly.
+
         Raises:
             ValueError: the replicas can't share the batch evenly.
-            TypeError: the dataset has no length, or an option is the strategy's own.
+            TypeError: the dataset has no length and is no IterableDataset, or divides itself; or an option is the
+                strategy's own.
         """
+        check_loader(dataset, options)
         group = world()
+        if isinstance(dataset, IterableDataset):
+            place = self.num_replicas_in_sync, self.replica_id_in_sync_group
+            return make_iterable_loader(dataset, batch_size, *place, drop_last, options)
         if group is not None and rehearses(group):
             # It comes to a job that has divided the batch among fewer: elastic.State gives it the others' share.
             own = max(1, batch_size // self.num_replicas_in_sync)
@@ -219,6 +236,9 @@ class Strategy(ABC):
         options = options_of(loader)
         if options is None:
             place = self.num_replicas_in_sync, self.replica_id_in_sync_group
+            if isinstance(loader, IterableLoader):
+                loader.regroup(*place)
+                return loader
             require_divided(loader, place, padding=padding)
             return loader
         return self.loader(loader.dataset, padding=padding, **options)

@@ -19,12 +19,17 @@ class Position:
         """Return where the run is."""
         state = self._state
         where = {"epoch": state.epoch, "step": state.step, "data": state.data_position()}
-        return where | {"metrics": dict(state.metrics), "scalars": self._scalars.state_dict()}
+        return where | {
+            "batches": state.batches,
+            "metrics": dict(state.metrics),
+            "scalars": self._scalars.state_dict(),
+        }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from where a run was."""
         state = self._state
         state.epoch, state.step = state.saved = state_dict["epoch"], state_dict["step"]
+        state.batches = state_dict.get("batches", 0)
         state.metrics = dict(state_dict["metrics"])
         state.load_data_position(state_dict["data"])
         self._scalars.load_state_dict(state_dict["scalars"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import sys
@@ -161,7 +162,8 @@ def progress(
     The count of the whole job is rank 0's times the number of ranks.
     """
     if total is None and isinstance(iterable, Sized):
-        total = len(iterable)
+        with contextlib.suppress(TypeError):  # a DataLoader over an IterableDataset has none
+            total = len(iterable)
     grouped = dist.is_available() and dist.is_initialized()
     return Progress(
         iterable,

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import pickle
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -16,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-from torch.utils.data import DataLoader
 
 from phalanx import elastic
 from phalanx.backend import rendezvous
@@ -30,15 +28,15 @@ from phalanx.report import begin as begin_report
 from phalanx.report import recording
 from phalanx.strategies import Strategy, get
 from phalanx.strategies.each_rank import EachRank
-from phalanx.strategies.loader import why_empty
+from phalanx.strategies.iterable_loader import IterableLoader
 from phalanx.strategies.loss import require_pair
 from phalanx.strategies.own_step import loss_of_own_step
 from phalanx.strategies.precision import Precision
 from phalanx.torch_names import find
 from phalanx.trainer.arguments import _is_count, find_problems
-from phalanx.trainer.batch_sizes import BatchSizes
 from phalanx.trainer.callbacks import Callback, CallbackStates, hears_steps
 from phalanx.trainer.fit_display import FitDisplay
+from phalanx.trainer.loaders import FitLoader, Loaders, divide
 from phalanx.trainer.metrics import SummedMetric, Sums, call_metric, num_samples
 from phalanx.trainer.position import Position
 from phalanx.trainer.scalars import Scalars
@@ -205,13 +203,15 @@ class Trainer:
 
     # -- the loop ------------------------------------------------------------------------------------------------------
 
-    def fit(self, loader: DataLoader[Any], val_loader: DataLoader[Any] | None = None) -> None:
+    def fit(self, loader: Loaders, val_loader: Loaders | None = None) -> None:
         """Train until `max_epochs` or `max_steps`, from the latest checkpoint on if there is one. Collective.
 
         Arguments:
             loader: its batch size is that of all replicas together: the strategy divides it. One that
-                `strategy.loader` has made is taken as it is.
-            val_loader: the same; each sample is counted once.
+                `strategy.loader` has made is taken as it is. One over an IterableDataset is divided as well; a dict of
+                loaders gives a dict of batches; and a function of `phalanx.strategies.InputContext` returns what each
+                replica iterates over, as it is (docs/trainer.md#data).
+            val_loader: the same; each sample is counted once. Of several by name, metrics are "name/metric".
 
         Called once more it goes on where it ended: after `trainer.max_epochs = 20`, say.
 
@@ -219,22 +219,22 @@ class Trainer:
             ValueError, TypeError: a loader cannot be divided, or has no batch; a folder to write into can't be made.
             CheckpointError: a checkpoint is damaged, does not fit, or cannot be written.
         """
-        loader = self._divide("loader", loader)
-        val_loader = None if val_loader is None else self._divide("val_loader", val_loader, padding=False)
+        batches = divide(self.strategy, "loader", loader)
+        val_loader = None if val_loader is None else self._divide_validation(val_loader)
         if isinstance(self.scheduler, ReduceLROnPlateau) and val_loader is None:
             raise ValueError("Trainer.fit: ReduceLROnPlateau steps by what validation measures: give a val_loader")
         group = self.strategy.training_group
         if group is None or not rehearses(group):  # who comes to a job that runs finds them
             folders = {"checkpoint": self._manager.folder if self._manager else None, "log_dir": self._scalars.folder}
             make_folders(Peers(self.strategy.checkpoint_group, what="Trainer.fit"), folders)
-        before, self._state = self._state, self._make_state(loader)
+        before, self._state = self._state, self._make_state(batches)
         state = self._state
         if before is not None:
             Position(state, self._scalars).go_on(before)
         self._restore(state)
 
         def fit_state(state: elastic.State) -> None:
-            self._train(state, loader, val_loader)
+            self._train(state, batches, val_loader)
 
         try:
             self._call("on_fit_begin")
@@ -260,23 +260,20 @@ class Trainer:
             self._call("on_error", error)
             raise
 
-    def _divide(self, name: str, loader: object, *, padding: bool = True) -> DataLoader[Any]:
-        if not isinstance(loader, DataLoader):
-            raise TypeError(f"Trainer: {name} must be a torch.utils.data.DataLoader, got a {type(loader).__name__}")
-        divided = self.strategy.distribute(loader, padding=padding)
-        if why := why_empty(divided):
-            raise ValueError(f"Trainer: {name} has no batch: {why}")
-        return divided
+    def _divide_validation(self, loader: Any) -> Loaders:
+        """Divide it, or each of several by name: an error comes before the first step."""
+        if isinstance(loader, Mapping):
+            return {
+                name: divide(self.strategy, f"val_loader[{name!r}]", one, padding=False) for name, one in loader.items()
+            }
+        return divide(self.strategy, "val_loader", loader, padding=False)
 
-    def _train(self, state: elastic.State, loader: DataLoader[Any], val_loader: DataLoader[Any] | None) -> None:
+    def _train(self, state: elastic.State, loader: FitLoader, val_loader: Loaders | None) -> None:
         self._agree_on_callbacks(state)
-        # Of who came later, and divided the batch by more replicas: all take what the first ones have.
-        if loader.batch_sampler is not None:  # else its samples are batches
-            loader.batch_sampler.batch_size = state.batch_size  # type: ignore[attr-defined]
         for epoch in state.epochs(self.max_epochs):
             if epoch and self._manager is not None and self._save_every is None:
                 self._save(state)  # of the epoch before, which has been counted now
-            is_inside = bool((state.data_position() or {"consumed": 0})["consumed"])
+            is_inside = bool((state.data_position() or {"consumed": 0})["consumed"] or state.batches)
             if self._is_over and not is_inside:
                 return
             self._call("on_epoch_begin")
@@ -295,22 +292,18 @@ class Trainer:
             if self.scheduler is not None and not self._by_step:
                 self._step_scheduler()
             self._call("on_epoch_end")
+            state.batches = 0
 
-    def _train_epoch(self, state: elastic.State, loader: DataLoader[Any], epoch: int) -> bool:
+    def _train_epoch(self, state: elastic.State, loader: FitLoader, epoch: int) -> bool:
         """Train on what is left of the epoch; whether to its end."""
-        total, begun = len(loader), self.step
-        sizes = BatchSizes.of(loader)
+        loader.begin_epoch(epoch, state.batch_size)
+        total, begun = loader.total, self.step
         if self._is_over:  # a run that ended inside of it, and is started again
             return total == 0
-        if loader.generator is None:  # it would draw from the model's, once more where an epoch is taken up
-            loader.generator = torch.Generator()
-        loader.generator.manual_seed(hash((loader.sampler.seed, epoch)) & (2**63 - 1))  # type: ignore[attr-defined]
         name = f"epoch {epoch + 1}/{self.max_epochs}"
-        for number, batch in enumerate(self._display.batches(loader, name, self._samples_shown(loader)), start=1):
-            group = (number - 1) // self._accumulate
-            in_group = min(self._accumulate, total - group * self._accumulate)
-            is_last = number == group * self._accumulate + in_group
-            share = sizes.share(number - 1, range(group * self._accumulate, group * self._accumulate + in_group))
+        shown = self._display.batches(loader.loader, name, self._samples_shown(loader))
+        number = 0
+        for batch, share, is_last, number in loader.batches(shown, self._accumulate, state.batches):
             loss = self.strategy.compute_gradients(self._on_device(batch), share=share, is_last=is_last)
             self._display.add_loss(loss, self.step + 1)
             if not is_last:
@@ -318,12 +311,16 @@ class Trainer:
             self.strategy.update(self._max_norm)
             if self.scheduler is not None and self._by_step:
                 self.scheduler.step()
+            if total is None:
+                state.batches = number
             state.commit()
             self._after_step(state, loss)
             if self._is_over or (self._dry_run and self.step == begun + _DRY_STEPS):
                 self._display.end_epoch()
                 return number == total
         self._display.end_epoch()
+        if total is None and not number and not state.batches:
+            raise ValueError(f"Trainer: loader has no batch, in epoch {epoch + 1}")
         return True
 
     def _after_step(self, state: elastic.State, loss: Tensor) -> None:
@@ -341,39 +338,34 @@ class Trainer:
         if self._save_every is not None and state.step % self._save_every == 0:
             self._save(state)
 
-    def validate(self, loader: DataLoader[Any]) -> dict[str, float]:
-        """Return the loss and the metrics over all samples of all ranks, each counted once. Collective."""
-        sampler = getattr(loader, "sampler", None)
-        if isinstance(sampler, DistributedSampler) and self.strategy.is_elastic:  # ranks may have been lost, or come
-            sampler.regroup(self.strategy.num_replicas_in_sync, self.strategy.replica_id_in_sync_group)
-        loader = self._divide("val_loader", loader, padding=False)
+    def validate(self, loader: Loaders) -> dict[str, float]:
+        """Return the loss and the metrics over all samples of all ranks, each counted once. Collective.
+
+        Of several loaders by name, those of each, as "name/metric".
+        """
+        if isinstance(loader, Mapping):
+            measured = {name: self.validate(one) for name, one in loader.items()}
+            return {f"{name}/{metric}": value for name, of in measured.items() for metric, value in of.items()}
+        place = self.strategy.num_replicas_in_sync, self.strategy.replica_id_in_sync_group
+        inner = loader.loader if isinstance(loader, FitLoader) else loader
+        if self.strategy.is_elastic:  # ranks may have been lost, or come
+            if isinstance(sampler := getattr(inner, "sampler", None), DistributedSampler):
+                sampler.regroup(*place)
+            elif isinstance(inner, IterableLoader):
+                inner.regroup(*place)
+        divided = divide(self.strategy, "val_loader", loader, padding=False)
         sums = Sums(self.strategy.device)
         was_training = self.model.training
         self.strategy.sync_buffers()
         self.model.eval()
         try:
-            for batch, counts in self._validation_batches(loader):
+            for batch, counts in divided.validation_batches(_DRY_STEPS if self._dry_run else None):
                 self._measure(self._on_device(batch), sums if counts else Sums(self.strategy.device))
         finally:
             self.model.train(was_training)
         count, totals = sums.compute(self.strategy.training_group)
         summed = {name: one.compute for name, one in self._metrics.items() if isinstance(one, SummedMetric)}
         return {name: float(summed[name](one) if name in summed else one / count) for name, one in totals.items()}
-
-    def _validation_batches(self, loader: DataLoader[Any]) -> Iterator[tuple[Any, bool]]:
-        """Yield the batches, and whether they count: where ranks must evaluate together, those with fewer
-        repeat one.
-        """
-        mine = min(len(loader), _DRY_STEPS) if self._dry_run else len(loader)
-        most = mine
-        if self.strategy.evaluates_together and self.strategy.training_group is not None:
-            agreed = torch.tensor(mine, device=self.strategy.device)
-            dist.all_reduce(agreed, dist.ReduceOp.MAX, group=self.strategy.training_group)
-            most = int(agreed)
-        for batch in itertools.islice(loader, mine):
-            yield batch, True
-        for _ in range(most - mine):
-            yield loader.collate_fn([loader.dataset[0]]), False
 
     def _measure(self, batch: Any, sums: Sums) -> None:
         """Add what a validation counts of a batch; nothing where another rank has the model's result."""
@@ -409,11 +401,12 @@ class Trainer:
 
     # -- what goes into a checkpoint -----------------------------------------------------------------------------------
 
-    def _make_state(self, loader: DataLoader[Any]) -> elastic.State:
-        things = {**self.strategy.held(), "sampler": loader.sampler}
+    def _make_state(self, loader: FitLoader) -> elastic.State:
+        things = {**self.strategy.held(), **({} if loader.sampler is None else {"sampler": loader.sampler})}
         if self.scheduler is not None:
             things["scheduler"] = self.scheduler
         things |= {"why_stopped": "", "saved": (-1, -1), "metrics": {}, "batch_size": loader.batch_size}
+        things["batches"] = 0  # of the epoch, where no sampler says how far it is
         return elastic.State(**things)
 
     def _keep_callbacks(self, state: elastic.State) -> None:
@@ -499,10 +492,10 @@ class Trainer:
         elif self.scheduler is not None:
             self.scheduler.step()
 
-    def _samples_shown(self, loader: DataLoader[Any]) -> int:
+    def _samples_shown(self, loader: FitLoader) -> int:
         """For the progress line, which multiplies by the ranks of the job, some of which may share a batch."""
         world_size = dist.get_world_size() if dist.is_initialized() else 1
-        return (loader.batch_size or 1) * self.strategy.num_replicas_in_sync // world_size or 1
+        return loader.samples_shown * self.strategy.num_replicas_in_sync // world_size or 1
 
     def _on_device(self, batch: Any) -> Any:
         device = self.strategy.device

@@ -1,0 +1,40 @@
+"""A dataset that says itself in which order an epoch goes through it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, Protocol
+
+from torch.utils.data import Dataset
+
+from phalanx.data.permutation import Indices
+
+
+class Order(Protocol):
+    """A function from positions of an epoch to indices of the dataset."""
+
+    def take(self, positions: Indices) -> Indices:
+        """Return the indices at `positions`.
+
+        Shape: (n), and so is the result.
+        """
+
+
+class OrderedDataset(Dataset[Any], ABC):
+    """A map-style dataset whose order `phalanx.DistributedSampler` asks for, in the place of one of its own."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def order(self, seed: int, epoch: int, *, shuffle: bool) -> Order:
+        """Return the order of an epoch, which depends on nothing else."""
+
+    @abstractmethod
+    def describe_order(self) -> dict[str, Any]:
+        """Return what makes the order: a saved position is one in the same order only."""
+
+
+def epoch_key(seed: int, epoch: int) -> str:
+    """Return what an epoch's shuffle is made of."""
+    return f"seed {seed}, epoch {epoch}"

@@ -1,0 +1,96 @@
+"""A DataLoader over a dataset that can only be iterated, divided among the replicas: each reads all and takes its part.
+
+global batch of 8     s0 s1 s2 s3 s4 s5 s6 s7 | s8 s9                  the last one, with two samples
+replica 0 of 3        s0 s1                   | (s8)                   has none of them, and computes one for nothing
+replica 1             s2 s3 s4                | s8
+replica 2             s5 s6 s7                | s9
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset
+
+
+class IterableLoader(DataLoader[Any]):
+    """The batches of one replica; of the latest, `own` and `total` say how many samples of the global batch it has.
+
+    A batch of which `own` is 0 has a sample that does not count: a replica that has none must take part in the step.
+
+    Cost: each replica reads the whole dataset; what others get is read and dropped, in the DataLoader's workers.
+    """
+
+    def __init__(
+        self,
+        dataset: IterableDataset[Any],
+        global_batch_size: int,
+        *,
+        replica: int,
+        num_replicas: int,
+        drop_last: bool,
+        collate_fn: Callable[[list[Any]], Any],
+        **options: Any,
+    ) -> None:
+        self.global_batch_size = global_batch_size
+        self.own = self.total = 0
+        parts = _Parts(dataset, global_batch_size, drop_last, collate_fn)
+        super().__init__(parts, batch_size=None, collate_fn=_as_it_is, **options)
+        self.regroup(num_replicas, replica)
+
+    @property
+    def source(self) -> Any:
+        """The dataset that is divided."""
+        return self._parts.source
+
+    @property
+    def _parts(self) -> _Parts:
+        assert isinstance(self.dataset, _Parts)
+        return self.dataset
+
+    def regroup(self, num_replicas: int, replica: int) -> None:
+        """Divide among another number of replicas, from the next iteration on; global batches stay what they are."""
+        self._parts.num_replicas, self._parts.replica = num_replicas, replica
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        for self.own, self.total, batch in super().__iter__():
+            yield batch
+
+
+class _Parts(IterableDataset[Any]):
+    def __init__(
+        self, source: IterableDataset[Any], batch_size: int, drop_last: bool, collate_fn: Callable[[list[Any]], Any]
+    ) -> None:
+        self.source = source
+        self.num_replicas, self.replica = 1, 0
+        self._batch_size, self._drop_last, self._collate_fn = batch_size, drop_last, collate_fn
+
+    def __iter__(self) -> Iterator[tuple[int, int, Any]]:
+        together: list[Any] = []
+        for sample in self.source:
+            together.append(sample)
+            if len(together) == self._batch_size:
+                yield self._own_part(together)
+                together = []
+        if together and not self._drop_last:
+            yield self._own_part(together)
+
+    def _own_part(self, together: list[Any]) -> tuple[int, int, Any]:
+        total = len(together)
+        begin, end = (total * one // self.num_replicas for one in (self.replica, self.replica + 1))
+        own = together[begin:end]
+        return len(own), total, self._collate_fn(own or together[:1])
+
+
+def _as_it_is(item: Any) -> Any:
+    return item
+
+
+def explain_own_division(dataset: Any) -> str:
+    """Return how a dataset divides itself among ranks, if it says so; each rank would get a part of its part."""
+    if getattr(dataset, "_distributed", None) is not None:
+        return "datasets.distributed.split_dataset_by_node has given each rank its part already"
+    if any(getattr(stage, "__name__", "") == "split_by_node" for stage in getattr(dataset, "pipeline", None) or ()):
+        return "webdataset's split_by_node gives each rank its part already"
+    return ""

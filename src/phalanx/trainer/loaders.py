@@ -1,0 +1,267 @@
+"""What `Trainer.fit` is given to train on and to validate with, divided among the replicas, and how its batches count.
+
+DataLoader over a dataset with a length     the strategy divides it; its sampler says where in it the job stands
+DataLoader over an IterableDataset          each replica reads it and takes its part of each batch; the position is a
+                                            number of batches, and who goes on reads on to there
+a dict of DataLoaders                       a batch of each in every step, as a dict
+a function of `InputContext`                each replica's own batches, as it makes them; ranks agree in each step
+                                            that all have one
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, IterableDataset
+
+from phalanx.data import DistributedSampler
+from phalanx.data.together import Member, Together
+from phalanx.elastic import generator_states
+from phalanx.errors import PhalanxError
+from phalanx.log import get_logger
+from phalanx.strategies import Strategy
+from phalanx.strategies.iterable_loader import IterableLoader
+from phalanx.strategies.loader import options_of, why_empty
+from phalanx.trainer.batch_sizes import BatchSizes
+from phalanx.trainer.metrics import num_samples
+
+_logger = get_logger(__name__)
+
+Loaders = Any
+"""A DataLoader, a dict of them, or a function of an InputContext."""
+
+
+class FitLoader:
+    """The batches of this replica."""
+
+    def __init__(self, loader: Any, strategy: Strategy, *, is_own: bool = False) -> None:
+        self.loader, self._strategy = loader, strategy
+        self.is_own = is_own
+        """Whether a function of the script has made it: replicas may have different numbers of batches."""
+        sampler = getattr(loader, "sampler", None)
+        self.sampler = sampler if isinstance(sampler, DistributedSampler) and not is_own else None
+
+    @property
+    def total(self) -> int | None:
+        """How many batches are left of the epoch; None if nobody knows."""
+        return len(self.loader) if self.sampler is not None else None
+
+    @property
+    def batch_size(self) -> int | None:
+        """Samples of this replica's batch, where that is one number."""
+        return self.loader.batch_size if self.sampler is not None else None
+
+    @property
+    def samples_shown(self) -> int:
+        """How many samples a batch is taken for in the progress line."""
+        if isinstance(self.loader, IterableLoader):
+            return self.loader.global_batch_size // self._strategy.num_replicas_in_sync or 1
+        dataset = getattr(self.loader, "dataset", None)
+        if isinstance(dataset, Together):
+            return max(member.batch_size for member in dataset.members.values()) // dataset.units_per_step or 1
+        return getattr(self.loader, "batch_size", None) or 1
+
+    def begin_epoch(self, epoch: int, batch_size: int | None) -> None:
+        """Before an epoch, or what is left of it: let the data know."""
+        loader = self.loader
+        if self.sampler is not None:
+            # Of a rank that came later, and divided the batch by more replicas: all take what the first ones have.
+            if loader.batch_sampler is not None:  # else its samples are batches
+                loader.batch_sampler.batch_size = batch_size
+        elif isinstance(loader, IterableLoader):
+            loader.regroup(self._strategy.num_replicas_in_sync, self._strategy.replica_id_in_sync_group)
+        if isinstance(loader, DataLoader):
+            if loader.generator is None:  # it would draw from the model's, once more where an epoch is taken up
+                loader.generator = torch.Generator()
+            seed = 0 if self.sampler is None else self.sampler.seed
+            loader.generator.manual_seed(hash((seed, epoch)) & (2**63 - 1))
+        if self.sampler is None:
+            _set_epoch(loader, epoch)
+
+    def batches(self, shown: Iterable[Any], accumulate: int, skip: int) -> Iterator[tuple[Any, float, bool, int]]:
+        """Yield (batch, its share of the samples of its update, whether it is the update's last, batches so far).
+
+        `shown` is the loader, as it is iterated; the first `skip` batches of the epoch are read and left out.
+        """
+        if self.sampler is not None:
+            return self._counted_batches(shown, accumulate)
+        return self._grouped_batches(iter(shown), accumulate, skip)
+
+    def _counted_batches(self, shown: Iterable[Any], accumulate: int) -> Iterator[tuple[Any, float, bool, int]]:
+        sizes = BatchSizes.of(self.loader)
+        for number, batch in enumerate(shown):
+            begin = number // accumulate * accumulate
+            group = range(begin, min(begin + accumulate, sizes.total))
+            yield batch, sizes.share(number, group), number == group[-1], number + 1
+
+    def _grouped_batches(
+        self, iterator: Iterator[Any], accumulate: int, skip: int
+    ) -> Iterator[tuple[Any, float, bool, int]]:
+        number = self._skip(iterator, skip)
+        while True:
+            group = [(batch, *self._weigh(batch)) for batch in itertools.islice(iterator, accumulate)]
+            if not self._all_have(bool(group)):
+                return
+            total = sum(one[2] for one in group)
+            for place, (batch, own, _) in enumerate(group, start=1):
+                number += 1
+                yield batch, own / total, place == len(group), number
+
+    def _skip(self, iterator: Iterator[Any], count: int) -> int:
+        """Read on to where the job stands. What is drawn in that was drawn before the job had come there."""
+        if not count:
+            return 0
+        states = generator_states.GeneratorStates().capture()
+        passed = sum(1 for _ in itertools.islice(iterator, count))
+        generator_states.restore(states)
+        return passed
+
+    def _weigh(self, batch: Any) -> tuple[float, float]:
+        """Return how much a batch weighs in the mean over ranks, and how much those of all replicas together."""
+        if isinstance(self.loader, IterableLoader):
+            return self.loader.own * self._strategy.num_replicas_in_sync, self.loader.total
+        count = num_samples(batch)
+        return count, count
+
+    def _all_have(self, has: bool) -> bool:
+        """Whether all replicas have a batch: where their numbers may differ, the first that has none ends the epoch."""
+        group = self._strategy.training_group
+        if not self.is_own or group is None:
+            return has
+        agreed = torch.tensor(int(has), device=self._strategy.device)
+        dist.all_reduce(agreed, dist.ReduceOp.MIN, group=group)
+        if has and not agreed:
+            _logger.warning(
+                "Trainer: another rank has no batch any more, so that the epoch ends here, and what this rank's loader "
+                "still has is left out. Let the function give all replicas as many batches."
+            )
+        return bool(agreed)
+
+    # -- validation ----------------------------------------------------------------------------------------------------
+
+    def validation_batches(self, most: int | None) -> Iterator[tuple[Any, bool]]:
+        """Yield the batches, at most `most`, and whether they count: where ranks must evaluate together, those with
+        fewer repeat one.
+        """
+        together = self._strategy.evaluates_together and self._strategy.training_group is not None
+        if self.sampler is not None:
+            mine = len(self.loader) if most is None else min(len(self.loader), most)
+            of_all = self._most_of_all(mine) if together else mine
+            for batch in itertools.islice(self.loader, mine):
+                yield batch, True
+            for _ in range(of_all - mine):
+                yield self._any_batch(), False
+            return
+        iterator, last = itertools.islice(self.loader, most), None
+        while True:
+            batch = next(iterator, _NONE)
+            has = batch is not _NONE
+            if not (self._most_of_all(int(has)) if together and self.is_own else has):
+                return
+            last = batch if has else self._any_batch() if last is None else last
+            yield last, has and not (isinstance(self.loader, IterableLoader) and self.loader.own == 0)
+
+    def _most_of_all(self, mine: int) -> int:
+        agreed = torch.tensor(mine, device=self._strategy.device)
+        dist.all_reduce(agreed, dist.ReduceOp.MAX, group=self._strategy.training_group)
+        return int(agreed)
+
+    def _any_batch(self) -> Any:
+        """Return a batch for a rank that has none, which does not count."""
+        if self.sampler is None:
+            raise PhalanxError(
+                "Trainer.validate: all ranks of this strategy evaluate together, and this rank's loader has no batch: "
+                "let the function give each replica one at least"
+            )
+        return self.loader.collate_fn([self.loader.dataset[0]])
+
+
+_NONE = object()
+
+
+def divide(strategy: Strategy, name: str, given: Any, *, padding: bool = True) -> FitLoader:
+    """Return the batches of this replica.
+
+    Raises:
+        ValueError, TypeError: `given` is no loader, cannot be divided, or has no batch.
+    """
+    if isinstance(given, FitLoader):
+        return given
+    if isinstance(given, Mapping):
+        return _divide_together(strategy, name, given)
+    if isinstance(given, DataLoader):
+        divided = strategy.distribute(given, padding=padding)
+        if not isinstance(divided, IterableLoader) and (why := why_empty(divided)):
+            raise ValueError(f"Trainer: {name} has no batch: {why}")
+        return FitLoader(divided, strategy)
+    if callable(given) and not isinstance(given, Sized):
+        return FitLoader(_call(strategy, name, given), strategy, is_own=True)
+    raise TypeError(
+        f"Trainer: {name} must be a torch.utils.data.DataLoader, a dict of them, or a function of an InputContext that "
+        f"returns this replica's batches; got a {type(given).__name__}"
+    )
+
+
+def _call(strategy: Strategy, name: str, function: Callable[[Any], Any]) -> Any:
+    made = strategy.distribute_datasets_from_function(function)
+    if not hasattr(made, "__iter__") or hasattr(made, "__next__"):
+        raise TypeError(
+            f"Trainer: the function of {name} must return what can be iterated in each epoch anew, as a DataLoader, "
+            f"got a {type(made).__name__}"
+        )
+    return made
+
+
+def _divide_together(strategy: Strategy, name: str, given: Mapping[Any, Any]) -> FitLoader:
+    members: dict[str, Member] = {}
+    options: dict[str, Any] = {"num_workers": 0}
+    for key, loader in given.items():
+        place = f"{name}[{key!r}]"
+        if not isinstance(key, str) or not isinstance(loader, DataLoader):
+            raise TypeError(
+                f"Trainer: {place} must be a torch.utils.data.DataLoader by name, got a {type(loader).__name__}"
+            )
+        if isinstance(loader.dataset, IterableDataset):
+            raise TypeError(
+                f"Trainer: {place} is over an IterableDataset: several loaders are read together by index. Make one "
+                "dataset of them, which gives what a step needs of each"
+            )
+        found = options_of(loader)
+        if found is None:
+            raise TypeError(
+                f"Trainer: {place} is divided already; several loaders are divided together: give it undivided"
+            )
+        if len(loader.dataset) == 0:  # type: ignore[arg-type]
+            raise ValueError(f"Trainer: {place} has no batch: its dataset is empty")
+        members[key] = Member(loader.dataset, found["batch_size"], found["shuffle"], 0, loader.collate_fn)
+        if found["num_workers"] > options["num_workers"]:
+            options = {key: found[key] for key in _OF_WORKERS if key in found}
+    if not members:
+        raise ValueError(f"Trainer: {name} is an empty dict: give it loaders by name")
+    together = Together(members)
+    replicas = strategy.num_replicas_in_sync
+    uneven = [f"{key}: {one.batch_size}" for key, one in members.items() if one.batch_size % replicas]
+    if uneven:
+        raise ValueError(
+            f"Trainer: {name}: batch sizes are those of all {replicas} replicas together, which can't share these "
+            f"evenly: {', '.join(uneven)}"
+        )
+    loader = strategy.loader(together, together.units_per_step, shuffle=False, collate_fn=together.collate, **options)
+    return FitLoader(loader, strategy)
+
+
+_OF_WORKERS = ("num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context",
+               "persistent_workers", "prefetch_factor")  # fmt: skip
+
+
+def _set_epoch(loader: Any, epoch: int) -> None:
+    """Tell the epoch to whatever of a loader shuffles by it."""
+    source = loader.source if isinstance(loader, IterableLoader) else getattr(loader, "dataset", None)
+    for one in (getattr(loader, "sampler", None), source, loader):
+        set_epoch = getattr(one, "set_epoch", None)
+        if callable(set_epoch):
+            set_epoch(epoch)

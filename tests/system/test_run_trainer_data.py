@@ -1,0 +1,63 @@
+"""A Trainer over a stream, and over what can only be iterated, loses a rank under `phalanx run`, and no bit."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from tests.system.test_run_trainer import PHALANX, run
+
+pytestmark = pytest.mark.timeout(300)  # seconds on an idle machine; whole jobs of several processes on a busy one
+
+TRAIN = """
+import hashlib, os, signal, sys, torch, phalanx
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, IterableDataset
+from phalanx.trainer import LambdaCallback
+
+kind, flag = sys.argv[1:]
+torch.manual_seed(0)
+inputs = torch.randn(90, 8)
+table = list(zip(inputs, inputs.square().sum(1, keepdim=True)))
+
+
+class Iterated(IterableDataset):
+    def __iter__(self):
+        return iter(table)
+
+
+def kill(trainer, loss):
+    if trainer.step == 8 and trainer.strategy.replica_id_in_sync_group == 1 and not os.path.exists(flag):
+        open(flag, "w").close()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+shards = [range(30), range(30, 41), range(41, 90)]
+stream = phalanx.data.Stream(shards, lambda shard: map(table.__getitem__, shard), lengths=[30, 11, 49], window=6)
+model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 1))
+trainer = phalanx.Trainer(
+    model, lambda p: torch.optim.AdamW(p, lr=1e-2), F.mse_loss, strategy="mirrored", max_epochs=2, seed=5,
+    callbacks=LambdaCallback(on_step_end=kill), show_progress=False,
+)
+data = {"stream": stream, "iterable": Iterated()}[kind]
+loader = DataLoader(data, 16, num_workers=1, shuffle=True if kind == "stream" else None)
+trainer.fit(loader, DataLoader(Iterated(), 16))
+bits = b"".join(one.detach().numpy().tobytes() for one in trainer.model.parameters())
+if trainer.strategy.is_main:
+    print("trained", trainer.epoch, trainer.step, trainer.metrics, hashlib.sha256(bits).hexdigest(), flush=True)
+"""
+
+
+@pytest.mark.parametrize("kind", ["stream", "iterable"])
+def test_a_trainer_that_loses_a_rank_ends_with_the_bits_of_one_that_does_not(tmp_path, kind):
+    (tmp_path / "train.py").write_text(TRAIN)
+    (tmp_path / "told").touch()
+    ends = []
+    for flag in ("told", "killed"):
+        output = run(tmp_path, PHALANX, "run", "--nproc-per-node", 2, "train.py", kind, flag)
+        ends += re.findall(r"trained .*", output)
+    assert (tmp_path / "killed").exists()
+    assert len(ends) == 2
+    assert ends[0] == ends[1]
+    assert ends[0].startswith("trained 2 12 ")

@@ -1,0 +1,226 @@
+"""What a Trainer is given to train on: streams, what has no length, several loaders, a function for each replica."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from tests.trainer.test_trainer import make, make_data
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+import phalanx
+from phalanx import strategies
+from phalanx.data import Stream
+from phalanx.testing import run_ranks
+
+
+class Iterated(IterableDataset):
+    """The samples of a table, one after another; `part` of them."""
+
+    def __init__(self, size: int, part: slice = slice(None)) -> None:
+        self.samples = list(make_data(size))[part]
+
+    def __iter__(self):
+        return iter(self.samples)
+
+
+def stream_of(size: int) -> Stream:
+    table = make_data(size)
+    cut = size // 3
+    shards = [range(cut), range(cut, size)]
+    lengths = [len(one) for one in shards]
+    return Stream(shards, lambda shard: [table[i] for i in shard], lengths=lengths)
+
+
+def loader_of(kind: str, size: int, batch: int) -> Any:
+    if kind == "function":
+        return lambda context: DataLoader(
+            Iterated(size, slice(context.input_pipeline_id, None, context.num_input_pipelines)), batch
+        )
+    data: Dataset = {"table": make_data, "stream": stream_of, "iterable": Iterated}[kind](size)
+    return DataLoader(data, batch)
+
+
+def plain_model():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 1))
+
+
+def make_trainer(strategy: Any, **options: Any) -> phalanx.Trainer:
+    error = {"error": lambda result, target: (result - target).abs()}
+    return phalanx.Trainer(
+        plain_model(), lambda p: torch.optim.SGD(p, lr=1e-2), F.mse_loss, strategy=strategy, metrics=error,
+        show_progress=False, **options,
+    )  # fmt: skip
+
+
+def _measure(rank, world_size, kinds, size):
+    found = {}
+    for kind in kinds:
+        with strategies.get("mirrored", launch=False) as strategy:
+            found[kind] = make_trainer(strategy).validate(loader_of(kind, size, 2 * world_size))
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("size", [1, 7, 12])
+def test_a_validation_counts_each_sample_once_whatever_it_reads(world_size, size):
+    table = make_data(size)
+    with torch.no_grad():
+        inputs, targets = table.tensors
+        result = plain_model()(inputs)
+    expected = {"loss": float(F.mse_loss(result, targets)), "error": float((result - targets).abs().mean())}
+    for measured in run_ranks(_measure, world_size, ("table", "stream", "iterable", "function"), size):
+        for kind, metrics in measured.items():
+            assert metrics == pytest.approx(expected, rel=1e-5), kind
+
+
+def _train_iterable(rank, world_size, size, batch, accumulate):
+    with strategies.get("mirrored", launch=False) as strategy:
+        trainer = make_trainer(strategy, accumulate=accumulate, max_epochs=2)
+        trainer.fit(loader_of("iterable", size, batch))
+        weights = [one.detach().clone() for one in trainer.strategy.bare_model.parameters()]
+        return trainer.step, weights
+
+
+@pytest.mark.parametrize(("size", "batch", "accumulate"), [(20, 6, 1), (20, 6, 2), (7, 4, 3), (13, 5, 1), (1, 4, 1)])
+def test_what_can_only_be_iterated_trains_as_one_process_does_with_any_number_of_ranks(size, batch, accumulate):
+    """Batches that replicas can't share evenly, and last ones of which some have nothing, count by their samples."""
+    model = plain_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    inputs, targets = make_data(size).tensors
+    for _ in range(2):
+        for x, y in zip(inputs.split(batch * accumulate), targets.split(batch * accumulate), strict=True):
+            optimizer.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
+    for step, weights in run_ranks(_train_iterable, 3, size, batch, accumulate):
+        assert step == 2 * -(-size // (batch * accumulate))
+        for mine, theirs in zip(weights, model.parameters(), strict=True):
+            torch.testing.assert_close(mine, theirs.detach())
+
+
+def _train_uneven(rank, world_size):
+    seen = []
+
+    class Own(nn.Linear):
+        def training_step(self, batch):
+            seen.extend(batch[:, 0].tolist())
+            return self(batch).square().mean()
+
+        def validation_step(self, batch):
+            return {"sum": batch[:, 0]}
+
+    with strategies.get("mirrored", launch=False) as strategy:
+        trainer = phalanx.Trainer(
+            Own(1, 1), lambda p: torch.optim.SGD(p, lr=1e-4), strategy=strategy, max_epochs=2, show_progress=False
+        )
+        batches = [torch.full((2, 1), float(10 * rank + i)) for i in range(3 + rank)]
+        trainer.fit(lambda context: batches, lambda context: batches)
+        return trainer.step, seen, trainer.metrics["sum"]
+
+
+def test_replicas_whose_own_loaders_differ_train_as_far_as_the_first_and_are_all_measured():
+    (steps, first, mean), (others, second, same) = run_ranks(_train_uneven, 2)
+    assert (steps, others) == (6, 6)
+    assert first == [0, 0, 1, 1, 2, 2] * 2
+    assert second == [10, 10, 11, 11, 12, 12] * 2
+    assert mean == same == pytest.approx((0 + 1 + 2 + 10 + 11 + 12 + 13) / 7)
+
+
+class TwoParts(nn.Linear):
+    """It has a batch of each of two loaders in a step."""
+
+    def __init__(self) -> None:
+        super().__init__(1, 1)
+        self.seen: dict[str, list[float]] = {"first": [], "second": []}
+        self.sizes: list[tuple[int, int]] = []
+
+    def training_step(self, batch):
+        for name, one in batch.items():
+            self.seen[name] += one[:, 0].tolist()
+        self.sizes.append((len(batch["first"]), len(batch["second"])))
+        return self(batch["first"]).square().mean() + self(batch["second"]).abs().mean()
+
+
+def numbers(size: int) -> list[torch.Tensor]:
+    return [torch.tensor([float(i)]) for i in range(size)]
+
+
+def train_two(strategy, first, second, **options):
+    trainer = phalanx.Trainer(
+        TwoParts(), lambda p: torch.optim.SGD(p, lr=1e-4), strategy=strategy, show_progress=False, **options
+    )
+    trainer.fit({"first": first, "second": second})
+    return trainer
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_several_loaders_give_a_batch_each_in_every_step_and_the_longest_says_what_an_epoch_is(workers):
+    first, second = numbers(22), numbers(5)
+    trainer = train_two(
+        strategies.SingleDeviceStrategy("cpu"),
+        DataLoader(first, 4, shuffle=True, num_workers=workers),
+        DataLoader(second, 2, shuffle=True),
+        max_epochs=2,
+    )
+    model = trainer.strategy.bare_model
+    assert trainer.step == 12
+    assert model.sizes == [(4, 2)] * 5 + [(2, 1)] + [(4, 2)] * 5 + [(2, 1)]
+    for epoch in range(2):
+        assert sorted(model.seen["first"][22 * epoch : 22 * epoch + 22]) == list(range(22))
+    for begin in range(0, 20, 5):  # the shorter one goes round
+        assert sorted(model.seen["second"][begin : begin + 5]) == list(range(5))
+    assert model.seen["first"][:22] != model.seen["first"][22:]
+
+
+def _train_two(rank, world_size):
+    with strategies.get("mirrored", launch=False) as strategy:
+        stream = Stream([0, 1], lambda shard: numbers(24)[12 * shard : 12 * shard + 12], lengths=12, window=4)
+        trainer = train_two(strategy, DataLoader(stream, 4, shuffle=True), DataLoader(numbers(6), 2, shuffle=True))
+        return trainer.strategy.bare_model.seen, trainer.step
+
+
+def test_several_loaders_are_divided_among_ranks():
+    found = run_ranks(_train_two, 2)
+    assert [step for _, step in found] == [6, 6]
+    assert sorted(found[0][0]["first"] + found[1][0]["first"]) == list(range(24))
+    assert sorted(found[0][0]["second"] + found[1][0]["second"]) == sorted([*range(6)] * 2)
+
+
+def test_several_validations_are_measured_by_name():
+    trainer = make(metrics={"error": lambda result, target: (result - target).abs()})
+    trainer.fit(DataLoader(make_data(), 16), {"a": DataLoader(make_data(10), 4), "b": DataLoader(Iterated(7), 4)})
+    assert list(trainer.metrics) == ["a/loss", "a/error", "b/loss", "b/error"]
+    assert trainer.metrics["b/loss"] == pytest.approx(trainer.validate(DataLoader(make_data(7), 4))["loss"])
+
+
+@pytest.mark.parametrize(
+    ("loader", "error", "words"),
+    [
+        (lambda: DataLoader(Iterated(0), 4), ValueError, "loader has no batch, in epoch 1"),
+        (
+            lambda: lambda context: iter([1]),
+            TypeError,
+            "must return what can be iterated in each epoch anew, as a DataLoader, got a list_iterator",
+        ),
+        (lambda: lambda context: 3, TypeError, "the function of loader must return what can be iterated .* got a int"),
+        (lambda: {}, ValueError, "loader is an empty dict"),
+        (lambda: {"a": [1]}, TypeError, r"loader\['a'\] must be a torch.utils.data.DataLoader by name, got a list"),
+        (lambda: {"a": DataLoader(Iterated(4), 2)}, TypeError, r"loader\['a'\] is over an IterableDataset"),
+        (lambda: {"a": DataLoader(numbers(0), 2)}, ValueError, r"loader\['a'\] has no batch: its dataset is empty"),
+    ],
+)
+def test_what_cannot_be_trained_on_is_refused_with_what_to_do(loader, error, words):
+    with pytest.raises(error, match=words):
+        make(max_epochs=1).fit(loader())
+
+
+def test_the_progress_line_counts_samples_also_where_nobody_knows_how_many_come(capsys):
+    trainer = make(show_progress=True)
+    trainer.fit(DataLoader(Iterated(20), 5))
+    assert re.search(r"epoch 1/1: 20 samples in", capsys.readouterr().out)
