@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,14 +30,17 @@ class Work:
 
     write      this rank's part
     commit     on rank 0: give the checkpoint its name; called once `parts` are all there
-    parts      on rank 0: the files that say that another rank's part is there
+    parts      on rank 0: the names by which other ranks tell that their parts are there
+    missing    on rank 0: those of them that have not been told yet; it is looked at so often, at most
     discard    on rank 0: remove what was written
     """
 
     step: int
     write: Callable[[], None]
-    commit: Callable[[], Path] | None = None
-    parts: tuple[Path, ...] = ()
+    commit: Callable[[], Path | str] | None = None
+    parts: tuple[str, ...] = ()
+    missing: Callable[[Collection[str]], list[str]] = list
+    look_at_most_s: float = _LOOK_AT_MOST_S
     discard: Callable[[], None] = lambda: None
 
 
@@ -48,7 +51,7 @@ class Saving:
         self.step = work.step
         self.problem: Exception | None = None  # of this rank's part
         self.failure: Exception | None = None  # of the commit
-        self.path: Path | None = None
+        self.path: Path | str | None = None
         self._work = work
         self._timeout_s = timeout_s
         self._written = threading.Event()
@@ -155,12 +158,10 @@ class Saving:
     def _await_parts(self) -> None:
         deadline, pause = Deadline.after(self._timeout_s), _LOOK_S
         missing = list(self._work.parts)
-        while missing := [path for path in missing if not os.path.exists(path)]:
+        while missing and (missing := self._work.missing(missing)):
             if self._given_up.is_set():
                 raise AbandonedError("given up before all ranks had written their parts")
             if deadline.passed:
-                raise AbandonedError(
-                    f"{', '.join(path.name for path in missing)} did not come within {deadline.timeout_s} s"
-                )
+                raise AbandonedError(f"{', '.join(missing)} did not come within {deadline.timeout_s} s")
             self._given_up.wait(pause)
-            pause = min(2 * pause, _LOOK_AT_MOST_S)
+            pause = min(2 * pause, self._work.look_at_most_s)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,12 @@ from torch import Tensor
 from phalanx.checkpoint.checksum import find_damage
 from phalanx.checkpoint.history import History
 from phalanx.checkpoint.manifest import find_damaged_file, is_checkpoint, read_manifest
+from phalanx.checkpoint.remote_history import RETRY_S, brought_here
 from phalanx.checkpoint.structure import METADATA, STRUCTURE, decode_structure
 from phalanx.checkpoint.tree import Node, Tree
 from phalanx.checkpoint.whole import STATE
 from phalanx.errors import CheckpointError
+from phalanx.storage import is_address
 
 _VALUE_CHARACTERS = 60
 
@@ -61,10 +63,24 @@ def inspect(path: str | os.PathLike[str], *, verify: bool = False) -> Contents:
     Arguments:
         verify: compare checksums, too: reads everything.
 
+    At an address of fsspec it is brought here first.
+
     Raises:
         CheckpointError: it is none of them, or cannot be read.
     """
-    path = Path(os.fspath(path))
+    if not is_address(path):
+        return _look_into(Path(os.fspath(path)), verify)
+    try:
+        with brought_here(os.fspath(path), RETRY_S) as (here, shown, others):
+            found = _look_into(here, verify)
+            damage = tuple(text.replace(str(here), shown) for text in found.damage)
+            return replace(found, path=shown, others=others, damage=damage)
+    except CheckpointError as error:
+        text = str(error)
+        raise CheckpointError(text if text.startswith("inspect") else f"inspect: {text}") from error
+
+
+def _look_into(path: Path, verify: bool) -> Contents:
     others: tuple[str, ...] = ()
     if path.is_dir() and not is_checkpoint(path) and not (path / METADATA).exists():
         entries = History(path, None).entries()

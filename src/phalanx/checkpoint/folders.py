@@ -8,6 +8,7 @@ from pathlib import Path
 
 from phalanx.checkpoint.peers import Peers
 from phalanx.checkpoint.write_problems import may_write
+from phalanx.storage import is_address
 
 
 def make_folders(peers: Peers, folders: Mapping[str, str | os.PathLike[str] | None]) -> None:
@@ -18,7 +19,7 @@ def make_folders(peers: Peers, folders: Mapping[str, str | os.PathLike[str] | No
     """
     problems = []
     for argument, folder in folders.items() if peers.is_first else ():
-        if folder is None:
+        if folder is None or is_address(folder):  # there, objects alone are made
             continue
         try:
             os.makedirs(folder, exist_ok=True)

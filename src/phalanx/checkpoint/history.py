@@ -23,7 +23,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,11 +56,36 @@ def explain_renamed(path: Path, manifest: Manifest) -> str | None:
 
 
 class Draft:
-    """A checkpoint that is being written: a hidden folder, locked as long as this is open."""
+    """A checkpoint that is being written: a hidden folder, locked as long as this is open.
 
-    def __init__(self, path: Path, fd: int) -> None:
-        self.path = path
-        self._fd = fd
+    Without `fd` it is another rank's, who has its part in it.
+    """
+
+    def __init__(self, path: Path, fd: int = -1) -> None:
+        self.path, self.name = path, path.name
+        self._fd, self._is_first = fd, fd >= 0
+
+    def send(self) -> None:
+        """Do nothing: what is written is there already."""
+
+    def tell(self, name: str, content: str) -> None:
+        """Leave a small file for rank 0, whole or not at all."""
+        draft = self.path / f"{name}.draft"
+        draft.write_text(content)
+        os.rename(draft, self.path / name)
+
+    def hear(self, name: str) -> str:
+        """Return what another rank has told."""
+        return (self.path / name).read_text()
+
+    def missing(self, names: Collection[str]) -> list[str]:
+        """Return those that no rank has told yet."""
+        return [name for name in names if not os.path.exists(self.path / name)]
+
+    def forget(self, names: Collection[str]) -> None:
+        """Remove what ranks have told."""
+        for name in names:
+            (self.path / name).unlink()
 
     def commit(self, manifest: Manifest, history: History) -> Path:
         """Give it its name, durably; returns where it is then. What it holds has been synchronised by who wrote it.
@@ -90,8 +115,9 @@ class Draft:
         return path
 
     def discard(self) -> None:
-        """Remove it."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        """Remove it, on rank 0."""
+        if self._is_first:
+            shutil.rmtree(self.path, ignore_errors=True)
         self.close()
 
     def close(self) -> None:
@@ -124,6 +150,23 @@ class History:
         except FileNotFoundError:
             return []
         return sorted(found, reverse=True)
+
+    def shown(self, name: str) -> Path:
+        """Return where a checkpoint is."""
+        return self.folder / name
+
+    def exists(self, name: str) -> bool:
+        """Whether there is such a checkpoint."""
+        return os.path.exists(self.folder / name)
+
+    @contextlib.contextmanager
+    def opened(self, peers: object, name: str) -> Iterator[Path]:
+        """Yield the folder in which its files are."""
+        yield self.folder / name
+
+    def join(self, name: str) -> Draft:
+        """Return another rank's part of the checkpoint that rank 0 has begun."""
+        return Draft(self.folder / name)
 
     def next_number(self) -> int:
         """Of the save to come."""

@@ -18,10 +18,12 @@ from phalanx.checkpoint.optimizer_fit import OptimizerNotes
 from phalanx.checkpoint.optimizer_gap import describe_gap
 from phalanx.checkpoint.parts import describe_misfits, load_part
 from phalanx.checkpoint.peers import Peers
+from phalanx.checkpoint.remote_history import RETRY_S, brought_here
 from phalanx.checkpoint.restore import find_latest, read_moved
 from phalanx.checkpoint.rollback import Rollback, describe_put_back, in_loading_order
 from phalanx.errors import CheckpointError
 from phalanx.partition.owners import owner_of
+from phalanx.storage import is_address
 
 _ZIP_BEGINS = b"PK\x03\x04"
 
@@ -42,7 +44,8 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     """Return the state that `save_checkpoint` wrote to `path`, with its tensors on `map_location`.
 
-    `path` may also be a checkpoint of a `CheckpointManager`, or the folder that holds them: the latest, then.
+    `path` may also be a checkpoint of a `CheckpointManager`, or the folder that holds them: the latest, then. Each may
+    lie at an address of fsspec (`s3://bucket/run.pt`), and is brought here first.
 
     Not collective: each rank reads the file itself, so the path must lead to it on every host. Only tensors, numbers,
     strings and containers of them are made (torch.load's `weights_only`): a file from a stranger cannot run code.
@@ -65,10 +68,33 @@ def load_checkpoint(
         ValueError: there is no such device here.
         TypeError: `into` is no mapping of names to what has a `load_state_dict`.
     """
-    path = Path(os.fspath(path))
     require_device(map_location, "load_checkpoint")
     if into is not None:
         _require_stateful(into)
+    if is_address(path):
+        return _load_from_address(os.fspath(path), map_location, into, verify)
+    return _load_from_here(Path(os.fspath(path)), map_location, into, verify)
+
+
+def _load_from_address(
+    address: str, map_location: str | torch.device, into: Mapping[str, Stateful] | None, verify: bool
+) -> dict[str, Any]:
+    try:
+        with brought_here(address, RETRY_S) as (path, shown, _):
+            try:
+                return _load_from_here(path, map_location, into, verify)
+            except CheckpointError as error:
+                error.args = (str(error).replace(str(path), shown), *error.args[1:])
+                raise
+    except CheckpointError as error:
+        if not str(error).startswith("load_checkpoint"):
+            error.args = (f"load_checkpoint: {error}", *error.args[1:])
+        raise
+
+
+def _load_from_here(
+    path: Path, map_location: str | torch.device, into: Mapping[str, Stateful] | None, verify: bool
+) -> dict[str, Any]:
     notes = OptimizerNotes()
     if os.path.isdir(path):
         state, notes = _read_folder(path, map_location)

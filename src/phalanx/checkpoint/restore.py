@@ -19,6 +19,7 @@ from phalanx.checkpoint.optimizer_fit import OptimizerNotes
 from phalanx.checkpoint.optimizer_gap import describe_gap
 from phalanx.checkpoint.parts import Report, describe_misfits, fit_stages, load_part, module_state
 from phalanx.checkpoint.peers import Peers
+from phalanx.checkpoint.remote_history import DownloadError, RemoteHistory
 from phalanx.checkpoint.rollback import Rollback, describe_put_back, in_loading_order
 from phalanx.checkpoint.structure import METADATA, STRUCTURE, decode_structure
 from phalanx.checkpoint.tree import Node, build, find, is_dtensor, strides_of_tensors, tensor_names
@@ -38,7 +39,7 @@ class Restored:
     """What was loaded: of which step, from where, the state by name, and what of it did not fit (with strict=False)."""
 
     step: int
-    path: Path
+    path: Path | str
     state: dict[str, Any]
     report: Report = field(default_factory=Report)
 
@@ -53,7 +54,7 @@ class VanishedError(CheckpointError):
 
 def restore(
     peers: Peers,
-    folder: Path,
+    history: History | RemoteHistory,
     names: Sequence[str],
     parts: Mapping[str, Any] | None,
     *,
@@ -61,18 +62,19 @@ def restore(
     strict: bool,
     fallback: bool,
 ) -> Restored | None:
-    """Load the first of the checkpoints `names` in `folder`, or with `fallback` the first that is not damaged."""
+    """Load the first of the checkpoints `names`, or with `fallback` the first that is not damaged."""
     require_device(map_location, peers.what)
     parts = {} if parts is None else parts
     if not isinstance(parts, Mapping):
         raise TypeError(f"{peers.what}: parts must be a dict of what to load by name, got a {type(parts).__name__}")
     stateful = {name: part for name, part in parts.items() if hasattr(part, "load_state_dict")}
     for number, name in enumerate(names):
-        path = folder / name
+        path = history.shown(name)
         try:
-            manifest, state = read_state(peers, path, stateful)
-        except DamagedError as error:
-            if peers.broadcast(not os.path.exists(path)):
+            with history.opened(peers, name) as folder:
+                manifest, state = _read_shown(peers, folder, path, stateful)
+        except (DamagedError, DownloadError) as error:
+            if peers.broadcast(not history.exists(name) if peers.is_first else False):
                 raise VanishedError(f"{peers.what}: {path} was removed while it was read.") from None
             left = names[number + 1 :]
             if not fallback or not left:
@@ -84,9 +86,21 @@ def restore(
     return None
 
 
+def _read_shown(
+    peers: Peers, folder: Path, path: Path | str, stateful: Mapping[str, Any]
+) -> tuple[Manifest, dict[str, Any]]:
+    """Return what `read_state` does; its errors speak of where the checkpoint is kept, not of a copy of it."""
+    try:
+        return read_state(peers, folder, stateful)
+    except CheckpointError as error:
+        if folder != path:
+            error.args = (str(error).replace(str(folder), str(path)), *error.args[1:])
+        raise
+
+
 def _load(
     peers: Peers,
-    path: Path,
+    path: Path | str,
     manifest: Manifest,
     state: dict[str, Any],
     stateful: Mapping[str, Any],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -13,7 +14,9 @@ import torch.distributed as dist
 from phalanx.checkpoint.atomic import NotDurableError, replace_file
 from phalanx.checkpoint.blame import describe_unsafe_value, publish_name
 from phalanx.checkpoint.disk_errors import describe_disk_error
+from phalanx.checkpoint.remote_history import RETRY_S
 from phalanx.errors import CheckpointError, PhalanxError
+from phalanx.storage import RemoteFolder, is_address
 
 
 def save_checkpoint(path: str | os.PathLike[str], state: Mapping[str, Any]) -> None:
@@ -23,8 +26,8 @@ def save_checkpoint(path: str | os.PathLike[str], state: Mapping[str, Any]) -> N
     others wait. Without a process group it writes right away. A checkpoint that was there before stays until the new
     one is complete, and a process that is killed meanwhile leaves nothing (see `phalanx docs checkpoints`). `state` may
     hold what `load_checkpoint` can read: tensors, numbers, strings, and dicts, lists and tuples of them, which is what
-    PyTorch's `state_dict()` methods give. To a pipe or a character device it is written when
-    complete: `/dev/null` stays one.
+    PyTorch's `state_dict()` methods give. At an address of fsspec (`s3://bucket/run.pt`) it is put as one object. To a
+    pipe or a character device it is written when complete: `/dev/null` stays one.
 
     Cost: one broadcast of some hundred bytes; nothing is copied on the ranks that wait.
 
@@ -35,15 +38,19 @@ def save_checkpoint(path: str | os.PathLike[str], state: Mapping[str, Any]) -> N
             checkpoint is unchanged.
         MismatchError, PeerLostError, DeadlineError: some rank did not come; rank 0 has written the file.
     """
-    path = Path(os.fspath(path))  # a wrong one is an error on every rank
+    # A wrong one is an error on every rank.
+    place: Path | str = os.fspath(path) if is_address(path) else Path(os.fspath(path))
     grouped = dist.is_available() and dist.is_initialized()
     problem: str | None = None
     cause: Exception | None = None
     if not grouped or dist.get_rank() == 0:
         try:
-            replace_file(path, lambda file: _write(state, file))
+            if isinstance(place, str):
+                _put(state, place)
+            else:
+                replace_file(place, lambda file: _write(state, file))
         except Exception as error:
-            problem, cause = _explain(path, state, error), error
+            problem, cause = _explain(place, state, error), error
     if grouped:
         outcome = [problem]
         try:
@@ -66,6 +73,16 @@ class _UnreadableError(Exception):
     """The state holds classes that `load_checkpoint` would refuse."""
 
 
+def _put(state: Mapping[str, Any], address: str) -> None:
+    """Write a file here, and put it there: an object appears whole."""
+    parent, _, name = address.rpartition("/")
+    remote = RemoteFolder(parent, RETRY_S)  # what is not installed is said before anything is written
+    with tempfile.TemporaryDirectory(prefix="phalanx-checkpoint-") as folder:
+        file = Path(folder) / "state.pt"
+        replace_file(file, lambda stream: _write(state, stream))
+        remote.put(file, name)
+
+
 def _write(state: Mapping[str, Any], file: BinaryIO) -> None:
     torch.save(state, file)
     file.flush()
@@ -75,8 +92,9 @@ def _write(state: Mapping[str, Any], file: BinaryIO) -> None:
         raise _UnreadableError(", ".join(sorted(map(publish_name, unsafe))))
 
 
-def _explain(path: Path, state: Mapping[str, Any], error: Exception) -> str:
-    kept = "The checkpoint that was there before is unchanged." if os.path.isfile(path) else "Nothing was written."
+def _explain(path: Path | str, state: Mapping[str, Any], error: Exception) -> str:
+    was_there = isinstance(path, str) or os.path.isfile(path)
+    kept = "The checkpoint that was there before is unchanged." if was_there else "Nothing was written."
     advice = ""
     if isinstance(error, _UnreadableError):
         fact = f"the state holds objects of {error}, which load_checkpoint would refuse to open"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import operator
 import os
+import threading
 import weakref
 from collections.abc import Mapping
 from datetime import datetime, timezone
@@ -21,6 +22,7 @@ from phalanx.checkpoint.manifest import FileRecord, Kind, Manifest
 from phalanx.checkpoint.optimizer_fit import OptimizerNotes, note_optimizers
 from phalanx.checkpoint.parts import buffer_names, describe_optimizers, states_of
 from phalanx.checkpoint.peers import Peers
+from phalanx.checkpoint.remote_history import RemoteDraft, RemoteHistory
 from phalanx.checkpoint.restore import Restored, VanishedError, restore
 from phalanx.checkpoint.snapshot import SnapshotMemory, copy_tree
 from phalanx.checkpoint.structure import encode_structure, merge_structures
@@ -29,10 +31,12 @@ from phalanx.checkpoint.whole import write_whole
 from phalanx.checkpoint.write_problems import explain_optimizers_apart, explain_unseen, explain_unwritten, may_write
 from phalanx.errors import CheckpointError
 from phalanx.log import get_logger
+from phalanx.storage import is_address
 
 if TYPE_CHECKING:  # torch.distributed.checkpoint takes most of a second to import: only who needs it pays
     from phalanx.checkpoint import sharded as sharded_files
 
+_LOOK_AT_MOST_S, _LOOK_REMOTE_S = 0.1, 2.0  # between two looks for other ranks' parts
 _ATTEMPTS = 100  # to read the latest, while a training job elsewhere saves newer ones and removes it
 _AT_EXIT_S = 60.0  # for other ranks' parts of the last save, when this process ends without `wait`
 
@@ -58,13 +62,15 @@ class CheckpointManager:
     DistributedDataParallel), or a plain value: a tensor, a number, a string, dicts and lists of them.
 
     Arguments:
-        folder: on a disk that every rank sees, if `sharded`; made if it is not there.
+        folder: on a disk that every rank sees, if `sharded`; made if it is not there. Or an address of fsspec, such as
+            `s3://bucket/runs/a`: files are written in the folder for temporary files first (docs/checkpoints.md).
         keep: how many checkpoints stay; None for all.
         sharded: every rank writes its part, in the files of torch.distributed.checkpoint; otherwise rank 0 writes one
             file of torch.save. None decides by the state: sharded if some tensor of it is (DTensor, or a
             ZeroRedundancyOptimizer of more than one rank).
         process_group: the default group if None, whichever that is at the time of the call.
         timeout: how long rank 0 waits for the other ranks' parts, in seconds, after its own is written.
+        retry_s: at an address, for how long what fails as networks do is tried again.
 
     Raises:
         ValueError, TypeError: an argument makes no sense.
@@ -78,17 +84,25 @@ class CheckpointManager:
         sharded: bool | None = None,
         process_group: dist.ProcessGroup | None = None,
         timeout: float = 600.0,
+        retry_s: float = 120.0,
     ) -> None:
         if keep is not None and (not isinstance(keep, int) or keep < 1):
             raise ValueError(f"CheckpointManager: keep must be 1 or more checkpoints, or None for all, got {keep!r}")
         if not timeout > 0:
             raise ValueError(f"CheckpointManager: timeout must be above zero seconds, got {timeout!r}")
-        self.folder = Path(os.path.abspath(folder))  # of now: a script may change its directory
+        if not retry_s >= 0:
+            raise ValueError(f"CheckpointManager: retry_s must be zero seconds or more, got {retry_s!r}")
+        is_remote = is_address(folder)
+        self.folder: Path | str = (
+            os.fspath(folder).rstrip("/") if is_remote else Path(os.path.abspath(folder))
+        )  # of now
         self.keep = keep
         self.sharded = sharded
         self.process_group = process_group
         self.timeout = timeout
-        self._history = History(self.folder, keep)
+        self._history: History | RemoteHistory = (
+            RemoteHistory(self.folder, keep, retry_s) if isinstance(self.folder, str) else History(self.folder, keep)
+        )
         if sharded:
             import phalanx.checkpoint.sharded  # noqa: F401 - now, and not while training waits for its first save
         self._memory = SnapshotMemory()
@@ -99,7 +113,7 @@ class CheckpointManager:
 
     # -- saving --------------------------------------------------------------------------------------------------------
 
-    def save(self, step: int, parts: Mapping[str, Any]) -> Path:
+    def save(self, step: int, parts: Mapping[str, Any]) -> Path | str:
         """Write a checkpoint of now; when this returns, on any rank, it is on the disk. Returns where. Collective.
 
         Raises:
@@ -131,7 +145,7 @@ class CheckpointManager:
         self._saving, self._saving_group = saving, peers.group
         saving.start()
 
-    def wait(self) -> Path | None:
+    def wait(self) -> Path | str | None:
         """Wait until what `async_save` began is on the disk, and return where it is; None if there was nothing to wait
         for. Collective.
 
@@ -184,11 +198,12 @@ class CheckpointManager:
         self._settle(peers)
         state, kind, pinned = self._collect(peers, parts)
         notes = note_optimizers(parts)
-        draft, folder = self._open_draft(peers, step, kind)
+        draft = self._open_draft(peers, step, kind)
         try:
             if kind == "whole":
                 return self._begin_whole(peers, step, state, notes, draft, memory)
-            return self._begin_sharded(peers, step, state, notes, pinned, draft, folder, memory)
+            assert draft is not None
+            return self._begin_sharded(peers, step, state, notes, pinned, draft, memory)
         except BaseException:
             if draft is not None:
                 draft.discard()
@@ -228,28 +243,29 @@ class CheckpointManager:
             )
         return state, kind, buffer_names(parts)
 
-    def _open_draft(self, peers: Peers, step: int, kind: Kind) -> tuple[Draft | None, Path]:
-        """Return the hidden folder to write into, which all ranks see if all of them write. Only rank 0 holds it."""
-        draft: Draft | None = None
+    def _open_draft(self, peers: Peers, step: int, kind: Kind) -> Draft | RemoteDraft | None:
+        """Return what to write into: rank 0's; if all ranks write, each one's part of it."""
+        draft: Draft | RemoteDraft | None = None
         problem, cause, name = None, None, ""
         if peers.is_first:
             try:
                 draft = self._history.draft(step)
-                name = draft.path.name
-            except OSError as error:
+                name = draft.name
+            except Exception as error:
                 problem, cause = explain_unwritten(peers, self.folder, step, error), error
         try:
             problem, name = peers.broadcast((problem, name))
             if problem is not None:
                 raise CheckpointError(problem) from cause
-            folder = self.folder / name
-            if kind == "sharded" and peers.world_size > 1:
-                peers.agree(None if may_write(folder) else explain_unseen(peers, folder))
+            if kind == "sharded" and draft is None:
+                draft = self._history.join(name)
+            if kind == "sharded" and peers.world_size > 1 and isinstance(draft, Draft):
+                peers.agree(None if may_write(draft.path) else explain_unseen(peers, draft.path))
         except BaseException:
             if draft is not None:
                 draft.discard()
             raise
-        return draft, folder
+        return draft
 
     def _begin_whole(
         self,
@@ -257,7 +273,7 @@ class CheckpointManager:
         step: int,
         state: Mapping[str, Any],
         notes: OptimizerNotes,
-        draft: Draft | None,
+        draft: Draft | RemoteDraft | None,
         memory: SnapshotMemory | None,
     ) -> Saving:
         if draft is None:
@@ -267,8 +283,9 @@ class CheckpointManager:
 
         def write() -> None:
             files.update(write_whole(draft.path, content))
+            draft.send()
 
-        def commit() -> Path:
+        def commit() -> Path | str:
             return self._commit(draft, self._manifest("whole", step, peers, files, notes))
 
         return Saving(Work(step, write, commit, discard=draft.discard), self.timeout)
@@ -280,8 +297,7 @@ class CheckpointManager:
         state: Mapping[str, Any],
         notes: OptimizerNotes,
         pinned: set[str],
-        draft: Draft | None,
-        folder: Path,
+        draft: Draft | RemoteDraft,
         memory: SnapshotMemory | None,
     ) -> Saving:
         from phalanx.checkpoint import sharded as sharded_files
@@ -303,24 +319,27 @@ class CheckpointManager:
         parts: dict[int, sharded_files.Part] = {}
 
         def write() -> None:
-            parts[peers.rank] = sharded_files.write_part(folder, plan, pieces)
+            parts[peers.rank] = sharded_files.write_part(draft.path, plan, pieces)
+            draft.send()
             if not peers.is_first:
-                sharded_files.tell_part(folder, peers.rank, parts[peers.rank])
+                draft.tell(sharded_files.part_name(peers.rank), parts[peers.rank].encode())
 
-        if draft is None:
-            return Saving(Work(step, write), self.timeout)
-        others = {rank: sharded_files.part_path(folder, rank) for rank in range(1, peers.world_size)}
+        if not peers.is_first:
+            return Saving(Work(step, write, discard=draft.discard), self.timeout)
+        others = {rank: sharded_files.part_name(rank) for rank in range(1, peers.world_size)}
 
-        def commit() -> Path:
-            for rank, path in others.items():
-                parts[rank] = sharded_files.Part.decode(path.read_text())
+        def commit() -> Path | str:
+            for rank, name in others.items():
+                parts[rank] = sharded_files.Part.decode(draft.hear(name))
             ordered = [parts[rank] for rank in sorted(parts)]
-            files = sharded_files.write_metadata(folder, plan, ordered, aliases, structure)
-            for path in others.values():
-                path.unlink()
+            files = sharded_files.write_metadata(draft.path, plan, ordered, aliases, structure)
+            draft.send()
+            draft.forget(tuple(others.values()))
             return self._commit(draft, self._manifest("sharded", step, peers, files, notes))
 
-        return Saving(Work(step, write, commit, tuple(others.values()), draft.discard), self.timeout)
+        look = _LOOK_REMOTE_S if isinstance(draft, RemoteDraft) else _LOOK_AT_MOST_S
+        work = Work(step, write, commit, tuple(others.values()), draft.missing, look, draft.discard)
+        return Saving(work, self.timeout)
 
     def _manifest(
         self, kind: Kind, step: int, peers: Peers, files: Mapping[str, FileRecord], notes: OptimizerNotes
@@ -330,12 +349,17 @@ class CheckpointManager:
             kind, step, peers.world_size, now, str(torch.__version__), dict(files), notes.orders, notes.classes
         )
 
-    def _commit(self, draft: Draft, manifest: Manifest) -> Path:
-        path = draft.commit(manifest, self._history)
+    def _commit(self, draft: Draft | RemoteDraft, manifest: Manifest) -> Path | str:
+        path: Path | str
+        if isinstance(draft, RemoteDraft):
+            path = draft.commit(manifest)
+        else:
+            assert isinstance(self._history, History)
+            path = draft.commit(manifest, self._history)
         self._history.remove_old()
         return path
 
-    def _settle(self, peers: Peers) -> Path | None:
+    def _settle(self, peers: Peers) -> Path | str | None:
         """Wait for what is being written, on all ranks, and raise what became of it."""
         if self._saving is not None and self._saving_group is not peers.group:
             self.give_up()  # the group that began it is gone, and with it perhaps a rank: nobody waits for its part
@@ -357,22 +381,22 @@ class CheckpointManager:
             saving.commit_now()
         if peers.is_first:
             failure = saving.wait_finished()
-            name = saving.path.name if saving.path else ""
+            name = str(saving.path).rpartition("/")[2] if saving.path else ""
             answer = (None if failure is None else explain_unwritten(peers, self.folder, saving.step, failure), name)
         else:
             saving.wait_finished()
         outcome, name = peers.broadcast(answer)  # type: ignore[misc]
         if outcome is not None:
             raise CheckpointError(outcome) from failure
-        return self.folder / name
+        return self._history.shown(name)
 
     # -- loading -------------------------------------------------------------------------------------------------------
 
-    def checkpoints(self) -> list[Path]:
+    def checkpoints(self) -> list[Path | str]:
         """All checkpoints of the folder, the latest first, as this rank sees it."""
-        return [entry.path for entry in self._history.entries()]
+        return [self._history.shown(entry.path.name) for entry in self._history.entries()]
 
-    def latest(self) -> Path | None:
+    def latest(self) -> Path | str | None:
         """Return the checkpoint that was saved last, as this rank sees the folder; None if there is none."""
         return next(iter(self.checkpoints()), None)
 
@@ -416,7 +440,7 @@ class CheckpointManager:
             names = self._find(peers, step)
             try:
                 return restore(
-                    peers, self.folder, names, parts, map_location=map_location, strict=strict, fallback=fallback
+                    peers, self._history, names, parts, map_location=map_location, strict=strict, fallback=fallback
                 )
             except VanishedError:
                 if attempt + 1 == _ATTEMPTS:
@@ -428,8 +452,9 @@ class CheckpointManager:
         problem, cause, mine = None, None, list[Entry]()
         try:
             mine = self._history.entries()
-        except OSError as error:
-            problem, cause = f"{peers.what} on rank {peers.rank}: {self.folder}: {error.strerror or error}.", error
+        except Exception as error:
+            fact = (error.strerror or str(error)) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+            problem, cause = f"{peers.what} on rank {peers.rank}: {self.folder}: {fact}.", error
         told = peers.all_gather((problem, [entry.path.name for entry in mine if step is None or entry.step == step]))
         problem, names = told[0]
         if problem is not None:
@@ -452,10 +477,14 @@ class CheckpointManager:
 _open: weakref.WeakSet[CheckpointManager] = weakref.WeakSet()
 
 
-@atexit.register
 def _finish() -> None:
     """Let what was begun come to its end, where a script ends without `wait`: the threads would die with it."""
     for manager in list(_open):
         saving = manager._saving
         if saving is not None and saving.is_background:
             saving.finish_alone(_AT_EXIT_S)
+
+
+# Before the executors of concurrent.futures close, without which names of hosts are not found: later, where Python has
+# no such list any more.
+getattr(threading, "_register_atexit", atexit.register)(_finish)

@@ -258,17 +258,9 @@ def write_part(folder: Path, plan: Plan, pieces: Pieces) -> Part:
     )
 
 
-def part_path(folder: Path, rank: int) -> Path:
-    """Where a rank says what it has written."""
-    return folder / f".part-{rank}"
-
-
-def tell_part(folder: Path, rank: int, part: Part) -> None:
-    """Say it, whole or not at all."""
-    path = part_path(folder, rank)
-    draft = path.with_name(f"{path.name}.draft")
-    draft.write_text(part.encode())
-    os.rename(draft, path)
+def part_name(rank: int) -> str:
+    """Return the name under which a rank says what it has written."""
+    return f".part-{rank}"
 
 
 def write_metadata(

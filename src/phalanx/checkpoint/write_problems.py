@@ -42,7 +42,7 @@ def explain_unseen(peers: Peers, folder: Path) -> str:
 
 
 def explain_unwritten(
-    peers: Peers, folder: Path, step: int, error: Exception, state: Mapping[str, Any] | None = None
+    peers: Peers, folder: Path | str, step: int, error: Exception, state: Mapping[str, Any] | None = None
 ) -> str:
     """One message: what could not be done, where, why, and what holds now."""
     kept = "The checkpoints that were there before are unchanged, and so is what is in training."

@@ -66,7 +66,7 @@ class FitDisplay:
         if self._epoch:  # else a finished run that is started again measures once more
             self.say(f"{self._epoch}: validation: {values_text(metrics)}")
 
-    def show_resumed(self, trainer: Trainer, path: Path) -> None:
+    def show_resumed(self, trainer: Trainer, path: Path | str) -> None:
         """Say that a checkpoint was loaded."""
         place = f"in epoch {trainer.epoch + 1}" if trainer.epoch < trainer.max_epochs else f"epoch {trainer.epoch}"
         self.say(f"goes on from {path}, after step {trainer.step}, {place}")

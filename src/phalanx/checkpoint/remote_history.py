@@ -1,0 +1,274 @@
+"""The checkpoints of a run at an address of fsspec: each appears with one small object, put last.
+
+    s3://bucket/runs/a/
+        00000007-step-300-5be2ff01/     the seventh save: a checkpoint, as it has its manifest
+            state.pt
+            checkpoint.json
+        00000008-step-400-3fa9c2d1/     being written, or left by a writer that died
+            .writing                    by which process
+        latest                          the name of the newest, for people
+
+    files, written into a folder here   put each   parts of all ranks   put checkpoint.json   latest   remove old ones
+    |________________ killed here: objects without a manifest are left __________________|  |_ killed here: it is there
+
+An object store puts an object whole or not at all; nothing else is asked of it. What a dead writer has left is removed
+by the next save: at once where its process can be seen to be gone, else when nothing was put there for an hour.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import secrets
+import shutil
+import tempfile
+from collections.abc import Collection, Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+from phalanx.checkpoint.history import LATEST, Entry
+from phalanx.checkpoint.manifest import MANIFEST, Manifest
+from phalanx.checkpoint.peers import Peers
+from phalanx.coordination.rank_info import host_identity
+from phalanx.errors import CheckpointError
+from phalanx.storage import RemoteFolder
+from phalanx.symmetric_memory.watch import ProcessId
+
+_NAME = re.compile(r"(\d{8,})-step-(\d+)-[0-9a-f]{8}")
+_WRITING = ".writing"
+_ABANDONED_S = 3600.0
+RETRY_S = 120.0  # unless a manager says another time
+
+
+class RemoteDraft:
+    """This rank's part of a checkpoint that is being written: files in a folder here, which go to their address."""
+
+    def __init__(self, remote: RemoteFolder, name: str, *, is_first: bool) -> None:
+        self.name = name
+        self.path = Path(tempfile.mkdtemp(prefix="phalanx-checkpoint-"))
+        self._remote, self._is_first = remote, is_first
+        self._sent: set[str] = set()
+
+    def send(self) -> None:
+        """Put the files there that have not been put yet, and let go of them here.
+
+        Raises:
+            Exception: what the file system raises, when it was tried for as long as was said.
+        """
+        for file in sorted(self.path.iterdir()):
+            if file.name not in self._sent:
+                self._remote.put(file, f"{self.name}/{file.name}")
+                self._sent.add(file.name)
+                file.unlink()
+
+    def tell(self, name: str, content: str) -> None:
+        """Put a small object there for rank 0."""
+        self._remote.put_bytes(content.encode(), f"{self.name}/{name}")
+
+    def hear(self, name: str) -> str:
+        """Return what another rank has told."""
+        return self._remote.get_bytes(f"{self.name}/{name}").decode()
+
+    def missing(self, names: Collection[str]) -> list[str]:
+        """Return those that no rank has told yet."""
+        there = self._remote.list(self.name)
+        return [name for name in names if f"{self.name}/{name}" not in there]
+
+    def forget(self, names: Collection[str]) -> None:
+        """Remove what ranks have told."""
+        self._remote.remove([f"{self.name}/{name}" for name in names])
+
+    def commit(self, manifest: Manifest) -> str:
+        """Let it appear; returns its address."""
+        self._remote.put_bytes(manifest.encode(), f"{self.name}/{MANIFEST}")
+        self._clear()
+        with contextlib.suppress(Exception):  # it is there; these are for people, and for the next save
+            self._remote.put_bytes(self.name.encode(), LATEST)
+            self._remote.remove([f"{self.name}/{_WRITING}"])
+        return self._remote.shown(self.name)
+
+    def discard(self) -> None:
+        """Remove it, as far as the network lets us."""
+        self._clear()
+        if self._is_first:
+            with contextlib.suppress(Exception):
+                names = list(self._remote.list(self.name))
+                if f"{self.name}/{MANIFEST}" not in names:
+                    self._remote.remove(names)
+
+    def _clear(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+class RemoteHistory:
+    """The checkpoints at `address`, and the newest `keep` of them after a save; all if None."""
+
+    def __init__(self, address: str, keep: int | None, retry_s: float) -> None:
+        self.keep = keep
+        self._remote = RemoteFolder(address, retry_s)
+
+    def shown(self, name: str) -> str:
+        """Return the address of a checkpoint."""
+        return self._remote.shown(name)
+
+    def entries(self) -> list[Entry]:
+        """All that have appeared, the latest first.
+
+        Raises:
+            Exception: what the file system raises, when it was tried for as long as was said.
+        """
+        found = []
+        for name in self._remote.list():
+            folder, _, file = name.partition("/")
+            if file == MANIFEST and (match := _NAME.fullmatch(folder)):
+                found.append(Entry(int(match[1]), int(match[2]), Path(folder)))
+        return sorted(found, reverse=True)
+
+    def exists(self, name: str) -> bool:
+        """Whether there is such a checkpoint."""
+        return self._remote.exists(f"{name}/{MANIFEST}")
+
+    def draft(self, step: int) -> RemoteDraft:
+        """Return a new checkpoint to write, and remove what dead writers left."""
+        objects = self._remote.list()
+        matches = filter(None, (_NAME.fullmatch(name.partition("/")[0]) for name in objects))
+        number = 1 + max((int(match[1]) for match in matches), default=0)
+        name = f"{number:08d}-step-{step}-{secrets.token_hex(4)}"
+        own = {"host": host_identity(), "process": asdict(ProcessId.of_self())}
+        self._remote.put_bytes(json.dumps(own).encode(), f"{name}/{_WRITING}")
+        with contextlib.suppress(Exception):  # what is left over costs room only
+            self._remove_abandoned(name)
+        return RemoteDraft(self._remote, name, is_first=True)
+
+    def join(self, name: str) -> RemoteDraft:
+        """Return another rank's part of the checkpoint that rank 0 has begun."""
+        return RemoteDraft(self._remote, name, is_first=False)
+
+    def remove_old(self) -> None:
+        """Remove all but the newest `keep`, the manifest first: from then on it is none. What can't be stays."""
+        with contextlib.suppress(Exception):
+            for entry in self.entries()[self.keep :] if self.keep is not None else []:
+                self._remote.remove([f"{entry.path.name}/{MANIFEST}"])
+                self._remote.remove(list(self._remote.list(entry.path.name)))
+
+    def _remove_abandoned(self, own: str) -> None:
+        objects = self._remote.list()
+        folders: dict[str, list[str]] = {}
+        for name in objects:
+            if _NAME.fullmatch(folder := name.partition("/")[0]):
+                folders.setdefault(folder, []).append(name)
+        now = objects[f"{own}/{_WRITING}"].modified_s
+        for folder, names in folders.items():
+            if folder == own or f"{folder}/{MANIFEST}" in names:
+                continue
+            latest = [objects[name].modified_s for name in names]
+            is_old = now is not None and all(at is not None and now - at > _ABANDONED_S for at in latest)
+            if is_old or (f"{folder}/{_WRITING}" in names and self._has_ended(folder)):
+                self._remote.remove(names)
+
+    def _has_ended(self, folder: str) -> bool:
+        """Whether the process that began to write there was one of this host, and is gone."""
+        told = json.loads(self._remote.get_bytes(f"{folder}/{_WRITING}"))
+        return told["host"] == host_identity() and ProcessId(**told["process"]).has_ended()
+
+    # -- reading -------------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def opened(self, peers: Peers, name: str) -> Iterator[Path]:
+        """Yield a folder of this machine with the files that ranks of it read; it is gone in the end. Collective.
+
+        Of a whole checkpoint rank 0 alone has the file; of a sharded one each host has all files, once.
+        """
+        manifest: Manifest | None = None
+        problem: str | None = None
+        if peers.is_first:
+            try:
+                manifest = Manifest.decode(self._remote.get_bytes(f"{name}/{MANIFEST}"))
+            except FileNotFoundError:
+                problem = f"{self.shown(name)} is not there"
+            except ValueError as error:
+                problem = f"{self.shown(name)}/{MANIFEST} is damaged: {error}"
+            except Exception as error:
+                problem = f"{self.shown(name)} could not be read: {type(error).__name__}: {error}"
+        problem, manifest = peers.broadcast((problem, manifest))
+        if manifest is None:
+            raise DownloadError(f"{peers.what}: {problem}.")
+        hosts = peers.all_gather(host_identity())
+        mine = [rank for rank, host in enumerate(hosts) if host == hosts[peers.rank]]
+        folders = [_make_folder(name, manifest)] if mine[0] == peers.rank else []
+        try:
+            shared = peers.all_gather(folders[0] if folders else None)[mine[0]]
+            assert shared is not None
+            files = self._files_for(manifest, peers, mine)
+            if not (shared / MANIFEST).exists():  # one host, and other folders
+                folders.append(shared := _make_folder(name, manifest))
+                files = list(manifest.files)
+            peers.agree(self._download(name, files, shared))
+            yield shared
+            peers.all_gather(None)  # nobody reads any more
+        finally:
+            for folder in folders:
+                shutil.rmtree(folder.parent, ignore_errors=True)
+
+    def _files_for(self, manifest: Manifest, peers: Peers, mine: list[int]) -> list[str]:
+        if manifest.kind == "whole":
+            return list(manifest.files) if peers.is_first else []
+        return sorted(manifest.files)[mine.index(peers.rank) :: len(mine)]
+
+    def _download(self, name: str, files: list[str], folder: Path) -> str | None:
+        try:
+            for file in files:
+                self._remote.get(f"{name}/{file}", folder / file)
+        except FileNotFoundError:
+            return f"{self.shown(name)} lacks a file: it is damaged, or was removed while it was read"
+        except Exception as error:
+            return f"{self.shown(name)} could not be read: {type(error).__name__}: {error}"
+        return None
+
+
+def _make_folder(name: str, manifest: Manifest) -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="phalanx-checkpoint-")) / name
+    folder.mkdir()
+    (folder / MANIFEST).write_bytes(manifest.encode())
+    return folder
+
+
+class DownloadError(CheckpointError):
+    """A checkpoint could not be brought here."""
+
+
+@contextlib.contextmanager
+def brought_here(address: str, retry_s: float) -> Iterator[tuple[Path, str, tuple[str, ...]]]:
+    """Yield what is at an address as a file or folder of this machine, its own address, and the names of older ones.
+
+    It is a checkpoint, or the folder of several, of which it is the latest, or a single object.
+
+    Raises:
+        CheckpointError: there is none, or it cannot be read.
+    """
+    address = address.rstrip("/")
+    parent, _, name = address.rpartition("/")
+    try:
+        objects = RemoteFolder(address, retry_s).list()
+        entries = [] if "" in objects or MANIFEST in objects else RemoteHistory(address, None, retry_s).entries()
+        if not entries and not objects.keys() & {"", MANIFEST}:
+            raise CheckpointError(f"{address}: there is no checkpoint there.")
+        if "" in objects:
+            file = Path(tempfile.mkdtemp(prefix="phalanx-checkpoint-")) / name
+            RemoteFolder(parent, retry_s).get(name, file)
+    except (CheckpointError, ModuleNotFoundError):
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{address} could not be read: {type(error).__name__}: {error}") from error
+    if "" in objects:
+        try:
+            yield file, address, ()
+        finally:
+            shutil.rmtree(file.parent, ignore_errors=True)
+        return
+    if entries:
+        parent, name = address, entries[0].path.name
+    history = RemoteHistory(parent, None, retry_s)
+    with history.opened(Peers.alone("reading"), name) as path:
+        yield path, history.shown(name), tuple(entry.path.name for entry in entries[1:])
