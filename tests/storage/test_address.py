@@ -1,15 +1,25 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 
-from phalanx.storage import is_address, open_for_reading, split_address
+from phalanx.storage import is_address, open_for_reading, place_of, split_address
 
 
 def test_an_address_is_told_from_a_file_of_this_machine():
     assert all(map(is_address, ("s3://bucket/key", "memory://x", "gs://a", "github+x://a")))
     assert not any(map(is_address, ("/a/b", "a", "a:/b", "file:///a", "local://a", "a b://c", "")))
+
+
+def test_a_place_is_an_address_or_a_path_of_this_machine():
+    assert [*map(place_of, ("s3://a/b/", "file:///a/b", "local:///a", "a/b"))] == [
+        "s3://a/b",
+        Path("/a/b"),
+        Path("/a"),
+        Path("a/b"),
+    ]
 
 
 def test_both_are_opened_for_reading(tmp_path):

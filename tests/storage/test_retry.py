@@ -38,11 +38,12 @@ def test_failures_that_go_away_are_told_once_with_how_long_they_are_tried(caplog
     ]
 
 
-def test_when_the_time_is_over_the_last_failure_is_raised():
+def test_when_the_time_is_over_the_last_failure_is_raised_and_told(caplog):
     clock = ManualClock()
     function = Failing(*(TimeoutError(f"late {number}") for number in range(100)))
     with pytest.raises(TimeoutError, match="late 9"):
         retry(function, "writing x", Deadline.after(20.0, clock), pause=clock.turn)
+    assert caplog.messages[1:] == ["writing x: given up after 10 failures in 20 s."]
     assert function.calls == 10  # after 0.1, 0.3, 0.7, 1.5, 3.1, 6.3, 11.3, 16.3, 20 seconds
 
 

@@ -19,7 +19,7 @@ from phalanx.checkpoint.structure import METADATA, STRUCTURE, decode_structure
 from phalanx.checkpoint.tree import Node, Tree
 from phalanx.checkpoint.whole import STATE
 from phalanx.errors import CheckpointError
-from phalanx.storage import is_address
+from phalanx.storage import place_of
 
 _VALUE_CHARACTERS = 60
 
@@ -68,10 +68,11 @@ def inspect(path: str | os.PathLike[str], *, verify: bool = False) -> Contents:
     Raises:
         CheckpointError: it is none of them, or cannot be read.
     """
-    if not is_address(path):
-        return _look_into(Path(os.fspath(path)), verify)
+    place = place_of(path)
+    if isinstance(place, Path):
+        return _look_into(place, verify)
     try:
-        with brought_here(os.fspath(path), RETRY_S) as (here, shown, others):
+        with brought_here(place, RETRY_S) as (here, shown, others):
             found = _look_into(here, verify)
             damage = tuple(text.replace(str(here), shown) for text in found.damage)
             return replace(found, path=shown, others=others, damage=damage)

@@ -23,7 +23,7 @@ from phalanx.checkpoint.restore import find_latest, read_moved
 from phalanx.checkpoint.rollback import Rollback, describe_put_back, in_loading_order
 from phalanx.errors import CheckpointError
 from phalanx.partition.owners import owner_of
-from phalanx.storage import is_address
+from phalanx.storage import place_of
 
 _ZIP_BEGINS = b"PK\x03\x04"
 
@@ -71,9 +71,10 @@ def load_checkpoint(
     require_device(map_location, "load_checkpoint")
     if into is not None:
         _require_stateful(into)
-    if is_address(path):
-        return _load_from_address(os.fspath(path), map_location, into, verify)
-    return _load_from_here(Path(os.fspath(path)), map_location, into, verify)
+    place = place_of(path)
+    if isinstance(place, Path):
+        return _load_from_here(place, map_location, into, verify)
+    return _load_from_address(place, map_location, into, verify)
 
 
 def _load_from_address(

@@ -16,7 +16,7 @@ from phalanx.checkpoint.blame import describe_unsafe_value, publish_name
 from phalanx.checkpoint.disk_errors import describe_disk_error
 from phalanx.checkpoint.remote_history import RETRY_S
 from phalanx.errors import CheckpointError, PhalanxError
-from phalanx.storage import RemoteFolder, is_address
+from phalanx.storage import RemoteFolder, place_of
 
 
 def save_checkpoint(path: str | os.PathLike[str], state: Mapping[str, Any]) -> None:
@@ -38,8 +38,7 @@ def save_checkpoint(path: str | os.PathLike[str], state: Mapping[str, Any]) -> N
             checkpoint is unchanged.
         MismatchError, PeerLostError, DeadlineError: some rank did not come; rank 0 has written the file.
     """
-    # A wrong one is an error on every rank.
-    place: Path | str = os.fspath(path) if is_address(path) else Path(os.fspath(path))
+    place = place_of(path)  # a wrong one is an error on every rank
     grouped = dist.is_available() and dist.is_initialized()
     problem: str | None = None
     cause: Exception | None = None

@@ -31,7 +31,7 @@ from phalanx.checkpoint.whole import write_whole
 from phalanx.checkpoint.write_problems import explain_optimizers_apart, explain_unseen, explain_unwritten, may_write
 from phalanx.errors import CheckpointError
 from phalanx.log import get_logger
-from phalanx.storage import is_address
+from phalanx.storage import place_of
 
 if TYPE_CHECKING:  # torch.distributed.checkpoint takes most of a second to import: only who needs it pays
     from phalanx.checkpoint import sharded as sharded_files
@@ -63,7 +63,7 @@ class CheckpointManager:
 
     Arguments:
         folder: on a disk that every rank sees, if `sharded`; made if it is not there. Or an address of fsspec, such as
-            `s3://bucket/runs/a`: files are written in the folder for temporary files first (docs/checkpoints.md).
+            `s3://bucket/runs/a`: files are written in the folder for temporary files first.
         keep: how many checkpoints stay; None for all.
         sharded: every rank writes its part, in the files of torch.distributed.checkpoint; otherwise rank 0 writes one
             file of torch.save. None decides by the state: sharded if some tensor of it is (DTensor, or a
@@ -92,10 +92,9 @@ class CheckpointManager:
             raise ValueError(f"CheckpointManager: timeout must be above zero seconds, got {timeout!r}")
         if not retry_s >= 0:
             raise ValueError(f"CheckpointManager: retry_s must be zero seconds or more, got {retry_s!r}")
-        is_remote = is_address(folder)
-        self.folder: Path | str = (
-            os.fspath(folder).rstrip("/") if is_remote else Path(os.path.abspath(folder))
-        )  # of now
+        place = place_of(folder)
+        # Of now: a script may change its directory.
+        self.folder: Path | str = Path(os.path.abspath(place)) if isinstance(place, Path) else place
         self.keep = keep
         self.sharded = sharded
         self.process_group = process_group

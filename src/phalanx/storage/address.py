@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from phalanx.extras import require
@@ -17,6 +18,15 @@ def is_address(name: object) -> bool:
     """Whether `name` is an address that is none of this machine's files: `s3://...`, `memory://...`."""
     scheme, mark, _ = str(name).partition("://")
     return bool(mark) and scheme not in ("file", "local") and scheme.replace("+", "").replace("::", "").isalnum()
+
+
+def place_of(name: str | os.PathLike[str]) -> Path | str:
+    """Return an address, without a slash behind it, or the path of a file of this machine (`file:///a`, too)."""
+    text = os.fspath(name)
+    if is_address(text):
+        return text.rstrip("/")
+    scheme, mark, path = text.partition("://")
+    return Path(path if mark and scheme in ("file", "local") else text)
 
 
 def split_address(address: str, options: dict[str, Any] | None = None) -> tuple[Any, str]:

@@ -35,7 +35,7 @@ def retry(
 ) -> T:
     """Return what `function` returns, which is called again, after a pause that doubles, while it fails for now.
 
-    The first failure is told as a warning, with how long it will be tried; so is that it has succeeded in the end.
+    The first failure is told as a warning, with how long it will be tried; so is how it ended.
 
     Raises:
         What `function` raises last, when the time is over, or what will not go away.
@@ -45,7 +45,11 @@ def retry(
         try:
             result = function()
         except Exception as error:
-            if not fails_for_now(error) or deadline.passed:
+            if not fails_for_now(error):
+                raise
+            if deadline.passed:
+                if failures:
+                    _logger.warning("%s: given up after %d failures in %.0f s.", what, failures + 1, deadline.timeout_s)
                 raise
             failures += 1
             if failures == 1:

@@ -210,7 +210,7 @@ class Trainer:
             loader: its batch size is that of all replicas together: the strategy divides it. One that
                 `strategy.loader` has made is taken as it is. One over an IterableDataset is divided as well; a dict of
                 loaders gives a dict of batches; and a function of `phalanx.strategies.InputContext` returns what each
-                replica iterates over, as it is (docs/trainer.md#data).
+                replica iterates over, as it is (see `phalanx docs trainer`).
             val_loader: the same; each sample is counted once. Of several by name, metrics are "name/metric".
 
         Called once more it goes on where it ended: after `trainer.max_epochs = 20`, say.
