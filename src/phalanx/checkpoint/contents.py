@@ -50,6 +50,7 @@ class Contents:
     items: tuple[Item, ...] = ()
     damage: tuple[str, ...] = ()
     others: tuple[str, ...] = field(default=())
+    metrics: dict[str, float] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         """As plain data."""
@@ -144,6 +145,7 @@ def _of_folder(path: Path, verify: bool, others: tuple[str, ...]) -> Contents:
         items,
         damage,
         others,
+        dict(manifest.metrics),
     )
 
 

@@ -23,12 +23,14 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.checkpoint.atomic import NotDurableError, sync_directory
-from phalanx.checkpoint.manifest import MANIFEST, Manifest
+from phalanx.checkpoint.best import Best, choose_outdated
+from phalanx.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from phalanx.errors import CheckpointError
 
 LATEST = "latest"
 _NAME = re.compile(r"(\d{8,})-step-(\d+)")
@@ -128,11 +130,12 @@ class Draft:
 
 
 class History:
-    """The checkpoints in `folder`, and the newest `keep` of them after a save; all if None."""
+    """The checkpoints in `folder`; after a save the newest `keep` of them, and the best; all if `keep` is None."""
 
-    def __init__(self, folder: Path, keep: int | None) -> None:
+    def __init__(self, folder: Path, keep: int | None, best: Best | None = None) -> None:
         self.folder = folder
         self.keep = keep
+        self.best = best
 
     def entries(self) -> list[Entry]:
         """All that have appeared, the latest first. A folder that is not there has none.
@@ -206,15 +209,22 @@ class History:
             sync_directory(self.folder)
 
     def remove_old(self) -> list[Path]:
-        """Remove all but the newest `keep`; returns those that went. One that cannot be removed stays."""
+        """Remove all that need not be kept; returns those that went. One that cannot be removed stays."""
         removed = []
-        for entry in self.entries()[self.keep :] if self.keep is not None else []:
+        for entry in choose_outdated(self.entries(), self.keep, self.best, self.metrics_of):
             hidden = self._hidden(entry.path.name)
             with contextlib.suppress(OSError):
                 os.rename(entry.path, hidden)  # at once: a kill in the middle must not leave half a checkpoint
                 removed.append(entry.path)
                 shutil.rmtree(hidden, ignore_errors=True)
         return removed
+
+    def metrics_of(self, entry: Entry) -> Mapping[str, float]:
+        """Return what was measured of a checkpoint; nothing if it is damaged."""
+        try:
+            return read_manifest(entry.path).metrics
+        except CheckpointError:
+            return {}
 
     def remove_abandoned(self) -> None:
         """Remove the hidden folders of writers that have died: a living one holds a lock on its own."""

@@ -16,6 +16,7 @@ from phalanx.errors import CheckpointError
 MANIFEST = "checkpoint.json"
 VERSION = 1
 _TITLE = "phalanx checkpoint"
+_NOTES = ("orders", "classes", "metrics")  # left out where there are none
 
 Kind = Literal["whole", "sharded"]
 
@@ -42,6 +43,8 @@ class Manifest:
     """The names of each optimizer's parameters, by number, where they are known."""
     classes: Mapping[str, str] = field(default_factory=dict)
     """The class of torch.optim of each optimizer, where it is known."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What was measured of the state, where the caller has said it."""
 
     @property
     def nbytes(self) -> int:
@@ -51,7 +54,7 @@ class Manifest:
     def encode(self) -> bytes:
         """As text that carries its own checksum: one byte more or less, and it is refused."""
         content = {"title": _TITLE, "version": VERSION, **asdict(self)}
-        for name in ("orders", "classes"):
+        for name in _NOTES:
             if not content[name]:  # as it was written before there were any
                 del content[name]
         body = json.dumps(content, indent=1, sort_keys=True)
@@ -72,7 +75,7 @@ class Manifest:
                 raise ValueError(f"it is of version {content.get('version')}, and this Phalanx reads {VERSION}")
             names = ("kind", "step", "world_size", "created", "torch")
             files = {name: FileRecord(**record) for name, record in content["files"].items()}
-            notes = {name: content.get(name, {}) for name in ("orders", "classes")}
+            notes = {name: content.get(name, {}) for name in _NOTES}
             manifest = cls(**{name: content[name] for name in names}, files=files, **notes)
         except (KeyError, TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError) as error:
             raise ValueError(f"it cannot be read: {type(error).__name__}: {error}") from None

@@ -23,10 +23,11 @@ import re
 import secrets
 import shutil
 import tempfile
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
+from phalanx.checkpoint.best import Best, choose_outdated
 from phalanx.checkpoint.history import LATEST, Entry
 from phalanx.checkpoint.manifest import MANIFEST, Manifest
 from phalanx.checkpoint.peers import Peers
@@ -102,10 +103,12 @@ class RemoteDraft:
 
 
 class RemoteHistory:
-    """The checkpoints at `address`, and the newest `keep` of them after a save; all if None."""
+    """The checkpoints at `address`; after a save the newest `keep` of them, and the best; all if `keep` is None."""
 
-    def __init__(self, address: str, keep: int | None, retry_s: float) -> None:
+    def __init__(self, address: str, keep: int | None, retry_s: float, best: Best | None = None) -> None:
         self.keep = keep
+        self.best = best
+        self._metrics: dict[str, Mapping[str, float]] = {}  # of a checkpoint they never change
         self._remote = RemoteFolder(address, retry_s)
 
     def shown(self, name: str) -> str:
@@ -146,11 +149,25 @@ class RemoteHistory:
         return RemoteDraft(self._remote, name, is_first=False)
 
     def remove_old(self) -> None:
-        """Remove all but the newest `keep`, the manifest first: from then on it is none. What can't be stays."""
+        """Remove all that need not be kept, the manifest first: from then on it is none. What can't be stays."""
         with contextlib.suppress(Exception):
-            for entry in self.entries()[self.keep :] if self.keep is not None else []:
+            for entry in choose_outdated(self.entries(), self.keep, self.best, self.metrics_of):
                 self._remote.remove([f"{entry.path.name}/{MANIFEST}"])
                 self._remote.remove(list(self._remote.list(entry.path.name)))
+
+    def metrics_of(self, entry: Entry) -> Mapping[str, float]:
+        """Return what was measured of a checkpoint; nothing if it is damaged.
+
+        Raises:
+            Exception: what the file system raises, when it was tried for as long as was said.
+        """
+        name = entry.path.name
+        if name not in self._metrics:
+            try:
+                self._metrics[name] = Manifest.decode(self._remote.get_bytes(f"{name}/{MANIFEST}")).metrics
+            except (FileNotFoundError, ValueError):
+                self._metrics[name] = {}
+        return self._metrics[name]
 
     def _remove_abandoned(self, own: str) -> None:
         objects = self._remote.list()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import math
 import operator
 import os
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 from types import TracebackType
@@ -17,9 +18,10 @@ import torch
 import torch.distributed as dist
 
 from phalanx.checkpoint.background import Saving, Work
+from phalanx.checkpoint.best import Best, KeepBest
 from phalanx.checkpoint.history import Draft, Entry, History
 from phalanx.checkpoint.manifest import FileRecord, Kind, Manifest
-from phalanx.checkpoint.optimizer_fit import OptimizerNotes, note_optimizers
+from phalanx.checkpoint.optimizer_fit import note_optimizers
 from phalanx.checkpoint.parts import buffer_names, describe_optimizers, states_of
 from phalanx.checkpoint.peers import Peers
 from phalanx.checkpoint.remote_history import RemoteDraft, RemoteHistory
@@ -35,6 +37,8 @@ from phalanx.storage import place_of
 
 if TYPE_CHECKING:  # torch.distributed.checkpoint takes most of a second to import: only who needs it pays
     from phalanx.checkpoint import sharded as sharded_files
+
+MakeManifest = Callable[[Kind, Mapping[str, FileRecord]], Manifest]
 
 _LOOK_AT_MOST_S, _LOOK_REMOTE_S = 0.1, 2.0  # between two looks for other ranks' parts
 _ATTEMPTS = 100  # to read the latest, while a training job elsewhere saves newer ones and removes it
@@ -65,6 +69,7 @@ class CheckpointManager:
         folder: on a disk that every rank sees, if `sharded`; made if it is not there. Or an address of fsspec, such as
             `s3://bucket/runs/a`: files are written in the folder for temporary files first.
         keep: how many checkpoints stay; None for all.
+        keep_best: ("accuracy", "max", 3): those with the best `metrics`, which `save` was given, stay as well.
         sharded: every rank writes its part, in the files of torch.distributed.checkpoint; otherwise rank 0 writes one
             file of torch.save. None decides by the state: sharded if some tensor of it is (DTensor, or a
             ZeroRedundancyOptimizer of more than one rank).
@@ -81,6 +86,7 @@ class CheckpointManager:
         folder: str | os.PathLike[str],
         *,
         keep: int | None = 3,
+        keep_best: KeepBest | None = None,
         sharded: bool | None = None,
         process_group: dist.ProcessGroup | None = None,
         timeout: float = 600.0,
@@ -96,11 +102,17 @@ class CheckpointManager:
         # Of now: a script may change its directory.
         self.folder: Path | str = Path(os.path.abspath(place)) if isinstance(place, Path) else place
         self.keep = keep
+        try:
+            self._best = None if keep_best is None else Best.of(keep_best)
+        except ValueError as error:
+            raise ValueError(f"CheckpointManager: {error}") from None
         self.sharded = sharded
         self.process_group = process_group
         self.timeout = timeout
         self._history: History | RemoteHistory = (
-            RemoteHistory(self.folder, keep, retry_s) if isinstance(self.folder, str) else History(self.folder, keep)
+            RemoteHistory(self.folder, keep, retry_s, self._best)
+            if isinstance(self.folder, str)
+            else History(self.folder, keep, self._best)
         )
         if sharded:
             import phalanx.checkpoint.sharded  # noqa: F401 - now, and not while training waits for its first save
@@ -112,22 +124,25 @@ class CheckpointManager:
 
     # -- saving --------------------------------------------------------------------------------------------------------
 
-    def save(self, step: int, parts: Mapping[str, Any]) -> Path | str:
+    def save(self, step: int, parts: Mapping[str, Any], *, metrics: Mapping[str, float] | None = None) -> Path | str:
         """Write a checkpoint of now; when this returns, on any rank, it is on the disk. Returns where. Collective.
+
+        Arguments:
+            metrics: what was measured of the parts as they are now, by name; rank 0's counts.
 
         Raises:
             CheckpointError: it could not be written (or the one before, that `async_save` began); on every rank.
             MismatchError, PeerLostError, DeadlineError: some rank did not come.
         """
         peers = self._peers("CheckpointManager.save")
-        saving = self._begin(peers, step, parts, memory=None)
+        saving = self._begin(peers, step, parts, metrics, memory=None)
         saving.write_now()
         self._saving, self._saving_group = saving, peers.group
         path = self._settle(peers)
         assert path is not None
         return path
 
-    def async_save(self, step: int, parts: Mapping[str, Any]) -> None:
+    def async_save(self, step: int, parts: Mapping[str, Any], *, metrics: Mapping[str, float] | None = None) -> None:
         """Begin to write a checkpoint of now, and return when training may go on. Collective.
 
         One is written at a time: with the one before still on its way, this waits for it first.
@@ -140,7 +155,7 @@ class CheckpointManager:
             MismatchError, PeerLostError, DeadlineError: some rank did not come.
         """
         peers = self._peers("CheckpointManager.async_save")
-        saving = self._begin(peers, step, parts, memory=self._memory)
+        saving = self._begin(peers, step, parts, metrics, memory=self._memory)
         self._saving, self._saving_group = saving, peers.group
         saving.start()
 
@@ -186,7 +201,14 @@ class CheckpointManager:
     def _peers(self, what: str) -> Peers:
         return Peers(self.process_group, what=what)
 
-    def _begin(self, peers: Peers, step: int, parts: Mapping[str, Any], memory: SnapshotMemory | None) -> Saving:
+    def _begin(
+        self,
+        peers: Peers,
+        step: int,
+        parts: Mapping[str, Any],
+        metrics: Mapping[str, float] | None,
+        memory: SnapshotMemory | None,
+    ) -> Saving:
         if isinstance(step, bool) or not hasattr(step, "__index__") or operator.index(step) < 0:
             raise ValueError(f"{peers.what}: step must be a number from 0 on, got {step!r}")
         if not isinstance(parts, Mapping):
@@ -194,15 +216,22 @@ class CheckpointManager:
         if wrong := [name for name in parts if not isinstance(name, str)]:
             raise TypeError(f"{peers.what}: parts are saved by name, and {wrong[0]!r} is no string")
         step = operator.index(step)  # also of NumPy's numbers
+        measured = {name: float(value) for name, value in (metrics or {}).items() if math.isfinite(value)}
         self._settle(peers)
         state, kind, pinned = self._collect(peers, parts)
         notes = note_optimizers(parts)
+
+        def make_manifest(kind: Kind, files: Mapping[str, FileRecord]) -> Manifest:
+            now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+            versions = now, str(torch.__version__)
+            return Manifest(kind, step, peers.world_size, *versions, dict(files), notes.orders, notes.classes, measured)
+
         draft = self._open_draft(peers, step, kind)
         try:
             if kind == "whole":
-                return self._begin_whole(peers, step, state, notes, draft, memory)
+                return self._begin_whole(step, state, make_manifest, draft, memory)
             assert draft is not None
-            return self._begin_sharded(peers, step, state, notes, pinned, draft, memory)
+            return self._begin_sharded(peers, step, state, make_manifest, pinned, draft, memory)
         except BaseException:
             if draft is not None:
                 draft.discard()
@@ -268,10 +297,9 @@ class CheckpointManager:
 
     def _begin_whole(
         self,
-        peers: Peers,
         step: int,
         state: Mapping[str, Any],
-        notes: OptimizerNotes,
+        make_manifest: MakeManifest,
         draft: Draft | RemoteDraft | None,
         memory: SnapshotMemory | None,
     ) -> Saving:
@@ -285,7 +313,7 @@ class CheckpointManager:
             draft.send()
 
         def commit() -> Path | str:
-            return self._commit(draft, self._manifest("whole", step, peers, files, notes))
+            return self._commit(draft, make_manifest("whole", files))
 
         return Saving(Work(step, write, commit, discard=draft.discard), self.timeout)
 
@@ -294,7 +322,7 @@ class CheckpointManager:
         peers: Peers,
         step: int,
         state: Mapping[str, Any],
-        notes: OptimizerNotes,
+        make_manifest: MakeManifest,
         pinned: set[str],
         draft: Draft | RemoteDraft,
         memory: SnapshotMemory | None,
@@ -334,19 +362,11 @@ class CheckpointManager:
             files = sharded_files.write_metadata(draft.path, plan, ordered, aliases, structure)
             draft.send()
             draft.forget(tuple(others.values()))
-            return self._commit(draft, self._manifest("sharded", step, peers, files, notes))
+            return self._commit(draft, make_manifest("sharded", files))
 
         look = _LOOK_REMOTE_S if isinstance(draft, RemoteDraft) else _LOOK_AT_MOST_S
         work = Work(step, write, commit, tuple(others.values()), draft.missing, look, draft.discard)
         return Saving(work, self.timeout)
-
-    def _manifest(
-        self, kind: Kind, step: int, peers: Peers, files: Mapping[str, FileRecord], notes: OptimizerNotes
-    ) -> Manifest:
-        now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        return Manifest(
-            kind, step, peers.world_size, now, str(torch.__version__), dict(files), notes.orders, notes.classes
-        )
 
     def _commit(self, draft: Draft | RemoteDraft, manifest: Manifest) -> Path | str:
         path: Path | str
@@ -399,16 +419,37 @@ class CheckpointManager:
         """Return the checkpoint that was saved last, as this rank sees the folder; None if there is none."""
         return next(iter(self.checkpoints()), None)
 
+    def best(self) -> Path | str | None:
+        """Return the best checkpoint, as this rank sees the folder; None if none was saved with that metric.
+
+        Raises:
+            ValueError: the manager was made without `keep_best`.
+        """
+        best = self._best_entries("CheckpointManager.best")
+        return self._history.shown(best[0].path.name) if best else None
+
+    def _require_best(self, what: str) -> Best:
+        if self._best is None:
+            raise ValueError(
+                f"{what}: which one is the best? Make the manager with keep_best=('accuracy', 'max', 3), say"
+            )
+        return self._best
+
+    def _best_entries(self, what: str) -> list[Entry]:
+        best = self._require_best(what)
+        return best.order(self._history.entries()[::-1], lambda entry: self._history.metrics_of(entry).get(best.metric))
+
     def load(
         self,
         parts: Mapping[str, Any] | None = None,
         *,
         step: int | None = None,
+        best: bool = False,
         map_location: str | torch.device = "cpu",
         strict: bool = True,
         fallback: bool = False,
     ) -> Restored | None:
-        """Let `parts` go on from the latest checkpoint, or from that of `step`. Collective.
+        """Let `parts` go on from the latest checkpoint, from that of `step`, or from the best one. Collective.
 
         Returns what was loaded; None if there is no checkpoint at all.
 
@@ -421,6 +462,7 @@ class CheckpointManager:
         Arguments:
             parts: what shall go on, by the name under which it was saved; a plain value stands for itself, and is in
                 the state that is returned.
+            best: the best of `keep_best`.
             map_location: the device for the tensors that are returned. A part's own tensors stay where they are.
             strict: False loads what fits, and says the rest in the report; otherwise keys that are missing,
                 unexpected or misshapen are an error, which names them.
@@ -433,10 +475,12 @@ class CheckpointManager:
             TypeError: `parts` is no dict by name.
         """
         peers = self._peers("CheckpointManager.load")
+        if best:
+            self._require_best(peers.what)
         if self._saving is not None:
             self._settle(peers)
         for attempt in range(_ATTEMPTS):
-            names = self._find(peers, step)
+            names = self._find(peers, step, best)
             try:
                 return restore(
                     peers, self._history, names, parts, map_location=map_location, strict=strict, fallback=fallback
@@ -446,18 +490,28 @@ class CheckpointManager:
                     raise
         raise AssertionError("unreachable")
 
-    def _find(self, peers: Peers, step: int | None) -> list[str]:
+    def _find(self, peers: Peers, step: int | None, best: bool) -> list[str]:
         """Return the names of the checkpoints to try, in order, on every rank; rank 0's folder counts."""
-        problem, cause, mine = None, None, list[Entry]()
+        problem, cause, mine, chosen = None, None, list[Entry](), list[Entry]()
         try:
             mine = self._history.entries()
+            chosen = [entry for entry in mine if step is None or entry.step == step]
+            if best and peers.is_first:
+                ordered = self._best_entries(peers.what)
+                chosen = [entry for entry in ordered if entry in chosen]
         except Exception as error:
             fact = (error.strerror or str(error)) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
             problem, cause = f"{peers.what} on rank {peers.rank}: {self.folder}: {fact}.", error
-        told = peers.all_gather((problem, [entry.path.name for entry in mine if step is None or entry.step == step]))
+        told = peers.all_gather((problem, [entry.path.name for entry in chosen]))
         problem, names = told[0]
         if problem is not None:
             raise CheckpointError(problem) from cause
+        if best and not names and (steps := peers.broadcast([entry.step for entry in mine])):
+            assert self._best is not None
+            raise CheckpointError(
+                f"{peers.what}: no checkpoint in {self.folder} was saved with the metric {self._best.metric!r}; there "
+                f"are those of steps {', '.join(map(str, sorted(set(steps))))}."
+            )
         elsewhere = [rank for rank, (_, theirs) in enumerate(told) if theirs]
         if not names and elsewhere:
             raise CheckpointError(

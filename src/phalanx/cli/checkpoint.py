@@ -78,6 +78,7 @@ def _summary(contents: Contents, verified: bool) -> str:
         facts.append(f"saved by {contents.world_size} rank{'s' if contents.world_size > 1 else ''}")
     if contents.created:
         facts.append(f"{contents.created}, torch {contents.torch}")
+    facts += [f"{name} {value:.6g}" for name, value in contents.metrics.items()]
     facts.append(f"{len(tensors)} tensors of {_size(sum(item.nbytes for item in tensors))}")
     facts.append(f"{_size(contents.nbytes)} on disk")
     if verified and not contents.damage:

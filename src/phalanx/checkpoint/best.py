@@ -1,0 +1,64 @@
+"""Which checkpoints of a run are the best ones, by a metric that was measured of what they hold."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+T = TypeVar("T")
+Mode = Literal["min", "max"]
+KeepBest = tuple[str, Mode, int]
+
+
+@dataclass(frozen=True)
+class Best:
+    """The `count` checkpoints with the lowest ("min") or highest ("max") value of `metric`."""
+
+    metric: str
+    mode: Mode
+    count: int
+
+    @classmethod
+    def of(cls, keep_best: KeepBest) -> Best:
+        """Return what a user says with ("accuracy", "max", 3).
+
+        Raises:
+            ValueError: it is something else.
+        """
+        try:
+            metric, mode, count = keep_best
+        except (TypeError, ValueError):
+            metric, mode, count = "", "min", 0
+        is_count = isinstance(count, int) and not isinstance(count, bool) and count >= 1
+        if not (isinstance(metric, str) and metric and mode in ("min", "max") and is_count):
+            raise ValueError(
+                f"keep_best must be a metric, 'min' or 'max', and how many: ('accuracy', 'max', 3), got {keep_best!r}"
+            )
+        return cls(metric, mode, count)
+
+    def order(self, items: Sequence[T], value_of: Callable[[T], float | None]) -> list[T]:
+        """Return the best of `items`, the very best first; of equal ones the first. What has no number is none."""
+        found = [(value, item) for item in items if (value := value_of(item)) is not None and not math.isnan(value)]
+        found.sort(key=lambda pair: pair[0], reverse=self.mode == "max")  # stable, in both directions
+        return [item for _, item in found[: self.count]]
+
+    def add(self, values: Sequence[float], value: float) -> tuple[tuple[float, ...], bool]:
+        """Return the best of `values` and one that is new, and whether the new one is among them."""
+        numbers = [*values, value]
+        chosen = self.order(range(len(numbers)), numbers.__getitem__)
+        return tuple(numbers[number] for number in chosen), len(values) in chosen
+
+
+def choose_outdated(
+    entries: Sequence[T], keep: int | None, best: Best | None, metrics_of: Callable[[T], Mapping[str, float]]
+) -> list[T]:
+    """Return those of `entries`, the latest first, that are neither among the newest `keep` nor among the best."""
+    if keep is None:
+        return []
+    old = entries[keep:]
+    if best is None or not old:
+        return list(old)
+    kept = best.order(entries[::-1], lambda entry: metrics_of(entry).get(best.metric))
+    return [entry for entry in old if entry not in kept]
