@@ -310,7 +310,8 @@ def fit(case: Case, folder, rank: int, *, ends: bool):
         precision=case.precision,
         metrics=None if case.own_step else {"error": lambda result, target: (result - target).abs()},
         checkpoint=folder / "checkpoints",
-        save_every=case.save_every,
+        save_every=case.save_every or ("epoch", ("epochs", 2))[case.samples % 2],
+        keep_best=("loss", "min", 1) if case.validate and case.batch % 3 == 0 else None,
         callbacks=[*callbacks, *([End(case, rank)] if ends else [])],
         log_dir=folder / "log",
         log_every=2,
@@ -323,6 +324,7 @@ def fit(case: Case, folder, rank: int, *, ends: bool):
     left = {
         "progress": (trainer.epoch, trainer.step, trainer.why_stopped),
         "metrics": dict(trainer.metrics),
+        "best": trainer._state.best,
         "callbacks": [one.state_dict() for one in callbacks],
         "model": {name: local(one) for name, one in trainer.strategy.bare_model.state_dict().items()},
         "optimizer": [

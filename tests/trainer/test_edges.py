@@ -171,7 +171,7 @@ def test_what_makes_no_sense_is_said_before_anything_is_done():
     make(strategy=strategy)
     for options, words in (
         ({"max_steps": 0}, "max_steps must be 1 or more, got 0"),
-        ({"save_every": 0, "checkpoint": "x"}, "save_every must be 1 or more, got 0"),
+        ({"save_every": 0, "checkpoint": "x"}, "save_every must be 1 or more updates, .*, got 0"),
         ({"metrics": [abs]}, "metrics must be a dict of functions by name, got a list"),
         ({"metrics": {"loss": abs}}, "the loss is measured in any case, as 'loss'"),
         ({"callbacks": [print]}, "callbacks must be phalanx.trainer.Callback objects"),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
+from phalanx.checkpoint.best import Best
 from phalanx.log import get_logger
 
 if TYPE_CHECKING:
@@ -70,9 +71,10 @@ class EarlyStopping(Callback):
     """Stop when `monitor` has not got better for `patience` validations.
 
     Arguments:
-        monitor: the name of a metric of the validation.
+        monitor: the name of a metric of the validation. None watches that of the Trainer's `keep_best`, by its mode;
+            without one, the loss.
         min_delta: what counts as better.
-        mode: whether less is better, or more.
+        mode: whether less is better, which it is if None, or more.
 
     Raises:
         ValueError: an argument makes no sense; at the first validation, there is no such metric.
@@ -80,19 +82,30 @@ class EarlyStopping(Callback):
 
     def __init__(
         self,
-        monitor: str = "loss",
+        monitor: str | None = None,
         *,
         patience: int = 3,
         min_delta: float = 0.0,
-        mode: Literal["min", "max"] = "min",
+        mode: Literal["min", "max"] | None = None,
     ) -> None:
+        self._follows = monitor is None and mode is None
+        monitor, mode = "loss" if monitor is None else monitor, "min" if mode is None else mode
         if mode not in ("min", "max"):
             raise ValueError(f"EarlyStopping: mode must be 'min' or 'max', got {mode!r}")
         if patience < 1:
             raise ValueError(f"EarlyStopping: patience must be 1 or more validations, got {patience}")
-        self.monitor, self.patience, self.min_delta, self.mode = monitor, patience, min_delta, mode
-        self.best = math.inf if mode == "min" else -math.inf
+        self.patience, self.min_delta = patience, min_delta
         self.num_bad = 0
+        self._watch(monitor, mode)
+
+    def follow(self, best: Best | None) -> None:
+        """Watch what `keep_best` says, unless this callback was given a metric of its own."""
+        if self._follows and best is not None:
+            self._watch(best.metric, best.mode)
+
+    def _watch(self, monitor: str, mode: Literal["min", "max"]) -> None:
+        self.monitor, self.mode = monitor, mode
+        self.best = math.inf if mode == "min" else -math.inf
 
     def on_fit_begin(self, trainer: Trainer) -> None:
         """Stop a run again that had stopped, and is started again."""

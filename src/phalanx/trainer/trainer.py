@@ -8,6 +8,7 @@ import pickle
 import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -20,6 +21,7 @@ from phalanx import elastic
 from phalanx.backend import rendezvous
 from phalanx.backend.shared import rehearses
 from phalanx.checkpoint import CheckpointManager, RandomState
+from phalanx.checkpoint.best import KeepBest
 from phalanx.checkpoint.folders import make_folders
 from phalanx.checkpoint.peers import Peers
 from phalanx.data import DistributedSampler
@@ -34,11 +36,12 @@ from phalanx.strategies.own_step import loss_of_own_step
 from phalanx.strategies.precision import Precision
 from phalanx.torch_names import find
 from phalanx.trainer.arguments import _is_count, find_problems
-from phalanx.trainer.callbacks import Callback, CallbackStates, hears_steps
+from phalanx.trainer.callbacks import Callback, CallbackStates, EarlyStopping, hears_steps
 from phalanx.trainer.fit_display import FitDisplay
 from phalanx.trainer.loaders import FitLoader, Loaders, divide
 from phalanx.trainer.metrics import SummedMetric, Sums, call_metric, num_samples
 from phalanx.trainer.position import Position
+from phalanx.trainer.saves import Resume, SaveEvery, Saves, is_restart
 from phalanx.trainer.scalars import Scalars
 
 tree_map: Any = find("torch.utils._pytree.tree_map", loses="phalanx.Trainer does not move batches")
@@ -74,8 +77,10 @@ class Trainer:
             batch, or its mean.
         checkpoint: the folder of `phalanx.CheckpointManager`. If there is one in it, `fit` goes on from there: the
             same bits as if it had never ended.
-        save_every: updates between two checkpoints; default one at the end of each epoch.
+        save_every: updates between two checkpoints, "epoch" (the default), or as in ("epochs", 5) epochs.
         keep: how many checkpoints stay.
+        keep_best: ("accuracy", "max", 3): so many checkpoints with the best validations stay as well; each epoch whose
+            validation is one of the best is saved.
         callbacks: see `Callback`.
         report: a folder for the run's report, as `phalanx run --report` writes it (`phalanx docs report`).
         log_dir: for TensorBoard: loss and rate of each `log_every`-th update, and what validation measures.
@@ -105,8 +110,9 @@ class Trainer:
         precision: Precision = "32-true",
         metrics: Mapping[str, Metric] | None = None,
         checkpoint: str | os.PathLike[str] | None = None,
-        save_every: int | None = None,
+        save_every: SaveEvery | None = None,
         keep: int | None = 3,
+        keep_best: KeepBest | None = None,
         callbacks: Sequence[Callback] | Callback = (),
         report: str | os.PathLike[str] | None = None,
         log_dir: str | os.PathLike[str] | None = None,
@@ -119,7 +125,6 @@ class Trainer:
         counts = {"max_epochs": max_epochs, "accumulate": accumulate, "log_every": log_every, "min_ranks": min_ranks}
         counts |= {
             "max_steps": 1 if max_steps is None else max_steps,
-            "save_every": 1 if save_every is None else save_every,
         }
         problems = [f"{name} must be 1 or more, got {n!r}" for name, n in counts.items() if not _is_count(n)]
         problems += find_problems(model, strategy, loss, metrics, callbacks, seed, scheduler)
@@ -129,6 +134,13 @@ class Trainer:
             problems.append(f"scheduler_interval must be 'epoch' or 'step', got {scheduler_interval!r}")
         if save_every is not None and checkpoint is None:
             problems.append("save_every needs checkpoint, the folder to save in")
+        if keep_best is not None and checkpoint is None:
+            problems.append("keep_best needs checkpoint, the folder to save in")
+        self._saves = Saves()
+        try:
+            self._saves = Saves.of(save_every, keep_best)
+        except ValueError as error:
+            problems.append(str(error))
         if problems:
             raise ValueError("Trainer: " + "; ".join(problems))
         self.strategy = (
@@ -154,13 +166,18 @@ class Trainer:
         self.max_steps = max_steps
         self._accumulate, self._max_norm = 1 if dry_run else accumulate, max_norm
         self._metrics = dict(metrics or {})
-        self._save_every, self._log_every = save_every, log_every
+        self._log_every = log_every
         self._dry_run, self._min_ranks = dry_run, min_ranks
         self._display = FitDisplay(show=show_progress)
         self.callbacks = [callbacks] if isinstance(callbacks, Callback) else list(callbacks)
+        for callback in self.callbacks:
+            if isinstance(callback, EarlyStopping):
+                callback.follow(self._saves.best)
         self._manager: CheckpointManager | None = None
         if checkpoint is not None and not dry_run:
-            self._manager = CheckpointManager(checkpoint, keep=keep, process_group=self.strategy.checkpoint_group)
+            self._manager = CheckpointManager(
+                checkpoint, keep=keep, keep_best=keep_best, process_group=self.strategy.checkpoint_group
+            )
         self._scalars = Scalars(None if dry_run else log_dir, lambda: self.strategy.is_main)
         self._has_log = log_dir is not None and not dry_run
         if report is not None and not dry_run:
@@ -190,6 +207,11 @@ class Trainer:
         """What the latest validation measured."""
         return {} if self._state is None else self._state.metrics
 
+    @property
+    def best_checkpoint(self) -> Path | str | None:
+        """Return where the best checkpoint of `keep_best` is, as this rank sees it; None if there is none yet."""
+        return None if self._manager is None else self._manager.best()
+
     def stop(self, reason: str) -> None:
         """End the training after the epoch at hand (in `on_step_end`: after the step). Call it on every rank alike."""
         if self._state is None:
@@ -203,7 +225,7 @@ class Trainer:
 
     # -- the loop ------------------------------------------------------------------------------------------------------
 
-    def fit(self, loader: Loaders, val_loader: Loaders | None = None) -> None:
+    def fit(self, loader: Loaders, val_loader: Loaders | None = None, *, resume: Resume = "latest") -> None:
         """Train until `max_epochs` or `max_steps`, from the latest checkpoint on if there is one. Collective.
 
         Arguments:
@@ -212,6 +234,8 @@ class Trainer:
                 loaders gives a dict of batches; and a function of `phalanx.strategies.InputContext` returns what each
                 replica iterates over, as it is (see `phalanx docs trainer`).
             val_loader: the same; each sample is counted once. Of several by name, metrics are "name/metric".
+            resume: "best" goes on from the best checkpoint of `keep_best`; where the launcher starts the script again
+                after a failure, from the latest all the same.
 
         Called once more it goes on where it ended: after `trainer.max_epochs = 20`, say.
 
@@ -223,6 +247,12 @@ class Trainer:
         val_loader = None if val_loader is None else self._divide_validation(val_loader)
         if isinstance(self.scheduler, ReduceLROnPlateau) and val_loader is None:
             raise ValueError("Trainer.fit: ReduceLROnPlateau steps by what validation measures: give a val_loader")
+        if resume not in ("latest", "best"):
+            raise ValueError(f"Trainer.fit: resume must be 'latest' or 'best', got {resume!r}")
+        if self._saves.best is not None and val_loader is None:
+            raise ValueError(
+                f"Trainer.fit: keep_best goes by {self._saves.best.metric!r} of the validation: give a val_loader"
+            )
         group = self.strategy.training_group
         if group is None or not rehearses(group):  # who comes to a job that runs finds them
             folders = {"checkpoint": self._manager.folder if self._manager else None, "log_dir": self._scalars.folder}
@@ -231,7 +261,7 @@ class Trainer:
         state = self._state
         if before is not None:
             Position(state, self._scalars).go_on(before)
-        self._restore(state)
+        self._restore(state, from_best=resume == "best" and not is_restart())
 
         def fit_state(state: elastic.State) -> None:
             self._train(state, batches, val_loader)
@@ -271,7 +301,7 @@ class Trainer:
     def _train(self, state: elastic.State, loader: FitLoader, val_loader: Loaders | None) -> None:
         self._agree_on_callbacks(state)
         for epoch in state.epochs(self.max_epochs):
-            if epoch and self._manager is not None and self._save_every is None:
+            if epoch and (self._saves.is_due_at_epoch(epoch) or state.measured == (state.step, True)):
                 self._save(state)  # of the epoch before, which has been counted now
             is_inside = bool((state.data_position() or {"consumed": 0})["consumed"] or state.batches)
             if self._is_over and not is_inside:
@@ -284,6 +314,9 @@ class Trainer:
             self._keep_callbacks(state)
             if val_loader is not None:
                 state.metrics = self.validate(val_loader)
+                if is_whole:
+                    state.best, is_best = self._saves.judge(state.best, state.metrics)
+                    state.measured = state.step, is_best
                 self._display.show_metrics(self.metrics)
                 self._scalars.add({f"val/{name}": value for name, value in self.metrics.items()}, self.step)
                 self._call("on_validation_end", self.metrics)
@@ -335,7 +368,7 @@ class Trainer:
         if before is not None and self._random.capture() != before:  # the model draws on as if they had not
             generator_states.restore(before)
         self._called_step = state.step
-        if self._save_every is not None and state.step % self._save_every == 0:
+        if self._saves.is_due_at_step(state.step):
             self._save(state)
 
     def validate(self, loader: Loaders) -> dict[str, float]:
@@ -407,6 +440,10 @@ class Trainer:
             things["scheduler"] = self.scheduler
         things |= {"why_stopped": "", "saved": (-1, -1), "metrics": {}, "batch_size": loader.batch_size}
         things["batches"] = 0  # of the epoch, where no sampler says how far it is
+        things |= {
+            "best": (),
+            "measured": (-1, False),
+        }  # the best values; of which step the metrics are, and if of them
         return elastic.State(**things)
 
     def _keep_callbacks(self, state: elastic.State) -> None:
@@ -447,12 +484,15 @@ class Trainer:
         if self._manager is None or state.saved == (state.epoch, state.step):
             return
         self._scalars.flush()  # whoever goes on from here does not write them again
-        self._manager.async_save(state.step, self._parts(state))
+        measured = state.metrics if state.measured[0] == state.step else {}
+        self._manager.async_save(state.step, self._parts(state), metrics=measured)
         state.saved = state.epoch, state.step  # a rank that is new must not save alone what others have saved
         self._call("on_checkpoint")
 
-    def _restore(self, state: elastic.State) -> None:
-        restored = None if self._manager is None else self._manager.load(self._parts(state))
+    def _restore(self, state: elastic.State, *, from_best: bool) -> None:
+        restored = None if self._manager is None else self._manager.load(self._parts(state), best=from_best)
+        if from_best and restored is None and not self._dry_run:
+            raise ValueError("Trainer.fit: resume='best': there is no checkpoint yet")
         if restored is not None:
             self._display.show_resumed(self, restored.path)
         self._called_step = state.step

@@ -1,0 +1,73 @@
+"""When a Trainer saves: by updates or by epochs, and whatever is among the best."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Literal
+
+from phalanx.checkpoint.best import Best, KeepBest
+
+SaveEvery = int | Literal["epoch"] | tuple[Literal["epochs"], int]
+Resume = Literal["latest", "best"]
+
+
+@dataclass(frozen=True)
+class Saves:
+    """A checkpoint each `steps` updates, or each `epochs` epochs; and of each epoch that is among the best."""
+
+    steps: int | None = None
+    epochs: int | None = 1
+    best: Best | None = None
+
+    @classmethod
+    def of(cls, save_every: SaveEvery | None, keep_best: KeepBest | None) -> Saves:
+        """Return what a user says.
+
+        Raises:
+            ValueError: it makes no sense.
+        """
+        best = None if keep_best is None else Best.of(keep_best)
+        if save_every is None or save_every == "epoch":
+            return cls(best=best)
+        if _is_count(save_every):
+            assert isinstance(save_every, int)
+            return cls(save_every, None, best)
+        if isinstance(save_every, (tuple, list)) and len(save_every) == 2:
+            unit, count = save_every
+            if unit == "epochs" and _is_count(count):
+                return cls(None, count, best)
+        raise ValueError(
+            f"save_every must be 1 or more updates, 'epoch', or epochs as in ('epochs', 5), got {save_every!r}"
+        )
+
+    def is_due_at_step(self, step: int) -> bool:
+        """Whether this update is one after which to save."""
+        return self.steps is not None and step % self.steps == 0
+
+    def is_due_at_epoch(self, epoch: int) -> bool:
+        """Whether so many epochs are a number after which to save."""
+        return self.epochs is not None and epoch % self.epochs == 0
+
+    def judge(self, kept: tuple[float, ...], metrics: dict[str, float]) -> tuple[tuple[float, ...], bool]:
+        """Return the best values, with those of a validation, and whether it is one of them.
+
+        Raises:
+            ValueError: the metric was not measured.
+        """
+        if self.best is None:
+            return kept, False
+        if self.best.metric not in metrics:
+            raise ValueError(
+                f"Trainer: keep_best: {self.best.metric!r} is no metric of the validation: {sorted(metrics)}"
+            )
+        return self.best.add(kept, metrics[self.best.metric])
+
+
+def is_restart() -> bool:
+    """Whether the launcher has started this script again after a failure: then it goes on from the latest."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") not in ("", "0")
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
