@@ -71,6 +71,16 @@ pathlib.Path("texts/a.txt").write_text("a word and a word")
 """,
     "checkpoints": "batches = [(x, y) for _ in range(13) for x, y in loader]",
     "data": "phalanx.save_checkpoint('run.pt', {'sampler': sampler.state_dict(consumed=0)})",
+    "streams": """
+import json, pathlib
+import pyarrow, pyarrow.parquet
+paths = []
+for number in range(3):
+    paths.append(f"{number}.jsonl")
+    pathlib.Path(paths[-1]).write_text("".join(json.dumps({"text": f"{number} {n}"}) + "\\n" for n in range(50)))
+pyarrow.parquet.write_table(pyarrow.table({"text": ["a", "b"], "other": [1, 2]}), "a.parquet")
+tables, tokenize = ["a.parquet"], len
+""",
     "report": """
 import collections
 queue = collections.namedtuple("Queue", "get")(lambda: [1.0, 2.0])

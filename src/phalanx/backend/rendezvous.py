@@ -101,8 +101,7 @@ def address_rendezvous(original: Handler, url: str, timeout: timedelta, **kwargs
         libuv = parse_qs(urlsplit(url).query).get("use_libuv", [os.environ.get("USE_LIBUV", "1")])[0] == "1"
         store = open_store(place, keep=place.rank == 0 and not is_agents, libuv=libuv)
         if is_agents:  # it outlives an attempt; torch's own handler keeps them apart in the same way
-            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-            store = PrefixStore(f"/worker/attempt_{attempt}", store)
+            store = PrefixStore(f"/worker/attempt_{attempt()}", store)
         yield store, place.rank, place.world_size
         raise RuntimeError(_NOT_AGAIN)
     # torch says what is wrong with it. Not around a `yield`: whoever forgets the iterator ends it at the interpreter's
@@ -135,6 +134,11 @@ def _place(url: str, timeout: timedelta) -> store_errors.StoreAddress:
         number("world_size", "WORLD_SIZE"),
         timeout,
     )
+
+
+def attempt() -> str:
+    """Return the number of the launcher's start of this script; "0" is the first, and that of no launcher."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT") or "0"
 
 
 def agent_address() -> str:

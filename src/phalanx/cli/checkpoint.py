@@ -26,7 +26,8 @@ def inspect(ctx: click.Context, path: str, verify: bool, as_json: bool) -> None:
     """Print what is in PATH: names, types, shapes and sizes of its tensors, and the values of the rest.
 
     PATH is a checkpoint of a CheckpointManager or the folder that holds them (then the latest), a file of torch.save or
-    save_checkpoint, or a folder of torch.distributed.checkpoint. A damaged file is named, and the exit code is 1.
+    save_checkpoint, or a folder of torch.distributed.checkpoint; those of Phalanx may lie at an address such as
+    s3://bucket/runs/a. A damaged file is named, and the exit code is 1.
     """
     from phalanx.checkpoint.contents import inspect as look_into
     from phalanx.errors import CheckpointError

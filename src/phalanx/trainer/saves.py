@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import Literal
 
@@ -62,11 +61,6 @@ class Saves:
                 f"Trainer: keep_best: {self.best.metric!r} is no metric of the validation: {sorted(metrics)}"
             )
         return self.best.add(kept, metrics[self.best.metric])
-
-
-def is_restart() -> bool:
-    """Whether the launcher has started this script again after a failure: then it goes on from the latest."""
-    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") not in ("", "0")
 
 
 def _is_count(value: object) -> bool:

@@ -41,7 +41,7 @@ from phalanx.trainer.fit_display import FitDisplay
 from phalanx.trainer.loaders import FitLoader, Loaders, divide
 from phalanx.trainer.metrics import SummedMetric, Sums, call_metric, num_samples
 from phalanx.trainer.position import Position
-from phalanx.trainer.saves import Resume, SaveEvery, Saves, is_restart
+from phalanx.trainer.saves import Resume, SaveEvery, Saves
 from phalanx.trainer.scalars import Scalars
 
 tree_map: Any = find("torch.utils._pytree.tree_map", loses="phalanx.Trainer does not move batches")
@@ -261,7 +261,7 @@ class Trainer:
         state = self._state
         if before is not None:
             Position(state, self._scalars).go_on(before)
-        self._restore(state, from_best=resume == "best" and not is_restart())
+        self._restore(state, from_best=resume == "best" and rendezvous.attempt() == "0")
 
         def fit_state(state: elastic.State) -> None:
             self._train(state, batches, val_loader)
