@@ -75,8 +75,8 @@ class Trainer:
         precision: "32-true", "bf16-mixed" or "16-mixed".
         metrics: functions of the model's result and the target, for validation: one number for each sample of the
             batch, or its mean.
-        checkpoint: the folder of `phalanx.CheckpointManager`. If there is one in it, `fit` goes on from there: the
-            same bits as if it had never ended.
+        checkpoint: the folder of `phalanx.CheckpointManager`, or its address (`s3://bucket/runs/a`). If there is one in
+            it, `fit` goes on from there: the same bits as if it had never ended.
         save_every: updates between two checkpoints, "epoch" (the default), or as in ("epochs", 5) epochs.
         keep: how many checkpoints stay.
         keep_best: ("accuracy", "max", 3): so many checkpoints with the best validations stay as well; each epoch whose
