@@ -41,14 +41,14 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from phalanx.core_numbers import SUM
-from phalanx.deadline import timeout_ns
+from phalanx.deadline import Deadline, timeout_ns
 from phalanx.diagnostics.flight_recorder import Record
 from phalanx.transport.authentication import PickleAuthenticator
 
@@ -142,6 +142,12 @@ class Transport(Collectives):
         outlives it. Where ranks share no memory, each has its own alone.
         """
         return {self.rank: torch.empty(nbytes, dtype=torch.uint8)}
+
+    def precede(self, action: Callable[[Deadline], None]) -> None:
+        """Call `action` in the next collective, before this rank takes part in it, where ranks are on several hosts.
+
+        What it raises is the failure of the collective.
+        """
 
     # -- where it is ---------------------------------------------------------------------------------------------
 

@@ -373,6 +373,13 @@ class ProcessGroupBase(TorchGroup):
         self._queue(self._executor, lambda: results.append(operation()), []).wait()
         return results[0]
 
+    def precede(self, action: Callable[[Deadline], None]) -> None:
+        """Call `action` in the first collective that is called from now on, as `Transport` says."""
+        if self._executor.idle:
+            self.transport.precede(action)
+        else:
+            self._queue(self._executor, lambda: self.transport.precede(action), [])
+
     def drain(self) -> None:
         """Return when the collectives that were called here and run in the background are over, well or not."""
         if not self._executor.idle:

@@ -16,7 +16,6 @@ import queue
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 
 import torch
@@ -27,7 +26,14 @@ from phalanx.engines.engine import Engine, Pending
 from phalanx.transport.background import LOOK_EVERY_S, WHOLE_BYTES, Background, get_soon, look_at
 from phalanx.transport.call import HEAD_BYTES, agree
 from phalanx.transport.hierarchical.layout import Layout
-from phalanx.transport.hierarchical.rails import FINGERPRINT, FOR_EVER, ConnectionBroken, talking_to, timedelta_of
+from phalanx.transport.hierarchical.rails import (
+    FINGERPRINT,
+    FOR_EVER,
+    ConnectionBroken,
+    NotBegun,
+    talking_to,
+    timedelta_of,
+)
 
 # What a rank may bring to, or take from, an operation whose data travel with its heads, for each other host.
 SMALL_BYTES = 2**18
@@ -46,16 +52,6 @@ class HostMessage:
     heads: Sequence[bytes]
     address: int
     nbytes: int
-
-
-class _NotBegun:
-    """In the place of a receive that the engine refused: whoever waits for it hears why."""
-
-    def __init__(self, error: RuntimeError) -> None:
-        self._error = error
-
-    def wait(self, timeout: timedelta) -> None:
-        raise self._error
 
 
 class _Buffer:
@@ -198,7 +194,7 @@ class LeaderExchange:
             try:
                 inbox.pending = self._engine.recv(peer, inbox.tensor, FINGERPRINT)
             except RuntimeError as error:  # it has left: nothing that is over needs it
-                inbox.pending = _NotBegun(error)
+                inbox.pending = NotBegun(error)
 
     def flush(self, deadline: Deadline) -> None:
         """Return when all that was sent has been taken, or can't be: a peer needs it although this host does not."""

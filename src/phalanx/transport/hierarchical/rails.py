@@ -21,7 +21,8 @@ from phalanx.dtypes import dtype_of
 from phalanx.engines.engine import DATA, Engine, Pending
 from phalanx.transport.hierarchical.compression import Compression, Widening
 
-# Tags: below DATA those of the user's messages; from it those of collectives' data; last of all the fingerprints'.
+# Tags: below DATA those of the user's messages; from it those of collectives' data; behind these those of messages that
+# precede a collective; last of all the fingerprints'.
 FINGERPRINT = 0x7FFFFFFE
 _NUMBERS = 4000  # of messages that are told apart within one collective
 _LONGEST_WAIT_S = 1e8  # three years: what a timeout of "for ever" becomes in milliseconds
@@ -34,6 +35,17 @@ class ConnectionBroken(Exception):
     def __init__(self, peer: int, said: str) -> None:
         super().__init__(said)
         self.peer = peer
+
+
+class NotBegun:
+    """In the place of a receive that the engine refused: whoever waits for it hears why."""
+
+    def __init__(self, error: RuntimeError) -> None:
+        self._error = error
+
+    def wait(self, timeout: timedelta) -> None:
+        """Raise what the engine said."""
+        raise self._error
 
 
 @contextlib.contextmanager

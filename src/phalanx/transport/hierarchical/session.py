@@ -45,6 +45,7 @@ from phalanx.transport.hierarchical.compression import Compression
 from phalanx.transport.hierarchical.exchange import LeaderExchange
 from phalanx.transport.hierarchical.failure_reports import LocalFailure, Reports
 from phalanx.transport.hierarchical.layout import Layout
+from phalanx.transport.hierarchical.preceding import Action, Preceding, PrecedingMessages
 from phalanx.transport.hierarchical.rails import ConnectionBroken, Rail
 from phalanx.transport.options import Options
 from phalanx.transport.shared_memory import SharedMemoryTransport
@@ -74,6 +75,12 @@ class Running:
         except BaseException:
             self._leave()
             raise
+        if session._preceding.action is not None:
+            try:
+                session._preceding.carry_out(self._deadline)
+            except BaseException as error:
+                self.__exit__(type(error), error, error.__traceback__)
+                raise
         return self._deadline
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
@@ -133,6 +140,7 @@ class HierarchicalSession(Reports):
         self._head = b""  # of the call that is under way
         self._holder = 0  # the thread that has `lock`, or waits for the one that has it; a signal handler runs in it
         self._background, self._background_messages = Background(), Background()
+        self._preceding = Preceding()
 
     def attach(self, symm_mem: SymmetricMemory, engine: Engine, failure_store: FailureStore) -> None:
         """Take the memory, the engine and the store; before the first operation."""
@@ -162,6 +170,14 @@ class HierarchicalSession(Reports):
     def engine(self) -> Engine:
         """What carries bytes between the hosts."""
         return self._engine
+
+    def open_preceding(self, max_bytes: int, senders: Sequence[int]) -> PrecedingMessages:
+        """Return this rank's end of messages that precede collectives. All ranks call it together."""
+        return self._preceding.open(self._engine, max_bytes, senders)
+
+    def precede(self, action: Action) -> None:
+        """Call `action` in the next collective, before this rank takes part in it. It is forgotten if none comes."""
+        self._preceding.action = action
 
     def records(self) -> list[Record]:
         """Return this rank's last operations, oldest first, as its host's memory keeps them; none once it has left."""
@@ -215,6 +231,7 @@ class HierarchicalSession(Reports):
             self._engine.close()
         if self._leaders is not None:
             self._leaders.close()
+        self._preceding.close()
         self._background.close()
         self._background_messages.close()
         if self._engine is not None:
