@@ -43,6 +43,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--models", type=int, default=100, help="random models trained beside PyTorch's DDP")
     parser.addoption("--programs", type=int, default=60, help="programs drawn at random that lose ranks")
     parser.addoption("--host-programs", type=int, default=2, help="and of those that run on two hosts")
+    parser.addoption("--lost-host-programs", type=int, default=8, help="and of those that lose whole hosts")
     parser.addoption("--first-program", type=int, default=0, help="the seed of the first of them")
     parser.addoption(
         "--stage-kills", type=int, default=3, help="ranks of pipelines killed at random cells of schedules"

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tests.elastic.lost_host import lose_own_host
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -40,12 +41,16 @@ class Numbers(Dataset[Any]):
 
 @dataclass(frozen=True)
 class Strike:
-    """Rank `rank` is killed the first time it gets to `place` at step `step`, or at any step (-1)."""
+    """Rank `rank` is killed the first time it gets to `place` at step `step`, or at any step (-1).
+
+    With `host` all processes of its host are.
+    """
 
     rank: int
     place: str
     step: int
     signal: signal.Signals = signal.SIGKILL
+    host: bool = False
 
 
 @dataclass(frozen=True)
@@ -65,6 +70,7 @@ class Job:
     amp: bool = False
     scheduler: bool = False
     padding: bool = True
+    drop_last: bool = False  # of the loader
     late_collective: bool = False
     draws: bool = True
     checkpoint: str = ""
@@ -86,6 +92,8 @@ class Job:
                     os.close(os.open(f"{self.folder}/struck-{number}", os.O_CREAT | os.O_EXCL))
                 except FileExistsError:
                     continue
+                if one.host:
+                    lose_own_host(self.folder)
                 os.kill(os.getpid(), one.signal)
 
     def wait(self, step: int) -> None:
@@ -159,6 +167,7 @@ def train_job(job: Job) -> dict[str, Any]:
             sampler=sampler,
             num_workers=job.workers,
             persistent_workers=job.persistent and job.workers > 0,
+            drop_last=job.drop_last,
         )
         things: dict[str, Any] = {"model": ddp, "optimizer": optimizer, "sampler": sampler, "history": []}
         if job.scheduler:

@@ -1,7 +1,8 @@
 """A launcher for tests: ranks that are forked from here, replaced when they end badly, told of each generation.
 
 It speaks the words of `phalanx run` to its ranks (elastic.md), with none of its decisions: whoever is lost is
-replaced, or, with `replace=False`, missed.
+replaced, or, with `replace=False`, missed. Ranks may be on several hosts (network namespaces); those of a host that is
+lost as a whole are replaced on one that was spare.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ import select
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -23,11 +25,13 @@ from typing import Any
 
 import torch
 import torch._dynamo  # what a rank needs is imported once, here, as a zygote does it
+from tests.elastic.lost_host import find_lost_hosts
 
 from phalanx.ipc.agent import listen
 from phalanx.ipc.channel import Channel
 from phalanx.launch.calls import outcome
 from phalanx.processes import die_with_parent
+from phalanx.testing.namespaces import Host
 
 Body = Callable[..., Any]
 LEAVES = signal.SIGVTALRM  # whom it ends is not replaced
@@ -54,7 +58,10 @@ class Ended:
 
 
 class SmallAgent:
-    """Runs `body(*args)` on `world_size` ranks until all have returned."""
+    """Runs `body(*args)` on `world_size` ranks until all have returned.
+
+    With `sizes` they are on the first of `machines`, as many on each as it says; the others are spare.
+    """
 
     def __init__(
         self,
@@ -68,6 +75,8 @@ class SmallAgent:
         may_raise: bool = False,
         end_on_loss: bool = False,
         on_turn: Callable[[SmallAgent], None] | None = None,
+        machines: Sequence[Host] = (),
+        sizes: Sequence[int] = (),
     ) -> None:
         self._body, self._args, self._folder, self._replace = body, args, folder, replace
         self._deadline = time.monotonic() + timeout_s
@@ -81,40 +90,46 @@ class SmallAgent:
         self.progress: dict[int, int] = {}
         self._token = os.urandom(8).hex()
         self._name = f"phalanx-test-{os.getpid()}-{os.urandom(4).hex()}"
-        self._listener = listen(self._name, 64)
+        self._machines = list(machines)
+        self._places = {seat: host for seat, host in enumerate(host for host, n in enumerate(sizes) for _ in range(n))}
+        self._spare = list(range(len(sizes), len(machines)))
+        self._listeners = [_listen_at(machine, self._name) for machine in machines] or [listen(self._name, 64)]
         self._stores: list[int] = []
         self._pending: list[Channel] = []
         self._new_store()
         self.seats: dict[int, Seat] = {}
         for seat in range(world_size):
-            self._start(seat, self._ranks(range(world_size))[seat], world_size)
-
-    @staticmethod
-    def _ranks(seats: Any) -> dict[int, int]:
-        return {seat: rank for rank, seat in enumerate(sorted(seats))}
+            self._start(seat, range(world_size))
 
     def _new_store(self) -> None:
         self._stores.append(os.memfd_create("test-store", os.MFD_CLOEXEC))
 
-    def _environment(self, rank: int, world_size: int) -> dict[str, str]:
+    def _environment(self, seat: int, seats: Iterable[int]) -> dict[str, str]:
+        """Return what the rank in `seat` finds, in a generation of all of these."""
+        seats = sorted(seats)
+        rank, world_size = seats.index(seat), len(seats)
+        here = [one for one in seats if self._places.get(one) == self._places.get(seat)]
         variables = {
             "RANK": str(rank),
             "WORLD_SIZE": str(world_size),
-            "LOCAL_RANK": str(rank),
-            "LOCAL_WORLD_SIZE": str(world_size),
+            "LOCAL_RANK": str(here.index(seat)),
+            "LOCAL_WORLD_SIZE": str(len(here)),
             "MASTER_PORT": "1",
             "MASTER_ADDR": "localhost",
             "PHALANX_STORE": f"/proc/{os.getpid()}/fd/{self._stores[-1]}",
             "PHALANX_STORE_OF": f"{rank}/{world_size}/1/",
             "PHALANX_AGENT": f"{self._name}:{self._token}",
         }
+        if seat in self._places:
+            variables["PHALANX_ADDRESS"] = self._machines[self._places[seat]].address
         return {**variables, "PHALANX_GENERATION": str(self.generation)} if self.generation else variables
 
-    def _start(self, seat: int, rank: int, world_size: int) -> None:
-        environment = self._environment(rank, world_size)
+    def _start(self, seat: int, seats: Iterable[int]) -> None:
+        environment = self._environment(seat, seats)
         path = self._folder / f"outcome-{seat}-{self.generation}"
+        machine = self._machines[self._places[seat]] if seat in self._places else None
         process = multiprocessing.get_context("fork").Process(
-            target=_work, args=(self._body, self._args, environment, path, os.getpid(), self._listener)
+            target=_work, args=(self._body, self._args, environment, path, os.getpid(), self._listeners, machine)
         )
         process.start()
         self.seats[seat] = Seat(process, self.generation)
@@ -136,10 +151,10 @@ class SmallAgent:
     def _turn(self) -> None:
         running = {s.process.sentinel: n for n, s in self.seats.items() if not s.is_over}
         links = {s.connection: n for n, s in self.seats.items() if s.connection is not None}
-        ready, _, _ = select.select([self._listener, *self._pending, *links, *running], [], [], 0.05)
+        ready, _, _ = select.select([*self._listeners, *self._pending, *links, *running], [], [], 0.05)
         for one in ready:
-            if one is self._listener:
-                self._pending.append(Channel(self._listener.accept()[0]))
+            if one in self._listeners:
+                self._pending.append(Channel(one.accept()[0]))
             elif one in self._pending:
                 self._pending.remove(one)
                 self._admit(one)
@@ -189,15 +204,15 @@ class SmallAgent:
             raise RuntimeError(f"all ranks have left generation {self.generation}, and none was lost: {told}")
 
     def _tell(self, number: int) -> None:
-        seat, ranks = self.seats[number], self._ranks(n for n, s in self.seats.items())
+        seat = self.seats[number]
         if seat.connection is None:
             return
         message = {
             "kind": "generation",
             "generation": self.generation,
-            "rank": ranks[number],
-            "world_size": len(ranks),
-            "environment": self._environment(ranks[number], len(ranks)),
+            "rank": sorted(self.seats).index(number),
+            "world_size": len(self.seats),
+            "environment": self._environment(number, self.seats),
         }
         seat.connection.put(message)
 
@@ -205,13 +220,15 @@ class SmallAgent:
         """Begin a generation, with `add` ranks more."""
         self.generation += 1
         self._new_store()
-        before = len(self.seats)
-        for rank in range(before, before + add):
-            self._start(max(self.seats) + 1, rank, before + add)
+        first = max(self.seats) + 1
+        seats = [*self.seats, *range(first, first + add)]
+        for seat in seats[len(self.seats) :]:
+            self._start(seat, seats)
         for number in self.seats:
             self._tell(number)
 
     def _lose(self, bad: list[int]) -> None:
+        bad = self._with_their_hosts(bad)
         self._most_losses -= len(bad)
         if self._end_on_loss:
             for number in bad:
@@ -229,11 +246,24 @@ class SmallAgent:
         replaced = [n for n in bad if self._replace and self.seats[n].process.exitcode != -LEAVES]
         for number in bad:
             self._remove(number)
-        ranks = self._ranks([*self.seats, *replaced])
+        seats = [*self.seats, *replaced]
         for number in replaced:
-            self._start(number, ranks[number], len(ranks))
+            self._start(number, seats)
         for number in self.seats:
             self._tell(number)
+
+    def _with_their_hosts(self, bad: list[int]) -> list[int]:
+        """With all ranks of the hosts that are lost; they get the places of a spare one."""
+        for place in {self._places[number] for number in bad if number in self._places}:
+            if self._machines[place] not in find_lost_hosts(self._folder, self._machines):
+                continue
+            theirs = [number for number, one in self._places.items() if one == place]
+            instead = self._spare.pop(0)
+            self._places.update(dict.fromkeys(theirs, instead))
+            for number in theirs:
+                self.seats[number].process.join()  # it has been killed
+            bad = sorted({*bad, *theirs})
+        return bad
 
     def _remove(self, number: int) -> None:
         seat = self.seats.pop(number)
@@ -283,19 +313,38 @@ class SmallAgent:
                 seat.connection.close()
         for connection in self._pending:
             connection.close()
-        self._listener.close()
+        for listener in self._listeners:
+            listener.close()
         for fd in self._stores:
             os.close(fd)
 
 
+def _listen_at(machine: Host, name: str) -> socket.socket:
+    """Return a socket of that host: names without a file belong to a network namespace."""
+    made: list[socket.socket] = []
+
+    def listen_there() -> None:
+        machine.enter()
+        made.append(listen(name, 64))
+
+    thread = threading.Thread(target=listen_there)
+    thread.start()
+    thread.join()
+    return made[0]
+
+
 def _work(
-    body: Body, args: tuple[Any, ...], environment: dict[str, str], path: Path, parent: int, listener: socket.socket
-) -> None:
+    body: Body, args: tuple[Any, ...], environment: dict[str, str], path: Path, parent: int,
+    listeners: list[socket.socket], machine: Host | None,
+) -> None:  # fmt: skip
     import faulthandler
 
     die_with_parent(parent)
     os.setpgrp()
-    listener.close()
+    for listener in listeners:
+        listener.close()
+    if machine is not None:
+        machine.enter()
     os.environ.pop("PHALANX_GENERATION", None)
     os.environ.update(environment)
     torch.set_num_threads(1)

@@ -29,16 +29,21 @@ SIZES = (2, 2)
 
 
 def run_on_hosts(machines: list[Host], folder: Path, job: Job, program: Program) -> list[dict[str, Any]]:
-    """Return what each rank holds at the end, of a job on all hosts."""
+    """Return what each rank holds at the end, of a job on two hosts; a third one takes the second one's place."""
     folder.mkdir()
     job = dataclasses.replace(job, folder=str(folder))
     (folder / "program").write_bytes(pickle.dumps((job, program)))
-    made = Cluster(machines, folder, "2", {"PYTHONPATH": str(ROOT)})
+    made = Cluster(machines, folder, "2", {"PYTHONPATH": str(ROOT)}, ("--no-preload", "--host-timeout", "3"))
+    is_lost = any(strike.host for strike in job.strikes)
     try:
         for number, size in enumerate(SIZES):
             made.start(number, size, SCRIPT)
-        ends = made.ended(*range(len(SIZES)))
+        if is_lost:
+            made.wait_for(0, "phalanx run: 2 hosts: ")
+            made.start(2, SIZES[1], SCRIPT)
+        ends = made.ended(0, 2 if is_lost else 1)
         assert [end.code for end in ends] == [0] * len(SIZES), ends[0].out
+        assert ("is lost: the coordinator did not hear from it" in ends[0].out) == is_lost, ends[0].out
         assert "nothing is left of rank" not in ends[0].out
     finally:
         made.close()
@@ -52,6 +57,15 @@ def draw_loss(draw: random.Random, program: Program) -> tuple[Strike, ...]:
     return tuple(dataclasses.replace(one, rank=2 * host + one.rank) for one in strikes)
 
 
+def require_same(seed: int, machines: list[Host], folder: Path, job: Job, program: Program) -> None:
+    """Run the program with what befalls it and without, and compare all that each rank holds."""
+    lost = run_on_hosts(machines, folder / f"lost-{seed}", job, program)
+    quiet = run_on_hosts(machines, folder / f"quiet-{seed}", dataclasses.replace(job, strikes=()), program)
+    for rank, (mine, theirs) in enumerate(zip(lost, quiet, strict=True)):
+        different = differences(mine, theirs)
+        assert not different, f"seed {seed}, rank {rank}: {program}, {job.strikes}: {different}"
+
+
 def test_a_program_on_two_hosts_loses_ranks_and_no_bit(tmp_path: Path, pytestconfig: pytest.Config) -> None:
     """What a rank alone knew (buffers, values, random states) went with it, and its replacement had another's."""
     first = pytestconfig.getoption("--first-program")
@@ -61,8 +75,17 @@ def test_a_program_on_two_hosts_loses_ranks_and_no_bit(tmp_path: Path, pytestcon
             while (program := draw_program(draw)).optimizer == "zero":  # which is refused on several hosts
                 pass
             job = Job("", draw_loss(draw, program), samples=64)
-            lost = run_on_hosts(machines, tmp_path / f"lost-{seed}", job, program)
-            quiet = run_on_hosts(machines, tmp_path / f"quiet-{seed}", dataclasses.replace(job, strikes=()), program)
-            for rank, (mine, theirs) in enumerate(zip(lost, quiet, strict=True)):
-                different = differences(mine, theirs)
-                assert not different, f"seed {seed}, rank {rank}: {program}, {job.strikes}: {different}"
+            require_same(seed, machines, tmp_path, job, program)
+
+
+def test_a_program_whose_second_host_is_lost_goes_on_with_a_spare_one_and_loses_no_bit(tmp_path: Path) -> None:
+    """What its ranks alone knew went with it: the spare host's ranks drew other random numbers, and a warning said so.
+
+    All its processes die at once, so that nobody tells the first host: it hears nothing more.
+    """
+    draw = random.Random(1)
+    while (program := draw_program(draw)).optimizer == "zero":
+        pass
+    strike = dataclasses.replace(draw_strikes(draw, program, 2)[0], rank=3, host=True)
+    with hosts(3) as machines:
+        require_same(1, machines, tmp_path, Job("", (strike,), samples=64), program)

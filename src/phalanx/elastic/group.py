@@ -67,7 +67,7 @@ class ElasticGroup:
     def start(self) -> None:
         """Form the job's first group, in which all ranks hold the same state. Collective."""
         self._state._save()
-        self._records = RankRecords(self.process_group, self._layers(), self._random)
+        self._records = self._new_records(self._layers())
         self._records_generation = self.generation
         if self._state._objects.pipelines:
             self._why_not_kept = why_not_kept(self._state, self.process_group)
@@ -80,6 +80,11 @@ class ElasticGroup:
         for optimizer in self._state._objects.sharded:
             optimizer.keep_state()
         self.ranks_differ = self._records.meet(0).differ and not self._state._objects.rounds
+
+    def _new_records(self, layers: dict[str, Any], room: tuple[int, int] = (0, 0)) -> RankRecords:
+        """Return the records of a group that has just come together, or that need more room. Collective."""
+        apart = bool(self._state._objects.rounds)
+        return RankRecords(self.process_group, layers, self._random, room, apart=apart)
 
     def _layers(self) -> dict[str, Any]:
         """Return the layers whose buffers each rank has for itself."""
@@ -124,6 +129,8 @@ class ElasticGroup:
         if not records.is_prepared(number):
             records.is_late |= records.has_begun(number)
             records.prepare(number)
+        elif number <= TRIAL_STEPS and not records.is_copied(number):  # a later backward drew, or changed buffers
+            records.is_late = True
         records.write_small(number, small)
         if self.process_group.size() == 1 or self._state._objects.rounds:
             return False  # who trains apart goes on from its own step after a loss, and others may be in a round
@@ -137,7 +144,7 @@ class ElasticGroup:
     def _give_room(self, number: int, small: Frozen, room: tuple[int, int]) -> None:
         """Go on with larger records, which have this commit in them. Collective."""
         assert self._records is not None
-        fresh = RankRecords(self.process_group, self._layers(), self._random, room)
+        fresh = self._new_records(self._layers(), room)
         fresh.is_late = self._records.is_late
         fresh.prepare(number)
         fresh.write_small(number, small)
@@ -278,7 +285,7 @@ class ElasticGroup:
         if receives and not state._objects.rounds:
             self._have_own_small(mine if is_own else None, agreement, is_lost=is_lost)
         state._settle(rank, self.process_group.size())
-        fresh = RankRecords(self.process_group, self._layers(), self._random)
+        fresh = self._new_records(self._layers())
         if mine is not None:
             fresh.restore(mine, random=is_own)
         fresh.prepare(state._latest.number)
@@ -378,7 +385,7 @@ class ElasticGroup:
         StageRecords.hand_over(self._stages, state, number, keeper, holders, self.process_group)
         reached(RESTORE)
         state._settle(rank, size)
-        fresh, stages = RankRecords(self.process_group, {}, self._random), StageRecords(state, self.process_group)
+        fresh, stages = self._new_records({}), StageRecords(state, self.process_group)
         if record is not None and is_own:
             fresh.restore(record)
         stages.keep(fresh)

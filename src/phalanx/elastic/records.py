@@ -13,6 +13,9 @@ small state is there where ranks waited for each other in that commit; otherwise
 
 The third slot is for a rank that has begun a step in which nobody has waited yet, while another still reads the first.
 
+On several hosts the slots of a rank are copied to two others (`phalanx.elastic.record_copies`), which have them by the
+time that somebody can have completed the step.
+
 A slot says how its bytes are to be read, so that it doesn't matter what the buffers look like in the step after.
 A survivor goes back to its own slot of that step.
 """
@@ -34,6 +37,7 @@ from phalanx.elastic import generator_states
 from phalanx.elastic.buffers import Buffers, views_of
 from phalanx.elastic.frozen import Frozen
 from phalanx.elastic.generator_states import GeneratorStates
+from phalanx.elastic.record_copies import RecordCopies, hosts_of, plan_keepers, plan_wards
 from phalanx.transport.tensors import copy_all
 
 _HEAD = struct.Struct("q7Q")  # the number; sizes of four random states, of the buffers' plan, the buffers, their room
@@ -45,7 +49,8 @@ _LACK = struct.Struct("qQ")  # the number, and whether there was no room when it
 _LACK_AT = 256
 _RANDOM_BYTES = 16384  # 5056 torch's, 3.7 KiB Python's, 2.7 KiB NumPy's; and CUDA's
 _PAGE = 4096
-_BEGIN = _PAGE + _RANDOM_BYTES
+_RANDOM_AT = 512
+_BEGIN = _RANDOM_AT + _RANDOM_BYTES
 _SPARE = 1 << 18
 _SLOTS = 3
 
@@ -73,14 +78,21 @@ class _Slot:
 
 
 class RankRecords:
-    """The slots of this rank, and those of all ranks of its host. Collective to build.
+    """The slots of this rank and of all ranks of its host, and copies of those of other hosts. Collective to build.
 
     `room`: bytes for buffers, and for the small state; the same on all ranks, 0 where they know of none yet. Who needs
-    more than half of it asks for more; what does not fit at all is kept in memory of this rank alone.
+    more than half of it asks for more; what does not fit at all is kept in memory of this rank alone. Ranks that train
+    `apart` have no copies.
     """
 
     def __init__(
-        self, group: Any, layers: Mapping[str, nn.Module], random: GeneratorStates, room: tuple[int, int] = (0, 0)
+        self,
+        group: Any,
+        layers: Mapping[str, nn.Module],
+        random: GeneratorStates,
+        room: tuple[int, int] = (0, 0),
+        *,
+        apart: bool = False,
     ) -> None:
         self._group, self._random = group, random
         self._buffers = Buffers(layers)
@@ -92,11 +104,18 @@ class RankRecords:
         if self.size > 1:
             dist.all_gather_object(wanted, mine, group=group)
         self.room = tuple(_to_pages(max(room[i], *(one[i] for one in wanted)) + _SPARE) for i in range(2))
-        self._slot_bytes = slot_bytes = _BEGIN + sum(self.room)
-        self._others = host_memory(_SLOTS * slot_bytes, group)
-        memory = self._others[self.rank]
-        self._seen = {rank: memoryview(_array(memory)) for rank, memory in self._others.items()}
-        self._slots = [_Slot(memory[i * slot_bytes : (i + 1) * slot_bytes]) for i in range(_SLOTS)]
+        slot_bytes = _BEGIN + sum(self.room)
+        keepers = plan_keepers(hosts_of(group)) if not apart else {}
+        wards = plan_wards(keepers)
+        most = max(map(len, wards.values()), default=0)
+        pieces = host_memory((1 + most) * _SLOTS * slot_bytes, group)
+        self._others: dict[int, list[Tensor]] = {}  # by rank, of this host's ranks and of their wards
+        for rank, memory in pieces.items():
+            for number, owner in enumerate((rank, *wards.get(rank, ()))):
+                slots = memory[number * _SLOTS * slot_bytes :]
+                self._others[owner] = [slots[i * slot_bytes : (i + 1) * slot_bytes] for i in range(_SLOTS)]
+        self._seen = {rank: [memoryview(_array(slot)) for slot in self._others[rank]] for rank in pieces}
+        self._slots = [_Slot(memory) for memory in self._others[self.rank]]
         self._alone: dict[int, Tensor] = {}  # by the number of the step, for which there was no room
         self._smalls: dict[int, Frozen] = {}  # of the latest commits
         self._numbers = [-1] * _SLOTS
@@ -105,10 +124,16 @@ class RankRecords:
         self._asks = [0, 0]
         self.is_late = False
         """Whether something was drawn, or a buffer changed, behind a backward."""
-        for slot in self._slots:
-            _HEAD.pack_into(slot.bytes, 0, -1, *[0] * 7)
-            _SMALL_HEAD.pack_into(slot.bytes, _SMALL_AT, -1, *[0] * 8)
-            _LACK.pack_into(slot.bytes, _LACK_AT, -1, 0)
+        for owner in (self.rank, *wards.get(self.rank, ())):
+            for empty in self._others[owner]:
+                fresh = memoryview(_array(empty))
+                _HEAD.pack_into(fresh, 0, -1, *[0] * 7)
+                _SMALL_HEAD.pack_into(fresh, _SMALL_AT, -1, *[0] * 8)
+                _LACK.pack_into(fresh, _LACK_AT, -1, 0)
+        self._copies: RecordCopies | None = None
+        if keepers:
+            kept = {ward: self._others[ward] for ward in wards[self.rank]}
+            self._copies = RecordCopies(group, self._others[self.rank], kept, keepers[self.rank])
         if self.size > 1:
             dist.barrier(group=group)  # a number that nobody wrote must not be read
 
@@ -136,7 +161,7 @@ class RankRecords:
             self._alone[number] = slot.memory
         else:
             self._alone.pop(number, None)
-        at = _PAGE
+        at = _RANDOM_AT
         for state in states:
             slot.bytes[at : at + len(state)] = state
             at += len(state)
@@ -148,6 +173,23 @@ class RankRecords:
         buffers.save(slot.views)
         _HEAD.pack_into(slot.bytes, 0, -1, *map(len, states), len(plan), buffers.nbytes, room)
         slot.bytes[:8] = number.to_bytes(8, "little", signed=True)  # last: it vouches for the rest
+        self._announce(number)
+
+    def _announce(self, number: int, *, again: bool = False) -> None:
+        """Have the copies of step `number` on other hosts by the end of the next collective."""
+        if self._copies is None:
+            return
+        slot, begin = self._slots[number % _SLOTS], _BEGIN + self.room[0]
+        *_, plan_bytes, nbytes, _ = _HEAD.unpack_from(slot.bytes)
+        is_here = slot.bytes[:8] != _NONE
+        used = _BEGIN + _aligned(plan_bytes) + nbytes if is_here else _RANDOM_AT
+        small, data, forms, tensors, is_there, *_ = _SMALL_HEAD.unpack_from(slot.bytes, _SMALL_AT)
+        small_bytes = _aligned(data + forms) + tensors if small == number and is_there else 0
+        self._copies.announce(number, [(0, used), (begin, begin + small_bytes)], again=again)
+
+    def is_copied(self, number: int) -> bool:
+        """Return whether other hosts have of step `number` what this rank has prepared, if they have anything of it."""
+        return self._copies is None or not self._copies.is_stale(number)
 
     def is_prepared(self, number: int) -> bool:
         """Whether this rank's slot is of that step, and since then nothing was drawn, and no buffer changed."""
@@ -169,6 +211,7 @@ class RankRecords:
         self._smalls.pop(number - _SLOTS, None)
         if small is slot.small and slot.said == (self.is_late, *self._asks):  # only the number is another
             slot.bytes[_SMALL_AT : _SMALL_AT + 8] = number.to_bytes(8, "little", signed=True)
+            self._announce(number)
             return
         slot.bytes[_SMALL_AT : _SMALL_AT + 8] = _NONE
         slot.small = None
@@ -179,6 +222,7 @@ class RankRecords:
             slot.small, slot.said = small, (self.is_late, *self._asks)
             _SMALL_HEAD.pack_into(slot.bytes, _SMALL_AT, -1, len(data), 0, 0, True, zlib.crc32(data), *slot.said)
             slot.bytes[_SMALL_AT : _SMALL_AT + 8] = number.to_bytes(8, "little", signed=True)
+            self._announce(number)
             return
         if small.tensors:
             forms = pickle.dumps([(tuple(t.shape), t.dtype, str(t.device)) for t in small.tensors])
@@ -202,6 +246,7 @@ class RankRecords:
         is_there = memory is slot.memory
         _SMALL_HEAD.pack_into(slot.bytes, _SMALL_AT, -1, len(data), len(forms), nbytes, is_there, *said)
         slot.bytes[_SMALL_AT : _SMALL_AT + 8] = number.to_bytes(8, "little", signed=True)
+        self._announce(number)
 
     def _ask(self, kind: int, needed: int) -> None:
         if 2 * needed > self.room[kind] and self.size > 1:
@@ -209,7 +254,7 @@ class RankRecords:
 
     @property
     def readable(self) -> tuple[int, ...]:
-        """The ranks whose slots this one can read: those of its host."""
+        """The ranks whose slots, or copies of them, this one can read: those of its host, and those that it keeps."""
         return tuple(self._others)
 
     # -- what the ranks read -------------------------------------------------------------------------------------
@@ -218,8 +263,10 @@ class RankRecords:
         """Wait until all ranks have written the small state of commit `number`; return what they say. Collective."""
         if self._all_are_seen:
             dist.barrier(group=self._group)
-            at = number % _SLOTS * self._slot_bytes + _SMALL_AT
-            return _summarize([_SMALL_HEAD.unpack_from(seen, at) for seen in self._seen.values()])
+            return _summarize(
+                [_SMALL_HEAD.unpack_from(seen[number % _SLOTS], _SMALL_AT) for seen in self._seen.values()]
+            )
+        self._announce(number, again=True)
         told: list[Any] = [None] * self.size
         mine = _SMALL_HEAD.unpack_from(self._slots[number % _SLOTS].bytes, _SMALL_AT)
         dist.all_gather_object(told, mine, group=self._group)
@@ -231,13 +278,12 @@ class RankRecords:
         """
         if not self._all_are_seen:
             return True
-        said_at = (number - 1) % _SLOTS * self._slot_bytes + _SAID_AT
-        lack_at = number % _SLOTS * self._slot_bytes + _LACK_AT
-        mine, lacks = _SAID.unpack_from(self._seen[self.rank], said_at), (number, True)
+        last, now = (number - 1) % _SLOTS, number % _SLOTS
+        mine, lacks = _SAID.unpack_from(self._seen[self.rank][last], _SAID_AT), (number, True)
         if mine[1:] != _NOTHING:
             return False
         for seen in self._seen.values():
-            if _SAID.unpack_from(seen, said_at) != mine or _LACK.unpack_from(seen, lack_at) == lacks:
+            if _SAID.unpack_from(seen[last], _SAID_AT) != mine or _LACK.unpack_from(seen[now], _LACK_AT) == lacks:
                 return False
         return True
 
@@ -245,10 +291,10 @@ class RankRecords:
         """Return a copy of what `rank` left of step `number`; None if it left nothing of it."""
         if rank == self.rank and number in self._alone:
             return self._alone[number].clone()
-        memory = self._others.get(rank)
-        if memory is None:
+        slots = self._others.get(rank)
+        if slots is None:
             return None
-        slot = memory[number % _SLOTS * self._slot_bytes :][: self._slot_bytes]
+        slot = slots[number % _SLOTS]
         return slot.clone() if _number_of(slot) == number else None
 
     def own_small(self, number: int) -> Frozen | None:
@@ -292,7 +338,7 @@ def small_of(slot: Tensor, number: int) -> Frozen | None:
 def restore_random(slot: Tensor) -> None:
     """Draw random numbers from where a slot says."""
     _, *sizes = _HEAD.unpack_from(_array(slot))
-    at, states = _PAGE, []
+    at, states = _RANDOM_AT, []
     for size in sizes[:4]:
         states.append(slot[at : at + size].numpy().tobytes())
         at += size

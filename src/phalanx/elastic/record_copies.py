@@ -1,0 +1,172 @@
+"""Copies of each rank's records on other hosts: a rank can be had back although its whole host is lost.
+
+    rank b, host B     prepares its record of step n               before the first backward of the step
+                       its next collective ──what is new in it──▶  a rank each of the two hosts behind B
+    rank a, host C     before it takes part in that collective     b's record of step n, in memory that C's ranks map
+
+Whoever has completed step n had a's gradients, which a gave when it had b's record. So the copy of the agreed step is
+whole, whenever host B was lost, as the record itself is on one host (`phalanx.elastic.records`). Any two hosts may be
+lost at once; of a host that is lost together with both hosts behind it the copies are lost.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phalanx.backend.torch_integration.groups import phalanx_group
+from phalanx.deadline import Deadline
+from phalanx.transport.hierarchical.transport import HierarchicalTransport
+
+NUM_COPIES = 2
+BLOCK = 256
+"""So many bytes of a record are sent if one of them is new; a record's memory is some of these."""
+_HEAD = struct.Struct("qq5Q")  # the record's number, what vouches for it, how many blocks come, two spans of blocks
+_HEAD_BYTES = 64
+_NONE = (-1).to_bytes(8, "little", signed=True)
+
+Span = tuple[int, int]
+
+
+def plan_keepers(hosts: Sequence[Sequence[int]], num_copies: int = NUM_COPIES) -> dict[int, tuple[int, ...]]:
+    """Return the ranks that keep the records of each rank: one each of the next hosts, in the order of hosts."""
+    keepers: dict[int, tuple[int, ...]] = {}
+    for number, ranks in enumerate(hosts):
+        steps = range(1, min(num_copies, len(hosts) - 1) + 1)
+        others = [hosts[(number + step) % len(hosts)] for step in steps]
+        for place, rank in enumerate(ranks):
+            keepers[rank] = tuple(other[place % len(other)] for other in others)
+    return keepers
+
+
+def plan_wards(keepers: Mapping[int, Sequence[int]]) -> dict[int, tuple[int, ...]]:
+    """Return the ranks whose records each rank keeps."""
+    return {rank: tuple(one for one, theirs in keepers.items() if rank in theirs) for rank in keepers}
+
+
+def hosts_of(group: Any) -> Sequence[Sequence[int]]:
+    """Return the ranks of a group by host, where they are on several and memory is shared in each; else nothing."""
+    ours = phalanx_group(group)
+    transport = None if ours is None else ours.transport
+    return transport.layout.topology.hosts if isinstance(transport, HierarchicalTransport) else ()
+
+
+class RecordCopies:
+    """This rank's part: it sends its records to its keepers, and keeps those of its wards. Collective to build.
+
+    `slots` are this rank's, `kept` those into which the records of each ward go. A record of which the first word is
+    not its number is none.
+
+    Cost: one message to each of two hosts in a step, with the blocks that differ from the record before (random states
+    that were drawn from, buffers that have changed), and as many messages from other hosts.
+    """
+
+    def __init__(
+        self, group: Any, slots: Sequence[Tensor], kept: Mapping[int, Sequence[Tensor]], keepers: Sequence[int]
+    ) -> None:
+        ours = phalanx_group(group)
+        assert ours is not None
+        assert isinstance(ours.transport, HierarchicalTransport)
+        self._ours = ours
+        self._slots = slots
+        self._kept = kept
+        self._keepers = keepers
+        self._latest = dict.fromkeys(kept, 0)  # by ward: which of its slots has what came last
+        num_blocks = slots[0].nbytes // BLOCK
+        largest = _HEAD_BYTES + num_blocks * (8 + BLOCK)
+        self._messages = ours.transport.open_preceding(largest, list(kept))
+        self._mirror = torch.zeros_like(slots[0])  # what the keepers have
+        self._is_mirrored = torch.zeros(num_blocks, dtype=torch.bool).numpy()
+        self._spans: list[Span] = []
+        self._number = self._announced = self._sent = -1
+
+    def announce(self, number: int, spans: Sequence[Span], *, again: bool = False) -> None:
+        """Send record `number` with the next collective, unless it was announced before; with `again`, even so.
+
+        It is sent as it is then. `spans`: which bytes of it are used, two ranges. All ranks call this between the same
+        two collectives.
+        """
+        self._number, self._spans = number, [(begin // BLOCK, -(-end // BLOCK)) for begin, end in spans]
+        if number != self._announced or again:
+            self._announced = number
+            self._ours.precede(self._exchange)
+
+    def is_stale(self, number: int) -> bool:
+        """Whether the keepers have record `number` otherwise than it is now, but for its second span."""
+        if self._sent != number or self._number != number:
+            return False
+        (begin, end), _ = self._spans
+        return bool(self._find_new(number, (max(begin, _NUM_HEAD_BLOCKS), end)).size)
+
+    def _exchange(self, deadline: Deadline) -> None:
+        self._send(deadline)
+        for ward in self._kept:
+            self._take(ward, deadline)
+
+    def _find_new(self, number: int, span: Span) -> Any:
+        begin, end = span
+        mine, theirs = _blocks(self._slots[number % len(self._slots)]), _blocks(self._mirror)
+        is_new = (mine[begin:end] != theirs[begin:end]).any(axis=1) | ~self._is_mirrored[begin:end]
+        return is_new.nonzero()[0] + begin
+
+    def _send(self, deadline: Deadline) -> None:
+        number, spans = self._number, self._spans
+        slot = self._slots[number % len(self._slots)]
+        vouched = int.from_bytes(_bytes(slot)[:8], "little", signed=True)
+        news = [self._find_new(number, span) for span in spans]
+        self._is_mirrored[:] = False  # the keepers copy nothing else from one slot to the next
+        for (begin, end), which in zip(spans, news, strict=True):
+            self._is_mirrored[begin:end] = True
+            _blocks(self._mirror)[which] = _blocks(slot)[which]
+        _bytes(self._mirror)[:8] = _NONE
+        count = sum(map(len, news))
+        out = self._messages.outbox(deadline)
+        _HEAD.pack_into(_bytes(out), 0, number, vouched, count, *spans[0], *spans[1])
+        numbers, blocks = _contents(out, count)
+        at = 0
+        for which in news:
+            numbers[at : at + len(which)] = which
+            blocks[at : at + len(which)] = _blocks(self._mirror)[which]
+            at += len(which)
+        self._messages.send(self._keepers, _HEAD_BYTES + count * (8 + BLOCK))
+        self._sent = number
+
+    def _take(self, ward: int, deadline: Deadline) -> None:
+        message = self._messages.receive(ward, deadline)
+        number, vouched, count, *bounds = _HEAD.unpack_from(_bytes(message))
+        numbers, blocks = _contents(message, count)
+        slots, latest = self._kept[ward], self._latest[ward]
+        place = number % len(slots)
+        _bytes(slots[place])[:8] = _NONE
+        mine, before = _blocks(slots[place]), _blocks(slots[latest])
+        if place != latest:
+            for begin, end in (bounds[:2], bounds[2:]):
+                mine[begin:end] = before[begin:end]
+            _bytes(slots[place])[:8] = _NONE
+        mine[numbers] = blocks
+        _bytes(slots[place])[:8] = vouched.to_bytes(8, "little", signed=True)  # last: it vouches for the rest
+        self._latest[ward] = place
+        self._messages.done(ward)
+
+
+_NUM_HEAD_BLOCKS = 2
+
+
+def _blocks(memory: Tensor) -> Any:
+    return memory.numpy().view("u8").reshape(-1, BLOCK // 8)
+
+
+def _contents(message: Tensor, count: int) -> tuple[Any, Any]:
+    """Return the numbers of the blocks in a message, and the blocks."""
+    begin = _HEAD_BYTES + 8 * count
+    words = message.numpy()
+    return words[_HEAD_BYTES:begin].view("u8"), words[begin : begin + count * BLOCK].view("u8").reshape(count, -1)
+
+
+def _bytes(memory: Tensor) -> Any:
+    array: Any = memory.numpy()
+    return memoryview(array)
