@@ -80,6 +80,7 @@ class Job:
     zero_first: bool = False
     layer_norm: bool = False
     wait_at: int = -1  # at that step for the file `come`, once a rank has been lost
+    grow_at: int = -1  # at that step until it is known that others are let in at its commit
 
     # -- faults --------------------------------------------------------------------------------------------------
 
@@ -101,6 +102,14 @@ class Job:
         if step == self.wait_at and not os.path.exists(f"{self.folder}/come"):
             Path(f"{self.folder}/waits-{os.getpid()}").touch()
             while not os.path.exists(f"{self.folder}/come"):
+                time.sleep(0.01)
+
+    def wait_for_others(self, state: elastic.State) -> None:
+        """Say that this rank waits, and wait until others are let in."""
+        runner: Any = state._step.runner
+        if state.step == self.grow_at and runner.generation == 0:
+            Path(f"{self.folder}/waits-{os.getpid()}").touch()
+            while not runner._membership.newer_than(0):
                 time.sleep(0.01)
 
     # -- what it leaves ------------------------------------------------------------------------------------------
@@ -195,6 +204,7 @@ def train_job(job: Job) -> dict[str, Any]:
                     job.strike("batch", state.step)
                     job.log(state.step, epoch, ids.tolist())
                     job.wait(state.step)
+                    job.wait_for_others(state)
                     is_last = number % job.accumulate == 0 or number == len(loader)
                     ddp.require_backward_grad_sync = is_last
                     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=job.amp):

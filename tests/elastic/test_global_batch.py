@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -95,15 +96,43 @@ def test_ranks_that_come_back_take_their_batches_back(tmp_path: Path) -> None:
         torch.testing.assert_close(mine["weights"], theirs["weights"], rtol=1e-3, atol=1e-5)
 
 
-def test_more_ranks_than_at_the_start_are_refused_on_all(tmp_path: Path) -> None:
-    job = dataclasses.replace(PLAIN, folder=str(tmp_path), samples=40_000)
+GROWING = {
+    # ranks, how many come at which step, job: the last steps of an epoch have fewer samples than ranks
+    "2 to 3": (2, 1, 4, dataclasses.replace(PLAIN, samples=101, workers=2)),
+    "1 to 3": (1, 2, 3, dataclasses.replace(PLAIN, samples=61, zero_first=True, clip=True)),
+    "2 to 4, which divides": (2, 2, 5, dataclasses.replace(PLAIN, samples=96, optimizer="momentum", scheduler=True)),
+    "2 to 5": (2, 3, 2, dataclasses.replace(PLAIN, samples=66, scheduler=True, clip=True, zero_first=True)),
+    "2 to 3, in shards": (2, 1, 3, dataclasses.replace(PLAIN, samples=60, optimizer="zero", scheduler=True, clip=True)),
+    "2 to 3, whole batches": (2, 1, 3, dataclasses.replace(PLAIN, samples=103, drop_last=True, workers=1)),
+}
 
-    def welcome_another(agent: SmallAgent) -> None:
-        if agent.generation == 0 and any(tmp_path.glob("samples-*")):
-            agent.regroup(add=1)
 
-    with pytest.raises(RuntimeError, match="the job began with 2 ranks, so a step has so many batches, and 3 ranks"):
-        SmallAgent(train_job, 2, job, folder=tmp_path, on_turn=welcome_another).run()
+@pytest.mark.parametrize("kind", GROWING)
+def test_with_more_ranks_than_at_the_start_each_step_has_the_samples_that_it_had_and_ends_in_the_same_weights(
+    kind: str, tmp_path: Path
+) -> None:
+    """A host that came late ended a healthy job: there were more ranks than batches in a step."""
+    world_size, more, at, job = GROWING[kind]
+    ends = []
+    for name in ("undisturbed", "disturbed"):
+        folder = tmp_path / name
+        folder.mkdir()
+        mine = dataclasses.replace(job, folder=str(folder), grow_at=at if name == "disturbed" else -1)
+
+        def welcome_others(agent: SmallAgent, folder: Path = folder) -> None:
+            if agent.generation == 0 and len(list(folder.glob("waits-*"))) == world_size:
+                agent.regroup(add=more)
+
+        ends.append(SmallAgent(train_job, world_size, mine, folder=folder, on_turn=welcome_others).run())
+    assert [len(end.results) for end in ends] == [world_size, world_size + more]
+    steps, grown = (samples_of_steps(tmp_path / name) for name in ("undisturbed", "disturbed"))
+    assert {step: set(samples) for step, samples in grown.items()} == {step: set(s) for step, s in steps.items()}
+    twice = [step for step in steps if len(grown[step]) > len(steps[step])]
+    assert all(len(grown[step]) == world_size + more for step in twice)  # there were fewer samples than ranks
+    theirs = ends[0].results[0]
+    for result in ends[1].results:
+        assert (result["step"], result["rate"], result["scale"]) == (theirs["step"], theirs["rate"], theirs["scale"])
+        torch.testing.assert_close(result["weights"], theirs["weights"], rtol=1e-3, atol=1e-5)
 
 
 def batches_of(
@@ -133,8 +162,32 @@ def test_each_batch_of_a_full_job_is_made_by_one_of_fewer_readers_in_the_same_st
                 assert mine[epoch] == [batch for step in steps for batch in step]
                 assert sum(map(len, mine[epoch])) == len(sampler)
             assert sampler.state_dict()["epoch"] == 2 or case[2]
-    with pytest.raises(ValueError, match="some would read none"):
-        sampler.regroup(parts, 0, num_readers=parts + 1)
+
+
+SHARED = [(97, True, False, 4, 3), (96, False, False, 5, 4), (50, True, True, 4, 3), (3, True, False, 2, 2)]
+
+
+@pytest.mark.parametrize("case", SHARED)
+def test_more_readers_than_parts_share_the_samples_of_each_step(case: Any) -> None:
+    length, _, _, batch, parts = case
+    whole = [batches_of(case, rank, None)[0] for rank in range(parts)]
+    for readers in range(parts + 1, 3 * parts + 2):
+        shares, samplers = zip(*(batches_of(case, rank, readers) for rank in range(readers)), strict=True)
+        for epoch in range(2):
+            for step, theirs in enumerate(zip(*(whole[part][epoch] for part in range(parts)), strict=True)):
+                expected = sorted(sample for one in theirs for sample in one)
+                mine = [share[epoch][step] for share in shares]
+                sizes = [len(one) for one in mine]
+                assert max(sizes) - min(sizes) <= 1
+                found = sorted(sample for one in mine for sample in one)
+                assert found == expected or len(expected) < readers == len(found)
+            assert {len(share[epoch]) for share in shares} == {len(whole[0][epoch])}
+        assert len({(sampler.state_dict()["epoch"], sampler.state_dict()["consumed"]) for sampler in samplers}) == 1
+        assert len(DataLoader(list(range(length)), batch, sampler=samplers[0])) == len(whole[0][0])
+    uneven = DistributedSampler(list(range(length)), parts, 0, padding=False)
+    if length % parts:
+        with pytest.raises(ValueError, match=f"{length} samples do not divide by {parts} parts"):
+            uneven.regroup(parts, 0, num_readers=parts + 1)
 
 
 def on_two_ranks(rank: int, world_size: int) -> None:
@@ -157,7 +210,10 @@ def on_two_ranks(rank: int, world_size: int) -> None:
     with pytest.raises(ValueError, match="'global' or None, got 16"):
         elastic.State(batch=16, model=ddp)  # type: ignore[arg-type]
 
-    state = elastic.State(batch="global", model=ddp, optimizer=optimizer, sampler=sampler)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 100)
+    state = elastic.State(batch="global", model=ddp, optimizer=optimizer, sampler=sampler, scheduler=scheduler)
+    torch.save(state.state_dict(), io.BytesIO())  # the scheduler's held its own method, and with it the whole optimizer
+    assert "step" not in scheduler.state_dict()
     with pytest.raises(RuntimeError, match="inside no_sync"), ddp.no_sync():
         ddp(data)
     saved = state.state_dict()

@@ -54,12 +54,7 @@ class IndexStream:
     def compute(self, first: int, size: int) -> Indices:
         """Return the `size` indices from the `first` on."""
         partition = self.partition
-        positions = np.arange(size, dtype=np.uint64)
-        positions *= np.uint64(partition.step)
-        positions += np.uint64(partition.start + first * partition.step)
-        if partition.start + (first + size - 1) * partition.step >= partition.length:
-            positions %= np.uint64(partition.length)
-        return positions if self._order is None else self._order.take(positions)
+        return _take(partition.start + first * partition.step, partition.step, size, partition.length, self._order)
 
 
 class TurnStream:
@@ -117,3 +112,78 @@ class TurnStream:
         """How many indices the turn has that comes next."""
         turn, which = divmod(self._number, len(self._streams))
         return max(0, min(self._turn, self._streams[which].partition.count - turn * self._turn))
+
+
+class ShareStream:
+    """One pass of one of more readers than there are partitions: each step's samples are shared among all readers.
+
+    A step has `turn` samples of each partition; they stand one behind the other in the epoch's order:
+
+        position   0  1  2  3  4  5  6  7  8  9 10 11      two partitions, turns of three: steps of six samples
+        reader     0  1  2  3  0  1  0  1  2  3  0  1      four readers
+
+    A reader for whom a step has no sample is handed the step's first one: `shares` says that it has no weight. A share
+    that is less than `turn` ends with a StopIteration, at which PyTorch's `BatchSampler` ends the batch; not where the
+    loader leaves out what is short (`drops_last`), which must be told the size of a share.
+    """
+
+    def __init__(
+        self, partition: Partition, order: Order | None, turn: int, reader: int, readers: int, *, drops_last: bool
+    ) -> None:
+        self.partition = partition
+        self._order, self._turn = order, turn
+        self._reader, self._readers = reader, readers
+        self._drops_last = drops_last
+        self._num_steps = partition.count // turn if drops_last else -(-partition.count // turn)
+        self._number = 0  # of the step that comes next
+        self._block: Iterator[int] = iter(())
+        self._is_short = False
+
+    @property
+    def length(self) -> int:
+        """How many indices a partition has."""
+        return self.partition.count
+
+    @property
+    def taken(self) -> int:
+        """How many indices of each partition have been handed out, with the other readers' shares."""
+        return min(self._number * self._turn, self.partition.count)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all has been handed out."""
+        return self._number >= self._num_steps
+
+    @property
+    def latest(self) -> int:
+        """The number of the step that was begun last."""
+        return self._number - 1
+
+    def shares(self, step: int) -> tuple[int, int]:
+        """Return how many of a step's samples this reader has, and how many there are."""
+        whole = self.partition.world_size * max(0, min(self._turn, self.partition.count - step * self._turn))
+        return -(-max(0, whole - self._reader) // self._readers), whole
+
+    def __next__(self) -> int:
+        for index in self._block:
+            return index
+        if self._is_short or self.is_over:
+            self._is_short = False
+            raise StopIteration
+        partition, size = self.partition, self.shares(self._number)[0]
+        first = partition.consumed + self._number * self._turn * partition.world_size + (self._reader if size else 0)
+        size = max(size, 1)
+        self._block = iter(_take(first, self._readers, size, partition.length, self._order).tolist())
+        self._number += 1
+        self._is_short = size < self._turn and not self._drops_last
+        return next(self._block)
+
+
+def _take(first: int, step: int, size: int, length: int, order: Order | None) -> Indices:
+    """Return the indices at `size` positions of an order; those behind its end stand for its beginning again."""
+    positions = np.arange(size, dtype=np.uint64)
+    positions *= np.uint64(step)
+    positions += np.uint64(first)
+    if first + (size - 1) * step >= length:
+        positions %= np.uint64(length)
+    return positions if order is None else order.take(positions)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.utils.data import Dataset, IterableDataset
 from torch.utils.data import distributed as torch_sampler
 
-from phalanx.data.index_stream import IndexStream, TurnStream
+from phalanx.data.index_stream import IndexStream, ShareStream, TurnStream
 from phalanx.data.ordered import Order, OrderedDataset, epoch_key
 from phalanx.data.partition import Partition, plan_partition
 from phalanx.data.permutation import Permutation
@@ -65,16 +65,18 @@ class DistributedSampler(torch_sampler.DistributedSampler[int]):
         super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)
         self.padding = padding
         self._parts: Sequence[int] = (rank,)  # of `num_replicas`, those that this rank reads
+        self._readers = num_replicas  # how many ranks read these parts; more of them than parts share each turn
         self._turn = 1  # how many samples it reads of one before it reads the next
+        self._drops_last = False
         self.num_samples = self._count(consumed=0)
         self.total_size = self.num_samples * num_replicas if padding or drop_last else self.length
         self._consumed = 0  # of epoch `self.epoch`, before the pass to come
-        self._pass: IndexStream | TurnStream | None = (
+        self._pass: IndexStream | TurnStream | ShareStream | None = (
             None  # the latest; None while the pass to come is to be epoch `self.epoch`
         )
 
     def __iter__(self) -> Iterator[int]:
-        return chain.from_iterable(self._begin()) if len(self._parts) == 1 else _Turns(self)
+        return chain.from_iterable(self._begin()) if len(self._parts) == 1 and not self.is_shared else _Turns(self)
 
     def __len__(self) -> int:
         """How many indices this rank gets in the pass at hand, or else in the next; fewer if the epoch was taken up."""
@@ -132,29 +134,51 @@ class DistributedSampler(torch_sampler.DistributedSampler[int]):
     def regroup(self, num_replicas: int, rank: int, *, num_readers: int | None = None) -> None:
         """Share the data among another number of ranks, from the next iteration on, which `load_state_dict` may place.
 
-        With `num_readers`, the parts of `num_replicas` ranks are read by so many, at most as many: rank 0 of two that
-        read three reads parts 0 and 2 by turns, as many samples of each as `read_in_turns_of` says.
+        With `num_readers`, the parts of `num_replicas` ranks are read by so many. Rank 0 of two that read three reads
+        parts 0 and 2 by turns, as many samples of each as `read_in_turns_of` says; of more readers than there are parts
+        each has a share of a turn's samples of all parts (`ShareStream`).
 
         Raises:
-            ValueError: `rank` is not one of `num_replicas`, or of the readers.
+            ValueError: `rank` is not one of `num_replicas`, or of the readers; or parts that more readers share differ
+                in how many samples they have.
         """
         readers = num_replicas if num_readers is None else num_readers
-        if not 0 < readers <= num_replicas or (num_readers is not None and not 0 <= rank < readers):
-            raise ValueError(f"regroup: rank {rank} of {readers} readers of {num_replicas} parts: some would read none")
-        if not 0 <= rank < num_replicas:
-            raise ValueError(f"regroup: rank {rank} of {num_replicas}: ranks are 0 to num_replicas - 1")
-        self.num_replicas, self.rank = num_replicas, rank
-        self._parts = range(rank, num_replicas, readers)
+        if not 0 <= rank < readers:
+            raise ValueError(f"regroup: rank {rank} of {readers}: ranks are 0 to {readers - 1}")
+        if readers > num_replicas and not (self.padding or self.drop_last or self.length % num_replicas == 0):
+            raise ValueError(
+                f"regroup: {self.length} samples do not divide by {num_replicas} parts, which {readers} readers cannot "
+                "share then. Leave out padding=False, or give drop_last=True."
+            )
+        self.num_replicas, self.rank, self._readers = num_replicas, rank, readers
+        self._parts = range(rank, num_replicas, readers) if readers <= num_replicas else (0,)
         self.num_samples = self._count(consumed=0)
         self.total_size = self.num_samples * num_replicas if self.padding or self.drop_last else self.length
 
-    def read_in_turns_of(self, batch_size: int) -> None:
-        """Of each part so many samples, where this rank reads several, from the next iteration on."""
-        self._turn = batch_size
+    def read_in_turns_of(self, batch_size: int, *, drops_last: bool = False) -> None:
+        """Of each part so many samples, where this rank reads several, or has a share of all, from the next iteration
+        on; `drops_last`: the loader leaves out a last batch that is shorter.
+        """
+        self._turn, self._drops_last = batch_size, drops_last
+
+    @property
+    def num_readers(self) -> int:
+        """How many ranks read the parts."""
+        return self._readers
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether there are more readers than parts, each with a share of every turn."""
+        return self._readers > self.num_replicas
+
+    @property
+    def largest_share(self) -> int:
+        """How many samples of a whole turn of all parts this rank has, where it has a share."""
+        return max(1, -(-(self._turn * self.num_replicas - self.rank) // self._readers))
 
     @property
     def num_parts(self) -> int:
-        """How many ranks' parts this rank reads."""
+        """How many ranks' parts this rank reads; one, where it has a share of all."""
         return len(self._parts)
 
     def _begin(self) -> Iterator[Iterator[int]]:
@@ -163,8 +187,12 @@ class DistributedSampler(torch_sampler.DistributedSampler[int]):
         self._pass = stream = IndexStream(self._plan_partition(self._consumed_before_pass(), self.rank), self._order())
         yield from stream.blocks()
 
-    def _begin_turns(self) -> TurnStream:
+    def _begin_turns(self) -> TurnStream | ShareStream:
         consumed = self._consumed_before_pass()
+        if self.is_shared:
+            part, how = self._plan_partition(consumed, 0), {"drops_last": self._drops_last}
+            self._pass = shares = ShareStream(part, self._order(), self._turn, self.rank, self._readers, **how)
+            return shares
         partitions = [self._plan_partition(consumed, part) for part in self._parts]
         self._pass = stream = TurnStream([IndexStream(one, self._order()) for one in partitions], self._turn)
         return stream
@@ -204,7 +232,7 @@ class _Turns:
 
     def __init__(self, sampler: DistributedSampler) -> None:
         self._sampler = sampler
-        self._stream: TurnStream | None = None
+        self._stream: TurnStream | ShareStream | None = None
 
     def __iter__(self) -> _Turns:
         return self

@@ -358,6 +358,8 @@ class DenseBucket:
         """Multiply what the bucket holds."""
         (self.buffer if self.in_place is None else self.in_place).mul_(factor)
 
+    weigh = rescale
+
 
 class SparseBucket:
     """One parameter whose gradient is sparse: it keeps what autograd made, and has no memory of its own."""
@@ -394,6 +396,12 @@ class SparseBucket:
         """Multiply what the ranks have gathered."""
         if self.mean is not None:
             self.mean = self.mean * factor
+
+    def weigh(self, factor: float) -> None:
+        """Multiply the gradient of this rank, which nobody has gathered yet."""
+        (parameter,) = self.parameters
+        if parameter.grad is not None:
+            parameter.grad = parameter.grad * factor
 
 
 def _form(tensor: Tensor) -> str:

@@ -3,6 +3,8 @@
     three ranks         rank 0: a     rank 1: b     rank 2: c        one step, each its batch, the mean of three
     two are left        rank 0: a, c  rank 1: b                      the same step: a is gathered, c and b synchronise
 
+    five ranks          each a fifth of the samples of a, b and c    the same step: their mean, by samples
+
 The user's loop does not know: it runs once for each batch. Where that batch is not the last of a rank's step, DDP does
 not synchronise, and the optimizer, schedulers, scalers and the commit do nothing. What such a batch adds to the
 gradients is taken away as soon as its backward ends and put back when the next one begins, so that neither
@@ -19,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from phalanx.backend.dynamo import untraced
 from phalanx.ddp import DistributedDataParallel
@@ -55,6 +58,7 @@ class GlobalBatch:
             )
         self.num_micro_batches = num_micro_batches
         self.scale = 1.0  # of the mean over ranks, to be one over micro-batches
+        self._world_size = num_micro_batches
         self._position = position
         position.keeps_global_batch = True
         self._parameters = [p for one in self._wrappers for p in one.parameters() if p.requires_grad]
@@ -74,25 +78,16 @@ class GlobalBatch:
         return self._position.ends_step
 
     def spread(self, rank: int, world_size: int) -> None:
-        """Share the micro-batches among so many ranks.
-
-        Raises:
-            ValueError: there are more ranks than micro-batches.
-        """
-        if world_size > self.num_micro_batches:
-            raise ValueError(
-                f"phalanx.elastic: batch='global': the job began with {self.num_micro_batches} ranks, so a step has so "
-                f"many batches, and {world_size} ranks are there: some would have none. Let no more ranks come than "
-                "there were at the start (--nnodes, --nproc-per-node), or leave batch='global' out."
-            )
+        """Share the micro-batches among so many ranks; of more ranks than that each has a share of all."""
         self._position.sampler.regroup(self.num_micro_batches, rank, num_readers=world_size)
         self._kept.clear()
         self._has_mean = False
-        self.scale = world_size / self.num_micro_batches
+        self._world_size = world_size
+        self.scale = min(world_size / self.num_micro_batches, 1.0)
         for wrapper in self._wrappers:
             wrapper.require_backward_grad_sync = True
             _check_wrapper(wrapper)
-            wrapper._reducer.rescale = self.scale
+            wrapper._reducer.rescale, wrapper._reducer.weight = self.scale, 1.0
 
     def end_step(self) -> None:
         """Count a step that is done."""
@@ -111,6 +106,8 @@ class GlobalBatch:
             )
         _check_wrapper(wrapper)
         wrapper.require_backward_grad_sync = self.ends_step
+        if self._position.sampler.is_shared:
+            wrapper._reducer.weight = self._position.share * self._world_size
 
     @untraced
     def _after_forward(self, wrapper: Any, _inputs: Any, output: Any) -> None:
@@ -154,8 +151,11 @@ class GlobalBatch:
         def replacement(_owner: Any, *args: Any, **kwargs: Any) -> Any:
             return call(method, *args, **kwargs)
 
-        # A bound method, as PyTorch's schedulers expect of an optimizer's step.
-        setattr(owner, name, types.MethodType(replacement, owner))
+        if isinstance(owner, LRScheduler):  # whose attributes are its state, and are saved
+            kind = type(owner)
+            owner.__class__ = type(kind.__name__, (kind,), {name: replacement, "__module__": kind.__module__})
+        else:  # a bound method, as PyTorch's schedulers expect of an optimizer's step
+            setattr(owner, name, types.MethodType(replacement, owner))
 
     def _step(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.ends_step:

@@ -11,7 +11,7 @@ from torch.utils.data import BatchSampler
 
 from phalanx.backend.torch_integration.data_loaders import observe_loaders
 from phalanx.data import DistributedSampler
-from phalanx.data.index_stream import TurnStream
+from phalanx.data.index_stream import ShareStream, TurnStream
 from phalanx.data.partition import Partition
 from phalanx.elastic.worker_seeds import seed_workers
 
@@ -61,6 +61,7 @@ class DataPosition:
         self._batch_size = 1
         self._drops_last = False
         self._counted: tuple[Any, int] = None, 0  # a pass, and how many samples of it the loop says that it has used
+        self._batch_sizes: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # as the script gave them
         self.keeps_global_batch = False
         observe_loaders(self, DataPosition._learn_batch_size, DataPosition._observe)
 
@@ -78,6 +79,8 @@ class DataPosition:
                 f"phalanx.elastic: {type(batch_sampler).__name__} does not say its batch_size, so nobody can tell how "
                 "many samples a batch has used up. Give it the attribute `batch_size`."
             )
+        if batch_sampler is not None:  # `is_shared` may have made it smaller
+            size = self._batch_sizes.setdefault(batch_sampler, size)
         self._batch_size = size
         self._drops_last = bool(getattr(batch_sampler, "drop_last", False))
         if self.keeps_global_batch and batch_sampler is not None and type(batch_sampler).__iter__ is not _BATCHES:
@@ -85,7 +88,9 @@ class DataPosition:
                 f"phalanx.elastic: {type(batch_sampler).__name__} makes batches of its own, and with batch='global' a "
                 "rank may have to make those of another. Give the DataLoader batch_size, and no batch_sampler."
             )
-        self.sampler.read_in_turns_of(size)
+        self.sampler.read_in_turns_of(size, drops_last=self._drops_last)
+        if self.keeps_global_batch and batch_sampler is not None and self._drops_last:
+            batch_sampler.batch_size = self.sampler.largest_share if self.sampler.is_shared else size
         is_next = self.sampler._pass is not None  # the epoch advances by itself
         if hasattr(loader, "worker_init_fn"):
             seed_workers(loader, self.sampler.seed, self.sampler.epoch + is_next)
@@ -102,6 +107,8 @@ class DataPosition:
         if mark.partition is None:
             return 0
         before = last.used if last is not None and last.partition is mark.partition else 0
+        if self.sampler.is_shared:
+            return round((mark.used - before) * self.sampler.num_replicas / self.sampler.num_readers)
         return (mark.used - before) * self.sampler.num_parts
 
     def mark(self) -> Mark:
@@ -158,6 +165,16 @@ class DataPosition:
         samples: int = batches // self.sampler.num_parts * self._batch_size
         count: int = stream.partition.count
         return min(samples, count)  # the last batch may be smaller
+
+    @property
+    def share(self) -> float:
+        """The part of its step's samples that the batch has which the loop has got latest; of equal ones 1/ranks."""
+        stream = self.sampler._pass
+        if not isinstance(stream, ShareStream):
+            return 1.0
+        iterator = self._iterator()
+        mine, whole = stream.shares(stream.latest if iterator is None else iterator._num_yielded - 1)
+        return mine / whole
 
     @property
     def ends_step(self) -> bool:

@@ -49,8 +49,9 @@ class State:
     its own) says how many samples a step has used: `commit(samples=n)`.
 
     With `batch="global"` a step keeps the samples that it had at the start, as many batches as there were ranks: with
-    fewer ranks some do several, one after the other, before the update. The loop stays as it is. It needs a sampler,
-    and `phalanx.DistributedDataParallel`; `phalanx docs elastic` says what such a loop may not do.
+    fewer ranks some do several, one after the other, before the update; with more each has a share of the samples. The
+    loop stays as it is. It needs a sampler, and `phalanx.DistributedDataParallel`; `phalanx docs elastic` says what
+    such a loop may not do.
 
     `commit()` says that a step is done. Without `phalanx.elastic.run` it only counts.
 
