@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tests.elastic.lost_host import lose_own_host
+from tests.elastic.lost_host import ask_own_agent_to_leave, lose_own_host
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -43,7 +43,7 @@ class Numbers(Dataset[Any]):
 class Strike:
     """Rank `rank` is killed the first time it gets to `place` at step `step`, or at any step (-1).
 
-    With `host` all processes of its host are.
+    With `host` all processes of its host are. With `leaves` nobody is: the agent of its host is told to leave.
     """
 
     rank: int
@@ -51,6 +51,7 @@ class Strike:
     step: int
     signal: signal.Signals = signal.SIGKILL
     host: bool = False
+    leaves: bool = False
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,9 @@ class Job:
                     os.close(os.open(f"{self.folder}/struck-{number}", os.O_CREAT | os.O_EXCL))
                 except FileExistsError:
                     continue
+                if one.leaves:
+                    ask_own_agent_to_leave()
+                    return
                 if one.host:
                     lose_own_host(self.folder)
                 os.kill(os.getpid(), one.signal)

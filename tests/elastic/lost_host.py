@@ -1,14 +1,16 @@
-"""The loss of a whole host in a test: all its processes end at once, by the hand of one of them."""
+"""The loss of a whole host in a test, by the hand of one of its processes: all end at once, or it leaves in order."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import signal
+import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
+from phalanx.elastic.run import running_state
 from phalanx.testing.namespaces import Host
 
 _NAME = "host-lost-"
@@ -24,6 +26,18 @@ def lose_own_host(folder: str) -> NoReturn:
                 os.kill(int(name), signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError("this process was killed")
+
+
+def ask_own_agent_to_leave() -> None:
+    """Send SIGTERM to the agent of this host, as a scheduler does, and wait in the step until this rank hears of it."""
+    zygote = os.getppid()
+    agent = int(Path(f"/proc/{zygote}/stat").read_text().rpartition(")")[2].split()[1])
+    os.kill(agent, signal.SIGTERM)
+    state = running_state()
+    assert state is not None
+    runner: Any = state._step.runner
+    while not runner._membership.newer_than(runner.generation):
+        time.sleep(0.01)
 
 
 def find_lost_hosts(folder: Path, machines: Sequence[Host]) -> list[Host]:

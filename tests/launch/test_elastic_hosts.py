@@ -88,6 +88,12 @@ class Job:
         self.do(actions)
         return actions is not None
 
+    def leave(self, member: int) -> bool:
+        """Whether the host goes in order."""
+        actions = self.elastic.on_host_leaves(member, f"n{member}", self.now)
+        self.do(actions)
+        return actions is not None
+
     def take(self, kind: type) -> list[ElasticAction]:
         """What was done since, of a kind."""
         found = [action for action in self.told if isinstance(action, kind)]
@@ -157,6 +163,60 @@ def test_a_host_whose_rank_fails_while_it_starts_is_sent_away() -> None:
     assert "ended before it could take part: exit code 1" in dropped.why
     assert not job.has_begun
     assert not job.elastic.is_arriving(3)
+
+
+def test_a_host_that_leaves_in_order_is_no_loss_and_its_seats_are_kept_for_it() -> None:
+    job = Job(1, 2, 1, limits=Limits(1, 3))
+    assert job.leave(1)
+    assert job.seats == [0, 3]
+    assert job.begun is not None
+    assert job.begun.lost == ()
+    assert job.begun.holders == (0, 3)
+    assert "n1, with ranks 1, 2, leaves after this step (SIGTERM); 2 ranks on 2 hosts go on" in job.said
+    job.regroup()
+    job.come(7, 2, "n1")
+    assert job.prepared[7].seats == range(1, 3)
+    assert job.elastic.losses == []
+
+
+def test_a_spare_takes_the_place_of_a_host_that_leaves_and_too_few_wait_for_one() -> None:
+    job = Job(1, 1, limits=Limits(2, 2))
+    job.come(5, 1)
+    assert job.leave(1)
+    assert job.seats == [0, 1]
+    assert "leaves after this step (SIGTERM); 2 ranks on 2 hosts go on: rank 1 is started anew" in job.said
+    job = Job(1, 1, limits=Limits(2, 2))
+    assert job.leave(1)
+    assert job.elastic.is_waiting
+    assert "n1, with rank 1, leaves after this step (SIGTERM)" in job.said
+    job.come(6, 1)
+    assert job.seats == [0, 1]
+
+
+def test_a_host_does_not_leave_in_order_where_nobody_else_could_go_on() -> None:
+    job = Job(1, 1, limits=Limits(1, 2))
+    assert not job.leave(0)  # the first host, on which the others depend
+    assert not Job(1, 1, limits=Limits(1, 2), joins=False).leave(1)  # nobody has said that it trains
+    job.elastic.members[0].holds_state = False  # it has just been replaced
+    assert not job.leave(1)
+    assert not job.has_begun
+
+
+def test_another_host_is_taken_in_when_one_that_was_to_be_is_lost_leaves_or_fails() -> None:
+    """Its place stayed empty until the next change of the job, though another one waited for it."""
+    for end in ("lost", "leaves", "fails"):
+        job = Job(1, 1, limits=Limits(1, 3))
+        job.come(2, 2)
+        job.come(3, 2)
+        assert list(job.prepared) == [2]
+        job.start(2)
+        if end == "fails":
+            job.do(job.elastic.on_exit(Exit(2, job.pid, 1, 0.0), 0.0))
+        else:
+            assert job.lose(2) if end == "lost" else job.leave(2)
+        assert list(job.prepared) == [2, 3]
+        assert job.prepared[3].seats == range(2, 4)
+        assert not job.has_begun
 
 
 def test_a_spare_takes_the_seats_of_a_lost_host_at_once() -> None:

@@ -70,6 +70,8 @@ class Rank:
             of = f"{message['rank']} of {message['world_size']}"
             assert of == f"{os.environ['RANK']} of {os.environ['WORLD_SIZE']}"
             self.shout("generation", self.generation, "as", of, "holders", message["survivors"])
+        elif message["kind"] == "leave":
+            sys.exit(0)
         elif message["kind"] == "end":
             self.shout("told to end:", message["why"])
             sys.exit(message["code"])

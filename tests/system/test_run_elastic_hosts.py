@@ -165,6 +165,44 @@ def test_a_spare_takes_the_place_of_a_lost_host(tmp_path: Path) -> None:
     assert "3 ranks on 2 hosts go on: ranks 1, 2 are started anew" in first.out
 
 
+def test_a_spare_that_dies_while_it_waits_is_told_at_once_and_another_one_has_its_place(tmp_path: Path) -> None:
+    """Nobody was told, though the job counted on it. The silence of the network is not waited for: 9 s."""
+    with cluster(tmp_path, 1, 1, nnodes="2", spare=2, options=("--host-timeout", "600")) as made:
+        made.start(2, 1)
+        made.wait_for(2, "this one waits, to take the place of one that is lost")
+        made.kill(2)
+        made.wait_for(0, "(10.77.0.3), which waited to be taken in, is lost: ")
+        made.jobs.pop(2)
+        made.start(3, 1)
+        made.wait_for(3, "this one waits, to take the place of one that is lost")
+        made.kill(1)
+        made.first.wait_generation(1, 2)
+        first, spare = made.finish(0, 3)
+    assert (first.code, spare.code) == (0, 0), first.out
+
+
+def test_a_host_that_is_told_to_leave_comes_back_into_the_same_job_and_no_other_rank_is_restarted(
+    tmp_path: Path,
+) -> None:
+    """A SIGTERM at any of its hosts ended the job."""
+    with cluster(tmp_path, 1, 2, 1, nnodes="1:3") as made:
+        before = dict(made.first.pids)
+        made.jobs[1].running.process.terminate()
+        left = made.ended_one(1)
+        made.first.wait_generation(1, 2)
+        made.start(1, 2)
+        made.first.wait_joined(2, 1, 2)
+        made.first.wait_generation(2, 4)
+        assert {rank: made.first.pids[rank] for rank in (0, 3)} == {rank: before[rank] for rank in (0, 3)}
+        first, *others = made.finish(0, 1, 2)
+    assert left.code == 128 + signal.SIGTERM, left.out
+    assert [first.code, *(other.code for other in others)] == [0, 0, 0], first.out
+    assert "with ranks 1, 2, leaves after this step (SIGTERM); 2 ranks on 2 hosts go on" in first.out
+    assert "taken in; 4 ranks on 3 hosts go on" in first.out
+    assert "is lost" not in first.out
+    assert "was lost during the run" not in first.out
+
+
 def test_with_too_few_hosts_the_ranks_wait_then_save_and_end_with_a_code_of_their_own(tmp_path: Path) -> None:
     with cluster(tmp_path, 1, 1, nnodes="2", env={"WAIT_S": "1"}) as made:
         made.kill(1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import pickle
 import random
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -34,16 +35,22 @@ def run_on_hosts(machines: list[Host], folder: Path, job: Job, program: Program)
     job = dataclasses.replace(job, folder=str(folder))
     (folder / "program").write_bytes(pickle.dumps((job, program)))
     made = Cluster(machines, folder, "2", {"PYTHONPATH": str(ROOT)}, ("--no-preload", "--host-timeout", "3"))
-    is_lost = any(strike.host for strike in job.strikes)
+    is_lost, leaves = (any(getattr(strike, kind) for strike in job.strikes) for kind in ("host", "leaves"))
     try:
         for number, size in enumerate(SIZES):
             made.start(number, size, SCRIPT)
-        if is_lost:
+        if is_lost or leaves:
             made.wait_for(0, "phalanx run: 2 hosts: ")
             made.start(2, SIZES[1], SCRIPT)
-        ends = made.ended(0, 2 if is_lost else 1)
+        if leaves:
+            left = made.ended_one(1)
+            assert left.code == 128 + signal.SIGTERM, left.out
+            assert "the ranks of this host finish their step and end; the others go on" in left.out
+        ends = made.ended(0, 2 if is_lost or leaves else 1)
         assert [end.code for end in ends] == [0] * len(SIZES), ends[0].out
         assert ("is lost: the coordinator did not hear from it" in ends[0].out) == is_lost, ends[0].out
+        assert ("with ranks 2, 3, leaves after this step (SIGTERM)" in ends[0].out) == leaves, ends[0].out
+        assert not leaves or "is lost" not in ends[0].out
         assert "nothing is left of rank" not in ends[0].out
     finally:
         made.close()
@@ -89,3 +96,14 @@ def test_a_program_whose_second_host_is_lost_goes_on_with_a_spare_one_and_loses_
     strike = dataclasses.replace(draw_strikes(draw, program, 2)[0], rank=3, host=True)
     with hosts(3) as machines:
         require_same(1, machines, tmp_path, Job("", (strike,), samples=64), program)
+
+
+def test_a_host_that_is_told_to_leave_finishes_its_step_and_a_spare_one_goes_on_with_no_bit_lost(
+    tmp_path: Path,
+) -> None:
+    """A SIGTERM at any host, as before a preemption, ended the job on all of them."""
+    draw = random.Random(2)
+    while (program := draw_program(draw)).optimizer == "zero":
+        pass
+    with hosts(3) as machines:
+        require_same(2, machines, tmp_path, Job("", (Strike(3, "forward", 3, leaves=True),), samples=64), program)

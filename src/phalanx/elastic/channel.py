@@ -12,12 +12,12 @@ from typing import Any
 from phalanx.coordination.elastic_link import outlive_zygote
 from phalanx.deadline import Deadline
 from phalanx.descriptors import wait_readable
-from phalanx.elastic.generations import GenerationNotice, JobEndedError, Loss, NoGenerationError
+from phalanx.elastic.generations import GenerationNotice, JobEndedError, LeaveError, Loss, NoGenerationError
 from phalanx.errors import DeadlineError, PhalanxError
 from phalanx.ipc.agent import connect, split
 from phalanx.loss_detection import SILENT_AGENT_S
 
-_ENDS = ("end", "no generation")
+_ENDS = ("end", "no generation", "leave")
 _WELCOME_S = 30.0
 _AGAIN_AFTER_S = 0.01
 _POLL_EVERY_S = 0.02  # how often a commit looks whether something has come
@@ -126,6 +126,7 @@ class AgentChannel:
 
         Raises:
             JobEndedError: there will be none.
+            LeaveError: there will be one, without this rank.
             NoGenerationError: there will be none, for what this rank has reported.
             DeadlineError: the agent does not answer.
             PhalanxError: the agent has ended.
@@ -163,6 +164,8 @@ class AgentChannel:
         for message in self._arrived:
             if message.get("kind") == "end":
                 raise JobEndedError(str(message.get("why", "")), exit_code=int(message.get("code", 75)))
+            if message.get("kind") == "leave":
+                raise LeaveError("phalanx.elastic: the host of this rank leaves the job")
             if message.get("kind") == "no generation":
                 raise NoGenerationError(f"phalanx.elastic: the group is not formed again: {message.get('why', '')}")
             if message.get("kind") == "generation" and int(message["generation"]) > after:

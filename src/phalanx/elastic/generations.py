@@ -30,6 +30,10 @@ class JobEndedError(PhalanxError):
         self.exit_code = exit_code
 
 
+class LeaveError(PhalanxError):
+    """The host of this rank leaves the job, which goes on without it: this rank ends, and nobody waits for it."""
+
+
 class NoGenerationError(PhalanxError):
     """The launcher begins no other generation: what this rank has reported is its failure now."""
 
@@ -61,6 +65,7 @@ class Generations(Protocol):
 
         Raises:
             JobEndedError: there will be none; what is held is to be saved.
+            LeaveError: there will be one, without this rank.
             NoGenerationError: there will be none, and the loss that was reported is this rank's failure.
             DeadlineError: nothing was heard of who decides for `timeout_s`.
         """

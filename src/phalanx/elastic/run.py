@@ -21,6 +21,7 @@ from phalanx.elastic.generations import (
     GenerationNotice,
     Generations,
     JobEndedError,
+    LeaveError,
     Loss,
     NoGenerationError,
     SupersededError,
@@ -82,7 +83,8 @@ def run(
         Exception: whatever the function raises that is not the loss of a peer.
         PhalanxError: nobody is left who holds the state.
         RuntimeError: it is called inside of a function that is `elastic.run` already.
-        SystemExit: fewer than `min_ranks` for longer than `wait_s`; the exit code is 75.
+        SystemExit: fewer than `min_ranks` for longer than `wait_s`, with exit code 75; or the host of this rank leaves
+            the job (SIGTERM), with 0.
     """
 
     def decorate(train: Train[_Result]) -> Callable[..., _Result]:
@@ -170,6 +172,9 @@ class ElasticJob:
                 self._recover(group, membership, loss, lost)
         except JobEndedError as error:
             self._end(group, error)
+        except LeaveError:
+            leave_all_groups()
+            raise SystemExit(0) from None
         finally:
             _note_returned()
             self._state._step.runner = None

@@ -132,7 +132,7 @@ class ElasticHosts(Elastic):
         del self.arrivals[arrival.seats.member]
         how = summarise(Failure(exit.rank, arrival.reports.get(exit.rank), exit))
         why = f"a rank that it has started ended before it could take part: {how}"
-        return [DropHost(arrival.seats.member, why)]
+        return [DropHost(arrival.seats.member, why), *self._use_spares(now)]
 
     def on_host_came(self, candidate: Candidate, now: float) -> list[ElasticAction]:
         """Hear that a host is there, with so many places for ranks."""
@@ -141,21 +141,48 @@ class ElasticHosts(Elastic):
 
     def on_host_lost(self, member: int, label: str, why: str, now: float) -> list[ElasticAction] | None:
         """Nothing more will be heard of a host; None: that is an ordinary failure."""
-        if self.spares.pop(member, None) is not None or self.arrivals.pop(member, None) is not None:
-            return []
-        host = next((host for host in self.seating.hosts if host.member == member), None)
+        if self._forget_newcomer(member):
+            return self._use_spares(now)
+        host = self._find_host(member)
         if host is None or not self.active:
             return None
         for seat in host.seats:
             if seat in self.generation.seats:
                 self._newest.append(self._lose_seat(seat, label, why, now))
-                self._gone.add(seat)
-            self._forking.discard(seat)
-            self._forget(seat)
-        self.seating = self.seating.lose(member)
-        self._untried.discard(member)
+        self._take_out(host)
         self._repetition.on_loss()
         return self._decide(now)
+
+    def on_host_leaves(self, member: int, name: str, now: float) -> list[ElasticAction] | None:
+        """Hear that a host is to leave whose ranks live; None: the job cannot go on without it."""
+        if self._forget_newcomer(member):
+            return self._use_spares(now)
+        host = self._find_host(member)
+        if host is None or not self.active or member == self._own:
+            return None
+        if not any(other.holds_state for seat, other in self.members.items() if seat not in host.seats):
+            return None
+        self._take_out(host)
+        how = f"{name}, with {name_ranks(list(host.seats))}, leaves after this step (SIGTERM)"
+        actions = self._decide(now, how)
+        is_said = any(isinstance(action, BeginGeneration) for action in actions)
+        return actions if is_said else [Say(f"phalanx run: {how}"), *actions]
+
+    def _find_host(self, member: int) -> HostSeats | None:
+        return next((host for host in self.seating.hosts if host.member == member), None)
+
+    def _forget_newcomer(self, member: int) -> bool:
+        """Let go of a host that waits, or starts its ranks; return whether it was one."""
+        return self.spares.pop(member, None) is not None or self.arrivals.pop(member, None) is not None
+
+    def _take_out(self, host: HostSeats) -> None:
+        """Go on without a host; its seats are kept for whoever comes."""
+        self._gone |= set(host.seats) & set(self.generation.seats)
+        for seat in host.seats:
+            self._forking.discard(seat)
+            self._forget(seat)
+        self.seating = self.seating.lose(host.member)
+        self._untried.discard(host.member)
 
     def on_time(self, now: float) -> list[ElasticAction]:
         """To be called when `next_due` has come."""
@@ -267,11 +294,7 @@ class ElasticHosts(Elastic):
         actions: list[ElasticAction] = [*dropped]
         for drop in dropped:
             for host in [host for host in self.seating.hosts if host.member == drop.member]:
-                for seat in host.seats:
-                    self._gone.add(seat)
-                    self._forking.discard(seat)
-                    self._forget(seat)
-                self.seating = self.seating.lose(host.member)
+                self._take_out(host)
         self._untried.clear()
         self._tries = 0
         return [*actions, *super()._decide(now, "a host that came is sent away")]
@@ -306,6 +329,7 @@ class ElasticHosts(Elastic):
         count = f"{size} rank{'s' * (size != 1)} on {len(self.generation.parts)} host" + "s" * (
             len(self.generation.parts) != 1
         )
-        if forked:
-            return f"phalanx run: {count} go on: {name_ranks(sorted(map(self.rank_of, forked)))} are started anew"
-        return f"phalanx run: {f'{without_loss}; ' if without_loss else ''}{count} go on"
+        before = f"{without_loss}; " if without_loss else ""
+        verb = "is" if len(forked) == 1 else "are"
+        anew = f": {name_ranks(sorted(map(self.rank_of, forked)))} {verb} started anew" if forked else ""
+        return f"phalanx run: {before}{count} go on{anew}"

@@ -102,6 +102,7 @@ class FollowerSupervision(Supervision):
     times_asked: int = 0
     is_elastic: bool = False  # a rank of this host has said that it survives the loss of others
     abandoned_by: str = ""  # why the first host is not there any more
+    leaves: bool = False  # the others go on without this host, whose ranks finish their step and end
 
     @property
     def running(self) -> tuple[int, ...]:
@@ -111,7 +112,8 @@ class FollowerSupervision(Supervision):
     @property
     def finished(self) -> bool:
         """Whether no rank is left, and none will be: what an elastic job has lost may be started again."""
-        awaits_orders = self.is_elastic and self.phase == "running" and any(end.status for end in self.exits.values())
+        is_replaced = self.is_elastic and self.phase == "running" and not self.leaves
+        awaits_orders = is_replaced and any(end.status for end in self.exits.values())
         return not self.running and not awaits_orders
 
     def _tell(self, kind: str, **body: Any) -> None:
@@ -143,7 +145,7 @@ class FollowerSupervision(Supervision):
 
     def on_signal(self, signum: int, now: float) -> list[Action]:
         """Leave it to the first host to decide what ends a job."""
-        if self.abandoned_by or signum not in ENDING_SIGNALS:
+        if self.abandoned_by or self.leaves or signum not in ENDING_SIGNALS:
             return super().on_signal(signum, now)
         self.times_asked += 1
         if self.times_asked > 2:  # the first host did not answer to the first two
@@ -320,7 +322,11 @@ class FollowerLink(HostLink):
             self.ended = message.body
             self._attempt.do(state.sweep() if not state.finished else [])
         elif message.member == FIRST and message.body.get("attempt") == self._number:
-            if message.kind == "signal":
+            if message.kind == "leave":
+                state.leaves = True
+                text = "SIGTERM: the ranks of this host finish their step and end; the others go on (again: stop them)"
+                self._host.display.say(f"phalanx run: {text}")
+            elif message.kind == "signal":
                 signum = int(message.body["signum"])
                 if signum in ENDING_SIGNALS:
                     self._attempt.ranks.abandon_rest()

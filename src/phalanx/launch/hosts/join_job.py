@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import signal
 import socket
 import threading
 import time
@@ -276,6 +277,8 @@ class _Followed:
                 self._channel.put(FIRST, "failed", attempt=int(message.body["attempt"]), why=why)
             if link.ended is not None:
                 return self._end(link.ended)
+            if link.supervision.leaves:
+                return 128 + signal.SIGTERM
             if link.supervision.abandoned_by and not self._come_back(link):
                 self._raise_lost(link.supervision.abandoned_by)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import signal
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from phalanx.agent.attempt import Attempt
@@ -21,28 +22,16 @@ from phalanx.diagnostics.observer import GroupLog
 from phalanx.diagnostics.printable import printable, printable_lines
 from phalanx.diagnostics.rank_list import name_ranks
 from phalanx.inspect.agent_socket import Request
-from phalanx.inspect.stacks.job_snapshot import Told, answer_others
 from phalanx.launch.hosts.control_channel import MALFORMED, Change, ControlMessage, decode_lines
 from phalanx.launch.hosts.elastic_hosts import ElasticHosts
 from phalanx.launch.hosts.flights import logs_from_json, merge_logs
 from phalanx.launch.hosts.generation_message import generation_to_json
 from phalanx.launch.hosts.node_plan import HostFacts, Node, describe_unfit, find_conflict, find_node
 from phalanx.launch.hosts.peer_hosts import PeerHosts, tell_start
+from phalanx.launch.hosts.stacks_requests import StacksRequests
 from phalanx.loss_detection import HOST_SWEEP_S
 from phalanx.output.line_prefix import find_template
 from phalanx.processes import ENDING_SIGNALS
-
-_STACKS_LIMIT_S = 6.0  # a rank that cannot answer is given up after a second
-
-
-@dataclass
-class StacksRequest:
-    """Somebody who wants to know where the ranks of other hosts are: which hosts have yet to say, what others said."""
-
-    request: Request
-    waiting: set[int]
-    due: float
-    told: dict[int, str] = field(default_factory=dict)
 
 
 class LeaderLink(HostLink):
@@ -63,8 +52,7 @@ class LeaderLink(HostLink):
         self._sweep_limit: float | None = None
         self._remote_logs: list[GroupLog] = []
         self._remote_ended_ns: dict[int, int] = {}
-        self._stacks_requests: dict[int, StacksRequest] = {}
-        self._num_stacks_requests = 0
+        self._stacks_requests = StacksRequests(peers, restart_count)
 
     def attach(self, attempt: Attempt) -> None:
         """Learn whose link this is, and have its display name the hosts of all ranks."""
@@ -189,12 +177,8 @@ class LeaderLink(HostLink):
     @property
     def due(self) -> float | None:
         """When to look again although nothing has come."""
-        times = [
-            at
-            for at in (self._sweep_limit, *(pending.due for pending in self._stacks_requests.values()))
-            if at is not None
-        ]
-        return min(times, default=None)
+        times = (self._sweep_limit, self._stacks_requests.due)
+        return min((at for at in times if at is not None), default=None)
 
     def receive(self, ready: set[int]) -> None:
         """Read what the other hosts say."""
@@ -203,7 +187,7 @@ class LeaderLink(HostLink):
         if self._peers.channel.fileno() in ready:
             for message in self._peers.channel.take():
                 self._read(message)
-        self._answer_stacks_requests()
+        self._stacks_requests.answer()
         if self._sweep_limit is not None and time.monotonic() >= self._sweep_limit:
             self._sweep_limit = None
             for node in self._peers.present:
@@ -238,34 +222,11 @@ class LeaderLink(HostLink):
 
     def ask_for_stacks(self, request: Request) -> None:
         """Ask the agents of the other hosts, and answer when they have."""
-        self._num_stacks_requests += 1
-        waiting = {node.facts.member for node in self._peers.present}
-        self._stacks_requests[self._num_stacks_requests] = StacksRequest(
-            request, waiting, time.monotonic() + _STACKS_LIMIT_S
-        )
-        for node in self._peers.present:
-            self._put(node, "stacks", request=self._num_stacks_requests, what=request.message.get("what", "stacks"))
-        self._answer_stacks_requests()
-
-    def _answer_stacks_requests(self) -> None:
-        for number, pending in list(self._stacks_requests.items()):
-            if pending.waiting and time.monotonic() < pending.due:
-                continue
-            silent = [Told(self._peers.others[member].where, "does not answer", 0.0) for member in pending.waiting]
-            told = [
-                Told(node.where, pending.told[m], self._peers.channel.to_own_clock(m, 0.0))
-                for m, node in self._peers.others.items()
-                if m in pending.told
-            ]
-            answer_others(pending.request.channel, [*told, *silent])
-            pending.request.close()
-            del self._stacks_requests[number]
+        self._stacks_requests.ask(request)
 
     def close(self) -> None:
         """Let go of those who wait to be told where ranks are."""
-        for pending in self._stacks_requests.values():
-            pending.request.close()
-        self._stacks_requests.clear()
+        self._stacks_requests.close()
 
     def merge_logs(self, logs: list[GroupLog]) -> list[GroupLog]:
         """Add what the ranks of other hosts have recorded to `logs`, group by group."""
@@ -294,7 +255,11 @@ class LeaderLink(HostLink):
 
     def _follow_change(self, change: Change) -> None:
         if change.kind in ("left", "lost"):
-            self._peers.late.pop(change.member, None)  # it is not there for the next start
+            waited = self._peers.late.pop(change.member, None)  # it is not there for the next start
+            if waited is not None and change.kind == "lost":
+                facts = HostFacts.from_json(change.member, waited.facts)
+                where = "a host" if facts is None else f"{facts.name} ({facts.address})"
+                self._host.display.say(f"phalanx run: {where}, which waited to be taken in, is lost: {change.why}")
             self._lose(change.member, change.why)
         elif change.kind == "joined" and (unfit := describe_unfit(change.facts)):
             self._host.display.say(f"phalanx run: {unfit}")
@@ -354,7 +319,8 @@ class LeaderLink(HostLink):
             signum = int(body["signum"])
             if signum not in ENDING_SIGNALS:  # others are for the ranks of the host where they came
                 raise ValueError(f"signal {signum} does not end a job")
-            self._attempt.on_signal(signum, f" on {node.label}")
+            if signum != signal.SIGTERM or not self._let_go(node):
+                self._attempt.on_signal(signum, f" on {node.label}")
         elif message.kind == "say":
             self._host.display.say(f"{printable_lines(str(body['text']))}   (on {node.label})")
         elif message.kind == "flight":
@@ -373,12 +339,24 @@ class LeaderLink(HostLink):
         elif message.kind == "swept":
             self._swept_hosts.add(message.member)
         elif message.kind == "stacks":
-            pending = self._stacks_requests.get(int(body["request"]))
-            if pending is not None:
-                pending.waiting.discard(message.member)
-                pending.told[message.member] = str(body["text"])
+            self._stacks_requests.hear(int(body["request"]), message.member, str(body["text"]))
         elif message.kind == "failed":
             self._lose(message.member, printable(str(body["why"])))
+
+    def _let_go(self, node: Node) -> bool:
+        """Let a host leave, if the others go on without it: its ranks finish their step, and nobody waits for them."""
+        if self._attempt.state.phase != "running":
+            return False
+        self._attempt.hear_ranks()
+        actions = self._elastic.on_host_leaves(node.facts.member, node.where, time.monotonic())
+        if actions is None:
+            return False
+        self._put(node, "leave")
+        for seat in node.place.ranks:
+            self._put(node, "to rank", rank=seat, message={"kind": "leave"})
+        self._peers.lose(node.facts.member, "it has left")
+        self._attempt.do_elastic(actions)
+        return True
 
     def _show(self, items: list[Any], node: Node) -> None:
         for rank, stream, lines, status, ended in items:
