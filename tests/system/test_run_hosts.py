@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,6 +31,23 @@ dist.all_reduce(x)
 names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK")
 print("sum", x[0].item(), *(os.environ[name] for name in names), flush=True)
 dist.destroy_process_group()
+"""
+_SAVES_AT_THE_END = """
+import os, pathlib, signal, sys, time
+folder, rank = pathlib.Path(sys.argv[1]), os.environ["RANK"]
+
+def save(*_):
+    (folder / f"told-{rank}").touch()
+    while not (folder / "go").exists():
+        time.sleep(0.01)
+    (folder / f"saved-{rank}").touch()
+    sys.exit(0)
+
+signal.signal(signal.SIGTERM, save)
+signal.signal(signal.SIGUSR1, lambda *_: print("asked", rank, flush=True))
+(folder / f"ready-{rank}").touch()
+while True:
+    time.sleep(0.01)
 """
 _FOR_EVER = """
 import torch, torch.distributed as dist
@@ -610,3 +628,30 @@ def test_a_group_that_is_made_again_and_again_leaves_nothing_open(tmp_path: Path
     assert told
     for counts in told:
         assert int(counts[-1]) < int(counts[0]) + len(counts) - 1, told  # less than one each time
+
+
+def wait_for_files(folder: Path, *names: str) -> None:
+    """Wait until these files are there."""
+    while not all((folder / name).exists() for name in names):
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_sigterm_at_all_hosts_leaves_the_ranks_their_time_to_save(tmp_path: Path, first: int) -> None:
+    """As Slurm sends it: that of the second host counted as the second signal, at which all are killed at once."""
+    script = write_script(tmp_path, _SAVES_AT_THE_END)
+    with hosts(2) as machines:
+        lines = numbered(machines, "--no-preload", "--grace", "100", script=(script, str(tmp_path)), nproc="1")
+        with commands(machines, *lines) as jobs:
+            wait_for_files(tmp_path, "ready-0", "ready-1")
+            jobs[first].process.send_signal(signal.SIGTERM)
+            wait_for_files(tmp_path, "told-0", "told-1")
+            jobs[1 - first].process.send_signal(signal.SIGTERM)
+            jobs[1 - first].process.send_signal(signal.SIGUSR1)  # the first host hears of it behind that
+            jobs[0].read_until(f"asked {1 - first}")
+            (tmp_path / "go").touch()
+            ends = [job.finish() for job in jobs]
+    assert (tmp_path / "saved-0").exists(), ends[0].out
+    assert (tmp_path / "saved-1").exists(), ends[0].out
+    assert [end.code for end in ends] == [0, 0], ends[0].out
+    assert "killing" not in ends[0].out

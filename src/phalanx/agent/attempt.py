@@ -76,6 +76,7 @@ class Attempt:
         self._requests = Requests(self)
         self._silent = SilentRanks(self)
         self._report_end_at: float | None = None
+        self._asked: set[str] = set()  # where signals have come that end the job
         self.link.attach(self)
 
     def run(self) -> None:
@@ -268,6 +269,10 @@ class Attempt:
             os.kill(os.getpid(), signal.SIGSTOP)
             return
         if number in ENDING_SIGNALS:
+            is_again, self._asked = where in self._asked, {*self._asked, where}
+            is_told_everywhere = number == signal.SIGTERM == self.state.interrupted  # as by a scheduler
+            if self.state.phase == "stopping" and is_told_everywhere and not is_again:
+                return
             self.ranks.abandon_rest()
             if self.state.phase == "running":
                 self.do_elastic([self.elastic.give_up()])  # what was lost is not replaced any more

@@ -40,6 +40,7 @@ from phalanx.processes import ENDING_SIGNALS
 
 _FULL_S = 0.02  # how soon to look again whether lines may be sent
 FIRST = 0  # the first host's member: it joins before anybody can
+_LEAVE = {"kind": "leave"}  # what ranks are told
 
 
 class Forward:
@@ -275,6 +276,8 @@ class FollowerLink(HostLink):
             self.supervision.is_elastic = True
             wait_s = message.get("wait_s")
             self.wait_s = float(wait_s) if isinstance(wait_s, int | float) else 0.0
+        if self.supervision.leaves and message.get("kind") in ("elastic", "waiting"):  # it was not there to be told
+            self._attempt.links.send(rank, _LEAVE)
         self._channel.put(FIRST, "rank says", attempt=self._number, rank=rank, pid=pid, message=message)
 
     def end(self, attempt: Attempt) -> None:
@@ -324,6 +327,8 @@ class FollowerLink(HostLink):
         elif message.member == FIRST and message.body.get("attempt") == self._number:
             if message.kind == "leave":
                 state.leaves = True
+                for rank in self.place.ranks:
+                    self._attempt.links.send(rank, _LEAVE)
                 text = "SIGTERM: the ranks of this host finish their step and end; the others go on (again: stop them)"
                 self._host.display.say(f"phalanx run: {text}")
             elif message.kind == "signal":

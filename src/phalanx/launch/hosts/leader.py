@@ -352,8 +352,6 @@ class LeaderLink(HostLink):
         if actions is None:
             return False
         self._put(node, "leave")
-        for seat in node.place.ranks:
-            self._put(node, "to rank", rank=seat, message={"kind": "leave"})
         self._peers.lose(node.facts.member, "it has left")
         self._attempt.do_elastic(actions)
         return True
