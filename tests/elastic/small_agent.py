@@ -253,7 +253,7 @@ class SmallAgent:
             self._tell(number)
 
     def _with_their_hosts(self, bad: list[int]) -> list[int]:
-        """With all ranks of the hosts that are lost; they get the places of a spare one."""
+        """Return these and all other ranks of hosts that are lost; a spare host gets their places."""
         for place in {self._places[number] for number in bad if number in self._places}:
             if self._machines[place] not in find_lost_hosts(self._folder, self._machines):
                 continue

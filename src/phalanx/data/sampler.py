@@ -156,8 +156,10 @@ class DistributedSampler(torch_sampler.DistributedSampler[int]):
         self.total_size = self.num_samples * num_replicas if self.padding or self.drop_last else self.length
 
     def read_in_turns_of(self, batch_size: int, *, drops_last: bool = False) -> None:
-        """Of each part so many samples, where this rank reads several, or has a share of all, from the next iteration
-        on; `drops_last`: the loader leaves out a last batch that is shorter.
+        """From the next iteration on, read so many samples of a part before those of the next, where this rank reads
+        several parts; where it has a share of all parts, take it from so many samples of each.
+
+        With `drops_last` the loader leaves out a last batch that is shorter.
         """
         self._turn, self._drops_last = batch_size, drops_last
 

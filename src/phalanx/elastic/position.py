@@ -168,7 +168,7 @@ class DataPosition:
 
     @property
     def share(self) -> float:
-        """The part of its step's samples that the batch has which the loop has got latest; of equal ones 1/ranks."""
+        """What part of its step's samples the loop's latest batch has: 1/ranks where all ranks have equally many."""
         stream = self.sampler._pass
         if not isinstance(stream, ShareStream):
             return 1.0

@@ -38,7 +38,7 @@ class ConnectionBroken(Exception):
 
 
 class NotBegun:
-    """In the place of a receive that the engine refused: whoever waits for it hears why."""
+    """It takes the place of a receive that the engine refused: whoever waits for it hears why."""
 
     def __init__(self, error: RuntimeError) -> None:
         self._error = error

@@ -45,7 +45,7 @@ from phalanx.transport.hierarchical.compression import Compression
 from phalanx.transport.hierarchical.exchange import LeaderExchange
 from phalanx.transport.hierarchical.failure_reports import LocalFailure, Reports
 from phalanx.transport.hierarchical.layout import Layout
-from phalanx.transport.hierarchical.preceding import Action, Preceding, PrecedingMessages
+from phalanx.transport.hierarchical.preceding import Preceding
 from phalanx.transport.hierarchical.rails import ConnectionBroken, Rail
 from phalanx.transport.options import Options
 from phalanx.transport.shared_memory import SharedMemoryTransport
@@ -170,14 +170,6 @@ class HierarchicalSession(Reports):
     def engine(self) -> Engine:
         """What carries bytes between the hosts."""
         return self._engine
-
-    def open_preceding(self, max_bytes: int, senders: Sequence[int]) -> PrecedingMessages:
-        """Return this rank's end of messages that precede collectives. All ranks call it together."""
-        return self._preceding.open(self._engine, max_bytes, senders)
-
-    def precede(self, action: Action) -> None:
-        """Call `action` in the next collective, before this rank takes part in it. It is forgotten if none comes."""
-        self._preceding.action = action
 
     def records(self) -> list[Record]:
         """Return this rank's last operations, oldest first, as its host's memory keeps them; none once it has left."""

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from phalanx.transport.base import Transport
 from phalanx.transport.hierarchical.collectives import HierarchicalCollectives
 from phalanx.transport.hierarchical.messages import HierarchicalMessages
+from phalanx.transport.hierarchical.preceding import Action, PrecedingMessages
 
 
 class HierarchicalTransport(HierarchicalCollectives, HierarchicalMessages, Transport):
     """Ranks on several hosts: shared memory in each, an engine between."""
 
     is_interruptible = False  # its engine may wait in C++
+
+    def open_preceding(self, max_bytes: int, senders: Sequence[int]) -> PrecedingMessages:
+        """Return this rank's end of messages that precede collectives. All ranks call it together."""
+        return self._preceding.open(self._engine, max_bytes, senders)
+
+    def precede(self, action: Action) -> None:
+        """Call `action` in the next collective, before this rank takes part in it. It is forgotten if none comes."""
+        self._preceding.action = action
