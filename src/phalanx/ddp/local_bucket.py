@@ -54,3 +54,5 @@ class LocalBucket:
         for parameter in self.parameters:
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
+
+    weigh = rescale
