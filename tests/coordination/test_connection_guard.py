@@ -6,14 +6,18 @@ import os
 import resource
 import socket
 import struct
+import subprocess
+import sys
 import time
 
 import pytest
+import zmq
 
 import phalanx.coordination.connection_guard as guard_module
 import phalanx.coordination.service as service_module
+from phalanx.coordination.admission import Complaints
 from phalanx.coordination.client import Client
-from phalanx.coordination.connection_guard import _find_peer, cut
+from phalanx.coordination.connection_guard import ConnectionGuard, _find_peer, cut
 from phalanx.coordination.key import Key
 from phalanx.coordination.service import Service
 from phalanx.coordination.wire import MAX_FRAME_BYTES
@@ -168,6 +172,78 @@ def test_where_members_have_taken_all_connections_another_waits_and_a_line_says_
             late.set("a", "1")
         assert len(members[0].members()) >= 2
         assert service.num_open <= 3
+
+
+def test_strangers_from_many_addresses_leave_room_for_members(monkeypatch):
+    """They came from a hundred addresses, eight times from each, and whoever came then was closed for want of room."""
+    monkeypatch.setattr(service_module, "connections_allowed", lambda *, raises: 24)
+    said = []
+    with Service("127.0.0.1:0", KEY, say=said.append) as service, contextlib.ExitStack() as stack:
+        first = stack.enter_context(Client(str(service.address), KEY))
+        first.join({"host": "first"})
+        for number in range(120):
+            stack.enter_context(come(service.address.port, b"\xff", f"127.0.{number % 15 + 1}.{number // 15 + 1}"))
+            if number % 10 == 0:
+                with Client(str(service.address), KEY) as member:
+                    member.set("a", str(number))
+        assert service.num_open <= 24 + 1
+        assert not [event for event in first.take() if event.kind == "expelled"]
+        assert first.members().keys() == {first.member}
+    assert any("24 connections are open" in line for line in said)
+
+
+_CLOSE = """
+import socket, zmq
+from phalanx.coordination.admission import Complaints
+from phalanx.coordination.connection_guard import ConnectionGuard
+
+context = zmq.Context()
+router = context.socket(zmq.ROUTER)
+port = router.bind_to_random_port("tcp://127.0.0.1")
+guard = ConnectionGuard(router, port, Complaints(print), max_young=8, max_open=8)
+strangers = []
+while len(strangers) < 1500:  # whose coming nobody reads: more events than ZeroMQ's queue holds
+    strangers.append(socket.create_connection(("127.0.0.1", port)))
+guard.close()
+context.destroy(0)
+print("closed")
+"""
+
+
+def test_a_flood_in_the_last_moment_does_not_hold_up_the_end():
+    """ZeroMQ's thread waited for room in the queue of events, and the end of the job for that thread, for ever."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 4096:
+        pytest.skip(f"no more than {hard} open files are allowed here")
+
+    def allow():
+        resource.setrlimit(resource.RLIMIT_NOFILE, (4096, hard))
+
+    line = [sys.executable, "-c", _CLOSE]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=60, preexec_fn=allow, check=True)
+    assert done.stdout == "closed\n"
+
+
+def test_who_has_spoken_before_its_coming_was_read_is_never_young():
+    """Events and messages come in two queues: the first message was read, then the event, and a member was closed."""
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router, context.socket(zmq.DEALER) as member:
+        member.linger = 0
+        port = router.bind_to_random_port("tcp://127.0.0.1")
+        guard = ConnectionGuard(router, port, Complaints(lambda line: None), max_young=0, max_open=8)
+        member.connect(f"tcp://127.0.0.1:{port}")
+        member.send(b"hello")
+        guard.admit(router.recv_multipart(copy=False)[-1])
+        assert guard.num_open == 0
+        guard.read_events(0.0)
+        guard.make_room(0.0)
+        assert (guard.num_open, guard.num_young) == (1, 0)
+        with come(port) as stranger:
+            while guard.num_young == 0:
+                guard.read_events(0.0)
+            guard.make_room(0.0)
+            assert not is_open(stranger) or guard.num_young == 0
+        assert guard.num_open == 1
+        guard.close()
 
 
 def test_a_value_travels_in_pieces_and_is_whole():

@@ -655,3 +655,16 @@ def test_a_sigterm_at_all_hosts_leaves_the_ranks_their_time_to_save(tmp_path: Pa
     assert (tmp_path / "saved-1").exists(), ends[0].out
     assert [end.code for end in ends] == [0, 0], ends[0].out
     assert "killing" not in ends[0].out
+
+
+def test_more_hosts_than_this_one_may_have_connections_are_refused_with_what_to_type(tmp_path: Path) -> None:
+    """It began, and told so when the first host for which there was no room had come."""
+    script = write_script(tmp_path, "print('never')\n")
+    words = ("run", "--nnodes", "500", "--node-rank", "0", "--master-addr", "127.0.0.1", "--master-port", "0", script)
+    environ = {"PHALANX_KEY": str(Key(bytes(32))), "XDG_CONFIG_HOME": str(tmp_path)}
+    with start(*words, env=environ, before=("prlimit", "--nofile=512:512")) as refused:
+        end = refused.finish()
+    assert (end.code, end.out) == (2, "")
+    assert "500 hosts need 998 connections to this one, and no more than 384 are allowed here" in end.err
+    assert "Raise that to 1332 or more" in end.err
+    assert "ulimit -Hn" in end.err

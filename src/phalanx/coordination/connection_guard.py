@@ -4,8 +4,9 @@
                    │                                            HANDSHAKE_S is closed by ZeroMQ itself
                    ╰──others crowd in──► closed by us
 
-ZeroMQ accepts whoever comes, and has no limit for it. So we close single connections: where too many are young, the
-oldest of the address that has the most of them. A member that is closed so by chance connects again by itself.
+ZeroMQ accepts whoever comes, and has no limit for it. So we close single connections: where too many are young, or the
+process has no room for more, the oldest of the address that has the most young ones; where no address has more than a
+host of a job opens, the oldest of all. A member that is closed so by chance connects again by itself.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import NamedTuple
 import zmq
 
 from phalanx.coordination.admission import Complaints, gone_peers
+from phalanx.coordination.young_connections import HONEST, YoungConnections
 from phalanx.descriptors import raise_limit
 
 HANDSHAKE_S = 5.0
@@ -26,7 +28,7 @@ PIECE_BYTES = 1 << 16  # the most that ZeroMQ gives memory for at once, before i
 _CURVE_BYTES = 64  # what encryption adds to a piece, at most
 _EVENT_BYTES = 6
 _MAX_OPEN_FILES = 1 << 16
-_HONEST_YOUNG = 8  # connections that a host of a job may open at once
+_ROUND_EVENTS = 256  # that are read before members are heard again
 _CROWDS = 8  # times as many may be young in all, where no address has more than that
 _READ_S = 1.0  # between two readings of the kernel's table, which may be long
 
@@ -44,13 +46,12 @@ class ConnectionGuard:
     Arguments:
         max_young: how many connections may be open before their first message; eight times as many as long as no
             address has more than eight of them.
-        max_open: how many may be open in all; who comes then is closed, and comes again.
+        max_open: how many may be open in all. Beyond that a young one is closed for each that comes, and comes again.
     """
 
     def __init__(
         self, watched: zmq.Socket[bytes], port: int, complaints: Complaints, *, max_young: int, max_open: int
     ) -> None:
-        self._watched = watched
         self._port = port
         self._read_at = -_READ_S
         self._complaints = complaints
@@ -63,8 +64,8 @@ class ConnectionGuard:
             | zmq.EVENT_HANDSHAKE_FAILED_AUTH
         )
         self._peers: dict[int, _Peer | None] = {}  # by descriptor
-        self._young: OrderedDict[int, float] = OrderedDict()  # when they were accepted, by descriptor
-        self._crowds: dict[str, OrderedDict[int, None]] = {}  # the young ones, by network
+        self._young = YoungConnections()
+        self._spoken: OrderedDict[tuple[str, int], None] = OrderedDict()  # members whose coming was not read yet
         self._failed = False
 
     @property
@@ -79,13 +80,26 @@ class ConnectionGuard:
 
     def admit(self, frame: zmq.Frame) -> None:
         """Note that the connection is a member's over which `frame`, a part of a message, has come."""
-        self._grow_up(int(frame.get(zmq.SRCFD)))
+        fd = int(frame.get(zmq.SRCFD))
+        peer, known = _find_peer(fd), self._peers.get(fd)
+        if peer is None:  # it has gone
+            return
+        if known is not None and known.place == peer.place:
+            self._young.discard(fd)
+        else:  # the event that tells of it is yet to be read
+            self._spoken[peer.place] = None
+            if len(self._spoken) > _ROUND_EVENTS:
+                self._spoken.popitem(last=False)
 
     def read_events(self, now: float) -> None:
-        """Read what has happened since, and close whom there is no room for."""
-        for fd in [fd for fd, since in self._young.items() if now - since > HANDSHAKE_S + 1.0]:
-            self._grow_up(fd)  # ZeroMQ has authenticated it, or it would be closed
-        while True:
+        """Read what has happened since, or the first part of it; `make_room` follows, once messages were read.
+
+        While events wait to be read ZeroMQ accepts nobody: so strangers who come faster than they are closed are held
+        up, and members are heard between two calls.
+        """
+        for fd in self._young.older_than(HANDSHAKE_S + 1.0, now):
+            self._young.discard(fd)  # ZeroMQ has authenticated it, or it would be closed
+        for _ in range(_ROUND_EVENTS):
             try:
                 frame, _ = self.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
@@ -97,52 +111,47 @@ class ConnectionGuard:
                 self._failed = True  # of the connection that ends next: one thread of ZeroMQ does both
             elif event == zmq.EVENT_DISCONNECTED:
                 peer = self._peers.pop(value, None)
-                self._grow_up(value, peer)
+                self._young.discard(value)
                 if self._failed:
                     self._refuse("" if peer is None else peer.place[0], now)
                 self._failed = False
 
+    def make_room(self, now: float) -> None:
+        """Close young connections as long as there are too many. Whose messages have come must have been admitted."""
+        while len(self._young):
+            is_full = len(self._peers) > self._max_open
+            is_crowded = self._young.most > HONEST
+            if not is_full and len(self._young) <= self._max_young * (1 if is_crowded else _CROWDS):
+                return
+            fd = self._young.choose()
+            peer = self._peers.pop(fd)
+            self._young.discard(fd)
+            assert peer is not None  # of others we don't know that they are young
+            self._close(fd, peer)
+            if is_full and not is_crowded:
+                self._complaints.add(
+                    f"{self._max_open} connections are open, and a process may have no more: {peer.place[0]} is left "
+                    "waiting. Raise the limit of open files (`ulimit -Hn`, LimitNOFILE= of a service)",
+                    now,
+                )
+            else:
+                self._complaints.refused(peer.place[0], "it keeps connections open and says nothing", now)
+
     def close(self) -> None:
-        """Stop watching."""
-        self._watched.disable_monitor()
+        """Stop reading; the end of ZeroMQ's context, which has to follow, stops the watching.
+
+        ZeroMQ's thread waits where more events have come than the queue holds, and `disable_monitor` would wait for it,
+        with Python's lock held.
+        """
         self.socket.close(0)
 
     def _accept(self, fd: int, now: float) -> None:
-        self._grow_up(fd)
+        self._young.discard(fd)
         peer = self._peers[fd] = _find_peer(fd)
         if peer is None:  # it has gone already
             return
-        if len(self._peers) > self._max_open:
-            self._close(fd, peer)
-            self._complaints.add(
-                f"{self._max_open} connections are open, and a process may have no more: {peer.place[0]} is left "
-                "waiting. Raise the limit of open files (`ulimit -Hn`, LimitNOFILE= of a service)",
-                now,
-            )
-            return
-        self._young[fd] = now
-        self._crowds.setdefault(peer.network, OrderedDict())[fd] = None
-        if len(self._young) > self._max_young:
-            crowd = max(self._crowds.values(), key=len)
-            if len(crowd) <= _HONEST_YOUNG and len(self._young) <= _CROWDS * self._max_young:
-                return  # the hosts of a large job that begin at once, each with a few connections
-            oldest = next(iter(crowd))
-            victim = self._peers[oldest]
-            self._grow_up(oldest)
-            if victim is not None:
-                self._close(oldest, victim)
-                self._complaints.refused(victim.place[0], "it keeps connections open and says nothing", now)
-
-    def _grow_up(self, fd: int, peer: _Peer | None = None) -> None:
-        """Count the connection among the young ones no more."""
-        if self._young.pop(fd, None) is None:
-            return
-        peer = peer or self._peers.get(fd)
-        assert peer is not None  # of others we don't know that they are young
-        crowd = self._crowds[peer.network]
-        del crowd[fd]
-        if not crowd:
-            del self._crowds[peer.network]
+        if self._spoken.pop(peer.place, self) is self:
+            self._young.add(fd, peer.network, now)
 
     def _close(self, fd: int, peer: _Peer) -> None:
         """End a connection, which is ZeroMQ's to close, if `fd` is still that one's."""

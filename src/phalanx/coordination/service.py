@@ -213,6 +213,8 @@ class Service:
             for listener, router in self._routers.items():
                 if router in ready:
                     self._read(listener, router, now)
+            if self._guard is not None:
+                self._guard.make_room(now)
             if now - ticked_at >= _TICK_S:
                 if now - ticked_at > 4 * _TICK_S:  # we were stopped, or the machine was asleep: nobody else's fault
                     self.coordinator.forgive(now - ticked_at - _TICK_S, now)

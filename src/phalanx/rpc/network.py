@@ -2,7 +2,7 @@
 
     worker 1                                     worker 2
     DEALER  -- hello, requests -->               ROUTER       each connects to the other's port; so each hears at once
-            <-- answers --                                    when the other one is gone
+            <-- hello, answers --                             when the other one is gone (`outgoing`)
     ROUTER                             <--       DEALER
     DEALER  -- pulse -->                         ROUTER       the same, for ZeroMQ's heartbeats alone
 
@@ -19,6 +19,7 @@ process does not take in a large tensor.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 import time
@@ -34,25 +35,16 @@ from phalanx.coordination.key import Key
 from phalanx.errors import PhalanxError
 from phalanx.ipc.wakeup import Wakeup
 from phalanx.log import get_logger
-from phalanx.loss_detection import RPC_LAST_ANSWERS_S, RPC_PULSE_LOST_S, RPC_PULSE_S, RPC_SILENT_S
+from phalanx.loss_detection import RPC_LAST_ANSWERS_S, RPC_SILENT_S
 from phalanx.rpc import wire
+from phalanx.rpc.outgoing import BROKE, CONNECT_S, HELLO, PULSE, RETRY_S, Outgoing
 from phalanx.rpc.wire import BUFFER, HEAD, Frame
 from phalanx.rpc.worker_info import WorkerAddress
 
-_CONNECT_S = 20.0
 _LINGER_S = 1.0
 _PIECE_BYTES = 1 << 18  # in which parts travel
 _MAX_YOUNG = 64  # connections that have not sent a message yet
 _COPY_BYTES = 1 << 14  # below, a copy is cheaper than keeping count of who uses the memory
-_HELLO = b"hello"
-_EVENTS = (
-    zmq.EVENT_DISCONNECTED
-    | zmq.EVENT_CLOSED
-    | zmq.EVENT_HANDSHAKE_SUCCEEDED
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    | (zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH)
-)
-_BROKE = "its connection broke: its process has ended, or its host does not answer any more."
 _logger = get_logger(__name__)
 
 Arrive = Callable[[Any, Frame], None]
@@ -115,7 +107,7 @@ class Network:
         self._sleeps = False
         self._posted: deque[tuple[NetworkConnection | None, Any]] = deque()
         self._callers: dict[bytes, NetworkConnection] = {}  # by identity
-        self._dealers: dict[int, _Dealer] = {}  # by uid
+        self._outgoing: dict[int, tuple[NetworkConnection, Outgoing]] = {}  # by uid of the other worker
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="phalanx-rpc-network", daemon=True)
         self._thread.start()
@@ -125,7 +117,7 @@ class Network:
         made.linger = int(_LINGER_S * 1000)
         made.sndhwm = made.rcvhwm = 0  # calls under way are bounded, and so is what is sent
         made.ipv6 = True
-        made.handshake_ivl = int(_CONNECT_S * 1000)  # of one that connects
+        made.handshake_ivl = int(CONNECT_S * 1000)  # of one that connects
         made.heartbeat_ivl = made.heartbeat_timeout = int(RPC_SILENT_S * 500)
         return made
 
@@ -149,12 +141,12 @@ class Network:
         poller.register(self._router, zmq.POLLIN)
         poller.register(self._admission.socket, zmq.POLLIN)
         poller.register(self._guard.socket, zmq.POLLIN)
-        dying: dict[_Dealer, float] = {}  # whose pulse has ended, and until when they are given
+        dying: dict[Outgoing, float] = {}  # whose pulse has ended, and until when they are given
         while not self._closed:
             self._send_posted(poller)
             self._sleeps = True
-            limit_ms = int(RPC_LAST_ANSWERS_S * 1000) if dying else 1000
-            ready: dict[Any, int] = {} if self._posted else dict(poller.poll(limit_ms))
+            limit_s = min(RPC_LAST_ANSWERS_S if dying else 1.0, RETRY_S if self._connect_again(poller) else 1.0)
+            ready: dict[Any, int] = {} if self._posted else dict(poller.poll(int(limit_s * 1000)))
             self._sleeps = False
             if self._wakeup.fileno() in ready:
                 self._wakeup.drain()
@@ -162,24 +154,39 @@ class Network:
                 self._admission.answer(time.monotonic())
             if self._guard.socket in ready or self._guard.num_young:
                 self._guard.read_events(time.monotonic())
-            for dealer in list(self._dealers.values()):  # answers first: who says goodbye has answered before
-                if dealer.socket in ready:
-                    self._read_dealer(dealer)
-                if dealer.pulse.monitor in ready and dealer.pulse.has_ended():
-                    dying.setdefault(dealer, time.monotonic() + RPC_LAST_ANSWERS_S)
-                if dealer.monitor in ready:
-                    self._read_monitor(dealer, poller)
-            for dealer in [one for one, until in dying.items() if until < time.monotonic()]:
-                del dying[dealer]
-                self._lose(dealer, poller, _BROKE)
+            for connection, one in list(self._outgoing.values()):  # answers first: who ends has answered before
+                if one.frames.socket in ready:
+                    self._read_answers(connection, one)
+                if one.pulse.monitor in ready and one.pulse.find_end(time.monotonic()) == BROKE:
+                    dying.setdefault(one, time.monotonic() + RPC_LAST_ANSWERS_S)
+                if one.frames.monitor in ready and (why := one.frames.find_end(time.monotonic())):
+                    self._lose(connection, one, poller, why)
+            for one in [one for one, until in dying.items() if until < time.monotonic()]:
+                del dying[one]
+                for connection in [connection for connection, other in self._outgoing.values() if other is one]:
+                    self._lose(connection, one, poller, BROKE)
             self._read_router()
+            self._guard.make_room(time.monotonic())
         self._send_posted(poller)
-        for dealer in list(self._dealers.values()):
-            self._drop(dealer, poller)
+        for connection, one in list(self._outgoing.values()):
+            self._drop(connection, one, poller)
         self._admission.close()
         self._guard.close()
         self._router.close()
         self._context.term()
+
+    def _connect_again(self, poller: zmq.Poller) -> bool:
+        """Make connections anew that were closed before they were welcome; return whether some are to be, soon."""
+        now, soon = time.monotonic(), False
+        for _, one in self._outgoing.values():
+            if one.is_retrying:
+                soon = True
+                for due in one.due(now):
+                    self._unregister(one, poller)
+                    due.close(0)
+                    due.open()
+                    self._register(one, poller)
+        return soon
 
     def _send_posted(self, poller: zmq.Poller) -> None:
         while self._posted:
@@ -196,94 +203,85 @@ class Network:
                     pieces = [piece for part in parts for piece in cut(part, _PIECE_BYTES)]
                 if connection.identity:
                     self._router.send_multipart([connection.identity, *pieces], zmq.NOBLOCK, copy=not many)
-                elif (dealer := self._dealers.get(connection.peer.uid)) is not None:
-                    dealer.socket.send_multipart(pieces, zmq.NOBLOCK, copy=not many)
-            except zmq.ZMQError as error:  # it is gone: its dealer hears it
+                elif (found := self._outgoing.get(connection.peer.uid)) is not None:
+                    found[1].send(pieces, copy=not many)
+            except zmq.ZMQError as error:  # it is gone: its own connection to us hears it
                 _logger.debug("rpc: %s: %s", connection.peer, error)
 
     def _open(self, connection: NetworkConnection, poller: zmq.Poller) -> None:
-        if connection.peer.uid in self._dealers:
+        peer = connection.peer
+        if peer.uid in self._outgoing:
             return
-        pulse = _Pulse(self._socket(zmq.DEALER), self._key, connection.peer.network)
-        dealer = _Dealer(connection, self._socket(zmq.DEALER), self._key, pulse)
-        self._dealers[connection.peer.uid] = dealer
-        poller.register(dealer.socket, zmq.POLLIN)
-        poller.register(dealer.monitor, zmq.POLLIN)
-        poller.register(pulse.monitor, zmq.POLLIN)
-        dealer.socket.connect(f"tcp://{connection.peer.network}")
-        dealer.socket.send_multipart([_HELLO, self.me.to_json().encode()])
+        one = Outgoing(self._socket, self._key, peer.network, self.me.to_json().encode(), time.monotonic())
+        self._outgoing[peer.uid] = connection, one
+        self._register(one, poller)
+
+    @staticmethod
+    def _register(one: Outgoing, poller: zmq.Poller) -> None:
+        for source in one.sources:
+            poller.register(source, zmq.POLLIN)
+
+    @staticmethod
+    def _unregister(one: Outgoing, poller: zmq.Poller) -> None:
+        for source in one.sources:
+            poller.unregister(source)
 
     def _read_router(self) -> None:
         while True:
             try:
-                if self._guard.num_young:
-                    identity, *parts = self._read_and_admit()
-                else:
-                    identity, *parts = self._router.recv_multipart(zmq.NOBLOCK)
+                identity = self._router.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
             connection = self._callers.get(identity)
+            parts = self._router.recv_multipart() if connection is not None else self._read_and_admit()
             try:
                 if connection is not None:
                     self._arrive(connection, _parse(parts))
-                elif parts and parts[0] == _HELLO and len(parts) == 2:
+                elif parts and parts[0] == HELLO and len(parts) == 2:
                     member = WorkerAddress.from_json(parts[1])
                     self._callers[identity] = NetworkConnection(self, member, identity)
+                    self._answer(identity, HELLO)
                     self._welcome(member)
+                elif parts == [PULSE]:
+                    self._answer(identity, PULSE)
             except (ValueError, KeyError, TypeError, IndexError, PhalanxError) as error:
                 _logger.error("rpc: a member of the job sent what makes no sense: %s", error)
 
     def _read_and_admit(self) -> list[bytes]:
-        parts = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
-        self._guard.admit(parts[-1])
+        parts = self._router.recv_multipart(copy=False)
+        self._guard.admit(parts[0])
         return [part.bytes for part in parts]
 
-    def _read_dealer(self, dealer: _Dealer) -> None:
-        while True:
-            try:
-                parts = dealer.socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            self._arrive(dealer.connection, _parse(parts))
+    def _answer(self, identity: bytes, greeting: bytes) -> None:
+        """Tell a worker that its connection was read, and will not be closed for want of room any more."""
+        with contextlib.suppress(zmq.ZMQError):  # it has gone
+            self._router.send_multipart([identity, greeting], zmq.NOBLOCK)
 
-    def _read_monitor(self, dealer: _Dealer, poller: zmq.Poller) -> None:
+    def _read_answers(self, connection: NetworkConnection, one: Outgoing) -> None:
         while True:
             try:
-                frame = dealer.monitor.recv_multipart(zmq.NOBLOCK)[0]
+                parts = one.frames.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            event = int.from_bytes(frame[:2], "little")
-            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                dealer.was_in = True
-                continue
-            if dealer.was_in:
-                why = _BROKE
-            elif event == zmq.EVENT_CLOSED:
-                why = f"nobody answers at {dealer.connection.peer.network}."
+            if not one.frames.is_welcome and parts == [HELLO]:
+                one.welcome()
             else:
-                why = f"it refuses us, or is refused: one of the two does not know the job's key ({self._key!r} here)."
-            self._lose(dealer, poller, why)
-            return
+                self._arrive(connection, _parse(parts))
 
-    def _lose(self, dealer: _Dealer, poller: zmq.Poller, why: str) -> None:
-        if self._dealers.get(dealer.connection.peer.uid) is not dealer:
+    def _lose(self, connection: NetworkConnection, one: Outgoing, poller: zmq.Poller, why: str) -> None:
+        if self._outgoing.get(connection.peer.uid) != (connection, one):
             return
-        self._read_dealer(dealer)  # what it answered before
-        self._drop(dealer, poller)
-        self._lost(dealer.connection.peer, why)
+        self._read_answers(connection, one)  # what it answered before
+        self._drop(connection, one, poller)
+        self._lost(connection.peer, why)
 
-    def _drop(self, dealer: _Dealer, poller: zmq.Poller) -> None:
-        uid = dealer.connection.peer.uid
-        del self._dealers[uid]
+    def _drop(self, connection: NetworkConnection, one: Outgoing, poller: zmq.Poller) -> None:
+        uid = connection.peer.uid
+        del self._outgoing[uid]
         for identity in [i for i, caller in self._callers.items() if caller.peer.uid == uid]:
             del self._callers[identity]
-        poller.unregister(dealer.socket)
-        poller.unregister(dealer.monitor)
-        poller.unregister(dealer.pulse.monitor)
-        dealer.socket.disable_monitor()
-        dealer.monitor.close(0)
-        dealer.socket.close()
-        dealer.pulse.close()
+        self._unregister(one, poller)
+        one.close()
 
     def close(self) -> None:
         """Send what is posted, and end."""
@@ -291,59 +289,6 @@ class Network:
         self._wakeup.ring()
         self._thread.join()
         self._wakeup.close()
-
-
-class _Dealer:
-    """A socket to one worker, and what watches it."""
-
-    def __init__(self, connection: NetworkConnection, made: zmq.Socket[bytes], key: Key, pulse: _Pulse) -> None:
-        self.connection = connection
-        self.socket = made
-        self.pulse = pulse
-        self.was_in = False
-        _introduce(made, key)
-        self.monitor = made.get_monitor_socket(_EVENTS)
-
-
-class _Pulse:
-    """A connection to one worker for heartbeats alone. It breaks when its host acknowledges none for some time."""
-
-    def __init__(self, made: zmq.Socket[bytes], key: Key, address: str) -> None:
-        self.socket = made
-        self._was_in = self._has_ended = False
-        _introduce(made, key)
-        made.heartbeat_ivl = int(RPC_PULSE_S * 1000)
-        made.heartbeat_timeout = int(RPC_SILENT_S * 1000)
-        made.tcp_maxrt = int(RPC_PULSE_LOST_S * 1000)
-        self.monitor = made.get_monitor_socket(_EVENTS)
-        made.connect(f"tcp://{address}")
-
-    def has_ended(self) -> bool:
-        """Whether it broke; one that never was says nothing."""
-        while True:
-            try:
-                frame = self.monitor.recv_multipart(zmq.NOBLOCK)[0]
-            except zmq.Again:
-                return self._has_ended
-            if int.from_bytes(frame[:2], "little") == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._was_in = True
-            else:
-                self._has_ended = self._was_in
-
-    def close(self) -> None:
-        """Let go of it."""
-        self.socket.disable_monitor()
-        self.monitor.close(0)
-        self.socket.close(0)
-
-
-def _introduce(made: zmq.Socket[bytes], key: Key) -> None:
-    """Let a socket that connects know the key."""
-    pair = key.member_pair()
-    made.curve_publickey, made.curve_secretkey = pair.public, pair.secret
-    made.curve_serverkey = key.coordinator_pair().public
-    made.reconnect_ivl = -1  # who was lost stays lost
-    made.connect_timeout = int(_CONNECT_S * 1000)
 
 
 def _parse(pieces: Sequence[bytes]) -> Frame:

@@ -13,6 +13,7 @@ from phalanx.agent.job import LOST_OUTPUT_EXIT_CODE, opened_host, run_attempts
 from phalanx.agent.plan import JobPlan
 from phalanx.agent.zygote_process import ZygoteProcess
 from phalanx.coordination.client import Client
+from phalanx.coordination.connection_guard import connections_allowed
 from phalanx.coordination.key import Key
 from phalanx.coordination.key_file import default_path, find_key, make_key
 from phalanx.coordination.rendezvous import Rendezvous, join_endpoint, split_endpoint
@@ -25,6 +26,8 @@ from phalanx.launch.hosts.follower import Forward
 from phalanx.launch.hosts.gather import Gathering
 from phalanx.launch.hosts.job_spec import KEY, JobSpec
 from phalanx.launch.hosts.join_job import Joined, follow, join_first_host
+
+_CONNECTIONS_OF_HOST = 2
 
 
 def run_with_other_hosts(plan: JobPlan, zygote: ZygoteProcess, signals: int, joined: Joined | None = None) -> int:
@@ -113,6 +116,21 @@ def _first_member(
         channel.close()
 
 
+def _find_shortage(num_hosts: int) -> str:
+    """Return why the coordinator cannot hold the connections of so many hosts, in the words for the user, if it can't.
+
+    Each other host has two: that of its agent, and that of its ranks.
+    """
+    needed, allowed = _CONNECTIONS_OF_HOST * (num_hosts - 1), connections_allowed(raises=True)
+    if needed <= allowed:
+        return ""
+    return (
+        f"{num_hosts} hosts need {needed} connections to this one, and no more than {allowed} are allowed here (three "
+        f"quarters of the limit of open files). Raise that to {4 * -(-needed // 3)} or more on this host: "
+        f"`ulimit -Hn`, LimitNOFILE= of a service, --ulimit nofile= of a container; or start fewer hosts."
+    )
+
+
 def _open_service(
     plan: JobPlan, rendezvous: Rendezvous, key: Key, notices: Notices
 ) -> tuple[Service, list[OwnAddress]] | None:
@@ -124,6 +142,8 @@ def _open_service(
     if rendezvous.is_local:
         service = Service(job=plan.run_id, lost_after_s=rendezvous.host_timeout_s, say=notices.put_refusal)
         return service, [OwnAddress("127.0.0.1", "lo")]
+    if problem := _find_shortage(rendezvous.min_nodes):
+        raise LaunchError(f"phalanx run: {problem}", exit_code=2)
     problems = []
     for endpoint in (rendezvous.endpoint, *rendezvous.more_endpoints):
         bind, advertised = decide_addresses(replace(rendezvous, endpoint=endpoint))

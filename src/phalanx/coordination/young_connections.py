@@ -1,0 +1,82 @@
+"""Which connections have not said yet that they are a member's, and which of them is closed first. Purely data."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+HONEST = 8  # connections that a host of a job may open at once
+
+
+class YoungConnections:
+    """Connections in the order in which they came, each with the network from which it came.
+
+    Cost: each method but `older_than` takes the same time, however many connections and networks there are.
+    """
+
+    def __init__(self) -> None:
+        self._networks: OrderedDict[int, str] = OrderedDict()  # by descriptor
+        self._since: dict[int, float] = {}  # by descriptor
+        self._crowds: dict[str, OrderedDict[int, None]] = {}  # the descriptors, by network
+        self._by_size: dict[int, OrderedDict[str, None]] = {}  # the networks, by how many they have
+        self._most = 0  # that a network has
+
+    def __len__(self) -> int:
+        return len(self._networks)
+
+    def __contains__(self, fd: int) -> bool:
+        return fd in self._networks
+
+    def add(self, fd: int, network: str, now: float) -> None:
+        """Note a connection that has just come, and was not there before."""
+        self._networks[fd] = network
+        self._since[fd] = now
+        crowd = self._crowds.setdefault(network, OrderedDict())
+        crowd[fd] = None
+        self._move(network, len(crowd) - 1, len(crowd))
+
+    def discard(self, fd: int) -> None:
+        """Forget a connection, if it was noted."""
+        network = self._networks.pop(fd, None)
+        if network is None:
+            return
+        del self._since[fd]
+        crowd = self._crowds[network]
+        del crowd[fd]
+        self._move(network, len(crowd) + 1, len(crowd))
+        if not crowd:
+            del self._crowds[network]
+
+    @property
+    def most(self) -> int:
+        """How many the network has that has the most."""
+        return self._most
+
+    def choose(self) -> int:
+        """Return the one to close first: the oldest of the network that has the most; where no network has more than
+        an honest host opens, the oldest of all.
+
+        Who comes from many addresses, few times from each, would otherwise have honest hosts closed, which open two.
+        """
+        if self._most <= HONEST:
+            return next(iter(self._networks))
+        return next(iter(self._crowds[next(iter(self._by_size[self._most]))]))
+
+    def older_than(self, age_s: float, now: float) -> list[int]:
+        """Return those that came longer ago than that."""
+        found = []
+        for fd in self._networks:
+            if now - self._since[fd] <= age_s:
+                break
+            found.append(fd)
+        return found
+
+    def _move(self, network: str, before: int, after: int) -> None:
+        if before:
+            same = self._by_size[before]
+            del same[network]
+            if not same:
+                del self._by_size[before]
+        if after:
+            self._by_size.setdefault(after, OrderedDict())[network] = None
+        if after > self._most or self._most not in self._by_size:
+            self._most = after

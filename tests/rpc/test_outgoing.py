@@ -1,0 +1,128 @@
+"""A worker's connections to those of other hosts, without the workers: real sockets, on one host."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+import phalanx.rpc.network as network_module
+from phalanx.coordination.key import Key
+from phalanx.rpc import outgoing, wire
+from phalanx.rpc.network import Network
+from phalanx.rpc.wire import Frame
+from phalanx.rpc.worker_info import WorkerAddress
+
+_KEY = Key(bytes(range(32)))
+_WAIT_S = 60.0
+
+
+class Worker:
+    """The network of a worker that answers each request with what came, and what it was told."""
+
+    def __init__(self, number: int, key: Key = _KEY) -> None:
+        me = WorkerAddress.of_self(f"w{number}", number, "host")
+        self.arrived: list[bytes] = []
+        self.lost: list[str] = []
+        self.welcomed: set[int] = set()
+        self.change = threading.Event()
+        self.network = Network("127.0.0.1", key, me, self._arrive, self._lose, self._welcome)
+        self.me = self.network.me = replace(me, network=self.network.address)
+
+    def _arrive(self, connection: network_module.NetworkConnection, frame: Frame) -> None:
+        self.arrived.append(bytes(frame.data))
+        if frame.kind == wire.REQUEST:
+            connection.send(wire.REPLY, frame.call, frame.data)
+        self.change.set()
+
+    def _lose(self, member: WorkerAddress, why: str) -> None:
+        self.lost.append(why)
+        self.change.set()
+
+    def _welcome(self, member: WorkerAddress) -> None:
+        self.welcomed.add(member.info.id)
+
+    def await_change(self) -> None:
+        assert self.change.wait(_WAIT_S)
+        self.change.clear()
+
+
+@contextlib.contextmanager
+def workers(num: int) -> Iterator[list[Worker]]:
+    made = [Worker(number) for number in range(num)]
+    try:
+        yield made
+    finally:
+        for one in made:
+            one.network.close()
+
+
+def test_many_workers_of_one_host_that_come_at_once_are_all_welcome() -> None:
+    """Of 80 that connected in the same moment the port closed some for want of room, and they gave it up as lost."""
+    with workers(41) as (asked, *others):
+        for number, one in enumerate(others):
+            one.network.connect(asked.me).send(wire.REQUEST, number, b"%d" % number)
+        for number, one in enumerate(others):
+            while not one.arrived and not one.lost:
+                one.await_change()
+            assert (one.arrived, one.lost) == ([b"%d" % number], [])
+        assert asked.welcomed == set(range(1, 41))
+        assert sorted(asked.arrived) == sorted(b"%d" % number for number in range(40))
+
+
+def test_what_is_sent_before_the_welcome_is_sent_once_and_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The port takes nobody at first, as when strangers hold all its places: connections are made again and again."""
+    monkeypatch.setattr(network_module, "_MAX_YOUNG", 0)
+    closed = []
+    close = network_module.ConnectionGuard._close
+
+    def count(guard: network_module.ConnectionGuard, *args: object) -> None:
+        closed.append(1)
+        if len(closed) == 5:
+            guard._max_young = 64
+        close(guard, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(network_module.ConnectionGuard, "_close", count)
+    with workers(2) as (asked, asking):
+        connection = asking.network.connect(asked.me)
+        for number in range(20):
+            connection.send(wire.REQUEST, number, b"%d" % number)
+        while len(asking.arrived) < 20:
+            asking.await_change()
+        assert asking.arrived == asked.arrived == [b"%d" % number for number in range(20)]
+        assert asking.lost == asked.lost == []
+    assert len(closed) >= 5
+
+
+def test_a_worker_with_another_key_is_told_so_after_some_tries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outgoing, "_REFUSED_S", 0.5)
+    asked, asking = Worker(0), Worker(1, Key(bytes(32)))
+    asking.network.connect(asked.me)
+    asking.await_change()
+    assert "one of the two does not know the job's key" in asking.lost[0]
+    assert not asked.welcomed
+    for one in (asked, asking):
+        one.network.close()
+
+
+def test_a_port_where_nobody_listens_any_more_is_told_at_once() -> None:
+    gone, asking = Worker(0), Worker(1)
+    gone.network.close()
+    asking.network.connect(gone.me)
+    asking.await_change()
+    assert asking.lost == [f"nobody answers at {gone.me.network}."]
+    asking.network.close()
+
+
+def test_a_worker_that_has_gone_after_the_welcome_is_lost() -> None:
+    with workers(1) as (asking,):
+        asked = Worker(1)
+        asking.network.connect(asked.me).send(wire.REQUEST, 1, b"x")
+        asking.await_change()
+        assert asking.arrived == [b"x"]
+        asked.network.close()
+        asking.await_change()
+        assert asking.lost == ["its connection broke: its process has ended, or its host does not answer any more."]
