@@ -28,6 +28,7 @@ LAYERS = [
         "dtypes",
         "extras",
         "log",
+        "packet_filter",
         "svg",
         "torch_versions",
         "torch_names",

@@ -15,9 +15,10 @@ import zmq
 
 import phalanx.coordination.connection_guard as guard_module
 import phalanx.coordination.service as service_module
+from phalanx.coordination.address import Address, listen
 from phalanx.coordination.admission import Complaints
 from phalanx.coordination.client import Client
-from phalanx.coordination.connection_guard import ConnectionGuard, _find_peer, cut
+from phalanx.coordination.connection_guard import PIECE_BYTES, ConnectionGuard, _classify, _find_peer, cut
 from phalanx.coordination.key import Key
 from phalanx.coordination.service import Service
 from phalanx.coordination.wire import MAX_FRAME_BYTES
@@ -117,7 +118,7 @@ def test_more_strangers_than_descriptors_keep_no_member_out_and_lose_none(served
         assert late.get("a")
 
 
-@pytest.mark.parametrize("announced", [1 << 16, MAX_FRAME_BYTES, 1 << 31])
+@pytest.mark.parametrize("announced", [PIECE_BYTES, 1 << 16, MAX_FRAME_BYTES, 1 << 31])
 def test_frames_that_are_half_sent_cost_little_memory(served, announced):
     _, before, _ = served.ask()
     said = GREETING + b"\x06" + struct.pack(">Q", announced)
@@ -157,7 +158,7 @@ def test_many_hosts_that_come_in_the_same_moment_are_all_kept(monkeypatch):
 
 def test_where_members_have_taken_all_connections_another_waits_and_a_line_says_what_to_raise(monkeypatch):
     said = []
-    monkeypatch.setattr(service_module, "connections_allowed", lambda *, raises: 3)
+    monkeypatch.setattr(service_module, "connections_allowed", lambda: 3)
     with Service("127.0.0.1:0", KEY, say=said.append) as service, contextlib.ExitStack() as stack:
         place = str(service.address)
         members = [stack.enter_context(Client(place, KEY)) for _ in range(3)]
@@ -176,7 +177,7 @@ def test_where_members_have_taken_all_connections_another_waits_and_a_line_says_
 
 def test_strangers_from_many_addresses_leave_room_for_members(monkeypatch):
     """They came from a hundred addresses, eight times from each, and whoever came then was closed for want of room."""
-    monkeypatch.setattr(service_module, "connections_allowed", lambda *, raises: 24)
+    monkeypatch.setattr(service_module, "connections_allowed", lambda: 24)
     said = []
     with Service("127.0.0.1:0", KEY, say=said.append) as service, contextlib.ExitStack() as stack:
         first = stack.enter_context(Client(str(service.address), KEY))
@@ -194,16 +195,22 @@ def test_strangers_from_many_addresses_leave_room_for_members(monkeypatch):
 
 _CLOSE = """
 import socket, zmq
+from phalanx.coordination.address import Address, listen
 from phalanx.coordination.admission import Complaints
 from phalanx.coordination.connection_guard import ConnectionGuard
 
 context = zmq.Context()
 router = context.socket(zmq.ROUTER)
-port = router.bind_to_random_port("tcp://127.0.0.1")
-guard = ConnectionGuard(router, port, Complaints(print), max_young=8, max_open=8)
+listener = listen(Address("127.0.0.1", 0), 4096)
+port = listener.getsockname()[1]
+guard = ConnectionGuard(router, listener.fileno(), Complaints(print), max_young=8, max_open=8)
+router.use_fd = listener.fileno()
+router.bind(f"tcp://127.0.0.1:{port}")
+listener.detach()
 strangers = []
 while len(strangers) < 1500:  # whose coming nobody reads: more events than ZeroMQ's queue holds
     strangers.append(socket.create_connection(("127.0.0.1", port)))
+    strangers[-1].send(b"x")
 guard.close()
 context.destroy(0)
 print("closed")
@@ -228,8 +235,12 @@ def test_who_has_spoken_before_its_coming_was_read_is_never_young():
     """Events and messages come in two queues: the first message was read, then the event, and a member was closed."""
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router, context.socket(zmq.DEALER) as member:
         member.linger = 0
-        port = router.bind_to_random_port("tcp://127.0.0.1")
-        guard = ConnectionGuard(router, port, Complaints(lambda line: None), max_young=0, max_open=8)
+        with listen(Address("127.0.0.1", 0), 10) as listener:
+            port = listener.getsockname()[1]
+            guard = ConnectionGuard(router, listener.fileno(), Complaints(lambda line: None), max_young=0, max_open=8)
+            router.use_fd = listener.fileno()
+            router.bind(f"tcp://127.0.0.1:{port}")
+            listener.detach()
         member.connect(f"tcp://127.0.0.1:{port}")
         member.send(b"hello")
         guard.admit(router.recv_multipart(copy=False)[-1])
@@ -269,7 +280,7 @@ def test_pieces_are_as_long_as_they_may_be(nbytes):
     assert max(map(len, pieces)) <= 10
 
 
-def test_one_network_of_ipv6_counts_as_one_address():
+def test_the_other_end_of_a_connection_is_found_as_long_as_it_is_there():
     with socket.socket(socket.AF_INET6) as listener, socket.socket(socket.AF_INET6) as client:
         try:
             listener.bind(("::1", 0))
@@ -277,10 +288,25 @@ def test_one_network_of_ipv6_counts_as_one_address():
             pytest.skip("there is no IPv6 here")
         listener.listen()
         client.connect(listener.getsockname()[:2])
-        peer = _find_peer(client.fileno())
-        assert (peer.place, peer.network) == (listener.getsockname()[:2], "::/64")
+        assert _find_peer(client.fileno()) == (listener.getsockname()[:2], "::1", True)
         fd = client.fileno()
     assert _find_peer(fd) is None
+
+
+@pytest.mark.parametrize(
+    ("address", "own", "network", "is_own"),
+    [
+        ("10.0.0.3", "10.0.0.1", "10.0.0.3", False),
+        ("::ffff:10.0.0.3", "::ffff:10.0.0.1", "10.0.0.3", False),
+        ("::ffff:10.0.0.3", "::ffff:10.0.0.3", "10.0.0.3", True),
+        ("::ffff:127.0.0.5", "::ffff:127.0.0.1", "127.0.0.5", True),
+        ("2001:db8::7", "2001:db8:1::1", "2001:db8::/64", False),  # of somebody else's, who can have all addresses
+        ("2001:db8::7", "2001:db8::1", "2001:db8::7", False),  # of ours: each host of a cluster has one
+        ("fe80::7%eth0", "fe80::1%eth0", "fe80::7", False),
+    ],
+)
+def test_the_addresses_of_a_foreign_network_of_ipv6_count_as_one(address, own, network, is_own):
+    assert _classify(address, own) == (network, is_own)
 
 
 def test_the_limit_of_open_files_is_raised_to_what_it_may_be():
@@ -289,8 +315,9 @@ def test_the_limit_of_open_files_is_raised_to_what_it_may_be():
         pytest.skip(f"no more than {hard} open files are allowed here")
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (400, hard))
-        assert guard_module.connections_allowed() == 300
-        raised = guard_module.connections_allowed(raises=True)
+        assert guard_module.connections_allowed(0) == 300
+        assert guard_module.connections_allowed(600) == 450
+        raised = guard_module.connections_allowed()
         assert raised > 300
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == raised // 3 * 4 or raised == 3 << 14
     finally:

@@ -6,13 +6,16 @@
 
 ZeroMQ accepts whoever comes, and has no limit for it. So we close single connections: where too many are young, or the
 process has no room for more, the oldest of the address that has the most young ones; where no address has more than a
-host of a job opens, the oldest of all. A member that is closed so by chance connects again by itself.
+host of a job opens, the oldest of all. A member that is closed so by chance connects again by itself. An address from
+which one connection after another fails is kept out by the kernel for a while (`blocked_networks`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import ipaddress
+import os
 import socket
 from collections import OrderedDict
 from typing import NamedTuple
@@ -20,17 +23,22 @@ from typing import NamedTuple
 import zmq
 
 from phalanx.coordination.admission import Complaints, gone_peers
+from phalanx.coordination.blocked_networks import BLOCKED_S, FAILURES, BlockedNetworks
 from phalanx.coordination.young_connections import HONEST, YoungConnections
 from phalanx.descriptors import raise_limit
+from phalanx.packet_filter import attach, drop_from
 
 HANDSHAKE_S = 5.0
-PIECE_BYTES = 1 << 16  # the most that ZeroMQ gives memory for at once, before it knows for whom
+PIECE_BYTES = 1 << 14  # the most that ZeroMQ gives memory for at once, before it knows for whom
 _CURVE_BYTES = 64  # what encryption adds to a piece, at most
 _EVENT_BYTES = 6
 _MAX_OPEN_FILES = 1 << 16
+_SITE_BITS = 64  # the part of an address of IPv6 that whoever has a network there cannot choose
 _ROUND_EVENTS = 256  # that are read before members are heard again
 _CROWDS = 8  # times as many may be young in all, where no address has more than that
 _READ_S = 1.0  # between two readings of the kernel's table, which may be long
+
+_Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class _Peer(NamedTuple):
@@ -38,21 +46,24 @@ class _Peer(NamedTuple):
 
     place: tuple[str, int]
     network: str
+    is_own: bool  # an address of this host, which is never blocked
 
 
 class ConnectionGuard:
     """A guard that watches the listening socket `watched`, and closes connections of strangers where they crowd in.
 
     Arguments:
+        listening: the descriptor of the socket that ZeroMQ accepts from.
         max_young: how many connections may be open before their first message; eight times as many as long as no
             address has more than eight of them.
         max_open: how many may be open in all. Beyond that a young one is closed for each that comes, and comes again.
     """
 
     def __init__(
-        self, watched: zmq.Socket[bytes], port: int, complaints: Complaints, *, max_young: int, max_open: int
+        self, watched: zmq.Socket[bytes], listening: int, complaints: Complaints, *, max_young: int, max_open: int
     ) -> None:
-        self._port = port
+        self._listening = socket.socket(fileno=os.dup(listening))
+        self._port = int(self._listening.getsockname()[1])
         self._read_at = -_READ_S
         self._complaints = complaints
         self._max_young, self._max_open = max_young, max_open
@@ -65,6 +76,7 @@ class ConnectionGuard:
         )
         self._peers: dict[int, _Peer | None] = {}  # by descriptor
         self._young = YoungConnections()
+        self._blocked = BlockedNetworks()
         self._spoken: OrderedDict[tuple[str, int], None] = OrderedDict()  # members whose coming was not read yet
         self._failed = False
 
@@ -78,12 +90,18 @@ class ConnectionGuard:
         """The number of connections over which no message has come yet."""
         return len(self._young)
 
+    @property
+    def is_watching(self) -> bool:
+        """Whether `read_events` is due now and then, although nothing has come."""
+        return bool(len(self._young) or len(self._blocked))
+
     def admit(self, frame: zmq.Frame) -> None:
         """Note that the connection is a member's over which `frame`, a part of a message, has come."""
         fd = int(frame.get(zmq.SRCFD))
         peer, known = _find_peer(fd), self._peers.get(fd)
         if peer is None:  # it has gone
             return
+        self._blocked.note_member(peer.network)
         if known is not None and known.place == peer.place:
             self._young.discard(fd)
         else:  # the event that tells of it is yet to be read
@@ -99,6 +117,8 @@ class ConnectionGuard:
         """
         for fd in self._young.older_than(HANDSHAKE_S + 1.0, now):
             self._young.discard(fd)  # ZeroMQ has authenticated it, or it would be closed
+        if self._blocked.expire(now):
+            self._filter()
         for _ in range(_ROUND_EVENTS):
             try:
                 frame, _ = self.socket.recv_multipart(zmq.NOBLOCK)
@@ -111,9 +131,11 @@ class ConnectionGuard:
                 self._failed = True  # of the connection that ends next: one thread of ZeroMQ does both
             elif event == zmq.EVENT_DISCONNECTED:
                 peer = self._peers.pop(value, None)
-                self._young.discard(value)
                 if self._failed:
                     self._refuse("" if peer is None else peer.place[0], now)
+                if value in self._young:
+                    self._young.discard(value)
+                    self._note_failure(peer, now)
                 self._failed = False
 
     def make_room(self, now: float) -> None:
@@ -136,6 +158,22 @@ class ConnectionGuard:
                 )
             else:
                 self._complaints.refused(peer.place[0], "it keeps connections open and says nothing", now)
+            self._note_failure(peer, now)
+
+    def _note_failure(self, peer: _Peer | None, now: float) -> None:
+        """Note that a connection has ended over which no message has come; keep out where many of them come from."""
+        if peer is None or peer.is_own or not self._blocked.note_failure(peer.network, now):
+            return
+        self._filter()
+        for fd in self._young.of(peer.network):
+            other = self._peers.pop(fd)
+            self._young.discard(fd)
+            if other is not None:
+                self._close(fd, other)
+        self._complaints.add(f"{peer.network} is kept out for {BLOCKED_S:g} s: {FAILURES} connections failed", now)
+
+    def _filter(self) -> None:
+        attach(self._listening, drop_from(self._blocked.networks) if len(self._blocked) else None)
 
     def close(self) -> None:
         """Stop reading; the end of ZeroMQ's context, which has to follow, stops the watching.
@@ -144,10 +182,11 @@ class ConnectionGuard:
         with Python's lock held.
         """
         self.socket.close(0)
+        self._listening.close()
 
     def _accept(self, fd: int, now: float) -> None:
         self._young.discard(fd)
-        peer = self._peers[fd] = _find_peer(fd)
+        peer = self._peers[fd] = _find_peer(fd, takes_all=bool(len(self._blocked)))
         if peer is None:  # it has gone already
             return
         if self._spoken.pop(peer.place, self) is self:
@@ -176,12 +215,13 @@ def protect(listening: zmq.Socket[bytes], piece_bytes: int = PIECE_BYTES) -> Non
     listening.handshake_ivl = int(HANDSHAKE_S * 1000)
 
 
-def connections_allowed(*, raises: bool = False) -> int:
-    """Return how many connections a socket may have; with `raises`, once the process may have all descriptors it can.
+def connections_allowed(wanted: int = _MAX_OPEN_FILES) -> int:
+    """Return how many connections a socket may have, once this process may have `wanted` open files, or all it can.
 
-    The rest of the process needs some, too; and ZeroMQ's thread turns in circles when accept() finds none.
+    A quarter is left for what else the process opens, and for connections that ZeroMQ has accepted and nobody could
+    read of yet, a thousand at most. ZeroMQ's thread turns in circles when accept() finds no descriptor.
     """
-    limit = min(raise_limit(_MAX_OPEN_FILES if raises else 0), _MAX_OPEN_FILES)
+    limit = min(raise_limit(wanted), _MAX_OPEN_FILES)
     return limit - limit // 4
 
 
@@ -191,21 +231,43 @@ def cut(part: bytes | memoryview, piece_bytes: int = PIECE_BYTES) -> list[memory
     return [view[at : at + piece_bytes] for at in range(0, len(view), piece_bytes)] or [view]
 
 
-def _find_peer(fd: int) -> _Peer | None:
-    """Find the other end of a connection of ZeroMQ's, if it is still there; this takes no descriptor."""
-    try:
-        connection = socket.socket(fileno=fd)
-    except OSError:  # it has gone, and the number is that of something else by now
+def _find_peer(fd: int, *, takes_all: bool = False) -> _Peer | None:
+    """Find the other end of a connection of ZeroMQ's, if it is still there; this takes no descriptor.
+
+    With `takes_all` it is freed from the filter that it has from the socket that listens.
+    """
+    try:  # with a family and a kind Python asks the kernel for neither; the answers have those that are right
+        connection = socket.socket(socket.AF_INET6, socket.SOCK_STREAM, socket.IPPROTO_TCP, fileno=fd)
+    except OSError:  # it has gone
         return None
     try:
         host, port = connection.getpeername()[:2]
-        address = ipaddress.ip_address(host.partition("%")[0])
-    except (OSError, ValueError, TypeError):
+        network, is_own = _classify(host, connection.getsockname()[0])
+        if takes_all:
+            attach(connection, None)
+    except (OSError, ValueError, TypeError):  # it has gone, and the number is that of something else by now
         return None
     finally:
         connection.detach()
+    return _Peer((host, port), network, is_own)
+
+
+@functools.lru_cache(maxsize=1024)
+def _classify(host: str, own: str) -> tuple[str, bool]:
+    """Return the network whose connections are counted together, and whether the address is one of this host.
+
+    A network is an address, or what one site has of IPv6. Hosts of one cluster often have addresses of one such
+    network, so that in our own each address counts for itself.
+    """
+    address, mine = (_plain(ipaddress.ip_address(text.partition("%")[0])) for text in (host, own))
+    is_own = address == mine or address.is_loopback
     if isinstance(address, ipaddress.IPv6Address):
-        if address.ipv4_mapped is not None:
-            return _Peer((host, port), str(address.ipv4_mapped))
-        return _Peer((host, port), str(ipaddress.ip_network((address, 64), strict=False)))
-    return _Peer((host, port), host)
+        site = ipaddress.ip_network((address, _SITE_BITS), strict=False)
+        if mine not in site:
+            return str(site), is_own
+    return str(address), is_own
+
+
+def _plain(address: _Address) -> _Address:
+    """Return an IPv4 address that is written as one of IPv6 as what it is."""
+    return (isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped) or address

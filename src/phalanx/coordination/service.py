@@ -154,7 +154,7 @@ class Service:
         port = listener.getsockname()[1]
         self.address = Address(place.host, port)
         self._guard = ConnectionGuard(
-            router, port, self._complaints, max_young=_MAX_YOUNG, max_open=connections_allowed(raises=True)
+            router, listener.fileno(), self._complaints, max_young=_MAX_YOUNG, max_open=connections_allowed()
         )
         host = "[::]" if listener.family == socket.AF_INET6 else "0.0.0.0"
         with listener:  # ZeroMQ takes the descriptor only where `bind` returns
@@ -206,7 +206,7 @@ class Service:
                 socket for socket, _ in poller.poll(max(0, int((ticked_at + _TICK_S - time.monotonic()) * 1000) + 1))
             }
             now = time.monotonic()
-            if self._guard is not None and (self._guard.socket in ready or self._guard.num_young):
+            if self._guard is not None and (self._guard.socket in ready or self._guard.is_watching):
                 self._guard.read_events(now)
             if self._admission is not None and self._admission.socket in ready:
                 self._admission.answer(now)

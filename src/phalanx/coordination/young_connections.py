@@ -10,7 +10,7 @@ HONEST = 8  # connections that a host of a job may open at once
 class YoungConnections:
     """Connections in the order in which they came, each with the network from which it came.
 
-    Cost: each method but `older_than` takes the same time, however many connections and networks there are.
+    Cost: each method but `of` and `older_than` takes the same time, however many connections and networks there are.
     """
 
     def __init__(self) -> None:
@@ -60,6 +60,10 @@ class YoungConnections:
         if self._most <= HONEST:
             return next(iter(self._networks))
         return next(iter(self._crowds[next(iter(self._by_size[self._most]))]))
+
+    def of(self, network: str) -> list[int]:
+        """Return those that came from there."""
+        return list(self._crowds.get(network, ()))
 
     def older_than(self, age_s: float, now: float) -> list[int]:
         """Return those that came longer ago than that."""

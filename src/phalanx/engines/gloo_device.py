@@ -12,12 +12,8 @@ are there stay as they are.
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import ipaddress
 import os
 import socket
-import struct
-import sys
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
@@ -26,15 +22,9 @@ from typing import Any
 from torch.distributed import ProcessGroupGloo
 
 from phalanx.engines.delivery import open_sockets
+from phalanx.packet_filter import attach, take_only
 
 _ProcessGroupGloo: Any = ProcessGroupGloo  # torch's stub knows only some of what the class has
-# <asm-generic/socket.h> and <linux/filter.h>; Python's socket module does not name them.
-_SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27
-_LOAD, _JUMP_IF_EQUAL, _RETURN = 0x20, 0x15, 0x06  # BPF_LD|BPF_W|BPF_ABS, BPF_JMP|BPF_JEQ|BPF_K, BPF_RET|BPF_K
-_NETWORK_HEADER = 0xFFF00000  # SKF_NET_OFF
-_SOURCE_IPV4, _SOURCE_IPV6 = 12, 8  # where a header has the sender's address
-_TAKE, _DROP = 0xFFFFFFFF, 0
-_MOST_INSTRUCTIONS = 4096
 _KNOWN_ONLY_S = 2.0  # well above what ranks need that reach each other by their own addresses
 
 
@@ -91,41 +81,13 @@ class GlooDevice:
 
     def _filter_all(self) -> None:
         expected = self._connecting.values()
-        self._filter(None if not all(expected) else _program(frozenset().union(*expected)))
+        self._filter(None if not all(expected) else take_only(frozenset().union(*expected)))
 
     def _filter(self, program: bytes | None) -> None:
-        """Let the kernel ask `program` whether to take what comes; None takes all, as where it knows no such thing."""
-        if sys.platform != "linux":
-            return
+        """Let the kernel ask `program` whether to take what comes; None takes all."""
         for descriptor, inode in self._listening.items():
-            with contextlib.suppress(OSError), _socket_of(descriptor, inode) as listening:  # not set, or a sandbox
-                if program is None:
-                    listening.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
-                    continue
-                instructions = ctypes.create_string_buffer(program, len(program))
-                pointer = struct.pack("HL", len(program) // 8, ctypes.addressof(instructions))
-                listening.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, pointer)
-
-
-def _program(addresses: frozenset[str]) -> bytes | None:
-    """Return a program of the kernel's packet filter that takes what comes from `addresses`; None if there is none."""
-    code = []
-    for text in sorted(addresses):
-        try:
-            address = ipaddress.ip_address(text)
-        except ValueError:  # a name
-            return None
-        first = _SOURCE_IPV4 if address.version == 4 else _SOURCE_IPV6
-        words = struct.unpack(f">{len(address.packed) // 4}I", address.packed)
-        for number, word in enumerate(words):
-            left = 2 * (len(words) - number - 1) + 1  # what is skipped where one word differs, `_TAKE` included
-            code.append((_LOAD, 0, 0, _NETWORK_HEADER + first + 4 * number))
-            code.append((_JUMP_IF_EQUAL, 0, left, word))
-        code.append((_RETURN, 0, 0, _TAKE))
-    code.append((_RETURN, 0, 0, _DROP))
-    if len(code) > _MOST_INSTRUCTIONS:
-        return None
-    return b"".join(struct.pack("HBBI", *instruction) for instruction in code)
+            with contextlib.suppress(OSError), _socket_of(descriptor, inode) as listening:
+                attach(listening, program)
 
 
 # By process (a fork has none of its parent's threads) and place.

@@ -29,9 +29,11 @@ from typing import Any
 
 import zmq
 
+from phalanx.coordination.address import Address, listen
 from phalanx.coordination.admission import Admission, Complaints
 from phalanx.coordination.connection_guard import ConnectionGuard, connections_allowed, cut, protect
 from phalanx.coordination.key import Key
+from phalanx.coordination.local_socket import BACKLOG
 from phalanx.errors import PhalanxError
 from phalanx.ipc.wakeup import Wakeup
 from phalanx.log import get_logger
@@ -42,7 +44,8 @@ from phalanx.rpc.wire import BUFFER, HEAD, Frame
 from phalanx.rpc.worker_info import WorkerAddress
 
 _LINGER_S = 1.0
-_PIECE_BYTES = 1 << 18  # in which parts travel
+_PIECE_BYTES = 1 << 16  # in which parts travel
+_OPEN_FILES = 4096  # or as many of them as this process may have: with its port it can be besieged
 _MAX_YOUNG = 64  # connections that have not sent a message yet
 _COPY_BYTES = 1 << 14  # below, a copy is cheaper than keeping count of who uses the memory
 _logger = get_logger(__name__)
@@ -96,13 +99,19 @@ class Network:
         self._router.curve_publickey, self._router.curve_secretkey = pair.public, pair.secret
         self._router.zap_domain = b"phalanx"
         self._router.router_mandatory = True
-        host = f"[{address}]" if ":" in address else address
         protect(self._router, _PIECE_BYTES)
-        port = self._router.bind_to_random_port(f"tcp://{host}")
-        self.address = f"{host}:{port}"
-        self._guard = ConnectionGuard(
-            self._router, port, self._complaints, max_young=_MAX_YOUNG, max_open=connections_allowed()
-        )
+        with listen(Address(address, 0), BACKLOG) as listener:  # ZeroMQ takes the descriptor where `bind` returns
+            self.address = str(Address(address, listener.getsockname()[1]))
+            self._guard = ConnectionGuard(
+                self._router,
+                listener.fileno(),
+                self._complaints,
+                max_young=_MAX_YOUNG,
+                max_open=connections_allowed(_OPEN_FILES),
+            )
+            self._router.use_fd = listener.fileno()
+            self._router.bind(f"tcp://{self.address}")
+            listener.detach()
         self._wakeup = Wakeup()
         self._sleeps = False
         self._posted: deque[tuple[NetworkConnection | None, Any]] = deque()
@@ -152,7 +161,7 @@ class Network:
                 self._wakeup.drain()
             if self._admission.socket in ready:
                 self._admission.answer(time.monotonic())
-            if self._guard.socket in ready or self._guard.num_young:
+            if self._guard.socket in ready or self._guard.is_watching:
                 self._guard.read_events(time.monotonic())
             for connection, one in list(self._outgoing.values()):  # answers first: who ends has answered before
                 if one.frames.socket in ready:

@@ -1,5 +1,7 @@
 """Somebody without the job's key who reaches its ports: `python attacker.py KIND NUM_FRAMES ADDRESS:PORT...`.
 
+He comes from all addresses that this host has.
+
 It says "here" once it has done all of its kind for the first time, and goes on until it is killed. Each kind is a
 generator, which yields when a round is over.
 """
@@ -20,6 +22,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import zmq
 
+from phalanx.host_addresses import own_addresses
+
 Place = tuple[str, int]
 _OPEN_FILES = 8192
 _SHORTLY_MS = 100  # in which a connection is taken that somebody takes
@@ -27,6 +31,10 @@ _GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01"
 _CURVE, _NULL, _PLAIN = (name.ljust(20, b"\0") + bytes(32) for name in (b"CURVE", b"NULL", b"PLAIN"))
 _WEB = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
 _LAST_PORT = 65535
+_BIND_ADDRESS_NO_PORT = 24  # of <linux/in.h>: the port is chosen when it connects
+
+
+_sources: Iterator[str] = iter(())
 
 
 def opened(places: Sequence[Place], count: int, receive_bytes: int = 0) -> list[socket.socket]:
@@ -37,6 +45,8 @@ def opened(places: Sequence[Place], count: int, receive_bytes: int = 0) -> list[
         if receive_bytes:
             one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
         one.setblocking(False)
+        one.setsockopt(socket.IPPROTO_IP, _BIND_ADDRESS_NO_PORT, 1)
+        one.bind((next(_sources), 0))
         one.connect_ex(place)
         waiting.append(one)
     poll = select.poll()
@@ -206,6 +216,8 @@ def main() -> None:
     kind, num_frames, *words = sys.argv[1:]
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, _OPEN_FILES), hard))
+    global _sources
+    _sources = itertools.cycle([own.address for own in own_addresses() if "." in own.address and not own.is_loopback])
     places = [(address, int(port)) for address, _, port in (word.partition(":") for word in words)]
     rounds = KINDS[kind](places, random.Random(num_frames), int(num_frames))
     next(rounds)

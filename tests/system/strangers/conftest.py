@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 _USUAL_FRAMES = 5000
-_USUAL_S = 400
+_USUAL_S = 600
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
