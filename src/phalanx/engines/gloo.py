@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroupGloo
 from phalanx.deadline import Deadline
 from phalanx.engines.delivery import await_delivery, open_sockets
 from phalanx.engines.engine import DATA, Pending
+from phalanx.engines.gloo_addresses import GlooAddresses
 from phalanx.engines.gloo_device import GlooDevice, gloo_device
 from phalanx.torch_names import find
 
@@ -80,8 +81,9 @@ class GlooEngine:
         options._devices = [self._device.device]
         options._threads = num_threads
         before = open_sockets()
+        self._addresses = GlooAddresses(store, rank, world_size)  # Gloo does not keep the Python half of a store
         with self._device.connecting(peers):
-            self._group = _ProcessGroupGloo(store, rank, world_size, options)
+            self._group = _ProcessGroupGloo(self._addresses, rank, world_size, options)
         # Another thread's may be among them: they are only asked.
         self._sockets = {n: inode for n, inode in open_sockets().items() if before.get(n) != inode}
         self._nothing = torch.empty(1, dtype=torch.uint8)
