@@ -150,6 +150,20 @@ def test_a_copy_is_as_the_coordinator_is_and_can_go_on_in_its_place(seed, num_co
             assert not job.coordinator.journal.take()
 
 
+def test_a_store_that_is_fuller_than_it_may_be_can_be_copied():
+    """An item that its taker did not get is put back wherever others have taken the room: copies refused the state."""
+    job = Job(0)
+    one, other = job.routes[:2]
+    handle = job.coordinator.handle
+    handle(one, pack(Op.QUEUE_PUSH, 1, b"q", bytes(30_000)) + pack(Op.QUEUE_POP, 2, b"q", b"0"), 0.0)
+    job.coordinator.take_outgoing()
+    handle(other, pack(Op.SET, 1, b"a", bytes(30_000)) + pack(Op.SET, 2, b"b", bytes(30_000)), 0.0)
+    handle(one, pack(Op.CANCEL, 0, b"2"), 0.0)
+    assert job.coordinator.store.num_bytes > job.coordinator.store.max_bytes
+    job.add_copy()
+    assert state(job.copies[0]) == state(job.coordinator)
+
+
 @pytest.mark.parametrize(
     "entry",
     [

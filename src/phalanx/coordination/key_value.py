@@ -153,6 +153,11 @@ class KeyValueStore:
         self.num_bytes -= len(queue) + len(value) + _OVERHEAD_BYTES
         return value
 
+    def restore_item(self, queue: bytes, value: bytes) -> None:
+        """Have an item of a queue that another store has, which may be beyond the limit by items that were put back."""
+        self.num_bytes += len(queue) + len(value) + _OVERHEAD_BYTES
+        self._queues.setdefault(queue, deque()).append(value)
+
     def queues(self) -> Iterator[tuple[bytes, list[bytes]]]:
         """Yield each queue that holds something, with its items."""
         for queue, items in self._queues.items():

@@ -114,7 +114,7 @@ class ReplicatedCoordinator(Coordinator):
                 self.store.set(key, value)
         elif kind == Kind.QUEUE:
             for item in fields[1:]:
-                self.store.push(fields[0], item)
+                self.store.restore_item(fields[0], item)
         elif kind == Kind.GONE:
             self.members.restore_gone(number, fields[0].decode())
         elif kind == Kind.REPORT:
