@@ -85,7 +85,7 @@ class Coordinator(StoreRequests):
             session = self.sessions[route] = Session(route, now)
         session.heard_at = now
         if session.member is not None:
-            session.member.heard_at = now
+            self.members.hear(session.member, now)
         try:
             messages = unpack(frame, MAX_FIELDS)  # of many that are empty a frame holds millions
         except WireError:
@@ -174,7 +174,7 @@ class Coordinator(StoreRequests):
                     member, f"the coordinator did not hear from it for {silence_s:.1f} s ({self._limit} are allowed)"
                 )
             )
-        for member in self.members:
+        for member in self.members.take_grown():
             if member.num_bytes > MAX_WAITING_BYTES:
                 said.append(
                     self.lose(member, f"{member.num_bytes >> 20} MiB of events wait, and it does not take them")
@@ -312,7 +312,10 @@ class Coordinator(StoreRequests):
             return self._unknown(session, message)
         if len(detail) > MAX_VALUE_BYTES:
             raise RefusedError(f"a message of {len(detail)} bytes; the longest may have {MAX_VALUE_BYTES}")
-        receivers = [member for member in self.members if member.id == to or (to == -1 and member is not me)]
+        if to == -1:
+            receivers = [member for member in self.members if member is not me]
+        else:
+            receivers = [member for member in (self.members.get(to),) if member is not None]
         if to != -1 and not receivers:
             raise RefusedError(f"there is no member {to} (any more): {self.members.why_gone(to) or 'it never joined'}")
         if not self.is_copy and not all(member.has_room(len(detail)) for member in receivers):

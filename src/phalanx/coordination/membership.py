@@ -6,7 +6,7 @@ network loses none. An outbox has a limit; who sends to a member whose outbox is
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -109,6 +109,8 @@ class Membership:
         self._gone: dict[int, str] = {}
         self._next = 0
         self._told: list[Member] = []
+        self._heard: OrderedDict[int, None] = OrderedDict()  # the members; who was heard last is the last
+        self._grown: set[int] = set()  # members whose outboxes have grown since they were looked at
 
     def __len__(self) -> int:
         return len(self._members)
@@ -130,11 +132,19 @@ class Membership:
         self._next += 1
         self._tell(b"joined", member.id, facts)
         self._members[member.id] = member
+        self._heard[member.id] = None
         return member
+
+    def hear(self, member: Member, now: float) -> None:
+        """Note that a member has said something."""
+        member.heard_at = now
+        if member.id in self._heard:
+            self._heard.move_to_end(member.id)
 
     def remove(self, member: Member, kind: bytes, why: str) -> None:
         """Remove a member that has `left`, or is `lost`; those that watch it are told why."""
         del self._members[member.id]
+        del self._heard[member.id]
         self._gone[member.id] = why
         if len(self._gone) > _GONE_KEPT:
             del self._gone[next(iter(self._gone))]
@@ -161,6 +171,8 @@ class Membership:
     def restore(self, member: Member, last: int) -> Member:
         """Have a member that another membership has, of whose events the last one had this number."""
         self._members[member.id] = member
+        self._heard[member.id] = None
+        self._grown.add(member.id)
         member.restore_last(last)
         return member
 
@@ -174,8 +186,19 @@ class Membership:
         return found
 
     def silent(self, now: float) -> list[Member]:
-        """Those that have not been heard for longer than they may."""
-        return [member for member in self if now - member.heard_at > self.lost_after_s]
+        """Those that have not been heard for longer than they may. Costs nothing where there are none."""
+        found = []
+        for number in self._heard:
+            member = self._members[number]
+            if now - member.heard_at <= self.lost_after_s:
+                break
+            found.append(member)
+        return found
+
+    def take_grown(self) -> list[Member]:
+        """Return the members whose outboxes have grown since the last call."""
+        grown, self._grown = self._grown, set()
+        return [self._members[number] for number in grown if number in self._members]
 
     def forgive(self, pause_s: float, now: float) -> None:
         """Nobody could be heard for so long, because the coordinator did not listen."""
@@ -185,11 +208,13 @@ class Membership:
     def post(self, sender: int, to: Member, detail: bytes) -> None:
         """Post a message from one member to another."""
         to.put(b"message", sender, detail)
+        self._grown.add(to.id)
 
     def _tell(self, kind: bytes, member: int, detail: bytes) -> None:
         for other in self._members.values():
             if other.watches is None or member in other.watches:
                 other.put(kind, member, detail)
+                self._grown.add(other.id)
                 self._told.append(other)
 
     def take_told(self) -> list[Member]:

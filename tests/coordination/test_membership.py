@@ -1,0 +1,64 @@
+"""Who is silent, and who does not take its events, is found without a look at each member."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from phalanx.coordination.coordinator import MAX_WAITING_BYTES, Coordinator
+from phalanx.coordination.membership import Membership
+from phalanx.coordination.session import Direct
+from phalanx.coordination.wire import Op, pack, pack_number
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_those_are_silent_that_were_not_heard_for_too_long(seed):
+    rng = random.Random(seed)
+    members, now = Membership(10.0), 0.0
+    for _ in range(500):
+        now += rng.choice([0.0, 0.1, 0.5])
+        present = list(members)
+        chance = rng.random()
+        if chance < 0.2 or not present:
+            members.join(None, b"{}", frozenset(), now)
+        elif chance < 0.9:
+            members.hear(rng.choice(present), now)
+        elif chance < 0.97:
+            members.remove(rng.choice(present), b"left", "")
+        else:
+            members.forgive(rng.choice([1.0, 20.0]), now)
+        expected = {member.id for member in members if now - member.heard_at > members.lost_after_s}
+        assert {member.id for member in members.silent(now)} == expected
+
+
+def test_time_passes_without_a_look_at_each_member(monkeypatch):
+    """A thousand members were looked at four times a second, twice."""
+    coordinator = Coordinator()
+    routes = [Direct(1, b"%d" % number) for number in range(100)]
+    for route in routes:
+        coordinator.handle(route, pack(Op.JOIN, 1, b"{}", b""), 0.0)
+    coordinator.tick(0.0)
+    monkeypatch.setattr(Membership, "__iter__", None)
+    for route in routes[1:]:
+        coordinator.handle(route, pack(Op.HEARTBEAT, 0, b"0", b"0"), 8.0)
+    coordinator.handle(routes[1], pack(Op.POST, 2, b"7", b"word"), 8.0)
+    assert coordinator.tick(9.0) == []
+    monkeypatch.undo()
+    (line,) = coordinator.tick(11.0)
+    assert "member 0" in line
+
+
+def test_a_member_for_which_too_much_waits_is_lost():
+    coordinator = Coordinator(lost_after_s=1e9)
+    watching = Direct(1, b"watching")
+    coordinator.handle(watching, pack(Op.JOIN, 1, b"{}", b"all"), 0.0)
+    facts = b'{"words": "%s"}' % bytes([ord("x")] * 60_000)
+    number = 0
+    while coordinator.members.get(0).num_bytes <= MAX_WAITING_BYTES:
+        assert coordinator.tick(0.0) == []
+        number += 1
+        coordinator.handle(Direct(1, pack_number(number)), pack(Op.JOIN, 1, facts, b""), 0.0)
+    (line,) = coordinator.tick(0.0)
+    assert "events wait, and it does not take them" in line
+    assert coordinator.members.get(0) is None
