@@ -166,6 +166,32 @@ def test_orders_that_come_together_with_the_start_are_for_the_ranks_that_it_star
     assert obeyed == ["sweep"]
 
 
+def test_messages_that_wait_for_one_member_travel_together_and_in_order() -> None:
+    """Eight ranks that have started were eight messages of their host, each sent when the one before had arrived."""
+    with _two() as (channel, other), Client(channel._client.address.path) as third:
+        third.join(_AGENT)
+        with channel._lock:
+            for number in range(100):
+                channel.put(third.member if number == 50 else other.member, "x", value=number)
+            channel.expel(third.member)
+            channel.put(other.member, "x", value=100)
+        assert channel.flush(30.0)
+        values, num_events = [], 0
+        while len(values) < 100:
+            for event in (event for event in _events(other) if event.kind == "message"):
+                num_events += 1
+                values += [json.loads(line)["value"] for line in event.body.split(b"\n")]
+        assert values == [*range(50), *range(51, 101)]
+        assert num_events == 3
+        assert [message.body["value"] for message in _taken(third)] == [50]
+
+
+def _taken(client: Client) -> list[ControlMessage]:
+    channel = ControlChannel.__new__(ControlChannel)
+    vars(channel).update(_client=client, _given_back=[], _taken={}, _offsets={})
+    return [message for message in channel.take() if isinstance(message, ControlMessage)]
+
+
 def test_a_member_that_is_given_up_is_told_so() -> None:
     """A host that did not end its ranks when told was counted as lost, and did not hear of it."""
     with _two() as (channel, other):

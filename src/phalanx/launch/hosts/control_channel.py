@@ -6,6 +6,7 @@ agent ── put ──▶ queue ──▶ thread ──▶ coordinator ──�
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import threading
@@ -22,7 +23,7 @@ from phalanx.ipc.wakeup import Mailbox
 
 _POST_S = 5.0  # of one try; while the link is cut the next one follows
 MAX_WAITING_BYTES = 1 << 20
-_MAX_BATCH = 64
+_MAX_BATCH, _MAX_BATCH_BYTES = 64, 1 << 18  # messages to one member that travel together
 
 
 # What makes no sense in what another process has sent: it is as if it had not come.
@@ -68,7 +69,8 @@ class ControlChannel:
         self._client = client
         self.member = client.member
         self.notices = notices or Notices()
-        self._queue: deque[tuple[int, bytes]] = deque()  # the first is being sent; without words: expel that member
+        self._queue: deque[tuple[int, bytes]] = deque()  # without words: expel that member
+        self._num_sending = 1  # of them, the first ones
         self._lock = threading.Condition()
         self._waiting_bytes = 0
         self._is_closing = False
@@ -119,18 +121,25 @@ class ControlChannel:
             if event.kind != "message":
                 messages.append(_read_change(event))
                 continue
-            try:
-                body = _decode(event.body)
-                kind, number, sent_at = str(body.pop("kind")), int(body.pop("number")), float(body.pop("now"))
-            except MALFORMED:
-                continue  # another version of Phalanx, or a program that speaks with us: not for the agent
-            if number <= self._taken.get(event.member, 0):
-                continue
-            self._taken[event.member] = number
-            behind = time.monotonic() - sent_at
-            self._offsets[event.member] = min(behind, self._offsets.get(event.member, behind))
-            messages.append(ControlMessage(kind, event.member, body))
+            for line in event.body.split(b"\n"):
+                message = self._read_line(event.member, line)
+                if message is not None:
+                    messages.append(message)
         return messages
+
+    def _read_line(self, member: int, line: bytes) -> ControlMessage | None:
+        """Return the message; None if it makes no sense, or has come before."""
+        try:
+            body = _decode(line)
+            kind, number, sent_at = str(body.pop("kind")), int(body.pop("number")), float(body.pop("now"))
+        except MALFORMED:
+            return None  # another version of Phalanx, or a program that speaks with us: not for the agent
+        if number <= self._taken.get(member, 0):
+            return None
+        self._taken[member] = number
+        behind = time.monotonic() - sent_at
+        self._offsets[member] = min(behind, self._offsets.get(member, behind))
+        return ControlMessage(kind, member, body)
 
     def to_own_clock(self, member: int, at: float) -> float:
         """Return a time that `member` told, on this host's monotonic clock: late by the shortest way of a
@@ -145,8 +154,7 @@ class ControlChannel:
             PhalanxError: the coordinator does not answer within the time.
         """
         with self._lock:
-            for _ in range(max(0, len(self._queue) - 1)):  # the first is being sent
-                self._queue.pop()
+            self._drop_unsent()
             self._waiting_bytes = sum(len(data) for _, data in self._queue)
         self._client.timeout = timeout_s
         if self._client.member >= 0:  # it may count on us again, but our ranks are gone
@@ -170,8 +178,7 @@ class ControlChannel:
         """Return the messages of a kind that were not sent, and will not be: whoever was to read them has gone."""
         with self._lock:
             waiting = [json.loads(data) for _, data in self._queue if data]
-            for _ in range(max(0, len(self._queue) - 1)):
-                self._queue.pop()
+            self._drop_unsent()
             self._is_closing = True
             self._lock.notify()
         return [message for message in waiting if message["kind"] == kind]
@@ -193,13 +200,29 @@ class ControlChannel:
         self._thread.join(_POST_S)
         self.notices.close()
 
+    def _drop_unsent(self) -> None:
+        while len(self._queue) > self._num_sending:
+            self._queue.pop()
+
+    def _next_batch(self) -> tuple[int, bytes]:
+        """Return the first member that is to be told something, and what: all that stands for it in a row."""
+        member, data = self._queue[0]
+        lines, size = [data], len(data)
+        for other, line in itertools.islice(self._queue, 1, _MAX_BATCH):
+            size += len(line)
+            if other != member or not data or not line or size > _MAX_BATCH_BYTES:
+                break
+            lines.append(line)
+        self._num_sending = len(lines)
+        return member, b"\n".join(lines)
+
     def _send(self) -> None:
         while not self._is_closing:
             with self._lock:
                 if not self._queue:
                     self._lock.wait()
                     continue
-                member, data = self._queue[0]
+                member, data = self._next_batch()
             while not self._is_closing:
                 try:
                     if data:
@@ -214,9 +237,11 @@ class ControlChannel:
                         break  # the coordinator does not count us any more: an event says so
                     time.sleep(0.05)
             with self._lock:
-                self._waiting_bytes -= len(data)
+                self._waiting_bytes -= len(data) - (self._num_sending - 1)  # the ends of lines were not counted
                 if not self._is_closing:
-                    self._queue.popleft()
+                    for _ in range(self._num_sending):
+                        self._queue.popleft()
+                self._num_sending = 1
 
 
 def _read_change(event: Event) -> Change:
