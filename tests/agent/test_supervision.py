@@ -1,4 +1,7 @@
+import random
 import signal
+
+import pytest
 
 from phalanx.agent.failure import Exit, Report
 from phalanx.agent.supervision import Kill, Signal, Supervision, Tell
@@ -18,6 +21,25 @@ def ended(rank: int, status: int = 0, at: float = 1.0) -> Exit:
 
 def report(rank: int, at: float = 1.0) -> Report:
     return Report(rank, 100 + rank, at, ("ValueError",), "ValueError: boom", "a.py:1", "Traceback")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_rank_is_left_as_long_as_one_runs_whoever_ends_and_comes_back(seed: int) -> None:
+    rng = random.Random(seed)
+    state, gone = Supervision(5, 10.0), set[int]()
+    for _ in range(60):
+        rank = rng.randrange(5)
+        if rank in gone:
+            state.abandoned.discard(rank)
+            state.on_replaced(rank)
+            gone.discard(rank)
+        else:
+            rng.choice([state.on_abandoned, state.on_retired])(rank)
+            gone.add(rank)
+        assert state.running == tuple(rank for rank in range(5) if rank not in gone)
+        assert [state.is_running(rank) for rank in range(6)] == [rank in state.running for rank in range(6)]
+        assert state.has_running == (len(gone) < 5)
+        assert state.finished == (len(gone) == 5)
 
 
 def test_a_job_ends_when_all_its_ranks_have_ended() -> None:

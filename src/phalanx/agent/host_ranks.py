@@ -83,7 +83,7 @@ class HostRanks:
     @property
     def awaits_start(self) -> bool:
         """Whether a process of this host may have been forked without our knowing it yet."""
-        return any(rank in self._place.ranks and rank not in self.processes.pids for rank in self._state.running)
+        return any(rank not in self.processes.pids and self._state.is_running(rank) for rank in self._place.ranks)
 
     def rank_of(self, pid: int) -> int | None:
         """Return the rank whose process this is; None if it is none's."""
@@ -232,10 +232,10 @@ class HostRanks:
     def _lose_zygote(self) -> None:
         """Start another zygote in place of one that has ended, where the ranks outlive it; else end the job."""
         zygote, adopted = self._host.zygote, self._host.adopted
-        ranks = {pid: rank for rank, pid in self.processes.pids.items() if rank in self._state.running}
+        ranks = {pid: rank for rank, pid in self.processes.pids.items() if self._state.is_running(rank)}
         # A rank that is lost was started: what becomes of it may not be decided yet.
         expected = {*self._state.started, *self._elastic.awaited}
-        unstarted = any(rank in self._place.ranks and rank not in expected for rank in self._state.running)
+        unstarted = any(rank not in expected and self._state.is_running(rank) for rank in self._place.ranks)
         outlive = any(member.outlives for member in self._elastic.members.values())
         if self._state.phase != "running" and adopted.used and all(pid in adopted for pid in ranks):
             zygote.wait_exit()

@@ -33,7 +33,7 @@ class SilentRanks:
         """Find whom the others wait for. This costs some milliseconds of this process, every few seconds."""
         attempt, watch = self._attempt, self._watch
         known = attempt.ranks.processes.pids
-        pids = {rank: known[rank] for rank in attempt.state.running if rank in known}
+        pids = {rank: known[rank] for rank in sorted(known) if attempt.state.is_running(rank)}
         groups, steps_ns = attempt.flights.logs(), {pid: at for pid in pids.values() if (at := self._last_step_ns(pid))}
         if watch.is_due(now):
             for accused in watch.look(pids, groups, steps_ns, attempt.ranks.processes.stacks, now):

@@ -12,6 +12,7 @@ rank that died in silence is told from those that raised because of it.
 
 from __future__ import annotations
 
+import itertools
 import signal
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -71,17 +72,30 @@ class Supervision:
     _first_end: float | None = None
     _last_end: float = 0.0
     _told: int = 0  # how often the ranks that are left were named since the last end
+    _witness: int = 0  # a rank that was running when it was asked last
 
     @property
     def running(self) -> tuple[int, ...]:
         """The ranks that have not ended, or are still to be started."""
+        return tuple(rank for rank in range(self.world_size) if self.is_running(rank))
+
+    def is_running(self, rank: int) -> bool:
+        """Whether this rank has not ended, or is still to be started."""
         gone = (self.exits, self.abandoned, self.lost, self.retired)
-        return tuple(rank for rank in range(self.world_size) if not any(rank in ranks for ranks in gone))
+        return rank < self.world_size and not any(rank in ranks for ranks in gone)
+
+    @property
+    def has_running(self) -> bool:
+        """Whether a rank is left. Costs nothing as long as the one that was found last still runs."""
+        if not self.is_running(self._witness):
+            others = itertools.chain(range(self._witness, self.world_size), range(self._witness))
+            self._witness = next(filter(self.is_running, others), self._witness)
+        return self.is_running(self._witness)
 
     @property
     def finished(self) -> bool:
         """Whether no rank is left."""
-        return not self.running
+        return not self.has_running
 
     @property
     def failures(self) -> list[Failure]:
@@ -167,7 +181,7 @@ class Supervision:
         times = [self._last_end + _TELL_AFTER_S[min(self._told, often)] * max(1, self._told - often + 1)]
         if self.exit_timeout_s is not None:
             times.append(self._first_end + self.exit_timeout_s)
-        self.next_due = min(times) if self.running else None
+        self.next_due = min(times) if self.has_running else None
 
     def _notice(self, now: float) -> list[Action]:
         assert self._first_end is not None

@@ -108,7 +108,11 @@ class FollowerSupervision(Supervision):
     @property
     def running(self) -> tuple[int, ...]:
         """The ranks of this host that have not ended."""
-        return tuple(rank for rank in self.place.ranks if rank not in self.exits and rank not in self.abandoned)
+        return tuple(rank for rank in self.place.ranks if self.is_running(rank))
+
+    def is_running(self, rank: int) -> bool:
+        """Whether this rank is one of this host's, and has not ended."""
+        return rank in self.place.ranks and rank not in self.exits and rank not in self.abandoned
 
     @property
     def finished(self) -> bool:

@@ -66,6 +66,8 @@ class Gathering:
         self._trial = 0
         self._ports: dict[int, tuple[int, str]] = {}  # of this trial: where each member answers; 0, and why it does not
         self._results: dict[int, dict[int, str]] = {}  # of this trial: member -> node -> what came back
+        self._tried: set[int] = set()  # the members that this trial is about
+        self._gone: set[int] = set()  # the members that have gone since it began
         self._peers: PeerHosts | None = None
         self._loop = EventLoop(
             host.watch_signals(self._on_signal),
@@ -143,10 +145,9 @@ class Gathering:
 
     @property
     def _own(self) -> HostFacts:
-        address = self._advertised[0].address
-        found = [joined_host.reached for joined_host in self._joined_hosts.values()]
-        if found:  # what leads here for the others is what they are to use; of several, the first to come knows best
-            address = found[0]
+        # What leads here for the others is what they are to use; of several, the first to come knows best.
+        reached = (joined_host.reached for joined_host in self._joined_hosts.values())
+        address = next(reached, self._advertised[0].address)
         settings = self._plan.settings
         return HostFacts(
             self._channel.member, socket.gethostname(), os.getpid(), self._plan.num_ranks, settings.role, address,
@@ -263,6 +264,7 @@ class Gathering:
                     self._host.display.say(f"phalanx run: {conflict}. The job goes on without that host")
         elif change.kind in ("left", "lost"):
             gone = self._joined_hosts.pop(change.member, None)
+            self._gone.add(change.member)
             if gone is not None and change.kind == "lost":
                 who = f"{gone.facts.name} ({gone.facts.address})"
                 self._host.display.say(f"phalanx run: {who} is lost before the job began: {change.why}")
@@ -291,9 +293,10 @@ class Gathering:
         joined_hosts = [node for node in nodes if node.facts.member != self._channel.member]
         self._trial += 1
         self._ports, self._results = {}, {}
+        self._tried, self._gone = {node.facts.member for node in joined_hosts}, set()
         for node in joined_hosts:
             self._channel.put(node.facts.member, "answer", trial=self._trial)
-        if not self._await_all(joined_hosts, lambda: len(self._ports) == len(joined_hosts)):
+        if not self._await_all(lambda: len(self._ports) == len(joined_hosts)):
             return False
         targets = []
         lines = []
@@ -321,9 +324,9 @@ class Gathering:
     ) -> dict[int, dict[int, str]] | None:
         """Return what came back to each host from each target; None if a host has gone meanwhile."""
         expected, trial = set(), self._trial
+        by_node = {target.node: target for target in targets}
         for node in nodes:
-            tried = choose_targets(node.place.node, [target.node for target in targets])
-            theirs = [target for target in targets if target.node in tried]
+            theirs = [by_node[number] for number in sorted(choose_targets(node.place.node, list(by_node)))]
             if not theirs:
                 continue  # the first host was reached: they have come
             expected.add(node.facts.member)
@@ -342,7 +345,7 @@ class Gathering:
                     trial=trial,
                     targets=[[each.node, each.label, each.address, each.port] for each in theirs],
                 )
-        if not self._await_all(joined_hosts, lambda: expected <= set(self._results)):
+        if not self._await_all(lambda: len(self._results) == len(expected)):
             return None
         silent = {target.node: "did not say" for target in targets}
         return {
@@ -351,12 +354,12 @@ class Gathering:
             if node.facts.member in expected
         }
 
-    def _await_all(self, joined_hosts: Sequence[Node], done: Callable[[], bool]) -> bool:
+    def _await_all(self, done: Callable[[], bool]) -> bool:
         """Wait until all have said something, or time is up; False if one has gone."""
         end = time.monotonic() + 2 * TRY_S
         while not done() and time.monotonic() < end:
             self._loop.turn(end - time.monotonic())
-            if any(node.facts.member not in self._joined_hosts for node in joined_hosts):
+            if self._tried & self._gone:
                 self._channel.put(-1, "tried")
                 return False
         return True

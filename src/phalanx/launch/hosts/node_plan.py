@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -136,10 +137,11 @@ def name_apart(names: Sequence[str]) -> list[str]:
     """Names by which hosts are told apart: short where that is enough, numbered where two have the same."""
     short = [name.partition(".")[0] for name in names]
     chosen = short if len(set(short)) == len(set(names)) else list(names)
-    return [name if chosen.count(name) == 1 else f"{name}#{i}" for i, name in enumerate(chosen)]
+    counts = Counter(chosen)
+    return [name if counts[name] == 1 else f"{name}#{i}" for i, name in enumerate(chosen)]
 
 
 def find_node(nodes: Iterable[Node], ranks: Iterable[int]) -> Node | None:
     """Return the host on which all these ranks are; None if they are on several."""
     wanted = set(ranks)
-    return next((node for node in nodes if wanted <= set(node.place.ranks)), None)
+    return next((node for node in nodes if all(rank in node.place.ranks for rank in wanted)), None)

@@ -17,6 +17,7 @@ anywhere else.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import hashlib
 import hmac
@@ -117,16 +118,16 @@ class Responder:
 
 
 def choose_targets(node: int, nodes: Sequence[int]) -> set[int]:
-    """Which of `nodes`, each of them another host or itself, host `node` tries: all, as long as they are few.
+    """Which of `nodes`, in ascending order, other hosts and perhaps itself, host `node` tries: all, if they are few.
 
     With more than 32 it tries those that are 1, 2, 4, ... places behind it in the row. So each is tried by as many
     others, in all parts of the row, and a job of a thousand hosts makes ten thousand trials and not a million.
     """
-    others = [other for other in nodes if other != node]
-    if len(others) <= _MOST_TARGETS:
-        return set(others)
-    behind = [other for other in others if other > node] + [other for other in others if other < node]
-    return {behind[(1 << k) - 1] for k in range(len(behind).bit_length())}
+    behind = bisect.bisect_right(nodes, node)
+    num_others = len(nodes) - (behind > 0 and nodes[behind - 1] == node)
+    if num_others <= _MOST_TARGETS:
+        return set(nodes) - {node}
+    return {nodes[(behind + (1 << k) - 1) % len(nodes)] for k in range(num_others.bit_length())}
 
 
 def check_own(address: str) -> None:
