@@ -27,7 +27,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--kills", type=int, default=3, help="ranks killed at random moments, in the update or in a save")
-    parser.addoption("--frames", type=int, default=5000, help="frames that the coordinator is fuzzed with")
+    parser.addoption("--frames", type=int, default=10_000, help="frames that the coordinator is fuzzed with")
     parser.addoption("--copies", type=int, default=5, help="random jobs whose coordinator is copied, for each seed")
     parser.addoption("--model-states", type=int, default=30_000, help="states of a model of the take-over")
     parser.addoption("--model-strolls", type=int, default=30, help="random paths through it, for each start")

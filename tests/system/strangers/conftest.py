@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-_USUAL_FRAMES = 5000
+_USUAL_FRAMES = 10_000
 _USUAL_S = 600
 
 

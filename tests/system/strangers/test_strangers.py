@@ -1,6 +1,6 @@
 """Three jobs on two hosts, and a third host without a key that does to the first job's ports whatever it can.
 
-By hand, with 10^6 frames:  pytest tests/system/strangers --frames 500000
+By hand, with 10^6 frames:  pytest tests/system/strangers --frames 1000000
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ def test_no_stranger_costs_a_job_more_than_a_little_and_those_beside_it_nothing(
         kinds = [*attacker.KINDS]
         rng.shuffle(kinds)
         for kind in kinds:
-            with strangers(machines[2], kind, places, 2 * num_frames):
+            with strangers(machines[2], kind, places, num_frames):
                 steps = [one.step for one in jobs]
                 for one, step in zip(jobs, steps, strict=True):
                     one.await_step(step + _STEPS)
