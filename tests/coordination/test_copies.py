@@ -70,7 +70,8 @@ class Job:
             (Op.JOIN, b'{"host": "h"}', rng.choice([b"all", b"", b"0,1"])), (Op.LEAVE, member, b"why"),
             (Op.POST, member, word), (Op.POST, b"-1", bytes(rng.choice([1, 9000]))), (Op.REPORT, key, word),
             (Op.BARRIER, b"a", b"2"), (Op.BARRIER, b"a", b"5"), (Op.BARRIER, b"c", b"3"),
-            (Op.SET, key, bytes(rng.choice([20, 30000]))),
+            (Op.SET, key, bytes(rng.choice([20, 30000]))), (Op.ADD_ITEMS, key, b"row/", word, b"x"),
+            (Op.ADD_ITEMS, b"n", key, word, bytes(rng.choice([20, 30000]))),
         ])  # fmt: skip
 
     def turn(self):

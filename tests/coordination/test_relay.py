@@ -1,5 +1,6 @@
 """A relay: what its clients see is what they would see at the coordinator itself."""
 
+import contextlib
 import random
 import threading
 import time
@@ -7,11 +8,13 @@ import time
 import pytest
 from tests.coordination.cable import Cable
 
+from phalanx.backend.coordination_store import CoordinationStore
 from phalanx.coordination.client import Client
 from phalanx.coordination.key import Key
 from phalanx.coordination.relay import Relay
 from phalanx.coordination.service import Service
 from phalanx.coordination.wire import WRITE_ONCE, Op
+from phalanx.diagnostics.failure_signals import FailureSignals
 from phalanx.errors import ClosedError, CoordinationError, DeadlineError
 
 KEY = Key(bytes(range(32)))
@@ -106,6 +109,25 @@ def test_a_value_that_is_written_once_is_fetched_once_for_all(service, relay):
     assert len({number for what, number in asked if what == Op.GET}) == 1  # a request that is woken is handled twice
     for client in clients:
         client.close()
+
+
+def test_ranks_of_a_host_wait_together_for_the_next_failure(service, relay):
+    """Each had a request of its own at the coordinator, which it sent again every twenty seconds."""
+    stores = [CoordinationStore(relay.path) for _ in range(8)]
+    listening = [FailureSignals(store, WRITE_ONCE) for store in stores]
+    assert [each.receive() for each in listening] == [set()] * 8
+    wait_until(lambda: any(s.parked for s in list(service.coordinator.sessions.values())))
+    assert len(stores[0].list_keys("")) == 0  # whatever was asked before has come
+    assert sum(len(s.parked) for s in service.coordinator.sessions.values()) == 1
+    with contextlib.closing(CoordinationStore(service.local)) as near:
+        FailureSignals(near, WRITE_ONCE).send("group")
+    for each in listening:
+        found = set()
+        wait_until(lambda each=each, found=found: found.update(each.receive()) or found)
+        assert found == {"group"}
+        each.close()
+    for store in stores:
+        store.close()
 
 
 def test_a_wait_for_such_a_value_can_be_given_up(service, relay):

@@ -38,6 +38,18 @@ def test_a_multi_set_that_is_refused_sets_none_of_its_keys():
     assert talk.ask("setter", Op.MULTI_SET, 2, b"a", b"1", b"b", b"2")["waiter"] == [(Status.OK, [b"1"])]
 
 
+def test_items_that_are_refused_are_not_counted_and_leave_who_waits_waiting():
+    talk = Talk()
+    assert talk.ask("waiter", Op.GET, 1, b"came") == {}
+    sent = talk.ask("adder", Op.ADD_ITEMS, 1, b"came", b"item/", b"1", bytes((8 << 20) + 1))
+    assert list(sent) == ["adder"]
+    assert sent["adder"][0][0] == Status.WRONG_CALL
+    assert len(talk.coordinator.store) == 0
+    sent = talk.ask("adder", Op.ADD_ITEMS, 2, b"came", b"item/", b"1", b"2")
+    assert sent == {"adder": [(Status.OK, [b"0"])], "waiter": [(Status.OK, [b"2"])]}
+    assert talk.ask("adder", Op.ADD_ITEMS, 2, b"came", b"item/", b"1", b"2") == {"adder": [(Status.OK, [b"0"])]}
+
+
 def test_a_barrier_that_is_sent_again_after_a_long_silence_is_counted_once():
     """The coordinator was stopped for a minute: it let go of all who waited, each asked again and was counted again,
     and a barrier of three opened with two callers."""

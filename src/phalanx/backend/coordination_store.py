@@ -115,6 +115,13 @@ class CoordinationStore(Store):
         return self._client.add(key, value)
 
     @_in_torchs_words
+    def add_item(self, counter: str, prefix: str, value: str | bytes) -> int:
+        """Add one to the number at `counter`, and let the key of `prefix` and that number have `value`; the number
+        before.
+        """
+        return self._client.add_item(counter, prefix, value)
+
+    @_in_torchs_words
     def check(self, keys: Sequence[str]) -> bool:
         """Whether all of `keys` are there."""
         if (asked := getattr(self._asked, "keys", None)) is not None:

@@ -27,6 +27,7 @@ from phalanx.backend.tcp_store import is_kept_here
 from phalanx.coordination.bootstrap import Bootstrap, exchange
 from phalanx.coordination.rank_info import RankInfo, host_identity
 from phalanx.coordination.torch_store import base_of
+from phalanx.coordination.wire import WRITE_ONCE
 from phalanx.deadline import Deadline
 from phalanx.diagnostics.failure_report import FailureReport
 from phalanx.diagnostics.failure_signals import FailureSignals
@@ -337,7 +338,7 @@ def _signals_of(store: Any) -> FailureSignals:
     key = (os.getpid(), id(store))
     signals = _signals.get(key)
     if signals is None:
-        signals = _signals[key] = FailureSignals(store)
+        signals = _signals[key] = FailureSignals(store, WRITE_ONCE)  # a signal never changes
     return signals
 
 

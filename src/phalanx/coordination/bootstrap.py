@@ -1,7 +1,7 @@
 """How the ranks of a new group find each other: through the job's store, once, before anything is shared.
 
     every rank   add  <n>/came         → the number i of its arrival
-                 set  <n>/rank/<i>     = its rank, its world size, its process and host
+                 set  <n>/rank/<i>     = its rank, its world size, its process and host     (at once, at a coordinator)
     the first    get  <n>/rank/*       → set  <n>/ranks = all of them, or why there is no group
     every rank   get  <n>/ranks        → the ranks of one host connect to the socket of the first of them
 
@@ -120,9 +120,8 @@ class Bootstrap:
         infos = self._key(_RANKS)
         if self._store.check([infos]) or (self._number and not self._arrived()):
             return ""  # no start is going on
-        self._index = self._store.add(self._key("came"), 1) - 1
         self._me = replace(self._me, is_contested=True)
-        self._store.set(self._key(f"rank/{self._index}"), json.dumps(self._me.to_json()))
+        self._index = self._take_place()
 
         def is_over() -> bool:
             if min(self._arrived()) == self._index:
@@ -195,11 +194,21 @@ class Bootstrap:
             if how := self._is_left_behind():
                 self._end(how)
                 continue
-            self._index = self._store.add(self._key("came"), 1) - 1
-            self._store.set(self._key(f"rank/{self._index}"), json.dumps(self._me.to_json()))
+            self._index = self._take_place()
             self._known[self._index] = self._me
             if self._current()[1] == self._number:
                 return
+
+    def _take_place(self) -> int:
+        """Take the next place in the row and say who has it; at once, and with others of this host, where that goes."""
+        words = json.dumps(self._me.to_json())
+        base = base_of(self._store)
+        if hasattr(base, "add_item"):
+            counter, prefix = (base.name_through(self._store, self._key(name)) for name in ("came", "rank/"))
+            return int(base.add_item(counter, prefix, words))
+        index = self._store.add(self._key("came"), 1) - 1
+        self._store.set(self._key(f"rank/{index}"), words)
+        return index
 
     def _is_left_behind(self) -> str:
         """How this start has ended, if it has, and concerns nobody who comes now; else nothing."""

@@ -53,6 +53,13 @@ class Client(MemberConnection):
         """Add to the number at `key`, zero if it is not there; the sum."""
         return int(self._call(Op.ADD, _name(key), pack_number(amount))[0])
 
+    def add_item(self, counter: str, prefix: str, value: str | bytes) -> int:
+        """Add one to the number at `counter`, and let the key of `prefix` and that number have `value`: at once.
+
+        Return the number as it was before; the first is zero.
+        """
+        return int(self._call(Op.ADD_ITEMS, _name(counter), _name(prefix), _bytes(value))[0])
+
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         """Let `key` have `desired` if it has `expected`, or is not there and nothing is expected; its value then."""
         return self._call(Op.COMPARE_SET, _name(key), _bytes(expected), _bytes(desired))[0]

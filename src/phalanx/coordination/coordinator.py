@@ -46,7 +46,7 @@ _STATUS_AT = 2  # in an answer
 
 _CHANGES = frozenset({
     Op.SET, Op.ADD, Op.COMPARE_SET, Op.APPEND, Op.DELETE, Op.MULTI_SET, Op.QUEUE_PUSH, Op.QUEUE_POP, Op.DELETE_PREFIX,
-    Op.JOIN, Op.LEAVE, Op.POST, Op.REPORT, Op.BARRIER,
+    Op.JOIN, Op.LEAVE, Op.POST, Op.REPORT, Op.BARRIER, Op.ADD_ITEMS,
 })  # fmt: skip
 
 # Those that look at everything: one in a frame, so that the next member's turn comes.
@@ -73,7 +73,7 @@ class Coordinator(StoreRequests):
             Op.QUEUE_LEN: self._queue_len, Op.LIST_KEYS: self._list_keys, Op.DELETE_PREFIX: self._delete_prefix,
             Op.CANCEL: self._cancel, Op.JOIN: self._join, Op.LEAVE: self._leave, Op.HEARTBEAT: self._heartbeat,
             Op.MEMBERS: self._list_members, Op.POST: self._post, Op.REPORT: self._report,
-            Op.REPORTS: self._list_reports, Op.BARRIER: self._barrier,
+            Op.REPORTS: self._list_reports, Op.BARRIER: self._barrier, Op.ADD_ITEMS: self._add_items,
         }  # fmt: skip
 
     def handle(self, route: Route, frame: bytes, now: float) -> bool:

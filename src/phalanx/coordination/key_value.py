@@ -87,6 +87,20 @@ class KeyValueStore:
 
     def add(self, key: bytes, amount: int) -> tuple[int, list[Waiter]]:
         """Add to the number at `key`, zero if it is not there; the sum is kept in decimal digits."""
+        total = self._sum(key, amount)
+        return total, self.set(key, b"%d" % total)
+
+    def add_items(self, counter: bytes, prefix: bytes, values: Sequence[bytes]) -> tuple[int, list[Waiter]]:
+        """Add their number to `counter`, and let the keys that `prefix` and the numbers make have the values.
+
+        All of it is done, or nothing. Return the number of the first value, too.
+        """
+        total = self._sum(counter, len(values))
+        first = total - len(values)
+        keys = [prefix + b"%d" % number for number in range(first, total)]
+        return first, self.multi_set([*keys, counter], [*values, b"%d" % total])
+
+    def _sum(self, key: bytes, amount: int) -> int:
         old = self._values.get(key, b"0")
         try:
             total = int(old if len(old) <= _NUMBER_BYTES else b"none") + amount
@@ -94,7 +108,7 @@ class KeyValueStore:
             raise RefusedError(f"add: the value of {_shown(key)} is not a number") from None
         if not -(1 << 63) <= total < 1 << 63:
             raise RefusedError(f"add: the sum at {_shown(key)} has more than 64 bits")
-        return total, self.set(key, b"%d" % total)
+        return total
 
     def compare_set(self, key: bytes, expected: bytes, desired: bytes) -> tuple[bytes, list[Waiter]]:
         """Replace the value if it is `expected`; a key that is not there counts as empty. The value afterwards.

@@ -41,6 +41,12 @@ class StoreRequests(PendingAnswers):
         self._wake(ready)
         return pack(Status.OK, message.number, pack_number(total))
 
+    def _add_items(self, session: Session, message: Message) -> Answer:
+        counter, prefix, *values = message.fields
+        first, ready = self.store.add_items(counter, prefix, values)
+        self._wake(ready)
+        return pack(Status.OK, message.number, pack_number(first))
+
     def _compare_set(self, session: Session, message: Message) -> Answer:
         key, expected, desired = message.fields
         value, ready = self.store.compare_set(key, expected, desired)

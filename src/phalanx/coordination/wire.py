@@ -13,7 +13,7 @@ import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
-VERSION = 3
+VERSION = 4
 MAX_VALUE_BYTES = 8 << 20  # as TCPStore's
 MAX_FRAME_BYTES = MAX_VALUE_BYTES + (1 << 20)
 MAX_MESSAGES = 256  # in a frame: what a member can have done before the next one's turn
@@ -57,6 +57,7 @@ class Op(enum.IntEnum):
     BARRIER = 26
     RELAY = 27  # from a relay: frames of the processes of its host
     UNDELIVERED = 28  # from a relay: answers that a process of its host did not take
+    ADD_ITEMS = 29  # values for a numbered row of keys, and as many added to the number that counts them
 
 
 class Status(enum.IntEnum):

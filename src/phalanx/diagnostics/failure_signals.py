@@ -4,7 +4,7 @@
     phalanx/signals       a number from which to look for the next one
 
 A rank with many groups waits for one key, and where the store can wait (the coordinator of `phalanx run` on several
-hosts) nothing is sent until something has happened.
+hosts) nothing is sent until something has happened; the ranks of a host wait together, in their agent's relay.
 """
 
 from __future__ import annotations
@@ -46,14 +46,15 @@ class NotifyingStore(Protocol):
 
 
 class FailureSignals:
-    """The signals in `store`, which all groups of the job have in common.
+    """The signals in `store`, which all groups of the job have in common; their keys end with `suffix`.
 
     All of it is best effort: a store that does not answer (its host was cut off: torch's client would wait for a
     quarter of an hour) is not asked again.
     """
 
-    def __init__(self, store: Any) -> None:
+    def __init__(self, store: Any, suffix: str = "") -> None:
         self.store = store  # as the groups know it
+        self._suffix = suffix
         self.connection = store.clone()  # a call that waits in one keeps those of the other waiting
         self._next: int | None = None
         self._waiting: AwaitedValue | None = None
@@ -76,9 +77,12 @@ class FailureSignals:
 
     def _send(self, group_key: str) -> None:
         number, mine = self._first(), f"{os.urandom(8).hex()} {group_key}"
-        while self.connection.compare_set(_key(number), "", mine).decode() != mine:  # somebody else's
+        while self.connection.compare_set(self._key(number), "", mine).decode() != mine:  # somebody else's
             number += 1
         self.connection.set(_NEXT, str(number + 1))
+
+    def _key(self, number: int) -> str:
+        return f"phalanx/signal/{number}{self._suffix}"
 
     def _first(self) -> int:
         return int(self.connection.get(_NEXT)) if self.connection.check([_NEXT]) else 0
@@ -98,8 +102,8 @@ class FailureSignals:
         def take() -> set[str]:
             keys: set[str] = set()
             there = number
-            while self.connection.check([_key(there)]):
-                keys.add(_group_key(self.connection.get(_key(there))))
+            while self.connection.check([self._key(there)]):
+                keys.add(_group_key(self.connection.get(self._key(there))))
                 there += 1
             self._next = there
             return keys
@@ -112,7 +116,7 @@ class FailureSignals:
         try:
             while not self.is_store_gone:
                 if self._waiting is None:
-                    self._waiting = store.begin_get(_key(number))
+                    self._waiting = store.begin_get(self._key(number))
                 value = self._waiting.look()
                 if value is None:
                     break
@@ -135,10 +139,6 @@ class FailureSignals:
 def _ask(question: Callable[[], T], answers: list[T]) -> None:
     with contextlib.suppress(RuntimeError):
         answers.append(question())
-
-
-def _key(number: int) -> str:
-    return f"phalanx/signal/{number}"
 
 
 def _group_key(value: bytes) -> str:

@@ -1,6 +1,6 @@
 """How the ranks of a group tell each other where Gloo listens: together, and not each of each.
 
-    every rank   set  addresses/<rank>   = what Gloo would have the others know of this rank
+    every rank   set  addresses/<n>      = what Gloo would have the others know of this rank
     rank 0       get  all of them        → set  addresses#once = all together
     every rank   get  addresses#once     → whatever Gloo asks for is there already
 
@@ -10,11 +10,9 @@ it writes is not read here; it is mostly a row of numbers that grow by one, whic
 
 from __future__ import annotations
 
-import array
-import itertools
+import ctypes
 import json
 import struct
-import sys
 import threading
 import zlib
 from base64 import b64decode, b64encode
@@ -22,14 +20,16 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 from torch.distributed import Store
 
+from phalanx.coordination.torch_store import base_of
 from phalanx.coordination.wire import WRITE_ONCE
 
+_EACH, _NUM_WRITTEN = "addresses/", "addresses"
 _TOGETHER = f"addresses{WRITE_ONCE}"  # ranks of one host fetch it once
-_RUN = struct.Struct("<QI")
+_RUN = struct.Struct("<qI")
 _WORD_BYTES = 8
-_MODULUS = 1 << 64
 
 
 class GlooAddresses(Store):
@@ -50,7 +50,12 @@ class GlooAddresses(Store):
     def set(self, key: str, value: str | bytes) -> None:
         """Let all ranks know this rank's value."""
         data = value.encode() if isinstance(value, str) else bytes(value)
-        self._store.set(_key(self._rank), json.dumps([key, b64encode(compress(data)).decode()]))
+        text = json.dumps([key, b64encode(compress(data)).decode()])
+        base = base_of(self._store)
+        if hasattr(base, "add_item"):  # with those of other ranks of this host, where that goes
+            base.add_item(*(base.name_through(self._store, name) for name in (_NUM_WRITTEN, _EACH)), text)
+        else:
+            self._store.set(f"{_EACH}{self._rank}", text)
 
     def get(self, key: str) -> bytes:
         """Return another rank's value; waits until all ranks have written theirs."""
@@ -71,15 +76,13 @@ class GlooAddresses(Store):
                     self._put_together(timeout)
                 else:
                     self._wait([_TOGETHER], timeout)
-                pairs = json.loads(zlib.decompress(self._store.get(_TOGETHER)))
-                self._found = {key: b64decode(data) for key, data in pairs}
+                self._found = unpack_all(self._store.get(_TOGETHER))
             return self._found
 
     def _put_together(self, timeout: timedelta | None) -> None:
-        keys = [_key(rank) for rank in range(self._world_size)]
+        keys = [f"{_EACH}{number}" for number in range(self._world_size)]  # in whatever order
         self._wait(keys, timeout)
-        pairs = [json.loads(text) for text in self._store.multi_get(keys)]
-        self._store.set(_TOGETHER, zlib.compress(json.dumps(pairs).encode()))
+        self._store.set(_TOGETHER, pack_all(self._store.multi_get(keys)))
 
     def _wait(self, keys: list[str], timeout: timedelta | None) -> None:
         if timeout is None:
@@ -88,32 +91,29 @@ class GlooAddresses(Store):
             self._store.wait(keys, timeout)
 
 
-def _key(rank: int) -> str:
-    return f"addresses/{rank}"
+def pack_all(texts: Sequence[bytes]) -> bytes:
+    """Return what all ranks have written as one value."""
+    return zlib.compress(b"[" + b",".join(texts) + b"]")
+
+
+def unpack_all(data: bytes) -> dict[str, bytes]:
+    """Return what each rank's Gloo has written, as `compress` left it, by Gloo's key."""
+    return {key: b64decode(text) for key, text in json.loads(zlib.decompress(data))}
 
 
 def compress(data: bytes) -> bytes:
     """Return the words of `data` as runs of equal differences, and what is left of a last word."""
     whole = len(data) // _WORD_BYTES * _WORD_BYTES
-    words = array.array("Q", data[:whole])
-    if sys.byteorder == "big":
-        words.byteswap()
-    differences = (
-        (word - before) % _MODULUS for word, before in zip(words, itertools.chain((0,), words), strict=False)
-    )
-    runs = [(value, sum(1 for _ in same)) for value, same in itertools.groupby(differences)]
-    return b"".join((struct.pack("<I", len(runs)), *(_RUN.pack(*run) for run in runs), data[whole:]))
+    words = torch.frombuffer(bytearray(bytes(_WORD_BYTES) + data[:whole]), dtype=torch.int64)
+    values, counts = torch.unique_consecutive(torch.diff(words), return_counts=True)
+    runs = b"".join(map(_RUN.pack, values.tolist(), counts.tolist()))
+    return struct.pack("<I", len(values)) + runs + data[whole:]
 
 
 def decompress(data: bytes) -> bytes:
     """Return what `compress` was given."""
     (num_runs,) = struct.unpack_from("<I", data)
     end = 4 + num_runs * _RUN.size
-    words, word = array.array("Q"), 0
-    for value, count in _RUN.iter_unpack(data[4:end]):
-        for _ in range(count):
-            word = (word + value) % _MODULUS
-            words.append(word)
-    if sys.byteorder == "big":
-        words.byteswap()
-    return words.tobytes() + data[end:]
+    runs = torch.tensor([*_RUN.iter_unpack(data[4:end])], dtype=torch.int64).reshape(-1, 2)
+    words = torch.repeat_interleave(runs[:, 0], runs[:, 1]).cumsum(0)
+    return ctypes.string_at(words.data_ptr(), len(words) * _WORD_BYTES) + data[end:]

@@ -1,0 +1,304 @@
+"""What the processes of a host ask of the coordinator, put together. No sockets, no clock.
+
+    rank ─ CHECK a ─┐
+    rank ─ CHECK a ─┼──▶ CHECK a                a question of several ranks is asked once; who asks it while it is under
+    rank ─ CHECK a ─┘                           way is answered by the next one, as the first may be out of date
+    rank ─ ADD_ITEMS row x ─┐
+    rank ─ ADD_ITEMS row y ─┴──▶ ADD_ITEMS row x y
+    rank ─ GET facts#once ──────▶ GET facts#once   and the value is kept: it never changes
+    rank ─ whatever else ───────▶ the same         in the rank's own name
+
+So a start of a group, in which all ranks of a host ask the same, costs the coordinator as much for eight ranks of a
+host as for one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from phalanx.coordination.pending_call import resend_after
+from phalanx.coordination.wire import (
+    MAX_FRAME_BYTES,
+    MAX_MESSAGES,
+    VERSION,
+    WRITE_ONCE,
+    Message,
+    Op,
+    Status,
+    WireError,
+    pack,
+    pack_number,
+    unpack,
+    unpack_number,
+)
+
+OWN = b""  # the route of what is asked for several ranks
+KEPT_S = 60.0
+_MAX_KEPT = 8  # values that never change
+_MAX_ANSWERED = 1024  # additions whose answers are remembered, for a rank that asks again
+_MAX_ITEMS_BYTES = 1 << 20  # that go together
+_ITEM_BYTES = 64  # that each of them counts at least: a message has room for 65,535 fields
+_ONCE = WRITE_ONCE.encode()
+_SHARED = frozenset({Op.HELLO, Op.GET, Op.WAIT, Op.CHECK, Op.COMPARE_SET, Op.ADD_ITEMS, Op.CANCEL})
+
+Words = tuple[bytes | int, ...]
+Caller = tuple[bytes, int]  # the route of a rank, and the number of its request
+
+
+@dataclass
+class _Question:
+    """What is asked of the coordinator, once for all `callers`."""
+
+    words: Words  # what tells it from others
+    what: int
+    fields: list[bytes]
+    callers: dict[Caller, tuple[int, int]] = field(default_factory=dict)  # what each asked; the place of its items
+    number: int = 0
+    is_sent: bool = False  # it was, at least once: what is asked with it may be done, and who comes now comes later
+    is_to_be_sent: bool = True
+    asked_at: float = 0.0
+    num_asked: int = 0
+    num_bytes: int = 0
+
+
+class HostRequests:
+    """The requests of a host's processes, from the moment when they come to that in which they are answered.
+
+    `take` and `hear` tell what has come; `take_outgoing` and `take_answers` return what is to be sent.
+    """
+
+    def __init__(self) -> None:
+        self._outgoing: list[tuple[bytes, bytes]] = []
+        self._to_ask: list[_Question] = []  # with the next that goes out
+        self._answers: list[tuple[bytes, bytes]] = []
+        self._number = 1
+        self._hello: list[bytes] = []  # what the coordinator says to whoever says hello
+        self._under_way: dict[int, _Question] = {}  # by number
+        self._current: dict[Words, _Question] = {}  # of those under way, the one that was sent last
+        self._next: dict[Words, _Question] = {}  # that are sent when the current one is answered
+        self._callers: dict[Caller, _Question] = {}
+        self._answered: OrderedDict[Caller, bytes] = OrderedDict()
+        self._kept: OrderedDict[bytes, tuple[float, bytes]] = OrderedDict()  # since when; the value
+        # A connection that says nothing is a stranger's: ranks come only when they have imported torch.
+        self._outgoing.append((OWN, pack(Op.HELLO, self._number, pack_number(VERSION))))
+
+    # What comes from the ranks.
+
+    def take(self, route: bytes, frame: bytes) -> None:
+        """Take a frame of the process behind `route`."""
+        try:
+            messages = unpack(frame)
+        except WireError:
+            self._outgoing.append((route, frame))  # the coordinator says what it makes of it
+            return
+        rest = [message for message in messages if message.what not in _SHARED or not self._share(route, message)]
+        if len(rest) == len(messages):
+            self._outgoing.append((route, frame))
+        elif rest:
+            self._outgoing.append((route, b"".join(pack(what, number, *fields) for what, number, fields in rest)))
+
+    def _share(self, route: bytes, message: Message) -> bool:
+        """Answer a request here, or ask it for several; False if it is to be asked in the rank's own name."""
+        what, number, fields = message
+        caller = route, number
+        if what == Op.CANCEL:
+            return len(fields) == 1 and self._cancel(route, fields[0])
+        if caller in self._callers:  # it is asked again
+            self._answer(caller, pack(Status.PARKED, number))
+        elif what == Op.HELLO:
+            if not self._hello or fields != [pack_number(VERSION)]:
+                return False
+            self._answer(caller, pack(Status.OK, number, *self._hello))
+        elif what in (Op.GET, Op.WAIT):
+            if len(fields) != 1 or not fields[0].endswith(_ONCE):
+                return False
+            self._get_once(caller, what, fields[0])
+        elif what == Op.CHECK:
+            if len(fields) == 1 and fields[0] in self._kept:
+                self._answer(caller, pack(Status.OK, number, b"1"))
+            else:
+                self._ask(caller, (int(what), *fields), what, fields)
+        elif what == Op.COMPARE_SET:
+            if len(fields) != 3 or fields[1] != fields[2]:
+                return False  # who changes something does it in its own name
+            self._ask(caller, (int(what), *fields), what, fields)
+        else:
+            return self._add_items(caller, fields)
+        return True
+
+    def _get_once(self, caller: Caller, what: int, key: bytes) -> None:
+        found = self._kept.get(key)
+        if found is not None:
+            self._answer(caller, pack(Status.OK, caller[1], *([found[1]] if what == Op.GET else [])))
+            return
+        words: Words = (int(Op.GET), key)
+        question = self._current.get(words)
+        if question is None:
+            self._ask(caller, words, Op.GET, [key], asked=what)
+        else:  # it may be answered already: what it finds then never changes
+            question.callers[caller] = what, 0
+            self._callers[caller] = question
+
+    def _add_items(self, caller: Caller, fields: list[bytes]) -> bool:
+        if len(fields) < 3:
+            return False
+        if (answered := self._answered.get(caller)) is not None:  # the rank did not get it
+            self._answer(caller, answered)
+            return True
+        words: Words = (int(Op.ADD_ITEMS), *fields[:2])
+        size = _size(fields[2:])
+        current = self._current.get(words)
+        waiting = self._next.get(words) if current is not None and current.is_sent else current
+        if size > _MAX_ITEMS_BYTES or (waiting is not None and waiting.num_bytes + size > _MAX_ITEMS_BYTES):
+            return False
+        self._ask(caller, words, Op.ADD_ITEMS, fields)
+        return True
+
+    def _ask(self, caller: Caller, words: Words, what: int, fields: list[bytes], *, asked: int | None = None) -> None:
+        """Ask for the caller: with the question of these words that is about to be asked, or with the next."""
+        current = self._current.get(words)
+        question = self._next.get(words) if current is not None and current.is_sent else current
+        if question is None:
+            question = _Question(words, what, fields[:2] if what == Op.ADD_ITEMS else fields)
+            if current is None:
+                self._begin(question)
+            else:
+                self._next[words] = question
+        at = len(question.fields) - 2
+        if what == Op.ADD_ITEMS:
+            question.fields += fields[2:]
+            question.num_bytes += _size(fields[2:])
+        question.callers[caller] = (what if asked is None else asked), at
+        self._callers[caller] = question
+
+    def _begin(self, question: _Question) -> None:
+        self._number += 1
+        question.number = self._number
+        self._under_way[question.number] = self._current[question.words] = question
+        self._to_ask.append(question)
+
+    def _cancel(self, route: bytes, number: bytes) -> bool:
+        """Whether the request was one of those that are asked here: it is forgotten."""
+        try:
+            question = self._callers.pop((route, unpack_number(number)), None)
+        except WireError:
+            return False
+        if question is None:
+            return False
+        del question.callers[route, unpack_number(number)]
+        if question.what == Op.GET and not question.callers:  # it may wait for long
+            self._end(question)
+            self._outgoing.append((OWN, pack(Op.CANCEL, 0, pack_number(question.number))))
+        return True
+
+    def ask_again(self, now: float) -> None:
+        """Ask again what was not answered for some time, and forget what was kept for long."""
+        for question in self._under_way.values():
+            if not question.is_to_be_sent and now - question.asked_at >= resend_after(question.num_asked):
+                question.is_to_be_sent = True
+                self._to_ask.append(question)
+        while self._kept and now - next(iter(self._kept.values()))[0] > KEPT_S:
+            self._kept.popitem(last=False)
+
+    def resume(self) -> None:
+        """Note that what was under way may be lost: `ask_again` asks it at once."""
+        for question in self._under_way.values():
+            question.asked_at, question.num_asked = -math.inf, 0
+
+    def restart(self) -> None:
+        """Note that the coordinator is another one, whose keys are others."""
+        self._kept.clear()
+        self._hello = []
+
+    # What comes from the coordinator.
+
+    def hear(self, frame: bytes, now: float) -> None:
+        """Take a frame of the coordinator.
+
+        Raises:
+            WireError: it is none.
+        """
+        for status, _, fields in unpack(frame):
+            if status != Status.RELAYED:
+                continue
+            for route, answers in zip(fields[::2], fields[1::2], strict=True):
+                if route != OWN:
+                    self._answers.append((route, answers))
+                    continue
+                for message in unpack(answers):
+                    self._hear_own(message, now)
+
+    def _hear_own(self, message: Message, now: float) -> None:
+        status, number, fields = message
+        if number == 1 and status == Status.OK:
+            self._hello = fields
+        question = self._under_way.get(number)
+        if question is None or status == Status.PARKED:
+            return
+        self._end(question)
+        if question.what == Op.GET and status == Status.OK:
+            self._kept[question.fields[0]] = now, fields[0]
+            if len(self._kept) > _MAX_KEPT:
+                self._kept.popitem(last=False)
+        for caller, (what, at) in question.callers.items():
+            del self._callers[caller]
+            theirs = fields
+            if status == Status.OK and what == Op.WAIT:
+                theirs = []
+            elif status == Status.OK and what == Op.ADD_ITEMS:
+                theirs = [pack_number(unpack_number(fields[0]) + at)]
+            answer = pack(status, caller[1], *theirs)
+            if what == Op.ADD_ITEMS:
+                self._answered[caller] = answer
+                if len(self._answered) > _MAX_ANSWERED:
+                    self._answered.popitem(last=False)
+            self._answer(caller, answer)
+        following = self._next.pop(question.words, None)
+        if following is not None and following.callers:
+            self._begin(following)
+
+    def _end(self, question: _Question) -> None:
+        self._under_way.pop(question.number, None)
+        if self._current.get(question.words) is question:
+            del self._current[question.words]
+
+    def _answer(self, caller: Caller, answer: bytes) -> None:
+        self._answers.append((caller[0], answer))
+
+    # What is to be sent.
+
+    def take_answers(self) -> list[tuple[bytes, bytes]]:
+        """Return what is to be sent to which process."""
+        answers, self._answers = self._answers, []
+        return answers
+
+    def take_outgoing(self, now: float) -> list[bytes]:
+        """Return what is to be sent to the coordinator now: as few messages as the limits allow."""
+        outgoing, self._outgoing = self._outgoing, []
+        questions, self._to_ask = self._to_ask, []
+        for question in questions:
+            if question.number in self._under_way:  # it was not given up meanwhile
+                question.is_sent, question.is_to_be_sent = True, False
+                question.asked_at, question.num_asked = now, question.num_asked + 1
+                outgoing.append((OWN, pack(question.what, question.number, *question.fields)))
+        return list(_put_together(outgoing))
+
+
+def _size(items: list[bytes]) -> int:
+    return sum(max(len(item), _ITEM_BYTES) for item in items)
+
+
+def _put_together(outgoing: list[tuple[bytes, bytes]]) -> Iterable[bytes]:
+    fields: list[bytes] = []
+    size = 0
+    for route, frame in outgoing:
+        if fields and (size + len(frame) > MAX_FRAME_BYTES or len(fields) >= 2 * MAX_MESSAGES):
+            yield pack(Op.RELAY, 0, *fields)
+            fields, size = [], 0
+        fields += (route, frame)
+        size += len(frame)
+    if fields:
+        yield pack(Op.RELAY, 0, *fields)
