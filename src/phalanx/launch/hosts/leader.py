@@ -203,8 +203,9 @@ class LeaderLink(HostLink):
 
     def send_signal(self, signum: int, ranks: tuple[int, ...], *, group: bool) -> None:
         """Have a signal sent to those of `ranks` that are on other hosts."""
+        wanted = frozenset(ranks)
         for node in self._peers.present:
-            theirs = [rank for rank in ranks if rank in node.place.ranks]
+            theirs = [rank for rank in node.place.ranks if rank in wanted]
             if theirs:
                 self._put(node, "signal", signum=signum, ranks=theirs, group=group)
 
@@ -384,7 +385,8 @@ class LeaderLink(HostLink):
             self._host.display.say(f"phalanx run: {node.where}, which was to be taken in, is lost: {why}")
             self._attempt.do_elastic(self._elastic.on_host_lost(member, node.where, why, now) or [])
             return
-        gone = [self._elastic.rank_of(seat) for seat in seats if seat in self._elastic.generation.seats]
+        occupied = frozenset(self._elastic.generation.seats)
+        gone = [self._elastic.rank_of(seat) for seat in seats if seat in occupied]
         survived = None
         if self._attempt.state.phase == "running":
             survived = self._elastic.on_host_lost(member, node.where, why, now)
