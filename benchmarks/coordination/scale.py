@@ -1,11 +1,14 @@
-"""Measure what a job of many hosts with several ranks each asks of its coordinator.
+"""Measure what a job of many hosts with several ranks each asks of its first host.
 
-The coordinator, the network (loopback), the encryption and the agents' memberships are real. The ranks of a host are
-threads that run the real bootstrap of a group. What is simulated is the relay between them (`Mux`): one per process
-speaks for the relays of all its hosts, over one encrypted connection per host, and batches as a relay does.
+The first host's agent is the command itself (`phalanx run --nnodes N`) with its coordinator, and the network
+(loopback), the encryption and the other agents' memberships are real. The other agents say what agents say until the
+ranks are started; whether hosts reach each other is tried by the first alone. The ranks of a host are threads that run
+the real bootstrap of a group, and tell each other where their Gloo listens; the requests of a host's ranks are put
+together by the real relay's `HostRequests`, but one thread per process (`Mux`) reads and sends for the relays of all
+its hosts, over one encrypted connection per host. Gloo's own connections are not made.
 
-    joined     every host is a member, from the moment when all begin to connect
-    met        every rank has read what all ranks say of themselves
+    joined     every host is told to start its ranks, from the moment when all begin to connect
+    met        every rank has read what all ranks say of themselves, and where the Gloo of each is
     idle       nothing happens: what heartbeats and ranks that wait for a signal cost
     signalled  a rank posts a failure: until every rank has heard that there is something to read
     lost       a host stops: until its agent's loss was told to all others, counted from its last heartbeat
@@ -14,16 +17,23 @@ speaks for the relays of all its hosts, over one encrypted connection per host, 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
+import json
 import logging
 import math
 import multiprocessing
 import os
+import random
 import resource
+import shutil
+import socket
+import struct
 import sys
+import tempfile
 import threading
 import time
-from collections import deque
+from datetime import timedelta
 from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
@@ -38,56 +48,63 @@ from run import KEY  # noqa: E402
 from phalanx.coordination.client import Client  # noqa: E402
 from phalanx.coordination.connection_guard import cut  # noqa: E402
 from phalanx.coordination.dealer import EPOCH_BYTES, open_dealer  # noqa: E402
+from phalanx.coordination.host_requests import HostRequests  # noqa: E402
 from phalanx.coordination.key import Key  # noqa: E402
 from phalanx.coordination.pending_call import PendingCall  # noqa: E402
-from phalanx.coordination.service import Service  # noqa: E402
-from phalanx.coordination.wire import (  # noqa: E402
-    VERSION,
-    WRITE_ONCE,
-    Op,
-    Status,
-    pack,
-    pack_number,
-    unpack,
-)
+from phalanx.coordination.wire import VERSION, WRITE_ONCE, Op, Status, pack, pack_number, unpack  # noqa: E402
 from phalanx.deadline import Deadline  # noqa: E402
+from phalanx.errors import CoordinationError, DeadlineError  # noqa: E402
+from phalanx.launch.hosts.node_plan import HostFacts  # noqa: E402
+from phalanx.launch.hosts.reach import Responder  # noqa: E402
 
 FORK, SPAWN = multiprocessing.get_context("fork"), multiprocessing.get_context("spawn")
 TIMEOUT_S = 200.0
-IDLE_S = 10.0
+IDLE_S = float(os.environ.get("IDLE_S", "10"))
 LOST_AFTER_S = 8.0
-SIGNAL = "phalanx/signal/0"
+SIGNAL = f"phalanx/signal/0{WRITE_ONCE}"
 
 
-def serve(commands: Any, answers: Any, host_timeout_s: float) -> None:
-    """Be the first host's coordinator and its agent; say what this process has used whenever it is asked."""
-    with Service("127.0.0.1:0", Key(KEY), lost_after_s=host_timeout_s) as service, Client(service.local) as first:
-        first.join({"host": "first"})
-        counts = [0]
-        handle = service.coordinator._handle
+def be_first(commands: Any, answers: Any, num_hosts: int, ranks: int, place: str, folder: str) -> None:
+    """Be the first host: `phalanx run` in this process; say what the process has used whenever it is asked."""
+    from phalanx.coordination.coordinator import Coordinator
+    from phalanx.launch.command import main
 
-        def handle_and_count(session: Any, message: Any) -> bool:
-            counts[0] += 1
-            return handle(session, message)
+    num_requests = 0
+    handle = Coordinator._handle
 
-        service.coordinator._handle = handle_and_count  # type: ignore[method-assign]
-        answers.put(str(service.address))
-        while (command := commands.get()) != "end":
-            if command == "await all":
-                answers.put(len(service.coordinator.members))
-            elif command == "await loss":
-                while not any(event.kind == "lost" for event in first.wait_event(TIMEOUT_S)):
-                    pass
-                first.post(-1, b"host lost")
-                answers.put(time.monotonic())
-            else:
-                memory = Path("/proc/self/smaps_rollup").read_text().split("Pss:")[1].split()[0]
-                peak = Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]
-                answers.put({
-                    "cpu_s": time.process_time(), "at": time.monotonic(), "requests": counts[0],
-                    "pss_mb": int(memory) / 1024, "connections": service.num_open,
-                    "peak_mb": int(peak) / 1024,
-                })  # fmt: skip
+    def handle_and_count(self: Coordinator, session: Any, message: Any) -> bool:
+        nonlocal num_requests
+        num_requests += message.what != Op.HEARTBEAT
+        return handle(self, session, message)
+
+    Coordinator._handle = handle_and_count  # type: ignore[method-assign]
+
+    def tell() -> None:
+        while commands.get() != "end":
+            memory = Path("/proc/self/smaps_rollup").read_text().split("Pss:")[1].split()[0]
+            peak = Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]
+            answers.put({
+                "cpu_s": time.process_time(), "at": time.monotonic(), "requests": num_requests,
+                "pss_mb": int(memory) / 1024, "peak_mb": int(peak) / 1024,
+                "connections": sum(_is_socket(number) for number in os.listdir("/proc/self/fd")),
+            })  # fmt: skip
+
+    threading.Thread(target=tell, daemon=True).start()
+    with open(os.path.join(folder, "said"), "w") as said:
+        for descriptor in (1, 2):
+            os.dup2(said.fileno(), descriptor)
+    os.environ |= {"PHALANX_KEY": str(Key(KEY)), "XDG_CONFIG_HOME": folder}
+    address, port = place.split(":")
+    where = ["--node-rank", "0", "--master-addr", address, "--master-port", port]
+    words = ["--nnodes", str(num_hosts), *where, "--nproc-per-node", str(ranks), "--host-timeout", str(LOST_AFTER_S)]
+    main([*words, "--no-preload", "--no-python", "sleep", "100000"])
+
+
+def _is_socket(number: str) -> bool:
+    try:
+        return os.readlink(f"/proc/self/fd/{number}").startswith("socket:")
+    except OSError:
+        return False
 
 
 class Host:
@@ -95,27 +112,23 @@ class Host:
 
     def __init__(self, dealer: zmq.Socket[bytes]) -> None:
         self.dealer = dealer
-        self.requests: deque[tuple[bytes, bytes]] = deque()
+        self.requests = HostRequests()
         self.calls: dict[tuple[bytes, int], PendingCall] = {}
-        self.fetches: dict[bytes, list[PendingCall]] = {}  # of keys that are written once
-        self.kept: dict[bytes, list[bytes]] = {}
 
 
 class Mux:
     """One thread that sends what the ranks of many hosts ask for, and hands out the answers."""
 
-    def __init__(self, endpoint: str, hosts: range, sources: list[str]) -> None:
+    def __init__(self, endpoint: str, sources: list[str]) -> None:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.context.max_sockets = 16384
         self.hosts: list[Host] = []
-        for _, source in zip(hosts, sources, strict=True):
+        for source in sources:
             dealer = open_dealer(self.context, Key(KEY))
             dealer.connect(endpoint.replace("tcp://", f"tcp://{source}:0;"))
-            dealer.send(pack(Op.RELAY, 0, b"", pack(Op.HELLO, 1, pack_number(VERSION))))  # as a relay begins
             self.hosts.append(Host(dealer))
         self.lock = threading.Lock()
-        self.busy: set[Host] = set()
-        self.num_resent = 0
+        self.asked: dict[Host, list[tuple[bytes, bytes]]] = {host: [] for host in self.hosts}
         # Ranks that hold what all ranks say of themselves: a megabyte for each, of which a real host has eight.
         self.turns = threading.Semaphore(8)
         self.wake_reader, self.wake_writer = os.pipe()
@@ -125,10 +138,8 @@ class Mux:
     def send(self, host: Host, route: bytes, call: PendingCall) -> None:
         with self.lock:
             host.calls[route, call.number] = call
-            call.note_sent(time.monotonic())
-            host.requests.append((route, call.message))
-            was_idle = not self.busy
-            self.busy.add(host)
+            was_idle = not self.asked
+            self.asked.setdefault(host, []).append((route, call.message))
         if was_idle:
             os.write(self.wake_writer, b"x")
 
@@ -140,56 +151,46 @@ class Mux:
         poller.register(self.wake_reader, zmq.POLLIN)
         looked_at = time.monotonic()
         while True:
+            busy: set[Host] = set()
             for ready, _ in poller.poll(1000):
                 if ready == self.wake_reader:
                     os.read(self.wake_reader, 4096)
-                    continue
-                self.receive(by_dealer[ready])
+                else:
+                    busy.add(by_dealer[ready])
+                    self.receive(by_dealer[ready])
             now = time.monotonic()
             with self.lock:
-                if now - looked_at > 1.0:
-                    looked_at = now
-                    for host in self.hosts:
-                        self.send_late(host, now)
-                busy, self.busy = self.busy, set()
-                sent = [(host, list(host.requests)) for host in busy]
-                for host in busy:
-                    host.requests.clear()
-            for host, requests in sent:
-                fields = [field for request in requests for field in request]
-                host.dealer.send_multipart(cut(pack(Op.RELAY, 0, *fields)))
-
-    def send_late(self, host: Host, now: float) -> None:
-        """Send again what was not answered, as a client does."""
-        for (route, _), call in host.calls.items():
-            if now > call.resend_at:
-                call.note_sent(now)
-                host.requests.append((route, call.message))
-                self.busy.add(host)
-                self.num_resent += 1
+                asked, self.asked = self.asked, {}
+            for host, requests in asked.items():
+                for route, frame in requests:
+                    host.requests.take(route, frame)
+            if now - looked_at > 1.0:
+                looked_at = now
+                for host in self.hosts:
+                    host.requests.ask_again(now)
+                busy.update(self.hosts)
+            for host in {*busy, *asked}:
+                self.answer(host)
+                for envelope in host.requests.take_outgoing(now):
+                    host.dealer.send_multipart(cut(envelope))
 
     def receive(self, host: Host) -> None:
+        now = time.monotonic()
         while True:
             try:
                 frame = b"".join(host.dealer.recv_multipart(zmq.NOBLOCK))
             except zmq.Again:
                 return
-            for status, _, fields in unpack(frame[EPOCH_BYTES:]):
-                if status != Status.RELAYED:
-                    continue
-                for route, answers in zip(fields[::2], fields[1::2], strict=True):
-                    for answer, number, values in unpack(answers):
-                        if answer == Status.PARKED and (route, number) in host.calls:
-                            host.calls[route, number].is_parked = True
-                        elif answer <= Status.UNKNOWN:
-                            with self.lock:
-                                call = host.calls.pop((route, number), None)
-                            if call is not None:
-                                self.finish(call, answer, values)
+            host.requests.hear(frame[EPOCH_BYTES:], now)
 
-    def finish(self, call: PendingCall, answer: int, values: list[bytes]) -> None:
-        call.fields, call.answer = values, answer
-        call.wake.release()  # type: ignore[union-attr]
+    def answer(self, host: Host) -> None:
+        for route, answers in host.requests.take_answers():
+            for status, number, fields in unpack(answers):
+                with self.lock:
+                    call = host.calls.pop((route, number), None) if status <= Status.UNKNOWN else None
+                if call is not None:
+                    call.fields, call.answer = fields, status
+                    call.wake.release()  # type: ignore[union-attr]
 
 
 class Rank(Client):
@@ -203,12 +204,9 @@ class Rank(Client):
         self.has_turn = False  # among `Mux.turns`
 
     def _call(self, what: int, *fields: bytes, deadline: Deadline | None = None, waits_for: Any = ()) -> list[bytes]:
-        self._number += 1
         call = self.begin(what, *fields)
         left_s = TIMEOUT_S if deadline is None else deadline.left_s
         if not call.wake.acquire(timeout=min(left_s, TIMEOUT_S)):  # type: ignore[union-attr]
-            from phalanx.errors import DeadlineError
-
             raise DeadlineError("wait timeout")
         if what == Op.GET and fields[0].endswith(WRITE_ONCE.encode()) and not self.has_turn:
             self.mux.turns.acquire()
@@ -216,34 +214,57 @@ class Rank(Client):
         return call.result("the coordinator")
 
     def begin(self, what: int, *fields: bytes) -> PendingCall:
+        self._number += 1
         call = PendingCall(self._number, what, pack(what, self._number, *fields))
         call.wake = threading.Lock()
         call.wake.acquire()
-        if what == Op.GET and fields[0].endswith(WRITE_ONCE.encode()):
-            with self.mux.lock:
-                kept = self.host.kept.get(fields[0])
-                calls = self.host.fetches.setdefault(fields[0], [])
-                calls.append(call)
-                is_first = len(calls) == 1
-            if kept is not None:
-                self.mux.finish(call, Status.OK, kept)
-            elif is_first:
-                threading.Thread(target=self.fetch, args=(call, fields[0]), daemon=True).start()
-            return call
         self.mux.send(self.host, self.route, call)
         return call
 
-    def fetch(self, first: PendingCall, key: bytes) -> None:
-        asked = PendingCall(first.number, first.what, first.message)
-        asked.wake = threading.Lock()
-        asked.wake.acquire()
-        self.mux.send(self.host, self.route, asked)
-        asked.wake.acquire()
-        with self.mux.lock:
-            self.host.kept[key] = asked.fields
-            waiting = self.host.fetches.pop(key)
-        for call in waiting:
-            self.mux.finish(call, Status.OK, asked.fields)
+    def let_go(self) -> None:
+        """Hold what all ranks say no more."""
+        if self.has_turn:
+            self.has_turn = False
+            self.mux.turns.release()
+
+
+class Agent:
+    """The agent of another host, as far as the first one hears of it."""
+
+    def __init__(self, client: Client, host: int, ranks: int, port: int) -> None:
+        self.client = client
+        self._port = port
+        self._ranks = ranks
+        self._number = 0
+        facts = HostFacts(-1, f"node{host}", 1, ranks, "default", _loopback(host), None, "", "")
+        client.join({**facts.to_json(), "reached": "127.0.0.1"}, watch=(0,))
+
+    def say(self, kind: str, *bodies: dict[str, Any]) -> None:
+        lines = []
+        for body in bodies:
+            self._number += 1
+            lines.append(json.dumps({"kind": kind, "number": self._number, "now": time.monotonic(), **body}))
+        self.client.post(0, "\n".join(lines).encode(), timeout=TIMEOUT_S)
+
+    def hear(self, *kinds: str) -> dict[str, Any]:
+        """Return the first host's next message of one of these kinds."""
+        while True:
+            for event in self.client.wait_event(TIMEOUT_S):
+                if event.kind == "message" and (said := json.loads(event.body))["kind"] in kinds:
+                    return dict(said)
+
+    def answer(self) -> None:
+        self.say("answering", {"trial": self.hear("answer")["trial"], "port": self._port, "problem": ""})
+
+    def reach(self) -> None:
+        said = self.hear("reach")
+        self.say("reached", {"trial": said["trial"], "results": [[target[0], ""] for target in said["targets"]]})
+
+    def start(self) -> None:
+        said = self.hear("start")
+        first = said["place"]["first_rank"]
+        ranks = range(first, first + self._ranks)
+        self.say("started", *({"attempt": said["attempt"], "rank": rank, "pid": rank + 2} for rank in ranks))
 
 
 def be_agents(endpoint: str, hosts: range, ranks: int, answers: Any, steps: list[Event]) -> None:
@@ -251,22 +272,27 @@ def be_agents(endpoint: str, hosts: range, ranks: int, answers: Any, steps: list
     threading.stack_size(256 << 10)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     context.max_sockets = 16384
-    join, _, _, lose = steps
-    join.wait()
-    agents = [Client(endpoint, Key(KEY), context=context, timeout=TIMEOUT_S) for _ in hosts]
-    for host, agent in zip(hosts, agents, strict=True):
-        agent.join({"host": f"node{host}", "pid": 1, "num_ranks": ranks, "address": _address(host)}, watch=(0,))
-    answers.put("joined")
+    begin, _, _, lose = steps
+    begin.wait()
+    with contextlib.closing(Responder("0.0.0.0", Key(KEY).reach_secret())) as responder:
+        agents = [
+            Agent(Client(endpoint, Key(KEY), context=context, timeout=TIMEOUT_S), host, ranks, responder.port)
+            for host in hosts
+        ]
+        for part in (Agent.answer, Agent.reach, Agent.start):
+            for agent in agents:
+                part(agent)
+    answers.put("started")
     lose.wait()
-    lost = agents[0] if hosts.start == 0 else None
+    lost = agents[0].client if hosts.start == 1 else None
     if lost is not None:
         with lost._lock:
             lost._send_heartbeat()
             lost._stop.set()
         answers.put(("last heartbeat", time.monotonic()))
     for agent in agents:
-        while agent is not lost and not any(event.kind == "message" for event in agent.wait_event(TIMEOUT_S)):
-            pass
+        if agent.client is not lost:
+            agent.hear("host lost", "sweep", "end")
     answers.put(("told", time.monotonic()))
     time.sleep(0.5)
     os._exit(0)
@@ -279,12 +305,13 @@ def be_ranks(endpoint: str, hosts: range, ranks: int, size: int, answers: Any, s
     from phalanx.backend.coordination_store import CoordinationStore
     from phalanx.coordination import bootstrap
     from phalanx.coordination.rank_info import RankInfo
+    from phalanx.engines import gloo_addresses
     from phalanx.symmetric_memory.watch import ProcessId
 
     logging.getLogger("phalanx").setLevel(logging.CRITICAL)
     threading.stack_size(256 << 10)
     _, meet, wait, _ = steps
-    mux = Mux(f"tcp://{endpoint}", hosts, [f"127.1.{host // 250}.{host % 250 + 1}" for host in hosts])
+    mux = Mux(f"tcp://{endpoint}", [_loopback(host) for host in hosts])
     meet.wait()
     # Each rank of a real job reads the facts for itself, on a core of its own; here thousands share two.
     unpack_once, unpacking = functools.cache(bootstrap.unpack_infos), threading.Lock()
@@ -294,7 +321,15 @@ def be_ranks(endpoint: str, hosts: range, ranks: int, size: int, answers: Any, s
             return unpack_once(text)
 
     bootstrap.unpack_infos = unpack_infos
+    loads_once = functools.cache(gloo_addresses.unpack_all)
+
+    def unpack_all(data: bytes) -> Any:
+        with unpacking:
+            return loads_once(data)
+
+    gloo_addresses.unpack_all = unpack_all
     here = ProcessId.of_self()
+    row = struct.pack(f"<{size}Q", *range(size))  # Gloo's number for each connection
     firsts: list[Any] = []
 
     def come(rank: int, client: Rank) -> None:
@@ -311,7 +346,13 @@ def be_ranks(endpoint: str, hosts: range, ranks: int, size: int, answers: Any, s
         if rank == 0:
             firsts.append(met)
         del met
-        client.mux.turns.release()
+        client.let_go()
+        book = gloo_addresses.GlooAddresses(PrefixStore("gloo/", store), rank, size)
+        book.set(f"0/{rank}", b"".join((b"\2" + bytes(7) + b"node", rank.to_bytes(40, "little"), bytes(96), row)))
+        book.wait([], timedelta(seconds=TIMEOUT_S))
+        assert len(book.get(f"0/{size - 1}")) == 148 + len(row)
+        del book
+        client.let_go()
         answers.put(rank)
 
     clients = [
@@ -332,7 +373,6 @@ def be_ranks(endpoint: str, hosts: range, ranks: int, size: int, answers: Any, s
         met.forget()
     signals = []
     for client in clients:
-        client._number += 1
         signals.append(client.begin(Op.GET, SIGNAL.encode()))
     answers.put("waits")
     for signal in signals:
@@ -347,22 +387,49 @@ def _address(host: int) -> str:
     return f"10.0.{host // 250}.{host % 250}"
 
 
+def _loopback(host: int) -> str:
+    return f"127.1.{host // 250}.{host % 250 + 1}"
+
+
+def find_port() -> int:
+    """Return a free port that the kernel gives to nobody: who connects again and again to one that it gives away, and
+    where nobody listens yet, is connected to itself in the end.
+    """
+    for port in random.sample(range(15_000, 30_000), 1000):
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise SystemExit("no port is free")
+
+
+def await_coordinator(endpoint: str, first: Any) -> None:
+    while first.is_alive():
+        try:
+            Client(endpoint, Key(KEY)).close()
+        except CoordinationError:
+            time.sleep(0.05)
+        else:
+            return
+    raise SystemExit("the first host's command has ended")
+
+
 def measure(num_hosts: int, ranks: int, num_processes: int) -> dict[str, float]:
     """One job of `num_hosts` hosts from its start to the loss of a host."""
     commands, answers, met = SPAWN.Queue(), SPAWN.Queue(), FORK.Queue()
-    server = SPAWN.Process(  # without torch, as an agent is
-        target=serve, args=(commands, answers, LOST_AFTER_S)
+    endpoint = f"127.0.0.1:{find_port()}"
+    folder = tempfile.mkdtemp(prefix="phalanx-scale-")
+    first = SPAWN.Process(  # without torch, as an agent is
+        target=be_first, args=(commands, answers, num_hosts, ranks, endpoint, folder)
     )
-    server.start()
-    endpoint = answers.get()
+    first.start()
     steps = [FORK.Event() for _ in range(4)]
     share = math.ceil(num_hosts / num_processes)
-    parts = [range(first, min(first + share, num_hosts)) for first in range(0, num_hosts, share)]
+    parts = [range(begin, min(begin + share, num_hosts)) for begin in range(0, num_hosts, share)]
     size = num_hosts * ranks
     processes = [FORK.Process(target=be_ranks, args=(endpoint, part, ranks, size, met, steps)) for part in parts]
     half = math.ceil(num_hosts / 2)
-    agents = [range(half), range(half, num_hosts)]
+    agents = [range(1, half), range(half, num_hosts)]
     processes += [FORK.Process(target=be_agents, args=(endpoint, part, ranks, met, steps)) for part in agents]
+    await_coordinator(endpoint, first)
     for process in processes:
         process.start()
 
@@ -388,10 +455,9 @@ def measure(num_hosts: int, ranks: int, num_processes: int) -> dict[str, float]:
     idled = usage()
     with Client(endpoint, Key(KEY)) as client:
         posted = time.monotonic()
-        client.set(SIGNAL, b"group")
+        client.set(SIGNAL, b"group")  # as a rank does that has failed
         signalled = max(met.get(timeout=TIMEOUT_S)[1] for _ in parts) - posted
     after_signal = usage()
-    commands.put("await loss")
     steps[3].set()
     told, last = [], 0.0
     for _ in range(len(agents) + 1):
@@ -400,17 +466,19 @@ def measure(num_hosts: int, ranks: int, num_processes: int) -> dict[str, float]:
             told.append(at)
         else:
             last = at
-    answers.get()
     end = usage()
     commands.put("end")
-    for process in (*processes, server):
+    for process in processes:
         process.join()
+    first.terminate()
+    first.join()
+    shutil.rmtree(folder)
     return {
         "joined_s": joined["at"] - begun["at"],
         "joined_cpu_s": joined["cpu_s"] - begun["cpu_s"],
         "met_s": all_met["at"] - joined["at"],
         "met_cpu_s": all_met["cpu_s"] - joined["cpu_s"],
-        "requests_per_rank": (all_met["requests"] - joined["requests"]) / size,
+        "requests_per_host": (all_met["requests"] - joined["requests"]) / num_hosts,
         "connections": all_met["connections"],
         "pss_mb": idled["pss_mb"],
         "peak_mb": end["peak_mb"],
@@ -439,14 +507,14 @@ def main() -> None:
     rows = [
         [
             str(hosts), harness.format_time(one["joined_s"]), harness.format_time(one["met_s"]),
-            harness.format_time(one["joined_cpu_s"] + one["met_cpu_s"]), f"{one['requests_per_rank']:.1f}",
+            harness.format_time(one["joined_cpu_s"] + one["met_cpu_s"]), f"{one['requests_per_host']:.1f}",
             f"{one['connections']:.0f}", f"{one['pss_mb']:.0f} MB", f"{one['peak_mb']:.0f} MB",
             f"{one['idle_percent']:.1f} %", harness.format_time(one["signalled_s"]), f"{one['lost_s']:.1f} s",
         ]
         for hosts, one in found.items()
     ]  # fmt: skip
     harness.print_table(
-        ["hosts", "joined", "met", "CPU", "requests per rank", "connections", "memory", "peak", "idle", "signalled",
+        ["hosts", "joined", "met", "CPU", "requests per host", "connections", "memory", "peak", "idle", "signalled",
          "loss told after"],
         rows,
     )  # fmt: skip
