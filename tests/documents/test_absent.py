@@ -27,7 +27,6 @@ DENIALS = re.compile(
 # Lines that deny something else: not a feature of Phalanx that could be built one day.
 OTHERS = (
     "There is no option that takes the key itself",  # and there will be none: security.md says why
-    "Phalanx has none, and says who did not come",  # sends and receives inside of monitored_barrier
 )
 MARK = re.compile(r"<!-- absent: (.+?) -->")
 
