@@ -144,7 +144,7 @@ def _sets(rank, folder):
             server.load_state_dict(older)
             assert server.pull()["a"].tolist() == [1, 1]
             with pytest.raises(
-                ValueError, match=r"the state's groups of dense are \[\['a'\], \[\]\], ours are \[\['a'\]\]"
+                ValueError, match=r"the state's groups of dense are \[\['a'\], \[\]\], this one's \[\['a'\]\]"
             ):
                 server.load_state_dict({**older, "groups": {"dense": [{"params": ["a"]}, {"params": []}]}})
             adams = {"dense": [{"params": ["a"], "lr": 0.1, "betas": (0.9, 0.999), "eps": 1e-8}]}

@@ -114,7 +114,7 @@ def test_a_shape_that_differs_between_micro_batches_is_refused_by_the_layer_that
 
 def test_a_layer_that_returns_something_else_than_tensors_is_named():
     for text, _ in run_ranks(_fail, 3, "object", 2, "1f1b"):
-        assert "TypeError: layer '2' returns something that is no tensor, a Strange" in text
+        assert "TypeError: layer '2' returns a Strange, which is not a tensor" in text
         assert "stage 1 (rank 1), micro-batch 0" in text
 
 
@@ -138,7 +138,7 @@ def test_each_schedule_tells_on_every_rank_which_layer_of_which_stage_failed_and
     words = {
         "raise": ("seven is not a prime here", "forward in layer '1'", 2),
         "shape": ("layer '1' returns float32 of shape (N, 2) for micro-batch 2", "forward of layer", 2),
-        "object": ("layer '1' returns something that is no tensor, a Strange", "forward of layer", 0),
+        "object": ("layer '1' returns a Strange, which is not a tensor", "forward of layer", 0),
     }
     for heard in run_ranks(_fail_in_all, 2):
         assert len(heard) == 12

@@ -316,7 +316,9 @@ def test_a_loader_is_divided_with_its_options_or_refused():
         RandomSampler(data, num_samples=5),
         SequentialSampler(range(9)),
     ):
-        with pytest.raises(ValueError, match=r"the loader's sampler is a \w+Sampler, which says itself who gets which"):
+        with pytest.raises(
+            ValueError, match=r"the loader's sampler is a \w+Sampler, which determines itself which rank gets which"
+        ):
             strategy.distribute(DataLoader(data, 5, sampler=sampler))
     other = DataLoader(data, 5, sampler=DistributedSampler(data, 3, 1))
     with pytest.raises(ValueError, match="sampler gives part 1 of 3, and this is replica 0 of 1"):

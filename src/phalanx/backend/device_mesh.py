@@ -9,12 +9,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 
 def mesh(device_type: str = "cpu", /, **axes: int) -> DeviceMesh:
-    """Return a `DeviceMesh` over all ranks, with these axes: `phalanx.mesh(pipeline=2, data=2)`. Collective.
+    """Return a `DeviceMesh` over all ranks with the given axes, as in `phalanx.mesh(pipeline=2, data=2)`. Collective.
 
-    One axis may be -1: it takes what the others leave. Neighbours on the last axis have neighbouring ranks.
+    One axis may be -1; its size is then the number of ranks divided by the product of the others. Neighbours on the
+    last axis have consecutive ranks.
 
     Raises:
-        ValueError: there is no axis, or their sizes do not multiply to the number of ranks.
+        ValueError: no axis was given, or the sizes do not multiply to the number of ranks.
         RuntimeError: there is no process group.
     """
     if not dist.is_initialized():

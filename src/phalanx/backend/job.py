@@ -57,16 +57,17 @@ def init(
     init_method: str | None = None,
     timeout: float | timedelta = 1800.0,
 ) -> Job:
-    """Join the job: under `phalanx run`, torchrun, mpiexec or srun as one of its ranks, else alone, as a job of one.
+    """Join the job as one of its ranks under `phalanx run`, torchrun, mpiexec or srun; else as a job of one process.
 
-    `backend` defaults to "phalanx". `timeout` (seconds) limits each operation of the group. If the process group is
-    there already, it is used as it is.
+    `backend` defaults to "phalanx". `timeout` (seconds) limits each operation of the group. If the process group
+    exists already, it is used as it is.
 
-    `rank` and `world_size` are for processes that a program starts itself (mp.spawn): they find each other through the
+    `rank` and `world_size` are for processes that a program starts itself (mp.spawn). They find each other through the
     process that started them, or at `init_method` or MASTER_ADDR and MASTER_PORT, as in torch.
 
     Raises:
-        ValueError: something says that this process is one of several, and not which, or where they meet.
+        ValueError: a variable or argument says that this process is one of several, but not its rank, or not where the
+            ranks meet.
         DeadlineError: some rank never came; the message names it.
     """
     limit = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)

@@ -69,7 +69,8 @@ def order_handles(handles: list[str] | set[str], own: str) -> list[str]:
     if own not in parsed:
         raise PhalanxError(
             f"reconfigure: this process's handle {own} is not among the {len(handles)} that were given.\n"
-            "A handle changes with each reconfiguration: exchange those of now. Who is to leave does not call it."
+            "A handle changes with each reconfiguration: exchange the present ones. "
+            "A process that is to leave does not call it."
         )
     return list(handles) if isinstance(handles, list) else sorted(parsed, key=parsed.__getitem__)
 

@@ -37,18 +37,19 @@ def rehearses(group: dist.ProcessGroup) -> bool:
 def shared_empty(
     *size: Any, dtype: torch.dtype | None = None, group: dist.ProcessGroup | None = None, owner: int | None = None
 ) -> Tensor:
-    """Return an uninitialised tensor in the group's symmetric memory, at the same place of every rank's heap.
+    """Return an uninitialised tensor in the group's symmetric memory, at the same offset in every rank's heap.
 
-    With `owner`, a rank of the group, it is one memory for all: every rank's tensor lies in the owner's piece of the
-    heap, and what one rank writes all others see. Order the writes with barriers; collectives are for the other kind.
-    A group that does not share memory has no such tensor.
+    With `owner`, a rank of the group, there is one memory for all: every rank's tensor lies in the owner's part of the
+    heap, and all ranks see what one of them writes. Order the writes with barriers. Do not use such a tensor in
+    collectives. A group that does not share memory has no such tensor.
 
-    Collective: every rank calls it with the same size and dtype. `all_reduce` of such a tensor copies nothing in or
-    out: each rank combines its slice straight from everybody's memory. The memory is let go with the tensor, and used
-    anew when every rank has let go. On groups across hosts and of another backend this is `torch.empty`.
+    Collective: every rank calls it with the same size and dtype. `all_reduce` of a tensor without `owner` copies
+    nothing in or out: each rank combines its slice directly from the memory of all ranks. The memory is freed with the
+    tensor, and used again when every rank has freed it. On groups across hosts and on other backends this is
+    `torch.empty`.
 
     Shape: as `torch.empty`: integers or one sequence.
-    Cost: two syncs and, the first time, the mapping of the heap. New pages are zero.
+    Cost: two synchronizations of the ranks and, the first time, the mapping of the heap. New pages are zero.
 
     Raises:
         PhalanxError: the heap has no room.

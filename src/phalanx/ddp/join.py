@@ -105,8 +105,8 @@ def refuse_join_shadow(module: nn.Module, group: dist.ProcessGroup) -> None:
         )
     if are_shared(module.parameters(), group):
         raise RuntimeError(
-            f"{here}: with phalanx.ZeroRedundancyOptimizer every rank updates a part of the parameters, which nobody "
-            f"else can. {EVEN_ADVICE}."
+            f"{here}: with phalanx.ZeroRedundancyOptimizer every rank updates a part of the parameters, which no other "
+            f"rank can update. {EVEN_ADVICE}."
         )
 
 

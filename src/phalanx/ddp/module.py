@@ -49,25 +49,27 @@ _PREFIX = "module."
 class DistributedDataParallel(JoinInterface, TorchInterface):
     """Train one model on many ranks: each computes its own batch's gradients, and backward leaves their mean on all.
 
-    A drop-in for `torch.nn.parallel.DistributedDataParallel`, over any backend of `torch.distributed`; on `"phalanx"`
-    gradients lie in memory that the ranks share, and are reduced where they lie. All ranks construct it together, with
-    the same model; rank 0's parameters and buffers become everybody's.
+    It replaces `torch.nn.parallel.DistributedDataParallel`, over any backend of `torch.distributed`. On `"phalanx"`
+    gradients lie in memory that the ranks share, and are reduced there. All ranks construct it together, with the same
+    model; all ranks get rank 0's parameters and buffers.
 
-    Arguments are PyTorch's, with these differences: `gradient_as_bucket_view` is True unless you say otherwise, that
-    is, `.grad` is a view of a bucket, whose memory the next backward writes again unless you keep it; it replaces a
-    `.grad` that you assigned; `batched_grad_copy`, `lazy_bucket_allocation` and `dim` change nothing; what is not
-    supported is refused by name. Gradients are averaged once per backward, not once per forward: two forwards and then
-    their two backwards end in the right mean.
+    Arguments are PyTorch's, with these differences. `gradient_as_bucket_view` is True unless you say otherwise: `.grad`
+    is a view of a bucket, whose memory the next backward writes again unless you keep it, and it replaces a `.grad`
+    that you assigned. `batched_grad_copy`, `lazy_bucket_allocation` and `dim` change nothing. An argument that is not
+    supported is refused by name. Gradients are averaged once per backward, not once per forward: two forwards followed
+    by their two backwards give the right mean.
 
-    A process that you fork shares `.grad` with this one: it is not copied on write. Clone before what it shall read.
+    A process that you fork shares `.grad` with this one, because it is not copied on write. Clone before the fork what
+    the child should read.
 
-    Three arguments are ours. `sync_batchnorm`: True lets BatchNorm layers normalize over all ranks' batches
-    (`phalanx.SyncBatchNorm`), "auto" does so if a rank's first batch has fewer than 16 samples, and logs that it did.
-    `check`: the first 3 steps are watched for common mistakes (every rank reads the same batch, say), each of which is
-    one warning in the log of rank 0; `phalanx docs mistakes` leads to the list. False watches nothing.
-    `uneven_inputs`: True lets ranks that have run out of data wait at a collective while the others train on, where all
-    share memory; in the end all come to it, at the same line. It must be asked for: a barrier under
-    `if rank == 0` looks the same.
+    Three arguments are additions of Phalanx. With `sync_batchnorm=True` BatchNorm layers normalize over all ranks'
+    batches (`phalanx.SyncBatchNorm`); with "auto" they do so if a rank's first batch has fewer than 16 samples, and the
+    log says so.
+    With `check` the wrapper looks for common mistakes in the first 3 steps (for example, that every rank reads the same
+    batch), and logs one warning for each on rank 0; `phalanx docs mistakes` leads to the list. False turns this off.
+    With `uneven_inputs=True` ranks that have run out of data wait at the next collective while the others train on, if
+    all of them share memory; in the end all ranks reach that collective, at the same line. You must ask for it, because
+    a barrier under `if rank == 0` looks the same.
 
     Names follow the tree of modules, as in PyTorch: the wrapped module is the child `module`, and the keys of
     `state_dict()` begin with `module.`; `ddp.module.state_dict()` has them without. `load_state_dict` takes both kinds.
@@ -77,8 +79,8 @@ class DistributedDataParallel(JoinInterface, TorchInterface):
 
     Raises:
         ValueError: an argument is refused, or disagrees with the module's devices.
-        RuntimeError: no process group, or no parameter requires a gradient. In forward: a parameter was added or
-            unfrozen since, or backward has left one without a gradient.
+        RuntimeError: there is no process group, or no parameter requires a gradient. In forward: a parameter was added
+            or unfrozen since construction, or backward left one without a gradient.
         MismatchError: the ranks' models or settings differ; raised on all ranks.
 
     Source: Li et al. (2020), PyTorch Distributed: Experiences on Accelerating Data Parallel Training.

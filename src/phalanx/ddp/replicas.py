@@ -19,18 +19,18 @@ _SHOWN = 8  # ranks in a message
 
 
 def check_replicas(model: nn.Module, group: dist.ProcessGroup | None = None, *, buffers: bool | None = None) -> None:
-    """Return on every rank if all hold the same parameters and buffers, bit by bit; else raise on every rank.
+    """Check that all ranks hold the same parameters and buffers, bit by bit; raise on every rank if they do not.
 
     Collective: all ranks of `group` call it, at any time between two steps. A model wrapped in
     DistributedDataParallel is compared over the wrapper's group, without the tensors that the wrapper ignores.
 
     Arguments:
         group: None is the wrapper's group, or all ranks.
-        buffers: whether buffers are compared. None compares them unless a wrapper is going to overwrite them with rank
-            0's at the next forward, which makes it normal that they differ.
+        buffers: whether buffers are compared. None compares them, unless a wrapper overwrites them with rank 0's at the
+            next forward, in which case it is normal that they differ.
 
-    Cost: reads every tensor once, at the speed of memory, and gathers 8 bytes per tensor; a tensor travels only when
-    replicas differ. Without a process group, or alone in it, nothing is done.
+    Cost: reads every tensor once, at the speed of memory, and gathers 8 bytes per tensor; a tensor is sent only when
+    replicas differ. Without a process group, or with one rank, nothing is done.
 
     Raises:
         MismatchError: tensors differ. The message names the first, which ranks have other values than rank 0, and by

@@ -56,7 +56,7 @@ class UnevenInputs:
             raise MismatchError(
                 f"DistributedDataParallel on rank {self._group.rank()}: {name_ranks(absent)} ran out of data after "
                 f"{_steps(num_steps)}, and with ZeroRedundancyOptimizer every rank updates a part of the parameters, "
-                f"which nobody else can. {EVEN_ADVICE}."
+                f"which no other rank can update. {EVEN_ADVICE}."
             )
         if self._said:
             return

@@ -53,36 +53,38 @@ def map_reduce(
         )
         for word, count in counts: ...
 
-    Collective; in a process without a group it does it all. The result is the same, bit by bit, with any number of
-    ranks: it depends on the inputs, the functions, how inputs are split, and `memory_bytes`, which decides where a
-    table is emptied and so how `combine` brackets values.
+    Collective; without a group one process does all the work. The result is the same, bit by bit, with any number of
+    ranks: it depends on the inputs, the functions, how inputs are split, and `memory_bytes`, which decides when a
+    table is emptied and so how `combine` groups values.
 
     Arguments:
-        inputs: a file, a pattern, a list of those (a record is a line), or a sequence (a record is an item; strings
-            and paths as records: `Records([...])`). Every rank must be able to read all of it. `.gz`, `.bz2` and `.xz`
-            are read as what is in them, a file by one task.
-        map: of a record; yields or returns pairs. A record for which it raises is bad and has no effect.
-        reduce: of a key and an iterator over its values, which come in the order of the input; returns a value.
-        combine: of two values of a key; associative. It is used within a map task, so that less is sent; `reduce` then
-            gets one value for each task that has the key, or several; or the sum, where `operator.add`, which costs no
-            call, has integers.
-        partitions: into how many parts the keys are divided, by a hash that is the same everywhere.
-        gather: every rank gets the result of all partitions; else each has those that it has reduced.
-        output: a folder for the result, a file of JSON lines a partition, written by the rank that has it.
-        memory_bytes: what a rank may hold of the data; what is more goes to `spill_folder` (default TMPDIR).
-        split_bytes, split_records: of a map task. By default a 32nd of the input, 1 to 32 MiB or up to 1000 records.
-        encoding: of the lines; None: a record is bytes. A line that cannot be decoded is bad.
-        max_bad_records: with more the job fails, as it does when all are bad; None: any number. By default the first
-            record for which `map`, or reading it, raises ends the job.
-        max_attempts: how often a task may fail (a file that one rank cannot read), on whichever ranks.
+        inputs: a file, a pattern, a list of these (a record is a line), or a sequence (a record is an item; for strings
+            and paths as records use `Records([...])`). Every rank must be able to read all of it. `.gz`, `.bz2` and
+            `.xz` are decompressed, each file by one task.
+        map: gets a record; yields or returns pairs. A record for which it raises is bad and has no effect.
+        reduce: gets a key and an iterator over its values, in the order of the input; returns a value.
+        combine: gets two values of a key; must be associative. It is used within a map task, so that less is sent.
+            `reduce` then gets one or several values for each task that has the key; or the sum, if it is `operator.add`
+            on integers, which is computed without a function call.
+        partitions: into how many parts the keys are divided, by a hash that is the same in every process.
+        gather: every rank gets the result of all partitions; else each rank has those that it has reduced.
+        output: a folder for the result: one file of JSON lines per partition, written by the rank that has it.
+        memory_bytes: how much of the data a rank may hold in memory; the rest goes to `spill_folder` (default TMPDIR).
+        split_bytes, split_records: the size of a map task. By default a 32nd of the input, 1 to 32 MiB or up to 1000
+            records.
+        encoding: the encoding of the lines; None: a record is bytes. A line that cannot be decoded is bad.
+        max_bad_records: with more bad records the job fails, as it does when all are bad; None: any number. By default
+            the first bad record ends the job.
+        max_attempts: how often a task may fail (a file that one rank cannot read), on all ranks together.
         group: the default group by default.
 
-    A rank that is lost: the others do again what only it had, and go on without it. Under `phalanx run`, which ends or
-    replaces ranks itself, call it inside `phalanx.elastic.run`.
+    If a rank is lost, the others repeat the work that only it had, and go on without it. Under `phalanx run`, which
+    ends or replaces ranks itself, call it inside `phalanx.elastic.run`.
 
     Raises:
-        TypeError, ValueError: an argument; a key that cannot be one; keys that cannot be sorted. On every rank.
-        FileNotFoundError: no such input.
+        TypeError, ValueError: an argument; a key of a type that cannot be a key; keys that cannot be sorted. On every
+            rank.
+        FileNotFoundError: there is no such input.
         TaskError: a function failed, too many records were bad, or a task failed too often. On every rank.
         PeerLostError: a rank was lost, and the others cannot go on by themselves.
     """

@@ -74,7 +74,9 @@ class Survivors:
             if store.check([self._key("leads")]):
                 leader = int(store.get(self._key("leads")))
                 if leader in self._ended([leader]):
-                    raise PeerLostError("map_reduce: a rank ended while the others agreed who is left", ranks=(leader,))
+                    raise PeerLostError(
+                        "map_reduce: a rank ended while the others agreed which are left", ranks=(leader,)
+                    )
             time.sleep(_PAUSE_S)
         agreed: list[int] = json.loads(store.get(self._key("members")))
         if me not in agreed:
@@ -132,7 +134,7 @@ class Survivors:
             # A backend that names ranks does so in the numbering of the group that was to be.
             ended = self._ended(members) | {members[rank] for rank in getattr(error, "ranks", ())}
             raise PeerLostError(
-                f"map_reduce: the group of those who are left failed: {error}", ranks=tuple(ended)
+                f"map_reduce: the group of the remaining ranks failed: {error}", ranks=tuple(ended)
             ) from error
         _logger.warning("map_reduce: ranks %s go on, rank %d is now %d of %d", ranks, me, new.rank(), new.size())
         return Team.of(new, persons)

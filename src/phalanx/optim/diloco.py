@@ -30,7 +30,8 @@ class DiLoCo(Rounds):
                 ...                                     # the loop of one process, unchanged
                 inner.step()                            # every 500th also takes the outer step
 
-    Collective, uneven ends and buffers: as `LocalSGD`, which it is with an outer SGD of lr=1 without momentum.
+    Collective calls, uneven ends and buffers are those of `LocalSGD`. With an outer SGD of lr=1 without momentum it
+    computes the same as `LocalSGD`.
 
     Cost: per round, two all_reduces, of 8 bytes a rank and of the parameters' size, and the outer step on every rank.
     Memory: the parameters twice more and the outer optimizer's state, on every rank.
@@ -40,12 +41,12 @@ class DiLoCo(Rounds):
         model: the bare module. DistributedDataParallel over other ranks (those of the host, say) may be around it.
         inner_optimizer, outer_optimizer: both over the model's own parameters, the latter over all that it trains.
         backup_device: where the outer parameters are kept between rounds; None is where the parameters are.
-        process_group: those who train together; the default group if None.
+        process_group: the ranks that train together; the default group if None.
 
     Raises:
-        ValueError: an argument makes no sense, or the same ranks are kept together at every step already.
-        MismatchError: ranks build it differently.
-        PhalanxError: at a round, a rank died or is late: every parameter holds what it held before the round.
+        ValueError: an argument makes no sense, or gradients of the same ranks are averaged at every step already.
+        MismatchError: ranks construct it with different arguments or models.
+        PhalanxError: in a round, a rank died or is late: every parameter holds what it held before the round.
 
     Source: Douillard et al. (2023), DiLoCo: Distributed Low-Communication Training of Language Models; the form of use
     is torchft's.
@@ -98,7 +99,7 @@ class DiLoCo(Rounds):
         return {**super().state_dict(), **self._outer.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from `state_dict`; the model and the inner optimizer are loaded by whoever saved them.
+        """Go on from `state_dict`. You load the model and the inner optimizer yourself.
 
         Raises:
             ValueError: it is of another model; nothing was changed.

@@ -22,18 +22,18 @@ from phalanx.optim.rounds import Rounds
 
 
 class EASGD(Rounds):
-    """Elastic averaging: every `sync_every` steps of `optimizer` replicas and a center draw each other nearer.
+    """Move replicas and a center towards each other (elastic averaging) every `sync_every` steps of `optimizer`.
 
         with phalanx.EASGD(model, optimizer, sync_every=10):
             for inputs, targets in loader:
                 ...                                     # the loop of one process, unchanged
                 optimizer.step()                        # every 10th also takes the elastic step
 
-    Replicas stay apart, which is what it is for: they explore, and the center is the model. At the end of the block all
+    Replicas stay different on purpose: they explore, and the center is the model. At the end of the block all ranks
     have the center. With SGD and Nesterov momentum as `optimizer` it is the paper's EAMSGD.
 
-    Collective, uneven ends and buffers: as `LocalSGD`. A rank that has not stepped since the last round neither pulls
-    the center nor is drawn to it.
+    Collective calls, uneven ends and buffers are those of `LocalSGD`. A rank that has not stepped since the last round
+    does not move the center, and is not moved towards it.
 
     Cost: per round, two all_reduces, of 8 bytes a rank and of the parameters' size.
     Memory: the parameters twice more, on every rank.
@@ -44,12 +44,12 @@ class EASGD(Rounds):
         beta: how far the center goes towards the mean of the replicas in a round, in 0..1; each replica goes
             alpha = beta / (number of ranks) of the way to the center.
         backup_device: where the center is kept between rounds; None is where the parameters are.
-        process_group: those who train together; the default group if None.
+        process_group: the ranks that train together; the default group if None.
 
     Raises:
-        ValueError: an argument makes no sense, or the same ranks are kept together at every step already.
-        MismatchError: ranks build it differently.
-        PhalanxError: at a round, a rank died or is late: every parameter holds what it held before the round.
+        ValueError: an argument makes no sense, or gradients of the same ranks are averaged at every step already.
+        MismatchError: ranks construct it with different arguments or models.
+        PhalanxError: in a round, a rank died or is late: every parameter holds what it held before the round.
 
     Source: Zhang, Choromanska and LeCun (2015), Deep learning with Elastic Averaging SGD; the synchronous form (their
     equations 2.3 and 2.4), with a communication period of `sync_every`.
@@ -98,18 +98,19 @@ class EASGD(Rounds):
 
     @torch.no_grad()
     def finish(self) -> None:
-        """As of `Rounds`: stop counting, and hold the last rounds; all then have the center. Collective."""
+        """Stop counting steps and take part in the last rounds; afterwards all ranks have the center. Collective."""
         super().finish()
         self._center.flat.give()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the center, the same on all ranks, and how far this rank is into its round. Models differ:
-        save each.
+        """Return the center, which is the same on all ranks, and this rank's position in its round.
+
+        The ranks' models differ, so save each of them.
         """
         return {**super().state_dict(), "center_parameters": self._center.cloned()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from `state_dict`; the model and the optimizer are loaded by whoever saved them.
+        """Go on from `state_dict`. You load the model and the optimizer yourself.
 
         Raises:
             ValueError: it is of another model; nothing was changed.

@@ -13,18 +13,19 @@ from phalanx.optim.rounds import Rounds
 
 
 class GossipSGD(Rounds):
-    """Every `sync_every` steps of `optimizer` each rank takes the mean of its parameters with a changing partner's.
+    """Average each rank's parameters with those of a changing partner, every `sync_every` steps of `optimizer`.
 
         with phalanx.GossipSGD(model, optimizer, sync_every=4):
             for inputs, targets in loader:
                 ...                                     # the loop of one process, unchanged
                 optimizer.step()                        # every 4th also takes the mean with the partner
 
-    Who meets whom is a plan that all ranks know: `print(gossip.plan.describe(10))`. Of an odd number one rank stays
-    alone in each round. Models differ between ranks; at the end of the block all take the mean of all.
+    The pairs of each round are a plan that all ranks know: `print(gossip.plan.describe(10))`. If the number of ranks is
+    odd, one rank stays alone in each round. Models differ between ranks; at the end of the block all ranks take the
+    mean of all.
 
-    Collective, uneven ends and buffers: as `LocalSGD`. Of a pair, one that has not stepped since the last round takes
-    over what the other has.
+    Collective calls, uneven ends and buffers are those of `LocalSGD`. In a pair, a rank that has not stepped since the
+    last round takes the other's parameters.
 
     Cost: per round, an all_reduce of 8 bytes a rank, and the parameters' size sent to one rank and received from it,
         whatever the number of ranks.
@@ -34,14 +35,14 @@ class GossipSGD(Rounds):
     Arguments:
         model: the bare module. DistributedDataParallel over other ranks (those of the host, say) may be around it.
         topology: "hypercube": the partners of a recursive doubling, for 2, 4, 8, ... ranks; "random": pairs that are
-            drawn anew for each round. By default the former where it can be.
-        seed: of what is drawn; the same on all ranks.
-        process_group: those who train together; the default group if None.
+            drawn anew for each round. By default "hypercube" if the number of ranks allows it.
+        seed: for the random pairs; the same on all ranks.
+        process_group: the ranks that train together; the default group if None.
 
     Raises:
-        ValueError: an argument makes no sense, or the same ranks are kept together at every step already.
-        MismatchError: ranks build it differently.
-        PhalanxError: at a round, a rank died or is late: every parameter holds what it held before the round.
+        ValueError: an argument makes no sense, or gradients of the same ranks are averaged at every step already.
+        MismatchError: ranks construct it with different arguments or models.
+        PhalanxError: in a round, a rank died or is late: every parameter holds what it held before the round.
 
     Source: Boyd et al. (2006), Randomized gossip algorithms; Daily et al. (2018), GossipGraD.
     """
@@ -95,7 +96,7 @@ class GossipSGD(Rounds):
 
     @torch.no_grad()
     def finish(self) -> None:
-        """As of `Rounds`: stop counting, and hold the last rounds; then all take the mean of all. Collective."""
+        """Stop counting steps and take part in the last rounds; then all ranks have the mean of all. Collective."""
         super().finish()
         self._flat.take()
         self._flat.average(self.process_group, range(self.process_group.size()))

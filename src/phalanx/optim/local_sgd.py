@@ -17,10 +17,11 @@ class LocalSGD(Rounds):
                 ...                                     # the loop of one process, unchanged
                 optimizer.step()                        # every 32nd also takes the mean
 
-    Collective: construction, which makes rank 0's values everybody's; every `sync_every`-th step; the end of the block.
-    Floating buffers, such as the statistics of BatchNorm, are averaged along; the optimizer's state stays each rank's.
-    Ranks may take different numbers of steps: a step that is skipped is not counted, and whoever has no more data waits
-    at the end of the block and takes part. Only ranks that have stepped since the last round count in its mean.
+    Collective: construction, which gives all ranks rank 0's values; every `sync_every`-th step; the end of the block.
+    Floating buffers, such as the statistics of BatchNorm, are averaged too; the optimizer's state stays separate on
+    each rank. Ranks may take different numbers of steps: a step that is skipped is not counted, and a rank that has no
+    more data waits at the end of the block and takes part in the rounds. Only ranks that have stepped since the last
+    round count in its mean.
 
     Cost: per round, two all_reduces, of 8 bytes a rank and of the parameters' size.
     Memory: the parameters and buffers once more, on every rank; in symmetric memory where ranks share memory.
@@ -28,12 +29,12 @@ class LocalSGD(Rounds):
 
     Arguments:
         model: the bare module. DistributedDataParallel over other ranks (those of the host, say) may be around it.
-        process_group: those who take the mean; the default group if None.
+        process_group: the ranks that are averaged; the default group if None.
 
     Raises:
-        ValueError: an argument makes no sense, or the same ranks are kept together at every step already.
-        MismatchError: ranks build it differently.
-        PhalanxError: at a round, a rank died or is late: every parameter holds what it held before the round.
+        ValueError: an argument makes no sense, or gradients of the same ranks are averaged at every step already.
+        MismatchError: ranks construct it with different arguments or models.
+        PhalanxError: in a round, a rank died or is late: every parameter holds what it held before the round.
 
     Source: Stich (2019), Local SGD Converges Fast and Communicates Little; the form of use is torchft's.
     """

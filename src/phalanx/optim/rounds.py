@@ -122,8 +122,8 @@ class Rounds(ABC):
             if parameter.requires_grad and id(parameter) not in trained:
                 raise RuntimeError(
                     f"{self._name}: parameter {name!r} needs a gradient, but was not there or was frozen when "
-                    f"{self._name} was built, so every rank would train its own for ever. Call finish() before "
-                    f"parameters are added or unfrozen, and build {self._name} anew after that, on every rank."
+                    f"{self._name} was constructed, so every rank would train its own copy of it. Call finish() before "
+                    f"you add or unfreeze parameters, and construct {self._name} again afterwards, on every rank."
                 )
 
     def _say(

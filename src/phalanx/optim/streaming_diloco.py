@@ -42,19 +42,21 @@ class _InFlight:
 
 
 class StreamingDiLoCo(Rounds):
-    """DiLoCo in fragments: each takes its outer step every `sync_every` steps, in turns, and its bytes go meanwhile.
+    """DiLoCo on one fragment of the model after the other, whose bytes are sent while training goes on.
 
         inner = torch.optim.AdamW(model.parameters(), lr=4e-4)
         outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
         with phalanx.StreamingDiLoCo(model, inner, outer, sync_every=100, fragments=4, delay=10):
             for inputs, targets in loader:
                 ...                                     # the loop of one process, unchanged
-                inner.step()                            # every 25th gives a fragment, 10 steps later it is taken over
+                inner.step()                            # every 25th sends a fragment, whose result is used 10 steps
+                later
 
-    As many bytes as DiLoCo with the same `sync_every`, of which a fragment's are the most at any time; and where they
-    arrive within `delay` steps nobody waits. With `fragments=1`, `delay=0` and `mix=0` it is DiLoCo.
+    Each fragment takes its outer step every `sync_every` steps. It sends as many bytes as DiLoCo with the same
+    `sync_every`, but never more than a fragment's bytes at once; if they arrive within `delay` steps, no rank waits.
+    With `fragments=1`, `delay=0` and `mix=0` it is DiLoCo.
 
-    Collective, uneven ends and buffers: as `LocalSGD`. The last fragment also has the buffers.
+    Collective calls, uneven ends and buffers are those of `LocalSGD`. The last fragment also has the buffers.
 
     Cost: per fragment, two all_reduces in the background, of 8 bytes a rank and of the fragment's size; the outer step
         on every rank.
@@ -64,22 +66,21 @@ class StreamingDiLoCo(Rounds):
     Arguments:
         model: the bare module. DistributedDataParallel over other ranks (those of the host, say) may be around it.
         inner_optimizer, outer_optimizer: both over the model's own parameters, the latter over all that it trains.
-        fragments: how many, cut in the order of the parameters into parts of nearly the same size; or the modules
-            that are one each, of which every trained parameter belongs to exactly one.
-        delay: steps between giving a fragment and taking over its outer step; less than sync_every / fragments.
-        mix: how much of its own values a rank keeps when it takes over, in 0..1 (the paper's alpha).
+        fragments: how many, cut in the order of the parameters into parts of nearly the same size; or a list of
+            modules, each of which is a fragment; every trained parameter must belong to exactly one.
+        delay: steps between sending a fragment and using its outer step; less than sync_every / fragments.
+        mix: how much of its own values a rank keeps when it uses the result, in 0..1 (the paper's alpha).
         backup_device: where the outer parameters are kept between rounds; None is where the parameters are.
-        process_group: those who train together; the default group if None. What is sent meanwhile has a group of its
-            own, of the same ranks: other collectives do not wait for it.
+        process_group: the ranks that train together; the default group if None. Fragments are sent over a separate
+            group of the same ranks, so other collectives do not wait for them.
 
     Raises:
-        ValueError: an argument makes no sense, or the same ranks are kept together at every step already.
-        MismatchError: ranks build it differently.
-        PhalanxError: when a fragment is given or taken over, a rank died or is late: every parameter holds what it held
-            before.
+        ValueError: an argument makes no sense, or gradients of the same ranks are averaged at every step already.
+        MismatchError: ranks construct it with different arguments or models.
+        PhalanxError: when a fragment is sent or its result is used, a rank died or is late: every parameter holds what
+            it held before.
 
-    Source: Douillard et al. (2025), Streaming DiLoCo with overlapping communication; its quantised gradients are not
-    here.
+    Source: Douillard et al. (2025), Streaming DiLoCo with overlapping communication; without its quantised gradients.
     """
 
     _name = "StreamingDiLoCo"

@@ -124,7 +124,7 @@ class Undo:
         if ours is None or ours.symm_mem.closed:  # a fork must not write into its parent's word
             raise ClosedError(
                 f"ZeroRedundancyOptimizer.step: group {self._group.group_name!r} was destroyed, or this process is a "
-                "fork of a rank. Build the optimizer anew in a group of its own."
+                "fork of a rank. Construct the optimizer again, in a new group."
             )
         if self._failed_at:
             raise RuntimeError(

@@ -44,39 +44,40 @@ _OF_THE_WHOLE = {"params", "param_names"}  # keys of a group that are not option
 
 
 class ZeroRedundancyOptimizer(Optimizer):
-    """Shard `optimizer_class` over the ranks of `process_group`: PyTorch's name, and its arguments.
+    """Shard `optimizer_class` over the ranks of `process_group`, with the name and arguments of PyTorch's class.
 
-    On backend `phalanx`, with all ranks on one host, every parameter moves into memory that the ranks share and takes
-    rank 0's values; each rank updates its part of it, and nothing is sent. On any other group what is returned is
+    On backend `phalanx`, with all ranks on one host, every parameter moves into memory that the ranks share, and takes
+    rank 0's values. Each rank updates its part of it, and nothing is sent. On any other group the call returns
     PyTorch's own class, which gives whole parameters to ranks and broadcasts them.
 
     Collective: construction, `step`, `add_param_group` and `consolidate_state_dict` are called by all ranks.
 
     Numerics: parameters are bitwise those of `optimizer_class` itself on every rank with the same gradients, given one
-    intra-op thread per rank. Element-wise optimizers of torch.optim cut parameters between ranks, all others are given
-    whole ones.
-    Cost: two syncs per step, and of each slice one copy that lets survivors undo the update of a rank that dies.
+    intra-op thread per rank. With element-wise optimizers of torch.optim, parameters are cut between ranks; with all
+    others each rank gets whole parameters.
+    Cost: two synchronizations of the ranks per step, and one copy of each slice, with which survivors undo the update
+    of a rank that dies.
 
-    Whatever else writes into a parameter writes for all ranks: let one rank do it, with a barrier after it. A process
-    that you fork sees every later step as well, since shared memory is not copied on write: clone before the fork what
-    it shall read. `all_reduce` of a parameter is refused.
+    Code that writes into a parameter outside of `step` writes for all ranks: let one rank do it, followed by a barrier.
+    A process that you fork sees every later step as well, because shared memory is not copied on write: clone before
+    the fork what the child should read. `all_reduce` of a parameter is refused.
 
     Arguments:
         params: parameters, named parameters, or groups, as any optimizer takes them; the same on every rank.
         optimizer_class: a class of optimizers; LBFGS is refused.
         process_group: the default group if None.
-        parameters_as_bucket_view: parameters are views of shared memory whether it is set or not.
-        overlap_with_ddp: refused; there is no broadcast to hide.
-        gather_gradients: ours. With False, `DistributedDataParallel` leaves the mean of a large gradient (256 KiB or
-            more) in the slices that this rank updates only, and its own gradient elsewhere: what nobody needs is not
-            written. Clip with this class's `clip_grad_norm_`, and let `zero_grad` set gradients to None; what would
-            go wrong instead is refused. On any other group it changes nothing.
-        offload: ours. With True, parameters stay on the device that they are on, a GPU above all, and are this rank's
-            own. Their masters (float32 for float16 and bfloat16, else of the parameter's dtype) and the optimizer's
-            state lie in the host's memory, once for all its ranks. Each rank copies its slices of the gradients there,
-            beside backward, and updates its slices of the masters on the processor, by torch's fused kernels if
-            `fused` and `foreach` are left out; then all new parameters go back to every device. Whoever changes
-            parameters or gradients in between, by whatever means, is heard. Needs a group of backend `phalanx` whose
+        parameters_as_bucket_view: has no effect; parameters are always views of shared memory.
+        overlap_with_ddp: refused, because there is no broadcast whose time it could hide.
+        gather_gradients: an addition of Phalanx. With False, `DistributedDataParallel` writes the mean of a large
+            gradient (256 KiB or more) only into the slices that this rank updates, and leaves the rank's own gradient
+            in the rest. Clip with this class's `clip_grad_norm_`, and let `zero_grad` set gradients to None; calls that
+            would use wrong values are refused. On any other group it changes nothing.
+        offload: an addition of Phalanx. With True, parameters stay on their device, usually a GPU, and each rank has
+            its own. Their masters (float32 copies of float16 and bfloat16 parameters; else of the parameter's dtype)
+            and the optimizer's state lie in the host's memory, once for all its ranks. `step` copies this rank's slices
+            of the gradients there and updates its slices of the masters on the CPU, by torch's fused kernels if `fused`
+            and `foreach` are left out; then all new parameters are copied to every device. `step` uses the parameters
+            and gradients that it finds, whichever code has changed them. It needs a group of backend `phalanx` whose
             ranks are on one host; with several hosts, pass the group of this host's ranks.
         defaults: options of `optimizer_class`.
 
@@ -85,7 +86,7 @@ class ZeroRedundancyOptimizer(Optimizer):
             same memory.
         MismatchError: ranks pass different parameters.
 
-    Source: Rajbhandari et al. (2020), ZeRO stage 1; parameters once per host are our addition.
+    Source: Rajbhandari et al. (2020), ZeRO stage 1; parameters that exist once per host are an addition of Phalanx.
     """
 
     def __new__(
@@ -365,7 +366,7 @@ class ZeroRedundancyOptimizer(Optimizer):
     # -- when ranks are lost -------------------------------------------------------------------------------------
 
     def keep_state(self) -> None:
-        """From now on what each rank knows of the state outlives it, in memory that the others map. Collective.
+        """Keep each rank's state in memory that the others map, so that it outlives the rank. Collective.
 
         Cost: one more copy of this rank's state in each step, and, while ranks move to another group, of all state.
         """
@@ -401,9 +402,10 @@ class ZeroRedundancyOptimizer(Optimizer):
 
     @torch.no_grad()
     def take_back(self, num_updates: int) -> None:
-        """Have the parameters and the state that were there after so many updates, though the next one counts.
+        """Restore the parameters and the state as they were after this many updates, though the next one counts.
 
-        Not collective: they lie in memory of this rank alone from now on, as others may go on from the next one.
+        Not collective: from now on they lie in memory of this rank alone, because others may go on from the next
+        update.
         """
         if self._undo is not None and self.num_updates > num_updates:
             self._moving = num_updates, self._state_after(num_updates)
@@ -523,10 +525,10 @@ class ZeroRedundancyOptimizer(Optimizer):
 
     @untraced
     def state_dict(self) -> StateDict:
-        """Return the whole state, as the plain optimizer's `state_dict`: it loads there, and into any number of ranks.
+        """Return the whole state, in the form of the plain optimizer's `state_dict`; any number of ranks can load it.
 
         Raises:
-            RuntimeError: the state of now was not consolidated on this rank.
+            RuntimeError: the present state was not consolidated on this rank.
         """
         if not self._consolidated:
             raise RuntimeError(
@@ -541,7 +543,7 @@ class ZeroRedundancyOptimizer(Optimizer):
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Take this rank's part of a whole state: of the plain optimizer, or consolidated on any number of ranks.
 
-        Not collective, but every rank must load the same. Shards go through `merge_state_dicts` first.
+        Not collective, but every rank must load the same. Join shards with `merge_state_dicts` first.
 
         Raises:
             ValueError: it is the state of other groups or parameters.

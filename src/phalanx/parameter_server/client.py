@@ -26,38 +26,43 @@ _INTEGERS = (torch.int64, torch.int32)
 
 
 class ParameterServer:
-    """Parameters on one or several server workers of `phalanx.rpc`, as a trainer sees them.
+    """Parameters on one or several server workers of `phalanx.rpc`, as a trainer uses them.
 
-    Every trainer makes it with the same arguments; the values of the first trainer count. The servers need no code of
-    their own: they call `rpc.init_rpc` and `rpc.shutdown`. A step is a `pull` and a `push`, each one call per server.
+    Every trainer constructs it with the same arguments; the values of the first trainer are used. The servers need no
+    code of their own: they call `rpc.init_rpc` and `rpc.shutdown`. A step is a `pull` and a `push`, each one call per
+    server.
 
-    Synchronous: a step's gradients are averaged over the trainers, in the trainers' order, and applied once. Else each
-    push is applied when it comes, and `max_staleness` bounds how many steps any trainer is ahead of the slowest.
+    Synchronous: a step's gradients are averaged over the trainers, in the trainers' order, and applied once.
+    Asynchronous: each push is applied when it arrives, and `max_staleness` bounds how many steps any trainer is ahead
+    of the slowest.
 
-    Numerics: optimizers that work element by element, or tensor by tensor on dense parameters, make the same bits as in
+    Numerics: optimizers that work element by element, or tensor by tensor on dense parameters, give the same bits as in
     one process with the same gradients. Synchronous training does not depend on timing.
 
     Arguments:
-        servers: names of the workers that hold the parameters. Each dense tensor is whole on one; rows go round.
+        servers: names of the workers that hold the parameters. Each dense tensor is whole on one server; the rows of a
+            table are distributed over all of them in turn.
         trainers: names of the workers that push.
-        dense: tensors by name, for instance `dict(module.named_parameters())`; or groups of them with options of their
-            own, as torch's optimizers take them: `[{"params": base.named_parameters(), "lr": 1e-4}, ...]`.
-        tables: matrices by name, of which a step needs some rows: embeddings; or groups of them.
+        dense: tensors by name, for instance `dict(module.named_parameters())`; or groups of them with their own
+            options, as torch's optimizers take them: `[{"params": base.named_parameters(), "lr": 1e-4}, ...]`.
+        tables: matrices by name, of which a step needs only some rows (embeddings); or groups of them.
         optimizer: makes the servers' optimizer of dense parameters: a class of `torch.optim`, or a `functools.partial`.
-        row_optimizer: that of tables; it has to take sparse gradients (SparseAdam, SGD, Adagrad). Default: `optimizer`.
+        row_optimizer: makes that of tables; it must take sparse gradients (SparseAdam, SGD, Adagrad). Default:
+            `optimizer`.
         synchronous: see above.
-        max_staleness: of asynchronous training, in steps; None is no bound.
+        max_staleness: the bound of asynchronous training, in steps; None is no bound.
         reduction: "mean" or "sum" over the trainers of a synchronous step.
         replicate: keep a second copy of each shard on the next server, which takes over when the first is lost.
-            Default: if there are several servers.
-        name: tells several ParameterServers on the same workers from each other. The next of a name begins when all
-            trainers have closed the one before, for which it waits; without closing it, the same arguments share it.
+            Default: True if there are several servers.
+        name: distinguishes several ParameterServers on the same workers. A second one of the same name waits until all
+            trainers have closed the first; if they do not close it, constructing it with the same arguments shares it.
 
     Raises:
         ValueError, TypeError: the arguments make no sense, or an optimizer cannot be used.
         MismatchError: another trainer has given other arguments.
         PeerLostError: all servers that had a part of the parameters are lost.
-        DeadlineError: a trainer has not closed the one before of this name (it is named), or the first has not come.
+        DeadlineError: a trainer has not closed the previous one of this name (the message names the trainer), or the
+            first trainer has not come.
     """
 
     # For checkpoints: `load_state_dict` that fails has changed nothing, and `state_dict` would wait for the others.
@@ -362,7 +367,7 @@ class ParameterServer:
         return {**join_states(shards), "step": self.step}
 
     def load_state_dict(self, state_dict: State) -> None:
-        """Go on from this state. Every trainer calls it, and it is loaded once all have; that of the first one counts.
+        """Go on from this state. Every trainer calls it; when all have, the state of the first trainer is loaded.
 
         The groups' options are then those of the state on all trainers, as after an optimizer's `load_state_dict`.
 
@@ -377,13 +382,14 @@ class ParameterServer:
             mine = {name: tuple(value.shape) for name, value in own.items()}
             if theirs != mine:
                 raise ValueError(
-                    f"ParameterServer.load_state_dict: the state's {key} parameters are {theirs}, ours are {mine}"
+                    f"ParameterServer.load_state_dict: the state's {key} parameters are {theirs}, this one's {mine}"
                 )
         for kind, groups in state_dict.get("groups", {}).items():
             theirs_in, mine_in = ([one["params"] for one in each] for each in (groups, self._groups_of(kind)))
             if theirs_in != mine_in:
                 raise ValueError(
-                    f"ParameterServer.load_state_dict: the state's groups of {kind} are {theirs_in}, ours are {mine_in}"
+                    f"ParameterServer.load_state_dict: the state's groups of {kind} are {theirs_in}, "
+                    f"this one's {mine_in}"
                 )
             if groups and (misfits := find_misfits(kind, self._optimizers[kind], {"param_groups": groups})):
                 raise ValueError(f"ParameterServer.load_state_dict: {misfits[0]}")
@@ -398,7 +404,10 @@ class ParameterServer:
             one.show(answers[0][1][kind])
 
     def close(self) -> None:
-        """Leave: the others do not wait for this trainer any more. When all have left, the servers let go of it all."""
+        """Leave, so that the others do not wait for this trainer any more.
+
+        When all trainers have left, the servers free the parameters.
+        """
         if not self._closed:
             self._closed = True
             try:

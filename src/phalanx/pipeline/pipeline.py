@@ -59,37 +59,39 @@ class Pipeline(StageModule):
     """Train `module` in stages on the ranks of a group, through which the micro-batches of a mini-batch flow.
 
     Losses, results, gradients and trained weights are those of the whole model in one process that gets the
-    micro-batches one after the other (`phalanx docs pipeline` leads to that loop). Collective: every rank makes its
-    Pipeline, with the same model and arguments, and then calls the same steps. Each keeps the layers of its stages
-    alone: let go of `module`, or build it on the meta device if it is too large for one process.
+    micro-batches one after the other (`phalanx docs pipeline` leads to that loop). Collective: every rank constructs
+    its Pipeline, with the same model and arguments, and then calls the same steps. Each rank keeps only the layers of
+    its stages: delete your reference to `module` afterwards, or build it on the meta device if it is too large for one
+    process.
 
     Arguments:
-        module: an `nn.Sequential`, or another module whose `forward` torch.fx can follow. Its children are the layers
+        module: an `nn.Sequential`, or another module whose `forward` torch.fx can trace. Its children are the layers
             between which it may be cut; a value may skip stages, and a parameter may be used in several.
-        stages: default one on each rank; of the interleaved schedule two, or another multiple.
-        micro_batches: into how many a mini-batch is cut. More of them leave shorter bubbles, and less work in each.
-        schedule: in which order stages work on micro-batches (`phalanx explain pipeline` draws them).
-        balance: where to cut. "time" so that the slowest stage is as fast as can be, "memory" so that the fullest is as
-            empty as can be, by running every layer on `example`; "auto" is "time" if there is an example, else the size
-            of parameters decides. Or numbers of layers for each stage, or names of the modules at which stages begin.
-        checkpoint: of which micro-batches the forward is run again in the backward, instead of keeping what it made.
+        stages: the number of stages. Default: one on each rank; with the interleaved schedule two, or another multiple.
+        micro_batches: the number of parts of a mini-batch. More of them give shorter bubbles, and less work in each.
+        schedule: the order in which stages work on micro-batches (`phalanx explain pipeline` draws it).
+        balance: where to cut. "time": so that the slowest stage is as fast as possible; "memory": so that the fullest
+            stage needs as little memory as possible; both run every layer on `example`. "auto" is "time" if there is an
+            example; else the size of parameters decides. Or numbers of layers for each stage, or names of the modules
+            at which stages begin.
+        checkpoint: the micro-batches whose forward is run again in the backward, instead of keeping its activations.
         loss_fn: called on the last stage with the model's result and the target of a micro-batch. Without one the
             model's result is the loss.
-        loss_reduction: what `loss_fn` does with its samples: then that of the mini-batch is the same of all.
+        loss_reduction: how `loss_fn` combines its samples. The loss of the mini-batch combines them in the same way.
         example: a micro-batch, or a tuple or dict of arguments. Arguments of `forward` that have a default can be given
             to `step` if they are in it; else the default is traced.
-        outputs: who gets the result of an evaluation: the rank of the last stage, or all.
+        outputs: which ranks get the result of an evaluation: the rank of the last stage, or all.
         mesh: a mesh with an axis "pipeline" and, if there are several pipelines, one "data" (`phalanx.mesh`): then
             gradients are averaged over it.
         process_group: the ranks, if there is no mesh; default all.
-        device: where this rank's stages are. Default: where the model is; the CPU if that is the meta device.
-        init_fn: called with name and tensor of what was on the meta device and has no `reset_parameters`.
+        device: the device of this rank's stages. Default: the model's device; the CPU if that is the meta device.
+        init_fn: called with name and tensor for each tensor on the meta device whose module has no `reset_parameters`.
 
     Shape: tensors in inputs and targets have the samples of the mini-batch in their first dimension. The last
-    micro-batches may be smaller; a mini-batch with fewer samples than micro-batches makes fewer.
+    micro-batches may be smaller; a mini-batch with fewer samples than micro-batches makes fewer micro-batches.
 
     Raises:
-        ValueError: an argument makes no sense, or the model can't be cut so; the message names the layer.
+        ValueError: an argument makes no sense, or the model can't be cut in this way; the message names the layer.
         TypeError: an argument is of the wrong kind.
         MismatchError: the ranks' models or arguments differ.
         RuntimeError: there is no process group.
@@ -238,18 +240,21 @@ class Pipeline(StageModule):
     # -- steps ---------------------------------------------------------------------------------------------------
 
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> Tensor:
-        """Forward and backward of a mini-batch, which adds to the parameters' `grad`; its loss, on every rank.
+        """Run forward and backward of a mini-batch, add to the parameters' `grad`, and return the loss on every rank.
 
         Collective. The first rank needs the model's arguments, the last one the target; others may pass them or None.
-        The loss is the mean over all samples (their sum, with loss_reduction="sum"), and over replicas if there are.
+        The loss is the mean over all samples (their sum, with loss_reduction="sum"), and over replicas if there are
+        any.
 
         Shape: inputs and targets (N, ...), the loss ().
-        Cost: beside the model's own work a message per micro-batch and cut; where ranks share memory, without the data.
+        Cost: beside the model's own work, a message per micro-batch and cut; where ranks share memory, without the
+        data.
 
         Raises:
-            ValueError: rows of inputs and targets differ or there are none; a shape differs between micro-batches.
-            TypeError: a layer returns what can't go to the next stage, or the loss is none.
-            PhalanxError: another stage failed; which, in which micro-batch and layer, is in the message.
+            ValueError: inputs and targets have different numbers of rows or none; a shape differs between
+                micro-batches.
+            TypeError: a layer returns a value that can't be sent to the next stage, or the loss is not a tensor.
+            PhalanxError: another stage failed; the message says which, in which micro-batch and layer.
             PeerLostError, DeadlineError: a rank died, or did not answer.
         """
         self._require_usable()
@@ -448,12 +453,12 @@ class Pipeline(StageModule):
     def _require_usable(self) -> None:
         if self._failed:
             raise ClosedError(
-                f"Pipeline: an earlier step failed ({self._failed}), and messages of it are on the way. Make a new "
-                "Pipeline, of a new process group if a rank was lost."
+                f"Pipeline: an earlier step failed ({self._failed}), and its messages may still be on their way. "
+                "Make a new Pipeline, of a new process group if a rank was lost."
             )
         if self._without_values:
             raise RuntimeError(
-                f"Pipeline: the model was built on the meta device, and nobody has given values to "
+                f"Pipeline: the model was built on the meta device, and no values were given to "
                 f"{', '.join(self._without_values)}. Load a state_dict, or give init_fn=."
             )
 
@@ -461,12 +466,12 @@ class Pipeline(StageModule):
 
     @contextlib.contextmanager
     def recorded(self) -> Iterator[Record]:
-        """Record the last step in here: afterwards `recording` of what this gives has every rank's times. Collective.
+        """Record the last step inside this block; its `recording` then has every rank's times. Collective.
 
-        Of a step that fails it has every rank's times, too, up to the cell that failed; only this rank's where another
-        was lost or interrupted.
+        If a step fails, the recording has every rank's times up to the cell that failed; only this rank's if another
+        rank was lost or interrupted.
 
-        Cost: two clocks per layer and micro-batch while it lasts, and an all_gather at the end.
+        Cost: two clock readings per layer and micro-batch, and an all_gather at the end.
         """
         self._record = Record(self._group, self._costs)
         record, failed = self._record, True
@@ -478,7 +483,9 @@ class Pipeline(StageModule):
             record.finish(alone=failed)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """As `torch.nn.utils.clip_grad_norm_` of the whole model; the norm before, on every rank. Collective.
+        """Clip gradients by the norm over the whole model, as `torch.nn.utils.clip_grad_norm_` does. Collective.
+
+        Return the norm before clipping, on every rank.
 
         Raises:
             ValueError: max_norm is below zero.

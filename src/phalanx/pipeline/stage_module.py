@@ -239,8 +239,8 @@ class StageModule(nn.Module):
         groups = self._whole_groups(optimizer)
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ValueError(
-                "Pipeline.optimizer_state_dict: LBFGS keeps a state of all its parameters at once, which is no other "
-                "split's. Save each rank's in a file of its own: optimizer.state_dict()"
+                "Pipeline.optimizer_state_dict: LBFGS keeps one state for all its parameters at once, which does not "
+                "fit another split. Save each rank's optimizer.state_dict() in a separate file"
             )
         if hasattr(optimizer, "consolidate_state_dict"):
             optimizer.consolidate_state_dict(to=0)

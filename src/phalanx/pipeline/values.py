@@ -42,7 +42,7 @@ class Forms:
             for leaf in leaves:
                 if not isinstance(leaf, (Tensor, *_CONSTANTS)):
                     raise TypeError(
-                        f"layer {_maker(part, node)!r} returns something that is no tensor, a {type(leaf).__name__}, "
+                        f"layer {_maker(part, node)!r} returns a {type(leaf).__name__}, which is not a tensor, "
                         f"and a later stage uses it: only tensors, numbers and containers of them can go from stage to "
                         "stage. Return its tensors, or cut elsewhere."
                     )

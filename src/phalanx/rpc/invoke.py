@@ -92,7 +92,7 @@ def remote(
 ) -> RRef[Any]:
     """Call `func` on the worker `to`, where the result stays, and return a reference to it at once.
 
-    What goes wrong is raised by the first use of the reference.
+    If the call fails, the first use of the reference raises the error.
     """
     agent = current.agent()
     member = find_worker(agent, to)

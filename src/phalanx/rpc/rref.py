@@ -199,7 +199,7 @@ class RRef(Generic[T]):
     def _check_open(self) -> None:
         if self._agent.closed:
             raise ClosedError(
-                f"RRef of {self._owner}: this worker was shut down, and let go of all its references. (Cannot call "
+                f"RRef of {self._owner}: this worker was shut down, and released all its references. (Cannot call "
                 "to_here() on it after deletion.)"
             )
 
@@ -293,7 +293,7 @@ def _reduce_rref(rref: RRef[Any], payload: Payload) -> Any:
     agent, to = rref._agent, payload.to
     if agent.closed:  # the process may be a worker again: it is not the one that had the reference
         raise ClosedError(
-            f"RRef of {rref._owner}: this worker was shut down since, and let go of all its references. (Cannot call "
+            f"RRef of {rref._owner}: this worker was shut down since, and released all its references. (Cannot call "
             "fork an UserRRef after deletion.)"
         )
     me = agent.me.uid
@@ -328,7 +328,7 @@ def serve_references(agent: Agent) -> None:
             owned = agent.references.find_or_expect(rref_id)
             if owned is None:
                 raise PhalanxError(
-                    f"RRef: {agent.me} owns no object {rref_id} (any more): whoever handed on the reference was lost."
+                    f"RRef: {agent.me} owns no object {rref_id} (any more): the worker that sent the reference is lost."
                 )
             if fork is not None and parent == owner_uid:  # to ourselves: it was counted on the way only
                 agent.references.drop_fork(rref_id, fork)
@@ -353,7 +353,7 @@ def serve_references(agent: Agent) -> None:
     def announce_fork(holder: WorkerAddress, told: tuple[RRefId, RRefId]) -> None:
         if not agent.references.announce_fork(*told, holder.uid):
             raise PhalanxError(
-                f"RRef: {agent.me} owns no object {told[0]} (any more): whoever handed on the reference was lost."
+                f"RRef: {agent.me} owns no object {told[0]} (any more): the worker that sent the reference is lost."
             )
 
     def drop_forks(holder: WorkerAddress, told: list[tuple[RRefId, RRefId]]) -> None:

@@ -44,15 +44,15 @@ def init_rpc(
     """Make this process the worker `name`, which can call the others and be called by them.
 
     With `world_size` (given, or known from the launcher) all workers start together, and this returns when all have
-    come. Where there is none, workers join and leave as they like; each gives a `rank` of its own.
+    come. Without it, workers join and leave as they like; each gives its own `rank`.
 
     They meet at `rpc_backend_options.init_method`; by default under `phalanx run` in the job's own store, else at
     MASTER_ADDR and MASTER_PORT.
 
     Raises:
-        ValueError, TypeError: the name, rank or options are none.
+        ValueError, TypeError: the name, rank or options are not valid.
         MismatchError: another worker has the name or rank.
-        DeadlineError: some worker did not come within the time-out of a call (at least 300 s).
+        DeadlineError: some worker did not come within the timeout of a call (at least 300 s).
     """
     if not isinstance(name, str):
         raise TypeError(f"init_rpc: a worker's name is a str, got {type(name).__name__}")
@@ -137,15 +137,15 @@ def _open_network(agent: Agent, store: Any) -> WorkerAddress:
 
 
 def shutdown(graceful: bool = True, timeout: float = 0.0) -> None:
-    """Be a worker no more.
+    """Stop being a worker.
 
-    `graceful`: first wait until all calls under way have ended, everywhere; where the number of workers is fixed, until
-    all workers have called this, too. Else the others see this one leave at once. `timeout` (seconds; 0: no limit) is
-    for the wait.
+    With `graceful`, first wait until all calls in progress have ended on all workers; if the number of workers is
+    fixed, until all workers have called this, too. Else the others see this one leave at once. `timeout` (seconds; 0:
+    no limit) is for the wait.
 
     Raises:
         DeadlineError: some worker did not come in time.
-        PeerLostError: one is lost. In both cases this worker is shut down all the same.
+        PeerLostError: a worker is lost. In both cases this worker is shut down all the same.
     """
     agent = current.agent()
     try:

@@ -185,8 +185,9 @@ def options_of(loader: DataLoader[Any]) -> dict[str, Any] | None:
     shuffles = _is_plain(loader.sampler, RandomSampler)
     if not (shuffles or _is_plain(loader.sampler, SequentialSampler)) or other:
         raise ValueError(
-            f"the loader's sampler is a {type(loader.sampler).__name__}, which says itself who gets which sample; only "
-            "those of shuffle=True and shuffle=False can be divided. A phalanx.DistributedSampler is taken as it is"
+            f"the loader's sampler is a {type(loader.sampler).__name__}, which determines itself which rank gets which "
+            "sample; only those of shuffle=True and shuffle=False can be divided. A phalanx.DistributedSampler is used "
+            "as it is"
         )
     return {
         "shuffle": shuffles,

@@ -15,23 +15,24 @@ _WIRE_DTYPES = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Options:
-    """How the ranks of a group that spans hosts talk between them. The same on every rank, but for `interface`.
+    """Options of a group that spans hosts. All but `interface` must be the same on every rank.
 
     Arguments:
-        algorithm: between hosts, by its name in `phalanx explain`; None chooses by cost.
-        wire_dtype: what float32 (and half) sums are rounded to on their way between hosts; they are added up in
-            float32. None sends what is added up.
-        error_feedback: keep what that rounding loses and add it to the next all_reduce of the same tensor.
+        algorithm: the algorithm between hosts, by its name in `phalanx explain`; None chooses the cheapest.
+        wire_dtype: the type to which float32 (and half) sums are rounded when they are sent between hosts; they are
+            added in float32. None sends them as they are.
+        error_feedback: keep the error of that rounding, and add it to the next all_reduce of the same tensor.
         engine: what carries the bytes: "gloo", or "mpi" in a job that mpiexec started.
         interface: the network interface by which other hosts reach this one; None asks the routing table.
-        allow_public_address: between hosts tensors travel neither encrypted nor authenticated, so an address that
-            everybody on the internet can send to is refused; True allows it, and so does the variable
-            PHALANX_ALLOW_PUBLIC_ADDRESS=1. Does not concern MPI and NCCL, which choose for themselves.
-        link: what the choice takes the network between hosts for; None is 30 µs and 1 Gbit/s. Never measured at run
-            time: another algorithm adds up in another order, and a run would not repeat the last one's bits.
+        allow_public_address: between hosts tensors travel neither encrypted nor authenticated, so an address to which
+            the whole internet can send is refused; True allows it, and so does the variable
+            PHALANX_ALLOW_PUBLIC_ADDRESS=1. It has no effect on MPI and NCCL, which choose addresses themselves.
+        link: the latency and bandwidth that the choice of `algorithm` assumes between hosts; None is 30 µs and
+            1 Gbit/s. They are never measured at run time: another algorithm adds in another order, and a run would not
+            repeat the last one's bits.
 
     Raises:
-        ValueError: something here does not exist; all problems at once.
+        ValueError: an option has a value that does not exist; the message has all problems at once.
     """
 
     algorithm: str | None = None

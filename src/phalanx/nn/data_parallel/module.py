@@ -20,35 +20,36 @@ from phalanx.nn.data_parallel.scatter import scatter
 class DataParallel(nn.Module):
     """Cut each batch in parts, run a replica of `module` on each part in a thread, and join the outputs.
 
-    PyTorch's name, arguments and methods, for the CPU: PyTorch's own class calls the module there and does nothing
-    else. On a machine with an accelerator, unless `device_ids` names the CPU, what is returned is PyTorch's own class.
-    `DistributedDataParallel` is faster wherever Python has a part in the time: `phalanx bench dp-vs-ddp` shows by how
-    much, and why.
+    It has the name, arguments and methods of PyTorch's class, for the CPU, where PyTorch's own only calls the module.
+    On a machine with an accelerator, unless `device_ids` names the CPU, the call returns PyTorch's own class.
+    `DistributedDataParallel` is faster if Python takes a part of the time: `phalanx bench dp-vs-ddp` shows by how much,
+    and why.
 
     The replicas share the module's parameters; the sum of their gradients arrives in it, so that a loss over the joined
-    outputs trains as without the wrapper. Replica 0 has the module's buffers: what it does to them (running statistics)
-    stays, what the others do is lost, as is whatever forward does to attributes. Hooks run once per replica, in its
-    thread. The threads have grad mode, inference mode and autocast of the caller, and share its intra-op threads.
+    outputs trains as without the wrapper. Replica 0 uses the module's own buffers, so what it changes in them (running
+    statistics) stays. Changes by other replicas are lost, and so is everything that forward assigns to attributes.
+    Hooks run once per replica, in its thread. The threads have the grad mode, inference mode and autocast of the
+    caller, and share its intra-op threads.
 
-    Random numbers come from the one generator of the CPU, in whatever order the threads ask: with dropout two runs are
-    not the same. What forward reaches other than as a parameter, a buffer or an argument is shared; if it needs a
-    gradient, it must be a leaf.
+    Random numbers come from the one generator of the CPU, in the order in which the threads ask: with dropout two runs
+    are not the same. If forward uses a tensor that is not a parameter, a buffer or an argument, the replicas share it;
+    if it needs a gradient, it must be a leaf.
 
     Shape: tensors in arguments are cut along `dim` as by `torch.chunk`, and outputs are joined along it; a scalar
         output becomes a vector with an entry per replica, with a warning. A batch smaller than the number of replicas
         leaves some without work.
-    Cost: replicas are made anew in each forward (`phalanx.nn.data_parallel.replicate`); gradients exist once per
+    Cost: replicas are made in each forward (`phalanx.nn.data_parallel.replicate`); gradients exist once per
         replica during backward.
     Numerics: gradients are those of `module` on the whole batch, up to rounding; sums are in the order of replicas.
 
     Arguments:
-        module: what is replicated, on the CPU.
+        module: the module to replicate, on the CPU.
         device_ids: `["cpu", "cpu"]`, one per replica, or a number of replicas; None: one per intra-op thread.
         output_device: the CPU, or None.
-        dim: along which arguments are cut.
+        dim: the dimension along which arguments are cut.
 
     Raises:
-        ValueError: an argument makes no sense; a tensor can't be cut; replicas returned different forms.
+        ValueError: an argument makes no sense; a tensor can't be cut; replicas returned outputs of different structure.
         TypeError: an output can't be joined, or a compiled module replicated.
         RuntimeError: the module is not on the CPU, or backward is called with create_graph=True.
     """

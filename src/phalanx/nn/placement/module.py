@@ -75,40 +75,40 @@ def place(
     split_points: Sequence[str] = (),
     output_device: DeviceId | None = None,
 ) -> M:
-    """Share the layers of `module` out over several devices of this process, as `.to(device)` does for one.
+    """Distribute the layers of `module` over several devices of this process, as `.to(device)` does for one.
 
         model = phalanx.nn.place(model, ["cuda:0", "cuda:1"], (tokens,))
         model = phalanx.nn.place(model, {"cuda:0": "10 GiB", "cuda:1": "6 GiB"}, (tokens,), optimizer_state=2)
         print(model.placement)
 
-    Each layer is run and measured, alone; then it is decided where to cut, parameters and buffers are moved, and from
-    then on forward brings every value to the device on which it is needed, and backward the gradients. The module
-    stays the same object with the same names, so optimizers and checkpoints need not know. What it computes is what it
-    computed.
+    Each layer is run and measured by itself. Then `place` decides where to cut, and moves parameters and buffers. From
+    then on forward moves every value to the device on which it is needed, and backward the gradients. The module
+    stays the same object with the same names, so optimizers and checkpoints need no change, and it computes the same
+    values as before.
 
     Arguments:
-        devices: in the order in which the layers are to go over them; every one gets at least a layer. Or how much
-            each may hold, in bytes or as '10 GiB': then as few are used as hold the model.
+        devices: in the order of the layers; every device gets at least one layer. Or how much each device may hold, in
+            bytes or as '10 GiB': then only as many are used as are needed to hold the model.
         example: arguments of forward, a tuple (or keyword arguments, a dict), of the size that will be used.
-        balance: what is to be alike on the devices, "memory" or "time"; or how many layers each gets.
-        training: whether gradients and what backward needs count as memory.
+        balance: what to make equal on the devices, "memory" or "time"; or how many layers each gets.
+        training: whether gradients and the activations for backward count as memory.
         optimizer_state: how many numbers the optimizer keeps for each parameter: 1 with momentum, 2 for Adam.
-        split_points: dotted names of modules at which it may be cut, too; by default its children, and those of every
-            nn.Sequential.
-        output_device: where the result is brought to; by default it stays where it is made.
+        split_points: dotted names of modules at which the model may be cut, too; by default its children, and those of
+            every nn.Sequential.
+        output_device: the device of the result; by default it stays where it was computed.
 
-    Cost: four times forward and backward for measuring. Then a transfer wherever a value crosses, once for each
-    device that needs it. The devices work one after another: that makes room, not speed (`phalanx.Pipeline` lets them
-    overlap).
+    Cost: four times forward and backward for measuring. Then one transfer for each value and each other device that
+    needs it. The devices work one after another, so this gives more memory, not more speed (in `phalanx.Pipeline` they
+    work at the same time).
 
     Raises:
-        ValueError: the model cannot be followed, cut or fitted; the message names the layer.
-        TypeError: it is no module, or `devices` is not several.
+        ValueError: the model cannot be traced, cut or fitted; the message names the layer.
+        TypeError: it is not a module, or `devices` are not several.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"place takes an nn.Module, got a {type(module).__name__}")
     if isinstance(module, Placed):
-        raise ValueError("place: the module is placed already; make it anew, or place it once")
+        raise ValueError("place: the module is placed already; construct it again before you place it again")
     rooms = read_rooms(devices)
     args, kwargs = _arguments(example)
     given = tuple(given_arguments(module, example))
