@@ -35,6 +35,11 @@ def test_a_program_given_as_a_script_is_pointed_out() -> None:
     assert "use --no-python" in problem("script", "sh")
 
 
+def test_a_script_behind_the_word_python_is_told_to_stand_alone() -> None:
+    """A fresh reader typed `phalanx run python train.py`, and was told to use --no-python."""
+    assert "Leave 'python3' out" in problem("script", "python3")
+
+
 def test_a_file_given_as_a_module_is_pointed_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every rank started, and failed in the words of runpy."""
     monkeypatch.chdir(tmp_path)

@@ -67,7 +67,10 @@ def _find_script_problem(path: str) -> str | None:
             source = file.read()
     except FileNotFoundError:
         program = _which(path)
-        advice = f" To run the program {program}, use --no-python." if program else _suggest_neighbour(path)
+        if program and os.path.basename(path).startswith("python"):
+            advice = f" Leave {path!r} out: scripts are run with {sys.executable} without it."
+        else:
+            advice = f" To run the program {program}, use --no-python." if program else _suggest_neighbour(path)
         return f"script {path!r}: no such file in {os.getcwd()}.{advice}"
     except OSError as error:
         return f"script {path!r}: cannot be read: {error.strerror}. Look at its permissions: ls -l {path}"
