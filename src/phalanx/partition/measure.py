@@ -77,7 +77,8 @@ def bind(layers: LayerList, args: Sequence[Any], kwargs: Mapping[str, Any]) -> d
         names = list(inspect.signature(layers.root.forward).parameters)[: len(names)]
     if len(args) > len(names):
         raise ValueError(
-            f"{type(layers.root).__name__} takes {len(names)} arguments ({', '.join(names)}), got {len(args)}"
+            f"{type(layers.root).__name__}.forward takes {len(names)} argument{'s' * (len(names) != 1)} "
+            f"({', '.join(names)}), got {len(args)}. (To a Pipeline's step, pass the target by name: target=.)"
         )
     given = dict(zip(names, args, strict=False))
     if wrong := [name for name in kwargs if name not in names or name in given]:
