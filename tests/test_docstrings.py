@@ -21,7 +21,7 @@ REFUSED = {
 
 # Where the public names are listed; what c10d calls of a process group is public, too.
 ROOMS = ["", "backend", "checkpoint", "data", "ddp", "ddp/hooks", "nn", "optim"]
-PROCESS_GROUP = {"ProcessGroupCollectives", "ProcessGroupMessages"}
+PROCESS_GROUP = {"ProcessGroupCoalesced", "ProcessGroupCollectives", "ProcessGroupMessages"}
 
 Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 

@@ -13,9 +13,9 @@ from torch.nn import functional
 import phalanx
 from phalanx.pipeline import frames
 from phalanx.pipeline.awaited import plan_receives
+from phalanx.pipeline.edges import Edge
 from phalanx.pipeline.frames import HEADER_BYTES, MOST_BYTES, Frames
 from phalanx.pipeline.schedule import SCHEDULES, plan_schedule
-from phalanx.pipeline.wire import Edge
 from phalanx.testing import run_ranks
 
 

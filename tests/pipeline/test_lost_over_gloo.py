@@ -15,9 +15,10 @@ from torch import nn
 from torch.nn import functional
 
 import phalanx
+from phalanx.pipeline.edges import Edge
 from phalanx.pipeline.meeting import Meeting
 from phalanx.pipeline.schedule import SCHEDULES, plan_schedule
-from phalanx.pipeline.wire import Edge, Wire
+from phalanx.pipeline.wire import Wire
 from phalanx.testing import run_ranks
 
 MICRO_BATCHES = 4

@@ -238,3 +238,18 @@ def _kind_of(value: Any) -> str:
     if isinstance(value, _LISTED):
         return f"{type(value).__name__} of {', '.join(sorted({_kind_of(item) for item in value})) or 'nothing'}"
     return type(value).__name__
+
+
+def arguments_of_allreduce(tensors: Any, opts: Any, timeout: Any, op: Any, tensor: Any) -> tuple[Any, Any]:
+    """Return the list of tensors and the options of a call of `allreduce`, in whichever of PyTorch's forms it
+    was made.
+    """
+    if type(opts) is c10d.AllreduceOptions and isinstance(tensors, list) and timeout is op is tensor is None:
+        return tensors, opts
+    if isinstance(tensors, Tensor) and tensor is None:  # by position
+        tensors, tensor = None, tensors
+    if op is None and opts is not None and not isinstance(opts, c10d.AllreduceOptions):
+        op, opts = opts, None
+    given = {"tensors": tensors, "tensor": tensor, "opts": opts, "op": op, "timeout": timeout}
+    listed, options = resolve("allreduce", (), {name: value for name, value in given.items() if value is not None})
+    return listed, options

@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from phalanx.partition.parts import Part
+from phalanx.pipeline.edges import Edge
 from phalanx.pipeline.progress import StepProgress
 from phalanx.pipeline.schedule import Action
 from phalanx.pipeline.stage import Stage
-from phalanx.pipeline.wire import AHEAD, Edge, Wire
+from phalanx.pipeline.wire import AHEAD, Wire
 
 
 class Awaited(NamedTuple):

@@ -15,6 +15,7 @@ from phalanx.diagnostics.step_notes import note_wait
 from phalanx.errors import DeadlineError, PeerLostError, summary_of
 from phalanx.pipeline.awaited import Awaited, ReceivesAhead, plan_receives
 from phalanx.pipeline.batchnorm import MiniBatchStatistics
+from phalanx.pipeline.edges import Edge, StageFailedError, StageLostError, StepPlan
 from phalanx.pipeline.failure import describe_failure, draw_failure, with_note
 from phalanx.pipeline.micro_batch_random import MicroBatchRandom
 from phalanx.pipeline.nested import tree_map
@@ -22,7 +23,7 @@ from phalanx.pipeline.progress import StepFailure, StepProgress
 from phalanx.pipeline.schedule import Action, Schedule
 from phalanx.pipeline.stage import Stage, flat_tensors
 from phalanx.pipeline.values import Forms
-from phalanx.pipeline.wire import Edge, StageFailedError, StageLostError, StepPlan, Wire
+from phalanx.pipeline.wire import Wire
 
 
 @dataclass(frozen=True)

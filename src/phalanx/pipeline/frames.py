@@ -12,13 +12,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from phalanx.pipeline.wire import Edge
+from phalanx.pipeline.edges import Edge
 
 WORDS = 64
 HEADER_BYTES = 8 * WORDS

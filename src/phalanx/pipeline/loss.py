@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from phalanx.pipeline import micro_batches as batches
-from phalanx.pipeline.wire import StepPlan
+from phalanx.pipeline.edges import StepPlan
 
 
 class Loss:

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from phalanx.backend.torch_integration.groups import phalanx_group
 from phalanx.errors import DeadlineError, PeerLostError, PhalanxError, message_of
+from phalanx.pipeline.edges import StageFailedError, StageLostError
 from phalanx.pipeline.failure import with_note
 from phalanx.pipeline.meeting import FAREWELL_S, Meeting, meets_by_messages
-from phalanx.pipeline.wire import StageFailedError, StageLostError
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _ENDED_ALONE = (

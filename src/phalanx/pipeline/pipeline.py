@@ -30,6 +30,7 @@ from phalanx.pipeline.cut import (
     split_points,
 )
 from phalanx.pipeline.cut_agreement import agree_on_cut, require_same_cut
+from phalanx.pipeline.edges import StageFailedError, StageLostError, StepPlan
 from phalanx.pipeline.execute import Executor, Work
 from phalanx.pipeline.loss import Loss
 from phalanx.pipeline.materialize import materialize
@@ -43,7 +44,7 @@ from phalanx.pipeline.stage import Stage
 from phalanx.pipeline.stage_module import StageModule
 from phalanx.pipeline.tied import TiedGradients, find_ties, parameters_of
 from phalanx.pipeline.values import share_result
-from phalanx.pipeline.wire import StageFailedError, StageLostError, StepPlan, Wire
+from phalanx.pipeline.wire import Wire
 
 
 class _Made:

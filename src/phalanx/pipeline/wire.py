@@ -17,9 +17,8 @@ import pickle
 from array import array
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -28,13 +27,15 @@ from torch import Tensor
 from phalanx.backend.pickles import pickle_authenticator
 from phalanx.backend.shared import shares_memory, sharing_group
 from phalanx.deadline import Deadline
-from phalanx.errors import MismatchError, PeerLostError, PhalanxError
+from phalanx.errors import MismatchError, PhalanxError
+from phalanx.pipeline.edges import Edge, StageFailedError, StageLostError, StepPlan
 from phalanx.pipeline.failure import with_note
+from phalanx.pipeline.forms import Array, Form
 from phalanx.pipeline.frames import HEADER_BYTES, WORDS, Frames, aligned, end_of, nbytes_of, tensor_in
 from phalanx.pipeline.meeting import FAREWELL_S, meets_by_messages, outlive
 from phalanx.pipeline.nested import tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
 from phalanx.transport.authentication import PickleStream
-from phalanx.transport.memory_order import Strides, find_strides, flatten, restore
+from phalanx.transport.memory_order import find_strides, flatten, restore
 
 if TYPE_CHECKING:
     from phalanx.backend.lending import Lending
@@ -55,61 +56,8 @@ _WORD = 2**31
 _CPU = torch.device("cpu")
 
 
-class Edge(NamedTuple):
-    """Messages from one stage to another; `backward` if they are gradients. Each has its own order."""
-
-    source: int
-    target: int
-    backward: bool = False
-
-
-class StepPlan(NamedTuple):
-    """What all stages must know of a step: its micro-batches, the rows of this one and of all.
-
-    `seed`: that of this micro-batch. `has_state`: some stage has drawn numbers; then the first of the values is the
-    state of the generators after that. `micro_batch`: its number, which the sender alone knows.
-    """
-
-    micro_batches: int
-    rows: int
-    all_rows: int
-    seed: int = 0
-    has_state: bool = False
-    micro_batch: int = 0
-
-
-class StageFailedError(PhalanxError):
-    """Another stage failed, and told."""
-
-
-class StageLostError(PeerLostError):
-    """Another stage has lost a peer, and told."""
-
-
-@dataclass(frozen=True)
-class _Form:
-    """Values without their data: `leaves` has an `_Array` for each tensor, or a constant.
-
-    `tree` is empty if the values are the leaves.
-    """
-
-    tree: str
-    leaves: tuple[Any, ...]
-
-    def encode(self) -> bytes:
-        return pickle.dumps(self)
-
-
-class _Array(NamedTuple):
-    dtype: torch.dtype
-    trailing: tuple[int, ...]
-    is_scalar: bool
-    needs_grad: bool
-    strides: Strides | None
-
-
 _Sent = dict[Edge, tuple[Any, list[Any]]]
-_Received = dict[Edge, tuple[_Form, Any]]
+_Received = dict[Edge, tuple[Form, Any]]
 
 
 class Wire:
@@ -183,7 +131,7 @@ class Wire:
         for leaf in leaves:
             if isinstance(leaf, Tensor):
                 strides = find_strides(leaf)
-                described.append(_Array(leaf.dtype, tuple(leaf.shape[1:]), leaf.dim() == 0, next(wanted), strides))
+                described.append(Array(leaf.dtype, tuple(leaf.shape[1:]), leaf.dim() == 0, next(wanted), strides))
                 rows.append(0 if leaf.dim() == 0 else leaf.shape[0])
                 tensors.append(flatten(leaf, strides))
             else:
@@ -191,7 +139,7 @@ class Wire:
         news = b""
         if self._sent.get(edge) != (tree, described):
             self._sent[edge] = (tree, described)
-            form = _Form("" if tree is None else treespec_dumps(tree), tuple(described))
+            form = Form("" if tree is None else treespec_dumps(tree), tuple(described))
             pickles, news = pickle_authenticator(self._group), form.encode()
             if pickles is not None:
                 news = pickles.send(news, self._stream(edge))
@@ -307,13 +255,13 @@ class Wire:
         header, step, parts = self._header(edge)
         if header[1]:
             pickles, news = pickle_authenticator(self._group), parts.take_bytes(header[1])
-            form: _Form = pickle.loads(news if pickles is None else pickles.receive(news, self._stream(edge)))
+            form: Form = pickle.loads(news if pickles is None else pickles.receive(news, self._stream(edge)))
             self._forms[edge] = form, treespec_loads(form.tree) if form.tree else None
         form, tree = self._forms[edge]
         words = iter(header[_FIXED:])
         leaves: list[Any] = []
         for leaf in form.leaves:
-            if isinstance(leaf, _Array):
+            if isinstance(leaf, Array):
                 rows, place = next(words), next(words)
                 shape = leaf.trailing if leaf.is_scalar else (rows, *leaf.trailing)
                 flat = self._take(place, shape if leaf.strides is None else (math.prod(shape),), leaf.dtype, parts)

@@ -15,7 +15,8 @@ from phalanx.backend.pickles import pickle_authenticator
 from phalanx.elastic.hand_over import hand_over
 from phalanx.errors import PhalanxError
 from phalanx.mapreduce.team import Team
-from phalanx.pipeline.wire import Edge, StepPlan, Wire
+from phalanx.pipeline.edges import Edge, StepPlan
+from phalanx.pipeline.wire import Wire
 from phalanx.testing import why_no_hosts
 from phalanx.transport.authentication import PickleAuthenticator, PickleStream
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from phalanx.backend.process_group.collectives import ProcessGroupCollectives
+from phalanx.backend.process_group.coalesced import ProcessGroupCoalesced
 from phalanx.backend.process_group.messages import ProcessGroupMessages
 
 __all__ = ["PhalanxProcessGroup"]
 
 
-class PhalanxProcessGroup(ProcessGroupCollectives, ProcessGroupMessages):
+class PhalanxProcessGroup(ProcessGroupCoalesced, ProcessGroupMessages):
     """The backend "phalanx", made by `init_process_group("phalanx")`, not by hand."""

@@ -14,7 +14,6 @@ from phalanx.backend.arguments import (
     ArgumentError,
     check_alike,
     check_list,
-    check_one_type,
     check_parts,
     check_root,
     check_sparse,
@@ -26,7 +25,7 @@ from phalanx.backend.arguments import (
 )
 from phalanx.backend.dynamo import untraced
 from phalanx.backend.memoryless import FakeCall, nothing_done
-from phalanx.backend.overloads import resolve
+from phalanx.backend.overloads import arguments_of_allreduce
 from phalanx.backend.process_group.base import ProcessGroupBase
 from phalanx.backend.process_group.entry import entry_point
 from phalanx.backend.process_group.observed import early_modes, is_recorded, num_modes, profiler, record, transform
@@ -35,7 +34,7 @@ from phalanx.dtypes import REAL_CODES
 from phalanx.errors import DeadlineError
 from phalanx.transport import sparse
 from phalanx.transport.base import CallContext, Collectives
-from phalanx.transport.several import can_combine, combined, copy_to_others, unshared, unshared_one, unshared_steps
+from phalanx.transport.several import can_combine, combined, copy_to_others, unshared, unshared_one
 from phalanx.transport.tensors import is_plain, nbytes, write_back
 
 c10d: Any = dist.distributed_c10d  # whose stubs lack what is used here
@@ -82,7 +81,7 @@ class ProcessGroupCollectives(ProcessGroupBase):
         if (
             num_modes() or early_modes[0] is not None or transform() is not None or profiler._is_profiler_enabled
         ) and not is_recorded():
-            seen: Work = record(self, "allreduce", _arguments_of_allreduce(tensors, opts, timeout, op, tensor))
+            seen: Work = record(self, "allreduce", arguments_of_allreduce(tensors, opts, timeout, op, tensor))
             return seen
         # The call that everybody makes, without a detour: a sum of one plain tensor that is waited for. The general
         # way below does the same in three times the time.
@@ -101,7 +100,7 @@ class ProcessGroupCollectives(ProcessGroupBase):
             ):
                 self.transport.sum_in_place(only, real, timeout_of(opts, self._timeout_s), calling_site())
                 return self._done
-        tensors, opts = _arguments_of_allreduce(tensors, opts, timeout, op, tensor)
+        tensors, opts = arguments_of_allreduce(tensors, opts, timeout, op, tensor)
         if not tensors:
             raise ArgumentError("all_reduce: requires non-empty tensor list")
         if any(map(_is_sparse, tensors)):
@@ -148,22 +147,6 @@ class ProcessGroupCollectives(ProcessGroupBase):
         """
         ctx = self._call_context(None, 4)
         return self.in_order(lambda: sparse.add_up(self.transport, tensor, ctx, divisor=self._size))
-
-    @entry_point
-    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
-        """Reduce each tensor from its values before the call, even if tensors share memory."""
-        if not tensors:
-            raise ArgumentError("all_reduce_coalesced: requires non-empty tensor list")
-        checked = check_one_type(tensors, "all_reduce_coalesced", written=True)
-        code, factor = reduction_of(opts.reduceOp, checked[0].dtype, "all_reduce_coalesced")
-
-        def run(ctx: CallContext) -> None:
-            sources = unshared_steps(checked, [[t] for t in checked])
-            for tensor, source in zip(checked, sources, strict=True):
-                self.carrier.all_reduce(source, code, ctx, factor=factor)
-                copy_to_others([tensor], source)
-
-        return self._carry_out(run, opts, checked)
 
     @entry_point
     def broadcast(self, tensors: Any, opts: Any = None) -> Work:
@@ -278,52 +261,6 @@ class ProcessGroupCollectives(ProcessGroupBase):
     _allgather_base = all_gather_single
 
     @entry_point
-    def all_gather_single_coalesced(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
-    ) -> Work:
-        """As one all_gather_single per pair."""
-        _check_pairs(outputs, inputs, "all_gather_into_tensor")
-        for output, tensor in zip(outputs, inputs, strict=True):
-            check_tensor(output, "all_gather_into_tensor", written=True)
-            check_tensor(tensor, "all_gather_into_tensor")
-            check_parts(output, tensor, self._size, "all_gather_into_tensor", ("the output", "the input"))
-
-        def run(ctx: CallContext) -> None:
-            for output, tensor in zip(outputs, unshared_steps(inputs, [[t] for t in outputs]), strict=True):
-                self._gather_single(output, tensor, ctx)
-
-        return self._carry_out(run, opts, list(outputs))
-
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
-
-    @entry_point
-    def allgather_coalesced(self, output_lists: Any, input_list: Sequence[Tensor], opts: Any = None) -> Work:
-        """output_lists[r][i] becomes rank r's input_list[i]."""
-        if len(output_lists) != self._size:
-            raise ArgumentError(
-                f"all_gather_coalesced: output lists should be equal to world size: there are {len(output_lists)}, the "
-                f"group has {self._size} ranks"
-            )
-        by_tensor = [
-            check_list(
-                [outputs[i] for outputs in output_lists],
-                self._size,
-                tensor,
-                "all_gather_coalesced",
-                "output_lists",
-                written=True,
-            )
-            for i, tensor in enumerate(check_tensor(t, "all_gather_coalesced") for t in input_list)
-        ]
-
-        def run(ctx: CallContext) -> None:
-            for tensor, outputs in zip(unshared_steps(input_list, by_tensor), by_tensor, strict=True):
-                (source,) = unshared([tensor], outputs, own=(0, self._rank, 0))
-                self.carrier.gather(outputs, source, ctx)
-
-        return self._carry_out(run, opts, [t for outputs in output_lists for t in outputs])
-
-    @entry_point
     def gather(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Work:
         """On the root output_tensors[0][r] becomes rank r's input."""
         root = check_root(opts, self._size, "gather", "dst")
@@ -424,28 +361,6 @@ class ProcessGroupCollectives(ProcessGroupBase):
     _reduce_scatter_base = reduce_scatter_single
 
     @entry_point
-    def reduce_scatter_single_coalesced(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
-    ) -> Work:
-        """As one reduce_scatter_single per pair."""
-        _check_pairs(outputs, inputs, "reduce_scatter_tensor")
-        codes = []
-        for output, tensor in zip(outputs, inputs, strict=True):
-            check_tensor(output, "reduce_scatter_tensor", written=True)
-            check_tensor(tensor, "reduce_scatter_tensor")
-            check_parts(tensor, output, self._size, "reduce_scatter_tensor", ("the input", "the output"))
-            codes.append(reduction_of(opts.reduceOp, output.dtype, "reduce_scatter_tensor"))
-
-        def run(ctx: CallContext) -> None:
-            sources = unshared_steps(inputs, [[t] for t in outputs])
-            for output, tensor, (code, factor) in zip(outputs, sources, codes, strict=True):
-                self._reduce_scatter_single(output, tensor, code, factor, ctx)
-
-        return self._carry_out(run, opts, list(outputs))
-
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
-
-    @entry_point
     def alltoall(self, output_tensors: Sequence[Tensor], input_tensors: Sequence[Tensor], opts: Any = None) -> Work:
         """output_tensors[r] becomes rank r's input_tensors[rank]; sizes may differ from pair to pair."""
         if not input_tensors:
@@ -521,36 +436,6 @@ class ProcessGroupCollectives(ProcessGroupBase):
             self._carry_out(lambda ctx: self.transport.barrier(ctx), opts, []).wait()
         except DeadlineError as error:
             raise _in_torchs_words(error, self._rank, wait_all_ranks=wait_all_ranks) from None
-
-    def _start_coalescing(self, device: torch.device) -> None:
-        """Nothing to open: operations inside the block are carried out as they come."""
-
-    def _end_coalescing(self, device: torch.device) -> Work:
-        """Over when all operations of the block are."""
-        return self._carry_out(lambda ctx: None, None, [])
-
-
-def _arguments_of_allreduce(tensors: Any, opts: Any, timeout: Any, op: Any, tensor: Any) -> tuple[Any, Any]:
-    """Return the list of tensors and the options of a call of `allreduce`, in whichever of PyTorch's forms it
-    was made.
-    """
-    if type(opts) is c10d.AllreduceOptions and isinstance(tensors, list) and timeout is op is tensor is None:
-        return tensors, opts
-    if isinstance(tensors, Tensor) and tensor is None:  # by position
-        tensors, tensor = None, tensors
-    if op is None and opts is not None and not isinstance(opts, c10d.AllreduceOptions):
-        op, opts = opts, None
-    given = {"tensors": tensors, "tensor": tensor, "opts": opts, "op": op, "timeout": timeout}
-    listed, options = resolve("allreduce", (), {name: value for name, value in given.items() if value is not None})
-    return listed, options
-
-
-def _check_pairs(outputs: Sequence[Tensor], inputs: Sequence[Tensor], operation: str) -> None:
-    if len(outputs) != len(inputs):
-        raise ArgumentError(
-            f"{operation}: requires input/output tensor lists to have the same length, got {len(inputs)} inputs and "
-            f"{len(outputs)} outputs"
-        )
 
 
 def _is_sparse(tensor: Any) -> bool:

@@ -1,0 +1,123 @@
+"""Several collectives in one call, as c10d's `_coalesced` operations and its coalescing manager ask for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from phalanx.backend.arguments import ArgumentError, check_list, check_one_type, check_parts, check_tensor, reduction_of
+from phalanx.backend.dynamo import untraced
+from phalanx.backend.process_group.collectives import ProcessGroupCollectives
+from phalanx.backend.process_group.entry import entry_point
+from phalanx.transport.base import CallContext
+from phalanx.transport.several import copy_to_others, unshared, unshared_steps
+
+Work = dist.Work
+
+
+@untraced
+class ProcessGroupCoalesced(ProcessGroupCollectives):
+    """The operations of several tensors, each as one operation after another, from the values before the call."""
+
+    @entry_point
+    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
+        """Reduce each tensor from its values before the call, even if tensors share memory."""
+        if not tensors:
+            raise ArgumentError("all_reduce_coalesced: requires non-empty tensor list")
+        checked = check_one_type(tensors, "all_reduce_coalesced", written=True)
+        code, factor = reduction_of(opts.reduceOp, checked[0].dtype, "all_reduce_coalesced")
+
+        def run(ctx: CallContext) -> None:
+            sources = unshared_steps(checked, [[t] for t in checked])
+            for tensor, source in zip(checked, sources, strict=True):
+                self.carrier.all_reduce(source, code, ctx, factor=factor)
+                copy_to_others([tensor], source)
+
+        return self._carry_out(run, opts, checked)
+
+    @entry_point
+    def all_gather_single_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
+    ) -> Work:
+        """As one all_gather_single per pair."""
+        _check_pairs(outputs, inputs, "all_gather_into_tensor")
+        for output, tensor in zip(outputs, inputs, strict=True):
+            check_tensor(output, "all_gather_into_tensor", written=True)
+            check_tensor(tensor, "all_gather_into_tensor")
+            check_parts(output, tensor, self._size, "all_gather_into_tensor", ("the output", "the input"))
+
+        def run(ctx: CallContext) -> None:
+            for output, tensor in zip(outputs, unshared_steps(inputs, [[t] for t in outputs]), strict=True):
+                self._gather_single(output, tensor, ctx)
+
+        return self._carry_out(run, opts, list(outputs))
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    @entry_point
+    def allgather_coalesced(self, output_lists: Any, input_list: Sequence[Tensor], opts: Any = None) -> Work:
+        """output_lists[r][i] becomes rank r's input_list[i]."""
+        if len(output_lists) != self._size:
+            raise ArgumentError(
+                f"all_gather_coalesced: output lists should be equal to world size: there are {len(output_lists)}, the "
+                f"group has {self._size} ranks"
+            )
+        by_tensor = [
+            check_list(
+                [outputs[i] for outputs in output_lists],
+                self._size,
+                tensor,
+                "all_gather_coalesced",
+                "output_lists",
+                written=True,
+            )
+            for i, tensor in enumerate(check_tensor(t, "all_gather_coalesced") for t in input_list)
+        ]
+
+        def run(ctx: CallContext) -> None:
+            for tensor, outputs in zip(unshared_steps(input_list, by_tensor), by_tensor, strict=True):
+                (source,) = unshared([tensor], outputs, own=(0, self._rank, 0))
+                self.carrier.gather(outputs, source, ctx)
+
+        return self._carry_out(run, opts, [t for outputs in output_lists for t in outputs])
+
+    @entry_point
+    def reduce_scatter_single_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
+    ) -> Work:
+        """As one reduce_scatter_single per pair."""
+        _check_pairs(outputs, inputs, "reduce_scatter_tensor")
+        codes = []
+        for output, tensor in zip(outputs, inputs, strict=True):
+            check_tensor(output, "reduce_scatter_tensor", written=True)
+            check_tensor(tensor, "reduce_scatter_tensor")
+            check_parts(tensor, output, self._size, "reduce_scatter_tensor", ("the input", "the output"))
+            codes.append(reduction_of(opts.reduceOp, output.dtype, "reduce_scatter_tensor"))
+
+        def run(ctx: CallContext) -> None:
+            sources = unshared_steps(inputs, [[t] for t in outputs])
+            for output, tensor, (code, factor) in zip(outputs, sources, codes, strict=True):
+                self._reduce_scatter_single(output, tensor, code, factor, ctx)
+
+        return self._carry_out(run, opts, list(outputs))
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        """Nothing to open: operations inside the block are carried out as they come."""
+
+    def _end_coalescing(self, device: torch.device) -> Work:
+        """Over when all operations of the block are."""
+        return self._carry_out(lambda ctx: None, None, [])
+
+
+def _check_pairs(outputs: Sequence[Tensor], inputs: Sequence[Tensor], operation: str) -> None:
+    if len(outputs) != len(inputs):
+        raise ArgumentError(
+            f"{operation}: requires input/output tensor lists to have the same length, got {len(inputs)} inputs and "
+            f"{len(outputs)} outputs"
+        )

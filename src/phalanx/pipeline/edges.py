@@ -1,0 +1,38 @@
+"""The edges between stages, what all stages know of a step, and how a stage hears that another one failed."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from phalanx.errors import PeerLostError, PhalanxError
+
+
+class Edge(NamedTuple):
+    """Messages from one stage to another; `backward` if they are gradients. Each has its own order."""
+
+    source: int
+    target: int
+    backward: bool = False
+
+
+class StepPlan(NamedTuple):
+    """What all stages must know of a step: its micro-batches, the rows of this one and of all.
+
+    `seed`: that of this micro-batch. `has_state`: some stage has drawn numbers; then the first of the values is the
+    state of the generators after that. `micro_batch`: its number, which the sender alone knows.
+    """
+
+    micro_batches: int
+    rows: int
+    all_rows: int
+    seed: int = 0
+    has_state: bool = False
+    micro_batch: int = 0
+
+
+class StageFailedError(PhalanxError):
+    """Another stage failed, and told."""
+
+
+class StageLostError(PeerLostError):
+    """Another stage has lost a peer, and told."""

@@ -1,0 +1,36 @@
+"""The form of values that go from stage to stage: how they nest, and what each tensor is like."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from phalanx.transport.memory_order import Strides
+
+
+@dataclass(frozen=True)
+class Form:
+    """Values without their data: `leaves` has an `Array` for each tensor, or a constant.
+
+    `tree` is empty if the values are the leaves.
+    """
+
+    tree: str
+    leaves: tuple[Any, ...]
+
+    def encode(self) -> bytes:
+        """Return it as bytes, which only an authenticated receiver reads."""
+        return pickle.dumps(self)
+
+
+class Array(NamedTuple):
+    """A tensor without its data: all dimensions but the first, and the strides of what is not contiguous."""
+
+    dtype: torch.dtype
+    trailing: tuple[int, ...]
+    is_scalar: bool
+    needs_grad: bool
+    strides: Strides | None
