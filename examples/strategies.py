@@ -47,7 +47,7 @@ for epoch in range(args.epochs):
 
 strategy.finish()  # replicas that train apart (local_sgd, ...) come together
 result = strategy.evaluate(images[-300:])  # None where another rank has it
-if result is not None:
+if result is not None and strategy.replica_id_in_sync_group == 0:  # one rank prints: the last stage's in a pipeline
     accuracy = (result.argmax(1) == labels[-300:]).float().mean()
     print(
         f"{type(strategy).__name__}, {strategy.num_replicas_in_sync} replicas: test accuracy {accuracy:.4f}", flush=True

@@ -82,6 +82,22 @@ def test_the_first_failure_is_told_last_with_its_traceback() -> None:
     )
 
 
+def test_consequences_that_differ_by_a_number_are_one_line_and_other_exit_codes_another() -> None:
+    reports = {
+        rank: Report(
+            rank, 100 + rank, float(rank), ("ValueError",), f"ValueError: sample {17 * rank}", "train.py:3", ""
+        )
+        for rank in range(5)
+    }
+    exits = {rank: ended(rank, 7 if rank == 4 else 1, 9.0) for rank in range(5)}
+    text = describe_failures(decide_failures(exits, reports, {}), 5, "box")
+    assert text.splitlines()[:3] == [
+        "After it, and probably because of it:",
+        "  ranks 1, 2, 3: ValueError: sample 17 at train.py:3 (exit code 1); the numbers are rank 1's",
+        "  rank 4: ValueError: sample 68 at train.py:3 (exit code 7)",
+    ]
+
+
 def test_a_fatal_signal_is_told_with_its_name_and_dump_without_our_frames() -> None:
     dump = (
         "Fatal Python error: Segmentation fault\n\nCurrent thread 0x1 (most recent call first):\n"

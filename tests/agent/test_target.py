@@ -31,6 +31,12 @@ def test_a_missing_script_suggests_its_neighbour(tmp_path: Path) -> None:
     assert f"Did you mean '{tmp_path}/train.py'?" in problem("script", tmp_path / "trian.py")
 
 
+def test_a_name_that_is_not_near_is_not_suggested(tmp_path: Path) -> None:
+    for name in ("tensors.py", "rain_data.py", "plan.py"):
+        (tmp_path / name).touch()
+    assert "Did you mean" not in problem("script", tmp_path / "trian.py")
+
+
 def test_a_program_given_as_a_script_is_pointed_out() -> None:
     assert "use --no-python" in problem("script", "sh")
 

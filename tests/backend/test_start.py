@@ -12,7 +12,8 @@ import pytest
 import torch.distributed as dist
 from tests.system.phalanx_command import run, write_script
 
-from phalanx.backend.start import explain_unlaunched, is_default
+import phalanx
+from phalanx.backend.start import explain_unlaunched, is_default, refuse_unknown_backend
 
 UNNAMED = """
 import os, sys
@@ -108,3 +109,28 @@ def test_a_process_without_a_script_gets_an_example(argv) -> None:
 def test_the_name_and_the_signature_are_torchs_own() -> None:
     assert dist.init_process_group.__module__ == "torch.distributed.distributed_c10d"
     assert dist.init_process_group is dist.distributed_c10d.init_process_group is dist.device_mesh.init_process_group
+
+
+@pytest.mark.parametrize("given", ["phalnax", "cpu:phalnax", "cpu:gloo,cuda:Phalnax"])
+def test_a_backend_that_nobody_has_registered_is_refused_with_the_near_name(given) -> None:
+    """torch said `AssertionError: Unknown backend type phalnax`, and not which there are."""
+    with pytest.raises(ValueError, match=r"no backend 'phalnax'\. Did you mean 'phalanx'\? torch knows .*'gloo'"):
+        refuse_unknown_backend(given)
+
+
+def test_init_refuses_it_too() -> None:
+    with pytest.raises(ValueError, match=r"phalanx\.init: there is no backend 'phalnax'\. Did you mean 'phalanx'"):
+        phalanx.init("phalnax")
+
+
+@pytest.mark.parametrize("given", ["gloo", "GLOO", "cpu:gloo,cuda:nccl", "phalanx", "undefined", None, ""])
+def test_a_backend_that_torch_knows_is_left_to_torch(given) -> None:
+    refuse_unknown_backend(given)
+
+
+def test_a_mistyped_backend_ends_a_job_with_that_error(tmp_path) -> None:
+    script = write_script(tmp_path, "import torch.distributed as dist\ndist.init_process_group('phalnax')\n")
+    finished = run("--nproc-per-node", "2", script)
+    assert finished.code == 1
+    assert "ValueError: init_process_group: there is no backend 'phalnax'. Did you mean 'phalanx'?" in finished.err
+    assert "AssertionError" not in finished.err

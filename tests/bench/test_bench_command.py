@@ -30,6 +30,8 @@ def test_a_comparison_is_printed_as_json_and_drawn(tmp_path):
     assert all(one["explanation"] for one in told["comparisons"])
     assert ET.fromstring(file.read_text(encoding="utf-8")).tag.endswith("svg")
     assert f"Drawn into {file}." in result.stderr
+    # The seconds before the result were silent where stderr is no terminal.
+    assert "round 1 of 1: many-small, DataParallel" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -295,6 +295,11 @@ def test_wrong_arguments_are_refused_before_anything_is_read():
         ({"spill_folder": "/nowhere"}, ValueError, "spill_folder '/nowhere' is no folder"),
         ({"inputs": "/nowhere"}, FileNotFoundError, "there is no file '/nowhere'"),
         ({"inputs": 5}, TypeError, "inputs is a int"),
+        (
+            {"inputs": {0: "a"}},
+            TypeError,
+            r"inputs is a dict, .* Give list\(inputs.items\(\)\): a record is then a pair",
+        ),
     ]:
         with pytest.raises(error, match=told):
             call(**wrong)

@@ -316,6 +316,15 @@ def test_wrong_arguments_are_refused_at_the_door_on_every_rank():
         assert len(heard) == count
 
 
+@pytest.mark.parametrize(("word", "ours"), [("chunks", "micro_batches"), ("n_microbatches", "micro_batches")])
+def test_another_librarys_word_for_an_argument_names_ours(word, ours):
+    """`Pipeline(model, chunks=8)`, as of torchgpipe, ended in Python's "unexpected keyword argument"."""
+    with pytest.raises(
+        TypeError, match=f"Pipeline takes no argument '{word}': it is called {ours} here, as in {ours}=8"
+    ):
+        phalanx.Pipeline(nn.Sequential(nn.Linear(2, 2)), **{word: 8})
+
+
 def test_a_wrong_target_or_loss_is_told_by_its_rank():
     def train(rank, world_size, kind):
         model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))

@@ -445,6 +445,9 @@ def test_wrong_names_numbers_and_devices_are_refused():
     for call, words in [
         (lambda: strategies.get("ddp"), "no strategy 'ddp'; you may mean 'mirrored': it is 'auto' or one of 'single_d"),
         (lambda: strategies.get("miror"), "no strategy 'miror'; you may mean 'mirrored'"),
+        (lambda: strategies.get("MirroredStrategy"), "no strategy 'MirroredStrategy'; you may mean 'mirrored'"),
+        (lambda: strategies.get("tf.distribute.MultiWorkerMirroredStrategy"), "may mean 'multi_worker_mirrored'"),
+        (lambda: strategies.get("Diloco"), "you may mean 'diloco'"),
         (lambda: strategies.get("fsdp"), "you may mean 'sharded' with shard='model'"),
         (lambda: strategies.MirroredStrategy(0), "devices must be 1 or more, got 0"),
         (lambda: strategies.MirroredStrategy(["cpu:0", "oven"]), "devices=.*oven"),

@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from tests.system.phalanx_command import WAIT, Running, run, start, write_script
+from tests.system.phalanx_command import WAIT, Running, run, said_by, start, write_script
 
 # A rank with all kinds of descendants: a child, a daemon in a session of its own, and one that refuses to go.
 FAMILY = """
@@ -85,6 +85,54 @@ def test_keyboard_interrupt_runs_the_scripts_own_clean_up(tmp_path: Path) -> Non
     assert finished.by_rank == [(0, "saved"), (1, "saved")]
     assert finished.code == 0  # as `python script.py` would return
     assert "stopping 2 ranks, with 10 s to end by themselves (again: kill at once)" in finished.err
+
+
+LOOP = f"""
+def train():
+    {WAIT}
+
+print("ready")
+train()
+"""
+
+
+def test_ctrl_c_is_told_in_a_line_and_not_in_a_traceback_of_each_rank(tmp_path: Path) -> None:
+    with start(
+        "run", "--no-preload", "--log-dir", str(tmp_path), "--nproc-per-node", "2", write_script(tmp_path, LOOP)
+    ) as running:
+        running.read_until_all("ready", 2)
+        running.process.send_signal(signal.SIGINT)
+        finished = running.finish()
+    assert finished.code == 130
+    assert "Traceback" not in finished.err
+    assert finished.err.splitlines()[-1] == (
+        "phalanx run: stopped by SIGINT (interrupted); ranks 0, 1 at script.py:3 (--traceback shows tracebacks)"
+    )
+    assert "KeyboardInterrupt" in (tmp_path / "rank_1.log").read_text()  # what was printed is in the log
+
+
+def test_with_traceback_ctrl_c_shows_where_each_rank_was(tmp_path: Path) -> None:
+    with start("run", "--no-preload", "--traceback", "--nproc-per-node", "2", write_script(tmp_path, LOOP)) as running:
+        running.read_until_all("ready", 2)
+        running.process.send_signal(signal.SIGINT)
+        finished = running.finish()
+    assert finished.code == 130
+    said = [line for line in finished.err.splitlines() if line.endswith("] KeyboardInterrupt")]
+    assert {rank for line in said for rank in said_by(line)} == {0, 1}
+    assert finished.err.splitlines()[-1] == "phalanx run: stopped by SIGINT (interrupted)"
+
+
+def test_a_failure_after_ctrl_c_is_shown(tmp_path: Path) -> None:
+    script = write_script(
+        tmp_path,
+        f"try:\n    print('ready')\n    {WAIT}\n"
+        "except KeyboardInterrupt:\n    raise OSError('no room to save') from None\n",
+    )
+    with start("run", "--no-preload", "--nproc-per-node", "1", script) as running:
+        running.read_until_all("ready", 1)
+        running.process.send_signal(signal.SIGINT)
+        finished = running.finish()
+    assert "OSError: no room to save" in finished.err
 
 
 def test_a_rank_that_ignores_ctrl_c_is_killed_after_the_grace_period(tmp_path: Path) -> None:

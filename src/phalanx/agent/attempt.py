@@ -245,6 +245,8 @@ class Attempt:
             return
         if report.traceback and self.state.phase in ("running", "settling"):
             self.host.display.expect(report.rank, report.traceback)
+        elif report.traceback and not self.plan.settings.traceback and self.state.is_stopped_by_user(report):
+            self.host.display.expect(report.rank, report.traceback, quiet=True)
         self.do(self.state.on_report(report, time.monotonic()))
 
     def on_rank_message(self, rank: int, pid: int, message: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ from phalanx.diagnostics.rank_list import name_ranks
 from phalanx.processes import name_signal
 
 _MAX_LINES = 12
+_MAX_PLACES = 3  # in the line on a job that the user has stopped
 
 
 def describe_losses(losses: Sequence[LostRank]) -> str:
@@ -36,14 +37,27 @@ def describe_overdue(state: Supervision) -> str:
     )
 
 
-def describe_signal_end(state: Supervision) -> str:
-    """One line on how a job ended that was told to stop."""
+def describe_signal_end(state: Supervision, *, traceback: bool = False) -> str:
+    """One line on how a job ended that was told to stop; `traceback`: where the ranks were has been shown."""
     assert state.interrupted is not None
     name = name_signal(state.interrupted)
     if not state.killed:
-        return f"phalanx run: stopped by {name}"
+        return f"phalanx run: stopped by {name}{'' if traceback else _describe_places(state)}"
     ranks = ", ".join(str(rank) for rank in state.killed)
     return (
         f"phalanx run: stopped by {name}; rank{'s' * (len(state.killed) > 1)} {ranks} did not end within "
         f"{state.grace_s:g} s and had to be killed (--grace gives them more)"
     )
+
+
+def _describe_places(state: Supervision) -> str:
+    """Return where the ranks were when the user's signal came, as far as they have told it."""
+    places: dict[str, list[int]] = {}
+    for rank, report in sorted(state.reports.items()):
+        if report.place and state.is_stopped_by_user(report):
+            places.setdefault(report.place, []).append(rank)
+    if not places:
+        return ""
+    told = [f"{name_ranks(ranks)} at {place}" for place, ranks in list(places.items())[:_MAX_PLACES]]
+    more = f", {len(places) - _MAX_PLACES} more places" if len(places) > _MAX_PLACES else ""
+    return f"; {', '.join(told)}{more} (--traceback shows tracebacks)"

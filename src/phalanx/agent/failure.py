@@ -11,6 +11,7 @@ from math import isfinite
 from phalanx.diagnostics.rank_list import name_ranks
 from phalanx.inspect.stacks.dump import without_launcher
 from phalanx.loss_detection import SILENT_DEATH_LAG_S
+from phalanx.output.held_tracebacks import without_numbers
 from phalanx.processes import name_signal
 
 # How much later than its cause a silent death (a signal, os._exit) may be seen: the kernel closes the dying rank's
@@ -179,14 +180,11 @@ def describe_failures(
     lines = []
     if others or stopped or abandoned:
         lines.append("After it, and probably because of it:")
-        same: dict[str, list[int]] = {}
-        for failure in others:
-            same.setdefault(summarise(failure), []).append(failure.rank)
+        lines += [f"  {name_ranks(ranks)}: {how}" for ranks, how in _fold(others)]
         if stopped:
-            same["stopped by phalanx run"] = stopped
+            lines.append(f"  {name_ranks(stopped)}: stopped by phalanx run")
         if abandoned:
-            same["not started any more"] = list(abandoned)
-        lines += [f"  {name_ranks(ranks)}: {how}" for how, ranks in same.items()]
+            lines.append(f"  {name_ranks(list(abandoned))}: not started any more")
         lines.append("")
     if first.loss is not None:
         ranks = [failure.rank for failure in failures if failure.loss == first.loss]
@@ -203,6 +201,21 @@ def describe_failures(
     if first.report and "BdbQuit" in first.report.types:
         lines += ["", _HOW_TO_DEBUG]
     return "\n".join(lines)
+
+
+def _fold(failures: Sequence[Failure]) -> list[tuple[list[int], str]]:
+    """Return ranks, and what they say; those that say the same at one place, but for numbers, are one."""
+    folded: dict[tuple[bytes, str], tuple[list[int], list[str]]] = {}
+    for failure in failures:
+        text, said = summarise(failure), failure.report.summary if failure.report is not None else ""
+        key = without_numbers(said.encode(errors="replace")), text.removeprefix(said)
+        ranks, texts = folded.setdefault(key, ([], []))
+        ranks.append(failure.rank)
+        texts.append(text)
+    return [
+        (ranks, texts[0] if len(set(texts)) == 1 else f"{texts[0]}; the numbers are rank {ranks[0]}'s")
+        for ranks, texts in folded.values()
+    ]
 
 
 def summarise(failure: Failure) -> str:

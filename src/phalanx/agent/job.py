@@ -200,7 +200,7 @@ def _conclude(plan: JobPlan, host: Host, attempt: Attempt, flight: Flight) -> in
         text = describe_flight(flight.groups, flight.ended_ns, waited_s=_HANG_S)
         if text:
             host.display.say(text)
-        host.display.say(describe_signal_end(state))
+        host.display.say(describe_signal_end(state, traceback=plan.settings.traceback))
         # ranks that took the signal as a wish, saved their work and returned 0 have succeeded
         ended_well = state.finished and not any(end.status for end in state.exits.values())
         return 0 if ended_well else 128 + state.interrupted

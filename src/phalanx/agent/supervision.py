@@ -102,6 +102,10 @@ class Supervision:
         """The failed ranks, the first cause in front."""
         return decide_failures(self.exits, self.reports, self.sent, self.lost)
 
+    def is_stopped_by_user(self, report: Report) -> bool:
+        """Whether a rank tells of nothing but the end that the user has asked for: by Ctrl-C, or by a peer's end."""
+        return self.interrupted is not None and not {"KeyboardInterrupt", "PeerLostError"}.isdisjoint(report.types)
+
     def on_started(self, rank: int) -> None:
         """Note that the process of `rank` exists."""
         self.started.add(rank)

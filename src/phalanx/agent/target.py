@@ -11,6 +11,8 @@ from typing import Literal
 
 Kind = Literal["script", "module", "program"]
 
+_NEAR = 0.75  # of difflib's ratio: two letters exchanged in a name of five
+
 
 @dataclass(frozen=True)
 class Target:
@@ -115,9 +117,11 @@ def _find_module_problem(name: str) -> str | None:
 
 
 def _suggest_neighbour(path: str) -> str:
+    """Return the script in the same folder whose name is near; the endings, which are alike, do not count."""
     import difflib
 
     folder = os.path.dirname(path) or "."
     names = os.listdir(folder) if os.path.isdir(folder) else []
-    near = difflib.get_close_matches(os.path.basename(path), [name for name in names if name.endswith(".py")], n=1)
-    return f" Did you mean {os.path.join(os.path.dirname(path), near[0])!r}?" if near else ""
+    stems = [name.removesuffix(".py") for name in names if name.endswith(".py")]
+    near = difflib.get_close_matches(os.path.basename(path).removesuffix(".py"), stems, n=1, cutoff=_NEAR)
+    return f" Did you mean {os.path.join(os.path.dirname(path), f'{near[0]}.py')!r}?" if near else ""

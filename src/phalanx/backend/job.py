@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore
 
 from phalanx.backend.rendezvous import join, join_siblings, ranks_per_gpu
+from phalanx.backend.start import refuse_unknown_backend
 from phalanx.coordination.launchers import Launch, find_incomplete_environment, find_launch
 from phalanx.deadline import Deadline
 from phalanx.log import get_logger, warn_once
@@ -68,6 +69,7 @@ def init(
     Raises:
         ValueError: a variable or argument says that this process is one of several, but not its rank, or not where the
             ranks meet.
+        ValueError: torch knows no such backend.
         DeadlineError: some rank never came; the message names it.
     """
     limit = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
@@ -76,6 +78,7 @@ def init(
     launch = None
     if not dist.is_initialized():
         name = backend or "phalanx"
+        refuse_unknown_backend(name, "phalanx.init")
         if rank is not None and world_size is not None:
             _join_as(name, rank, world_size, init_method, limit)
         elif "RANK" in os.environ or init_method is not None or name == "mpi":  # MPI knows who we are, also alone

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import inspect
 import os
 import sys
@@ -25,6 +26,30 @@ def init_process_group(original: Callable[..., None], *args: Any, **kwargs: Any)
     if is_default(os.environ, call.arguments.get("device_id"), _accelerator(), _carried()):
         call.arguments["backend"] = NAME
     original(*call.args, **call.kwargs)
+
+
+def refuse_unknown_backend(backend: object, called: str = "init_process_group") -> None:
+    """Refuse the name of a backend that nobody has registered: torch ends at it with an AssertionError.
+
+    Arguments:
+        backend: a name, or pairs such as "cpu:gloo,cuda:nccl"; nothing else is looked at.
+        called: the function that was given it.
+
+    Raises:
+        ValueError: torch knows no such backend.
+    """
+    if not isinstance(backend, str):
+        return
+    known = dist.Backend.backend_list
+    for name in (part.rpartition(":")[2].strip().lower() for part in backend.split(",")):
+        if name and name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            meant = f" Did you mean {near[0]!r}?" if near else ""
+            names = ", ".join(repr(one) for one in sorted(known) if one != dist.Backend.UNDEFINED)
+            raise ValueError(
+                f"{called}: there is no backend {name!r}.{meant} torch knows {names}; one of another package "
+                "is known once that package is imported."
+            )
 
 
 @contextlib.contextmanager

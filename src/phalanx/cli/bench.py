@@ -114,7 +114,9 @@ def _collectives(device: str, world_size: int, rounds: int, in_json: bool) -> No
         raise click.UsageError(problem)
     where = f"{min(gpus, world_size)} x {torch.cuda.get_device_name(0)}" if device == "cuda" else "the CPU"
     try:
-        seconds = collectives.measure(world_size, device, rounds)
+        with _Progress() as progress:
+            progress.say(f"five collectives of 4 KiB to 64 MiB, {world_size} ranks on {where}, {rounds} rounds each")
+            seconds = collectives.measure(world_size, device, rounds)
     except RankFailed as failure:
         raise click.ClickException(str(failure)) from failure
     told = (
@@ -153,19 +155,21 @@ def _link(rounds: int, in_json: bool) -> None:
 
 
 class _Progress:
-    """One line on a terminal that says what is being measured, gone when it is over."""
+    """What is being measured, on stderr: one line on a terminal, gone when it is over; a line for each elsewhere."""
 
     def __init__(self) -> None:
-        self._shown = sys.stderr.isatty()
+        self._redraws = sys.stderr.isatty()
 
     def say(self, text: str) -> None:
-        """Show `text` in the place of what was shown before."""
-        if self._shown:
+        """Show `text`, on a terminal in the place of what was shown before."""
+        if self._redraws:
             click.echo(f"\r\x1b[K{text}", nl=False, err=True)
+        else:
+            click.echo(text, err=True)
 
     def __enter__(self) -> _Progress:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._shown:
+        if self._redraws:
             click.echo("\r\x1b[K", nl=False, err=True)

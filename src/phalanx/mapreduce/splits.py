@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
@@ -83,6 +83,11 @@ def names_files(inputs: Any) -> bool:
         return True
     if isinstance(inputs, list | tuple) and inputs and all(isinstance(one, str | os.PathLike) for one in inputs):
         return True
+    if isinstance(inputs, Mapping):
+        raise TypeError(
+            f"map_reduce: inputs is a {type(inputs).__name__}, whose items have no positions to divide between ranks. "
+            "Give list(inputs.items()): a record is then a pair (key, value)."
+        )
     if isinstance(inputs, bytes) or not (hasattr(inputs, "__len__") and hasattr(inputs, "__getitem__")):
         raise TypeError(
             f"map_reduce: inputs is a {type(inputs).__name__}. Give a path, a pattern such as 'text/*.txt', a list of "

@@ -6,8 +6,8 @@ import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from phalanx.output.echo import Echo
 from phalanx.output.fold import Folder
+from phalanx.output.held_tracebacks import HeldTracebacks
 from phalanx.output.screen import CLEAR_BELOW, format_prefix, plan_status
 from phalanx.output.text import encode
 from phalanx.output.writer import Writer
@@ -37,7 +37,7 @@ class Display:
         self._redraw_at: float | None = None
         self._redrawn_at = 0.0
         self._prefixes: dict[frozenset[int], bytes] = {}
-        self._echoes: dict[int, Echo] = {}  # rank -> what it is about to print and was told to us already
+        self._held = HeldTracebacks()
         self._told: set[str] = set()  # what cannot be written, said once
 
     def begin(self, ranks: Iterable[int]) -> None:
@@ -78,8 +78,8 @@ class Display:
 
     def show(self, rank: int, stream: int, lines: Sequence[bytes], status: bytes) -> None:
         """`rank` has printed `lines` to its stdout (1) or stderr (2), behind which stands `status`."""
-        if stream == 2 and rank in self._echoes:
-            lines = [shown for line in lines for shown in self._echoes[rank].feed(line)]
+        if stream == 2:
+            lines = self._held.feed(rank, lines)
         now = time.monotonic()
         for line in lines:
             self._folder.add(rank, stream, line, now)
@@ -123,23 +123,19 @@ class Display:
             self._told.add(what)
             self.say(text)
 
-    def expect(self, rank: int, traceback: str) -> None:
-        """`rank` is about to print `traceback`: keep it back. The log files get it."""
-        self._echoes.setdefault(rank, Echo(encode(traceback)))
+    def expect(self, rank: int, traceback: str, *, quiet: bool = False) -> None:
+        """`rank` is about to print `traceback`: keep it back, for good if `quiet`. The log files get it."""
+        self._held.expect(rank, traceback, quiet=quiet)
 
     def release(self, first: int | None) -> None:
-        """Show what was kept back, except of rank `first`, which will be told at the end, and what is equal to that."""
-        told = self._echoes[first].text if first in self._echoes else None
+        """Show what was kept back, except of rank `first`, which will be told at the end, and what is like that."""
         now = time.monotonic()
-        for rank, echo in list(self._echoes.items()):
-            if echo.text != told:
-                for line in echo.release():
-                    self._folder.add(rank, 2, line, now)
-                del self._echoes[rank]
+        for rank, line in self._held.release(first):
+            self._folder.add(rank, 2, line, now)
 
     def forget(self) -> None:
         """Let go of what is still kept back: it was told."""
-        self._echoes.clear()
+        self._held.forget()
 
     def _show_lines(self, now: float) -> None:
         lines = self._folder.release(now)

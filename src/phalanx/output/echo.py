@@ -17,6 +17,11 @@ class Echo:
         self._at = 0  # so many of them have come
         self._over = False
 
+    @property
+    def over(self) -> bool:
+        """Whether nothing is kept any more: it was released, or came otherwise than it was told."""
+        return self._over
+
     def feed(self, line: bytes) -> list[bytes]:
         """Return the lines to show now that `line` has come."""
         if self._over or self._at == len(self._lines):

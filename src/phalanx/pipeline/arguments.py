@@ -2,14 +2,40 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from phalanx.pipeline.cut import check_balance
 
+_Make = TypeVar("_Make", bound=Callable[..., Any])
+
+# Words of torchgpipe, torch.distributed.pipelining and Megatron for arguments of a Pipeline.
+_ELSEWHERE = {
+    "chunks": "micro_batches",
+    "n_microbatches": "micro_batches",
+    "num_microbatches": "micro_batches",
+    "num_stages": "stages",
+}
 _CHECKPOINTS = ("never", "except_last", "always")
+
+
+def names_our_arguments(make: _Make) -> _Make:
+    """Let a call with another library's word for an argument end in a TypeError that says ours."""
+
+    @functools.wraps(make)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        for word in kwargs.keys() & _ELSEWHERE.keys():
+            ours = _ELSEWHERE[word]
+            raise TypeError(
+                f"Pipeline takes no argument {word!r}: it is called {ours} here, as in {ours}={kwargs[word]!r}"
+            )
+        return make(*args, **kwargs)
+
+    return cast(_Make, checked)
 
 
 def find_groups(

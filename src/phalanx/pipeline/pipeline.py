@@ -20,7 +20,13 @@ from phalanx.partition.measure import bind
 from phalanx.partition.parts import Part, split
 from phalanx.pipeline import micro_batches as batches
 from phalanx.pipeline.aliases import find_stale
-from phalanx.pipeline.arguments import check_arguments, find_groups, form_anew, place_in
+from phalanx.pipeline.arguments import (
+    check_arguments,
+    find_groups,
+    form_anew,
+    names_our_arguments,
+    place_in,
+)
 from phalanx.pipeline.batchnorm import MiniBatchStatistics
 from phalanx.pipeline.cut import (
     Balance,
@@ -98,6 +104,7 @@ class Pipeline(StageModule):
         RuntimeError: there is no process group.
     """
 
+    @names_our_arguments
     def __init__(
         self,
         module: nn.Module,

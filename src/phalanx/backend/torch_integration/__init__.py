@@ -7,6 +7,7 @@ names where torch looks backends up, and the rest is applied at first use: when 
     Backend.PHALANX, Backend.MPI         we hear that the backend is asked for          torch is imported
     Backend._plugins                     "PHALANX" is found, and not listed before     torch is imported
     init_process_group without a name    it means ours under `phalanx run`              in a rank of `phalanx run`
+    init_process_group, a name of none   the error says which backends there are        in a rank of `phalanx run`
     env://                               it needs no port under `phalanx run`           in a rank of `phalanx run`
     FileStore's queues                   it has them, being the store of `phalanx run`  in a rank of `phalanx run`
     PrefixStore's queues, list of keys   it passes them on to a store in Python         as the two above, or for a group
@@ -31,6 +32,7 @@ names where torch looks backends up, and the rest is applied at first use: when 
     Backend.PHALANX, Backend.MPI         tells a backend that it is asked for, and compares names of groups in one case
     Backend._plugins                     compares names of groups in one case
     init_process_group without a name    lets the environment say which backend is the default
+    init_process_group, a name of none   says more than "Unknown backend type"
     env://, in a rank of `phalanx run`   takes a FileStore from its launcher
     FileStore's and PrefixStore's        has queues in FileStore, and passes them on from PrefixStore
     env://, tcp://                       tells a rendezvous handler for which backend it is called

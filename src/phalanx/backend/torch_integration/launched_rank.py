@@ -1,4 +1,4 @@
-"""A start that names no backend means ours in a rank of `phalanx run`."""
+"""A start that names no backend means ours in a rank of `phalanx run`; one that names none of torch's is refused."""
 
 from __future__ import annotations
 
@@ -35,10 +35,11 @@ def _extend_start() -> None:
 
     @functools.wraps(original)
     def init_process_group(backend: Any = None, *args: Any, **kwargs: Any) -> None:
+        module = importlib.import_module("phalanx.backend.start")
         if backend is not None:
+            module.refuse_unknown_backend(backend)
             original(backend, *args, **kwargs)
             return
-        module = importlib.import_module("phalanx.backend.start")
         module.init_process_group(original, backend, *args, **kwargs)
 
     # A device mesh starts the group itself where there is none.
