@@ -36,7 +36,7 @@ LAYERS = [
     {"_core", "ipc", "symmetric_memory", "engines", "diagnostics", "coordination", "partition", "storage"},
     {"transport", "collectives", "schedulers", "output"},
     {"backend"},
-    {"ddp", "nn", "optim", "data", "checkpoint", "pipeline", "rpc", "inspect"},
+    {"ddp", "nn", "optim", "data", "checkpoint", "pipeline", "rpc", "inspect", "loggers"},
     {
         "parameter_server",
         "strategies",

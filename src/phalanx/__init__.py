@@ -57,6 +57,7 @@ _PACKAGES = (
     "ddp",
     "elastic",
     "errors",
+    "loggers",
     "mapreduce",
     "nn",
     "optim",
@@ -78,6 +79,7 @@ if TYPE_CHECKING:
     from phalanx import ddp as ddp
     from phalanx import elastic as elastic
     from phalanx import errors as errors
+    from phalanx import loggers as loggers
     from phalanx import mapreduce as mapreduce
     from phalanx import nn as nn
     from phalanx import optim as optim

@@ -17,6 +17,7 @@ TOPICS = {
     "hosts": "how-to/hosts/",
     "kubernetes": "how-to/kubernetes/",
     "launching": "reference/launching/",
+    "loggers": "how-to/loggers/",
     "mistakes": "how-to/mistakes/",
     "out-of-memory": "how-to/out-of-memory/",
     "pipeline": "how-to/pipeline/",

@@ -15,32 +15,59 @@ see through says where it is:
         with phalanx.report.phase("forward"):
             ...
         phalanx.report.step(samples=64, loss=loss)
+        phalanx.report.log({"accuracy": accuracy})  # to the loggers that `begin` was given
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from typing import TYPE_CHECKING, Literal, SupportsFloat
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal, SupportsFloat
 
 if TYPE_CHECKING:
     from phalanx.diagnostics.step_recorder import StepRecorder
 
-__all__ = ["begin", "phase", "step"]
+__all__ = ["begin", "log", "phase", "step"]
 
 
-def begin(folder: str | os.PathLike[str]) -> None:
+def begin(
+    folder: str | os.PathLike[str], *, logger: Any = None, hyperparameters: Mapping[str, Any] | None = None
+) -> None:
     """Record this process's steps for a report in `folder`; every rank calls it, before its first step.
 
     Under `phalanx run` the launcher writes the report at the end, also when ranks have died; under another launcher, or
     none, rank 0 when it ends. Where `phalanx run --report` was given a folder, that is the one.
 
+    Arguments:
+        logger: one, or several, as of `phalanx.Trainer`: rank 0 gives them what `log` is called with, and at its end
+            the curve of the loss and the report.
+        hyperparameters: for the loggers.
+
     Raises:
         OSError: the folder can't be written.
+        ModuleNotFoundError, ValueError, TypeError: a logger's package is not installed, or it is none.
     """
     from phalanx.report.recording import begin as begin_recording
 
     begin_recording(folder)
+    if logger is not None:
+        from phalanx.report.run_loggers import begin_loggers
+
+        begin_loggers(logger, hyperparameters)
+
+
+def log(metrics: Mapping[str, float], step: int | None = None) -> None:
+    """Give the loggers of this run the values of metrics; only what rank 0 gives is logged.
+
+    Without `step` it is the number of steps that this process has recorded. Does nothing where `begin` was given no
+    logger.
+    """
+    import sys
+
+    run_loggers = sys.modules.get("phalanx.report.run_loggers")  # else nobody has given one
+    if run_loggers is not None:
+        run_loggers.log(metrics, step)
 
 
 def phase(

@@ -38,6 +38,11 @@ def current() -> StepRecorder | None:
     return _recorder
 
 
+def current_folder() -> str:
+    """Return the folder of the report for which this process records; empty if it records nothing."""
+    return _folder if _recorder is not None else ""
+
+
 def begin_in_rank(folder: str) -> StepRecorder:
     """Record the steps of this process for the report in `folder`, which a launcher writes there.
 

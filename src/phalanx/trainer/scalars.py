@@ -1,4 +1,4 @@
-"""Scalars for TensorBoard, from rank 0, whichever process that is at the time."""
+"""A run's scalars, from rank 0, whichever process that is at the time: for TensorBoard, and for its loggers."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from phalanx.loggers.guarded import GuardedLoggers
+
 
 class Scalars:
-    """Writes to `folder`, where `writes` says that this process does; nowhere if `folder` is None.
+    """Writes to `folder`, unless that is None, and to `loggers`, where `writes` says that this process does.
 
     It is asked each time: where rank 0 is lost, the process that is rank 0 from then on writes into a file beside the
     first one, and TensorBoard shows both as one run.
@@ -20,29 +22,40 @@ class Scalars:
         ModuleNotFoundError: the package tensorboard is not installed.
     """
 
-    def __init__(self, folder: str | os.PathLike[str] | None, writes: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        folder: str | os.PathLike[str] | None,
+        writes: Callable[[], bool],
+        loggers: GuardedLoggers | None = None,
+    ) -> None:
         self.folder, self._writes = folder, writes
+        self.loggers = loggers or GuardedLoggers((), writes)
         self._writer: Any = None
         self._step = 0
         self._latest: dict[str, float] = {}  # of that step
 
     def add(self, values: Mapping[str, float], step: int) -> None:
         """One point of each curve."""
-        if self.folder is None:
+        if self.folder is None and not self.loggers:
             return
         here = self._latest if step == self._step else {}
         new = {name: value for name, value in values.items() if name not in here}  # where a step is done again
         self._latest, self._step = {**here, **new}, step
         self._write(new)
+        self.loggers.log_metrics(new, step)
 
     def _write(self, values: Mapping[str, float]) -> None:
-        if self._writes():
+        if self.folder is not None and self._writes():
             self._open()
             for name, value in values.items():
                 self._writer.add_scalar(name, value, self._step)
 
-    def begin(self, *, again_from: int | None = None) -> None:
-        """Open the folder, if this process writes; `again_from`: the step of the checkpoint, 0 if there is none."""
+    def begin(self, *, again_from: int | None = None, params: Mapping[str, Any] | None = None) -> None:
+        """Open the folder, if this process writes; `again_from`: the step of the checkpoint, 0 if there is none.
+
+        The loggers get `params`, the settings of the run.
+        """
+        self.loggers.begin(again_from, params or {})
         if self.folder is not None and self._writes():
             self._open(again_from)
             if again_from is not None and again_from == self._step:
@@ -73,8 +86,9 @@ class Scalars:
 
     def state_dict(self) -> dict[str, Any]:
         """Where the curves stand."""
-        return {"step": self._step, "latest": dict(self._latest)}
+        return {"step": self._step, "latest": dict(self._latest), "loggers": self.loggers.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from there. Before `begin`."""
         self._step, self._latest = state_dict["step"], dict(state_dict["latest"])
+        self.loggers.load_state_dict(state_dict.get("loggers", {}))  # a checkpoint of version 0.1 has none

@@ -26,6 +26,8 @@ from phalanx.checkpoint.folders import make_folders
 from phalanx.checkpoint.peers import Peers
 from phalanx.data import DistributedSampler
 from phalanx.elastic import generator_states
+from phalanx.loggers.guarded import GuardedLoggers
+from phalanx.loggers.resolve import resolve
 from phalanx.report import begin as begin_report
 from phalanx.report import recording
 from phalanx.strategies import Strategy, get
@@ -38,9 +40,11 @@ from phalanx.torch_names import find
 from phalanx.trainer.arguments import _is_count, find_problems
 from phalanx.trainer.callbacks import Callback, CallbackStates, EarlyStopping, hears_steps
 from phalanx.trainer.fit_display import FitDisplay
+from phalanx.trainer.hyperparameters import collect_hyperparameters
 from phalanx.trainer.loaders import FitLoader, Loaders, divide
 from phalanx.trainer.metrics import SummedMetric, Sums, call_metric, num_samples
 from phalanx.trainer.position import Position
+from phalanx.trainer.run_loggers import agree_on_runs, end_loggers
 from phalanx.trainer.saves import Resume, SaveEvery, Saves
 from phalanx.trainer.scalars import Scalars
 
@@ -84,6 +88,9 @@ class Trainer:
         callbacks: see `Callback`.
         report: a folder for the run's report, as `phalanx run --report` writes it (`phalanx docs report`).
         log_dir: for TensorBoard: loss and rate of each `log_every`-th update, and what validation measures.
+        logger: "wandb", "mlflow", "tensorboard", "csv", one of `phalanx.loggers`, a run of wandb, an object with
+            Lightning's `log_metrics`, or several in a list: they get what `log_dir` gets, and the run's report.
+        hyperparameters: for the loggers, beside those that the Trainer knows.
         seed: of Python's, NumPy's and torch's random numbers, another one on each replica. None leaves them.
         min_ranks: with fewer an elastic job waits.
         show_progress: one line for each epoch and validation, and on where `fit` goes on from and why it ends.
@@ -92,6 +99,7 @@ class Trainer:
 
     Raises:
         ValueError, TypeError: all that makes no sense, at once.
+        ModuleNotFoundError: the package of a logger is not installed.
     """
 
     def __init__(
@@ -117,6 +125,8 @@ class Trainer:
         report: str | os.PathLike[str] | None = None,
         log_dir: str | os.PathLike[str] | None = None,
         log_every: int = 10,
+        logger: Any = None,
+        hyperparameters: Mapping[str, Any] | None = None,
         seed: int | None = None,
         min_ranks: int = 1,
         show_progress: bool = True,
@@ -143,6 +153,7 @@ class Trainer:
             problems.append(str(error))
         if problems:
             raise ValueError("Trainer: " + "; ".join(problems))
+        loggers = resolve(None if dry_run else logger, "Trainer: logger")
         self.strategy = (
             get(strategy, **({"model": model} if strategy == "auto" else {})) if isinstance(strategy, str) else strategy
         )
@@ -178,8 +189,11 @@ class Trainer:
             self._manager = CheckpointManager(
                 checkpoint, keep=keep, keep_best=keep_best, process_group=self.strategy.checkpoint_group
             )
-        self._scalars = Scalars(None if dry_run else log_dir, lambda: self.strategy.is_main)
-        self._has_log = log_dir is not None and not dry_run
+        writes = lambda: self.strategy.is_main  # noqa: E731
+        self._scalars = Scalars(None if dry_run else log_dir, writes, GuardedLoggers(loggers, writes))
+        self._has_log = (log_dir is not None and not dry_run) or bool(loggers)
+        self._settings = {"accumulate": accumulate, "max_norm": max_norm, "precision": precision, "seed": seed}
+        self._hyperparameters = dict(hyperparameters or {})
         if report is not None and not dry_run:
             begin_report(report)
         if (recorder := recording.current()) is not None:
@@ -282,9 +296,11 @@ class Trainer:
                 self._display.show_end(self)
             self._call("on_fit_end")
             self._scalars.close()
+            end_loggers(self._scalars.loggers, None, writes=self.strategy.is_main)
         except BaseException as error:
             with contextlib.suppress(OSError):  # a full disk may be what has ended it
                 self._scalars.close()
+            end_loggers(self._scalars.loggers, error, writes=self.strategy.is_main)
             if isinstance(error, KeyboardInterrupt):
                 self._display.show_interrupted(self, state.saved[1])
             self._call("on_error", error)
@@ -300,6 +316,8 @@ class Trainer:
 
     def _train(self, state: elastic.State, loader: FitLoader, val_loader: Loaders | None) -> None:
         self._agree_on_callbacks(state)
+        if self._scalars.loggers and self.strategy.training_group is not None:
+            agree_on_runs(self._scalars.loggers, Peers(self.strategy.training_group))
         for epoch in state.epochs(self.max_epochs):
             if epoch and (self._saves.is_due_at_epoch(epoch) or state.measured == (state.step, True)):
                 self._save(state)  # of the epoch before, which has been counted now
@@ -499,7 +517,8 @@ class Trainer:
         self.optimizer._opt_called = state.step > 0  # type: ignore[attr-defined]  # a scheduler's question
         group = self.strategy.training_group
         if group is None or not rehearses(group):  # who comes to a job that runs has nothing to take back
-            self._scalars.begin(again_from=None if self._manager is None else state.step)
+            params = collect_hyperparameters(self, state.batch_size, self._settings, self._hyperparameters)
+            self._scalars.begin(again_from=None if self._manager is None else state.step, params=params)
 
     # -- small things --------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,83 @@
+"""A run's loggers in one process: only the writer calls them, and none of them can end the training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from phalanx.log import get_logger
+from phalanx.loggers.interface import Logger, LogsMetrics, Params
+
+_logger = get_logger(__name__)
+
+_MOST_IN_A_ROW = 3
+
+
+class GuardedLoggers:
+    """Calls each logger for what it has of `phalanx.loggers.interface`, where `writes` says that this process does.
+
+    It is asked each time: another process may become rank 0. The first failure of a logger is told in the log; one that
+    fails three times in a row is asked no more, because each time may be a timeout of its server.
+    """
+
+    def __init__(self, loggers: Sequence[LogsMetrics], writes: Callable[[], bool]) -> None:
+        self._loggers, self._writes = list(loggers), writes
+        self._failures: dict[int, int] = {}  # by position, in a row
+        self._told: set[int] = set()
+
+    def __bool__(self) -> bool:
+        """Whether there is one."""
+        return bool(self._loggers)
+
+    def begin(self, again_from: int | None, params: Params) -> None:
+        """Begin, or go on, with these settings, from the step of a checkpoint on (see `Logger.begin`)."""
+        self._call("begin", again_from)
+        self._call("log_hyperparams", dict(params))
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """Log the values of these metrics at a step."""
+        self._call("log_metrics", dict(metrics), step)
+
+    def log_file(self, path: str) -> None:
+        """Hand a file to those that keep files."""
+        self._call("log_file", path)
+
+    def finalize(self, status: str) -> None:
+        """End the run: with "success", "failed" or "interrupted"."""
+        self._call("save")  # Lightning's: what is buffered
+        self._call("finalize", status)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what those of this package need to go on with the same runs; empty before they have begun."""
+        ours = [(i, one) for i, one in enumerate(self._loggers) if isinstance(one, Logger)]
+        states = {f"{type(one).__name__} {i}": one.state_dict() for i, one in ours}
+        return {name: state for name, state in states.items() if state}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on with the runs of another process, or of an earlier job."""
+        for i, one in enumerate(self._loggers):
+            if isinstance(one, Logger) and (state := state_dict.get(f"{type(one).__name__} {i}")):
+                one.load_state_dict(state)
+
+    def _call(self, name: str, *args: Any) -> None:
+        if not (self._loggers and self._writes()):
+            return
+        for i, one in enumerate(self._loggers):
+            method = getattr(one, name, None)
+            if not callable(method) or self._failures.get(i, 0) >= _MOST_IN_A_ROW:
+                continue
+            try:
+                method(*args)
+            except NotImplementedError:
+                pass  # so say Lightning's loggers of what they have no place for
+            except Exception as error:
+                self._failures[i] = self._failures.get(i, 0) + 1
+                if i not in self._told:
+                    self._told.add(i)
+                    _logger.warning(
+                        "%s.%s failed: %s: %s. Training goes on; what could not be logged is lost. A logger that fails "
+                        "%d times in a row is asked no more.",
+                        type(one).__name__, name, type(error).__name__, error, _MOST_IN_A_ROW,
+                    )  # fmt: skip
+            else:
+                self._failures.pop(i, None)

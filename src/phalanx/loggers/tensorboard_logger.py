@@ -1,0 +1,62 @@
+"""A run's curves for TensorBoard."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from typing import Any
+
+from phalanx.loggers.interface import Logger, Params, as_scalar, require_installed
+
+
+class TensorBoardLogger(Logger):
+    """Write events into `folder`; hyperparameters are a text there, and the report a file beside them.
+
+    A run that goes on from a checkpoint has TensorBoard forget what was written behind it.
+
+    Raises:
+        ModuleNotFoundError: the package tensorboard is not installed.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str] = "logs") -> None:
+        self.folder = os.fspath(folder)
+        if not self.folder:
+            raise ValueError("TensorBoardLogger: needs the name of a folder, got ''")
+        require_installed("tensorboard", extra="tensorboard", what="TensorBoardLogger")
+        self._writer: Any = None
+        self._again_from: int | None = None
+
+    def begin(self, again_from: int | None) -> None:
+        """Note from which step on TensorBoard forgets what is there."""
+        self._again_from = None if again_from is None else again_from + 1
+
+    def log_hyperparams(self, params: Params) -> None:
+        """Add a table of them."""
+        rows = "\n".join(f"| {name} | {as_scalar(value)} |" for name, value in params.items())
+        self._open().add_text("hyperparameters", f"| name | value |\n| --- | --- |\n{rows}")
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """Add a point to the curve of each."""
+        writer = self._open()
+        for name, value in metrics.items():
+            writer.add_scalar(name, value, step)
+
+    def log_file(self, path: str) -> None:
+        """Copy it into the folder."""
+        self._open()
+        shutil.copy(path, self.folder)
+
+    def finalize(self, status: str) -> None:
+        """Close the file; a later call opens another."""
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
+
+    def _open(self) -> Any:
+        if self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter  # most of a second to import: only who needs it pays
+
+            self._writer = SummaryWriter(self.folder, purge_step=self._again_from)
+            self._again_from = None
+        return self._writer

@@ -1,0 +1,79 @@
+"""A run's curves for Weights & Biases."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from phalanx.loggers.interface import Logger, Params, as_scalar, require_installed
+
+
+class WandbLogger(Logger):
+    """Log into a run of wandb: one of your own (`run=wandb.init(...)`), or one that is begun at the first call.
+
+    Arguments:
+        run: a run that `wandb.init` has returned; it is not finished at the end.
+        options: of `wandb.init`: project, name, dir, mode="offline", ...
+
+    A job that goes on from a checkpoint goes on with the run (`resume="allow"`); points between the checkpoint and the
+    end of the job before are then there twice, because wandb takes none back.
+
+    Raises:
+        ModuleNotFoundError: the package wandb is not installed.
+    """
+
+    def __init__(self, *, run: Any = None, **options: Any) -> None:
+        require_installed("wandb", extra="wandb", what="WandbLogger")
+        self._run, self._is_ours = run, run is None
+        self._options = options
+        self._is_open = False
+
+    @property
+    def run(self) -> Any:
+        """The run of wandb; it begins now if it has not begun."""
+        if self._run is None:
+            import wandb
+
+            again = {"resume": "allow"} if "id" in self._options else {}
+            self._run = wandb.init(**{**again, **self._options})
+            self._options["id"] = self._run.id  # after `finalize`, and in a later job, it is the same run
+        if not self._is_open:
+            self._is_open = True
+            self._run.define_metric("step")
+            self._run.define_metric("*", step_metric="step")
+        return self._run
+
+    def log_hyperparams(self, params: Params) -> None:
+        """Put them into the run's config."""
+        self.run.config.update({name: as_scalar(value) for name, value in params.items()}, allow_val_change=True)
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """Log them with `step` as the x axis; wandb's own steps only count the calls."""
+        self.run.log({**metrics, "step": step})
+
+    def log_file(self, path: str) -> None:
+        """Show a page among the run's media; any other file is saved with the run."""
+        if path.endswith(".html"):
+            import wandb
+
+            page = Path(path)
+            self.run.log({page.stem: wandb.Html(page.read_text(encoding="utf-8"), inject=False)})
+        else:
+            self.run.save(path, base_path=os.path.dirname(path) or ".", policy="now")
+
+    def finalize(self, status: str) -> None:
+        """Finish the run, if it is ours."""
+        if self._is_ours and self._run is not None:
+            run, self._run, self._is_open = self._run, None, False
+            run.finish(exit_code=int(status != "success"))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the run's id."""
+        return {"id": self._options["id"]} if "id" in self._options else {}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on with that run."""
+        if self._is_ours and "id" in state_dict:
+            self._options.setdefault("id", state_dict["id"])

@@ -1,0 +1,86 @@
+"""The loggers of a run whose loop is the user's own: its metrics as they come, its curves and its report at the end."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import tempfile
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any
+
+from phalanx.loggers.guarded import GuardedLoggers
+from phalanx.loggers.resolve import resolve
+from phalanx.report import recording
+from phalanx.report.page_so_far import write_page_so_far
+
+
+class RunLoggers:
+    """Loggers that rank 0 writes to until its process ends; every rank makes one.
+
+    At the end they get the curve of the loss and the page as it stands then: the launcher's own page, which also has
+    what came later, lies in the report's folder.
+    """
+
+    def __init__(self, given: Any, hyperparameters: Mapping[str, Any]) -> None:
+        self._loggers = GuardedLoggers(resolve(given, "phalanx.report.begin: logger"), self._writes)
+        self._status = "success"
+        self._step = 0
+        self._loggers.begin(None, hyperparameters)
+        self._note_failure()
+        # Behind what the loggers have registered themselves, so that this comes before it.
+        self._pid = os.getpid()
+        atexit.register(self._finish)
+
+    @staticmethod
+    def _writes() -> bool:
+        recorder = recording.current()
+        return recorder is not None and recorder.rank_now() == 0
+
+    def log(self, metrics: Mapping[str, float], step: int | None) -> None:
+        """Log values of this rank at a step; without one, at the number of steps that were recorded."""
+        recorder = recording.current()
+        self._step = step if step is not None else 0 if recorder is None else int(recorder.num_steps)
+        self._loggers.log_metrics({name: float(value) for name, value in metrics.items()}, self._step)
+
+    def _note_failure(self) -> None:
+        hook = sys.excepthook
+
+        def note(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+            self._status = "interrupted" if issubclass(kind, KeyboardInterrupt) else "failed"
+            hook(kind, error, trace)
+
+        sys.excepthook = note
+
+    def _finish(self) -> None:
+        """Log what is known at the end of the process; a child that it has forked has no part in that."""
+        if os.getpid() != self._pid or not self._writes():
+            return
+        folder = recording.current_folder()
+        with tempfile.TemporaryDirectory() as scratch:
+            path = os.path.join(scratch, "report.html")
+            try:
+                run = write_page_so_far(folder, path)
+            except Exception as error:  # the program has done its work
+                print(f"phalanx.report: no page for the logger: {error}", file=sys.stderr)
+            else:
+                for step, loss in run.loss:
+                    self._loggers.log_metrics({"train/loss": loss}, int(step))
+                self._loggers.log_file(path)
+        self._loggers.finalize(self._status)
+
+
+_run_loggers: list[RunLoggers] = []  # of this process: one, or none
+
+
+def begin_loggers(given: Any, hyperparameters: Mapping[str, Any] | None) -> None:
+    """Begin them, once in a process: whoever calls again has no new ones."""
+    if given is not None and not _run_loggers:
+        _run_loggers.append(RunLoggers(given, dict(hyperparameters or {})))
+
+
+def log(metrics: Mapping[str, float], step: int | None) -> None:
+    """Log, if there are loggers."""
+    for one in _run_loggers:
+        one.log(metrics, step)
