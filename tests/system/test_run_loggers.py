@@ -8,18 +8,27 @@ from pathlib import Path
 from tests.system.phalanx_command import run, write_script
 
 TRAINER = """
-import sys, torch, phalanx
+import os, signal, sys, torch, phalanx
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 from phalanx.loggers import CSVLogger
+from phalanx.trainer import LambdaCallback
+
+
+def kill(trainer, loss):
+    if trainer.step == 5 and trainer.strategy.is_main and len(sys.argv) > 2 and not os.path.exists(sys.argv[2]):
+        open(sys.argv[2], "w").close()
+        os.kill(os.getpid(), signal.SIGKILL)
+
 
 torch.manual_seed(0)
 inputs = torch.randn(32, 3)
 data = TensorDataset(inputs, inputs.sum(1, keepdim=True))
 model = nn.Linear(3, 1)
 trainer = phalanx.Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), F.mse_loss, max_epochs=3, log_every=1,
-                          logger=CSVLogger(sys.argv[1]), show_progress=False)
+                          logger=CSVLogger(sys.argv[1]), show_progress=False,
+                          callbacks=LambdaCallback(on_step_end=kill))
 trainer.fit(DataLoader(data, batch_size=8))
 """
 
@@ -51,6 +60,15 @@ def test_a_job_with_a_report_hands_it_to_the_loggers_of_one_rank(tmp_path: Path)
     assert "script.py" in page
     assert "2 ranks" in page
     assert sorted(path.name for path in logs.iterdir()) == ["hyperparameters.json", "metrics.csv", "report.html"]
+
+
+def test_when_the_rank_that_writes_is_lost_another_goes_on_in_the_same_table(tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    finished = run("--nproc-per-node", "2", write_script(tmp_path, TRAINER), str(logs), str(tmp_path / "killed"))
+    assert finished.code == 0, finished.err
+    assert "1 rank was lost during the run" in finished.err
+    assert [int(row["step"]) for row in rows_of(logs)] == list(range(1, 13))
+    assert sorted(path.name for path in logs.iterdir()) == ["hyperparameters.json", "metrics.csv"]
 
 
 def test_a_loop_of_ones_own_logs_its_metrics_its_losses_and_its_report(tmp_path: Path) -> None:
