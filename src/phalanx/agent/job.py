@@ -40,6 +40,7 @@ from phalanx.processes import ENDING_SIGNALS, kill_descendants, name_signal
 
 if TYPE_CHECKING:
     from phalanx.agent.job_report import JobReport
+    from phalanx.agent.metrics import Metrics
 
 LOST_OUTPUT_EXIT_CODE = 120  # Python's own, when it cannot write what was printed
 _OVERDUE_EXIT_CODE = 124  # as of `timeout`, the command
@@ -90,6 +91,7 @@ def opened_host(
     except LaunchError:
         agent_socket.close()
         raise
+    metrics: list[Metrics] = []  # one, or none
     folder = JobFolder(plan.environ)
     host.errors = ErrorFiles(logs.attempts or folder.path)
     try:
@@ -98,8 +100,13 @@ def opened_host(
         if logs.streams:
             display.say(f"phalanx run: --redirects and --tee write to {logs.attempts}")
         folder.remove_others()  # the zygote is busy meanwhile
+        if plan.settings.metrics is not None:
+            metrics.append(_begin_metrics(plan, *plan.settings.metrics))
+            display.say(f"phalanx run: metrics at {metrics[0].address}")
         yield host
     finally:
+        for one in metrics:
+            one.close()
         agent_socket.close()
         host.zygote.close(kill_descendants([host.zygote.pid]))  # it may be another one by now
         host.errors.close()
@@ -130,6 +137,12 @@ def run_attempts(plan: JobPlan, host: Host, begin: Callable[[int], Attempt]) -> 
         for report in reports:
             host.display.say(report.write(code))
     return code
+
+
+def _begin_metrics(plan: JobPlan, host: str, port: int) -> Metrics:
+    from phalanx.agent.metrics import TOKEN_VARIABLE, Metrics  # here, because most jobs have none
+
+    return Metrics(host, port, plan.environ.get(TOKEN_VARIABLE, ""))
 
 
 def _begin_report(plan: JobPlan, folder: str, begun: float, *, is_new: bool = True) -> JobReport:

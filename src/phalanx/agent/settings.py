@@ -50,6 +50,7 @@ class Settings:
     rendezvous: Rendezvous | None = None
     share: tuple[int, int] = (0, 1)  # which part of this host's cores is for this command, of how many such parts
     log_line_prefix_template: str = ""
+    metrics: tuple[str, int] | None = None  # where the job's numbers are served: a host and a port
     traceback: bool = False  # also of ranks that Ctrl-C has ended
     completion: str = ""  # a shell: nothing is to run, its script is to be printed
     on: str = ""  # whose cluster the job is to run on

@@ -12,7 +12,7 @@ _WIDTH = 80
 SECTIONS: dict[str, tuple[str, ...]] = {
     "What to start": ("nproc-per-node", "module", "no-python", "run-path", "standalone", "no-affinity", "no-preload",
                       "ranks-per-gpu", "env", "role"),
-    "What is shown and kept": ("log-dir", "report", "redirects", "tee", "local-ranks-filter",
+    "What is shown and kept": ("log-dir", "report", "metrics", "redirects", "tee", "local-ranks-filter",
                                "log-line-prefix-template"),
     "When something fails or ends": ("max-restarts", "evict-after", "grace", "shutdown-timeout", "exit-timeout",
                                      "traceback"),

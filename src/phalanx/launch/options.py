@@ -128,6 +128,13 @@ def _read_host(text: str) -> str:
     return text.removeprefix("[").removesuffix("]")
 
 
+def _read_metrics(text: str) -> tuple[str, int]:
+    host, colon, port = text.rpartition(":")
+    if not colon or not port:
+        raise ValueError(f"must be :PORT or HOST:PORT, got {text!r}")
+    return host.removeprefix("[").removesuffix("]") or "127.0.0.1", _read_port(port)
+
+
 def _read_conf(text: str) -> dict[str, str]:
     conf = {}
     for part in text.split(",") if text.strip() else ():
@@ -208,6 +215,9 @@ OPTIONS = (
     Option("report", "report", "Leave a report of the run in DIR, however it ends: report.html (one file, which needs "
            "no network), trace.json for ui.perfetto.dev, and events for TensorBoard.",
            "DIR", _read_folder, torchruns=False),
+    Option("metrics", "metrics", "Serve what `phalanx top` shows at http://HOST:PORT/metrics, in the format of "
+           "Prometheus. Without HOST only this host reaches it; another address needs a secret in "
+           "PHALANX_METRICS_TOKEN.", "[HOST]:PORT", _read_metrics, torchruns=False),
     Option("redirects", "redirects", "Write the stdout (1), stderr (2) or both (3) of ranks into files, and do not "
            "show them: DIR/ID_…/attempt_0/LOCAL_RANK/stdout.log, as torchrun names them.",
            "0-3|RANK:0-3,…", _read_streams, short="r"),

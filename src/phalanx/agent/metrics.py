@@ -1,0 +1,58 @@
+"""The job's numbers for a scraper: `phalanx run --metrics :9400`."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+from phalanx.errors import LaunchError
+from phalanx.inspect.http_server import HTTPServer, Page
+from phalanx.inspect.stacks.jobs import find_jobs
+from phalanx.inspect.top.prometheus import CONTENT_TYPE, as_prometheus
+from phalanx.inspect.top.watch import Watch
+
+TOKEN_VARIABLE = "PHALANX_METRICS_TOKEN"
+_COMMAND = "phalanx run --metrics"
+
+
+class Metrics:
+    """Serves what `phalanx top` knows of the job whose agent this process is, at /metrics.
+
+    It asks the agent over its socket, as `phalanx top` does, from a thread of its own; the ranks do nothing for it.
+
+    Raises:
+        LaunchError: it cannot listen there.
+    """
+
+    def __init__(self, host: str, port: int, token: str) -> None:
+        self._watch: Watch | None = None
+        self._lock = threading.Lock()
+        shown = f"{host}:{port}"
+        try:
+            self._server = HTTPServer(host, port, {"/metrics": self._make}, token=token)
+        except ValueError as error:
+            raise LaunchError(
+                f"phalanx run: --metrics {shown}: {error}. Set {TOKEN_VARIABLE} to a secret that the scraper sends "
+                "(Authorization: Bearer ...), or give a port alone, which only this host reaches.",
+                exit_code=2,
+            ) from None
+        except OSError as error:
+            raise LaunchError(f"phalanx run: --metrics {shown}: {error.strerror or error}", exit_code=2) from None
+
+    @property
+    def address(self) -> str:
+        """Where a scraper finds it."""
+        return f"{self._server.address}/metrics"
+
+    def _make(self) -> Page:
+        with self._lock:
+            if self._watch is None:
+                job = next((job for job in find_jobs(_COMMAND) if job.pid == os.getpid()), None)
+                if job is None:
+                    raise LaunchError(f"{_COMMAND}: the agent cannot be asked on this system")
+                self._watch = Watch(job)
+            return Page(CONTENT_TYPE, as_prometheus(self._watch.look()).encode())
+
+    def close(self) -> None:
+        """Serve no more."""
+        self._server.close()

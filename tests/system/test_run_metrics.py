@@ -1,0 +1,106 @@
+"""`phalanx run --metrics`: a scraper reads what `phalanx top` shows, and nobody else does."""
+
+import os
+import re
+import subprocess
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+from tests.system.phalanx_command import run, start, write_script
+
+SCRIPT = """
+import os, sys, torch, torch.distributed as dist, phalanx
+phalanx.init()
+def batches():
+    while True:
+        over = torch.tensor(os.path.exists(sys.argv[1]))
+        dist.all_reduce(over, dist.ReduceOp.MAX)
+        if over:
+            return
+        yield torch.ones(4, 8)
+for number, x in enumerate(phalanx.progress(batches(), total=1_000_000, live=False)):
+    if number == 20:
+        print("running", flush=True)
+"""
+METRIC = re.compile(r"^(\w+)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
+
+
+def scrape(address: str, **headers: str) -> str:
+    request = urllib.request.Request(address, headers=headers)
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        assert answer.headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
+        return str(answer.read().decode())
+
+
+def test_a_scraper_reads_the_running_job(tmp_path: Path) -> None:
+    over = tmp_path / "over"
+    words = ("run", "--metrics", ":0", "--nproc-per-node", "2", write_script(tmp_path, SCRIPT), str(over))
+    with start(*words, stderr=subprocess.STDOUT) as running:
+        address = running.read_until("metrics at").split()[-1]
+        assert re.fullmatch(r"http://127\.0\.0\.1:\d+/metrics", address)
+        running.read_until_all("running", 2)
+        first = scrape(address)
+        second = scrape(address)
+        over.touch()
+        finished = running.finish()
+    assert finished.code == 0, finished.out
+    values = {(name, labels): float(value) for name, labels, value in METRIC.findall(second)}
+    host = os.uname().nodename
+    assert values["phalanx_world_size", ""] == 2
+    assert values["phalanx_ranks_running", ""] == 2
+    assert values["phalanx_restarts_total", ""] == 0
+    assert values["phalanx_ranks_lost_total", ""] == 0
+    assert values["phalanx_step", ""] >= 20
+    for rank in (0, 1):
+        labels = f'rank="{rank}",host="{host}"'
+        assert values["phalanx_rank_step", labels] >= 20
+        assert values["phalanx_rank_memory_bytes", labels] > 0
+        parts = ("computing", "idle", "waiting", "communicating")
+        # Who is idle is known where a processor's time was seen to pass between two looks.
+        shares = [values.get(("phalanx_rank_time_ratio", f'{labels},part="{part}"'), 0.0) for part in parts]
+        assert sum(shares) == pytest.approx(1)
+    parser = pytest.importorskip("prometheus_client.parser")
+    for text in (first, second):
+        families = list(parser.text_string_to_metric_families(text))
+        assert {family.name for family in families} >= {"phalanx_world_size", "phalanx_restarts", "phalanx_rank_step"}
+        assert all(family.type in ("gauge", "counter") and family.documentation for family in families)
+
+
+def test_with_a_secret_only_who_sends_it_reads(tmp_path: Path) -> None:
+    over = tmp_path / "over"
+    words = ("run", "--metrics", "0.0.0.0:0", "--nproc-per-node", "1", write_script(tmp_path, SCRIPT), str(over))
+    with start(*words, stderr=subprocess.STDOUT, env={"PHALANX_METRICS_TOKEN": "a-long-secret"}) as running:
+        address = running.read_until("metrics at").split()[-1].replace("0.0.0.0", "127.0.0.1")
+        running.read_until_all("running", 1)
+        with pytest.raises(urllib.error.HTTPError, match="403"):
+            scrape(address)
+        assert "phalanx_world_size 1.0" in scrape(address, Authorization="Bearer a-long-secret")
+        over.touch()
+        assert running.finish().code == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("0.0.0.0:0", "--metrics 0.0.0.0:0: others can reach 0.0.0.0, and nothing is served to whoever comes by. Set "),
+        ("9400", "must be :PORT or HOST:PORT, got '9400'"),
+        (":99999", "must be a port number, from 0 to 65535, got '99999'"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_before_a_rank_starts(tmp_path: Path, given: str, message: str) -> None:
+    finished = run("--metrics", given, "--nproc-per-node", "1", write_script(tmp_path, "print('started')"))
+    assert finished.code == 2
+    assert message in finished.err
+    assert "started" not in finished.out
+
+
+def test_a_port_that_is_taken_is_told(tmp_path: Path) -> None:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        finished = run("--metrics", f":{port}", "--nproc-per-node", "1", write_script(tmp_path, ""))
+    assert finished.code == 2
+    assert f"--metrics 127.0.0.1:{port}: Address already in use" in finished.err
