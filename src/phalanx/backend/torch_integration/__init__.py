@@ -21,6 +21,7 @@ names where torch looks backends up, and the rest is applied at first use: when 
     _dump_fr_trace, _json, _file, reset  torch's flight recorder shows our groups       "phalanx" is asked for
     NanCheckHook.attach                  it is called at our operations                 a group "phalanx" is made
     FlightRecorderHook.attach            a group begins where it can't be attached      a group "phalanx" is made
+    DDP's _pre_forward                   we warn of equal batches and epochs             a group "phalanx" is made
     _new_process_group_helper            "mpi" works through mpi4py                     "mpi" is, and torch has no MPI
     DataLoader.__iter__                  we hear which iterator is at work              an elastic job has a sampler
     _MapDatasetFetcher.fetch             a batch has random numbers of its own          in its DataLoader's workers
@@ -44,6 +45,7 @@ names where torch looks backends up, and the rest is applied at first use: when 
     _dump_fr_trace and its like          asks a backend in Python for its records
     NanCheckHook.attach                  calls hooks of groups that are written in Python
     FlightRecorderHook.attach            goes on without a recorder where it has no name for a group
+    DDP's _pre_forward                   has hooks that it does not pickle or copy
     _new_process_group_helper            takes "mpi" from `Backend.register_backend`
     DataLoader.__iter__                  tells how many batches it has handed to the loop
     _MapDatasetFetcher.fetch             can seed each batch, and not only each worker
