@@ -21,7 +21,15 @@ Work = dist.Work
 
 @untraced
 class ProcessGroupCoalesced(ProcessGroupCollectives):
-    """The operations of several tensors, each as one operation after another, from the values before the call."""
+    """The operations of several tensors, each as one operation after another, from the values before the call.
+
+    Shape: any, contiguous or not; each tensor as the operation on one tensor asks.
+    Cost and numerics: those of the operations on one tensor, one after another.
+
+    Raises:
+        ValueError, TypeError: an argument that is wrong whatever the other ranks do; nothing was sent.
+        MismatchError, PeerLostError, DeadlineError, ClosedError: as the operations on one tensor.
+    """
 
     @entry_point
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
