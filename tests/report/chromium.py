@@ -89,17 +89,18 @@ class Chromium:
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
 
-    def open(self, path: Path, *, width: int = 1100, scheme: str = "light", media: str = "screen") -> None:
-        """Load a file as a window of that width sees it."""
+    def open(self, path: Path | str, *, width: int = 1100, scheme: str = "light", media: str = "screen") -> None:
+        """Load a file, or an address, as a window of that width sees it."""
+        address = path if isinstance(path, str) else path.as_uri()
         self.call(
             "Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=width < 600
         )
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         self.call("Emulation.setEmulatedMedia", media=media, features=features)
         self._url = ""
-        self.call("Page.navigate", url=path.as_uri())
+        self.call("Page.navigate", url=address)
         with self._arrived:  # the event alone may be that of the empty page before
-            there = self._arrived.wait_for(lambda: self._loaded and self._url == path.as_uri(), 60)
+            there = self._arrived.wait_for(lambda: self._loaded and self._url == address, 60)
         assert there, "the page does not load"
 
     def evaluate(self, expression: str) -> Any:

@@ -134,6 +134,7 @@ class Requests:
             attempt.numbers.generation,
             self._started_ns,
             tuple((lost.rank, lost.pid, int(lost.at * 1e9), lost.why) for lost in attempt.elastic.losses),
+            attempt.report_folder,
         )
         stacks = [processes.stacks[rank] for rank in living] if with_stacks else []
         answer(request.channel, snapshot, stacks, [observer.control for observer in observed], list(pages.values()))

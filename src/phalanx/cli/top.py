@@ -4,23 +4,38 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import TYPE_CHECKING
 
 import click
+
+if TYPE_CHECKING:
+    from phalanx.inspect.top.watch import Watch
+
+_LOOK_S = 0.5  # whether the job has ended
 
 
 @click.command("top", short_help="Watch a running job: ranks, steps, time, memory.")
 @click.argument("job", required=False)
 @click.option("--once", is_flag=True, help="Print it once and end; also what happens without a terminal.")
 @click.option("--json", "as_data", is_flag=True, help="Print it once, as one JSON object.")
+@click.option("--web", is_flag=True, help="Show it in a browser: serve a page on this machine, and print its address.")
+@click.option(
+    "--port", type=click.IntRange(0, 65535), default=0, help="The port for --web; without it, one that is free."
+)
 @click.option(
     "--interval", type=click.FloatRange(0.1, 3600), default=1.0, show_default=True, help="Seconds between two looks."
 )
 @click.pass_context
-def command(ctx: click.Context, job: str | None, once: bool, as_data: bool, interval: float) -> None:
+def command(
+    ctx: click.Context, job: str | None, once: bool, as_data: bool, web: bool, port: int, interval: float
+) -> None:
     """Watch a running job: hosts and ranks, steps, where the time goes, memory, who is slowest.
 
     JOB is the process number of a `phalanx run` of yours on this host, or the name of its script; it may be left out
     when only one is running. The job does nothing for it and is not slowed down. q ends it.
+
+    With --web a page shows the same, with curves, and with the pictures of the run's report where one is recorded. Only
+    this machine reaches it, and only who has the address, in which there is a token. Ctrl-C ends it.
     """
     from rich.console import Console
 
@@ -35,7 +50,9 @@ def command(ctx: click.Context, job: str | None, once: bool, as_data: bool, inte
     try:
         os.nice(10)  # whoever looks on makes way for those who work
         watch = Watch(choose_job(job, "phalanx top"))
-        if as_data:
+        if web:
+            _serve(watch, port)
+        elif as_data:
             click.echo(as_json(watch.look_once()))
         elif once or not console.is_terminal or console.is_dumb_terminal:
             lines = all_lines(watch.look_once(), console.width if console.is_terminal else None)
@@ -53,3 +70,33 @@ def command(ctx: click.Context, job: str | None, once: bool, as_data: bool, inte
     except LaunchError as error:
         click.echo(printable_lines(str(error)), err=True)
         ctx.exit(error.exit_code)
+
+
+def _serve(watch: Watch, port: int) -> None:
+    """Serve the page until the job has ended, or Ctrl-C comes."""
+    import secrets
+    import time
+
+    from phalanx.errors import LaunchError
+    from phalanx.inspect.http_server import HTTPServer
+    from phalanx.report.live_page import LivePage
+
+    token = secrets.token_urlsafe(16)
+    try:
+        server = HTTPServer("127.0.0.1", port, LivePage(watch).pages, token=token)
+    except OSError as error:
+        raise LaunchError(f"phalanx top: --web --port {port}: {error.strerror or error}", exit_code=2) from None
+    try:
+        click.echo(f"{server.address}/?token={token}")
+        click.echo(
+            "Open it on this machine. From another one: ssh -L "
+            f"{server.port}:127.0.0.1:{server.port} to this machine first. Ctrl-C ends it.",
+            err=True,
+        )
+        while not watch.has_ended():
+            time.sleep(_LOOK_S)
+        click.echo(f"Job {watch.job.pid} has ended.")
+    except KeyboardInterrupt:
+        pass
+    finally:
+        server.close()

@@ -34,6 +34,11 @@ _WORDS = {"bad": "Failure", "warn": "Do", "note": "Note", "good": "Well"}
 
 def render(run: Measurements, findings: Sequence[Finding]) -> str:
     """Return the report of one run."""
+    return document(f"{run.name}: run report", _head(run) + sections_of(run, findings), _foot())
+
+
+def sections_of(run: Measurements, findings: Sequence[Finding]) -> str:
+    """Return what the report shows of one run, below its head."""
     sections = [
         ("What to do", _findings(findings)),
         ("Training", _grid([loss_picture(run), throughput_picture(run), step_picture(run), memory_picture(run)])),
@@ -43,17 +48,21 @@ def render(run: Measurements, findings: Sequence[Finding]) -> str:
         ("What happened", _events(run)),
         ("What ran where", machine_table(run)),
     ]
-    return document(f"{run.name}: run report", _head(run) + _sections(sections), _foot())
+    return titled(sections)
 
 
-def document(title: str, body: str, foot: str) -> str:
-    """Return a whole page."""
+def document(title: str, body: str, foot: str, *, script: str = "") -> str:
+    """Return a whole page; with a script it may ask the server that it comes from."""
+    allowed = "default-src 'none'; style-src 'unsafe-inline'"
+    if script:
+        allowed += "; script-src 'unsafe-inline'; connect-src 'self'"
+        script = f"<script>{script}</script>"
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
+        f'<meta http-equiv="Content-Security-Policy" content="{allowed}">'
         f"<title>{escape(title)}</title><style>{CSS}</style></head>\n"
-        f"<body><main>{body}<footer>{foot}</footer></main></body></html>\n"
+        f"<body><main>{body}<footer>{foot}</footer></main>{script}</body></html>\n"
     )
 
 
@@ -66,7 +75,8 @@ def _foot() -> str:
     )
 
 
-def _sections(sections: Sequence[tuple[str, str]]) -> str:
+def titled(sections: Sequence[tuple[str, str]]) -> str:
+    """Return sections below their titles; what is empty is left out."""
     return "".join(f"<section><h2>{escape(title)}</h2>{body}</section>" for title, body in sections if body)
 
 

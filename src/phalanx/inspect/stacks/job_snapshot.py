@@ -47,6 +47,7 @@ class JobSnapshot:
     generation: int = 0
     started_ns: int = 0  # of this attempt; CLOCK_MONOTONIC
     lost: tuple[tuple[int, int, int, str], ...] = ()  # ranks that an elastic job has lost: process, when (ns), why
+    report: str = ""  # the folder for which its ranks record
 
     def to_bytes(self) -> bytes:
         """As JSON."""

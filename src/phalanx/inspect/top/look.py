@@ -83,6 +83,7 @@ class HostLook:
     lost: tuple[tuple[int, int, int, str], ...]
     ranks: tuple[RankLook, ...]
     groups: tuple[GroupLook, ...]
+    report: str = ""
 
 
 def look(job: RunningJob, memory: MemoryReader) -> HostLook:
@@ -141,6 +142,7 @@ def _read(answer: Answer, memory: MemoryReader) -> HostLook:
             for rank, pid in snapshot.ranks
         ),
         groups=tuple(group for group in groups if any(member.operations for member in group.members)),
+        report=snapshot.report,
     )
 
 

@@ -113,7 +113,9 @@ def table(job: JobView, width: int | None, *, slowest_first: bool = False) -> tu
     for number, (rank, row) in enumerate(zip(ranks, cells, strict=True)):
         if grouped and (number == 0 or ranks[number - 1].node != rank.node):
             rows.append(_fit(Text(_describe_host(job, rank), style="cyan"), width))
-        line = Text("  ".join([*(row[i].rjust(widths[i]) for i in widths), _now(job, rank)]), style=_style(job, rank))
+        line = Text(
+            "  ".join([*(row[i].rjust(widths[i]) for i in widths), describe_now(job, rank)]), style=_style(job, rank)
+        )
         rows.append(_fit(line, width))
     return _fit(Text(heading, style="bold"), width), rows
 
@@ -206,7 +208,8 @@ def _describe_host(job: JobView, first: RankView) -> str:
     return f"{first.host}: {name_ranks([rank.rank for rank in here])}, {_bytes(memory)}"
 
 
-def _now(job: JobView, rank: RankView) -> str:
+def describe_now(job: JobView, rank: RankView) -> str:
+    """Return what a rank does at this moment."""
     if rank.state in _STATES:
         return _STATES[rank.state]
     if rank.inside_s is None:

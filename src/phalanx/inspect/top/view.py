@@ -86,7 +86,7 @@ class LostView:
 
 @dataclass(frozen=True)
 class JobView:
-    """A job. `notes` are sentences on what could not be seen."""
+    """A job. `notes` are sentences on what could not be seen, `report` the folder for which its ranks record."""
 
     pid: int
     target: str
@@ -104,6 +104,7 @@ class JobView:
     span_s: float
     ranks: tuple[RankView, ...]
     notes: tuple[str, ...]
+    report: str = ""
 
 
 def view(hosts: Sequence[HostLook], measured: Measured | None, notes: Sequence[str] = ()) -> JobView:
@@ -135,6 +136,7 @@ def view(hosts: Sequence[HostLook], measured: Measured | None, notes: Sequence[s
         span_s=measured.span_ns / 1e9 if measured is not None else 0.0,
         ranks=tuple(ranks),
         notes=tuple(notes),
+        report=first.report,
     )
 
 
