@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-PROGRAM = Path(__file__).parent / "programs" / "s3_server.py"
+PROGRAM = Path(__file__).parent / "s3_server.py"
 
 
 @dataclass

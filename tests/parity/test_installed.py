@@ -56,7 +56,14 @@ def test_a_program_that_does_not_ask_for_us_sees_torch_alone(tmp_path, ports):
         del here[registry]["phalanx"]
     for modules in ("modules", "modules in the end"):
         room = "phalanx.backend.torch_integration"
-        ours = {"phalanx", "phalanx._autoload", "phalanx.backend", room, f"{room}.backend_names"}
+        ours = {
+            "phalanx",
+            "phalanx._autoload",
+            "phalanx.backend",
+            room,
+            f"{room}.backend_names",
+            f"{room}.batch_watches",
+        }
         assert ours == set(here[modules]) - set(alone[modules])
         here[modules] = [name for name in here[modules] if name not in ours]
     for what in alone:

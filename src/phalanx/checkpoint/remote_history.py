@@ -138,8 +138,7 @@ class RemoteHistory:
         matches = filter(None, (_NAME.fullmatch(name.partition("/")[0]) for name in objects))
         number = 1 + max((int(match[1]) for match in matches), default=0)
         name = f"{number:08d}-step-{step}-{secrets.token_hex(4)}"
-        own = {"host": host_identity(), "process": asdict(ProcessId.of_self())}
-        self._remote.put_bytes(json.dumps(own).encode(), f"{name}/{_WRITING}")
+        self._mark(name)
         with contextlib.suppress(Exception):  # what is left over costs room only
             self._remove_abandoned(name)
         return RemoteDraft(self._remote, name, is_first=True)
@@ -149,11 +148,27 @@ class RemoteHistory:
         return RemoteDraft(self._remote, name, is_first=False)
 
     def remove_old(self) -> None:
-        """Remove all that need not be kept, the manifest first: from then on it is none. What can't be stays."""
+        """Remove all that need not be kept, the manifest first: from then on it is none. What can't be stays.
+
+        The mark of a writer comes before that: of a process that is killed here the next save removes what is left.
+        """
         with contextlib.suppress(Exception):
             for entry in choose_outdated(self.entries(), self.keep, self.best, self.metrics_of):
+                self._mark(entry.path.name)
                 self._remote.remove([f"{entry.path.name}/{MANIFEST}"])
-                self._remote.remove(list(self._remote.list(entry.path.name)))
+                self._remove(self._remote.list(entry.path.name))
+
+    def _mark(self, name: str) -> None:
+        own = {"host": host_identity(), "process": asdict(ProcessId.of_self())}
+        self._remote.put_bytes(json.dumps(own).encode(), f"{name}/{_WRITING}")
+
+    def _remove(self, names: Collection[str]) -> None:
+        """Remove objects of one folder, the mark last."""
+        marks = [name for name in names if name.endswith(f"/{_WRITING}")]
+        if others := [name for name in names if name not in marks]:
+            self._remote.remove(others)
+        if marks:
+            self._remote.remove(marks)
 
     def metrics_of(self, entry: Entry) -> Mapping[str, float]:
         """Return what was measured of a checkpoint; nothing if it is damaged.
@@ -182,7 +197,7 @@ class RemoteHistory:
             latest = [objects[name].modified_s for name in names]
             is_old = now is not None and all(at is not None and now - at > _ABANDONED_S for at in latest)
             if is_old or (f"{folder}/{_WRITING}" in names and self._has_ended(folder)):
-                self._remote.remove(names)
+                self._remove(names)
 
     def _has_ended(self, folder: str) -> bool:
         """Whether the process that began to write there was one of this host, and is gone."""

@@ -540,4 +540,4 @@ def _finish() -> None:
 
 # Before the executors of concurrent.futures close, without which names of hosts are not found: later, where Python has
 # no such list any more.
-getattr(threading, "_register_atexit", atexit.register)(_finish)
+vars(threading).get("_register_atexit", atexit.register)(_finish)

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from phalanx.backend.torch_integration.groups import phalanx_group
 from phalanx.deadline import Deadline
-from phalanx.transport.hierarchical.transport import HierarchicalTransport
 
 NUM_COPIES = 2
 BLOCK = 256
@@ -51,7 +50,11 @@ def plan_wards(keepers: Mapping[int, Sequence[int]]) -> dict[int, tuple[int, ...
 def hosts_of(group: Any) -> Sequence[Sequence[int]]:
     """Return the ranks of a group by host, where they are on several and memory is shared in each; else nothing."""
     ours = phalanx_group(group)
-    transport = None if ours is None else ours.transport
+    if ours is None:
+        return ()
+    from phalanx.transport.hierarchical.transport import HierarchicalTransport  # needs the C core, as such a group does
+
+    transport = ours.transport
     return transport.layout.topology.hosts if isinstance(transport, HierarchicalTransport) else ()
 
 
@@ -69,6 +72,8 @@ class RecordCopies:
         self, group: Any, slots: Sequence[Tensor], kept: Mapping[int, Sequence[Tensor]], keepers: Sequence[int]
     ) -> None:
         ours = phalanx_group(group)
+        from phalanx.transport.hierarchical.transport import HierarchicalTransport
+
         assert ours is not None
         assert isinstance(ours.transport, HierarchicalTransport)
         self._ours = ours

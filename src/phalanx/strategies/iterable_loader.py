@@ -89,7 +89,7 @@ def _as_it_is(item: Any) -> Any:
 
 def explain_own_division(dataset: Any) -> str:
     """Return how a dataset divides itself among ranks, if it says so; each rank would get a part of its part."""
-    if getattr(dataset, "_distributed", None) is not None:
+    if getattr(dataset, "__dict__", {}).get("_distributed") is not None:
         return "datasets.distributed.split_dataset_by_node has given each rank its part already"
     if any(getattr(stage, "__name__", "") == "split_by_node" for stage in getattr(dataset, "pipeline", None) or ()):
         return "webdataset's split_by_node gives each rank its part already"

@@ -1,6 +1,6 @@
 """A server of the S3 protocol (moto's), and in front of it a wire that is cut as long as a file exists.
 
-python tests/programs/s3_server.py CUT      prints the address of the wire, and serves until its input ends
+python tests/s3_server.py CUT      prints the address of the wire, and serves until its input ends
 """
 
 import asyncio
