@@ -48,9 +48,13 @@ class Drawing:
             f"{escape(text)}</text>"
         )
 
-    def line(self, points: list[tuple[float, float]], *, stroke: str, width: float = 1, dashed: bool = False) -> None:
-        """Draw a line through all points."""
+    def line(
+        self, points: list[tuple[float, float]], *, stroke: str, width: float = 1, dashed: bool = False,
+        name: str | None = None,
+    ) -> None:  # fmt: skip
+        """Draw a line through all points; a script of the page finds one with a `name` as `data-name`."""
         dash = ' stroke-dasharray="4 3"' if dashed else ""
+        dash += "" if name is None else f' data-name="{escape(name)}"'
         path = " ".join(f"{_n(x)},{_n(y)}" for x, y in points)
         self._shapes.append(
             f'<polyline points="{path}" fill="none" stroke="{stroke}" stroke-width="{_n(width)}" '
@@ -76,10 +80,15 @@ class Drawing:
             f'fill="none" stroke="{stroke}" stroke-width="{_n(width)}" marker-end="url(#{head})"{dash}/>'
         )
 
-    def inline(self) -> str:
-        """Return the picture as a part of a page, on the page's paper, as wide as there is room."""
+    def inline(self, scale: str = "") -> str:
+        """Return the picture as a part of a page, on the page's paper, as wide as there is room.
+
+        `scale` is what a script of the page needs to know of its axes, as `data-scale`.
+        """
         width, height = self._size
-        lines = [f'<svg viewBox="0 0 {_n(width)} {_n(height)}" role="img">', f"<title>{escape(self._title)}</title>"]
+        data = f' data-scale="{escape(scale)}"' if scale else ""
+        head = f'<svg viewBox="0 0 {_n(width)} {_n(height)}" role="img"{data}>'
+        lines = [head, f"<title>{escape(self._title)}</title>"]
         return "".join([*lines, *self._shapes, "</svg>"])
 
     def __str__(self) -> str:

@@ -1,8 +1,10 @@
-"""What every page must be: whole, on its own, without a script."""
+"""What every page must be: whole, on its own, without a script that is not ours."""
 
 from __future__ import annotations
 
 from html.parser import HTMLParser
+
+from phalanx.report.hover import SCRIPT
 
 _VOID = {"meta", "br", "link", "img", "hr", "input"}
 
@@ -28,8 +30,6 @@ class Page(HTMLParser):
         return " ".join(" ".join(self.words).split())
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        if tag == "script":
-            self.problems.append("a script")
         for name, value in attrs:
             if name in ("src", "href", "srcset", "data") or (name == "style" and "url(" in (value or "")):
                 self.problems.append(f"<{tag} {name}={value}> leads elsewhere")
@@ -55,6 +55,10 @@ class Page(HTMLParser):
 
     def handle_data(self, data: str) -> None:
         if "style" in self._open:
+            return
+        if "script" in self._open:
+            if data != SCRIPT:
+                self.problems.append("a script that is not ours")
             return
         self.words.append(data)
         if self._open and self._open[-1] in ("td", "th"):

@@ -135,6 +135,18 @@ def test_what_happened_to_the_run(changes, said):
     assert any(said in text for text in texts(measured(rank(0), rank(1), **changes)))
 
 
+def test_the_same_cause_on_many_hosts_is_told_once():
+    crowded = {"facts": {"cores": 8, "threads": 16, "cpus": []}}
+    starved = {"cpu_share": 0.3, "preemptions_per_s": 90.0}
+    found = texts(measured(*(rank(n, f"host-{n}", **(crowded if n < 5 else starved)) for n in range(7))))
+    assert [text for text in found if "threads" in text] == [
+        "On host-0, host-1 and 3 hosts more 16 threads each compute on 8 cores: set OMP_NUM_THREADS=8, or start fewer "
+        "ranks."
+    ]
+    (one,) = (text for text in found if "take the cores" in text)
+    assert one.startswith("On host-5 and host-6 other programs take the cores: ranks 5, 6 got one for 30 % of the time")
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

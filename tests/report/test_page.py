@@ -1,7 +1,9 @@
 """Pages of runs that were made up: whole with whatever was measured, and nothing of a run is taken for HTML."""
 
+import dataclasses
 import math
 import random
+import re
 from itertools import pairwise
 
 import pytest
@@ -14,6 +16,8 @@ from phalanx.report.compare import compare_page, compare_rows
 from phalanx.report.findings import find
 from phalanx.report.measurements import ENDS, Collectives, Event
 from phalanx.report.page import render
+from phalanx.report.pictures import part_bars
+from phalanx.report.tables import machine_table
 from phalanx.report.units import rate, seconds, size, three_digits
 
 
@@ -86,3 +90,44 @@ def test_labels_of_lines_stay_apart_and_inside():
 )  # fmt: skip
 def test_numbers_are_written_with_three_digits_and_a_unit(call, value, text):
     assert call(value) == text
+
+
+def bars_of(html):
+    """The labels of the bars, in their order."""
+    return re.findall(r"<span>([^<]*)</span><div class=bar>", html)
+
+
+def test_of_many_ranks_those_that_differ_stand_first_and_the_others_are_one_bar():
+    ranks = [rank(number, parts={"data": 0.03 * number} if number in (3, 9) else {}) for number in range(40)]
+    bars = part_bars(measured(*ranks))
+    assert bars_of(bars) == ["rank 9", "rank 3", "the other 38"]
+    assert "38 of 40 ranks are shown as one" in bars
+    assert bars_of(part_bars(measured(*ranks[:16]))) == [f"rank {number}" for number in range(16)]
+
+
+def test_of_many_ranks_that_all_differ_the_most_different_have_bars():
+    ranks = [rank(number, parts={"data": 0.02 * number}) for number in range(40)]
+    labels = bars_of(part_bars(measured(*ranks)))
+    assert labels[-1] == "ranks 8-32"
+    assert len(labels) == 16
+    assert set(labels[:2]) == {"rank 0", "rank 39"}
+
+
+def test_runs_side_by_side_have_their_steps_on_one_scale_and_a_logarithm_where_one_has_it():
+    fast, slow = measured(rank(0)), measured(rank(0, parts={"backward": 0.2}))
+    falling = dataclasses.replace(fast, loss=tuple((step, 100.0 / (1 + step)) for step in range(200)))
+    page = compare_page(["a/fast", "b/slow"], [falling, slow])
+    assert bars_of(page) == ["fast", "slow"]
+    assert "loss, logarithmic" in page
+    flat = dataclasses.replace(slow, loss=tuple((step, 2.0 + step / 100) for step in range(100)))
+    assert "loss, logarithmic" not in compare_page(["a", "b"], [flat, flat])
+
+
+def test_a_rank_that_waits_is_not_said_to_have_little_of_a_core_without_the_reason():
+    waiting = measured(
+        rank(0, parts={"waiting": 0.5}, cpu_share=0.09), rank(1), rank(2, parts={"data": 0.2}, cpu_share=0.3)
+    )
+    table = machine_table(waiting)
+    assert "9 %, as it waits for other ranks 84 %" in table
+    assert "30 %, as it waits for data 67 %" in table
+    assert "<td>98 %</td>" in table

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -59,12 +60,12 @@ def line_chart(
             if len(part) == 1:
                 frame.drawing.circle(*part[0], 2.5, fill=line.colour)
             else:
-                frame.drawing.line(part, stroke=line.colour, width=2)
+                frame.drawing.line(part, stroke=line.colour, width=2, name=line.label)
         if line.label and points:
             ends.append((points[-1][1], line.label, line.colour))
     for at, label, colour in _apart(ends):
         frame.drawing.text(WIDTH - right + 6, at + 4, label, size=12, fill=colour, anchor="start", bold=True)
-    return frame.drawing.inline()
+    return frame.drawing.inline(frame.scale)
 
 
 def dot_chart(
@@ -118,6 +119,7 @@ class _Frame:
         y_name: str,
     ) -> None:
         self._x, self._y = x, y
+        self._names = x_name, y_name
         self._x0, self._x1 = _LEFT, WIDTH - right
         self._y0, self._y1 = HEIGHT - _BOTTOM, _TOP + 14
         self.drawing = Drawing(WIDTH, HEIGHT, title)
@@ -133,6 +135,18 @@ class _Frame:
             self.drawing.text(at, self._y0 + 18, x_text(mark), size=12, fill=_FAINT)
         self.drawing.text(0, _TOP, y_name, size=12, fill=_FAINT, anchor="start")
         self.drawing.text(self._x1, HEIGHT - 5, x_name, size=12, fill=_FAINT, anchor="end")
+
+    @property
+    def scale(self) -> str:
+        """Where the axes lie and what they span, for the page's script."""
+        x, y = self._x, self._y
+        return json.dumps(
+            {
+                "x": [self._x0, self._x1, x.low, x.high, x.is_log, self._names[0]],
+                "y": [self._y0, self._y1, y.low, y.high, y.is_log, self._names[1]],
+            },
+            separators=(",", ":"),
+        )
 
     def x(self, value: float) -> float:
         return self._x0 + (self._x1 - self._x0) * min(1.0, max(0.0, self._x.place(value)))

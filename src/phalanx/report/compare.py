@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING
 
-from phalanx.report.axes import linear
+from phalanx.report.axes import Axis, linear
 from phalanx.report.charts import Line, line_chart
 from phalanx.report.findings import find
 from phalanx.report.gather import find_job, of_ranks
 from phalanx.report.job_record import JobRecord
 from phalanx.report.measurements import PARTS, Measurements
 from phalanx.report.page import STATES, code, document
-from phalanx.report.pictures import figure, seconds_mark, time_axis
+from phalanx.report.pictures import StepBar, figure, loss_axis, mean_step, seconds_mark, step_bars, time_axis
 from phalanx.report.records import list_records
 from phalanx.report.units import percent, seconds, size, three_digits
 from phalanx.report.write import DATA, PAGE, write_report
@@ -164,7 +165,12 @@ def compare_page(names: Sequence[str], runs: Sequence[Measurements]) -> str:
         + "</ul>"
         for name, run in zip(names, runs, strict=True)
     )
-    sections = [("Numbers", table), ("Curves", _curves(names, runs)), ("What to do", todo)]
+    sections = [
+        ("Numbers", table),
+        ("Curves", _curves(names, runs)),
+        ("Where the time of a step goes", _steps(names, runs)),
+        ("What to do", todo),
+    ]
     shown = "".join(f"<section><h2>{title}</h2>{part}</section>" for title, part in sections if part)
     heading = f"<header><h1>{len(runs)} runs side by side</h1></header>"
     foot = "What stands before a number is its difference from the first run's; below 2 % nothing is told."
@@ -183,9 +189,20 @@ def _curves(names: Sequence[str], runs: Sequence[Measurements]) -> str:
     figures = []
     losses = [Line(run.loss, c, label) for run, c, label in zip(runs, colours, labels, strict=True) if run.loss]
     if losses:
-        x = linear([0, max(line.points[-1][0] for line in losses)])
-        y = linear([value for line in losses for _, value in line.points])
-        figures.append(figure(line_chart("Loss by step", losses, x, y, x_name="step", y_name="loss"), "Loss"))
+        steps = [0, 1, *(step for line in losses for step, _ in line.points)]
+        x = Axis(0, max(steps), linear(steps).marks)
+        finite = [value for line in losses for _, value in line.points if math.isfinite(value)]
+        is_log, y = loss_axis(finite or [0.0, 1.0])
+        picture = line_chart(
+            "Loss by step",
+            losses,
+            x,
+            y,
+            x_name="step",
+            y_name="loss, logarithmic" if is_log else "loss",
+            y_text=(lambda value: f"{value:g}") if is_log else None,
+        )
+        figures.append(figure(picture, "Loss"))
     rates = [
         Line(run.throughput, c, label) for run, c, label in zip(runs, colours, labels, strict=True) if run.throughput
     ]
@@ -198,6 +215,16 @@ def _curves(names: Sequence[str], runs: Sequence[Measurements]) -> str:
         )
         figures.append(figure(picture, "Throughput"))
     return f"<div class=grid>{''.join(figures)}</div>" if figures else ""
+
+
+def _steps(names: Sequence[str], runs: Sequence[Measurements]) -> str:
+    """Return the mean step of each run as a bar, all of one scale."""
+    bars = [
+        StepBar(label, *mean_step(ranks))
+        for label, run in zip(_short(names), runs, strict=True)
+        if (ranks := [rank for rank in run.last_attempt if rank.step_s > 0])
+    ]
+    return step_bars(bars) if bars else ""
 
 
 def _short(names: Sequence[str]) -> list[str]:

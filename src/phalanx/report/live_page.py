@@ -77,7 +77,7 @@ class LivePage:
             "Shares and rates are of the last ten seconds; curves begin when the page was first opened. The page asks "
             "again every two seconds."
         )
-        return Page(_HTML, _encode(document(f"{_name(job)}: running", body, foot, script=_SCRIPT)))
+        return Page(_HTML, _encode(document(f"{_name(job)}: running", body, foot, script=_SCRIPT, asks_server=True)))
 
     def _now(self) -> Page:
         return Page(_HTML, _encode(self._show(self._look())))

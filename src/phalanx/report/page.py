@@ -1,4 +1,4 @@
-"""The page: measurements and findings in, one HTML file out, that asks the network for nothing and runs no script."""
+"""The page: measurements and findings in, one HTML file out, that asks the network for nothing."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from html import escape
 
 from phalanx.report.finding import Finding
+from phalanx.report.hover import SCRIPT
 from phalanx.report.measurements import Measurements
 from phalanx.report.pictures import (
     bandwidth_picture,
@@ -51,12 +52,12 @@ def sections_of(run: Measurements, findings: Sequence[Finding]) -> str:
     return titled(sections)
 
 
-def document(title: str, body: str, foot: str, *, script: str = "") -> str:
-    """Return a whole page; with a script it may ask the server that it comes from."""
-    allowed = "default-src 'none'; style-src 'unsafe-inline'"
-    if script:
-        allowed += "; script-src 'unsafe-inline'; connect-src 'self'"
-        script = f"<script>{script}</script>"
+def document(title: str, body: str, foot: str, *, script: str = SCRIPT, asks_server: bool = False) -> str:
+    """Return a whole page with a script, which may ask the server that the page comes from, or nobody."""
+    allowed = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+    if asks_server:
+        allowed += "; connect-src 'self'"
+    script = f"<script>{script}</script>"
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -68,6 +69,7 @@ def document(title: str, body: str, foot: str, *, script: str = "") -> str:
 
 def _foot() -> str:
     return (
+        "Point at a curve for its values; drag across it for a part of it, and click twice for all of it again. "
         "Means leave out the first steps. Times are the ranks' own clocks; work that a GPU does later counts where the "
         "program waits for it. Beside this page: <code>trace.json</code> for ui.perfetto.dev, "
         "<code>tensorboard/</code>, <code>report.json</code> with all numbers. Several runs side by side: "

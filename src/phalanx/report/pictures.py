@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
+from statistics import median
 
+from phalanx.diagnostics.rank_list import name_ranks
 from phalanx.report.axes import Axis, linear, logarithmic, nice_step
 from phalanx.report.charts import Dot, Line, dot_chart, line_chart
 from phalanx.report.measurements import PARTS, Curve, Measurements, RankRun
@@ -13,6 +16,9 @@ from phalanx.report.units import percent, rate, seconds, size
 
 _MAX_LINES = 8  # ranks that a chart can tell apart
 _MAX_DOT_LABELS = 8
+MANY_RANKS = 16  # of more, those that are alike are shown as one
+_ALIKE = 0.05  # of a step: by which two are the same to a reader
+_MOST_LETTERS = 24  # before a bar
 _ON_DARK = ("backward", "update", "waiting")
 
 
@@ -27,8 +33,7 @@ def loss_picture(run: Measurements) -> str:
     finite = [loss for _, loss in run.loss if math.isfinite(loss)]
     if len(finite) < 2:
         return ""
-    is_log = min(finite) > 0 and max(finite) > 50 * min(finite)
-    y = logarithmic(finite) if is_log else linear(finite)
+    is_log, y = loss_axis(finite)
     picture = line_chart(
         "Loss by step",
         [Line(run.loss, "var(--c1)")],
@@ -39,6 +44,12 @@ def loss_picture(run: Measurements) -> str:
         y_text=(lambda value: f"{value:g}") if is_log else None,
     )
     return figure(picture, "Loss", "The mean over the ranks of what each step's backward began from.")
+
+
+def loss_axis(losses: Sequence[float]) -> tuple[bool, Axis]:
+    """Return whether losses are shown by their logarithm, and the axis."""
+    is_log = min(losses) > 0 and max(losses) > 50 * min(losses)
+    return is_log, logarithmic(losses) if is_log else linear(losses)
 
 
 def throughput_picture(run: Measurements) -> str:
@@ -119,27 +130,73 @@ def bandwidth_picture(run: Measurements) -> str:
     return figure(picture, "Bandwidth by size", caption)
 
 
+@dataclass(frozen=True)
+class StepBar:
+    """A mean step to draw as a bar: what stands before it, its parts, and how long all of them take."""
+
+    label: str
+    parts: Mapping[str, float]
+    step_s: float
+
+
 def part_bars(run: Measurements) -> str:
-    """Return a bar for each rank: its step, divided into what it did."""
-    ranks = [rank for rank in run.last_attempt if rank.step_s > 0]
-    if not ranks:
-        return ""
-    longest = max(rank.step_s for rank in ranks)
-    shown = [part for part in PARTS if any(rank.parts[part] > 0.001 * longest for rank in ranks)]
+    """Return a bar for each rank: its step, divided into what it did. Of many ranks those stand first that differ, and
+    one bar stands for all that are alike.
+    """
+    different, alike = _divide_alike([rank for rank in run.last_attempt if rank.step_s > 0])
+    bars = [StepBar(f"rank {rank.rank}", rank.parts, rank.step_s) for rank in different]
+    if alike:
+        name = name_ranks(sorted(rank.rank for rank in alike))
+        label = name if len(name) <= _MOST_LETTERS else f"the other {len(alike)}"
+        bars.append(StepBar(label, *mean_step(alike)))
+    note = (
+        f"<p class='small faint'>{len(alike)} of {len(different) + len(alike)} ranks are shown as one, by their mean: "
+        "their steps differ little.</p>"
+        if alike
+        else ""
+    )
+    return step_bars(bars) + note if bars else ""
+
+
+def mean_step(ranks: Sequence[RankRun]) -> tuple[dict[str, float], float]:
+    """Return the parts of a step, and how long it takes, of these ranks together."""
+    parts = {part: sum(rank.parts[part] for rank in ranks) / len(ranks) for part in PARTS}
+    return parts, sum(rank.step_s for rank in ranks) / len(ranks)
+
+
+def _divide_alike(ranks: Sequence[RankRun]) -> tuple[list[RankRun], list[RankRun]]:
+    """Return the ranks to show by themselves, of many the most different first, and those that are alike."""
+    if len(ranks) <= MANY_RANKS:
+        return list(ranks), []
+    usual = {part: median(rank.parts[part] for rank in ranks) for part in PARTS}
+    step_s = median(rank.step_s for rank in ranks)
+
+    def differs(rank: RankRun) -> float:
+        return max(abs(rank.parts[part] - usual[part]) for part in PARTS) / step_s
+
+    ordered = sorted(ranks, key=differs, reverse=True)
+    number = min(sum(differs(rank) > _ALIKE for rank in ranks), MANY_RANKS - 1)
+    return ordered[:number], ordered[number:]
+
+
+def step_bars(bars: Sequence[StepBar]) -> str:
+    """Return steps as bars of one scale, below a legend."""
+    longest = max(bar.step_s for bar in bars)
+    shown = [part for part in PARTS if any(bar.parts[part] > 0.001 * longest for bar in bars)]
     legend = "".join(f"<li><i style='background:var(--{part})'></i>{part}</li>" for part in shown)
     rows = "".join(
-        f"<span>rank {rank.rank}</span><div class=bar>{''.join(_piece(rank, part, longest) for part in shown)}</div>"
-        f"<span>{seconds(rank.step_s)}</span>"
-        for rank in ranks
+        f"<span>{escape(bar.label)}</span><div class=bar>{''.join(_piece(bar, part, longest) for part in shown)}</div>"
+        f"<span>{seconds(bar.step_s)}</span>"
+        for bar in bars
     )
     return f"<ul class=legend>{legend}</ul><div class=bars>{rows}</div>"
 
 
-def _piece(rank: RankRun, part: str, longest: float) -> str:
-    share = rank.parts[part] / rank.step_s
+def _piece(bar: StepBar, part: str, longest: float) -> str:
+    share = bar.parts[part] / bar.step_s
     on_dark = " class=on-dark" if part in _ON_DARK else ""
-    told = f"rank {rank.rank}, {part}: {seconds(rank.parts[part])}, {percent(share)} of its step"
-    width = 100 * rank.parts[part] / longest
+    told = escape(f"{bar.label}, {part}: {seconds(bar.parts[part])}, {percent(share)} of its step", quote=True)
+    width = 100 * bar.parts[part] / longest
     return f"<i{on_dark} style='width:{width:.2f}%;background:var(--{part})' title='{told}'><b>{percent(share)}</b></i>"
 
 
@@ -231,6 +288,6 @@ def _lines_told(number: int) -> str:
 
 
 __all__ = [
-    "bandwidth_picture", "figure", "loss_picture", "memory_picture", "part_bars", "step_picture", "throughput_picture",
-    "time_axis", "time_line",
+    "MANY_RANKS", "StepBar", "bandwidth_picture", "figure", "loss_axis", "loss_picture", "mean_step", "memory_picture",
+    "part_bars", "step_bars", "step_picture", "throughput_picture", "time_axis", "time_line",
 ]  # fmt: skip

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from phalanx.report.measurements import PARTS, Measurements
+from phalanx.report.measurements import PARTS, Measurements, RankRun
 from phalanx.report.units import percent, rate, seconds, size, three_digits
 
 _MAX_ROWS = 16
+_WAITS = 0.3  # of a step, from which on it is said what for
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, text: Sequence[int] = ()) -> str:
@@ -104,7 +105,7 @@ def machine_table(run: Measurements) -> str:
             _numbers([int(cpu) for cpu in rank.facts.get("cpus", ())]),
             str(rank.facts.get("threads", "")),
             "" if rank.num_workers is None else str(rank.num_workers),
-            "" if rank.cpu_share is None else percent(rank.cpu_share),
+            "" if rank.cpu_share is None else _on_a_core(rank, rank.cpu_share),
             "" if rank.preemptions_per_s is None else three_digits(rank.preemptions_per_s),
         ]
         for rank in run.last_attempt
@@ -113,6 +114,19 @@ def machine_table(run: Measurements) -> str:
     return (
         table(["host", "ranks", "machine", "software"], hosts, text=(1, 2, 3)) + "<br>" + table(head, ranks, text=(1,))
     )
+
+
+def _on_a_core(rank: RankRun, share: float) -> str:
+    """Return the share of its time in which a core worked for it; of a rank that mostly waits, what it waits for."""
+    if rank.step_s <= 0:
+        return percent(share)
+    waits = {
+        "for other ranks": rank.parts["waiting"] + rank.parts["communication"],
+        "for data": rank.parts["data"],
+    }
+    whom = max(waits, key=lambda what: waits[what])
+    waited = waits[whom] / rank.step_s
+    return f"{percent(share)}, as it waits {whom} {percent(waited)}" if waited > _WAITS else percent(share)
 
 
 def _numbers(numbers: Sequence[int]) -> str:

@@ -187,32 +187,48 @@ def _parts_of_one(run: Measurements) -> Iterator[Finding]:
 
 def _processors(run: Measurements) -> Iterator[Finding]:
     ranks = [rank for rank in _timed(run) if rank.cpu_share is not None]
+    crowded: dict[tuple[int, int, int], list[str]] = {}  # by threads, cores, and what to set: hosts
+    starved: dict[str, list[RankRun]] = {}
     for host in sorted({rank.host for rank in ranks}):
         here = [rank for rank in ranks if rank.host == host]
         cores = int(here[0].facts.get("cores", 0))
         threads = sum(int(rank.facts.get("threads", 1)) for rank in here)
         if cores and threads > cores:
-            yield Finding(
-                "warn",
-                f"On {host} {threads} threads compute on {cores} cores: set "
-                f"OMP_NUM_THREADS={max(1, cores // len(here))}, or start fewer ranks.",
-                0.2,
-            )
+            crowded.setdefault((threads, cores, max(1, cores // len(here))), []).append(host)
             continue
-        starved = [
+        thrown_off = [
             rank
             for rank in here
             if (rank.preemptions_per_s or 0) > 20 and (rank.cpu_share or 0) < 0.7 * _computing_share(rank)
         ]
-        if starved:
-            least = min(rank.cpu_share or 0.0 for rank in starved)
-            yield Finding(
-                "warn",
-                f"On {host} other programs take the cores: {name_ranks([rank.rank for rank in starved])} got one for "
-                f"{percent(least)} of the time, and lost it {starved[0].preemptions_per_s:.0f} times a second. End "
-                "them, or do not believe the times here.",
-                0.5,
-            )
+        if thrown_off:
+            starved[host] = thrown_off
+    for (threads, cores, fitting), hosts in crowded.items():
+        each = " each" if len(hosts) > 1 else ""
+        yield Finding(
+            "warn",
+            f"On {_name_hosts(hosts)} {threads} threads{each} compute on {cores} cores: set "
+            f"OMP_NUM_THREADS={fitting}, or start fewer ranks.",
+            0.2,
+        )
+    if starved:
+        all_starved = [rank for here in starved.values() for rank in here]
+        least = min(rank.cpu_share or 0.0 for rank in all_starved)
+        often = max(rank.preemptions_per_s or 0.0 for rank in all_starved)
+        yield Finding(
+            "warn",
+            f"On {_name_hosts(list(starved))} other programs take the cores: "
+            f"{name_ranks(sorted(rank.rank for rank in all_starved))} got one for {percent(least)} of the time, and "
+            f"lost it {often:.0f} times a second. End them, or do not believe the times here.",
+            0.5,
+        )
+
+
+def _name_hosts(hosts: Sequence[str]) -> str:
+    """Return `a`, `a and b`, or `a, b and 6 hosts more`."""
+    if len(hosts) <= 2:
+        return " and ".join(hosts)
+    return f"{hosts[0]}, {hosts[1]} and {len(hosts) - 2} host{'s' * (len(hosts) > 3)} more"
 
 
 def _computing_share(rank: RankRun) -> float:
