@@ -136,7 +136,7 @@ def search(page: Page, address: str, problems: list[str]) -> None:
         page.locator("input.md-search__input").click()
         page.locator("input.md-search__input").fill(words)
         try:
-            page.locator(f".md-search-result__link[href*='{place}']").first.wait_for(state="attached", timeout=15000)
+            page.locator(f".md-search-result__link[href*='{place}']").first.wait_for(state="attached", timeout=90000)
         except Exception:
             problems.append(f"the search for {words!r} does not find {place}")
 
