@@ -18,7 +18,7 @@ from phalanx.data import Stream, from_litdata, from_webdataset
 
 
 def number_of_tar(sample: dict[str, Any]) -> int:
-    """What a training script would decode: here a number, and the bytes as a tensor."""
+    """Decode a sample as a training script would: this returns its number, and its bytes as a tensor."""
     return int(sample["txt"]) + 0 * int(torch.frombuffer(bytearray(sample["bin"]), dtype=torch.uint8)[0])
 
 
@@ -50,7 +50,7 @@ def write_data(folder: Path, shards: int, samples: int, sample_bytes: int) -> No
 
 
 class Loader:
-    """What a rank iterates over, and how it goes on from the middle: from the `state` that `save` gave."""
+    """Iterates over a rank's batches; another one goes on from the middle with the `state` that `save` returned."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self.loader = make()

@@ -60,7 +60,7 @@ def _rank(
 
 
 def run_ranks(task: str, name: str, folder: Path, arguments: Any, ranks: int, workers: int) -> list[Any]:
-    """What each rank measured."""
+    """Return what each rank measured."""
     context = multiprocessing.get_context("spawn")
     barrier, results = context.Barrier(ranks), context.Queue()
     processes = [

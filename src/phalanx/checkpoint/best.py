@@ -44,6 +44,10 @@ class Best:
         found.sort(key=lambda pair: pair[0], reverse=self.mode == "max")  # stable, in both directions
         return [item for _, item in found[: self.count]]
 
+    def order_newest_first(self, entries: Sequence[T], metrics_of: Callable[[T], Mapping[str, float]]) -> list[T]:
+        """Return the best of `entries`, the latest first, by their metrics; of equal ones the oldest comes first."""
+        return self.order(entries[::-1], lambda entry: metrics_of(entry).get(self.metric))
+
     def add(self, values: Sequence[float], value: float) -> tuple[tuple[float, ...], bool]:
         """Return the best of `values` and one that is new, and whether the new one is among them."""
         numbers = [*values, value]
@@ -60,5 +64,5 @@ def choose_outdated(
     old = entries[keep:]
     if best is None or not old:
         return list(old)
-    kept = best.order(entries[::-1], lambda entry: metrics_of(entry).get(best.metric))
+    kept = best.order_newest_first(entries, metrics_of)
     return [entry for entry in old if entry not in kept]

@@ -44,7 +44,7 @@ class Manifest:
     classes: Mapping[str, str] = field(default_factory=dict)
     """The class of torch.optim of each optimizer, where it is known."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """What was measured of the state, where the caller has said it."""
+    """The caller may have measured the state: these are its numbers by name."""
 
     @property
     def nbytes(self) -> int:

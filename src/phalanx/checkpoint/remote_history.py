@@ -5,7 +5,7 @@
             state.pt
             checkpoint.json
         00000008-step-400-3fa9c2d1/     being written, or left by a writer that died
-            .writing                    by which process
+            .writing                    by which process; also in one that is being removed
         latest                          the name of the newest, for people
 
     files, written into a folder here   put each   parts of all ranks   put checkpoint.json   latest   remove old ones
@@ -94,9 +94,9 @@ class RemoteDraft:
         self._clear()
         if self._is_first:
             with contextlib.suppress(Exception):
-                names = list(self._remote.list(self.name))
+                names = self._remote.list(self.name)
                 if f"{self.name}/{MANIFEST}" not in names:
-                    self._remote.remove(names)
+                    _remove(self._remote, names)
 
     def _clear(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
@@ -156,19 +156,11 @@ class RemoteHistory:
             for entry in choose_outdated(self.entries(), self.keep, self.best, self.metrics_of):
                 self._mark(entry.path.name)
                 self._remote.remove([f"{entry.path.name}/{MANIFEST}"])
-                self._remove(self._remote.list(entry.path.name))
+                _remove(self._remote, self._remote.list(entry.path.name))
 
     def _mark(self, name: str) -> None:
         own = {"host": host_identity(), "process": asdict(ProcessId.of_self())}
         self._remote.put_bytes(json.dumps(own).encode(), f"{name}/{_WRITING}")
-
-    def _remove(self, names: Collection[str]) -> None:
-        """Remove objects of one folder, the mark last."""
-        marks = [name for name in names if name.endswith(f"/{_WRITING}")]
-        if others := [name for name in names if name not in marks]:
-            self._remote.remove(others)
-        if marks:
-            self._remote.remove(marks)
 
     def metrics_of(self, entry: Entry) -> Mapping[str, float]:
         """Return what was measured of a checkpoint; nothing if it is damaged.
@@ -197,7 +189,7 @@ class RemoteHistory:
             latest = [objects[name].modified_s for name in names]
             is_old = now is not None and all(at is not None and now - at > _ABANDONED_S for at in latest)
             if is_old or (f"{folder}/{_WRITING}" in names and self._has_ended(folder)):
-                self._remove(names)
+                _remove(self._remote, names)
 
     def _has_ended(self, folder: str) -> bool:
         """Whether the process that began to write there was one of this host, and is gone."""
@@ -257,6 +249,15 @@ class RemoteHistory:
         except Exception as error:
             return f"{self.shown(name)} could not be read: {type(error).__name__}: {error}"
         return None
+
+
+def _remove(remote: RemoteFolder, names: Collection[str]) -> None:
+    """Remove the objects of one folder, its mark last: as long as it is there, the next save can remove the rest."""
+    marks = [name for name in names if name.endswith(f"/{_WRITING}")]
+    if others := [name for name in names if name not in marks]:
+        remote.remove(others)
+    if marks:
+        remote.remove(marks)
 
 
 def _make_folder(name: str, manifest: Manifest) -> Path:

@@ -19,7 +19,8 @@ import torch.distributed as dist
 
 from phalanx.checkpoint.background import Saving, Work
 from phalanx.checkpoint.best import Best, KeepBest
-from phalanx.checkpoint.history import Draft, Entry, History
+from phalanx.checkpoint.choose import best_entries, choose, require_best
+from phalanx.checkpoint.history import Draft, History
 from phalanx.checkpoint.manifest import FileRecord, Kind, Manifest
 from phalanx.checkpoint.optimizer_fit import note_optimizers
 from phalanx.checkpoint.parts import buffer_names, describe_optimizers, states_of
@@ -103,16 +104,16 @@ class CheckpointManager:
         self.folder: Path | str = Path(os.path.abspath(place)) if isinstance(place, Path) else place
         self.keep = keep
         try:
-            self._best = None if keep_best is None else Best.of(keep_best)
+            best = None if keep_best is None else Best.of(keep_best)
         except ValueError as error:
             raise ValueError(f"CheckpointManager: {error}") from None
         self.sharded = sharded
         self.process_group = process_group
         self.timeout = timeout
         self._history: History | RemoteHistory = (
-            RemoteHistory(self.folder, keep, retry_s, self._best)
+            RemoteHistory(self.folder, keep, retry_s, best)
             if isinstance(self.folder, str)
-            else History(self.folder, keep, self._best)
+            else History(self.folder, keep, best)
         )
         if sharded:
             import phalanx.checkpoint.sharded  # noqa: F401 - now, and not while training waits for its first save
@@ -425,19 +426,8 @@ class CheckpointManager:
         Raises:
             ValueError: the manager was made without `keep_best`.
         """
-        best = self._best_entries("CheckpointManager.best")
+        best = best_entries(self._history, "CheckpointManager.best")
         return self._history.shown(best[0].path.name) if best else None
-
-    def _require_best(self, what: str) -> Best:
-        if self._best is None:
-            raise ValueError(
-                f"{what}: which one is the best? Make the manager with keep_best=('accuracy', 'max', 3), say"
-            )
-        return self._best
-
-    def _best_entries(self, what: str) -> list[Entry]:
-        best = self._require_best(what)
-        return best.order(self._history.entries()[::-1], lambda entry: self._history.metrics_of(entry).get(best.metric))
 
     def load(
         self,
@@ -476,11 +466,11 @@ class CheckpointManager:
         """
         peers = self._peers("CheckpointManager.load")
         if best:
-            self._require_best(peers.what)
+            require_best(self._history, peers.what)
         if self._saving is not None:
             self._settle(peers)
         for attempt in range(_ATTEMPTS):
-            names = self._find(peers, step, best)
+            names = choose(peers, self._history, self.folder, step, best=best)
             try:
                 return restore(
                     peers, self._history, names, parts, map_location=map_location, strict=strict, fallback=fallback
@@ -489,42 +479,6 @@ class CheckpointManager:
                 if attempt + 1 == _ATTEMPTS:
                     raise
         raise AssertionError("unreachable")
-
-    def _find(self, peers: Peers, step: int | None, best: bool) -> list[str]:
-        """Return the names of the checkpoints to try, in order, on every rank; rank 0's folder counts."""
-        problem, cause, mine, chosen = None, None, list[Entry](), list[Entry]()
-        try:
-            mine = self._history.entries()
-            chosen = [entry for entry in mine if step is None or entry.step == step]
-            if best and peers.is_first:
-                ordered = self._best_entries(peers.what)
-                chosen = [entry for entry in ordered if entry in chosen]
-        except Exception as error:
-            fact = (error.strerror or str(error)) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-            problem, cause = f"{peers.what} on rank {peers.rank}: {self.folder}: {fact}.", error
-        told = peers.all_gather((problem, [entry.path.name for entry in chosen]))
-        problem, names = told[0]
-        if problem is not None:
-            raise CheckpointError(problem) from cause
-        if best and not names and (steps := peers.broadcast([entry.step for entry in mine])):
-            assert self._best is not None
-            raise CheckpointError(
-                f"{peers.what}: no checkpoint in {self.folder} was saved with the metric {self._best.metric!r}; there "
-                f"are those of steps {', '.join(map(str, sorted(set(steps))))}."
-            )
-        elsewhere = [rank for rank, (_, theirs) in enumerate(told) if theirs]
-        if not names and elsewhere:
-            raise CheckpointError(
-                f"{peers.what}: rank {elsewhere[0]} sees checkpoints in {self.folder}, and rank 0, which reads them, "
-                "does not: the hosts do not share this folder. Mount it on rank 0's host, or start the job there."
-            )
-        if not names and step is not None:
-            steps = peers.broadcast(sorted({entry.step for entry in mine}))
-            raise CheckpointError(
-                f"{peers.what}: there is no checkpoint of step {step} in {self.folder}; there are those of steps "
-                f"{', '.join(map(str, steps)) or 'none'}."
-            )
-        return names
 
 
 _open: weakref.WeakSet[CheckpointManager] = weakref.WeakSet()

@@ -155,7 +155,7 @@ def _link(rounds: int, in_json: bool) -> None:
 
 
 class _Progress:
-    """What is being measured, on stderr: one line on a terminal, gone when it is over; a line for each elsewhere."""
+    """Says on stderr what is being measured: a terminal has one line, which goes away; elsewhere each has its own."""
 
     def __init__(self) -> None:
         self._redraws = sys.stderr.isatty()

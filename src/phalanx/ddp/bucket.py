@@ -28,7 +28,7 @@ from torch import Tensor
 
 from phalanx.backend.gradient_shards import NeededSlice, find_needed
 from phalanx.backend.shared import shares_memory
-from phalanx.ddp.holders import is_alone, is_shared, storage_holders, view_holders
+from phalanx.ddp.holders import is_alone, separate_gradient, storage_holders, view_holders
 from phalanx.ddp.plan import Bucket, BucketPlan, Slot
 from phalanx.transport.tensors import copy_all, is_dense, same_order
 
@@ -340,9 +340,7 @@ class DenseBucket:
 
     def separate(self, position: int) -> None:
         """Move a gradient that autograd has made out of memory that others hold as well."""
-        grad = self.parameters[position].grad
-        if grad is not None and not grad.is_sparse and is_shared(grad):
-            self.parameters[position].grad = grad.clone()
+        separate_gradient(self.parameters[position])
 
     def adopt(self, position: int, grad: Tensor | None) -> None:
         """Take over a gradient that lay in another bucket, when buckets are planned anew."""

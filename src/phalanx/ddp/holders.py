@@ -48,9 +48,11 @@ def is_alone(parameter: Tensor) -> bool:
     return _count(parameter) == _count_of_one_alone()
 
 
-def is_shared(grad: Tensor) -> bool:
-    """Whether another tensor, too, leads to the memory of `grad`."""
-    return storage_holders(grad) > _count_of_one_alone()[2]
+def separate_gradient(parameter: Tensor) -> None:
+    """Copy `parameter.grad` if another tensor, too, leads to its memory."""
+    grad = parameter.grad
+    if grad is not None and not grad.is_sparse and storage_holders(grad) > _count_of_one_alone()[2]:
+        parameter.grad = grad.clone()
 
 
 def _count(parameter: Tensor) -> tuple[int, int, int]:

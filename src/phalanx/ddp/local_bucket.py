@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from phalanx.ddp.bucket import check_gradient
-from phalanx.ddp.holders import is_shared
+from phalanx.ddp.holders import separate_gradient
 from phalanx.ddp.plan import Bucket
 
 
@@ -42,9 +42,7 @@ class LocalBucket:
 
     def separate(self, position: int) -> None:
         """Move a gradient that autograd has made out of memory that others hold as well."""
-        grad = self.parameters[position].grad
-        if grad is not None and not grad.is_sparse and is_shared(grad):
-            self.parameters[position].grad = grad.clone()
+        separate_gradient(self.parameters[position])
 
     def adopt(self, position: int, grad: Tensor | None) -> None:
         """Do nothing: the gradient stays where it is."""

@@ -49,8 +49,7 @@ class StreamingDiLoCo(Rounds):
         with phalanx.StreamingDiLoCo(model, inner, outer, sync_every=100, fragments=4, delay=10):
             for inputs, targets in loader:
                 ...                                     # the loop of one process, unchanged
-                inner.step()                            # every 25th sends a fragment, whose result is used 10 steps
-                later
+                inner.step()                            # every 25th sends a fragment, and 10 steps later uses it
 
     Each fragment takes its outer step every `sync_every` steps. It sends as many bytes as DiLoCo with the same
     `sync_every`, but never more than a fragment's bytes at once; if they arrive within `delay` steps, no rank waits.

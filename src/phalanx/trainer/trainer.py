@@ -24,7 +24,6 @@ from phalanx.checkpoint import CheckpointManager, RandomState
 from phalanx.checkpoint.best import KeepBest
 from phalanx.checkpoint.folders import make_folders
 from phalanx.checkpoint.peers import Peers
-from phalanx.data import DistributedSampler
 from phalanx.elastic import generator_states
 from phalanx.loggers.guarded import GuardedLoggers
 from phalanx.loggers.resolve import resolve
@@ -32,27 +31,20 @@ from phalanx.report import begin as begin_report
 from phalanx.report import recording
 from phalanx.strategies import Strategy, get
 from phalanx.strategies.each_rank import EachRank
-from phalanx.strategies.iterable_loader import IterableLoader
-from phalanx.strategies.loss import require_pair
 from phalanx.strategies.own_step import loss_of_own_step
 from phalanx.strategies.precision import Precision
-from phalanx.torch_names import find
 from phalanx.trainer.arguments import _is_count, find_problems
 from phalanx.trainer.callbacks import Callback, CallbackStates, EarlyStopping, hears_steps
 from phalanx.trainer.fit_display import FitDisplay
 from phalanx.trainer.hyperparameters import collect_hyperparameters
 from phalanx.trainer.loaders import FitLoader, Loaders, divide
-from phalanx.trainer.metrics import SummedMetric, Sums, call_metric, num_samples
 from phalanx.trainer.position import Position
 from phalanx.trainer.run_loggers import agree_on_runs, end_loggers
 from phalanx.trainer.saves import Resume, SaveEvery, Saves
 from phalanx.trainer.scalars import Scalars
-
-tree_map: Any = find("torch.utils._pytree.tree_map", loses="phalanx.Trainer does not move batches")
+from phalanx.trainer.validation import Metric, Validation, move_batch
 
 _DRY_STEPS = 2
-
-Metric = Callable[[Any, Any], Tensor] | SummedMetric
 
 
 class Trainer:
@@ -133,9 +125,7 @@ class Trainer:
         dry_run: bool = False,
     ) -> None:
         counts = {"max_epochs": max_epochs, "accumulate": accumulate, "log_every": log_every, "min_ranks": min_ranks}
-        counts |= {
-            "max_steps": 1 if max_steps is None else max_steps,
-        }
+        counts["max_steps"] = 1 if max_steps is None else max_steps
         problems = [f"{name} must be 1 or more, got {n!r}" for name, n in counts.items() if not _is_count(n)]
         problems += find_problems(model, strategy, loss, metrics, callbacks, seed, scheduler)
         if max_norm is not None and not max_norm > 0:
@@ -159,7 +149,6 @@ class Trainer:
         )
         if seed is not None:
             _seed_all(seed + self.strategy.replica_id_in_sync_group)
-        self._loss = loss
         self.model, self.optimizer = self.strategy.setup(
             model,
             optimizer,
@@ -176,7 +165,8 @@ class Trainer:
         self.max_epochs = 1 if dry_run else max_epochs
         self.max_steps = max_steps
         self._accumulate, self._max_norm = 1 if dry_run else accumulate, max_norm
-        self._metrics = dict(metrics or {})
+        most_batches = _DRY_STEPS if dry_run else None
+        self._validation = Validation(self.strategy, self.model, loss, dict(metrics or {}), most_batches)
         self._log_every = log_every
         self._dry_run, self._min_ranks = dry_run, min_ranks
         self._display = FitDisplay(show=show_progress)
@@ -189,8 +179,7 @@ class Trainer:
             self._manager = CheckpointManager(
                 checkpoint, keep=keep, keep_best=keep_best, process_group=self.strategy.checkpoint_group
             )
-        writes = lambda: self.strategy.is_main  # noqa: E731
-        self._scalars = Scalars(None if dry_run else log_dir, writes, GuardedLoggers(loggers, writes))
+        self._scalars = Scalars(None if dry_run else log_dir, self._writes, GuardedLoggers(loggers, self._writes))
         self._has_log = (log_dir is not None and not dry_run) or bool(loggers)
         self._settings = {"accumulate": accumulate, "max_norm": max_norm, "precision": precision, "seed": seed}
         self._hyperparameters = dict(hyperparameters or {})
@@ -258,7 +247,7 @@ class Trainer:
             CheckpointError: a checkpoint is damaged, does not fit, or cannot be written.
         """
         batches = divide(self.strategy, "loader", loader)
-        val_loader = None if val_loader is None else self._divide_validation(val_loader)
+        val_loader = None if val_loader is None else self._validation.divide(val_loader)
         if isinstance(self.scheduler, ReduceLROnPlateau) and val_loader is None:
             raise ValueError("Trainer.fit: ReduceLROnPlateau steps by what validation measures: give a val_loader")
         if resume not in ("latest", "best"):
@@ -306,14 +295,6 @@ class Trainer:
             self._call("on_error", error)
             raise
 
-    def _divide_validation(self, loader: Any) -> Loaders:
-        """Divide it, or each of several by name: an error comes before the first step."""
-        if isinstance(loader, Mapping):
-            return {
-                name: divide(self.strategy, f"val_loader[{name!r}]", one, padding=False) for name, one in loader.items()
-            }
-        return divide(self.strategy, "val_loader", loader, padding=False)
-
     def _train(self, state: elastic.State, loader: FitLoader, val_loader: Loaders | None) -> None:
         self._agree_on_callbacks(state)
         if self._scalars.loggers and self.strategy.training_group is not None:
@@ -355,7 +336,9 @@ class Trainer:
         shown = self._display.batches(loader.loader, name, self._samples_shown(loader))
         number = 0
         for batch, share, is_last, number in loader.batches(shown, self._accumulate, state.batches):
-            loss = self.strategy.compute_gradients(self._on_device(batch), share=share, is_last=is_last)
+            loss = self.strategy.compute_gradients(
+                move_batch(batch, self.strategy.device), share=share, is_last=is_last
+            )
             self._display.add_loss(loss, self.step + 1)
             if not is_last:
                 continue
@@ -394,61 +377,7 @@ class Trainer:
 
         Of several loaders by name, those of each, as "name/metric".
         """
-        if isinstance(loader, Mapping):
-            measured = {name: self.validate(one) for name, one in loader.items()}
-            return {f"{name}/{metric}": value for name, of in measured.items() for metric, value in of.items()}
-        place = self.strategy.num_replicas_in_sync, self.strategy.replica_id_in_sync_group
-        inner = loader.loader if isinstance(loader, FitLoader) else loader
-        if self.strategy.is_elastic:  # ranks may have been lost, or come
-            if isinstance(sampler := getattr(inner, "sampler", None), DistributedSampler):
-                sampler.regroup(*place)
-            elif isinstance(inner, IterableLoader):
-                inner.regroup(*place)
-        divided = divide(self.strategy, "val_loader", loader, padding=False)
-        sums = Sums(self.strategy.device)
-        was_training = self.model.training
-        self.strategy.sync_buffers()
-        self.model.eval()
-        try:
-            for batch, counts in divided.validation_batches(_DRY_STEPS if self._dry_run else None):
-                self._measure(self._on_device(batch), sums if counts else Sums(self.strategy.device))
-        finally:
-            self.model.train(was_training)
-        count, totals = sums.compute(self.strategy.training_group)
-        summed = {name: one.compute for name, one in self._metrics.items() if isinstance(one, SummedMetric)}
-        return {name: float(summed[name](one) if name in summed else one / count) for name, one in totals.items()}
-
-    def _measure(self, batch: Any, sums: Sums) -> None:
-        """Add what a validation counts of a batch; nothing where another rank has the model's result."""
-        count = num_samples(batch)
-        if self._loss is None:
-            step = getattr(self.strategy.bare_model, "validation_step", None)
-            if step is None:
-                raise ValueError(
-                    f"Trainer.validate: without a loss function {type(self.strategy.bare_model).__name__} needs a "
-                    "validation_step(batch), which returns a dict of metrics"
-                )
-            with torch.no_grad(), self.strategy.autocasting():
-                values = step(batch)
-            if not isinstance(values, Mapping):
-                raise TypeError(f"validation_step must return a dict of metrics by name, got a {type(values).__name__}")
-            for name, value in values.items():
-                sums.add_mean(name, value, count)
-            sums.add_batch(count)
-            return
-        *inputs, target = require_pair(batch)
-        result = self.strategy.evaluate(*inputs)
-        if result is None:
-            return
-        result = tree_map(_in_full_precision, result)
-        with torch.no_grad():
-            sums.add_mean("loss", self._loss(result, target), count)
-            for name, metric in self._metrics.items():
-                if isinstance(metric, SummedMetric):
-                    sums.add(name, call_metric(name, metric.count, result, target))
-                else:
-                    sums.add_mean(name, call_metric(name, metric, result, target), count)
-        sums.add_batch(count)
+        return self._validation.measure(loader)
 
     # -- what goes into a checkpoint -----------------------------------------------------------------------------------
 
@@ -458,10 +387,8 @@ class Trainer:
             things["scheduler"] = self.scheduler
         things |= {"why_stopped": "", "saved": (-1, -1), "metrics": {}, "batch_size": loader.batch_size}
         things["batches"] = 0  # of the epoch, where no sampler says how far it is
-        things |= {
-            "best": (),
-            "measured": (-1, False),
-        }  # the best values; of which step the metrics are, and if of them
+        things["best"] = ()  # values of the validations
+        things["measured"] = -1, False  # of which step the metrics are, and whether they are among the best
         return elastic.State(**things)
 
     def _keep_callbacks(self, state: elastic.State) -> None:
@@ -551,20 +478,13 @@ class Trainer:
         elif self.scheduler is not None:
             self.scheduler.step()
 
+    def _writes(self) -> bool:
+        return self.strategy.is_main
+
     def _samples_shown(self, loader: FitLoader) -> int:
         """For the progress line, which multiplies by the ranks of the job, some of which may share a batch."""
         world_size = dist.get_world_size() if dist.is_initialized() else 1
         return loader.samples_shown * self.strategy.num_replicas_in_sync // world_size or 1
-
-    def _on_device(self, batch: Any) -> Any:
-        device = self.strategy.device
-        move = lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf  # noqa: E731
-        return batch if device.type == "cpu" else tree_map(move, batch)
-
-
-def _in_full_precision(leaf: Any) -> Any:
-    """Metrics are not rounded to what autocast computes in."""
-    return leaf.float() if isinstance(leaf, Tensor) and leaf.dtype in (torch.bfloat16, torch.float16) else leaf
 
 
 def _seed_all(seed: int) -> None:

@@ -51,7 +51,7 @@ class ProcessGroupCoalesced(ProcessGroupCollectives):
     def all_gather_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> Work:
-        """As one all_gather_single per pair."""
+        """Run one all_gather_single per pair."""
         _check_pairs(outputs, inputs, "all_gather_into_tensor")
         for output, tensor in zip(outputs, inputs, strict=True):
             check_tensor(output, "all_gather_into_tensor", written=True)
@@ -97,7 +97,7 @@ class ProcessGroupCoalesced(ProcessGroupCollectives):
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> Work:
-        """As one reduce_scatter_single per pair."""
+        """Run one reduce_scatter_single per pair."""
         _check_pairs(outputs, inputs, "reduce_scatter_tensor")
         codes = []
         for output, tensor in zip(outputs, inputs, strict=True):
@@ -116,10 +116,10 @@ class ProcessGroupCoalesced(ProcessGroupCollectives):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def _start_coalescing(self, device: torch.device) -> None:
-        """Nothing to open: operations inside the block are carried out as they come."""
+        """Do nothing: operations inside the block are carried out as they come."""
 
     def _end_coalescing(self, device: torch.device) -> Work:
-        """Over when all operations of the block are."""
+        """Return a Work that is over when all operations of the block are."""
         return self._carry_out(lambda ctx: None, None, [])
 
 

@@ -1,4 +1,4 @@
-"""What makes a watch of the batches of torch's DistributedDataParallel: rooms above this one look at batches."""
+"""A room above this one leaves here the class that watches the batches of torch's DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from collections.abc import Callable
 from typing import Any
 
 batch_watches: list[Callable[[Any, int, int], Any]] = []
-"""One, which takes the group's store, the rank and the number of ranks; or none."""
+"""It holds at most one, which is called with the group's store, the rank and the number of ranks."""

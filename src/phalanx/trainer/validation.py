@@ -1,0 +1,123 @@
+"""Measure a model: the loss and the metrics over all samples of all ranks, each counted once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.data import DistributedSampler
+from phalanx.strategies import Strategy
+from phalanx.strategies.iterable_loader import IterableLoader
+from phalanx.strategies.loss import require_pair
+from phalanx.torch_names import find
+from phalanx.trainer.loaders import FitLoader, Loaders, divide
+from phalanx.trainer.metrics import SummedMetric, Sums, call_metric, num_samples
+
+tree_map: Any = find("torch.utils._pytree.tree_map", loses="phalanx.Trainer does not move batches")
+
+Metric = Callable[[Any, Any], Tensor] | SummedMetric
+
+
+class Validation:
+    """What a `Trainer` measures of `model`: with `loss`, it and `metrics`; without, what its `validation_step` says."""
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        model: nn.Module,
+        loss: Callable[[Any, Any], Tensor] | None,
+        metrics: Mapping[str, Metric],
+        most_batches: int | None,
+    ) -> None:
+        self._strategy, self._model = strategy, model
+        self._loss, self._metrics = loss, metrics
+        self._most_batches = most_batches
+
+    def divide(self, loader: Any) -> Loaders:
+        """Divide a loader, or each of several by name, before the first step: an error comes then."""
+        if isinstance(loader, Mapping):
+            return {
+                name: divide(self._strategy, f"val_loader[{name!r}]", one, padding=False)
+                for name, one in loader.items()
+            }
+        return divide(self._strategy, "val_loader", loader, padding=False)
+
+    def measure(self, loader: Loaders) -> dict[str, float]:
+        """Return the loss and the metrics. Collective. Of several loaders by name, those of each, as "name/metric"."""
+        if isinstance(loader, Mapping):
+            measured = {name: self.measure(one) for name, one in loader.items()}
+            return {f"{name}/{metric}": value for name, of in measured.items() for metric, value in of.items()}
+        strategy = self._strategy
+        place = strategy.num_replicas_in_sync, strategy.replica_id_in_sync_group
+        inner = loader.loader if isinstance(loader, FitLoader) else loader
+        if strategy.is_elastic:  # ranks may have been lost, or come
+            if isinstance(sampler := getattr(inner, "sampler", None), DistributedSampler):
+                sampler.regroup(*place)
+            elif isinstance(inner, IterableLoader):
+                inner.regroup(*place)
+        divided = divide(strategy, "val_loader", loader, padding=False)
+        sums = Sums(strategy.device)
+        was_training = self._model.training
+        strategy.sync_buffers()
+        self._model.eval()
+        try:
+            for batch, counts in divided.validation_batches(self._most_batches):
+                self._add(move_batch(batch, strategy.device), sums if counts else Sums(strategy.device))
+        finally:
+            self._model.train(was_training)
+        count, totals = sums.compute(strategy.training_group)
+        summed = {name: one.compute for name, one in self._metrics.items() if isinstance(one, SummedMetric)}
+        return {name: float(summed[name](one) if name in summed else one / count) for name, one in totals.items()}
+
+    def _add(self, batch: Any, sums: Sums) -> None:
+        """Add what a batch counts; nothing where another rank has the model's result."""
+        count = num_samples(batch)
+        if self._loss is None:
+            for name, value in self._own_step(batch).items():
+                sums.add_mean(name, value, count)
+            sums.add_batch(count)
+            return
+        *inputs, target = require_pair(batch)
+        result = self._strategy.evaluate(*inputs)
+        if result is None:
+            return
+        result = tree_map(_in_full_precision, result)
+        with torch.no_grad():
+            sums.add_mean("loss", self._loss(result, target), count)
+            for name, metric in self._metrics.items():
+                if isinstance(metric, SummedMetric):
+                    sums.add(name, call_metric(name, metric.count, result, target))
+                else:
+                    sums.add_mean(name, call_metric(name, metric, result, target), count)
+        sums.add_batch(count)
+
+    def _own_step(self, batch: Any) -> Mapping[str, Any]:
+        bare = self._strategy.bare_model
+        step = getattr(bare, "validation_step", None)
+        if step is None:
+            raise ValueError(
+                f"Trainer.validate: without a loss function {type(bare).__name__} needs a validation_step(batch), "
+                "which returns a dict of metrics"
+            )
+        with torch.no_grad(), self._strategy.autocasting():
+            values = step(batch)
+        if not isinstance(values, Mapping):
+            raise TypeError(f"validation_step must return a dict of metrics by name, got a {type(values).__name__}")
+        return values
+
+
+def move_batch(batch: Any, device: torch.device) -> Any:
+    """Return the batch with its tensors on the device."""
+
+    def move(leaf: Any) -> Any:
+        return leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf
+
+    return batch if device.type == "cpu" else tree_map(move, batch)
+
+
+def _in_full_precision(leaf: Any) -> Any:
+    """Metrics are not rounded to what autocast computes in."""
+    return leaf.float() if isinstance(leaf, Tensor) and leaf.dtype in (torch.bfloat16, torch.float16) else leaf
