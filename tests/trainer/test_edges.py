@@ -37,7 +37,8 @@ class Ones(Dataset):
 class Divided(IterableDataset):
     """As one of Hugging Face, whose ranks have parts."""
 
-    _distributed = (0, 2)
+    def __init__(self):
+        self._distributed = (0, 2)
 
     def __iter__(self):
         return iter([(torch.ones(6), torch.ones(1))] * 10)
