@@ -9,6 +9,7 @@ import dataclasses
 import os
 import random
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -120,6 +121,20 @@ def run_one(job: Job, program: Program, world_size: int, change: Change | None) 
     return SmallAgent(train_program, world_size, job, program, folder=folder, on_turn=let_come).run()
 
 
+def compare_with_quiet(job: Job, run: Callable[[Job], Ended], drawn: str) -> None:
+    """Run the job with its losses and without, and compare all that each rank holds; `drawn` says what is run."""
+    quiet = dataclasses.replace(job, folder=str(Path(job.folder).with_name("quiet")), strikes=())
+    ends = []
+    for one in (job, quiet):
+        try:
+            ends.append(run(one))
+        except Exception as error:
+            raise AssertionError(f"{drawn}, {one.strikes}") from error
+    for rank, (mine, theirs) in enumerate(zip(ends[0].results, ends[1].results, strict=True)):
+        different = differences(mine, theirs)
+        assert not different, f"{drawn}, {job.strikes}, rank {rank}: {different}"
+
+
 def run_drawn(seed: int, folder: Path, *, changes: bool = False) -> None:
     """Run the program of `seed`, disturbed and not, and compare all that each rank holds."""
     draw = random.Random(seed)
@@ -132,16 +147,7 @@ def run_drawn(seed: int, folder: Path, *, changes: bool = False) -> None:
             layers = tuple(layer for layer in program.layers if layer != "norm")
             program = dataclasses.replace(program, layers=layers)
     job = Job(str(folder / "lost"), strikes, samples=16 * world_size)
-    quiet = dataclasses.replace(job, folder=str(folder / "quiet"), strikes=())
-    ends = []
-    for one in (job, quiet):
-        try:
-            ends.append(run_one(one, program, world_size, change))
-        except Exception as error:
-            raise AssertionError(f"seed {seed}: {program}, {one.strikes}, {change}") from error
-    for rank, (mine, theirs) in enumerate(zip(ends[0].results, ends[1].results, strict=True)):
-        different = differences(mine, theirs)
-        assert not different, f"seed {seed}, rank {rank}: {program}, {job.strikes}, {change}: {different}"
+    compare_with_quiet(job, lambda one: run_one(one, program, world_size, change), f"seed {seed}: {program}, {change}")
 
 
 @pytest.mark.parametrize("share", range(_SHARES))

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 from tests.elastic.jobs import Job, Strike
-from tests.elastic.programs import Program, differences, train_program
+from tests.elastic.programs import Program, train_program
 from tests.elastic.small_agent import Ended, SmallAgent
-from tests.elastic.test_generated_programs import _POINTS, draw_program, draw_strikes
+from tests.elastic.test_generated_programs import _POINTS, compare_with_quiet, draw_program, draw_strikes
 
 from phalanx.testing import why_no_hosts
 from phalanx.testing.namespaces import Host, hosts
@@ -67,17 +67,8 @@ def run_drawn(seed: int, folder: Path) -> None:
         pass
     sizes = draw.choice(_SIZES)
     job = Job(str(folder / "lost"), draw_losses(draw, program, sizes), samples=16 * sum(sizes))
-    quiet = dataclasses.replace(job, folder=str(folder / "quiet"), strikes=())
-    ends = []
     with hosts(len(sizes) + _SPARE) as machines:
-        for one in (job, quiet):
-            try:
-                ends.append(run_one(one, program, machines, sizes))
-            except Exception as error:
-                raise AssertionError(f"seed {seed}: {sizes}, {program}, {one.strikes}") from error
-    for rank, (mine, theirs) in enumerate(zip(ends[0].results, ends[1].results, strict=True)):
-        different = differences(mine, theirs)
-        assert not different, f"seed {seed}, rank {rank}: {sizes}, {program}, {job.strikes}: {different}"
+        compare_with_quiet(job, lambda one: run_one(one, program, machines, sizes), f"seed {seed}: {sizes}, {program}")
 
 
 @pytest.mark.parametrize("share", range(_SHARES))
