@@ -28,7 +28,13 @@ _STEPS = 8
 
 
 def train_pipeline(
-    job: Job, schedule: Any = "1f1b", balance: Any = "auto", mesh: str = "", resumes: bool = False
+    job: Job,
+    schedule: Any = "1f1b",
+    balance: Any = "auto",
+    mesh: str = "",
+    resumes: bool = False,
+    keep: str | None = None,
+    every: int = 1,
 ) -> dict[str, Any]:
     """A model with dropout and BatchNorm, trained in stages; ranks draw random numbers of their own, too."""
     with phalanx.init(timeout=60.0):
@@ -86,11 +92,11 @@ def train_pipeline(
                 phalanx.save_checkpoint(path, state.state_dict())
             state.load_state_dict(phalanx.load_checkpoint(path))
 
-        @elastic.run(state)
+        @elastic.run(state, keep=keep)
         def train(state: Any) -> None:
             for _ in state.epochs(2):
                 while state.step < _STEPS // 2 * (state.epoch + 1):
-                    x = torch.randn(20, 6, generator=torch.Generator().manual_seed(state.step))
+                    x = torch.randn(20, 6, generator=torch.Generator().manual_seed(len(state.history)))
                     # Its groups are new ones. In rows of memory: how MKL rounds depends on where strided ones lie.
                     x = x[:10] if grid is None else x.view(-1, grid.size(1), 6)[:, grid.get_local_rank("data")].clone()
                     optimizer.zero_grad()
@@ -99,7 +105,8 @@ def train_pipeline(
                     optimizer.step()
                     scheduler.step()
                     state.history.append(round(loss.item(), 6))
-                    state.commit()
+                    if len(state.history) % every == 0:
+                        state.commit()
 
         with _log_in(Path(job.folder) / f"log-{rank}-{elastic_generation()}"):
             train(state)

@@ -42,11 +42,11 @@ if TYPE_CHECKING:
 class ElasticGroup:
     """This rank's place in it. It is the `Runner` of `state`."""
 
-    def __init__(self, state: State, group: Any, membership: Generations) -> None:
+    def __init__(self, state: State, group: Any, membership: Generations, keep: str | None = None) -> None:
         self._set_group(group)
         self.generation = rendezvous.generation()
         self.is_complete = True  # False while a state is only half received
-        self._state, self._membership = state, membership
+        self._state, self._membership, self._keep = state, membership, keep
         self._random = GeneratorStates()
         self._records: RankRecords | None = None
         self._stages: StageRecords | None = None
@@ -70,16 +70,21 @@ class ElasticGroup:
         self._records = self._new_records(self._layers())
         self._records_generation = self.generation
         if self._state._objects.pipelines:
-            self._why_not_kept = why_not_kept(self._state, self.process_group)
-            if not self._why_not_kept:
-                self._stages = StageRecords(self._state, self.process_group)
-                self._stages.keep(self._records)
+            self._keep_stages(self._records)
             return
         self._records.prepare(0)
         self._records.write_small(0, self._state._latest.small)
         for optimizer in self._state._objects.sharded:
             optimizer.keep_state()
         self.ranks_differ = self._records.meet(0).differ and not self._state._objects.rounds
+
+    def _keep_stages(self, records: RankRecords) -> None:
+        """Keep the stages of a group that has just come together, where they can be. Collective."""
+        self._why_not_kept = why_not_kept(self._state, self.process_group, self._keep)
+        stages = None if self._why_not_kept else StageRecords(self._state, self.process_group)
+        if stages is not None:
+            stages.keep(records)
+        self._stages = stages
 
     def _new_records(self, layers: dict[str, Any], room: tuple[int, int] = (0, 0)) -> RankRecords:
         """Return the records of a group that has just come together, or that need more room. Collective."""
@@ -373,23 +378,23 @@ class ElasticGroup:
         state, rank, size = self._state, self.process_group.rank(), self.process_group.size()
         require_same_stages(state, self._why_not_kept, old.size(), standings, self.process_group)
         newest = max(one.records_of for one in standings)
-        holders = [r for r, one in enumerate(standings) if one.records_of == newest]
-        keeper, number = holders[0], max(standings[r].number for r in holders)
-        StageRecords.require_all(self._stages, state, number, keeper, self.process_group)
+        number = max(one.number for one in standings if one.records_of == newest)
+        mine = self._stages if standings[rank].records_of == newest else None
+        givers = StageRecords.find_givers(mine, state, number, self.process_group)
         reached(REBIND)
         for module in state._objects.modules:
             rebind_module(module, old, self.process_group)
         rebind_sharded(state)
         record, is_own, _ = self._find_record(number, standings)
         reached(HAND_OVER)
-        StageRecords.hand_over(self._stages, state, number, keeper, holders, self.process_group)
+        StageRecords.hand_over(mine, state, number, givers, self.process_group)
         reached(RESTORE)
         state._settle(rank, size)
-        fresh, stages = self._new_records({}), StageRecords(state, self.process_group)
+        fresh = self._new_records({})
         if record is not None and is_own:
             fresh.restore(record)
-        stages.keep(fresh)
-        self._records, self._stages, self._records_generation = fresh, stages, self.generation
+        self._keep_stages(fresh)
+        self._records, self._records_generation = fresh, self.generation
         if record is not None and is_own and state._mark is not None:
             state._random_again = functools.partial(restore_random, record)
 

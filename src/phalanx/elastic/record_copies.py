@@ -7,6 +7,8 @@
 Whoever has completed step n had a's gradients, which a gave when it had b's record. So the copy of the agreed step is
 whole, whenever host B was lost, as the record itself is on one host (`phalanx.elastic.records`). Any two hosts may be
 lost at once; of a host that is lost together with both hosts behind it the copies are lost.
+
+A record holds pickles, which are read after a loss. So each message carries a MAC (`phalanx.transport.authentication`).
 """
 
 from __future__ import annotations
@@ -18,8 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phalanx.backend.pickles import pickle_authenticator
 from phalanx.backend.torch_integration.groups import phalanx_group
 from phalanx.deadline import Deadline
+from phalanx.transport.authentication import OVERHEAD_BYTES, PickleStream
 
 NUM_COPIES = 2
 BLOCK = 256
@@ -74,15 +78,19 @@ class RecordCopies:
         ours = phalanx_group(group)
         from phalanx.transport.hierarchical.transport import HierarchicalTransport
 
+        authenticator = pickle_authenticator(group)
         assert ours is not None
+        assert authenticator is not None
         assert isinstance(ours.transport, HierarchicalTransport)
         self._ours = ours
+        self._authenticator = authenticator
+        self._stream = PickleStream(_STREAM, group.rank())
         self._slots = slots
         self._kept = kept
         self._keepers = keepers
         self._latest = dict.fromkeys(kept, 0)  # by ward: which of its slots has what came last
         num_blocks = slots[0].nbytes // BLOCK
-        largest = _HEAD_BYTES + num_blocks * (8 + BLOCK)
+        largest = OVERHEAD_BYTES + _HEAD_BYTES + num_blocks * (8 + BLOCK)
         self._messages = ours.transport.open_preceding(largest, list(kept))
         self._mirror = torch.zeros_like(slots[0])  # what the keepers have
         self._is_mirrored = torch.zeros(num_blocks, dtype=torch.bool).numpy()
@@ -129,7 +137,8 @@ class RecordCopies:
             _blocks(self._mirror)[which] = _blocks(slot)[which]
         _bytes(self._mirror)[:8] = _NONE
         count = sum(map(len, news))
-        out = self._messages.outbox(deadline)
+        outbox = self._messages.outbox(deadline)
+        out = outbox[OVERHEAD_BYTES:]
         _HEAD.pack_into(_bytes(out), 0, number, vouched, count, *spans[0], *spans[1])
         numbers, blocks = _contents(out, count)
         at = 0
@@ -137,11 +146,16 @@ class RecordCopies:
             numbers[at : at + len(which)] = which
             blocks[at : at + len(which)] = _blocks(self._mirror)[which]
             at += len(which)
-        self._messages.send(self._keepers, _HEAD_BYTES + count * (8 + BLOCK))
+        nbytes = _HEAD_BYTES + count * (8 + BLOCK)
+        signed = self._authenticator.send(_bytes(out[:nbytes]), self._stream)
+        _bytes(outbox)[:OVERHEAD_BYTES] = signed[:OVERHEAD_BYTES]  # the rest is there already
+        self._messages.send(self._keepers, OVERHEAD_BYTES + nbytes)
         self._sent = number
 
     def _take(self, ward: int, deadline: Deadline) -> None:
-        message = self._messages.receive(ward, deadline)
+        received = self._messages.receive(ward, deadline)
+        self._authenticator.receive(_bytes(received), PickleStream(_STREAM, ward))
+        message = received[OVERHEAD_BYTES:]
         number, vouched, count, *bounds = _HEAD.unpack_from(_bytes(message))
         numbers, blocks = _contents(message, count)
         slots, latest = self._kept[ward], self._latest[ward]
@@ -159,6 +173,7 @@ class RecordCopies:
 
 
 _NUM_HEAD_BLOCKS = 2
+_STREAM = "record of an elastic step"
 
 
 def _blocks(memory: Tensor) -> Any:

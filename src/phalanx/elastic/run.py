@@ -52,6 +52,7 @@ def run(
     wait_s: float = 60.0,
     checkpoint: str | os.PathLike[str] | None = None,
     membership: Generations | None = None,
+    keep: str | None = None,
 ) -> Callable[[Train[_Result]], Callable[..., _Result]]:
     """Let a function that trains `state` go on when ranks are lost, or come.
 
@@ -75,6 +76,12 @@ def run(
         wait_s: for how long; then it ends.
         checkpoint: the file into which `state.state_dict()` is saved before it ends so.
         membership: who decides who is in the job; by default the agent of `phalanx run`.
+        keep: "neighbour", for a `phalanx.Pipeline` whose ranks are on several hosts: each rank sends a copy of its
+            stage (parameters, buffers, optimizer state) to a rank of the next host at every commit, so that a host
+            may be lost. It costs four times the memory of a stage on each rank, and the network's time for a stage in
+            every commit; a loop that commits only every tenth step pays a tenth of that, and does up to ten steps
+            again. None: the job ends with a lost stage (exit code 75), to go on from a checkpoint. Where all
+            ranks are on one host, stages are kept in either case.
 
     `sys.exit(0)` in the function is a return from it, after which the process ends: once all ranks have come as far.
     With another code, it is a loss of the rank that calls it.
@@ -83,16 +90,20 @@ def run(
         Exception: whatever the function raises that is not the loss of a peer.
         PhalanxError: nobody is left who holds the state.
         RuntimeError: it is called inside of a function that is `elastic.run` already.
+        ValueError: `keep` is neither "neighbour" nor None.
         SystemExit: fewer than `min_ranks` for longer than `wait_s`, with exit code 75; or the host of this rank leaves
             the job (SIGTERM), with 0.
     """
+
+    if keep not in (None, "neighbour"):
+        raise ValueError(f"phalanx.elastic.run: keep must be 'neighbour' or None, got {keep!r}")
 
     def decorate(train: Train[_Result]) -> Callable[..., _Result]:
         @functools.wraps(train)
         def start(*given: Any) -> _Result:
             if given not in ((), (state,)):
                 raise TypeError(f"{train.__name__}: it trains the state that phalanx.elastic.run was given, no other")
-            return ElasticJob(state, membership, min_ranks, wait_s, checkpoint).run(train)
+            return ElasticJob(state, membership, min_ranks, wait_s, checkpoint, keep).run(train)
 
         return start
 
@@ -109,8 +120,9 @@ class ElasticJob:
         min_ranks: int,
         wait_s: float,
         checkpoint: str | os.PathLike[str] | None = None,
+        keep: str | None = None,
     ) -> None:
-        self._state = state
+        self._state, self._keep = state, keep
         self._checkpoint = checkpoint
         self._min_ranks, self._wait_s = min_ranks, wait_s
         self._membership = membership
@@ -141,7 +153,7 @@ class ElasticJob:
 
     def _run(self, train: Train[_Result], world: Any, membership: Generations) -> _Result:
         self._state._objects.refuse_what_is_not_kept(world.size())
-        group = self._state._step.runner = ElasticGroup(self._state, world, membership)
+        group = self._state._step.runner = ElasticGroup(self._state, world, membership, self._keep)
         del world  # a group that is over goes when the next one comes
         try:
             if rehearses(group.process_group):

@@ -1,7 +1,8 @@
-"""A Pipeline in an elastic job: each rank's part of the model is kept where it outlives the rank.
+"""Keep each rank's part of a Pipeline, in an elastic job, where it outlives the rank.
 
     pipe.step, optimizer.step, commit k     on every rank
     slot k%2: all that this rank has        number -1; parameters, buffers, optimizer, values; number k
+    a copy of the slot                      to a rank of the next host, where there are several (`keep="neighbour"`)
     barrier                                 who passes it knows that every rank has written slot k
 
 When a rank is lost, all go back to the last commit whose barrier somebody has passed: each to its own slot, who is new
@@ -10,7 +11,7 @@ to that of its number. No slot of that commit has been written over: the next bu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -18,8 +19,10 @@ import torch.distributed as dist
 from phalanx.backend.shared import shares_memory
 from phalanx.elastic.generations import JobEndedError
 from phalanx.elastic.hand_over import Part, hand_over
+from phalanx.elastic.record_copies import hosts_of
 from phalanx.elastic.records import RankRecords
 from phalanx.elastic.resume_point import RankState
+from phalanx.elastic.stage_copies import StageCopies
 from phalanx.elastic.state import State
 from phalanx.optim.kept_state import KeptState
 from phalanx.partition.owners import owner_of
@@ -45,9 +48,11 @@ class OwnPart:
 
 
 class StageRecords:
-    """This rank's two slots, and everybody's to read. Collective to build.
+    """This rank's two slots, and those of all ranks of its host to read. Collective to build.
 
     Cost: twice the parameters, buffers and optimizer state of a stage, in shared memory; a copy of them at each commit.
+    On several hosts twice that memory, for the copies of another host's rank, and one message with all of it at each
+    commit.
     """
 
     def __init__(self, state: State, group: Any) -> None:
@@ -55,7 +60,9 @@ class StageRecords:
         tensors = [t for m in state._objects.modules for t in (*m.parameters(), *m.buffers())]
         sizes: list[Any] = [None] * group.size()
         dist.all_gather_object(sizes, (sum(t.numel() for t in tensors), len(tensors)), group=group)
-        self._kept = KeptState(group, max(n for n, _ in sizes), max(n for _, n in sizes))
+        self._copies = None if shares_memory(group) else StageCopies(group, hosts_of(group))
+        wards = None if self._copies is None else self._copies.wards
+        self._kept = KeptState(group, max(n for n, _ in sizes), max(n for _, n in sizes), wards)
         self._num_steps = -1
         self.number = -1
         """Of the last commit that all ranks have written."""
@@ -68,45 +75,48 @@ class StageRecords:
         self._num_steps = num_steps
         records.prepare(number)
         self._kept.save(number, OwnPart(self._state._own_parts()).show())
+        if self._copies is not None:
+            self._copies.exchange(self._kept, number)
         dist.barrier(group=self._group)
         self.number = number
 
     @staticmethod
-    def require_all(mine: StageRecords | None, state: State, number: int, keeper: int, group: Any) -> None:
-        """Raise, on all ranks, where something of that commit is not there. Collective.
+    def find_givers(mine: StageRecords | None, state: State, number: int, group: Any) -> dict[int, int]:
+        """Return, by rank, who has what it kept of that commit: itself, where it was there. Collective.
+
+        `mine`: this rank's, if it was there.
 
         Raises:
-            JobEndedError: whose is missing, and what to do.
+            JobEndedError: on all ranks, where something is not there: whose, and what to do.
         """
-        ranks = range(group.size())
-        missing: list[Any] = [None]
-        if group.rank() == keeper:
-            assert mine is not None
-            missing = [[rank for rank in ranks if not mine._kept.holds(rank, number)]]
-        dist.broadcast_object_list(missing, group=group, group_src=keeper)
-        if missing[0]:
+        size = group.size()
+        held = [] if mine is None else [rank for rank in range(size) if mine._kept.holds(rank, number)]
+        told: list[Any] = [None] * size
+        dist.all_gather_object(told, held, group=group)
+        givers = {rank: giver for giver in reversed(range(size)) for rank in told[giver]}
+        givers |= {rank: rank for rank in range(size) if rank in told[rank]}
+        if missing := [rank for rank in range(size) if rank not in givers]:
             raise JobEndedError(
-                f"the state of {name_stages(state, missing[0])} at commit {number} was not kept: it is larger than "
-                f"there is room for.\n{_LOAD}"
+                f"nothing is left of what {name_stages(state, missing)} kept of commit {number}: whoever had it was "
+                f"lost as well, or it is larger than there is room for.\n{_LOAD}"
             )
+        return givers
 
     @staticmethod
-    def hand_over(
-        mine: StageRecords | None, state: State, number: int, keeper: int, holders: Sequence[int], group: Any
-    ) -> None:
+    def hand_over(mine: StageRecords | None, state: State, number: int, givers: Mapping[int, int], group: Any) -> None:
         """Every rank becomes what its number has left of that commit. Collective."""
         me, parts = group.rank(), state._own_parts()
-        for rank in range(group.size()):
-            if rank not in holders:
-                theirs = mine._kept.read_of(rank, number) if mine is not None and me == keeper else None
-                hand_over([OwnPart(parts, theirs)], keeper, [rank], group)
-        if me in holders:
+        for rank, giver in sorted(givers.items()):
+            if rank != giver:
+                theirs = mine._kept.read_of(rank, number) if mine is not None and me == giver else None
+                hand_over([OwnPart(parts, theirs)], giver, [rank], group)
+        if givers[me] == me:
             assert mine is not None
             OwnPart(parts).take(mine._kept.read_of(me, number))
 
 
-def why_not_kept(state: State, group: Any) -> str:
-    """Why a stage that is lost can't be had back; empty where it can."""
+def why_not_kept(state: State, group: Any, keep: str | None) -> str:
+    """Why a stage that is lost can't be had back; empty where it can. `keep` is that of `elastic.run`."""
     if state._objects.rounds:
         return "a Pipeline with LocalSGD or DiLoCo is not kept"
     if not all(pipe.spans(group) for pipe in state._objects.pipelines):
@@ -114,8 +124,12 @@ def why_not_kept(state: State, group: Any) -> str:
     data_groups = [pipe.data_group for pipe in state._objects.pipelines]
     if any(all(one.process_group is not group for group in data_groups) for one in state._objects.sharded):
         return "an optimizer that is shared with other ranks than the replicas of its stage is not kept"
-    if not shares_memory(group):
+    if shares_memory(group):
+        return ""
+    if not hosts_of(group):
         return "its ranks share no memory, so the stage's weights went with it"
+    if keep is None:
+        return "its ranks are on several hosts, where a stage is only kept with elastic.run(state, keep='neighbour')"
     return ""
 
 

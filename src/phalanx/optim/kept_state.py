@@ -1,8 +1,10 @@
-"""The optimizer state of each rank's slices, where it outlives the rank: two copies in memory that all map.
+"""Keep the state of each rank where it outlives the rank: two copies in memory that all ranks of its host map.
 
 update of step k    this rank's state changes, in memory of its own
 then                slot k%2: number -1; the state; number k
 sync B              who passes it knows that every rank has written slot k; who does not still finds slot k-1
+
+A rank may have room for the states of ranks of other hosts as well, its wards, which come as messages.
 """
 
 from __future__ import annotations
@@ -10,7 +12,8 @@ from __future__ import annotations
 import itertools
 import pickle
 import struct
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,47 +31,67 @@ _ALIGN = 64
 _TIMES = 8  # as many bytes of state as four bytes for each element: Adam has two, in the parameter's own type
 
 
-class KeptState:
-    """Room for the state of at most `num_elements` elements in `num_parameters` parameters a rank. Collective."""
+class Content(NamedTuple):
+    """What a slot holds: how the state is built, pickled, and the memory with its tensors."""
 
-    def __init__(self, group: Any, num_elements: int, num_parameters: int) -> None:
-        self._slot_bytes = _round_up((1 << 20) + num_parameters * 4096 + _TIMES * 4 * num_elements, 4096)
-        nbytes = 2 * self._slot_bytes
-        if shares_memory(group):
-            self._by_rank = [*host_memory(nbytes, group).values()]
-            self._memory = self._by_rank[group.rank()]
+    structure: bytes
+    tensors: Tensor
+
+
+class KeptState:
+    """Room for the state of at most `num_elements` elements in `num_parameters` parameters a rank. Collective.
+
+    `wards` says of each rank whose states it has room for beside its own. With none at all, and without memory that the
+    ranks share, a rank keeps its own state in memory of its own.
+    """
+
+    def __init__(
+        self,
+        group: Any,
+        num_elements: int,
+        num_parameters: int,
+        wards: Mapping[int, Sequence[int]] | None = None,
+    ) -> None:
+        self.slot_bytes = _round_up((1 << 20) + num_parameters * 4096 + _TIMES * 4 * num_elements, 4096)
+        nbytes = 2 * self.slot_bytes
+        self._by_rank: dict[int, Tensor] = {}
+        if wards or shares_memory(group):
+            most = max(map(len, wards.values())) if wards else 0
+            for rank, memory in host_memory((1 + most) * nbytes, group).items():
+                for number, owner in enumerate((rank, *(wards or {}).get(rank, ()))):
+                    self._by_rank[owner] = memory[number * nbytes : (number + 1) * nbytes]
         else:
-            self._memory = torch.empty(nbytes, dtype=torch.uint8)
-            self._by_rank = [self._memory]
+            self._by_rank[group.rank()] = torch.empty(nbytes, dtype=torch.uint8)
+        self._memory = self._by_rank[group.rank()]
         self._bytes = memoryview(_array(self._memory))
-        self._known: list[list[int]] = [[], []]  # the tensors whose places each slot has
-        self._views: list[list[Tensor]] = [[], []]
-        for slot in range(2):
-            _HEAD.pack_into(self._bytes, slot * self._slot_bytes, -1, 0)
+        self._ends = [0, 0]  # of what each slot holds
+        for owner in (group.rank(), *(wards or {}).get(group.rank(), ())):
+            for slot in range(2):
+                _HEAD.pack_into(_array(self._by_rank[owner]), slot * self.slot_bytes, -1, 0)
         if group.size() > 1:
             dist.barrier(group=group)  # a number that nobody wrote must not be read
 
     def save(self, number: int, state: Any) -> None:
         """Write what this rank's state is after step `number`."""
         slot = number % 2
-        start = slot * self._slot_bytes
+        start = slot * self.slot_bytes
         tensors: list[Tensor] = []
         structure = split(state, tensors)
         self._bytes[start : start + 8] = (-1).to_bytes(8, "little", signed=True)
         pickled = pickle.dumps(structure)
         offsets = [
-            *itertools.accumulate(
-                (_round_up(t.nbytes, _ALIGN) for t in tensors), initial=_round_up(16 + len(pickled), 64)
-            )
+            *itertools.accumulate((_round_up(t.nbytes, _ALIGN) for t in tensors), initial=_begin_of_tensors(pickled))
         ]
-        if offsets[-1] > self._slot_bytes:
+        self._ends[slot] = 0
+        if offsets[-1] > self.slot_bytes:
             warn_once(_logger, "the optimizer has more state than is kept for ranks that are lost")
             return
-        self._bytes[start + 16 : start + 16 + len(pickled)] = pickled
+        self._bytes[start + _HEAD.size : start + _HEAD.size + len(pickled)] = pickled
         places = self._places(self._memory[start:], tensors, offsets)
         if tensors:
             copy_all(places, tensors)
         _HEAD.pack_into(self._bytes, start, -1, len(pickled))
+        self._ends[slot] = offsets[-1]
         self._bytes[start : start + 8] = number.to_bytes(8, "little", signed=True)  # last: it vouches for the rest
 
     @staticmethod
@@ -79,15 +102,15 @@ class KeptState:
         """Return a copy of what every rank left of step `number`; None if one left nothing of it."""
         if not self.holds_all(number):
             return None
-        return [self.read_of(rank, number) for rank in range(len(self._by_rank))]
+        return [self.read_of(rank, number) for rank in self._by_rank]
 
     def holds_all(self, number: int) -> bool:
         """Whether every rank `holds` it."""
-        return all(self.holds(rank, number) for rank in range(len(self._by_rank)))
+        return all(self.holds(rank, number) for rank in self._by_rank)
 
     def holds(self, rank: int, number: int) -> bool:
         """Whether `rank` has left, where this one can read it, what it was after step `number`."""
-        if rank >= len(self._by_rank):
+        if rank not in self._by_rank:
             return False
         found: int = _HEAD.unpack_from(_array(self._slot(rank, number)))[0]
         return found == number
@@ -97,18 +120,49 @@ class KeptState:
         slot = self._slot(rank, number)
         _, length = _HEAD.unpack_from(_array(slot))
         leaves: list[Any] = []
-        structure = pickle.loads(_array(slot[16 : 16 + length]).tobytes())
+        pickled = _array(slot[_HEAD.size : _HEAD.size + length]).tobytes()
+        structure = pickle.loads(pickled)
         _collect(structure, leaves)
         forms = [torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for leaf in leaves]
         offsets = [
-            *itertools.accumulate((_round_up(t.nbytes, _ALIGN) for t in forms), initial=_round_up(16 + length, 64))
+            *itertools.accumulate((_round_up(t.nbytes, _ALIGN) for t in forms), initial=_begin_of_tensors(pickled))
         ]
         places = self._places(slot, forms, offsets)
         copies = [lay_out(place.clone(), _strides(leaf)) for place, leaf in zip(places, leaves, strict=True)]
         return join(structure, [copy.to(leaf.device) for copy, leaf in zip(copies, leaves, strict=True)])
 
+    def content(self, number: int) -> Content | None:
+        """Return what this rank has left of step `number`, to be sent; None where there was no room for it."""
+        end = self._ends[number % 2]
+        if not end:
+            return None
+        slot = self._memory[number % 2 * self.slot_bytes :]
+        _, length = _HEAD.unpack_from(_array(slot))
+        structure = _array(slot[_HEAD.size : _HEAD.size + length]).tobytes()
+        return Content(structure, slot[_begin_of_tensors(structure) : end])
+
+    def begin_copy(self, ward: int, number: int, structure: bytes, nbytes: int) -> Tensor:
+        """Return the memory for the tensors of a ward's state after step `number`; its slot holds nothing meanwhile.
+
+        Raises:
+            ValueError: a slot has no room for them.
+        """
+        at = _begin_of_tensors(structure)
+        if at + nbytes > self.slot_bytes:
+            raise ValueError(f"{nbytes} bytes at {at} of a slot of {self.slot_bytes}")
+        slot = self._slot(ward, number)
+        _HEAD.pack_into(_array(slot), 0, -1, 0)
+        return slot[at : at + nbytes]
+
+    def end_copy(self, ward: int, number: int, structure: bytes) -> None:
+        """Note that the tensors have come, of a state that is built so."""
+        held = memoryview(_array(self._slot(ward, number)))
+        held[_HEAD.size : _HEAD.size + len(structure)] = structure
+        _HEAD.pack_into(held, 0, -1, len(structure))
+        held[:8] = number.to_bytes(8, "little", signed=True)  # last: it vouches for the rest
+
     def _slot(self, rank: int, number: int) -> Tensor:
-        return self._by_rank[rank][number % 2 * self._slot_bytes :][: self._slot_bytes]
+        return self._by_rank[rank][number % 2 * self.slot_bytes :][: self.slot_bytes]
 
 
 def _collect(structure: Any, leaves: list[Any]) -> None:
@@ -124,6 +178,10 @@ def _collect(structure: Any, leaves: list[Any]) -> None:
 
 def _strides(leaf: Any) -> Strides | None:
     return find_strides(torch.empty_strided(leaf.shape, leaf.stride, device="meta"))
+
+
+def _begin_of_tensors(structure: bytes) -> int:
+    return _round_up(_HEAD.size + len(structure), _ALIGN)
 
 
 def _round_up(nbytes: int, to: int) -> int:

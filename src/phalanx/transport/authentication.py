@@ -51,7 +51,7 @@ class PickleAuthenticator:
         self._sent: Counter[PickleStream] = Counter()
         self._received: Counter[PickleStream] = Counter()
 
-    def send(self, pickle: bytes, stream: PickleStream) -> bytes:
+    def send(self, pickle: bytes | memoryview, stream: PickleStream) -> bytes:
         """Return what to send as the next message of the stream."""
         return self.sign(pickle, stream, self.count_sent(stream))
 
@@ -76,7 +76,7 @@ class PickleAuthenticator:
             self._received[stream] += 1
             return self._received[stream]
 
-    def sign(self, pickle: bytes, stream: PickleStream, number: int, index: int = 0) -> bytes:
+    def sign(self, pickle: bytes | memoryview, stream: PickleStream, number: int, index: int = 0) -> bytes:
         """Return the message; `index` tells several with one number apart."""
         packed = _NUMBER.pack(number)
         return self._mac(pickle, stream, packed, index) + packed + pickle

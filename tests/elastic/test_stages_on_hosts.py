@@ -1,0 +1,113 @@
+"""A host is lost whose ranks have stages of a pipeline: a copy of each stage is on the next host, and no bit is lost.
+
+By hand, many: `pytest tests/elastic/test_stages_on_hosts.py --stage-kills 200 --timeout 7200`.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.elastic.jobs import Job, Strike
+from tests.elastic.small_agent import Ended, SmallAgent
+from tests.elastic.test_lost_hosts import first_of
+from tests.elastic.test_stages import draw_cells, train_pipeline
+
+from phalanx.testing import why_no_hosts
+from phalanx.testing.namespaces import Host, hosts
+
+pytestmark = pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts())
+
+_KEPT = ("1f1b", "auto", "", False, "neighbour")
+_SPARE = 2
+
+
+def run_on(machines: list[Host], sizes: tuple[int, ...], job: Job, *args: Any) -> Ended:
+    """Run the pipeline on hosts of so many ranks."""
+    folder = Path(job.folder)
+    folder.mkdir(parents=True)
+    return SmallAgent(
+        train_pipeline, sum(sizes), job, *args, folder=folder, machines=machines, sizes=sizes, timeout_s=240.0
+    ).run()
+
+
+def check(sizes: tuple[int, ...], strikes: tuple[Strike, ...], folder: Path, *args: Any) -> None:
+    """Every weight, loss and random number is that of the job that nobody disturbs."""
+    with hosts(len(sizes) + _SPARE) as machines:
+        quiet = run_on(machines, sizes, Job(str(folder / "quiet")), *args)
+        ended = run_on(machines, sizes, Job(str(folder / "lost"), strikes), *args)
+    assert len(list((folder / "lost").glob("struck-*"))) == len(strikes), "a fault found no occasion"
+    assert ended.generations >= 1
+    assert quiet.generations == 0
+    for mine, theirs in zip(ended.results, quiet.results, strict=True):
+        assert [
+            name for name in theirs["weights"] if not torch.equal(mine["weights"][name], theirs["weights"][name])
+        ] == []
+        assert mine["history"] == theirs["history"]
+        assert torch.equal(mine["random"], theirs["random"])
+        assert mine["rate"] == theirs["rate"]
+
+
+@pytest.mark.parametrize("place", ["forward", "updated", "commit"])
+def test_a_host_that_is_lost_takes_no_stage_with_it(place: str, tmp_path: Path) -> None:
+    """Its weights were on no other host: the job ended, to start again from a checkpoint."""
+    check((1, 1), (Strike(1, place, 5, host=True),), tmp_path, *_KEPT)
+
+
+def test_hosts_are_lost_one_after_the_other_while_stages_are_handed_over_and_with_a_rank(tmp_path: Path) -> None:
+    """The one that has the copy of the first is lost as soon as the first is there again, on a spare host."""
+    strikes = (
+        Strike(0, "updated", 1, host=True),
+        Strike(1, "update", 3, host=True),
+        Strike(3, "update", 6),
+    )
+    check((1, 2, 1), strikes, tmp_path, *_KEPT)
+
+
+def test_a_host_is_lost_while_another_one_is_had_back(tmp_path: Path) -> None:
+    """Each has its copies on the host behind it, and those are there."""
+    strikes = (Strike(2, "update", 2, host=True), Strike(0, "hand over", -1, host=True))
+    check((1, 1, 1, 1), strikes, tmp_path, *_KEPT)
+
+
+def test_replicas_on_several_hosts_lose_one(tmp_path: Path) -> None:
+    """Each rank has its own buffers and random numbers, and slices of the optimizer's state."""
+    check((2, 2), (Strike(3, "updated", 3, host=True),), tmp_path, "1f1b", "auto", "sharded", False, "neighbour")
+
+
+def test_a_loop_that_commits_every_fourth_step_goes_back_to_the_last_of_them(tmp_path: Path) -> None:
+    """It sends its stages over the network a fourth as often."""
+    check((1, 1), (Strike(0, "backward", 1, host=True),), tmp_path, *_KEPT, 4)
+
+
+def test_hosts_are_lost_in_any_cells_of_the_schedule(tmp_path: Path, pytestconfig: pytest.Config) -> None:
+    for number in range(-(-pytestconfig.getoption("--stage-kills") // 3)):
+        schedule = ("zero_bubble", "interleaved", "1f1b", "gpipe")[number % 4]
+        sizes = random.Random(number).choice(((1, 1), (1, 1, 1), (2, 1), (1, 2)))
+        strikes = draw_cells(schedule, sum(sizes), 2, number)
+        last = random.Random(number).randrange(2)
+        strikes = tuple(replace(one, host=place == last) for place, one in enumerate(strikes))
+        check(sizes, strikes, tmp_path / str(number), schedule, *_KEPT[1:])
+
+
+def _fails_with(folder: Path, sizes: tuple[int, ...], strikes: tuple[Strike, ...], *args: Any) -> str:
+    with hosts(len(sizes) + _SPARE) as machines, pytest.raises(RuntimeError, match="SystemExit: 75"):
+        run_on(machines, sizes, Job(str(folder / "lost"), strikes), *args)
+    return "\n".join(path.read_text() for path in (folder / "lost").glob("log-*"))
+
+
+def test_without_copies_the_job_says_how_stages_are_kept(tmp_path: Path) -> None:
+    text = _fails_with(tmp_path, (1, 1), (Strike(1, "backward", 3, host=True),))
+    assert "stage 1 (rank 1) was lost" in text
+    assert "only kept with elastic.run(state, keep='neighbour')" in text
+
+
+def test_a_stage_that_is_lost_together_with_its_copy_is_named(tmp_path: Path) -> None:
+    strikes = tuple(Strike(first_of((1, 1, 1), host), "updated", 3, host=True) for host in (0, 1))
+    text = _fails_with(tmp_path, (1, 1, 1), strikes, *_KEPT)
+    assert "nothing is left of what stage 0 (rank 0) kept of commit" in text
+    assert "Start again, with a new Pipeline and the last checkpoint" in text
