@@ -1,7 +1,12 @@
-"""A rank of an elastic job that has a stage of a pipeline: the last one kills itself in step 3."""
+"""A rank of an elastic job that has a stage of a pipeline: the last one kills itself in step 3.
+
+With a word behind the folder, which is `keep` of `elastic.run`, it waits there to be killed with its host.
+"""
 
 import os
 import signal
+import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -10,27 +15,41 @@ from torch import nn
 import phalanx
 from phalanx import elastic
 
+STEPS = 6
+
+
+def make_model() -> nn.Sequential:
+    """Return the model, as every rank makes it."""
+    torch.manual_seed(1)
+    return nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+
 
 def main() -> None:
+    folder, keep = Path(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else None
+    waits = folder / "waits"
     with phalanx.init():
-        torch.manual_seed(1)
-        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
-        pipe = phalanx.Pipeline(model, micro_batches=4, loss_fn=nn.functional.mse_loss)
+        pipe = phalanx.Pipeline(make_model(), micro_batches=4, loss_fn=nn.functional.mse_loss)
         optimizer = torch.optim.AdamW(pipe.parameters())
-        state = elastic.State(model=pipe, optimizer=optimizer)
+        state = elastic.State(model=pipe, optimizer=optimizer, losses=[])
 
-        @elastic.run(state, wait_s=600.0)
+        @elastic.run(state, wait_s=600.0, keep=keep)
         def train(state: elastic.State) -> None:
             for _ in state.epochs(1):
-                for step in range(6):
-                    if step == 3 and dist.get_rank() == 1:
-                        os.kill(os.getpid(), signal.SIGKILL)
+                while state.step < STEPS:
+                    if state.step == 3 and dist.get_rank() == 1 and not waits.exists():
+                        if keep is None:
+                            os.kill(os.getpid(), signal.SIGKILL)
+                        waits.touch()
+                        signal.pause()
                     optimizer.zero_grad()
-                    pipe.step(torch.ones(8, 8), target=torch.ones(8, 8))
+                    loss = pipe.step(torch.ones(8, 8), target=torch.ones(8, 8))
                     optimizer.step()
+                    state.losses.append(loss.item())
                     state.commit()
 
         train(state)
+        if dist.get_rank() == 0:
+            (folder / "losses").write_text(" ".join(map(str, state.losses)))
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch._dynamo  # an optimizer imports it in its first step, and it sets a variable
 from tests.system import elastic_pipeline, elastic_training
 from tests.system.phalanx_command import Finished, Running, start
 from tests.system.test_run_elastic import SCRIPT, Job
@@ -54,9 +55,9 @@ class Cluster:
             "run", "--nnodes", nnodes, *where, *named, *options,
         )  # fmt: skip
 
-    def start(self, number: int, ranks: int, script: str = SCRIPT) -> Job:
+    def start(self, number: int, ranks: int, script: str = SCRIPT, *words: str) -> Job:
         """The command on a host, which is to have so many ranks."""
-        line = (*self._line, "--nproc-per-node", str(ranks), script, str(self._folder))
+        line = (*self._line, "--nproc-per-node", str(ranks), script, str(self._folder), *words)
         at = self.machines[number].command
         running = self._stack.enter_context(start(*line, env=self._environ, before=at, stderr=subprocess.STDOUT))
         self.jobs[number] = Job(running, self._folder)
@@ -323,10 +324,41 @@ def test_a_stage_that_is_lost_on_another_host_ends_the_job_and_is_named(tmp_path
             made.close()
     assert first.code == 75, first.out
     assert second.code != 0
-    assert "stage 1 (rank 1) was lost, and its ranks share no memory, so the stage's weights went with it" in (
+    assert "stage 1 (rank 1) was lost, and its ranks are on several hosts, where a stage is only kept with" in (
         first.out + second.out
     )
     assert "Start again, with a new Pipeline and the last checkpoint" in first.out + second.out
+
+
+def test_a_host_with_a_stage_is_lost_and_a_spare_gets_the_stage_from_the_next_host(tmp_path: Path) -> None:
+    with hosts(3) as machines:
+        made = Cluster(machines, tmp_path, "2", {"OMP_NUM_THREADS": "1"}, ())
+        try:
+            for number in range(2):
+                made.start(number, 1, elastic_pipeline.__file__, "neighbour")
+            wait_for_files(made.first, [tmp_path / "waits"])
+            made.start(2, 1, elastic_pipeline.__file__, "neighbour")
+            made.kill(1)
+            first, spare = made.ended(0, 2)
+        finally:
+            made.close()
+    assert (first.code, spare.code) == (0, 0), first.out
+    losses = [float(word) for word in (tmp_path / "losses").read_text().split()]
+    assert losses == pytest.approx(train_the_whole_model(), rel=1e-5)
+
+
+def train_the_whole_model() -> list[float]:
+    """Return the losses of the pipeline's model in one process."""
+    model = elastic_pipeline.make_model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    losses = []
+    for _ in range(elastic_pipeline.STEPS):
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(torch.ones(8, 8)), torch.ones(8, 8))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
 
 
 def wait_for_files(job: Job, paths: list[Path]) -> None:
