@@ -58,6 +58,34 @@ def test_training_on_servers_of_two_hosts_has_the_bits_of_one_process_also_when_
     on_hosts([2, 2], _train, joining=True, lost=[3])
 
 
+def _train_and_lose_hosts(rank, options):
+    name = ["t0", "t1", "s0", "s1", "s2", "s3", "s4", "s5"][rank]
+    rpc.init_rpc(name, rank=rank, world_size=8, rpc_backend_options=options)
+    try:
+        if name.startswith("t"):
+            model = Model(2)
+            server = make_server(model, CASES[2], [f"s{number}" for number in range(6)])
+            for step in range(9):
+                for lost in {3: ("s0", "s1"), 6: ("s4", "s5")}.get(step, ()) if name == "t0" else ():
+                    os.kill(rpc.rpc_sync(lost, pid), signal.SIGKILL)
+                train(server, model, int(name[1]), [step])
+            state = server.state_dict()
+            train_alone(model, CASES[2], range(9))
+            check_equal(state, model)
+            meet(name, "looked")
+            server.close()
+    except BaseException:
+        rpc.shutdown(graceful=False)
+        raise
+    with pytest.raises(PeerLostError):
+        rpc.shutdown()
+
+
+def test_hosts_with_two_servers_each_are_lost_and_their_shards_go_on_elsewhere():
+    """The copies of a host's shards were on the same host, where that has more than one server."""
+    on_hosts([2, 2, 2, 2], _train_and_lose_hosts, joining=True, lost=[2, 3, 6, 7])
+
+
 def test_servers_of_another_host_are_not_met_without_the_jobs_key():
     with pytest.raises(RankFailed, match=r"AuthenticationError: .*there is no key for them to know each other by"):
         on_hosts([2, 2], _train, joining=True, keys=["", ""])

@@ -19,7 +19,7 @@ class Agent:
     def __init__(self):
         self.me = SimpleNamespace(info=SimpleNamespace(name="s", id=9), uid=9)
         self.lost = set()
-        self.membership = SimpleNamespace(find=self.find, find_lost=lambda name: None)
+        self.membership = SimpleNamespace(find=self.find, find_lost=lambda name: None, host_of=lambda name: "here")
 
     def find(self, name):
         return SimpleNamespace(info=SimpleNamespace(name=name, id=int(name) if name.isdigit() else 9))

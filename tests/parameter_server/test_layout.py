@@ -12,7 +12,14 @@ def test_dense_tensors_go_to_the_server_that_has_least():
 
 
 def test_who_takes_over_comes_next_in_the_ring():
-    assert ring(["a", "b", "c"], 1) == ["b", "c", "a"]
+    assert ring(["a", "b", "c"], 1, lambda server: "host") == ["b", "c", "a"]
+
+
+def test_who_is_on_another_host_takes_over_before_who_is_on_the_same():
+    """Otherwise a host with two neighbours in the ring would take a shard and its copy with it."""
+    hosts = dict(zip("abcdef", "112233", strict=True))
+    assert "".join(ring("abcdef", 0, hosts.__getitem__)) == "acdefb"
+    assert "".join(ring("abcdef", 3, hosts.__getitem__)) == "defabc"
 
 
 @pytest.mark.parametrize("num_servers", [1, 2, 3, 4])

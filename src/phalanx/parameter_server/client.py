@@ -52,7 +52,8 @@ class ParameterServer:
         synchronous: see above.
         max_staleness: the bound of asynchronous training, in steps; None is no bound.
         reduction: "mean" or "sum" over the trainers of a synchronous step.
-        replicate: keep a second copy of each shard on the next server, which takes over when the first is lost.
+        replicate: keep a second copy of each shard on the next server, of another host if there is one, which takes
+            over when the first is lost.
             Default: True if there are several servers.
         name: distinguishes several ParameterServers on the same workers. A second one of the same name waits until all
             trainers have closed the first; if they do not close it, constructing it with the same arguments shares it.

@@ -341,13 +341,13 @@ class Hosted:
         return future
 
     def _choose_replica(self) -> None:
-        """Give the next server that is there a copy, if there is one."""
+        """Give the next server that is there a copy, if there is one: of another host, if there is such a one."""
         assert self._shard is not None
         spec = self._shard.spec
         me = self._agent.me
         self._replica, self._installed = None, None
         if spec.replicate:
-            after = ring(spec.servers, spec.servers.index(me.info.name))[1:]
+            after = ring(spec.servers, spec.servers.index(me.info.name), self._agent.membership.host_of)[1:]
             self._replica = next((one for one in after if not self._why_lost(one)), None)
         if self._replica is not None:
             failure = None if self._failure is None else str(self._failure)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,9 +26,13 @@ def plan_dense(sizes: Mapping[str, int], num_servers: int, load: list[int] | Non
     return place
 
 
-def ring(servers: Sequence[str], index: int) -> list[str]:
-    """Return the servers that may hold shard `index`, in order: its own one, then who would take over from it."""
-    return [*servers[index:], *servers[:index]]
+def ring(servers: Sequence[str], index: int, host_of: Callable[[str], str]) -> list[str]:
+    """Return the servers that may hold shard `index`, in order: its own one, then who would take over from it.
+
+    Those on other hosts come first, so that a host may be lost.
+    """
+    mine, *others = (*servers[index:], *servers[:index])
+    return [mine, *sorted(others, key=lambda other: host_of(other) == host_of(mine))]  # sorted is stable
 
 
 def take_rows(table: Tensor, index: int, num_servers: int) -> Tensor:

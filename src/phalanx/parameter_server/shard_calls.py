@@ -25,7 +25,10 @@ class ShardCalls:
         self._servers = servers
         self._trainer = trainer
         self._first = first
-        self._hosts = [ring(servers, index) for index in range(len(servers))]  # those not yet seen lost
+        self._hosts = [self._ring(index) for index in range(len(servers))]  # those not yet seen lost
+
+    def _ring(self, index: int) -> list[str]:
+        return ring(self._servers, index, current.agent().membership.host_of)
 
     def on_all(self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], step: int) -> list[Any]:
         """Call it for every shard at once, each on the server that has it; `step` is the one that this trainer is at.
@@ -64,7 +67,8 @@ class ShardCalls:
     ) -> Any:
         """Return the answer; if the server is lost, that of the one which has taken over."""
         cause: PhalanxError | None = None
-        while self._hosts[index]:
+        without: set[str] = set()  # who has said that it has no copy
+        while not without.issuperset(self._hosts[index]):
             host = self._hosts[index][0]
             try:
                 if isinstance(future, PeerLostError):
@@ -76,10 +80,15 @@ class ShardCalls:
                 raise self._explain_late(index, function, error, step) from error
             except (PeerLostError, NotHeldError) as error:
                 cause = error
-                if self._hosts[index] and self._hosts[index][0] == host:
-                    self._hosts[index].pop(0)
+                hosts = self._hosts[index]
+                if hosts and hosts[0] == host:
+                    hosts.pop(0)
+                if isinstance(error, NotHeldError):
+                    without.add(host)
+                    if host not in hosts:
+                        hosts.append(host)  # it may have a copy later, and be asked when all before it are lost
                 future = self._send(index, function, request)
-        tried = ring(self._servers, index)
+        tried = self._ring(index)
         members = (current.agent().membership.find(one) for one in tried)
         raise PeerLostError(
             f"ParameterServer {self._name!r}: shard {index} is lost: none of the servers {', '.join(tried)} that "

@@ -167,6 +167,11 @@ class Workers:
         """Return the worker of this uid, if it is known."""
         return self._by_uid.get(uid)
 
+    def host_of(self, name: str) -> str:
+        """Return what tells the host of a worker from others, also of one that was lost; empty for an unknown one."""
+        member = self.find(name) or self.find_lost(name)
+        return "" if member is None else member.host
+
     def find_lost(self, to: str | int | WorkerInfo) -> WorkerAddress | None:
         """Return the last worker of this name or number that was lost."""
         name = to.name if isinstance(to, WorkerInfo) else to
