@@ -1,0 +1,192 @@
+"""What an optimizer whose state is in shards has of `state_dict`: a rank's own part, the whole, and both ways back."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from phalanx.backend.dynamo import undecorated, untraced
+from phalanx.optim.master_parameters import MasterParameters
+from phalanx.optim.offload import Offload
+from phalanx.optim.offloaded_shard import OffloadedShard
+from phalanx.optim.parameter_shard import ParameterShard
+from phalanx.optim.shared_parameters import SharedParameters
+from phalanx.optim.state import StateDict, cut_state, layout_of, merge_state_dicts, refuse_loose
+
+_MASTER = "master"  # a parameter in the precision of its update, in its state
+
+
+class ShardedState(Optimizer):
+    """The state of an optimizer of which this rank has shards; `ZeroRedundancyOptimizer` sets what is declared here."""
+
+    process_group: dist.ProcessGroup
+    rank: int
+    world_size: int
+    _optimizer_class: type[Optimizer]
+    _offload: Offload | None
+    _shared: list[SharedParameters | MasterParameters]
+    _shards: list[list[ParameterShard] | list[OffloadedShard]]
+    _local: Optimizer | None
+    _moving: tuple[int, dict[int, Any] | None] | None
+    _consolidated: bool
+
+    @property
+    def optim(self) -> Optimizer:
+        """This rank's optimizer, over its shards."""
+        assert self._local is not None  # construction adds at least one group
+        return self._local
+
+    def _pass_options(self) -> None:
+        raise NotImplementedError
+
+    def shard_state_dict(self) -> StateDict:
+        """Return this rank's part of the state, for this rank to save; `merge_state_dicts` makes the whole of all of
+        them.
+
+        Not collective. The tensors are the optimizer's own: save or copy them before the next step. State that belongs
+        to no parameter is refused (ValueError).
+        """
+        numbers = {p: number for number, p in enumerate(p for g in self.param_groups for p in g["params"])}
+        state = {}
+        for shard in (shard for group in self._shards for shard in group):
+            if shard.tensor in self.optim.state:
+                state[numbers[shard.parameter]] = {
+                    "start": shard.part.start,
+                    "stop": shard.part.stop,
+                    "state": {**self.optim.state[shard.tensor], **_master_of(shard)},
+                }
+        refuse_loose(self.optim.state, self._optimizer_class, known=len(state))
+        return {
+            "param_groups": [
+                {
+                    **{key: value for key, value in g.items() if key != "params"},
+                    "params": [numbers[p] for p in g["params"]],
+                }
+                for g in self.param_groups
+            ],
+            "state": state,
+            "layout": layout_of(numbers),
+        }
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Gather the whole state on rank `to` of the group, where `state_dict` gives it until the next step.
+
+        Collective.
+        Cost: rank `to` holds the state of all ranks.
+
+        Raises:
+            ValueError: `to` is not a rank of the group.
+        """
+        if not 0 <= to < self.world_size:
+            raise ValueError(f"consolidate_state_dict: to={to} is not a rank of the group, which has {self.world_size}")
+        shards: list[Any] | None = [None] * self.world_size if self.rank == to else None
+        dist.gather_object(self.shard_state_dict(), shards, group=self.process_group, group_dst=to)
+        if shards is not None:
+            parameters = [p for group in self.param_groups for p in group["params"]]
+            merged = merge_state_dicts(shards)["state"]
+            self.state = defaultdict(dict, {parameters[number]: state for number, state in merged.items()})
+            self._consolidated = True
+
+    @untraced
+    def state_dict(self) -> StateDict:
+        """Return the whole state, in the form of the plain optimizer's `state_dict`; any number of ranks can load it.
+
+        Raises:
+            RuntimeError: the present state was not consolidated on this rank.
+        """
+        if not self._consolidated:
+            raise RuntimeError(
+                f"ZeroRedundancyOptimizer.state_dict on rank {self.rank}: each rank has the state of its own slices. "
+                f"Call consolidate_state_dict(to={self.rank}) on all ranks after the last step and before this, or "
+                "save shard_state_dict() on every rank."
+            )
+        whole: StateDict = undecorated(Optimizer.state_dict)(self)
+        return whole
+
+    @untraced
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        """Take this rank's part of a whole state: of the plain optimizer, or consolidated on any number of ranks.
+
+        Not collective, but every rank must load the same. Join shards with `merge_state_dicts` first.
+
+        Raises:
+            ValueError: it is the state of other groups or parameters.
+        """
+        with self._as_masters() as parameter_of:  # whose dtype and device the state takes
+            # Checks, converts dtypes, calls the user's hooks; the state is all there.
+            undecorated(Optimizer.load_state_dict)(self, state_dict)
+        self._consolidated = False
+        whole, self.state = self.state, defaultdict(dict)
+        self._take_state({parameter_of.get(like, like): state for like, state in whole.items()})
+
+    @contextlib.contextmanager
+    def _as_masters(self) -> Iterator[dict[Any, Tensor]]:
+        """With offload, masters in place of the parameters; yields the parameter of each."""
+        parameter_of: dict[Any, Tensor] = {}
+        given = [group["params"] for group in self.param_groups]
+        try:
+            if self._offload is not None:
+                for group, shared in zip(self.param_groups, self._shared, strict=True):
+                    group["params"] = [shared.shaped(number) for number in range(len(group["params"]))]
+                    parameter_of.update(zip(group["params"], shared.parameters, strict=True))
+            yield parameter_of
+        finally:
+            for group, parameters in zip(self.param_groups, given, strict=True):
+                group["params"] = parameters
+
+    def _take_state(self, whole: Mapping[Tensor, Any]) -> None:
+        """Load this rank's part of the whole state, which is by parameter; and the options of now."""
+        self.optim.state.clear()
+        for shard in (shard for group in self._shards for shard in group):
+            if state := whole.get(shard.parameter):
+                self._set_state(shard, cut_state(state, shard.parameter, shard.part.start, shard.part.stop))
+        self._pass_options()
+        if self._offload is not None:
+            self._offload.keep_state_here(self.optim, anew=True)
+
+    def _set_state(self, shard: ParameterShard | OffloadedShard, state: dict[str, Any]) -> None:
+        if isinstance(shard, OffloadedShard):
+            shard.load_master(state.pop(_MASTER, None))
+        if state:
+            self.optim.state[shard.tensor] = state
+
+    def load_kept_state(self, whole: dict[int, Any]) -> None:
+        """Take this rank's part of what `kept_state` gave."""
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        self._take_state({parameters[number]: state for number, state in whole.items()})
+
+    def load_shard(self, state: Mapping[int, Any]) -> None:
+        """Take the "state" of a `shard_state_dict` of a rank of this number, in a group of this size.
+
+        Raises:
+            ValueError: its slices are others.
+        """
+        numbers = {p: number for number, p in enumerate(p for g in self.param_groups for p in g["params"])}
+        shards = {numbers[shard.parameter]: shard for group in self._shards for shard in group}
+        for number, part in state.items():
+            mine = shards.get(number)
+            if mine is None or (mine.part.start, mine.part.stop) != (part["start"], part["stop"]):
+                raise ValueError(
+                    f"ZeroRedundancyOptimizer.load_shard on rank {self.rank}: elements {part['start']} to "
+                    f"{part['stop']} of parameter {number} are not this rank's"
+                )
+        self.optim.state.clear()
+        for number, part in state.items():
+            self._set_state(shards[number], dict(part["state"]))
+        self._moving = None
+        if self._offload is not None:
+            self._offload.keep_state_here(self.optim, anew=True)
+        self._pass_options()
+
+
+def _master_of(shard: ParameterShard | OffloadedShard) -> dict[str, Tensor]:
+    """Return what is to be saved with a state that was made of more precise parameters than the model has."""
+    if isinstance(shard, OffloadedShard) and shard.tensor.dtype != shard.parameter.dtype:
+        return {_MASTER: shard.tensor.detach()}
+    return {}
