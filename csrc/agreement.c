@@ -1,4 +1,4 @@
-/* Publish and compare; the contract is in agreement.h. */
+/* This file publishes calls and compares them; the contract is in agreement.h. */
 #include "agreement.h"
 
 #include "recorder.h"

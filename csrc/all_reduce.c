@@ -1,4 +1,4 @@
-/* all_reduce, reduce and reduce_scatter: three ways through the same memory, and the same order of addition in each.
+/* all_reduce, reduce and reduce_scatter go one of three ways through the same memory, and add in the same order in each.
  *
  *   direct   every rank stages its chunk; one sync; every rank adds up all chunks itself.          P-1 chunks read
  *   sliced   every rank stages its chunk; sync; each adds up its slice of all chunks and leaves the

@@ -1,4 +1,4 @@
-/* What the collectives share: how one begins and ends, and what it says of itself. */
+/* The collectives share these functions: how a call begins and ends, and how it is recorded. */
 #ifndef PLX_CALL_H
 #define PLX_CALL_H
 

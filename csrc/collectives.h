@@ -1,4 +1,4 @@
-/* The collectives, one call each: every rank of the group makes the same call, in the same order.
+/* Each collective is one call: every rank of the group makes the same call, in the same order.
  *
  * Each returns a plx_status. On PLX_MISMATCH no output was written; on any other failure outputs are undefined and the
  * group is over. `in` and `out` may be the same where it says so; partial overlaps are not allowed. Sizes may be zero.

@@ -1,4 +1,4 @@
-/* A copy for lines that another core has in its cache.
+/* This file copies cache lines that another core has in its cache.
  *
  * From a few kilobytes on, the C library copies with the processor's string instruction. On Intel's (Cascade Lake) it is
  * slow where lines come from, or belong to, another core: plain loads and stores, with both sides asked for early, hand

@@ -1,4 +1,4 @@
-/* Copying between a rank's own memory and memory that ranks share. */
+/* These functions copy between a rank's own memory and memory that ranks share. */
 #ifndef PLX_COPY_H
 #define PLX_COPY_H
 

@@ -1,4 +1,4 @@
-/* The broadcast that leaves its phase open; the picture and the proof are in early.h. */
+/* This broadcast leaves its phase open; the picture and the proof are in early.h. */
 #include "early.h"
 
 #include "call.h"

@@ -1,4 +1,4 @@
-/* A broadcast whose root waits for nobody: the phase is left open, and waited for when the next collective begins.
+/* In this broadcast the root waits for nobody: the phase is left open, and waited for when the next collective begins.
  *
  *             root                                      another rank
  *   phase t    publish, copy in, arrive; goes on         publish, arrive, wait for the root alone, copy out; goes on

@@ -1,4 +1,4 @@
-/* The system calls behind waiting. */
+/* This file makes the system calls by which a rank waits. */
 #include "futex.h"
 
 #include <linux/futex.h>

@@ -1,4 +1,4 @@
-/* What a rank waits with: the clock, a pause, and words that the kernel can put a thread to sleep on. */
+/* A rank waits by these: the clock, a pause, and words that the kernel can put a thread to sleep on. */
 #ifndef PLX_FUTEX_H
 #define PLX_FUTEX_H
 

@@ -1,4 +1,4 @@
-/* What a rank can ask about its peers, and how a group ends. */
+/* A rank asks about its peers here, and ends a group. */
 #include "group.h"
 
 #include <poll.h>

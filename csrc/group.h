@@ -1,4 +1,4 @@
-/* A rank's own view of the shared memory of one group. */
+/* A plx_group is a rank's own view of the shared memory of one group. */
 #ifndef PLX_GROUP_H
 #define PLX_GROUP_H
 

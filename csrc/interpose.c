@@ -1,4 +1,4 @@
-/* Function interposition; what and why is in interpose.h. Source: System V ABI, chapter 5 (dynamic linking). */
+/* This file interposes functions; interpose.h says which and why. Source: System V ABI, chapter 5 (dynamic linking). */
 #include "interpose.h"
 
 #include <elf.h>

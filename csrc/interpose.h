@@ -1,4 +1,4 @@
-/* Function interposition: calls that one loaded library makes to an imported function go to ours instead.
+/* Function interposition makes the calls of one loaded library to an imported function go to ours instead.
  *
  * The library's global offset table has a slot for each function that it imports; the slot is what we write. Memory
  * profilers do the same. Nothing else in the process changes: other libraries have tables of their own.

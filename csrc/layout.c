@@ -1,4 +1,4 @@
-/* Who lies where in the shared memory: the picture is in layout.h. */
+/* This file computes what lies where in the shared memory; the picture is in layout.h. */
 #include "layout.h"
 
 static size_t round_up(size_t n, size_t to) { return (n + to - 1) / to * to; }

@@ -1,4 +1,4 @@
-/* The memory that the ranks of one group share: what lies where, and who may write it.
+/* This file lays out the memory that the ranks of one group share: what lies where, and which rank may write it.
  *
  *   0        header                 written once by the leader; then only `poison`, `failure` and the sync
  *   rank 0   control block          written by rank 0 only (but for the sleeper counts)

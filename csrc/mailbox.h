@@ -1,4 +1,4 @@
-/* What the files of point to point share: one rank's messages in both directions.
+/* The files of point to point share the mailbox: one rank's messages in both directions.
  *
  * A message is an envelope of 64 bytes, then its bytes, padded to 64. The sender writes as space comes free, the receiver
  * reads as bytes arrive, so a message may be longer than the ring. Of a channel the sender's side belongs to whoever

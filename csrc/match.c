@@ -1,4 +1,4 @@
-/* Which receive a message goes to. All of this under the mailbox's lock. */
+/* This file finds the receive to which a message goes. The caller holds the mailbox's lock. */
 #include <stdlib.h>
 #include <string.h>
 

@@ -1,7 +1,7 @@
-/* The collectives that move bytes and combine nothing: barrier, broadcast, gather (and all_gather), scatter, all_to_all.
+/* These collectives move bytes and combine nothing: barrier, broadcast, gather (and all_gather), scatter, all_to_all.
  *
- * All go in phases: write into the own stage, one sync, read from the others' stages. Each byte is written once into
- * shared memory and read once by each rank that wants it.
+ * All go in phases: a rank writes into its own stage, meets the others at one sync, and reads from their stages. Each
+ * byte is written once into shared memory and read once by each rank that wants it.
  */
 #include "call.h"
 #include "collectives.h"

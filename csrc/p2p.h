@@ -1,4 +1,4 @@
-/* Messages: a ring of bytes for each ordered pair of ranks, and receives that are posted now and over later.
+/* Messages use a ring of bytes for each ordered pair of ranks, and receives that are posted now and over later.
  *
  *   post      a receive takes its place among the posted ones; what is there already is taken at once
  *   progress  whoever waits takes in what comes, from all ranks, for all posted receives; one thread at a time does

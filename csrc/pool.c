@@ -1,4 +1,4 @@
-/* Pools for torch's allocator; the picture is in pool.h. */
+/* This file gives torch's allocator pools of memory; the picture is in pool.h. */
 #include "pool.h"
 
 #include <errno.h>

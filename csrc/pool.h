@@ -1,4 +1,4 @@
-/* Gradients in shared memory from the moment autograd writes them: while a backward runs, torch's allocator gets
+/* Gradients lie in shared memory from the moment autograd writes them: while a backward runs, torch's allocator gets
  * blocks of a pool for tensors of exactly the sizes that the pool serves.
  *
  *   torch    c10::alloc_cpu(n)      n is a size of the pool, this thread is inside a backward: a block

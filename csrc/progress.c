@@ -1,4 +1,4 @@
-/* Who takes in messages when, and the memory of it; the contract is in p2p.h. */
+/* This file decides which thread takes in messages, and when; the contract is in p2p.h. */
 #include <stdlib.h>
 #include <time.h>
 

@@ -1,4 +1,4 @@
-/* What Python gives, checked. */
+/* This file checks the arguments that come from Python. */
 #include "py_arguments.h"
 
 #include <stdlib.h>

@@ -1,4 +1,5 @@
-/* Numbers, addresses and tuples that come from Python. Each returns 0, or -1 with an exception, unless it says more. */
+/* These functions read numbers, addresses and tuples from Python. Each returns 0, or -1 with an exception, unless it
+ * says more. */
 #ifndef PY_ARGUMENTS_H
 #define PY_ARGUMENTS_H
 

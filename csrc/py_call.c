@@ -1,4 +1,4 @@
-/* Around an operation: who is inside, the GIL, and what comes with every call. */
+/* This file surrounds an operation: it counts who is inside, releases the GIL, and reads what comes with every call. */
 #include "py_call.h"
 
 #include <sys/syscall.h>

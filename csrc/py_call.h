@@ -1,4 +1,4 @@
-/* What the files that know Python share of a group: its type, and what happens around an operation of it. Addresses and
+/* The files that know Python share this of a group: its type, and what happens around an operation of it. Addresses and
  * sizes come in, a status goes out, and the GIL is released in between. */
 #ifndef PY_CALL_H
 #define PY_CALL_H

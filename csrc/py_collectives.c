@@ -1,4 +1,4 @@
-/* The collectives of a group, for Python. */
+/* This file gives Python the collectives of a group. */
 #include <stdlib.h>
 
 #include "call.h"

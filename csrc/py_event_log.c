@@ -1,4 +1,4 @@
-/* What a training loop tells of itself: events with their time, stored where they survive the process.
+/* The event log holds what a training loop tells of itself: events with times, stored where they survive the process.
  *
  *   word 0       how many there were, written last
  *   byte 64 ...  a ring of (kind, seconds of CLOCK_MONOTONIC, value), each a double

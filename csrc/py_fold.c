@@ -1,4 +1,4 @@
-/* Pairs of keys and values into a dict: the inner loop of phalanx.mapreduce, which is the same in Python (fold.py). */
+/* This is the inner loop of phalanx.mapreduce: it folds pairs of keys and values into a dict, as fold.py does. */
 #include "py_pairs.h"
 #include "py_types.h"
 

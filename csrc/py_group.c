@@ -1,4 +1,4 @@
-/* The group as a Python object: it opens with the shared memory and closes once nobody is inside. */
+/* The group is a Python object: it opens with the shared memory and closes once no thread is inside. */
 #include <stdlib.h>
 #include <time.h>
 

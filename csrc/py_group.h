@@ -1,4 +1,4 @@
-/* The methods of a group that lie in files of their own; their contracts are in _core.pyi. */
+/* These methods of a group lie in files of their own; their contracts are in _core.pyi. */
 #ifndef PY_GROUP_H
 #define PY_GROUP_H
 

@@ -1,4 +1,4 @@
-/* Mapping memory, formatting it, and single kernels and words, for Python. */
+/* This file lets Python map memory and format it, and use single kernels and words. */
 #include <stdlib.h>
 #include <sys/mman.h>
 

@@ -1,4 +1,4 @@
-/* Point to point, for Python. */
+/* This file gives Python the messages of point to point. */
 #include "p2p.h"
 #include "py_group.h"
 

@@ -1,4 +1,4 @@
-/* The module: its types, functions and numbers put together. */
+/* This file puts the module together: its types, functions and numbers. */
 #include "py_types.h"
 
 static int add_type(PyObject *module, const char *name, PyType_Spec *spec) {

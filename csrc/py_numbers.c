@@ -1,4 +1,4 @@
-/* The numbers that C and Python share: they are written down in layout.h, and Python reads them here. */
+/* C and Python share these numbers: they are written down in layout.h, and Python reads them here. */
 #include "layout.h"
 #include "p2p.h"
 #include "py_types.h"

@@ -1,4 +1,4 @@
-/* The pairs of one record, for Python. */
+/* This file takes the pairs of one record from Python. */
 #include "py_pairs.h"
 
 void py_pairs_clear(Pairs *pairs) {

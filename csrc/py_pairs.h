@@ -1,4 +1,4 @@
-/* The pairs of one record: all of them are had before the first has an effect. */
+/* These functions take all pairs of one record before the first has an effect. */
 #ifndef PY_PAIRS_H
 #define PY_PAIRS_H
 

@@ -1,4 +1,4 @@
-/* Pools of gradients, for Python. */
+/* This file gives Python the pools of gradients. */
 #include "py_types.h"
 
 #include <errno.h>

@@ -1,4 +1,4 @@
-/* Waiting for descriptors, for Python. */
+/* This file lets Python wait for descriptors. */
 #include <errno.h>
 
 #include "py_types.h"

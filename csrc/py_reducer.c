@@ -1,4 +1,4 @@
-/* The shared reducer, for Python. */
+/* This file gives Python the shared reducer. */
 #include "reducer.h"
 
 #include <stdlib.h>

@@ -1,4 +1,4 @@
-/* What a rank says about itself, and what can be read of the others, for Python. */
+/* This file lets Python write what a rank says about itself, and read what the others say. */
 #include <stdlib.h>
 #include <string.h>
 

@@ -1,4 +1,4 @@
-/* Integers added up by text, for phalanx.mapreduce: word counts, and whatever else has such pairs. */
+/* This file adds integers up by text for phalanx.mapreduce: word counts, and whatever else has such pairs. */
 #include <errno.h>
 #include <string.h>
 

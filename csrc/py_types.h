@@ -1,4 +1,4 @@
-/* The types and functions of the module, which py_module.c puts together. */
+/* These are the types and functions of the module, which py_module.c puts together. */
 #ifndef PY_TYPES_H
 #define PY_TYPES_H
 

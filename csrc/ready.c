@@ -1,3 +1,4 @@
+/* This file waits for descriptors; the contract is in ready.h. */
 #include "ready.h"
 
 #include <errno.h>

@@ -1,4 +1,4 @@
-/* Waiting for descriptors by one who expects them to be ready at once. */
+/* A thread waits here for descriptors that it expects to be ready at once. */
 #ifndef PLX_READY_H
 #define PLX_READY_H
 

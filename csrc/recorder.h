@@ -1,4 +1,4 @@
-/* The flight recorder: the last operations of a rank, in shared memory, readable while it hangs and after it has died. */
+/* The flight recorder has the last operations of a rank in shared memory, readable while it hangs and when it is dead. */
 #ifndef PLX_RECORDER_H
 #define PLX_RECORDER_H
 

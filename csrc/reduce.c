@@ -1,4 +1,4 @@
-/* The reduce kernels for every instruction set, and the choice among them when the program runs. */
+/* This file has the reduce kernels for every instruction set, and chooses among them when the program runs. */
 #include "reduce.h"
 
 #include <string.h>

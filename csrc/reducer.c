@@ -1,4 +1,4 @@
-/* The reducer of buckets; the picture and the proof are in reducer.h. */
+/* This file reduces buckets of gradients; the picture and the proof are in reducer.h. */
 #include "reducer.h"
 
 #include <sched.h>

@@ -1,5 +1,5 @@
-/* A reducer of buckets: gradients that lie in the shared heap are reduced where they are, each as soon as all ranks have
- * it, by whoever passes by. No thread, no queue, no copy.
+/* A reducer of buckets reduces gradients of the shared heap where they are, each as soon as all ranks have it, by any
+ * rank that looks. It needs no thread, queue or copy.
  *
  *             rank 0's heap          rank 1's heap
  *   flags     ready[b] done[b]       ready[b] done[b]      one line per bucket; written by the owner only

@@ -1,4 +1,4 @@
-/* Writing messages into channels; how they lie there is in mailbox.h. */
+/* This file writes messages into channels; mailbox.h says how they lie there. */
 #include <string.h>
 
 #include "futex.h"

@@ -1,4 +1,4 @@
-/* The table of sums.h. */
+/* This file implements the table of sums.h. */
 #include "sums.h"
 
 #include <errno.h>

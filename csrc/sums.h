@@ -1,4 +1,4 @@
-/* Integers added up by text: a hash table that holds the bytes of its keys itself.
+/* This hash table adds integers up by text, and holds the bytes of its keys itself.
  *
  *   slots    ┌──────┬──────┬──────┬──────┐        a power of two of them, at most 3/4 taken; probed one after another
  *            │ hash │      │ hash │ hash │

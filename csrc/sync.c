@@ -1,4 +1,4 @@
-/* Arrive and wait: on atomics and futex, with a deadline on every wait. */
+/* Ranks arrive and wait here, by atomics and futex, with a deadline on every wait. */
 #include "sync.h"
 
 #include <sched.h>

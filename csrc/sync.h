@@ -1,4 +1,4 @@
-/* The one way in which ranks meet, and that all collectives are made of. */
+/* Ranks meet in only one way, a sync, and all collectives are made of syncs. */
 #ifndef PLX_SYNC_H
 #define PLX_SYNC_H
 

@@ -1,4 +1,4 @@
-/* Training steps without everybody; the picture and the proof are in uneven.h. */
+/* This file carries out training steps without some ranks; the picture and the proof are in uneven.h. */
 #include "uneven.h"
 
 #include <stdlib.h>

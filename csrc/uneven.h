@@ -1,4 +1,4 @@
-/* Who takes part: a rank that has run out of data waits at another collective, or has left, while others train on.
+/* This decides who takes part: a rank without more data waits at another collective, or has left, while others train.
  *
  *            rank 0 (trains)          rank 1 (trains)          rank 2 (no more data)
  *   sync t   step's all_gather        step's all_gather        barrier                   all see all calls: apart

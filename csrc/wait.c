@@ -1,4 +1,4 @@
-/* Waits that end early: the contract is in wait.h. */
+/* Waits can end early; the contract is in wait.h. */
 #include "wait.h"
 
 #include "futex.h"

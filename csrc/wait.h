@@ -1,4 +1,4 @@
-/* The one way in which waits end before what they wait for has come. */
+/* All waits end in this one way before what they wait for has come. */
 #ifndef PLX_WAIT_H
 #define PLX_WAIT_H
 

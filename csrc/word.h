@@ -1,4 +1,4 @@
-/* A 64-bit word in shared memory that says how far its owner has got with bytes beside it.
+/* A 64-bit word in shared memory says how far its owner has got with bytes beside it.
  *
  *   owner      writes bytes        word = n        writes other bytes
  *   reader                         sees n          reads the bytes

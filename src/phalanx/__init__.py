@@ -1,4 +1,4 @@
-"""Phalanx: distributed training for PyTorch behind PyTorch's own names.
+"""Phalanx is distributed training for PyTorch behind PyTorch's own names.
 
 Importing this package does no work: names are loaded on first use, so that the launcher, which never needs torch,
 starts in milliseconds.

@@ -1,4 +1,4 @@
-"""What `import torch` runs when Phalanx is installed: the backend's name is registered, nothing is loaded.
+"""`import torch` runs this when Phalanx is installed: it registers the backend's name, and loads nothing.
 
 PyTorch calls `register` through the `torch.backends` entry point. Programs that never ask for the backend pay for one
 dictionary entry.

@@ -1,4 +1,4 @@
-"""The numbers that Python shares with the C core, as the core says them, and what people call them.
+"""Python shares these numbers with the C core; this module has them as the core says them, and their names.
 
 Where the core is not built (no compiler, no futex) nobody but Python reads these numbers. There a number is its place
 in its list here, so that what is written in terms of them imports and runs.

@@ -1,4 +1,4 @@
-"""A point in time by which something must have happened, on a clock that a test can turn."""
+"""A `Deadline` is a point in time by which something must have happened, on a clock that a test can turn."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True)
 class Deadline:
-    """A point on a monotonic clock; a span is given at the door and becomes a deadline inside.
+    """It is a point on a monotonic clock; a span is given at the door and becomes a deadline inside.
 
     `timeout_s` is kept for messages: people recognise the span that they set.
     """

@@ -1,4 +1,4 @@
-"""File descriptors: how many this process may have open, and which of some can be read."""
+"""Ask how many file descriptors this process may have open, and wait until one of some can be read."""
 
 from __future__ import annotations
 

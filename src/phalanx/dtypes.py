@@ -1,4 +1,4 @@
-"""One table: what PyTorch, the C core and our messages call each element type and each reduction."""
+"""This table says what PyTorch, the C core and our messages call each element type and each reduction."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from phalanx.core_numbers import (
 
 @dataclass(frozen=True)
 class DType:
-    """An element type: its number in the core, its size in bytes, and whether the core can combine it."""
+    """It is an element type: its number in the core, its size in bytes, and whether the core can combine it."""
 
     code: int
     size: int

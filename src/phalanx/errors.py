@@ -1,4 +1,4 @@
-"""Every exception that Phalanx raises for what the world does, named by whose doing it was.
+"""This module has every exception that Phalanx raises for what the world does, named by whose doing it was.
 
     RuntimeError
     └── PhalanxError

@@ -1,4 +1,4 @@
-"""Packages that `import phalanx` does not need: found when they are used, or an error that names the extra."""
+"""Import packages that `import phalanx` does not need when they are used, or raise an error that names the extra."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which addresses this host has, and whether a name is one of them."""
+"""Find the addresses of this host, and whether a name is one of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class OwnAddress:
-    """An address of this host and the interface that has it."""
+    """It is an address of this host and the interface that has it."""
 
     address: str
     interface: str

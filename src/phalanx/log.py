@@ -1,4 +1,4 @@
-"""A logger whose lines say which rank speaks."""
+"""`get_logger` returns a logger whose lines say which rank speaks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a lost or a silent process is noticed: by which signal, after how long, and what is concluded from it.
+"""This table says how a lost or silent process is noticed: by which signal, after how long, with which verdict.
 
 On one host the kernel tells, so nothing is guessed; between hosts, and of processes that live, only silence does.
 

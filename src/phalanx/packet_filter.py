@@ -1,7 +1,7 @@
-"""Whose packets the kernel takes for a listening socket: programs of its packet filter (Linux), and how they are set.
+"""Tell the kernel whose packets a listening socket takes, by programs of Linux's packet filter.
 
-A packet that is dropped costs the process nothing, and whoever sent it cannot tell. A filter of a socket needs no
-right. A connection that is accepted has the filter that the listening socket had when it was made.
+A packet that is dropped costs the process nothing, and its sender cannot tell. A filter of a socket needs no right. A
+connection that is accepted has the filter that the listening socket had when it was made.
 """
 
 from __future__ import annotations

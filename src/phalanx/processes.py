@@ -1,4 +1,4 @@
-"""What the system knows of processes: who descends from whom, who adopts orphans, who dies with its parent."""
+"""Ask the system about processes, and set what becomes of them: descendants, orphans, and who dies with its parent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small writer of SVG: shapes in, one self-contained file out, readable on a light and on a dark page."""
+"""Write SVG: shapes in, one self-contained file out, readable on a light and on a dark page."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def colour(index: int, lightness: int = 42) -> str:
 
 
 class Drawing:
-    """A page of `width` by `height` pixels; later shapes lie above earlier ones."""
+    """It is a page of `width` by `height` pixels; later shapes lie above earlier ones."""
 
     def __init__(self, width: float, height: float, title: str) -> None:
         self._size = (width, height)

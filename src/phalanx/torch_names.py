@@ -1,4 +1,4 @@
-"""Names of torch that are not documented: looked up where they are used; what is lost where one is missing is told."""
+"""Look up names of torch that are not documented where they are used, and report what is lost where one is missing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _logger = get_logger(__name__)
 
 
 class Missing:
-    """Stands for a name that torch lacks: whoever uses it, as a function, a class or a module, gets an error."""
+    """It stands for a name that torch lacks: any use of it, as a function, class or module, raises an error."""
 
     def __init__(self, sentence: str) -> None:
         self.__dict__["_sentence"] = sentence

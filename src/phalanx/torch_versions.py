@@ -1,4 +1,4 @@
-"""With which releases of torch Phalanx is tested; pyproject.toml, `make matrix` and the documents are held to it."""
+"""List the releases of torch with which Phalanx is tested; pyproject.toml, `make matrix` and the documents agree."""
 
 from __future__ import annotations
 

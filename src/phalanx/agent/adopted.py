@@ -1,4 +1,4 @@
-"""The ranks that have outlived the zygote which forked them: the agent, which adopts orphans, is their parent now.
+"""Track the ranks that have outlived the zygote which forked them; the agent, which adopts orphans, is their parent.
 
     before                        the zygote is killed              a loss later
     agent                         agent                             agent
@@ -6,8 +6,8 @@
            ├─ rank 0                └─ zygote B  (importing torch)    └─ zygote B
            └─ rank 1                                                       └─ rank 1, replaced
 
-Who sees their ends: this process, by SIGCHLD. Who ends them when this process is killed: the kernel
-(`phalanx.coordination.elastic_link`); what they have started, the new zygote, by the session of the old one.
+This process sees their ends, by SIGCHLD. When this process is killed, the kernel ends them
+(`phalanx.coordination.elastic_link`), and the new zygote ends what they have started, by the session of the old one.
 """
 
 from __future__ import annotations

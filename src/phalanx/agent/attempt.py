@@ -1,4 +1,4 @@
-"""One attempt at a job on this host: what happens goes to the deciders, and what they answer is done.
+"""An `Attempt` is one attempt at a job on this host: it tells what happens to the deciders, and does what they answer.
 
               ┌─ Supervision  what becomes of the ranks             decide, and know nothing
               ├─ Elastic      what becomes of the job after a loss  of processes or clocks

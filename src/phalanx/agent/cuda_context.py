@@ -1,4 +1,4 @@
-"""Whether this process has used CUDA, so that a fork of it can't."""
+"""Find out whether this process has used CUDA, after which a fork of it cannot use CUDA."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What becomes of an elastic job when a rank is lost: a state and its transitions, without clock, socket or process.
+"""Decide what becomes of an elastic job when a rank is lost: a state and its transitions, without clock or process.
+
+There is no socket in it, either.
 
                  a rank is lost          all have ended that were about to       all living say `regrouped`
     training ─────────────────▶ losing ─────────────────────▶ regrouping ─────────────────────▶ training

@@ -1,4 +1,4 @@
-"""What can be decided for an elastic job, as data, and what the ranks are told of it."""
+"""List what can be decided for an elastic job, as data, and plan what its ranks are told."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The connections that ranks of an elastic job hold open to their agent: messages, and nothing decided.
+"""Hold the connections of an elastic job's ranks to their agent: they carry messages, and decide nothing.
 
     rank ──{"kind": "elastic", …}──▶ agent             the first message, which opens the connection
     rank ◀──welcome, a descriptor── agent              `phalanx.coordination.elastic_link.outlive_zygote`

@@ -1,4 +1,4 @@
-"""How a job ended that was stopped, in a line."""
+"""Say in a line how a job ended that was stopped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The environment variables that a rank sees: torchrun's, and a few of ours."""
+"""Plan the environment variables that a rank sees: torchrun's, and a few of ours."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The files in which ranks leave their errors, by the format of `torch.distributed.elastic`'s `record`.
+"""Keep the files in which ranks leave their errors, in the format of `torch.distributed.elastic`'s `record`.
 
 A script whose `main` is decorated with `record` writes its exception to the file that TORCHELASTIC_ERROR_FILE names,
 which lies where torchrun's does, FOLDER/attempt_0/LOCAL_RANK/error.json:

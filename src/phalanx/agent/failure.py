@@ -1,4 +1,4 @@
-"""Which rank's failure came first, and how it is told."""
+"""Decide which rank's failure came first, and describe it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The groups that ranks have shown to the agent: the newest, as long as they last, and what is known of older ones."""
+"""Keep the newest groups that ranks have shown to the agent, and what is known of older ones."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""The job's temporary folder, for what Python's multiprocessing leaves behind in ranks that are killed.
+"""Make the job's temporary folder, for what Python's multiprocessing leaves behind in ranks that are killed.
 
 TMPDIR stays the user's: what a script writes there may be meant to last, and compilers keep their caches there. Only
 the sockets that multiprocessing makes for a process, and removes at its orderly end, come in here, and our own, which
 have a name for the moment in which they are made: a rank that is killed in it leaves the name.
 
-Who removes it: the agent at the end; the zygote, when the agent was killed; the next job of this user, when both were.
+The agent removes it at the end; the zygote does, when the agent was killed; the next job of this user does, when both
+were.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Who is in an elastic job after a loss or a gain, and which rank each process has then. Pure data.
+"""Plan who is in an elastic job after a loss or a gain, and which rank each process has then. The plan is pure data.
 
 A process is known by its seat: the rank that it was started with. It never changes; a replacement takes the seat of the
 process that it replaces, and a host that comes takes the seats of one that was lost, where it has as many. The rank in

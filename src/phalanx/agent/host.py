@@ -1,4 +1,4 @@
-"""What outlives an attempt at a job on this host."""
+"""A `Host` keeps what outlives an attempt at a job on this host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an attempt has of the job's other hosts.
+"""A `HostLink` is an attempt's link to the job's other hosts.
 
 HostLink       there are none                              here
 LeaderLink     this is the first host, which decides       `phalanx.launch.hosts.leader`

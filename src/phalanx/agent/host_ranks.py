@@ -1,4 +1,4 @@
-"""The processes of this host's ranks: the zygote forks them, tells of their ends, and is replaced if it is lost."""
+"""Manage the processes of this host's ranks: the zygote forks them, tells of their ends, and is replaced if lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A job on its zygote, to its exit code: attempts, restarts, the summary at the end."""
+"""Run a job on its zygote, to its exit code: attempts, restarts, the summary at the end."""
 
 from __future__ import annotations
 

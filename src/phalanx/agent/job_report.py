@@ -1,4 +1,4 @@
-"""The job's report, as the launcher sees to it: begun with the job, told what happens, written whatever the end is."""
+"""Write the job's report for the launcher: it begins with the job, is told what happens, and is written at any end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the system allows a job of so many ranks: descriptors and processes, in the words for the user."""
+"""Check that the system allows the descriptors and processes of so many ranks, and tell the user what is missing."""
 
 from __future__ import annotations
 

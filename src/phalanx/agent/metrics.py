@@ -1,4 +1,4 @@
-"""The job's numbers for a scraper: `phalanx run --metrics :9400`."""
+"""Serve the job's numbers to a scraper: `phalanx run --metrics :9400`."""
 
 from __future__ import annotations
 

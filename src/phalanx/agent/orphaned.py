@@ -1,4 +1,4 @@
-"""What the zygote of a joining host does when its agent was killed: it tells the first host, which need not wait.
+"""Let the zygote of a joining host tell the first host that its agent was killed, so that the first host need not wait.
 
 A connection that closes proves nothing: one that was cut closes, too, and comes again. The zygote knows.
 """

@@ -1,4 +1,4 @@
-"""The pages on which ranks count their steps, as they have shown them to the agent."""
+"""Keep the pages on which ranks count their steps, as they have shown them to the agent."""
 
 from __future__ import annotations
 

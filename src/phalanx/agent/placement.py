@@ -1,4 +1,4 @@
-"""Which cores and how many threads each rank of a host gets."""
+"""Plan which cores and how many threads each rank of a host gets."""
 
 from __future__ import annotations
 

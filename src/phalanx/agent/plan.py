@@ -1,4 +1,4 @@
-"""A job, ready to be started: settings and what the host made of them."""
+"""A `JobPlan` is a job ready to be started: settings and what the host made of them."""
 
 from __future__ import annotations
 

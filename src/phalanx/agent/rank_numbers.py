@@ -1,4 +1,4 @@
-"""Which rank each process of this host is, and where the ranks meet, in the generation that there is."""
+"""Tell which rank each process of this host is, and where the ranks meet, in the current generation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which process each rank of this host is, and into which files it writes when it is asked where it is, or dies."""
+"""Keep the process of each rank of this host, and the files into which it writes its stacks, or why it died."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether an elastic job gets on, or loses ranks again and again at the same step. Pure data."""
+"""Find out whether an elastic job gets on, or loses ranks again and again at the same step. It is pure data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers what comes over the agent's socket: ranks that show their memory, and others who ask where they are."""
+"""Answer requests at the agent's socket: ranks show their memory, and others ask where the ranks are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files without a name that the ranks of an attempt open through the agent, or are given."""
+"""Create files without a name that the ranks of an attempt open through the agent, or are given."""
 
 from __future__ import annotations
 

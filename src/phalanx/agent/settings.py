@@ -1,4 +1,4 @@
-"""A job as it was asked for: what the words of `phalanx run` came to."""
+"""`Settings` are a job as it was asked for: what the words of `phalanx run` came to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is done about a rank that keeps the others waiting: it is asked where it is, told of, or killed."""
+"""Handle a rank that keeps the others waiting: ask it where it is, tell the user of it, or kill it."""
 
 from __future__ import annotations
 

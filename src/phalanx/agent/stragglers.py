@@ -1,4 +1,4 @@
-"""The ranks that are still there when others have ended: in which state, and what they did last."""
+"""Describe the ranks that are still there when others have ended: in which state, and what they did last."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What to do about each thing that happens to a job: a state and its transitions, without clock or process.
+"""Decide what to do about each thing that happens to a job: a state and its transitions, without clock or process.
 
                        a rank fails              settled, or the user's signal          all gone
     running ──────────────────────────▶ settling ────────────────────▶ stopping ─────────────▶ finished

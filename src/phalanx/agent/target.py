@@ -1,4 +1,4 @@
-"""What the ranks are to run: a script, a module or a program; found wanting before anything is started."""
+"""Check what the ranks are to run (a script, a module or a program) before anything is started."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `ps` shows of a process that was forked: the words of the command that it has become."""
+"""Set what `ps` shows of a process that was forked: the words of the command that it has become."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the agent says of a job at its end, to a caller that raises it instead of a user who reads it."""
+"""A `Verdict` is what the agent says of a job at its end, to a caller that raises it instead of a user who reads it."""
 
 from __future__ import annotations
 

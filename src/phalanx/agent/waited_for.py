@@ -1,4 +1,6 @@
-"""For whom the others wait: a rank that does not come, and one that always comes last. Pure: it reads what was written.
+"""Find the rank for which the others wait: one that does not come, or one that always comes last.
+
+The functions are pure: they read what was written.
 
     rank 0   ─────┤ in all_reduce #7 ………………………… now
     rank 1   ─────┤ in all_reduce #7 ………………………… now

@@ -1,4 +1,4 @@
-"""Looks at the ranks from time to time, while they run: who keeps the others waiting is told, or killed.
+"""Look at the ranks from time to time, while they run: a rank that keeps the others waiting is reported, or killed.
 
 every few seconds    states of processes, pages of progress, flight recorders     nothing is asked of a rank
 somebody is silent   ask it for its Python stack, wait half a second

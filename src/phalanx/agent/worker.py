@@ -1,4 +1,4 @@
-"""What runs in a rank: a fork of the zygote becomes the user's `python script.py`, `python -m module` or program.
+"""Turn a fork of the zygote into a rank: the user's `python script.py`, `python -m module` or program.
 
 The script is the process's real `__main__`, run at the bottom of the stack; when it ends, the interpreter's own
 finalisation follows (threads joined, atexit run, output flushed) and its own exit code. We only listen: an exception

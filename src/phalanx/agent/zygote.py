@@ -1,4 +1,4 @@
-"""The process that imports torch once and forks the ranks.
+"""The zygote is the process that imports torch once and forks the ranks.
 
     agent ──control socket──▶ zygote ──fork──▶ rank 0, 1, 2 …        (each becomes `python script.py`)
 

@@ -1,4 +1,4 @@
-"""The words that start a zygote: for the agent, and for a zygote that begins again."""
+"""Plan the command that starts a zygote, for the agent and for a zygote that begins again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The zygote as the agent sees it: a child, a socket, and an end that must be noticed."""
+"""A `ZygoteProcess` is the zygote as the agent sees it: a child, a socket, and an end that must be noticed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PyTorch's process group over shared memory: order, work in flight, fingerprints, the flight recorder."""
+"""This package is PyTorch's process group over shared memory: the backend "phalanx" of torch.distributed."""
 
 from __future__ import annotations
 

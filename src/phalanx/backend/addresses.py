@@ -1,4 +1,4 @@
-"""Under which addresses this host can be reached, and which of another's answers."""
+"""Find the addresses of this host, and which address of another host accepts connections."""
 
 from __future__ import annotations
 

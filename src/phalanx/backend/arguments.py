@@ -1,4 +1,4 @@
-"""What c10d hands to a process group, checked at the door: nothing here has reached another rank yet."""
+"""Check the arguments that c10d passes to a process group, before anything is sent to another rank."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _UNSET = timedelta(0)
 
 
 class ArgumentError(ValueError, RuntimeError):
-    """An argument that is wrong whatever the other ranks do.
+    """This error reports an argument that is wrong whatever the other ranks do.
 
     It is also the RuntimeError that torch's own groups raise then, and its message has their words in it.
     """
@@ -62,7 +62,7 @@ def reduction_of(op: Any, dtype: torch.dtype, operation: str) -> tuple[int, Any]
 
 
 class _Door(threading.local):
-    """Which device's tensors this thread's call may have, beside the CPU's."""
+    """It holds the device whose tensors this thread's call may have, beside the CPU's."""
 
     device: torch.device | None = None
 

@@ -31,7 +31,7 @@ _LONGEST_S = 1e8  # three years: "for ever", in a number of milliseconds that Gl
 
 @dataclass(frozen=True)
 class MetGroup:
-    """A group whose ranks have met and know each other. `key` is a word in `store` that only they use."""
+    """This is a group whose ranks have met and know each other. `key` is a word in `store` that only they use."""
 
     name: str
     key: str

@@ -1,4 +1,4 @@
-"""c10d's `Store` over the job's coordinator: what ranks meet in where the job has several hosts.
+"""`CoordinationStore` is c10d's `Store` over the job's coordinator, in which the ranks of several hosts meet.
 
 Ranks of one host have a faster one, in memory (`phalanx.coordination.bootstrap`).
 """
@@ -45,7 +45,7 @@ def _in_torchs_words(
 
 
 class CoordinationStore(Store):
-    """PyTorch's Store, whose keys lie in the coordinator at `address`. Threads may share it, and a fork may use it.
+    """This is a PyTorch `Store` whose keys lie in the coordinator at `address`. Threads and forks may share it.
 
     A call that waits keeps no other thread's call waiting; clones share one connection. It stays open until `close`, or
     the end of the process: torch does not say when it needs a store no more. A PrefixStore around it has queues once a

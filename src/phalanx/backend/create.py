@@ -1,4 +1,4 @@
-"""From torch's request for a group to a group: meet, share memory, and step aside where memory can't be shared."""
+"""Create the process group that torch asks for: the ranks meet and share memory, or use Gloo where they cannot."""
 
 from __future__ import annotations
 

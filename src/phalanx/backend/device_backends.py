@@ -1,4 +1,4 @@
-"""Which engine carries the tensors of which device; those of the CPU are carried by this backend itself."""
+"""This table says which engine carries the tensors of which device; this backend itself carries the CPU's tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from phalanx.engines.device_memory import DeviceMemory
 
 @dataclass(frozen=True)
 class DeviceBackend:
-    """An engine for the tensors of one type of device.
+    """This is an engine for the tensors of one type of device.
 
     `open(store, rank, world_size, timeout, name, global_ranks)` gives one of torch's process groups; None where only
     the host's memory leads from rank to rank. `identify` names a device for all ranks, and `obstacle` says why the

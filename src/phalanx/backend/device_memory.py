@@ -1,10 +1,10 @@
-"""How the ranks of a host come to map each other's memory of a device: each makes its area and hands it to the others.
+"""Let the ranks of a host map each other's device memory: each makes an area and hands it to the others.
 
     all       make an area; tell whether that went well, and where to fetch it
     rank 0    hands its descriptor to the others; then rank 1, ...
     all       map what they have fetched; tell whether that went well
 
-Where one rank cannot, none does: devices that do not reach each other, a driver that does not share memory.
+If one rank cannot do this, no rank does: its device may not reach the others, or its driver may not share memory.
 """
 
 from __future__ import annotations

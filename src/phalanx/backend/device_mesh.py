@@ -1,4 +1,4 @@
-"""The ranks of the job as a grid with named axes."""
+"""`mesh` returns a `DeviceMesh`: the ranks of the job as a grid with named axes."""
 
 from __future__ import annotations
 

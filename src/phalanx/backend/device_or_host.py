@@ -1,4 +1,4 @@
-"""Which collectives of a device's tensors are carried out on the device, where ranks map each other's memory of it.
+"""Decide which collectives of a device's tensors run on the device, when the ranks map each other's device memory.
 
 Ranks that make the same call come to the same answer. Where they make different ones the answer may differ, too: the
 fingerprint of a call on the device is not that of the call in the host's memory, so that they are told.

@@ -1,4 +1,4 @@
-"""What torch.compile must not look into: the methods by which torch calls a group and its works, above all.
+"""Mark what torch.compile must not trace, above all the methods by which torch calls a group and its works.
 
 torch's own groups are C++, at which Dynamo ends its graph. Ours are Python, so it went on into them: locks, threads,
 objects that it takes for opaque ones. Told so, it treats both alike. `torch.compiler.disable` would say it too, but

@@ -1,4 +1,4 @@
-"""Which slice of a gradient's mean a rank needs: said by whoever updates the parameter, asked by whoever averages it.
+"""An optimizer says here which slice of a gradient's mean its rank needs, and the averaging code asks for it.
 
 An optimizer that is sharded over the ranks of a host updates a slice of each parameter, in memory that all of them see.
 Then a rank needs the mean in that slice only, and it need not be written anywhere else.
@@ -19,7 +19,7 @@ LARGE_BYTES = 256 * 1024
 
 
 class NeededSlice:
-    """Elements `start` to `stop`, in the order of memory, of a gradient that is averaged over `ranks`."""
+    """A rank needs elements `start` to `stop`, in the order of memory, of a gradient that is averaged over `ranks`."""
 
     def __init__(self, start: int, stop: int, ranks: Iterable[int]) -> None:
         self.start = start

@@ -1,4 +1,4 @@
-"""Importing a part of torch that sets variables for all child processes, which nobody asked it to."""
+"""Import a part of torch, and take back the environment variables that its import sets for all child processes."""
 
 from __future__ import annotations
 

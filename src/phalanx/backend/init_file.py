@@ -1,4 +1,4 @@
-"""The file of `init_method="file://..."`: one that no store has written is refused.
+"""Check the file of `init_method="file://..."`, and refuse a file that no store has written.
 
 torch's FileStore appends records to its file, and each rank reads all of them. It takes the first bytes of whatever
 lies there for the length of a key, and waits for the rest, in its constructor already, where no timeout ends it.

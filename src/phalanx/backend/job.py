@@ -1,4 +1,4 @@
-"""Join the job that this process is part of, however it was started."""
+"""`init` joins the job that this process is part of, however it was started, and returns it as a `Job`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _GPU_BACKENDS = {"phalanx", "nccl"}
 
 
 class Job:
-    """This process's place in the job. As a context manager it leaves the job on exit."""
+    """This is the process's place in the job. As a context manager it leaves the job on exit."""
 
     def __init__(self, rank: int, world_size: int, local_rank: int, device: torch.device) -> None:
         self.rank = rank

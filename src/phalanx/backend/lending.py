@@ -1,4 +1,4 @@
-"""Tensors that another rank of the host reads where they lie, and lets go when it needs them no more: no copy.
+"""Lend a tensor without a copy: another rank of the host reads it where it lies, and gives it back after use.
 
 lender                                              borrower
 with lending.making(): y = layer(x)                 .
@@ -27,7 +27,7 @@ _WORD = 40  # bits of a place that say where; those above are the number of the 
 
 
 class Lending:
-    """This rank's part in it. Collective: all ranks of `group`, which share memory, build theirs with the same `sizes`.
+    """This is a rank's part in lending. It is collective: all ranks of `group` build theirs with the same `sizes`.
 
     Arguments:
         sizes: of the tensors that will be lent, in bytes, and how many there may be of each at the same time.

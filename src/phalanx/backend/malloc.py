@@ -1,4 +1,4 @@
-"""What glibc does with the memory that a step frees: it shall still be there in the next."""
+"""Set up glibc's malloc so that it keeps the memory that a training step frees for the next step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors that have no memory of their own: which do nothing, which stand for zeros, which are refused and why."""
+"""Handle tensors without memory: skip fake ones, read some as zeros, and refuse the others with the reason."""
 
 from __future__ import annotations
 

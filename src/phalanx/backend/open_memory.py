@@ -1,4 +1,4 @@
-"""The memory that the ranks of one host share: opened by the first of them, fetched by the others."""
+"""Open the memory that the ranks of one host share: the first rank creates it, and the others fetch it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which of PyTorch's overloads a call of a process group's method is.
+"""Find out which of PyTorch's overloads a call of a process group's method uses, and bring it to the first form.
 
 torch's functions call the first form of each method with every argument in its place, and that is what the methods of
 our groups take. People who hold a group use the others, and keywords:

@@ -1,4 +1,4 @@
-"""Where the pickles of a group travel: within a host, or between hosts, where each is authenticated."""
+"""Find what authenticates the pickles of a group: an authenticator between hosts, and nothing within one host."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Other members for a group that lives on (`torch.distributed._reconfigure`): fewer, more, or one in another's place.
+"""Give a living group other members (`torch.distributed._reconfigure`): fewer, more, or a replacement.
 
 A group that was made with `enable_reconfigure` meets nobody at first. Each process gives the others its handle, by any
 way outside; all who are to be members call `reconfigure` with the same handles and a uuid that was never used, and meet
-in the store with which they began, under that uuid. Whoever is not among the handles is left, and hears it as a loss.
+in the store with which they began, under that uuid. A process that is not among the handles is left, and hears it as a
+loss.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _NEVER = -1
 
 @dataclass(frozen=True, order=True)
 class Handle:
-    """A member's handle: its rank now, the uuid of the call that gave it, its first rank, and a word of its own."""
+    """A member's handle has its rank now, the uuid of the call that gave it, its first rank, and a word of its own."""
 
     rank: int
     uuid: int
@@ -76,7 +77,7 @@ def order_handles(handles: list[str] | set[str], own: str) -> list[str]:
 
 
 class Reconfiguration:
-    """How one process's group gets other members; `open_transport` reaches them, of options as torch gives them."""
+    """It gives one process's group other members; `open_transport` reaches them, with options as torch gives them."""
 
     def __init__(self, store: Any, first_rank: int, open_transport: Callable[[Any], Transport]) -> None:
         self._store = store

@@ -1,9 +1,9 @@
-"""`env://` where torch's own would fail or open a port: under `phalanx run`, `mpiexec` and Slurm's `srun`.
+"""Handle `env://` under `phalanx run`, `mpiexec` and Slurm's `srun`, where torch's handler fails or opens a port.
 
-All give every rank of one host the same `FileStore` on memory without a name. Under `phalanx run` the agent owns that
-memory and says where (PHALANX_STORE). Under `mpiexec` and `srun` on one host rank 0 makes it and the others fetch it,
-by a name that follows from the job; on several hosts rank 0 opens a `TCPStore`, and tells its address through MPI, or
-has one that follows from Slurm's job. Everything else is left to torch.
+In all three cases the ranks of one host use the same `FileStore`, on memory without a name. Under `phalanx run` the
+agent owns that memory and says where (PHALANX_STORE). Under `mpiexec` and `srun` on one host rank 0 makes it and the
+others fetch it, by a name that follows from the job; on several hosts rank 0 opens a `TCPStore`, and tells its address
+through MPI, or has one that follows from Slurm's job. Everything else is left to torch.
 """
 
 from __future__ import annotations

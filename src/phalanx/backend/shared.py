@@ -1,4 +1,4 @@
-"""Tensors in the memory that the ranks of a host share."""
+"""Allocate tensors in the memory that the ranks of a host share."""
 
 from __future__ import annotations
 

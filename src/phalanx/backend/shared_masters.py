@@ -1,4 +1,4 @@
-"""Which parameters have a master that the ranks of a host share: said by an offloaded optimizer, asked by others."""
+"""An offloaded optimizer notes here which parameters have a master copy in shared memory; other code asks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors of the shared heap that are reduced where they lie, each as soon as all ranks have it."""
+"""Reduce tensors of the shared heap in place, each as soon as all ranks have it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from phalanx.transport.base import CallContext
 
 
 class SharedReducer:
-    """Rounds of reductions of the same tensors, in place. Collective: all ranks build theirs with the same tensors.
+    """It reduces the same tensors in place in every round. Collective: all ranks build theirs with the same tensors.
 
     A round: `begin`, then `ready(i)` once for each tensor, in any order and with anything in between, then `finish`.
     From `ready(i)` to the end of `finish` tensor i belongs to the reducer. Another tensor of the group's heap, of the

@@ -1,4 +1,4 @@
-"""Structures that hold tensors, taken apart: the tensors by themselves, and the rest, which can be pickled."""
+"""Split a structure into its tensors and the rest, which can be pickled, and join the two again."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Leaf:
-    """Stands for tensor number `index` in a structure that travels without its tensors."""
+    """It stands for tensor number `index` in a structure that travels without its tensors."""
 
     index: int
     shape: tuple[int, ...]

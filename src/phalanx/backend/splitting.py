@@ -1,4 +1,4 @@
-"""Groups that are split from another: `torch.distributed.split_group`, which all members of the parent call."""
+"""Split groups from another group: `torch.distributed.split_group`, which all members of the parent call."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TORCH_SPLITS_ON_CPU = release_of(torch.__version__) >= (2, 15)
 
 
 class Splits:
-    """The splits of one parent so far, counted alike by all its members, those that a split leaves out included."""
+    """It counts the splits of one parent, alike on all its members, those that a split leaves out included."""
 
     def __init__(self) -> None:
         self._num_splits = 0

@@ -1,4 +1,4 @@
-"""Work on a device's tensors that no engine carries: who waits for it orders the device's streams."""
+"""This is the work of operations on device tensors without an engine: waiting for it orders the device's streams."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from phalanx.transport.staging import StagedCall
 
 @untraced
 class StagedWork(PhalanxWork):
-    """A collective in the background.
+    """This is the work of a collective in the background.
 
     `wait` returns when the ranks have exchanged, and raises the operation's own error; the copies back to the device
     may still be queued: the caller's stream waits for them, as with NCCL. Futures carry the device's tensors.
@@ -43,7 +43,7 @@ class StagedWork(PhalanxWork):
 
 @untraced
 class StagedDone(DoneWork):
-    """A collective that was carried out before its call returned."""
+    """This is the work of a collective that was carried out before its call returned."""
 
     def __init__(self, call: StagedCall | DeviceCall, outputs: list[torch.Tensor]) -> None:
         super().__init__(outputs)
@@ -64,7 +64,7 @@ class StagedDone(DoneWork):
 
 @untraced
 class StagedReceive(dist.Work):
-    """A receive into the host's memory; the message goes to the device when somebody asks whether it came."""
+    """It receives into the host's memory; the message is copied to the device when somebody asks whether it came."""
 
     def __init__(self, work: Any, call: StagedCall) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What `init_process_group` means where it is left open, and what it says where nobody started the job."""
+"""Choose the backend of an `init_process_group` that names none, and explain a start that no launcher made."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When the job's store cannot be reached at the start: who waited where, what a look at that address says, what to do.
+"""Explain that the job's store cannot be reached: which rank waited where, what answers there, and what to do.
 
 torch's own errors are kept, in class and in words; what they leave out is put before them.
 """
@@ -18,7 +18,7 @@ _LOOK_S = 2.0
 
 @dataclass(frozen=True)
 class StoreAddress:
-    """Where a rank goes to meet the others; -1 where its number, or theirs, is not known."""
+    """The address at which a rank meets the others; -1 stands for a port or a number of ranks that is not known."""
 
     host: str
     port: int

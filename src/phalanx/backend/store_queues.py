@@ -1,4 +1,4 @@
-"""Queues for a store that has none: torch's FileStore, in which the agent of `phalanx run` keeps the job's keys.
+"""Provide queues for torch's FileStore, which has none; the agent of `phalanx run` keeps the job's keys in one.
 
 push     add  <key>/pushed             = i + 1, and  set  <key>/<i>
 pop      compare_set  <key>/popped     from "i <token>" to "i + 1 <a token of mine>": item i is mine, get and delete it

@@ -1,4 +1,4 @@
-"""Who trains over a group, and which of its calls are part of a training step: see `transport/uneven`."""
+"""Register who trains over a group, and mark its calls that are part of a training step (`transport/uneven`)."""
 
 from __future__ import annotations
 

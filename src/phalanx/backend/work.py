@@ -1,4 +1,4 @@
-"""Work in flight: what an asynchronous call returns, and the threads that carry it out in order."""
+"""`PhalanxWork` is what an asynchronous call returns; `SerialExecutor` is a thread that carries calls out in order."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def start_thread(target: Callable[[], None], name: str) -> threading.Thread:
 
 
 class _Process:
-    """How many forks lie between this process and the first: work in flight is not inherited."""
+    """It counts the forks between this process and the first: work in flight is not inherited."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -58,7 +58,7 @@ os.register_at_fork(after_in_child=process.after_fork)
 
 @untraced
 class PhalanxWork(dist.Work):
-    """An operation that runs, or has run, on one of the group's threads.
+    """This is an operation that runs, or has run, on one of the group's threads.
 
     `wait` raises the operation's own error. Futures from `get_future` carry the output tensors; their errors arrive
     as RuntimeError with the same text, which is all that torch's futures can carry.
@@ -201,7 +201,7 @@ def _nbytes(tensor: Tensor) -> int:
 
 @untraced
 class DoneWork(dist.Work):
-    """What a call that was carried out before it returned answers with."""
+    """A call that was carried out before it returned answers with this work."""
 
     def __init__(self, outputs: Sequence[Any] = (), *, source: int = -1) -> None:
         super().__init__()
@@ -238,14 +238,14 @@ class DoneWork(dist.Work):
 
 
 class Closable(Protocol):
-    """What a group must see to the end before it leaves: its executors, its inbox."""
+    """A group must see these to their end before it leaves: its executors, its inbox."""
 
     def close(self, timeout_s: float) -> bool:
         """Let what is queued end; whether it did within `timeout_s`."""
 
 
 class Ledger(Protocol):
-    """Who must know whether all that was queued is over: the core's rounds of gradients, which pass the queue by."""
+    """It must know whether all that was queued is over, for the core's rounds of gradients, which bypass the queue."""
 
     def issue(self) -> None:
         """Note that an action is about to be queued."""
@@ -258,12 +258,12 @@ Action = Callable[[], None]
 
 
 class SerialExecutor:
-    """One thread that carries out actions in the order in which they came; it starts with the first.
+    """It is one thread that carries out actions in the order in which they came; it starts with the first.
 
-    Whoever waits for the action that is next in line carries it out itself: a call that is waited for at once, such
-    as `dist.recv`, then never changes threads. Not so with `interrupted`: actions then wait where no signal is heard,
-    so the main thread, which must hear Ctrl-C, never carries one out. It calls `interrupted` with what ended its wait,
-    to end the action too. With `linger_s` the thread ends when there was nothing to do for so long.
+    A thread that waits for the action that is next in line carries it out itself: a call that is waited for at once,
+    such as `dist.recv`, then never changes threads. With `interrupted` this is not so: actions then wait where no
+    signal is heard, so the main thread, which must hear Ctrl-C, never carries one out. It calls `interrupted` with what
+    ended its wait, to end the action too. With `linger_s` the thread ends when there was nothing to do for so long.
     `interrupts` says whether the calling thread, in a signal handler, has interrupted what the actions must wait for.
 
     With `callbacks_first`, what a future's callback calls is carried out within that call, before whatever is queued.

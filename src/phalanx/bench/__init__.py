@@ -1,1 +1,1 @@
-"""Comparisons that run on the reader's own machine, behind `phalanx bench`; those of the project lie in benchmarks/."""
+"""`phalanx bench` makes these comparisons on the reader's own machine; those of the project lie in benchmarks/."""

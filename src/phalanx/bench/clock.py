@@ -1,4 +1,4 @@
-"""Clocks around the parts of a step."""
+"""Measure the time of each part of a step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import nn
 
 
 class Clock:
-    """Seconds of each part, one entry per step; a part that is entered twice in a step is added up."""
+    """It has the seconds of each part, one entry per step; a part that is entered twice in a step is added up."""
 
     def __init__(self) -> None:
         self._steps: list[dict[str, float]] = []
@@ -45,11 +45,11 @@ class Clock:
 
 
 class ClockedForward(nn.Module):
-    """Runs `module`, and notes for each forward what it took.
+    """It runs `module`, and notes for each forward what it took.
 
-    The wall time, how long a processor worked for its thread, and how often the thread stopped. What lies between the
-    two times it stood still: it waited for the interpreter (which runs one thread of a process at a time, the GIL), or
-    for a core.
+    It notes the wall time, how long a processor worked for its thread, and how often the thread stopped. In the rest of
+    the wall time the thread stood still: it waited for the interpreter (which runs one thread of a process at a time,
+    the GIL), or for a core.
     """
 
     def __init__(self, module: nn.Module) -> None:

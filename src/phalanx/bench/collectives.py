@@ -1,4 +1,4 @@
-"""How long collectives take between ranks of this host, on tensors of the CPU or of GPUs, which they may share."""
+"""Measure how long collectives take between ranks of this host, on the CPU or on GPUs, which ranks may share."""
 
 from __future__ import annotations
 

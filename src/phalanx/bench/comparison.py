@@ -1,4 +1,4 @@
-"""DataParallel against DistributedDataParallel against one process: the measurement, and what follows from it."""
+"""Compare DataParallel with DistributedDataParallel and one process: measure them, and explain the difference."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _QUARTILES_FROM = 4  # rounds; of fewer, the extremes say more
 
 @dataclass(frozen=True)
 class Comparison:
-    """samples[contestant] has one entry per round, all of `workload` with `world_size` ranks, replicas or threads.
+    """Its samples[contestant] has one entry per round, all of `workload` with `world_size` ranks, replicas or threads.
 
     `others` is how many cores' worth of time other programs took meanwhile; None where the system does not tell.
     """

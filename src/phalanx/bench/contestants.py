@@ -1,4 +1,4 @@
-"""The ways to train one model on one batch with some cores: each a function that runs in the processes it needs."""
+"""These are the ways to train one model on one batch with some cores: each function runs in the processes it needs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WARM_UP = 5  # steps: buckets are planned anew, and DistributedDataParallel watc
 
 @dataclass(frozen=True)
 class Contestant:
-    """`measure(workload, world_size, num_steps)` is one round."""
+    """It is one way to train; `measure(workload, world_size, num_steps)` is one round."""
 
     name: str
     title: str
@@ -34,7 +34,7 @@ class Contestant:
 
 
 class _ClockedDataParallel(DataParallel):
-    """Notes what its parts take."""
+    """It notes what its parts take."""
 
     def __init__(self, module: nn.Module, num_replicas: int, clock: Clock) -> None:
         super().__init__(module, num_replicas)

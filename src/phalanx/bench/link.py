@@ -1,4 +1,4 @@
-"""How long messages take between hosts, and the link that the choice of an algorithm should reckon with.
+"""Measure how long messages take between hosts, and find the link for the choice of an algorithm.
 
 A rank of each of two hosts sends to the other and receives from it at once, as the steps of a collective do, while all
 others wait; every pair of hosts in turn.
@@ -33,7 +33,7 @@ _TAG = 0
 
 @dataclass(frozen=True)
 class Measured:
-    """The link between two hosts, and the median seconds of an exchange by its bytes, which tell it."""
+    """It is the link between two hosts, and the median seconds of an exchange by its bytes, which tell it."""
 
     hosts: tuple[str, str]
     link: Link

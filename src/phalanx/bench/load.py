@@ -1,4 +1,4 @@
-"""What other programs took of this process's cores while something was measured."""
+"""Measure what other programs took of this process's cores while something was measured."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 class Load:
-    """Counts from its construction on. What child processes took counts as ours once they have been waited for."""
+    """It counts from its construction on. The time of child processes counts as ours once they have been waited for."""
 
     def __init__(self, root: Path = Path("/")) -> None:
         self._stat = root / "proc/stat"

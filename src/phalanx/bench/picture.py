@@ -1,4 +1,4 @@
-"""The comparisons as one picture: a bar for each contestant, a colour for each part of a step."""
+"""Draw the comparisons as one picture: a bar for each contestant, a colour for each part of a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A comparison told: a table on a terminal, plain lines in a pipe, JSON for programs."""
+"""Show a comparison: a table on a terminal, plain lines in a pipe, JSON for programs."""
 
 from __future__ import annotations
 

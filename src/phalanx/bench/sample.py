@@ -1,4 +1,4 @@
-"""What one contestant was measured to do in one round."""
+"""A `Sample` is what one contestant was measured to do in one round."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PARTS = {
 
 @dataclass(frozen=True)
 class Sample:
-    """Medians over the steps of a round, in seconds.
+    """It has medians over the steps of a round, in seconds.
 
     The wall time of forward is `computing` (a processor worked for the thread that runs it) plus `waiting` (none did);
     `stops` is how often it gave up its core of its own accord, where the system counts that. `weights` is the sum of

@@ -1,4 +1,4 @@
-"""What is trained: a model whose time goes into Python, and one whose time goes into arithmetic."""
+"""These models are trained: one whose time goes into Python, and one whose time goes into arithmetic."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Workload:
-    """A model of `num_layers` linear layers, `width` wide, each with a tanh; `batch` samples per step, of all ranks."""
+    """It is a model of `num_layers` linear layers, `width` wide, each with a tanh.
+
+    `batch` is the samples per step, of all ranks.
+    """
 
     name: str
     title: str

@@ -1,4 +1,7 @@
-"""What a job can go on from: written whole or not at all, by one rank or by all of them, and read by any number."""
+"""A checkpoint is what a job can go on from: it is written whole or not at all, and read by any number of ranks.
+
+One rank writes it, or all of them do.
+"""
 
 from phalanx.checkpoint.contents import inspect
 from phalanx.checkpoint.load import load_checkpoint

@@ -1,4 +1,4 @@
-"""One save on its way to the disk: on a thread, or at once.
+"""`Saving` is one save on its way to the disk, on a thread or at once.
 
 thread of each rank    write its part | say so
 thread of rank 0       write its part | wait for all parts | commit
@@ -21,12 +21,12 @@ _LOOK_AT_MOST_S = 0.1
 
 
 class AbandonedError(CheckpointError):
-    """The save was given up before all parts were there: some rank could not write its own, or is gone."""
+    """The save was given up before all parts were there: a rank could not write its own, or is gone."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What is to be done, none of which talks to other ranks.
+    """It is the work of a save, none of which talks to other ranks.
 
     write      this rank's part
     commit     on rank 0: give the checkpoint its name; called once `parts` are all there
@@ -45,7 +45,10 @@ class Work:
 
 
 class Saving:
-    """A save from its first byte to its name. `timeout_s`: how long rank 0 waits for the others after its own part."""
+    """It is a save from its first byte to its name.
+
+    `timeout_s` is how long rank 0 waits for the others after its own part.
+    """
 
     def __init__(self, work: Work, timeout_s: float) -> None:
         self.step = work.step

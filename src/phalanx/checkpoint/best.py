@@ -1,4 +1,4 @@
-"""Which checkpoints of a run are the best ones, by a metric that was measured of what they hold."""
+"""Choose the best checkpoints of a run, by a metric that was measured of what they hold."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KeepBest = tuple[str, Mode, int]
 
 @dataclass(frozen=True)
 class Best:
-    """The `count` checkpoints with the lowest ("min") or highest ("max") value of `metric`."""
+    """It keeps the `count` checkpoints with the lowest ("min") or highest ("max") value of `metric`."""
 
     metric: str
     mode: Mode

@@ -1,4 +1,4 @@
-"""What in a state keeps it from being a checkpoint that can be opened again, by its path."""
+"""Find the value in a state that keeps the checkpoint from being opened again, and name it by its path."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Whether a file is what was written: CRC-32 of the records of torch.save, and of whole files as they are written."""
+"""Check that a file is what was written, by CRC-32 of torch.save's records and of whole files.
+
+The checksum of a whole file is computed while it is written.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ _BLOCK_BYTES = 1 << 20
 
 
 class ChecksummedStream:
-    """Writes to `file`, and knows the length and the checksum of what was written."""
+    """It writes to `file`, and knows the length and the checksum of what was written."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file

@@ -1,4 +1,4 @@
-"""What is in a checkpoint, without loading its tensors."""
+"""`inspect` tells what is in a checkpoint, without loading its tensors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ _VALUE_CHARACTERS = 60
 
 @dataclass(frozen=True)
 class Item:
-    """A leaf of the state: a tensor, or a value as text. `pieces`: in how many the ranks wrote it."""
+    """It is a leaf of the state: a tensor, or a value as text.
+
+    `pieces` says in how many the ranks wrote it.
+    """
 
     name: str
     dtype: str = ""
@@ -38,7 +41,10 @@ class Item:
 
 @dataclass(frozen=True)
 class Contents:
-    """What `inspect` found. `others` are the checkpoints of the same folder, where it was asked about the folder."""
+    """It is what `inspect` found.
+
+    `others` are the checkpoints of the same folder, where it was asked about the folder.
+    """
 
     path: str
     form: str

@@ -1,4 +1,4 @@
-"""Whether tensors can be put on a device of this process."""
+"""Check that tensors can be put on a device of this process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the disk said, and what to do about it."""
+"""Describe an error of the disk, and say what to do about it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Making, before training begins, the folders that it will write into."""
+"""Make the folders into which training will write, before it begins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The checkpoints of a run in one folder: which there are, how a new one appears, and which are kept.
+"""`History` keeps the checkpoints of a run in one folder: it lists them, adds a new one, and removes old ones.
 
     runs/a/
         00000007-step-300/      the seventh save of this folder: a checkpoint, whole
@@ -11,7 +11,8 @@ A checkpoint is a folder that has its name because it was complete, in this orde
     make .partial    write files    fsync each    manifest    fsync it and the folder    rename    fsync runs/a   latest
     |____________ killed here: nothing but a hidden folder is left ___________________|  |__ killed here: it is there _|
 
-The number comes first, since the latest is the one that was saved last: who goes back to step 300 saves 400 again.
+The number comes first, since the latest is the one that was saved last: a run that goes back to step 300 saves 400
+again.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _PARTIAL = re.compile(r"\..+\.[0-9a-f]{8}\.partial")
 
 @dataclass(frozen=True, order=True)
 class Entry:
-    """One checkpoint of a folder, by its name only."""
+    """It is one checkpoint of a folder, by its name only."""
 
     number: int
     step: int
@@ -58,9 +59,9 @@ def explain_renamed(path: Path, manifest: Manifest) -> str | None:
 
 
 class Draft:
-    """A checkpoint that is being written: a hidden folder, locked as long as this is open.
+    """This is a checkpoint that is being written: a hidden folder, locked as long as this is open.
 
-    Without `fd` it is another rank's, who has its part in it.
+    Without `fd` the folder is another rank's, and this rank has its part in it.
     """
 
     def __init__(self, path: Path, fd: int = -1) -> None:
@@ -130,7 +131,7 @@ class Draft:
 
 
 class History:
-    """The checkpoints in `folder`; after a save the newest `keep` of them, and the best; all if `keep` is None."""
+    """The checkpoints in `folder`. A save keeps the newest `keep` of them, and the best; all if `keep` is None."""
 
     def __init__(self, folder: Path, keep: int | None, best: Best | None = None) -> None:
         self.folder = folder

@@ -1,4 +1,4 @@
-"""Reading a checkpoint, without running anything that a stranger may have put into it."""
+"""Read a checkpoint, without running anything that a stranger may have put into it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _ZIP_BEGINS = b"PK\x03\x04"
 
 
 class Stateful(Protocol):
-    """A model, an optimizer, a scheduler, a sampler: what takes a state."""
+    """A model, an optimizer, a scheduler or a sampler, which takes a state."""
 
     def load_state_dict(self, state_dict: Any, /) -> Any:
         """Go on from this state."""

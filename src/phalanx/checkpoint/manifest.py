@@ -1,4 +1,4 @@
-"""What a checkpoint that is a folder consists of: its files, their lengths and checksums. Written last, read first."""
+"""A manifest lists a checkpoint folder's files, with lengths and checksums; it is written last and read first."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Kind = Literal["whole", "sharded"]
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What a file must be: its length and CRC-32."""
+    """It is what a file must be: its length and CRC-32."""
 
     nbytes: int
     crc32: int
@@ -31,7 +31,7 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A complete checkpoint: "whole", one file of torch.save, or "sharded", files of torch.distributed.checkpoint."""
+    """It is a complete checkpoint: "whole" (a file of torch.save) or "sharded" (of torch.distributed.checkpoint)."""
 
     kind: Kind
     step: int

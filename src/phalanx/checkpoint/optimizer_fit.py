@@ -1,4 +1,4 @@
-"""Whether a saved state is that of an optimizer: of its class, and with its parameters in the same order.
+"""Check that a saved state fits an optimizer: its class, and the order of its parameters.
 
 A state_dict of PyTorch names neither: it has options by group and tensors by number. A CheckpointManager writes down
 the class, and which parameter has which number, where it has the model as well. Elsewhere the options tell most
@@ -44,7 +44,7 @@ Order = list[str]
 
 @dataclass(frozen=True)
 class OptimizerNotes:
-    """The notes of a checkpoint on its optimizers beside their states, by the names of the parts."""
+    """It has the notes of a checkpoint on its optimizers beside their states, by the names of the parts."""
 
     orders: Mapping[str, Order] = field(default_factory=dict)
     """The names of each optimizer's parameters, by number, where they are known."""

@@ -1,4 +1,4 @@
-"""Which parameters an optimizer would train without the state that was saved for the others."""
+"""Find the parameters that an optimizer would train without the state that was saved for the others."""
 
 from __future__ import annotations
 

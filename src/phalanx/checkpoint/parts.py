@@ -1,4 +1,4 @@
-"""The parts of a training run: what each one saves, under which keys, and what of a saved state fits it."""
+"""The parts of a training run save their states under their keys, and take back what fits them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _SHOWN = 8  # keys of a kind in a message
 
 @dataclass
 class Report:
-    """What of a saved state does not fit the parts that it is loaded into: names of keys, with the part's first."""
+    """It lists what of a saved state does not fit the parts that it is loaded into: names of keys, the part's first."""
 
     missing: list[str] = field(default_factory=list)  # the part has them, the checkpoint does not
     unexpected: list[str] = field(default_factory=list)  # the other way round

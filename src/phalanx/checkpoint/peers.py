@@ -1,4 +1,4 @@
-"""What the ranks of a job say to each other about a checkpoint: over any backend, or nobody where there is no group."""
+"""`Peers` lets the ranks of a job talk about a checkpoint, over any backend, or alone where there is no group."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _COLLECTIVE = (
 
 
 class Peers:
-    """The ranks of `group`, of the default group if None, or this process alone where there is none.
+    """They are the ranks of `group`, of the default group if None, or this process alone where there is none.
 
     `what` names the call in errors. Everything but the properties is collective.
     """

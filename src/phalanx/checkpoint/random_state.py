@@ -1,4 +1,4 @@
-"""The random state of every rank, as one part of a checkpoint."""
+"""`RandomState` saves the random state of every rank as one part of a checkpoint."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from phalanx.errors import CheckpointError
 
 
 class RandomState:
-    """Python's, NumPy's (if it was imported) and PyTorch's generators, of each rank: a part to save and to load.
+    """Save and load the states of Python's, NumPy's (if it was imported) and PyTorch's generators, of each rank.
 
     manager.save(step, {"model": model, "random": RandomState()})
 

@@ -1,4 +1,4 @@
-"""The checkpoints of a run at an address of fsspec: each appears with one small object, put last.
+"""`RemoteHistory` keeps a run's checkpoints at an address of fsspec: each appears with one small object, put last.
 
     s3://bucket/runs/a/
         00000007-step-300-5be2ff01/     the seventh save: a checkpoint, as it has its manifest
@@ -43,7 +43,7 @@ RETRY_S = 120.0  # unless a manager says another time
 
 
 class RemoteDraft:
-    """This rank's part of a checkpoint that is being written: files in a folder here, which go to their address."""
+    """It is this rank's part of a checkpoint that is being written: files in a folder here, sent to their address."""
 
     def __init__(self, remote: RemoteFolder, name: str, *, is_first: bool) -> None:
         self.name = name
@@ -103,7 +103,7 @@ class RemoteDraft:
 
 
 class RemoteHistory:
-    """The checkpoints at `address`; after a save the newest `keep` of them, and the best; all if `keep` is None."""
+    """The checkpoints at `address`. A save keeps the newest `keep` of them, and the best; all if `keep` is None."""
 
     def __init__(self, address: str, keep: int | None, retry_s: float, best: Best | None = None) -> None:
         self.keep = keep

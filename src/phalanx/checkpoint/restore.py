@@ -1,4 +1,4 @@
-"""Loading one checkpoint of several: verified and read in full on all ranks before anything is loaded into a part."""
+"""Load one checkpoint of several: all ranks verify it and read it in full before anything is loaded into a part."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:  # torch.distributed.checkpoint takes most of a second to impo
 
 @dataclass
 class Restored:
-    """What was loaded: of which step, from where, the state by name, and what of it did not fit (with strict=False)."""
+    """It says what was loaded: the step, the place, the state by name, and what did not fit (with strict=False)."""
 
     step: int
     path: Path | str
@@ -49,7 +49,7 @@ class DamagedError(CheckpointError):
 
 
 class VanishedError(CheckpointError):
-    """A checkpoint was removed while it was read: its writer has newer ones."""
+    """A checkpoint was removed while it was read, since its writer has newer ones."""
 
 
 def restore(

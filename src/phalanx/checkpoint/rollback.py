@@ -1,4 +1,4 @@
-"""Parts of a training run as they were before a load, in case that it fails in one of them, or on another rank."""
+"""`Rollback` remembers the parts of a training run, and puts them back if a load fails in a part or on another rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 
 class Rollback:
-    """Remembers parts, puts them back, and says which of them it could not put back.
+    """It remembers parts, puts them back, and says which of them it could not put back.
 
     A part with a true `loads_all_or_nothing` is not asked for its state, which may be on other workers: its own
     `load_state_dict` changes nothing when it raises a ValueError. After another error it may hold a part of the state.

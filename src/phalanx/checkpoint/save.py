@@ -1,4 +1,4 @@
-"""Writing a checkpoint: by rank 0, while the others wait for the outcome."""
+"""Write a checkpoint on rank 0, while the others wait for the outcome."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: save one, go on while it is written, load the latest."""
+"""`CheckpointManager` keeps the checkpoints of a run: it saves them, also in the background, and loads the latest."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _AT_EXIT_S = 60.0  # for other ranks' parts of the last save, when this process 
 
 
 class CheckpointManager:
-    """The checkpoints of a run in `folder`, newest `keep` of them.
+    """Save and load the checkpoints of a run in `folder`, of which the newest `keep` stay.
 
     manager = CheckpointManager("runs/a", keep=3)
     parts = {"model": model, "optimizer": optimizer, "sampler": sampler, "random": RandomState()}

@@ -1,4 +1,4 @@
-"""Writing a checkpoint on all ranks at once, in the files of torch.distributed.checkpoint: each writes a part of it.
+"""Write a checkpoint on all ranks at once, each a part of it, in the files of torch.distributed.checkpoint.
 
     plan       all ranks    which piece of which tensor each one writes: its own shards, and of what all of them have
                             alike, about the same number of bytes each; kept for the next save of the same shapes
@@ -55,7 +55,7 @@ _StorageInfo: Any = find(
 
 @dataclass(frozen=True)
 class Plan:
-    """What this rank writes, and on rank 0 what all of them do. `is_uniform`: all ranks' states have the same names."""
+    """It says what this rank writes, and on rank 0 what all do. `is_uniform`: all ranks' states have the same names."""
 
     signature: tuple[Any, ...]
     mine: SavePlan
@@ -144,7 +144,7 @@ def _global_plan(plans: Sequence[SavePlan], pinned: Collection[str]) -> tuple[li
 
 @dataclass
 class Pieces:
-    """The data of what a rank writes, by piece; tensors of the state itself, or copies of them."""
+    """It has the data that a rank writes, by piece: tensors of the state itself, or copies of them."""
 
     tensors: dict[MetadataIndex, torch.Tensor] = field(default_factory=dict)
     objects: dict[MetadataIndex, bytes] = field(default_factory=dict)
@@ -176,7 +176,7 @@ def encode(value: object) -> bytes:
 
 
 class _Planner(DefaultSavePlanner):
-    """Gives torch's writer what was taken, wherever the state has gone on to."""
+    """It gives torch's writer what was taken, however the state has changed since."""
 
     def __init__(self, pieces: Pieces) -> None:
         super().__init__()
@@ -192,7 +192,7 @@ class _Planner(DefaultSavePlanner):
 
 
 class RecordingFileSystem(FileSystem):
-    """What torch's writer writes through: synchronises, and knows length and checksum of every file."""
+    """Torch's writer writes through it: it synchronises, and knows length and checksum of every file."""
 
     def __init__(self) -> None:
         self.records: dict[str, FileRecord] = {}
@@ -215,7 +215,7 @@ class RecordingFileSystem(FileSystem):
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank has written: files, and where in them the pieces lie."""
+    """It says what one rank has written: files, and where in them the pieces lie."""
 
     files: Mapping[str, FileRecord]
     pieces: Sequence[tuple[str, Sequence[int] | None, int | None, str, int, int]] = ()

@@ -1,4 +1,4 @@
-"""Torch's `.metadata`, which says where everything in a sharded checkpoint lies: a pickle, read without trusting it.
+"""Read torch's `.metadata`, a pickle that says where everything in a sharded checkpoint lies, without trusting it.
 
 Pythons pickle the same things differently. A file of any of them is read on any other:
 
@@ -61,7 +61,7 @@ _NAMED: Final[dict[tuple[str, str], Any]] = {
 # object, and those of a class or of a member of an Enum belong to the whole process. It takes twice the time: 0.4 s
 # for 8,000 pieces.
 class _Unpickler(pickle._Unpickler):
-    """Makes what torch's `.metadata` consists of and nothing else: a file from a stranger runs no code."""
+    """It makes what torch's `.metadata` consists of and nothing else: a file from a stranger runs no code."""
 
     dispatch: ClassVar = dict(pickle._Unpickler.dispatch)
 

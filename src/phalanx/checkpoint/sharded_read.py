@@ -1,4 +1,4 @@
-"""Reading a checkpoint that many ranks wrote, on any number of ranks.
+"""Read a checkpoint that many ranks wrote, on any number of ranks.
 
 wanted by some rank whole     one rank reads each piece and hands it on; the pieces are shared out
 a shard on every rank         each rank reads what overlaps with its own
@@ -28,7 +28,7 @@ compute_local_shape_and_global_offset: Any = find(
 
 
 class Pieces:
-    """The tensors of a sharded checkpoint, in `folder`."""
+    """They are the tensors of a sharded checkpoint, in `folder`."""
 
     def __init__(self, folder: Path, metadata: Metadata) -> None:
         self._folder = folder

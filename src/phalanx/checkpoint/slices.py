@@ -1,4 +1,4 @@
-"""A tensor of which every rank holds a range of its memory: as boxes, which torch.distributed.checkpoint stores.
+"""Describe a tensor, of which each rank holds a range of memory, as boxes for torch.distributed.checkpoint.
 
 The shard of a ZeroRedundancyOptimizer is a range of elements in the order of memory, and starts and ends anywhere:
 
@@ -21,7 +21,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Box:
-    """Elements `offsets` to `offsets + sizes` of a tensor; they begin at `start` of the range, in memory order."""
+    """Its elements are `offsets` to `offsets + sizes` of a tensor.
+
+    They begin at `start` of the range, in memory order.
+    """
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -57,7 +60,7 @@ def _in_row(shape: tuple[int, ...], row: int, number: int, start: int, stop: int
 
 
 class SlicedTensor:
-    """Elements `start` to `stop`, in the order of memory, of a tensor of this shape and strides: `flat` holds them."""
+    """It has elements `start` to `stop` of a tensor of this shape and strides, in the order of memory, in `flat`."""
 
     def __init__(self, shape: Sequence[int], stride: Sequence[int], start: int, flat: Tensor) -> None:
         self.shape = torch.Size(shape)

@@ -1,4 +1,4 @@
-"""A copy of tensors as they are now, in memory of the host that is kept for the next one.
+"""Copy tensors as they are now, into memory of the host that is kept for the next copy.
 
 The copy is all that training waits for. Memory that was never touched costs two or three times the copy itself, since
 the kernel zeroes every page of it; so it is kept, and in huge pages where the system has them.
@@ -25,7 +25,7 @@ _ALIGN = 64
 
 
 class SnapshotMemory:
-    """Room for one snapshot at a time; grows, and is kept."""
+    """It is room for one snapshot at a time; it grows, and is kept."""
 
     def __init__(self) -> None:
         self._memory: mmap.mmap | None = None

@@ -1,4 +1,4 @@
-"""What a state is apart from its tensors, as the file `structure.pt`: torch.load opens it with weights_only."""
+"""Write and read `structure.pt`: what a state is apart from its tensors. torch.load opens it with weights_only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A state as a tree: its leaves by name, as torch.distributed.checkpoint names them, and the rest of it, exactly.
+"""`Tree` takes a state apart into leaves, named as torch.distributed.checkpoint does, and its exact structure.
 
     {"model": {"w": T}, "groups": [{"lr": 0.1}], "empty": {}}
 
@@ -32,7 +32,7 @@ _SEQUENCES: dict[str, type] = {"list": list, "tuple": tuple}
 
 @dataclass
 class Tree:
-    """A state taken apart. `aliases` are names of tensors that are, byte for byte, the memory of another."""
+    """It is a state taken apart. `aliases` are names of tensors that are, byte for byte, the memory of another."""
 
     leaves: dict[str, Any] = field(default_factory=dict)
     paths: dict[str, Path] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""A checkpoint in one file of torch.save: written by rank 0, read by rank 0, and handed on to the others."""
+"""Write a checkpoint as one file of torch.save on rank 0, and read it there and hand it on to the others."""
 
 from __future__ import annotations
 

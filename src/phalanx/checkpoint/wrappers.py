@@ -1,4 +1,4 @@
-"""The names of a model's parameters and modules without what it is wrapped in, and with it.
+"""Translate the names of a model's parameters and modules with wrappers to those without, and back.
 
 DistributedDataParallel(torch.compile(model))       "module._orig_mod.layer.weight"     "layer.weight"
 a model whose encoder is wrapped                    "encoder.module.weight"             "encoder.weight"

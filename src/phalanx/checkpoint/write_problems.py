@@ -1,4 +1,4 @@
-"""Why a checkpoint could not be written: what the ranks are told."""
+"""Explain to the ranks why a checkpoint could not be written."""
 
 from __future__ import annotations
 

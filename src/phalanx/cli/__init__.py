@@ -1,1 +1,1 @@
-"""The command line: one file per command, loaded when it is used."""
+"""The command line has one file per command, which is loaded when the command is used."""

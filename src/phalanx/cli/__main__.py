@@ -1,4 +1,4 @@
-"""The `phalanx` command."""
+"""`main` runs the `phalanx` command."""
 
 from __future__ import annotations
 

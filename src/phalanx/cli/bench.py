@@ -1,4 +1,4 @@
-"""`phalanx bench`: comparisons on the reader's own machine."""
+"""`phalanx bench` makes comparisons on the reader's own machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MOST_RANKS = 64
 
 
 class _Benches(click.Group):
-    """A group that suggests the nearest name."""
+    """It is a group that suggests the nearest name."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -155,7 +155,7 @@ def _link(rounds: int, in_json: bool) -> None:
 
 
 class _Progress:
-    """Says on stderr what is being measured: a terminal has one line, which goes away; elsewhere each has its own."""
+    """It says on stderr what is being measured: a terminal has one line, which goes away; elsewhere each gets one."""
 
     def __init__(self) -> None:
         self._redraws = sys.stderr.isatty()

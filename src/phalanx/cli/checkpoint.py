@@ -1,4 +1,4 @@
-"""`phalanx checkpoint`: what is in a checkpoint?"""
+"""`phalanx checkpoint` shows what is in a checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The list of commands: every module of this folder with a click command named `command`."""
+"""List the commands: every module of this folder with a click command named `command`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SECTIONS = {
 
 
 class _Commands(click.Group):
-    """A group that imports a command's module when the command is used, or listed."""
+    """It is a group that imports a command's module when the command is used, or listed."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted(

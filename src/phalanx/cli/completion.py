@@ -1,4 +1,4 @@
-"""`phalanx completion`: let a shell complete the commands, their options and their values."""
+"""`phalanx completion` lets a shell complete the commands, their options and their values."""
 
 from __future__ import annotations
 

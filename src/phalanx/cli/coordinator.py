@@ -1,4 +1,4 @@
-"""`phalanx coordinator`: the service in which the processes of a job meet, by itself."""
+"""`phalanx coordinator` runs, by itself, the service in which the processes of a job meet."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`phalanx docs`: where is the documentation?"""
+"""`phalanx docs` says where the documentation is."""
 
 from __future__ import annotations
 

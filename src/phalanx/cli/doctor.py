@@ -1,4 +1,4 @@
-"""`phalanx doctor`: would training work on this host, and what is in its way?"""
+"""`phalanx doctor` says whether training would work on this host, and what is in its way."""
 
 from __future__ import annotations
 

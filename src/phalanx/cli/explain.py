@@ -1,4 +1,4 @@
-"""`phalanx explain`: how a collective moves its chunks, what it costs, how it runs on many ranks; and a pipeline."""
+"""`phalanx explain` shows how collectives and pipelines work, what they cost, and how they run on many ranks."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def _links(latency: float, bandwidth: float, host_latency: float, host_bandwidth
 
 
 class _Explanations(click.Group):
-    """A group that suggests the nearest name; dashes and underscores are one."""
+    """It is a group that suggests the nearest name; dashes and underscores are one."""
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         return super().get_command(ctx, cmd_name.replace("_", "-"))

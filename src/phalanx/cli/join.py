@@ -1,4 +1,4 @@
-"""`phalanx join`: take part in a job that another host has begun."""
+"""`phalanx join` lets this host take part in a job that another host has begun."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`phalanx key`: the secret by which the hosts of a job know each other."""
+"""`phalanx key` makes the secret by which the hosts of a job know each other."""
 
 from __future__ import annotations
 

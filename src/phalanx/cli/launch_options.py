@@ -1,4 +1,4 @@
-"""The launcher's options as click knows them: for completion in shells and for the documentation's pages.
+"""Describe the launcher's options to click, for completion in shells and for the documentation's pages.
 
 `phalanx run` and `phalanx join` parse their words themselves, because a job must not wait for click.
 """
@@ -13,7 +13,7 @@ from phalanx.launch.options import Option
 
 
 class WordsCommand(click.Command):
-    """A command that hands all its words, as they are, to a function; its options are there to be completed."""
+    """It is a command that hands all its words, as they are, to a function; its options are there to be completed."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         kwargs |= {
@@ -31,7 +31,7 @@ class WordsCommand(click.Command):
 
 
 class _OneOf(click.types.StringParamType):
-    """A value that may be one of some words, or something else: `N|auto|cpu|gpu`."""
+    """It is a value that may be one of some words, or something else: `N|auto|cpu|gpu`."""
 
     def __init__(self, words: list[str]) -> None:
         self.words = words

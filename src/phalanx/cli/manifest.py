@@ -1,4 +1,4 @@
-"""`phalanx manifest`: the file to submit to a scheduler."""
+"""`phalanx manifest` writes the file to submit to a scheduler."""
 
 from __future__ import annotations
 

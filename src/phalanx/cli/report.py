@@ -1,4 +1,4 @@
-"""`phalanx report`: what a run left behind, or several side by side."""
+"""`phalanx report` shows what a run left behind, or several runs side by side."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`phalanx run` as the list of commands knows it; its words are parsed by `phalanx.launch.command_line`."""
+"""Show `phalanx run` in the list of commands; `phalanx.launch.command_line` parses its words."""
 
 from __future__ import annotations
 

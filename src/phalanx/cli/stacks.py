@@ -1,4 +1,4 @@
-"""`phalanx stacks`: where is each rank of a running job?"""
+"""`phalanx stacks` shows where each rank of a running job is."""
 
 from __future__ import annotations
 

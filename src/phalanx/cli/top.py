@@ -1,4 +1,4 @@
-"""`phalanx top`: what is a running job doing?"""
+"""`phalanx top` shows what a running job is doing."""
 
 from __future__ import annotations
 

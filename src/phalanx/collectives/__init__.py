@@ -1,6 +1,7 @@
-"""Who combines what with whom in which step: collectives as schedules, and which one to choose.
+"""Describe collectives as schedules (who combines what with whom in which step), and choose between algorithms.
 
-Algorithms are data that is executed, proved, printed, priced and simulated from the same source. Pure, without torch.
+Algorithms are data that is executed, proved, printed, priced and simulated from the same source. All of it is pure, and
+works without torch.
 """
 
 from phalanx.collectives.algorithms import ALGORITHMS, build

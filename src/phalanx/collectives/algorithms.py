@@ -1,4 +1,4 @@
-"""Every algorithm by name: which operations it offers, and its schedule for a topology."""
+"""List every algorithm by name: which operations it offers, and its schedule for a topology."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MOST_DIRECT = 1024
 
 @dataclass(frozen=True)
 class Algorithm:
-    """A family of schedules; `operations` maps what it can do to how it is built from topology and root."""
+    """It is a family of schedules; `operations` maps what it can do to how it is built from topology and root."""
 
     name: str
     title: str

@@ -1,4 +1,4 @@
-"""Which algorithm: the one that the cost model says is fastest, or the one that was asked for."""
+"""Choose an algorithm: the one that the cost model says is fastest, or the one that was asked for."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CLOSE = 1.1
 
 @dataclass(frozen=True)
 class Choice:
-    """The algorithm, the predicted seconds of every candidate (fastest first), and the reason in words."""
+    """It has the algorithm, the predicted seconds of every candidate (fastest first), and the reason in words."""
 
     algorithm: str
     predicted: tuple[tuple[str, float], ...]

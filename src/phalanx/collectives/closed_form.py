@@ -1,4 +1,4 @@
-"""The same costs as formulas in P, for any number of ranks at once, where all links in play are alike.
+"""Compute the costs of algorithms by formulas in P, for any number of ranks at once, if all links in play are alike.
 
 P ranks, S bytes, L = ⌈log2 P⌉, Q = the power of two at or below P, q = log2 Q, H hosts of R ranks each.
 

@@ -1,4 +1,4 @@
-"""What a schedule costs on a network: the α-β-γ model, worked out from the schedule itself.
+"""Compute what a schedule costs on a network by the α-β-γ model, from the schedule itself.
 
     α  seconds of latency per message        Link.latency_s
     β  seconds per byte on a port            1 / Link.bytes_per_s
@@ -26,7 +26,7 @@ from phalanx.collectives.schedule import Phase, Schedule, Transfer
 
 @dataclass(frozen=True)
 class Cost:
-    """Steps, the bytes that the busiest rank sends or receives (whichever is more), and the predicted time."""
+    """It has the steps, the bytes that the busiest rank sends or receives (the larger), and the predicted time."""
 
     steps: int
     busiest_bytes: float

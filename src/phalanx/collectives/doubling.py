@@ -1,4 +1,4 @@
-"""Recursive doubling: whole buffers are swapped, so few steps, and many bytes where there are many ranks.
+"""In recursive doubling whole buffers are swapped, in few steps, and with many bytes if there are many ranks.
 
 Distance d = 1, 2, 4, … Q/2: every rank swaps all it has with the rank whose number differs in that bit; both combine.
 

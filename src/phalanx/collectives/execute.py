@@ -15,7 +15,7 @@ from phalanx.collectives.schedule import RankStep, Schedule, chunk_bounds
 
 
 class Handle(Protocol):
-    """A send or receive under way."""
+    """It is a send or receive under way."""
 
     def wait(self) -> object:
         """Return when it is done; raise if it failed."""
@@ -23,7 +23,7 @@ class Handle(Protocol):
 
 
 class Buffer(Protocol):
-    """A row of elements that can be cut into views of itself."""
+    """It is a row of elements that can be cut into views of itself."""
 
     def __len__(self) -> int:
         """Return the number of elements."""
@@ -119,7 +119,7 @@ def play(
 
 @dataclass
 class _Arrivals:
-    """What one step receives: its handles, and what to combine in which order, as `combine` takes it."""
+    """It is what one step receives: its handles, and what to combine in which order, as `combine` takes it."""
 
     handles: list[Handle | None]
     parts: list[tuple[Any, Any, Any]]

@@ -1,4 +1,4 @@
-"""Latency and bandwidth from measured times, and how well the model then predicts them.
+"""Fit latency and bandwidth to measured times, and say how well the model then predicts them.
 
 The predicted time is linear in α and β as long as the same transfers stay the longest ones: t = base + α·m + β·n. The
 coefficients come from the schedules themselves, priced with unit links; α and β are those that minimise the squared
@@ -23,7 +23,7 @@ _FREE = Link(latency_s=0.0, bytes_per_s=math.inf)
 
 @dataclass(frozen=True)
 class Measurement:
-    """One measured run: what was done, and the seconds it took (a median, say)."""
+    """It is one measured run: what was done, and the seconds it took (a median, say)."""
 
     algorithm: str
     operation: Operation
@@ -38,7 +38,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Fit:
-    """The fitted links, and for each measurement the predicted seconds and the relative error (0.1: 10% too slow)."""
+    """It has the fitted links, and each measurement's predicted seconds and relative error (0.1: 10% too slow)."""
 
     links: Links
     predicted: tuple[float, ...]

@@ -1,4 +1,4 @@
-"""Recursive halving and doubling: as few bytes as the ring in as few steps as a tree, if P is a power of two.
+"""Recursive halving and doubling sends as few bytes as the ring in as few steps as a tree, if P is a power of two.
 
 Halving, distance d = Q/2, Q/4, … 1: every rank swaps halves with the rank whose number differs in that bit, and keeps
 and combines the half that it is itself in. Doubling runs the same exchanges backwards, with results instead of parts.
@@ -28,7 +28,7 @@ ORDER = "a balanced binary tree: folded neighbours first, then the farthest rank
 
 @dataclass(frozen=True)
 class Fold:
-    """P ranks as Q actors, Q the power of two below, each responsible for a run of chunks.
+    """It folds P ranks into Q actors, Q the power of two below, each responsible for a run of chunks.
 
     `chunk_per_rank` gives each actor the chunks of the ranks it acts for, as reduce_scatter and all_gather need;
     without it there is one chunk for each actor, all of one size.

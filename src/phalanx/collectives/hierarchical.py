@@ -1,4 +1,4 @@
-"""Two levels: reduce in each host's memory, combine across hosts slice by slice, gather in each host's memory.
+"""An all-reduce on two levels reduces in each host's memory, combines slices across hosts, and gathers in memory.
 
 The buffer is cut into L slices, L the most ranks on any host. Inside a host of R ranks each combines its L/R slices
 (rounded up or down) straight out of the others' memory. Each slice is then all-reduced across the H hosts by the ranks
@@ -29,7 +29,7 @@ from phalanx.collectives.schedule import Kind, Phase, Schedule, Transfer
 
 @dataclass(frozen=True)
 class _Slices:
-    """Which local rank of each host drives which slices, and so which chunks; `width` chunks to a slice."""
+    """It says which local rank of each host drives which slices, and so which chunks; `width` chunks to a slice."""
 
     topology: Topology
     width: int

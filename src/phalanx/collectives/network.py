@@ -1,4 +1,4 @@
-"""What the ranks run on: which of them share a host, and how fast the links inside and between hosts are."""
+"""Describe what the ranks run on: which of them share a host, and how fast links inside and between hosts are."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class Topology:
-    """Which ranks run on which host. Each rank of 0..P-1 is on exactly one; hosts may differ in size."""
+    """It says which ranks run on which host. Each rank of 0..P-1 is on exactly one; hosts may differ in size."""
 
     hosts: tuple[tuple[int, ...], ...]
 
@@ -83,7 +83,7 @@ class Topology:
 
 @dataclass(frozen=True)
 class Link:
-    """A message of n bytes takes latency_s + n / bytes_per_s; both directions at once at full speed.
+    """A message of n bytes takes latency_s + n / bytes_per_s; both directions have full speed at once.
 
     Source: Hockney (1994), The communication challenge for MPP: Intel Paragon and Meiko CS-2.
     """
@@ -100,7 +100,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Links:
-    """The links of a job: between ranks of one host, between hosts, and how fast a rank combines what arrives.
+    """It has the links of a job: between ranks of one host, between hosts, and how fast a rank combines what arrives.
 
     A rank has one port for its host; a host has one port, which its ranks share, for the other hosts.
     """

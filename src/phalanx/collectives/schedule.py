@@ -1,4 +1,4 @@
-"""A collective as data: who hands which chunks to whom in which step, and whether the receiver combines or overwrites.
+"""A schedule is a collective as data: who sends which chunks to whom in which step, to be combined or copied.
 
     Schedule ── Phase ("scatter-reduce") ── step 0, 1, …  ── Transfer (src → dst, chunks [start, stop), reduce | copy)
 
@@ -23,7 +23,7 @@ OPERATIONS: tuple[Operation, ...] = get_args(Operation)
 class Transfer(NamedTuple):
     """`src` hands its chunks [start, stop) to `dst`, which combines them with its own or overwrites them.
 
-    A tuple rather than a dataclass: simulating many ranks makes millions of them.
+    It is a tuple rather than a dataclass, since simulating many ranks makes millions of them.
     """
 
     src: int
@@ -40,7 +40,7 @@ class Transfer(NamedTuple):
 
 @dataclass(frozen=True)
 class Phase:
-    """A run of steps that follow one rule.
+    """It is a run of steps that follow one rule.
 
     `sends(step, rank)` is what `rank` hands over in `step`, counted from 0 within the phase; it is the only statement
     of the rule. `sources(step, rank)` names the ranks that hand something to `rank`, in the order in which it combines;
@@ -72,7 +72,7 @@ class Phase:
 
 
 class Step(NamedTuple):
-    """One step of a whole schedule, or of one rank's part in it; `number` counts from 0 over all phases."""
+    """It is one step of a whole schedule, or of one rank's part in it; `number` counts from 0 over all phases."""
 
     number: int
     phase: Phase
@@ -82,7 +82,7 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """A collective for `world_size` ranks over `num_chunks` chunks.
+    """It is a collective for `world_size` ranks over `num_chunks` chunks.
 
     What each operation promises, with chunks numbered as in the buffer:
         all_reduce      every rank ends with the reduction of every chunk.
@@ -139,7 +139,7 @@ class Schedule:
 
 
 class RankStep(NamedTuple):
-    """What one rank sends and receives in one step; it combines in this order (and see `Phase.by_rank`)."""
+    """It is what one rank sends and receives in one step; it combines in this order (and see `Phase.by_rank`)."""
 
     number: int
     phase: str

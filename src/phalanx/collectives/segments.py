@@ -1,4 +1,4 @@
-"""A long buffer in segments that follow each other through a schedule, so that all links have work at once.
+"""Cut a long buffer into segments that follow each other through a schedule, so that all links have work at once.
 
 Segment s starts in step s: while it takes the schedule's step k, segment s + 1 takes step k - 1.
 

@@ -1,15 +1,15 @@
-"""A schedule played out rank by rank: each has its own clock, and goes on as soon as those it meets are ready.
+"""Simulate a schedule rank by rank: each has its own clock, and goes on as soon as those it meets are ready.
 
 A transfer starts when both of its ranks have finished their previous step, and takes what `cost.durations` says; a rank
 has finished a step when all of its transfers in it have. (A one-sided step has a barrier in each host at both ends.)
 
-Exact, given that model: the clock of every rank, for any schedule and any mix of hosts. A phase whose steps are alike
+Given that model, the clock of every rank is exact, for any schedule and any mix of hosts. A phase whose steps are alike
 is played only until one step moves all clocks by the same amount; every later step then does the same, because
 durations do not change and a transfer's start is a maximum of clocks. So 131,070 steps of a ring of 65,536 ranks are
-exact after a few of them.
-Approximated: chunks are S/C bytes, without rounding to elements; ports share bandwidth among all transfers of a step
-as if these overlapped fully; and if a phase has not settled after `most_played` transfers, each of its other steps is
-taken to move all clocks by the largest advance of the last one played, and `exact` is False.
+exact after a few of them. These are approximated: chunks are S/C bytes, without rounding to elements; ports share
+bandwidth among all transfers of a step as if these overlapped fully; and if a phase has not settled after `most_played`
+transfers, each of its other steps is taken to move all clocks by the largest advance of the last one played, and
+`exact` is False.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class Simulation:
-    """When the last and the first rank finished, who was last, and how much of it was played one by one."""
+    """It says when the last and the first rank finished, who was last, and how much was played one by one."""
 
     seconds: float
     first_s: float

@@ -1,4 +1,4 @@
-"""A single reducer: everybody hands everything to one rank, which hands the result back. The strawman.
+"""With a single reducer all ranks send everything to one rank, which sends the result back; it is the strawman.
 
 This is what a parameter server on one machine does, and what every other algorithm here is measured against: its time
 grows with the number of ranks, because all bytes pass one rank's link, one sender after the other.

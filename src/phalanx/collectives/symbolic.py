@@ -1,4 +1,4 @@
-"""A schedule carried out with symbols instead of numbers: what it proves, and what a picture of it shows.
+"""Carry out a schedule with symbols instead of numbers, to prove it and to draw it.
 
 Every value is known by the ranks that contributed to it and by the tree in which they were combined. That is enough to
 prove a schedule for given P and C: nothing is read that is not there, nothing is counted twice, every rank ends with
@@ -16,7 +16,7 @@ from phalanx.collectives.schedule import Phase, Schedule, Step, Transfer
 
 
 class Value(NamedTuple):
-    """What a rank holds of a chunk; equal values have equal bits."""
+    """It is what a rank holds of a chunk; equal values have equal bits."""
 
     contributors: frozenset[int]
     tree: int
@@ -29,7 +29,7 @@ State = tuple[tuple[Value | None, ...], ...]
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The state after a step, and what travelled in it; `step` is None for the state before the first."""
+    """It is the state after a step, and what travelled in it; `step` is None for the state before the first."""
 
     step: Step | None
     transfers: tuple[Transfer, ...]
@@ -37,7 +37,7 @@ class Snapshot:
 
 
 class _Trees:
-    """Numbers for combination trees: leaves are the ranks 0..P-1, an unordered pair of numbers is a new one."""
+    """It numbers combination trees: leaves are the ranks 0..P-1, an unordered pair of numbers is a new one."""
 
     def __init__(self, world_size: int) -> None:
         self._next = world_size

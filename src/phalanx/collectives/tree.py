@@ -1,4 +1,4 @@
-"""The binomial tree: reduce towards the root, broadcast back, whole buffers over few steps.
+"""The binomial tree reduces towards the root and broadcasts back, whole buffers over few steps.
 
 Ranks are counted from the root (v = rank - root mod P). In step k of the reduction every v that is an odd multiple of
 2^k sends everything it has to v - 2^k and is done. The broadcast runs the same edges backwards.

@@ -1,4 +1,4 @@
-"""Amounts as people write them: 64MiB, 30us, 1Gbit."""
+"""Parse and format amounts as people write them: 64MiB, 30us, 1Gbit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a coordinator is: `host:port`, `[v6]:port`, or the path of a socket of this host."""
+"""An `Address` says where a coordinator is: `host:port`, `[v6]:port`, or the path of a socket of this host."""
 
 from __future__ import annotations
 

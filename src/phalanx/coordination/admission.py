@@ -1,4 +1,4 @@
-"""Who is admitted through the network: those who know the key. Who is not is counted, and told with its address.
+"""Admit through the network only processes that know the key; count the others, and tell of them with their addresses.
 
 ZeroMQ does the cryptography (CURVE) and asks here about each public key (its protocol ZAP). Somebody with another key
 fails before that question, in the handshake, which `connection_guard` sees.

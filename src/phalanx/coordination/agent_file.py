@@ -1,4 +1,4 @@
-"""What the agent of a host tells its ranks in a job on several hosts: a file without a name, which they may read.
+"""The agent of a host tells its ranks, in a file without a name, what they need in a job on several hosts.
 
     0       {"address": …, "key": …, …}       where the job's store is, and what opens it
     4096    {"ranks": […], "reason": …}       once a host is lost: the ranks that are gone with it, and why

@@ -1,8 +1,8 @@
-"""Networks that are not heard for a while, because one connection after another that came from there has failed.
+"""Block networks for a while from which one connection after another has failed.
 
     64 failures within 10 s, and no member has ever come from there ──► blocked for 10 s ──► counted anew
 
-Purely data: `connection_guard` tells it what happens, and the kernel whom to keep out.
+It is purely data: `connection_guard` tells it what happens, and tells the kernel whom to keep out.
 """
 
 from __future__ import annotations

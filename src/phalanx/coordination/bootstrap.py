@@ -1,4 +1,4 @@
-"""How the ranks of a new group find each other: through the job's store, once, before anything is shared.
+"""The ranks of a new group find each other through the job's store, once, before anything is shared.
 
     every rank   add  <n>/came         → the number i of its arrival
                  set  <n>/rank/<i>     = its rank, its world size, its process and host     (at once, at a coordinator)

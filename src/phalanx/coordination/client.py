@@ -1,4 +1,4 @@
-"""What a process asks of the coordinator: keys and values, membership, messages, events."""
+"""`Client` asks the coordinator for keys and values, membership, messages and events."""
 
 from __future__ import annotations
 

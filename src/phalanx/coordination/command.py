@@ -1,4 +1,4 @@
-"""The coordinator as a command of its own: one line that says where it is, then it serves until a signal."""
+"""Run the coordinator as a command: print one line that says where it is, then serve until a signal."""
 
 from __future__ import annotations
 

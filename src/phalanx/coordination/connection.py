@@ -1,6 +1,6 @@
-"""A process's connection to the coordinator: requests that block, with a deadline; and events, without blocking.
+"""A `Connection` leads to the coordinator: its requests block, with a deadline, and its events do not.
 
-Any number of threads may call. Whoever waits reads the socket, for itself and for the others:
+Any number of threads may call. A thread that waits reads the socket, for itself and for the others:
 
     call ──► send ──► is somebody reading? ── no ──► read until mine has come, then let another one read
                                            └─ yes ─► sleep until the reader wakes me

@@ -1,4 +1,4 @@
-"""What the coordinator does with a request: the state of a job, without sockets and without a clock.
+"""The `Coordinator` has the state of a job, and answers requests, without sockets and without a clock.
 
 frame from a session ──► handle() ──► answers, for this session and for those who waited   ──► outgoing
                 time ──► tick()   ──► members that are lost, events for the others         ──► outgoing

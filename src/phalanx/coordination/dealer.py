@@ -1,4 +1,4 @@
-"""The socket of a client, as it is set up."""
+"""Open and set up the socket of a client."""
 
 from __future__ import annotations
 

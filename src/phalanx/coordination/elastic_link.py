@@ -1,4 +1,4 @@
-"""How a rank of an elastic job outlives the process that forked it, and still dies with its agent.
+"""Let a rank of an elastic job outlive the process that forked it, and still die with its agent.
 
 A rank is killed by the kernel when its parent, the zygote, dies: nothing shall be left behind. A rank that can go on
 without the zygote asks for another death: the agent gives it the reading end of a pipe in which nothing is ever

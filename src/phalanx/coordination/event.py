@@ -1,4 +1,4 @@
-"""What a client is told of without having asked."""
+"""An `Event` is what a client is told without having asked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The events that the coordinator has sent to this member and nobody has taken yet."""
+"""An `EventInbox` keeps the events that the coordinator has sent to this member until they are taken."""
 
 from __future__ import annotations
 

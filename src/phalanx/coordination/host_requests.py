@@ -1,4 +1,4 @@
-"""What the processes of a host ask of the coordinator, put together. No sockets, no clock.
+"""Combine what the processes of a host ask of the coordinator, without sockets and without a clock.
 
     rank ─ CHECK a ─┐
     rank ─ CHECK a ─┼──▶ CHECK a                a question of several ranks is asked once; who asks it while it is under

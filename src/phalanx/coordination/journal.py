@@ -1,10 +1,10 @@
-"""What changes in the state of a coordinator, in order: a copy of it that follows has the same state.
+"""A journal has the changes of a coordinator's state, in order: a copy that replays them has the same state.
 
     request ──► the coordinator does it ──► entry ──► replay, on another host
 
 Only what changes something is an entry, and only what cannot be derived from the entries before it: a request that was
-granted, with all that follows from it, is one. What has no effect beyond an answer, or is asked for again when it gets
-none (a `get` that waits), is none.
+granted, with all that follows from it, is one. A request is no entry if it has no effect beyond an answer, or is asked
+for again when it gets none (a `get` that waits).
 """
 
 from __future__ import annotations

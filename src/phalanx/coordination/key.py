@@ -1,9 +1,9 @@
-"""The key of a job: who knows it is in, in both directions.
+"""A job's key lets in every process that knows it, and proves the coordinator to it as well.
 
-32 random bytes, which people see as 52 characters: `plx-`, and base64 of the bytes and of a checksum of them, so that a
-key that was copied in part is told from one of another job. Two CURVE pairs follow from it, one for the coordinator and
-one for those who join. Neither is ever sent: the coordinator proves to a member that it knows the key as a member does
-to the coordinator.
+It is 32 random bytes, which people see as 52 characters: `plx-`, and base64 of the bytes and of a checksum of them, so
+that a key that was copied in part is told from one of another job. Two CURVE pairs follow from it, one for the
+coordinator and one for those who join. Neither is ever sent: the coordinator proves to a member that it knows the key
+as a member does to the coordinator.
 """
 
 from __future__ import annotations

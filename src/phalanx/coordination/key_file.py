@@ -1,6 +1,6 @@
-"""Where a job's key is kept and found: a file, a variable, the user's configuration folder, or the person's memory.
+"""Keep and find a job's key: in a file, a variable, the user's configuration folder, or the person's memory.
 
-Never the command line, which every user of a machine can read (`ps`).
+The key is never on a command line, which every user of a machine can read (`ps`).
 """
 
 from __future__ import annotations

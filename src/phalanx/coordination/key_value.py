@@ -1,4 +1,4 @@
-"""The keys of a job and their values: what c10d's Store promises, without a clock or a network.
+"""A `KeyValueStore` has a job's keys and values, as c10d's Store promises, without a clock or a network.
 
 A request that has to wait is kept by the caller as a `Waiter` and comes back when its keys are there.
 """

@@ -1,7 +1,7 @@
-"""Who this process is, as whatever started it says: torchrun's variables, an `mpiexec`, a step of Slurm.
+"""Find out which process this is from what has started it: torchrun's variables, an `mpiexec`, a step of Slurm.
 
-Purely data, but for a look at the processes above this one: Slurm's variables are also in the shell that a user types
-in, and in the body of a batch script, where a program is one process of its own.
+It is purely data, but for a look at the processes above this one: Slurm's variables are also in the shell that a user
+types in, and in the body of a batch script, where a program is one process of its own.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The socket at which processes of this user on this host find the coordinator, or the way to it."""
+"""Processes of this user on this host find the coordinator, or the way to it, at a local socket."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A process that is a member of the job: it says that it is there, and hears who else comes and goes.
+"""A process that is a member of the job says that it is there, and hears which other members come and go.
 
 A thread of its own sends a heartbeat, and reads while nobody else does; so events come although nobody calls.
 """

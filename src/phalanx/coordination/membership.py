@@ -1,7 +1,8 @@
-"""Who is in the job, who has gone and why; and what each member has yet to be told. No clock and no network.
+"""`Membership` knows who is in the job, who has gone and why, and what each member has yet to be told.
 
 Every member has an outbox: numbered events that are kept until it says that it has taken them, so that a cut of the
-network loses none. An outbox has a limit; who sends to a member whose outbox is full is told to ask again.
+network loses none. An outbox has a limit; a sender to a member whose outbox is full is told to ask again. There is no
+clock here, and no network.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The answers that the coordinator owes: to requests that wait for something, and on their way to the clients.
+"""Keep the answers that the coordinator owes: to requests that wait for something, and on their way to the clients.
 
 request ──► park ──► what it waits for has come: wake ──► outgoing ──► delivered
                                                              ▲             │ it did not get there: what it was to

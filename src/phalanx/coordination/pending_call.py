@@ -1,4 +1,4 @@
-"""A request that is under way: who waits for it, what came back."""
+"""A `PendingCall` is a request under way: who waits for it, and what came back."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Who has arrived at the start of a group: each rank's process and host, its settings, and whether all that fits.
+"""Describe the ranks that have arrived at a group's start: process, host and settings, and whether all fit.
 
-Purely data, but for a look at the processes of this host that may have ended.
+It is purely data, but for a look at the processes of this host that may have ended.
 """
 
 from __future__ import annotations

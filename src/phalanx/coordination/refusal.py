@@ -1,4 +1,4 @@
-"""Why a client's handshake with the coordinator fails."""
+"""Explain why a client's handshake with the coordinator fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The one connection of a host's ranks to the coordinator, which is on another host: kept by the agent of their host.
+"""A relay, in the agent of a host, is the one connection of its ranks to the coordinator on another host.
 
     rank ─┐                                        what several ranks ask for in a moment travels together, is
     rank ─┼─ socket of this host ─ relay ─ CURVE ─▶ encrypted once, and is one connection of the coordinator's;

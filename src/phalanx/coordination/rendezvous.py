@@ -1,4 +1,7 @@
-"""Where the hosts of a job meet: at the coordinator that one of them runs. Nothing here looks at the machine."""
+"""A `Rendezvous` says where the hosts of a job meet: at the coordinator that one of them runs.
+
+Nothing here looks at the machine.
+"""
 
 from __future__ import annotations
 

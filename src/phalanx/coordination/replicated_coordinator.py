@@ -1,4 +1,4 @@
-"""A coordinator whose state lies on other hosts, too: what it has, as entries; and a copy of it, which follows those.
+"""Copy a coordinator's state to other hosts, as entries; a copy follows those, and can take over.
 
 primary ── snapshot ──► entries ──► replay ── copy
    │                                             │

@@ -1,4 +1,4 @@
-"""What members hand in for others to read: failures, flight records. Bounded: the first ones are kept."""
+"""Keep what members hand in for others to read: failures, flight records. It is bounded: the first ones are kept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which of a host's addresses leads to the coordinator: each is tried before one is used."""
+"""Find which of a host's addresses leads to the coordinator: each is tried before one is used."""
 
 from __future__ import annotations
 

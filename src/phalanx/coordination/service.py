@@ -1,4 +1,4 @@
-"""The coordinator as a service: one thread that reads sockets, and hands frames to `Coordinator`.
+"""`Service` runs the coordinator: one thread reads sockets, and hands frames to `Coordinator`.
 
 this host      ipc:///proc/<pid>/fd/<number>   a socket without a file; the kernel vouches for the user; no key
 other hosts    tcp://<address>                 CURVE with the job's key

@@ -1,7 +1,7 @@
-"""One client of the coordinator, as that sees it.
+"""A `Session` is one client of the coordinator, as the coordinator sees it.
 
-A session is one connection of a client, through all its reconnections. A client sends a request again when no answer
-came; one that changes something is done once, since the session remembers its last answers.
+A session lasts through all reconnections of a client. A client sends a request again when no answer came; one that
+changes something is done once, since the session remembers its last answers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where a node of Slurm is: the name that Slurm gives it need not be one that the network knows."""
+"""Find the address of a node of Slurm, whose name in Slurm need not be one that the network knows."""
 
 from __future__ import annotations
 

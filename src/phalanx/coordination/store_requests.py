@@ -1,4 +1,4 @@
-"""The coordinator's answers to requests for keys and queues: as c10d's Store has them, and a few more.
+"""Answer requests for keys and queues in the coordinator: as c10d's Store has them, and a few more.
 
 Each method returns its answer, or None where the request waits.
 """

@@ -1,4 +1,4 @@
-"""What a start of a group needs of torch's store, and what can be found out about one."""
+"""Say what a start of a group needs of torch's store, and find out where a store is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What travels between a member and the coordinator: messages of a few byte strings, one or several in a frame.
+"""Messages travel between a member and the coordinator: a few byte strings each, one or several in a frame.
 
     fields (u16) · what (u8) · number (u64) · length of each field (u32) · the fields
 

@@ -1,4 +1,4 @@
-"""Which connections have not said yet that they are a member's, and which of them is closed first. Purely data."""
+"""Track connections that have not yet sent a member's message, and choose which is closed first. It is purely data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shards of Hugging Face's `datasets`: those of a streamed one, pieces of a table."""
+"""Read shards of Hugging Face's `datasets`: those of a streamed one, or pieces of a table."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class _Read:
 
 
 class Rows:
-    """`length` rows of a table from number `begin` on."""
+    """They are `length` rows of a table from number `begin` on."""
 
     def __init__(self, dataset: Any, begin: int, length: int) -> None:
         self._dataset, self._begin, self._length = dataset, begin, length

@@ -1,4 +1,4 @@
-"""The indices that one rank reads in one epoch, handed out one by one while counting how many have gone."""
+"""Hand out the indices that one rank reads in one epoch, one by one, and count how many have gone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BLOCK = 8192  # indices computed at once: 64 KiB an array, so that a block's ari
 
 
 class IndexStream:
-    """One pass of one rank over its partition of an epoch; `order` None means the dataset's own order.
+    """It is one pass of one rank over its partition of an epoch; `order` None means the dataset's own order.
 
     Cost: memory of one block, whatever the partition's size. Iteration runs in C between blocks: nothing is counted per
     index, because the list iterator that is being read knows how many it still has.
@@ -58,7 +58,7 @@ class IndexStream:
 
 
 class TurnStream:
-    """One pass over several partitions by turns: `turn` indices of the first, as many of the next ...
+    """It is one pass over several partitions by turns: `turn` indices of the first, as many of the next ...
 
     The first is the longest; the others may have one index fewer (without padding).
     After a turn that is shorter, at the end, it says once that it is over, and goes on when it is asked again: there
@@ -115,14 +115,14 @@ class TurnStream:
 
 
 class ShareStream:
-    """One pass of one of more readers than there are partitions: each step's samples are shared among all readers.
+    """It is one reader's pass if readers outnumber partitions: each step's samples are shared among all readers.
 
     A step has `turn` samples of each partition; they stand one behind the other in the epoch's order:
 
         position   0  1  2  3  4  5  6  7  8  9 10 11      two partitions, turns of three: steps of six samples
         reader     0  1  2  3  0  1  0  1  2  3  0  1      four readers
 
-    A reader for whom a step has no sample is handed the step's first one: `shares` says that it has no weight. A share
+    A reader for which a step has no sample is handed the step's first one: `shares` says that it has no weight. A share
     that is less than `turn` ends with a StopIteration, at which PyTorch's `BatchSampler` ends the batch; not where the
     loader leaves out what is short (`drops_last`), which must be told the size of a share.
     """

@@ -1,4 +1,4 @@
-"""Shards of JSON lines: text files in which each line is a sample."""
+"""Read shards of JSON lines: text files in which each line is a sample."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def from_json_lines(
 
 
 class _Then:
-    """One function behind another, which can be pickled for a worker that is spawned."""
+    """It is one function behind another, which can be pickled for a worker that is spawned."""
 
     def __init__(self, first: Callable[[Any], Any], second: Callable[[Any], Any]) -> None:
         self._first, self._second = first, second
@@ -44,7 +44,7 @@ class _Then:
 
 
 class Lines(Iterator[bytes]):
-    """The lines of a file that are not empty."""
+    """They are the lines of a file that are not empty."""
 
     def __init__(self, name: str) -> None:
         self._file = open_for_reading(name, compression="infer")

@@ -1,4 +1,4 @@
-"""Shards of litData: the chunks of an optimized dataset."""
+"""Read shards of litData: the chunks of an optimized dataset."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def from_litdata(dataset: Any, **options: Any) -> Stream:
 
 
 class _Read:
-    """Opens the dataset once in each process. `is_own`: it was made here, and so was what reads its chunks."""
+    """It opens the dataset once in each process. `is_own`: it was made here, and so was what reads its chunks."""
 
     def __init__(self, dataset: Any, *, is_own: bool) -> None:
         self._dataset, self._is_own = dataset, is_own
@@ -77,7 +77,7 @@ def _make_loader() -> Any:
 
 
 class Samples(Sequence[Any]):
-    """`length` samples of a dataset from number `begin` on."""
+    """They are `length` samples of a dataset from number `begin` on."""
 
     def __init__(self, dataset: Any, begin: int, length: int) -> None:
         self._dataset, self._begin, self._length = dataset, begin, length

@@ -1,4 +1,4 @@
-"""The shards that a process reads at the moment: by index where they have one, otherwise by reading on."""
+"""Keep the shards that a process reads at the moment open: by index where they have one, otherwise by reading on."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class _OpenShard(Protocol):
 
 
 class IndexedShard:
-    """A shard that has `len()` and `[number]`; `__getitems__(numbers)`, too, is used where it has that."""
+    """It is a shard that has `len()` and `[number]`; `__getitems__(numbers)`, too, is used where it has that."""
 
     is_used_up = False
 
@@ -53,7 +53,7 @@ class IndexedShard:
 
 
 class IteratedShard:
-    """A shard that is read from its beginning on.
+    """It is a shard that is read from its beginning on.
 
     What is passed over inside of the window of a sample is kept, as it may be asked for; what comes before the window
     is skipped: with the iterator's `skip(count)` where it has one, otherwise by reading it.
@@ -128,7 +128,7 @@ class IteratedShard:
 
 
 class OpenShards:
-    """Opens shards when they are asked for, and holds `most` of them open.
+    """It opens shards when they are asked for, and holds `most` of them open.
 
     A read that fails as networks do is tried again for `retry_s` seconds: the shard is opened anew, and read on to
     where it was.

@@ -1,4 +1,4 @@
-"""A dataset that says itself in which order an epoch goes through it."""
+"""An `OrderedDataset` says itself in which order an epoch goes through it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from phalanx.data.permutation import Indices
 
 
 class Order(Protocol):
-    """A function from positions of an epoch to indices of the dataset."""
+    """It is a function from positions of an epoch to indices of the dataset."""
 
     def take(self, positions: Indices) -> Indices:
         """Return the indices at `positions`.
@@ -21,7 +21,7 @@ class Order(Protocol):
 
 
 class OrderedDataset(Dataset[Any], ABC):
-    """A map-style dataset whose order `phalanx.DistributedSampler` asks for, in the place of one of its own."""
+    """It is a map-style dataset whose order `phalanx.DistributedSampler` asks for, in the place of one of its own."""
 
     @abstractmethod
     def __len__(self) -> int: ...

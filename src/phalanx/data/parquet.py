@@ -1,4 +1,4 @@
-"""Shards of Parquet: files of rows, which are read a row group at a time."""
+"""Read shards of Parquet: files of rows, which are read a row group at a time."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class _Read:
 
 
 class ParquetShard:
-    """The rows of a file, by number."""
+    """They are the rows of a file, by number."""
 
     def __init__(self, name: str, columns: list[str] | None) -> None:
         self._source = open_for_reading(name)

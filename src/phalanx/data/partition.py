@@ -1,4 +1,4 @@
-"""Which positions of an epoch one rank takes, as arithmetic: nothing here knows data, processes or time."""
+"""Plan which positions of an epoch one rank takes, as arithmetic: nothing here knows data, processes or time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Partition:
-    """The positions `start, start + step, ...`, `count` of them, that one rank takes from the order of one epoch.
+    """It has the `count` positions `start, start + step, ...` that one rank takes from the order of one epoch.
 
     Rank r of P takes every P-th position from the first one that nobody has consumed:
 

@@ -1,6 +1,6 @@
-"""A shuffle that can be indexed: where any position of the shuffled order points, without the rest of the order.
+"""A `Permutation` is a shuffle that can be indexed: it says where any position points, without the rest of the order.
 
-A Feistel network over pairs. An index x of [0, n) is written as (l, r) with x = l + a r, for a even and a b >= n:
+It is a Feistel network over pairs. An index x of [0, n) is written as (l, r) with x = l + a r, for a even and a b >= n:
 
     round 1:  l <- (l + F1(r)) mod a        l             r
     round 2:  r <- (r + F2(l)) mod b        + <-- F1 ---- |
@@ -39,10 +39,10 @@ _MIX_2 = np.uint64(0xBF58476D1CE4E5B9)
 
 
 class Permutation:
-    """A pseudorandom permutation of [0, length), the same for the same `length` and `key` on every machine.
+    """It is a pseudorandom permutation of [0, length), the same for the same `length` and `key` on every machine.
 
-    Cost: no memory that grows with `length`; some 50 ns per index when asked for thousands at a time.
-    Not secret: the rounds use a fast hash, and who sees a part of the order can work out the rest.
+    Cost: no memory that grows with `length`; some 50 ns per index when asked for thousands at a time. It is not secret:
+    the rounds use a fast hash, and anyone who sees a part of the order can work out the rest.
 
     Raises:
         ValueError: `length` is negative or above 2**63 - 1.
@@ -80,7 +80,7 @@ class Permutation:
 
 
 class WindowPermutations:
-    """A pseudorandom permutation for each of many short ranges, its windows, which are told apart by a number.
+    """It is a pseudorandom permutation for each of many short ranges, its windows, which are told apart by a number.
 
     Cost: no memory; some 300 ns per index, whether the indices asked for are of one window or of thousands.
     """

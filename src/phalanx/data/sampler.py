@@ -1,4 +1,4 @@
-"""PyTorch's `DistributedSampler`, with a shuffle that can be indexed and a position that can be saved."""
+"""`DistributedSampler` is PyTorch's, with a shuffle that can be indexed and a position that can be saved."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from phalanx.errors import CheckpointError
 
 
 class DistributedSampler(torch_sampler.DistributedSampler[int]):
-    """Gives every sample of a dataset to exactly one rank, once per epoch.
+    """Give every sample of a dataset to exactly one rank, once per epoch.
 
-    A drop-in for `torch.utils.data.DistributedSampler`: the same arguments, the same lengths, and with `shuffle=False`
-    the same indices. It is a subclass, so that code which asks for PyTorch's class finds it. What differs:
+    It is a drop-in for `torch.utils.data.DistributedSampler`: the same arguments, the same lengths, and with
+    `shuffle=False` the same indices. It is a subclass, so that code which asks for PyTorch's class finds it. What
+    differs:
 
     - The shuffle is a keyed permutation that is computed where it is needed: an epoch over any number of samples
       starts at once and takes the memory of one block of indices. The order is another than PyTorch's.
@@ -230,7 +231,7 @@ class DistributedSampler(torch_sampler.DistributedSampler[int]):
 
 
 class _Turns:
-    """A pass that begins when its first index is asked for."""
+    """It is a pass that begins when its first index is asked for."""
 
     def __init__(self, sampler: DistributedSampler) -> None:
         self._sampler = sampler

@@ -1,4 +1,4 @@
-"""How many samples each shard has: said, read from an index file, or counted once and written there.
+"""Find how many samples each shard has: given, read from an index file, or counted once and written there.
 
 {"phalanx_index": 1, "shards": {"data/a.tar": 1000, "data/b.tar": 998}}
 """

@@ -1,4 +1,4 @@
-"""A dataset of shards, which are read on from their beginnings, in an order that no number of ranks changes."""
+"""A `Stream` is a dataset of shards, read on from their beginnings, in an order that no number of ranks changes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from phalanx.data.stream_order import StreamLayout, StreamOrder, describe_order
 
 
 class Stream(OrderedDataset):
-    """The samples of `shards`, shard after shard; `phalanx.DistributedSampler` asks for them in the stream's order.
+    """Read the samples of `shards`, shard after shard; `phalanx.DistributedSampler` takes them in the stream's order.
 
         def read(url):
             with open(url) as file:

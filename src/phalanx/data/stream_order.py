@@ -1,4 +1,4 @@
-"""The order in which a job goes through shards: a function of their lengths, of a key and of four numbers.
+"""Compute the order in which a job goes through shards, as a function of their lengths, a key and four numbers.
 
     shards, shuffled          c a f d b e g h ...       in lanes, one shard behind the other: the next goes to the lane
                                                         that has the fewest samples so far
@@ -11,10 +11,10 @@
                               └ a block of 8 ┘  └ the next one ┘              blocks come from the readers by turns,
                                                                               and inside of one from its lanes by turns
 
-No rank and no worker is in it. Where a step of the job has as many samples as a block, a DataLoader's workers have a
-reader's lanes each, as batches come from workers by turns; and where ranks divide the lanes of a reader, so do they
-share them: everybody reads shards that nobody else reads. Of other numbers the order is the same, and some shards are
-read by several.
+The order does not depend on ranks or workers. If a step of the job has as many samples as a block, each of a
+DataLoader's workers has a reader's lanes, as batches come from workers by turns; and if ranks divide the lanes of a
+reader, they share them: each reads shards that no other process reads. With other numbers the order is the same, and
+some shards are read by several.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ from phalanx.data.turns import Turns
 
 @dataclass(frozen=True)
 class StreamLayout:
-    """What the order depends on besides the data: `interleave` lanes for each of `readers`, blocks of `block` samples,
-    windows of `window`.
+    """It is what the order depends on besides the data.
+
+    There are `interleave` lanes for each of `readers`, blocks of `block` samples, and windows of `window`.
 
     Raises:
         ValueError: one is no number of 1 or more.
@@ -58,7 +59,7 @@ class StreamLayout:
 
 
 class StreamOrder:
-    """The order of one epoch over shards of `lengths`; without a `key` shards and samples are not shuffled.
+    """It is the order of one epoch over shards of `lengths`; without a `key` shards and samples are not shuffled.
 
     A sample's index is its number among all samples, shard after shard.
 

@@ -1,4 +1,4 @@
-"""The files in a tar archive: names, and where their bytes lie. Several times as fast as `tarfile`, for what is usual.
+"""List the files in a tar archive: names, and where their bytes lie. It is several times as fast as `tarfile`.
 
 A header is a block of 512 bytes: name (0 to 100), size in octal digits (124 to 136), kind (156), "ustar" (257), prefix
 of the name (345 to 500). PAX headers (kind x) precede one whose name or size does not fit; and those of

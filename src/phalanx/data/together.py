@@ -1,4 +1,4 @@
-"""Several datasets that are read together, so many samples of each in a step, as one.
+"""Read several datasets together, so many samples of each in a step, as one dataset.
 
     a: 10 samples, 4 in a step      b: 3 samples, 2 in a step
 
@@ -25,7 +25,7 @@ from phalanx.data.permutation import Indices, Permutation
 
 @dataclass(frozen=True)
 class Member:
-    """A dataset, of which a step of all ranks has `batch_size` samples."""
+    """It is a dataset, of which a step of all ranks has `batch_size` samples."""
 
     dataset: Any
     batch_size: int
@@ -35,8 +35,9 @@ class Member:
 
 
 class Together(OrderedDataset):
-    """The units of `members` by name. A unit of the DataLoader's batch is a list of samples of each; `collate` makes of
-    several a dict of batches.
+    """It has the units of `members` by name.
+
+    A unit of the DataLoader's batch is a list of samples of each; `collate` makes of several a dict of batches.
     """
 
     def __init__(self, members: Mapping[str, Member]) -> None:

@@ -1,4 +1,4 @@
-"""Positions that are dealt to sequences by turns, as arithmetic.
+"""Deal positions to sequences by turns, as arithmetic.
 
 three sequences of 5, 2 and 3, in turns of 2
 
@@ -19,8 +19,9 @@ from phalanx.data.permutation import Indices
 
 @dataclass(frozen=True)
 class _Rounds:
-    """Rounds from number `round` on, which begin at position `first`: sequence `which[i]` gives `ends[i] - ends[i-1]`
-    positions of each round.
+    """They are rounds from number `round` on, which begin at position `first`.
+
+    Sequence `which[i]` gives `ends[i] - ends[i-1]` positions of each round.
     """
 
     first: int
@@ -30,7 +31,7 @@ class _Rounds:
 
 
 class Turns:
-    """The order in which `lengths` are gone through, `turn` positions of each at a time.
+    """It is the order in which `lengths` are gone through, `turn` positions of each at a time.
 
     Cost: as many numbers as there are sequences, squared where all have other lengths.
     """

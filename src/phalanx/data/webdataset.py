@@ -1,4 +1,4 @@
-"""Shards of webdataset: tar files, in which files with one name and several extensions are a sample."""
+"""Read shards of webdataset: tar files, in which files with one name and several extensions are a sample."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _path(url: str) -> str:
 
 
 class IndexedTar:
-    """The samples of a tar file of this machine, by number."""
+    """It has the samples of a tar file of this machine, by number."""
 
     def __init__(self, url: str) -> None:
         self._fd = os.open(_path(url), os.O_RDONLY)

@@ -1,4 +1,4 @@
-"""Data parallel training: every rank holds the model, and backward leaves every gradient's mean on all of them."""
+"""In data parallel training every rank holds the model, and backward leaves every gradient's mean on all of them."""
 
 from phalanx.ddp.module import DistributedDataParallel
 from phalanx.ddp.replicas import check_replicas

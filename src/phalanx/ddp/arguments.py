@@ -1,4 +1,4 @@
-"""PyTorch's arguments: which mean something here, and why the others are refused."""
+"""Check PyTorch's arguments: some have a meaning here, and the others are refused with the reason."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Looks at the batches of a module that averages gradients by itself: does each rank get its part, in a new order?
+"""Watch the batches of a module that averages gradients by itself: each rank should get its part, in a new order.
 
     steps 1 to 3    every rank keeps a digest of what its forward was given
     behind them     every rank leaves its digests in the group's store; rank 0 looks now and then whether all are there
     afterwards      rank 0 looks whether the first batches come again in their order, as they do without set_epoch
 
-Nothing of it is collective, and nobody waits: where torch's DistributedDataParallel has its ranks in step is torch's
-affair.
+Nothing of it is collective, and no rank waits, since only torch knows where its DistributedDataParallel has its ranks
+in step.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _numbers = itertools.count()  # ranks begin their watches in one order, as they 
 
 
 class BatchWatch:
-    """What one rank sees of one module's batches, over the group whose `store` this is.
+    """It is what one rank sees of one module's batches, over the group whose `store` this is.
 
     Cost: each of the first three steps reads the inputs once more; on rank 0 each later one compares some 256 elements
     of each tensor on the CPU, until the first batches have come again.

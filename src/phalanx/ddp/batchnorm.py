@@ -1,4 +1,4 @@
-"""When the wrapper makes BatchNorm layers normalize over all ranks' batches."""
+"""Decide when the wrapper makes BatchNorm layers normalize over all ranks' batches, and convert them."""
 
 from __future__ import annotations
 

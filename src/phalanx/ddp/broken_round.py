@@ -1,4 +1,4 @@
-"""What a round of gradients can't survive, in words: gradients that never come, come twice, or stop half way."""
+"""Word the errors of a round of gradients that cannot end: gradients that never come, come twice, or stop half way."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One bucket's memory, and the views in it that serve as gradients.
+"""A bucket has memory for some gradients, and views in it that serve as gradients.
 
 buffer    |<- grad of w4 ->|gap|<- grad of b4 ->|gap|       one storage; on backend `phalanx` in symmetric memory
 views      parameter.grad       parameter.grad              same memory, the parameter's shape and strides
@@ -39,7 +39,7 @@ _ALIGN = 4096  # pages: what is not used is not touched, and no two ranks' cache
 
 
 class GradientBuffer:
-    """One piece of memory for a bucket, and the views of it that are lent as gradients."""
+    """It is one piece of memory for a bucket, and the views of it that are lent as gradients."""
 
     def __init__(self, flat: Tensor, plan: Bucket, parameters: Sequence[Tensor]) -> None:
         self.flat = flat
@@ -162,12 +162,12 @@ def check_gradient(grad: Tensor, parameter: Tensor, plan: Bucket, slot: Slot) ->
 
 
 class DenseBucket:
-    """A planned bucket with its memory. `parameters` are those of its slots, in the slots' order.
+    """It is a planned bucket with its memory. `parameters` are those of its slots, in the slots' order.
 
     With `as_view` a parameter's `.grad` becomes a view of the bucket; without it, gradients are copied in and out.
     `buffer` is the memory of its first buffer, `spare` that of the second. `pool`, of `group`, is where autograd may
-    have written the gradient of a bucket that has but one; with `as_view` only. Of such a gradient this rank may need
-    the mean of a slice only.
+    have written the gradient of a bucket that has but one; with `as_view` only. This rank may need the mean of a slice
+    of such a gradient only.
     """
 
     def __init__(
@@ -360,7 +360,7 @@ class DenseBucket:
 
 
 class SparseBucket:
-    """One parameter whose gradient is sparse: it keeps what autograd made, and has no memory of its own."""
+    """It is one parameter whose gradient is sparse: it keeps what autograd made, and has no memory of its own."""
 
     def __init__(self, plan: Bucket, parameter: Tensor) -> None:
         self.plan = plan

@@ -1,4 +1,4 @@
-"""The buckets of the plan in force, where they lie, and the exchange that combines them."""
+"""A `BucketSet` has the buckets of the current plan, their memory, and the exchange that combines them."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:  # needs the C core, which may not be there
 
 
 class BucketSet:
-    """Buckets for the gradients of `parameters`, which `specs` describe, one for one.
+    """It has buckets for the gradients of `parameters`, which `specs` describe, one for one.
 
-    Collective where the group's memory is shared, as everything is that plans anew: all ranks build theirs.
+    Building one is collective where the group's memory is shared, and so is everything that plans anew.
     """
 
     def __init__(

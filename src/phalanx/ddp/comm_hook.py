@@ -1,4 +1,4 @@
-"""Communication hooks with PyTorch's interface: the user's function in the place of all_reduce."""
+"""Call communication hooks with PyTorch's interface: the user's function takes the place of all_reduce."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _Future: Any = find(
 
 
 class GradBucket:
-    """A bucket as a hook sees it: the methods of `torch.distributed.GradBucket`, which Python can't construct.
+    """It shows a bucket to a hook: the methods of `torch.distributed.GradBucket`, which Python can't construct.
 
     Unlike PyTorch's, the buffer may have gaps of up to 63 bytes between gradients; they hold zeros. Complex gradients
     are seen as real numbers, with one more dimension of 2 at the end.
@@ -72,7 +72,7 @@ Hook = Callable[[Any, Any], "torch.futures.Future[Tensor]"]
 
 
 class HookPending:
-    """A bucket whose hook has been called."""
+    """It is a bucket whose hook has been called."""
 
     def __init__(self, bucket: DenseBucket, future: torch.futures.Future[Any]) -> None:
         self._bucket = bucket
@@ -103,7 +103,7 @@ class HookPending:
 
 
 class HookExchange:
-    """Hands each bucket to `hook(state, bucket)` and takes the future's value for the result."""
+    """It hands each bucket to `hook(state, bucket)` and takes the future's value for the result."""
 
     scale = 1.0
 

@@ -1,4 +1,4 @@
-"""A number for each tensor that tells other bytes from the same: 64 bits, made where the tensor lies.
+"""Compute a digest of 64 bits for each tensor, on its device, that tells other bytes from the same.
 
 The bytes are read as 64-bit lanes, in rows of a prime number of lanes (so that rows of a weight never line up with it):
 
@@ -6,8 +6,8 @@ The bytes are read as 64-bit lanes, in rows of a prime number of lanes (so that 
              a1021 ...                                  plus the bytes that fill no lane, and how many bytes there are
     weights  w0 w1 ... w1020   odd, random and the same on all ranks
 
-A lane that changes always changes the digest. That other changes cancel has a chance near 2^-63 each. It is a checksum:
-who wants to find two tensors with one digest can.
+A lane that changes always changes the digest. That other changes cancel has a chance near 2^-63 each. It is a checksum,
+no cryptographic hash: two tensors with one digest can be constructed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The same batches in the same order in every epoch: what a forgotten `sampler.set_epoch` leaves.
+"""Detect the same batches in the same order in every epoch, which a forgotten `sampler.set_epoch` leaves.
 
 steps      a b c d e f g  a b c d e f g  a ...
 compared   kept |          ^ ^ ^ the three that came first, in their order: the second epoch is the first again
@@ -29,7 +29,7 @@ Probe = tuple[Tensor, ...]
 
 
 class EpochOrder:
-    """Sees the batches of one rank go by, until it has seen the first ones come back."""
+    """It sees the batches of one rank go by, until it has seen the first ones come back."""
 
     def __init__(self) -> None:
         self._first: list[Probe] = []

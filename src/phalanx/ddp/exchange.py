@@ -1,8 +1,8 @@
-"""How a bucket becomes the mean over all ranks: the one seam between the reducer's order and communication.
+"""An exchange turns a bucket into the mean over all ranks; it is the interface between the reducer and communication.
 
 The reducer calls `launch` for each bucket, in the plan's order on every rank, from autograd's thread while backward
-goes on, and `Pending.wait` for each, in the same order, when backward is done. What happens between is the exchange's
-affair: one for any backend and one for buckets in the shared heap are here, one for users' hooks in `comm_hook`.
+goes on, and `Pending.wait` for each, in the same order, when backward is done. The exchange decides what happens
+between: one for any backend and one for buckets in the shared heap are here, one for users' hooks in `comm_hook`.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from phalanx.ddp.bucket import DenseBucket, SparseBucket
 
 
 class Pending(Protocol):
-    """A bucket on its way."""
+    """It is a bucket on its way."""
 
     def wait(self) -> None:
         """Return when the bucket's buffer holds the mean over all ranks."""
 
 
 class Exchange(Protocol):
-    """Turns buckets of local gradients into buckets of their mean. Same bits on every rank."""
+    """It turns buckets of local gradients into buckets of their mean, with the same bits on every rank."""
 
     scale: float
     """What each gradient is multiplied by when it is put into the bucket."""
@@ -38,7 +38,7 @@ class Exchange(Protocol):
 
 
 class WorkExchange:
-    """The mean through `all_reduce(async_op=True)` of whatever backend the group has.
+    """It makes the mean by `all_reduce(async_op=True)` of whatever backend the group has.
 
     Numerics: where the backend has no AVG, each gradient is divided before the sum, like in PyTorch: half types don't
     overflow, and the bits are PyTorch's.
@@ -58,11 +58,13 @@ class WorkExchange:
 
 
 class SharedExchange:
-    """The mean where the gradients lie, in the ranks' shared heap: no thread, no queue, no copy. Collective to build.
+    """It makes the mean where gradients lie, in the ranks' shared heap, without thread, queue or copy.
 
-    Each rank says which of its buckets are complete. Whoever passes by (each launch does) and finds a bucket complete
-    on all ranks adds up its own slice of it, straight from everybody's memory into everybody's. The picture and the
-    proof are in csrc/reducer.h.
+    Building it is collective.
+
+    Each rank says which of its buckets are complete. At each launch a rank looks for buckets that are complete on all
+    ranks, and adds up its own slice of them, straight from all ranks' memory into all ranks' memory. The picture and
+    the proof are in csrc/reducer.h.
 
     Every round takes every bucket once, in any order; a round ends with the first `wait`.
     Numerics: the sum in the order of the ranks, divided by their number; half types accumulate in float32.
@@ -120,7 +122,7 @@ def _real(buffer: Tensor) -> Tensor:
 
 
 class SparsePending:
-    """The mean of one sparse gradient: all ranks' indices and values, gathered.
+    """It makes the mean of one sparse gradient from all ranks' indices and values, gathered.
 
     Cost: every rank receives P times the largest number of entries, so it pays only while gradients are really sparse.
     Numerics: summed in the order of ranks; bitwise equal on all ranks.

@@ -1,4 +1,4 @@
-"""Watches the first steps for what is wrong on several ranks at once, and says so in the log of rank 0.
+"""Watch the first steps for what is wrong on several ranks at once, and log it on rank 0.
 
     forward     digest of the inputs, state of the generator before and after, NaN in the outputs
     backward    NaN in each gradient, before it is averaged
@@ -31,7 +31,7 @@ _SUMMED = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64
 
 
 class FirstSteps:
-    """What this rank sees in the first `NUM_STEPS` rounds. All ranks have one, or none has.
+    """It is what this rank sees in the first `NUM_STEPS` rounds. All ranks have one, or none has.
 
     `names` are those of `parameters`, one for one.
 
@@ -155,9 +155,9 @@ Forms = Counter[tuple[torch.Size, torch.dtype]]
 
 
 class OptimizerWatch:
-    """Finds an optimizer that was built from another copy of the model: it steps, and nothing is trained.
+    """It finds an optimizer that was built from another copy of the model: it steps, and nothing is trained.
 
-    Sees every optimizer's step in this process, through torch's hook for that, until it is closed.
+    It sees every optimizer's step in this process, through torch's hook for that, until it is closed.
     """
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:

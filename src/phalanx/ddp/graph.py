@@ -1,4 +1,4 @@
-"""What a backward from these outputs can reach, read from autograd's graph."""
+"""Read from autograd's graph what a backward from these outputs can reach."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _OPAQUE_NODES = frozenset({"CheckpointFunctionBackward"})
 
 @dataclass(frozen=True)
 class Reach:
-    """The leaves (by `id`) that outputs depend on; `complete` is False when part of the graph can't be seen."""
+    """It has the leaves (by `id`) that outputs depend on; `complete` is False when part of the graph can't be seen."""
 
     leaves: frozenset[int]
     complete: bool

@@ -1,13 +1,13 @@
-"""Who holds a gradient's memory, asked of the counts of references that Python and torch keep.
+"""Find out whether anyone else holds a gradient's memory, by the reference counts that Python and torch keep.
 
     p.grad ---> tensor ---> storage <--- tensor <--- autograd, where the gradient of `h + p.unsqueeze(0)` flows on to h
                   ^                        ^
                 a hook                   a view of the user's
 
-AccumulateGrad takes a tensor over as `.grad` when nobody else holds that tensor; who else has its *storage* it does not
-ask. So memory is ours to write only where all three are counted: the tensor's object in Python, the tensor, and the
-storage. A count says how many there are, not who they are; so it is taken where those that must be there are known, and
-compared with the same count of a tensor that certainly nobody else has. Python's and torch's ways of counting each
+AccumulateGrad takes a tensor over as `.grad` when nobody else holds that tensor; it does not ask who else has its
+*storage*. So memory is ours to write only where all three are counted: the tensor's object in Python, the tensor, and
+the storage. A count says how many there are, not who they are; so it is taken where those that must be there are known,
+and compared with the same count of a tensor that certainly nobody else has. Python's and torch's ways of counting each
 other's references differ between versions: the sample is counted by the same code.
 
 Counts are exact when nothing of the gradient is on its way any more: not inside the hook that autograd calls for it,

@@ -1,4 +1,4 @@
-"""PyTorch's `Join` around our wrapper: ranks that have left the `with` block shadow what the others still do.
+"""Support PyTorch's `Join`: ranks that have left the `with` block shadow what the others still do.
 
                   rank 0: has left                          rank 1: trains
  Join             all_reduce: how many train?   <-------->  forward: notify_join_context
@@ -8,7 +8,7 @@
  ...
  post_hook        all leave: parameters and buffers of the last rank become everybody's
 
-Works over any group. Without `Join` the wrapper does better where it can: see `uneven`.
+It works over any group. Without `Join` the wrapper does better where it can: see `uneven`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class JoinStatus:
-    """What a rank does in one forward."""
+    """It says what a rank does in one forward."""
 
     active: bool
     """False: it has left the context, and shadows."""
@@ -46,7 +46,7 @@ class JoinStatus:
 
 @dataclass(frozen=True)
 class JoinState:
-    """All ranks' statuses in one forward, by rank."""
+    """It has all ranks' statuses in one forward, by rank."""
 
     statuses: tuple[JoinStatus, ...]
 
@@ -111,7 +111,7 @@ def refuse_join_shadow(module: nn.Module, group: dist.ProcessGroup) -> None:
 
 
 class JoinShadow(JoinHook):
-    """What `Join` calls on a rank that has left: `shadow_step` for each step of the others, then `end(is_last)`."""
+    """`Join` calls it on a rank that has left: `shadow_step` for each step of the others, then `end(is_last)`."""
 
     def __init__(self, shadow_step: Callable[[], None], end: Callable[[bool], None]) -> None:
         self._shadow_step = shadow_step
@@ -127,7 +127,7 @@ class JoinShadow(JoinHook):
 
 
 class JoinInterface(nn.Module, Joinable):
-    """The wrapper's side of `Join`: what it does around each forward, and what it leaves to a rank that has left."""
+    """It is the wrapper's side of `Join`: what it does around a forward, and what it leaves to a rank that has left."""
 
     process_group: dist.ProcessGroup
     module: nn.Module

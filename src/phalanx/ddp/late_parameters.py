@@ -1,4 +1,4 @@
-"""Parameters that came to a model after it was wrapped: they have no place in a bucket, and nobody averages them."""
+"""Notice parameters that came to a model after it was wrapped: no bucket has them, and nothing averages them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.nn.modules.module import (
 
 
 class LateParameters:
-    """Notices parameters of `module` that were added or unfrozen since, and need a gradient.
+    """It notices parameters of `module` that were added or unfrozen since, and need a gradient.
 
     Torch's hooks for registrations tell what is added. Tensors that stand in for parameters for the length of a call
     (`torch.func.functional_call`) are not registered, and are nobody's newcomers.

@@ -1,4 +1,4 @@
-"""The bucket of a rank that is alone in its group: the mean over the ranks is what autograd wrote."""
+"""A `LocalBucket` serves a rank that is alone in its group: the mean over the ranks is what autograd wrote."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from phalanx.ddp.plan import Bucket
 
 
 class LocalBucket:
-    """A planned bucket without memory of its own: gradients stay where autograd wrote them, and nothing is sent.
+    """It is a planned bucket without memory of its own: gradients stay where autograd wrote them, and nothing is sent.
 
     It refuses what the buckets of several ranks refuse, so that a model that trains on one rank trains on more.
     """

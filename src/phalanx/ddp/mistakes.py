@@ -1,4 +1,4 @@
-"""What usually went wrong when ranks see what they should not: the decisions, from what each rank observed.
+"""Decide what went wrong when ranks see what they should not, from what each rank observed.
 
 rank 0   observes step 1, 2, 3  --.
 rank 1   observes step 1, 2, 3  ---+--> decide_warnings --> sentences for the log, each with the line to add
@@ -17,7 +17,7 @@ NUM_STEPS = 3
 
 @dataclass(frozen=True)
 class Observation:
-    """What one rank saw in one step, in numbers that can be gathered: digests, flags and positions."""
+    """It is what one rank saw in one step, in numbers that can be gathered: digests, flags and positions."""
 
     has_inputs: int = 0
     """1 if forward was given a tensor with an element."""
@@ -47,7 +47,7 @@ StepObservations = Sequence[Observation]
 
 @dataclass(frozen=True)
 class Mistake:
-    """One finding; `kind` serves to say each kind once."""
+    """It is one finding; `kind` serves to say each kind once."""
 
     kind: str
     text: str

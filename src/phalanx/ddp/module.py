@@ -1,4 +1,4 @@
-"""The wrapper that users see."""
+"""`DistributedDataParallel` is the wrapper that users see."""
 
 from __future__ import annotations
 

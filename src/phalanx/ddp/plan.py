@@ -1,4 +1,4 @@
-"""Which gradient lies where: parameters laid out in buckets, as pure data.
+"""Plan which gradient lies where: lay parameters out in buckets, as pure data.
 
     order in which gradients become ready  ->   w4 b4 w3 b3 ... w1 b1
     bucket 0 (small: it leaves early)           [w4 |b4 ]
@@ -25,7 +25,7 @@ ALIGN_BYTES = 64  # a cache line: no two gradients share one, and every slot sui
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """What the plan has to know of one parameter. `owner` is the class of the module that holds it, for messages."""
+    """The plan has to know this of a parameter. `owner` is the class of the module that holds it, for messages."""
 
     name: str
     shape: tuple[int, ...]
@@ -45,7 +45,7 @@ class ParameterSpec:
 
 @dataclass(frozen=True)
 class Slot:
-    """One gradient's place in a bucket. `parameter` is its position in registration; `offset` counts elements."""
+    """It is one gradient's place in a bucket. `parameter` is its position in registration; `offset` counts elements."""
 
     parameter: int
     name: str
@@ -55,7 +55,10 @@ class Slot:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Gradients that travel together. A sparse bucket holds one parameter and no memory: its size is known late."""
+    """It has gradients that travel together.
+
+    A sparse bucket holds one parameter and no memory: its size is known late.
+    """
 
     index: int
     dtype: torch.dtype
@@ -72,7 +75,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """All buckets in the order in which every rank sends them. `print(plan)` draws it."""
+    """It has all buckets in the order in which every rank sends them. `print(plan)` draws it."""
 
     buckets: tuple[Bucket, ...]
 

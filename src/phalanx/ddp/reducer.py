@@ -1,4 +1,4 @@
-"""When each bucket is sent, and when gradients may be read: the order of a backward.
+"""The `Reducer` decides when each bucket is sent in a backward, and when gradients may be read.
 
     autograd    w4 ready   b4 ready   w3 ready ...                        backward ends
     bucket      1 missing  complete   fill, launch 0 ...                      fill, launch n
@@ -48,7 +48,7 @@ _Hook = Callable[[object], None]
 
 @untraced  # autograd calls it, in a compiled step with Dynamo at work
 class Reducer:
-    """Averages the gradients of `parameters` over the ranks of `group`, once per backward.
+    """It averages the gradients of `parameters` over the ranks of `group`, once per backward.
 
     `specs` describe `parameters`, one for one. `watch` looks at the first rounds; all ranks have one, or none has.
     Collective where the group's memory is shared: all ranks build theirs.

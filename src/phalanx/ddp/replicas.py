@@ -1,4 +1,4 @@
-"""Whether all ranks hold the same model, and where it is that they do not."""
+"""Check that all ranks hold the same model, and say where they do not."""
 
 from __future__ import annotations
 

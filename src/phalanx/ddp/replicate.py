@@ -1,4 +1,4 @@
-"""One rank's tensors, made everybody's."""
+"""Copy one rank's tensors to all ranks."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def replicate(tensors: Iterable[Tensor], broadcast: Broadcast) -> None:
 
 
 class BufferBroadcast:
-    """Rank 0's buffers, made everybody's before a forward: the same tensors each time, as a rule.
+    """It copies rank 0's buffers to all ranks before a forward: the same tensors each time, as a rule.
 
     Where ranks share memory rank 0 does not wait for those who read, nor they for each other; whether all have called
     is settled at the group's next collective. Elsewhere, and for what does not lie on the CPU, it is a broadcast.

@@ -1,4 +1,4 @@
-"""How far one round is: from the first gradient of a backward to the mean in all buckets."""
+"""A `Round` tracks how far one round is, from the first gradient of a backward to the mean in all buckets."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from phalanx.ddp.plan import Bucket
 
 
 class Round:
-    """Of gradients that come in any order, and buckets that are launched in the order of the plan."""
+    """It tracks gradients that come in any order, and buckets that are launched in the order of the plan."""
 
     def __init__(self, buckets: Sequence[Bucket], num_parameters: int) -> None:
         self.started = False

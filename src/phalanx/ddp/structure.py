@@ -1,4 +1,4 @@
-"""Whether all ranks wrap the same model, found out before anything else depends on it."""
+"""Check that all ranks wrap the same model, before anything else depends on it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SHOWN = 8  # differences in a message; more would hide the first
 
 @dataclass(frozen=True)
 class Entry:
-    """What ranks must agree on for one parameter or buffer.
+    """It is what ranks must agree on for one parameter or buffer.
 
     strides   in which its gradient is laid out, if they are not those of a contiguous tensor
     beside    names of other parameters in the same memory

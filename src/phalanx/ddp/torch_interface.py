@@ -1,4 +1,4 @@
-"""What libraries call on PyTorch's wrapper besides what its documentation shows: done, or refused with the reason."""
+"""Provide what libraries call on PyTorch's wrapper beyond its documentation, or refuse it with the reason."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from phalanx.nn.sync_batchnorm import SyncBatchNorm
 
 
 class TorchInterface(nn.Module):
-    """Names of `torch.nn.parallel.DistributedDataParallel` that begin with an underscore, or might as well."""
+    """It has names of `torch.nn.parallel.DistributedDataParallel` that begin with an underscore, and similar ones."""
 
     process_group: dist.ProcessGroup
     module: nn.Module

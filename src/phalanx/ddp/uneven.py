@@ -1,4 +1,4 @@
-"""Ranks that run out of data before others: what is said, what is refused, and how they catch up.
+"""Handle ranks that run out of data before others: say so, refuse what cannot work, and let them catch up.
 
               rank 0                rank 1                     rank 2: 2 batches
  step 2       mean of 3             mean of 3                  mean of 3
@@ -8,7 +8,7 @@
               rank 0's parameters, buffers, counts of steps  ----> |
  next epoch   mean of 3             mean of 3                  mean of 3
 
-How the ranks that go on agree on who is out is the affair of `transport/uneven.py` and csrc/uneven.h.
+`transport/uneven.py` and csrc/uneven.h describe how the ranks that go on agree on which ranks are out.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _logger = get_logger("phalanx.ddp")
 
 
 class UnevenInputs:
-    """What the ranks that go on notice of those that don't. One of each wrapper, where its group can do without ranks.
+    """It has what the ranks that go on notice of the others. Each wrapper has one, if its group can do without ranks.
 
     Cost: until somebody is out, one call of the core per step.
     """

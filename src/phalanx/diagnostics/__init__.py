@@ -1,4 +1,4 @@
-"""What each rank did last, and how a failure is told: who, where, why, and what to do.
+"""Find out what each rank did last, and word a failure: who, where, why, and what to do.
 
 flight_recorder, call_sites, observer   what each rank called, and where it is
 failure_report, divergence, rank_list   how a failure is worded, the same for every transport: mismatch, lost, late

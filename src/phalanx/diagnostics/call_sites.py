@@ -1,4 +1,4 @@
-"""Where in the user's program a collective was called: the first frame that is not torch's, Python's or ours."""
+"""Find the line of the user's program that called a collective: the first frame outside torch, Python and ours."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that are not where the others are, in words: in another line of the program, or out of data."""
+"""Describe ranks that are not where the others are: in another line of the program, or out of data."""
 
 from __future__ import annotations
 

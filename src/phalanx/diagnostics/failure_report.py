@@ -1,4 +1,4 @@
-"""Why a group can no longer be used, as facts, and the one place that puts them into words.
+"""A `FailureReport` says as facts why a group is over; only this module puts these facts into words.
 
 Shared memory, hosts and MPI find out in ways of their own what went wrong. They all end in a `FailureReport`, so that
 the same mistake is told in the same words whatever carries the group.
@@ -33,7 +33,7 @@ Kind = Literal["mismatch", "lost", "interrupted", "late", "no memory", "broken",
 
 @dataclass(frozen=True)
 class Operation:
-    """The operation that failed, as messages begin with it: 'all_reduce #42 in group 'dp' on rank 3'."""
+    """It is the operation that failed, as messages begin with it: 'all_reduce #42 in group 'dp' on rank 3'."""
 
     label: str  # 'all_reduce #42', 'send to rank 1'
     group: str
@@ -52,7 +52,7 @@ class Operation:
 
 @dataclass(frozen=True)
 class RankCall:
-    """What a rank called, 'all_reduce(SUM) of float32 (3, 4) at train.py:88', and its `operation` as in `Position`.
+    """It is what a rank called, 'all_reduce(SUM) of float32 (3, 4) at train.py:88'; `operation` is as in `Position`.
 
     Without `operation` it is not known which line of the program the rank is in.
     """
@@ -63,7 +63,7 @@ class RankCall:
 
 @dataclass(frozen=True)
 class FailureReport:
-    """Why the group is over, in the group's numbering. Fields that a kind of failure does not use are empty."""
+    """It says why the group is over, in its numbering. Fields that a kind of failure does not use are empty."""
 
     kind: Kind
     ranks: tuple[int, ...] = ()  # whose doing it is

@@ -1,4 +1,4 @@
-"""How a rank hears that some rank has posted a failure, or asks where all ranks are: one key at a time, for all groups.
+"""Signals tell ranks of a posted failure, or of a rank that asks where all are: one key at a time, for all groups.
 
     phalanx/signal/<n>    the n-th signal: the key of the group in whose part of the store there is something to read
     phalanx/signals       a number from which to look for the next one
@@ -22,7 +22,7 @@ _ANSWER_S = 2.0
 
 
 class AwaitedValue(Protocol):
-    """A key that a store was asked for, and tells when it has come."""
+    """A store was asked for this key, and tells when it has come."""
 
     def look(self) -> bytes | None:
         """Return the value; None if it has not come. Nothing is sent.
@@ -38,7 +38,7 @@ class AwaitedValue(Protocol):
 
 @runtime_checkable
 class NotifyingStore(Protocol):
-    """A store that tells when a key has come, so that nobody asks again and again."""
+    """It is a store that tells when a key has come, so that nobody asks again and again."""
 
     def begin_get(self, key: str) -> AwaitedValue:
         """Ask for a key that may come later."""
@@ -46,7 +46,7 @@ class NotifyingStore(Protocol):
 
 
 class FailureSignals:
-    """The signals in `store`, which all groups of the job have in common; their keys end with `suffix`.
+    """They are the signals in `store`, which all groups of the job share; their keys end with `suffix`.
 
     All of it is best effort: a store that does not answer (its host was cut off: torch's client would wait for a
     quarter of an hour) is not asked again.

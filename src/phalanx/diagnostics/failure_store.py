@@ -1,4 +1,4 @@
-"""What the ranks of a group tell each other through the job's store when something goes wrong.
+"""Through the failure store a group's ranks tell each other, in the job's store, when something goes wrong.
 
     failure/<group>           the report of the first failure; the first to post it wins, and all tell the same
     positions/<group>         some rank ran out of time and asks where all ranks are
@@ -6,8 +6,8 @@
     known/<group>/<rank>      it knows the report: the process that keeps the store may end
     exit/<group>/<rank>       how a rank ended and where it was, left by itself on its way out
 
-All of it is best effort: a store that has gone, or does not answer (its host was cut off: torch's client would wait
-for a quarter of an hour), does not hide what a rank saw with its own eyes.
+All of it is best effort: a store that has gone, or does not answer (its host was cut off: torch's client would wait for
+a quarter of an hour), does not hide what a rank saw itself.
 """
 
 from __future__ import annotations
@@ -38,11 +38,12 @@ _LINGER_S = 5.0
 
 
 class FailureStore:
-    """What one group's ranks tell each other in `store`, under keys that end in `group_key`, which only they know.
+    """One group's ranks tell each other this in `store`, under keys that end in `group_key`, which only they know.
 
     `server_rank` is the rank whose process serves the store, -1 where it is none of this group; `address` is where.
-    `find_lost_host` asks whoever on this host knows of hosts that are lost; it does not wait. Nor does `told_here`, set
-    by whoever shares memory with other ranks: what one of those has told, also when the store can't be reached.
+    `find_lost_host` asks the process on this host that knows of lost hosts; it does not wait. Nor does `told_here`,
+    which a transport with shared memory sets: it returns what a rank of this host has told, also when the store can't
+    be reached.
     """
 
     def __init__(

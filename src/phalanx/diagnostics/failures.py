@@ -1,4 +1,4 @@
-"""From a status of the C core to the failure of a group: what the shared memory says of every rank, as a report."""
+"""Make a failure report for a status of the C core, from what the shared memory says of every rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The flight recorder as people read it: what each rank did last, and what it is doing now. Needs no torch."""
+"""Read the flight recorder: what each rank did last, and what it is doing now. This needs no torch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _TO_ROOT = (REDUCE, GATHER)
 
 @dataclass(frozen=True)
 class Position:
-    """Where a rank is: in its `seq`-th collective, `operation`, for so many `seconds`, or (`inside` false) past it."""
+    """It says where a rank is: in its `seq`-th collective, `operation`, for `seconds`, or (`inside` false) past it."""
 
     seq: int = 0
     operation: str = ""  # 'all_reduce #42 (train.py:88)'; empty: it has called nothing
@@ -60,7 +60,7 @@ class Position:
 
 @dataclass(frozen=True)
 class Record:
-    """One operation of one rank. Times are CLOCK_MONOTONIC nanoseconds; `leave_ns` is 0 while it runs."""
+    """It is one operation of one rank. Times are CLOCK_MONOTONIC nanoseconds; `leave_ns` is 0 while it runs."""
 
     seq: int
     kind: int

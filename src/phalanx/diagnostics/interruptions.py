@@ -1,4 +1,4 @@
-"""Whose exception it is: what a program's signal handler raises comes up wherever Python happens to be, in ours too."""
+"""Tell an exception of the program's signal handler, which comes up anywhere in our code, from an error of ours."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def is_interruption(error: BaseException) -> bool:
 
 
 class Quiet:
-    """Suppresses what goes wrong inside, but no interruption. `tell`: called with it."""
+    """It suppresses what goes wrong inside, but no interruption. `tell` is called with the error."""
 
     def __init__(self, tell: Callable[[Exception], None] = lambda error: None) -> None:
         self._tell = tell

@@ -1,8 +1,8 @@
-"""A group's memory seen from outside: shown to the agent of `phalanx run`, and read there while ranks hang or are dead.
+"""Show a group's memory to the agent of `phalanx run`, which reads it while ranks hang or are dead.
 
     first rank of the host ──a message: who the group is, and the descriptor of its control memory──▶ agent
 
-Nobody waits: where no agent answers, the group is simply not observed.
+No process waits: if no agent answers, the group is simply not observed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GroupInfo:
-    """What a group is called, how many ranks it has, and those of this host: numbers in the job, and processes."""
+    """It has a group's name, its number of ranks, and those of this host: numbers in the job, and processes."""
 
     name: str
     world_size: int
@@ -33,7 +33,7 @@ class GroupInfo:
 
 @dataclass(frozen=True)
 class RankLog:
-    """What one rank did in a group. `came` and `left`: it has joined and left; `exit_reason` is why, if it said."""
+    """It is what one rank did in a group. `came`, `left`: it has joined, and left; `exit_reason` is why, if it said."""
 
     rank: int
     pid: int
@@ -45,7 +45,7 @@ class RankLog:
 
 @dataclass(frozen=True)
 class GroupLog:
-    """What the ranks of this host did in a group; at most the last 128 operations of each."""
+    """It is what the ranks of this host did in a group; at most the last 128 operations of each."""
 
     name: str
     world_size: int
@@ -69,7 +69,7 @@ def fetch_store(agent: str, timeout_s: float = 5.0) -> int | None:
 
 
 class Observer:
-    """The agent's view of one group. Owns the descriptor `control`; reads, and never writes.
+    """It is the agent's view of one group. It owns the descriptor `control`; it reads, and never writes.
 
     Raises:
         ValueError: the memory was not written by this version, or not for as many ranks.

@@ -1,4 +1,4 @@
-"""The flight recorders' lines of this process, read now and then by the process itself."""
+"""Read the flight recorders' lines of this process now and then, in the process itself."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def note_gradients(group: str, num_bytes: int) -> None:
 
 
 class OperationSampler:
-    """Reads what is new every so many steps, and when a group is left.
+    """It reads what is new every so many steps, and when a group is left.
 
     Cost: 0.4 µs for each line that is read, and a microsecond for each that is new.
     """

@@ -1,4 +1,4 @@
-"""Text of others (names of scripts and hosts, reasons), as it may go to a terminal."""
+"""Make text of others (names of scripts and hosts, reasons) safe to print on a terminal."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""How far a rank has come, in a page of memory that others read: no rank is asked, and none sends anything.
+"""A rank writes its progress into a page of memory that others read: no rank is asked, and none sends anything.
 
-    rank ──a message, once: the descriptor of its page──▶ agent ──▶ whoever looks
+    rank ──a message, once: the descriptor of its page──▶ agent ──▶ any reader
     word 0   magic and version          word 4...   track `loop`: steps of a loop, as `phalanx.progress` counts them
          1   generation                 word 4+T…   track `state`: steps that `phalanx.elastic.State` has committed
          2   the loop that counts
 
 A track is: steps done, steps in all (0: unknown), samples so far, and for the last 64 steps when each was done and how
-many samples there were by then. One writer; each word is written at once, the number of steps last.
+many samples there were by then. There is one writer; each word is written at once, the number of steps last.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ _WORDS = struct.Struct(f"={PAGE_BYTES // 8}Q")
 
 @dataclass(frozen=True)
 class Track:
-    """A count of steps. `recent`: the last of them, oldest first: when (CLOCK_MONOTONIC, ns), samples by then."""
+    """It is a count of steps.
+
+    `recent` has the last of them, oldest first: when (CLOCK_MONOTONIC, ns), and samples by then.
+    """
 
     steps: int
     total_steps: int | None
@@ -44,7 +47,7 @@ class Track:
 
 @dataclass(frozen=True)
 class Progress:
-    """What a rank's page says; a track is None where nobody counts on it."""
+    """It is what a rank's page says; a track is None where nobody counts on it."""
 
     generation: int
     loop: Track | None
@@ -52,7 +55,7 @@ class Progress:
 
 
 class ProgressPage:
-    """A rank's own page. Every method is a few stores, about half a microsecond; nothing is sent."""
+    """It is a rank's own page. Every method is a few stores, about half a microsecond; nothing is sent."""
 
     def __init__(self, memory: mmap.mmap | bytearray) -> None:
         self._memory = memory

@@ -1,4 +1,4 @@
-"""Ranks in words: '0-3, 7', 'rank 3', 'ranks 0-3, 7'."""
+"""Write ranks in words: '0-3, 7', 'rank 3', 'ranks 0-3, 7'."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank's wish for a report of the run, told to the agent, which lives longer and sees the others' ends."""
+"""A rank asks the agent for a report of the run, since the agent lives longer and sees how the others end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many samples a batch has: by its look, as nobody tells."""
+"""Guess how many samples a batch has by looking at it, as nobody tells."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank writes down of its steps, in a file of fixed size that is mapped: whole at any moment, whatever ends it.
+"""A rank writes its steps into a mapped file of fixed size, which is whole at any moment, whatever ends the rank.
 
     words 0-63       what the file is, and what is told of the process now and then
     facts            JSON: who the rank is, what runs there, the names of its groups
@@ -8,8 +8,8 @@
     events           the newest 1,024, each as it came: those after that are not in the records yet
 
 An event is a few stores into the page cache: no system call, no thread, and nothing is lost when the process is killed:
-`step_reader` turns the last events into records itself. One writer. A table is written first and counted then; a full
-one is thinned into its twin before that takes its place; so is the state.
+`step_reader` turns the last events into records itself. There is one writer. A table is written first and counted then;
+a full one is thinned into its twin before that takes its place; so is the state.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ WINDOW = 32  # operations that are kept or left out together, so that all ranks 
 
 
 class StepRecord(NamedTuple):
-    """So many steps; `first` is the number of the first.
+    """It is a record of so many steps; `first` is the number of the first.
 
-    It is the run's where that is known. Seconds of CLOCK_MONOTONIC; parts are sums over the steps.
+    That number is the run's where it is known. Times are seconds of CLOCK_MONOTONIC; parts are sums over the steps.
     """
 
     first: float
@@ -72,7 +72,7 @@ class StepRecord(NamedTuple):
 
 
 class OperationRecord(NamedTuple):
-    """A collective as this rank saw it: times are nanoseconds of CLOCK_MONOTONIC."""
+    """It is a collective as this rank saw it: times are nanoseconds of CLOCK_MONOTONIC."""
 
     group: float
     kind: float
@@ -100,7 +100,7 @@ def _allocate(fd: int) -> None:
 
 
 class StepFile:
-    """The writer. Makes the file at `path`; every method but `set_facts` and `set_state` is a few stores.
+    """It is the writer, and makes the file at `path`; every method but `set_facts` and `set_state` is a few stores.
 
     An exception that comes up in between, of a signal's handler, leaves a file that `settle` makes whole.
 
@@ -276,7 +276,7 @@ def merge(a: StepRecord, b: StepRecord) -> StepRecord:
 
 
 class Contents(NamedTuple):
-    """What lies where in a file, as it was written."""
+    """It says what lies where in a file, as it was written."""
 
     facts: Mapping[str, Any]
     ended: bool

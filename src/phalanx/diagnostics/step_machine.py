@@ -1,4 +1,4 @@
-"""Where the time of each training step goes: events in, finished steps out. Pure: a killed rank's events give the same.
+"""Turn events into finished steps, and say where their time goes. It is pure: a killed rank's events give the same.
 
     data ─▶ forward and loss ─▶ backward ─▶ update ─▶ other ─▶ data ...
          │                   │           │         │
@@ -36,7 +36,7 @@ _MOST_OPTIMIZERS = 64  # of a step, told apart in a state that is kept; some hav
 
 
 class FinishedStep(NamedTuple):
-    """Seconds of CLOCK_MONOTONIC, of each phase, and, behind these, of waiting for other ranks."""
+    """It has seconds of CLOCK_MONOTONIC, of each phase, and, behind these, of waiting for other ranks."""
 
     begin: float
     end: float
@@ -46,7 +46,7 @@ class FinishedStep(NamedTuple):
 
 
 class StepMachine:
-    """One for a process. `now` is when it is made.
+    """There is one for a process. `now` is the time when it is made.
 
     Arguments:
         on_step: called with each step once it is known to be over, in the event that tells.

@@ -1,6 +1,6 @@
-"""What a feature that takes part in a step knows of it and nobody else sees: what it waited for, what the loss is.
+"""A feature that takes part in a step notes here what nobody else sees: what it waited for, what the loss is.
 
-Who records steps listens; where nobody does, nothing is done.
+The step recorder listens; if nothing listens, nothing is done.
 """
 
 from __future__ import annotations

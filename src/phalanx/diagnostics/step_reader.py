@@ -1,4 +1,4 @@
-"""What the file of a rank says, whole up to the rank's last event, whatever has ended it."""
+"""Read the file of a rank, up to the rank's last event, whatever has ended the rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from phalanx.diagnostics.step_tally import StepTally
 
 @dataclass(frozen=True)
 class RankFile:
-    """What the file of a rank says."""
+    """It is what the file of a rank says."""
 
     facts: Mapping[str, Any]
     steps_done: int

@@ -1,10 +1,10 @@
-"""A rank's steps on their way into its file: events are noted as they come, and made into records many at a time.
+"""Record a rank's steps into its file: events are noted as they come, and made into records many at a time.
 
     DataLoader, autograd, optimizers ─▶ event log ┄ now and then ┄▶ step machine ─▶ records, operations, state
                                         (stores)                    (what the events mean)
 
-A signal's handler may raise anywhere in the second half, and the program go on: what was broken off there begins again
-from the state before, as a reader does after a kill. No event is lost, none counts twice.
+A signal's handler may raise anywhere in the second half, and the program may go on: what was broken off there begins
+again from the state before, as a reader does after a kill. No event is lost, and none counts twice.
 
 The second half runs after half a second, or after as many steps as the flight recorder has lines for: beside a step
 that streams its parameters through the caches a line of Python costs ten times what it does in a loop of its own.
@@ -60,7 +60,7 @@ _END_OF = {"data": END_DATA, "backward": END_BACKWARD, "update": END_UPDATE}
 
 
 class StepRecorder:
-    """One for a process, told by one thread, that which makes it.
+    """There is one for a process, and only the thread that makes it tells it anything.
 
     Cost: an event is a few stores; what makes records of them takes some 10 µs a step.
 

@@ -1,4 +1,4 @@
-"""The numbers of a rank's steps, and what is known of the process besides: what makes a finished step a record."""
+"""Keep the numbers of a rank's steps, and what makes a finished step a record."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from phalanx.diagnostics.step_machine import FinishedStep
 
 @dataclass
 class StepTally:
-    """So far. All of it can be written as JSON."""
+    """It is the state so far. All of it can be written as JSON."""
 
     rank: int
     num_steps: int = 0

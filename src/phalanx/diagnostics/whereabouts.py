@@ -1,4 +1,4 @@
-"""Where the ranks of this host are, and how they ended: what the shared memory of a group says of each.
+"""Say where the ranks of this host are, and how they ended, from the shared memory of their groups.
 
 A missing rank may be in another group that this process and that rank are both in: those are looked at, too.
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class ObservedGroup(Protocol):
-    """A group of this process whose memory can be read."""
+    """It is a group of this process whose memory can be read."""
 
     group: str
     symm_mem: SymmetricMemory

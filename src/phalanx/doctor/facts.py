@@ -1,4 +1,4 @@
-"""What a host is found to be: plain data, gathered once."""
+"""These classes hold what a host is found to be: plain data, gathered once."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Probe:
-    """Something that was tried. `detail` says what came of it, or why it failed."""
+    """It is something that was tried. `detail` says what came of it, or why it failed."""
 
     works: bool
     detail: str = ""
@@ -15,7 +15,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class HostFacts:
-    """The machine as this process sees it. Sizes in bytes; None where the platform does not say."""
+    """It is the machine as this process sees it. Sizes are in bytes; None where the platform does not say."""
 
     platform: str
     python: str
@@ -44,7 +44,7 @@ class HostFacts:
 
 @dataclass(frozen=True)
 class Kernel:
-    """What the memory between ranks is made of, each tried for real. None where the platform has no such thing.
+    """It says what the memory between ranks is made of, each part tried for real. None where the platform has no such.
 
     `namespaces` are the kinds ("pid", "user") that this process has of its own: it is in a container.
     """
@@ -60,7 +60,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU as the driver tells of it; None where it does not."""
+    """It is a GPU as the driver tells of it; None where it does not."""
 
     name: str
     uuid: str = ""
@@ -73,7 +73,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Driver:
-    """NVIDIA's driver, asked through NVML. `apart`: pairs of GPUs of which neither reads the other's memory."""
+    """It is NVIDIA's driver, asked through NVML. `apart`: pairs of GPUs of which neither reads the other's memory."""
 
     nvml: Probe = field(default_factory=lambda: Probe(False, "there is no libnvidia-ml.so.1"))
     version: str = ""
@@ -84,7 +84,7 @@ class Driver:
 
 @dataclass(frozen=True)
 class Torch:
-    """PyTorch as it imports here. `cuda` says whether it can use a GPU now, or why not."""
+    """It is PyTorch as it imports here. `cuda` says whether it can use a GPU now, or why not."""
 
     version: str
     backends: tuple[str, ...]
@@ -98,7 +98,7 @@ class Torch:
 
 @dataclass(frozen=True)
 class Facts:
-    """Everything that the checks look at, and the version of Phalanx.
+    """It has everything that the checks look at, and the version of Phalanx.
 
     `torch` is the reason in words where PyTorch could not be imported.
     """

@@ -1,4 +1,4 @@
-"""What a check says."""
+"""A `Finding` is what a check says."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Status(enum.Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check says. `advice` is what to do; it is empty only where all is well."""
+    """It is what a check says. `advice` is what to do; it is empty only where all is well."""
 
     topic: str
     status: Status

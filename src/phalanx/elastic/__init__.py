@@ -1,4 +1,4 @@
-"""Lose a rank, keep training: what survives a change of membership, and how training goes on."""
+"""An elastic job goes on training when ranks are lost or come; this package keeps the state that it goes on from."""
 
 from phalanx.elastic.run import run
 from phalanx.elastic.state import State

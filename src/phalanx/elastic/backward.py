@@ -1,4 +1,4 @@
-"""When the backward of a module's output begins."""
+"""Call a function when the backward of a module's output begins."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ _ALIGN = 64
 
 
 class Buffers:
-    """Finds the buffers of `layers` at each step, and plans anew only where one has come, gone or changed its form."""
+    """It finds the buffers of `layers` at each step, and plans anew only if one has come, gone or changed its form."""
 
     def __init__(self, layers: Mapping[str, nn.Module]) -> None:
         self._layers = layers

@@ -1,10 +1,10 @@
-"""How the bytes of a hand-over get to those who lack them: from memory to memory on a host, as messages between hosts.
+"""Carry the bytes of a hand-over to the ranks that lack them: through memory on a host, in messages between hosts.
 
     round 1    source ──read by──▶ receivers of its host        source ──messages──▶ first receiver of another host
     round 2                                                     that one ──read by──▶ the other receivers of its host
 
-Between rounds all ranks say what has arrived, which nobody else may hear of by the group's clock: a hand-over may take
-longer than any operation of the group should.
+Between rounds all ranks tell what has arrived. The group's timeout is raised meanwhile (`own_clock`), since a hand-over
+may take longer than any operation of the group should.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _SLOWEST_BYTES_PER_S = 8 << 20  # of a link, or of a machine with more to do tha
 
 @dataclass(frozen=True)
 class Station:
-    """A rank that takes part: whose memory can be read by whom, and where the pieces lie in it.
+    """It is a rank that takes part: it knows whose memory can read whose, and where the pieces lie in it.
 
     `addresses` is None where they lie on another device.
     """
@@ -56,7 +56,7 @@ class Station:
 
 @dataclass(frozen=True)
 class Move:
-    """One receiver's way to the bytes in a round."""
+    """It is one receiver's way to the bytes in a round."""
 
     receiver: int
     holder: int
@@ -139,7 +139,7 @@ def _gather(value: Any, group: Any) -> list[Any]:
 
 
 class _Cargo:
-    """Large tensors as they lie, and all others as one piece. Forms decide, which are the same on both sides."""
+    """It sends large tensors as they lie, and all others as one piece. Both sides know the forms of the tensors."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         large = [t for t in tensors if t.nbytes >= _SMALL and is_dense(t)]

@@ -1,4 +1,4 @@
-"""The line to the agent of `phalanx run`: one connection per rank, held open to the end."""
+"""`AgentChannel` is a rank's connection to the agent of `phalanx run`, and stays open to the end."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ASK_EVERY_S = 5.0  # whether there will be a generation
 
 
 class AgentChannel:
-    """A `Generations`: the agent decides. In the main thread only, where nothing waits for it but a recovery."""
+    """It is a `Generations` whose agent decides. It runs in the main thread only; only a recovery waits for it."""
 
     def __init__(self, agent: str, rank: int, generation: int, *, min_ranks: int, wait_s: float) -> None:
         name, token = split(agent)

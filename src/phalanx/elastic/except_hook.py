@@ -1,4 +1,4 @@
-"""What prints an exception that nobody caught, while groups come and go.
+"""Keep torch's excepthook, which prints uncaught exceptions, from piling up while groups come and go.
 
 `init_process_group` puts a hook of torch's around the one that there is: each line gets the rank in front. Each
 generation would put one more around it, until a thousand are more than Python's stack holds, and nothing is printed.

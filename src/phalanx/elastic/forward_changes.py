@@ -1,4 +1,4 @@
-"""Tensors that a loop changes before its update, kept, so that a step that is done again changes them once.
+"""Keep tensors that a loop changes before its update, so that a repeated step changes them once.
 
 momentum encoder changes │ forward │ backward, where a rank is lost        on survivors it has changed already
 """
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class ForwardChanges:
-    """Watches `tensors`, which no optimizer updates; which of them are changed by forwards, the steps show.
+    """It watches `tensors`, which no optimizer updates; the steps show which of them forwards change.
 
     A change through `.data` changes no version, so that the first step compares values: one that is changed so in later
     steps only is not found.

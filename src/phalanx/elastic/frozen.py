@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class Frozen(NamedTuple):
-    """A value that `freeze` has taken apart: `data` names each tensor by its number in `tensors`."""
+    """A value that `freeze` has taken apart; `data` names each tensor by its number in `tensors`."""
 
     data: bytes
     tensors: list[Tensor]

@@ -1,4 +1,4 @@
-"""Who is in the job: asked of whoever started it, which alone decides. Ranks report what they hear, and wait."""
+"""Ask who is in the job: the launcher alone decides, and the ranks report what they hear, and wait."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from phalanx.errors import PhalanxError
 
 @dataclass(frozen=True)
 class GenerationNotice:
-    """One membership of the job. `environment` is what a rank of it that is started now would find, as this rank."""
+    """It is one membership of the job.
+
+    `environment` is what a rank of it that is started now would find, as this rank.
+    """
 
     number: int
     environment: Mapping[str, str]
@@ -44,7 +47,7 @@ class SupersededError(Exception):
 
 @dataclass
 class Loss:
-    """What a rank reports. `disagrees`: no rank is lost, they called different operations."""
+    """It is what a rank reports. With `disagrees` no rank is lost: they called different operations."""
 
     generation: int
     step: int
@@ -54,7 +57,7 @@ class Loss:
 
 
 class Generations(Protocol):
-    """This rank's line to whoever decides."""
+    """It is this rank's connection to the process that decides."""
 
     def report(self, loss: Loss) -> None:
         """I have lost a peer, and wait."""

@@ -1,4 +1,4 @@
-"""The random numbers that a rank has drawn: the states of torch's, Python's and NumPy's generators, cheaply read.
+"""Read the states of torch's, Python's and NumPy's random generators at little cost, and restore them.
 
 Python's `random` and NumPy's global generator take 7 and 23 us to read through their own interfaces, more than a commit
 may cost. Both are a Mersenne Twister, 624 words and a position, at an address that can be known; where a trial shows
@@ -22,7 +22,7 @@ _cuda_is_initialized: Callable[[], bool] = torch.cuda.is_initialized
 
 
 class GeneratorStates:
-    """What `capture` gives is equal to the last one as long as nothing was drawn."""
+    """Its `capture` returns a state that is equal to the last one as long as nothing was drawn."""
 
     def __init__(self) -> None:
         self._python = _python_words()

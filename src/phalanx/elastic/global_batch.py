@@ -1,4 +1,4 @@
-"""`batch="global"`: a step has as many micro-batches as the job had ranks at its start, whoever is left to do them.
+"""With `batch="global"` a step has as many micro-batches as the job had ranks at its start, however many are left.
 
     three ranks         rank 0: a     rank 1: b     rank 2: c        one step, each its batch, the mean of three
     two are left        rank 0: a, c  rank 1: b                      the same step: a is gathered, c and b synchronise
@@ -35,7 +35,10 @@ _engine: Any = find("torch.autograd.Variable._execution_engine", loses=_LOSES)
 
 
 class GlobalBatch:
-    """One rank's part in it. `followers` are schedulers and scalers, with the methods that only an update calls."""
+    """It is one rank's part in it.
+
+    `followers` are schedulers and scalers, with the methods that only an update calls.
+    """
 
     def __init__(
         self,

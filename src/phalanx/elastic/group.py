@@ -1,4 +1,4 @@
-"""The group that an elastic job trains in: what its ranks keep of each step, and how it is formed again.
+"""The group of an elastic job keeps what its ranks hold at each step, and is formed again after a loss.
 
 Each rank keeps a record of what it alone knows of a step (what it drew, its own buffers) where it outlives the rank. A
 group of a new generation meets, agrees on the step to go on from, and hands over what some ranks lack.
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class ElasticGroup:
-    """This rank's place in it. It is the `Runner` of `state`."""
+    """It is this rank's place in the group, and the `Runner` of `state`."""
 
     def __init__(self, state: State, group: Any, membership: Generations, keep: str | None = None) -> None:
         self._set_group(group)

@@ -1,4 +1,4 @@
-"""One rank's state, made another's: the tensors go from memory to memory, the rest as a few pickled bytes before them.
+"""Hand one rank's state over to others: tensors go from memory to memory, the rest as a few pickled bytes before.
 
 What is handed over is a list of parts, in an order that is the same on all ranks. A part says what it holds (`show`),
 and takes what another rank's part held (`take`). Tensors that fit are received where they lie.
@@ -24,7 +24,7 @@ from phalanx.optim import ZeroRedundancyOptimizer
 
 
 class Part(Protocol):
-    """Something that can be handed over."""
+    """It is something that can be handed over."""
 
     def show(self) -> Any:
         """Return what it holds: tensors, and what can be pickled, in dicts, lists and tuples."""
@@ -36,7 +36,7 @@ class Part(Protocol):
 
 
 class ModulePart:
-    """Hands over a module: parameters by name, and, where no record holds them, buffers.
+    """It hands over a module: parameters by name, and, where no record holds them, buffers.
 
     What wrappers that average gradients have decided by themselves (`sync_batchnorm="auto"`) goes with them.
     """
@@ -92,7 +92,7 @@ def _word(form: Any) -> str:
 
 
 class OptimizerPart:
-    """Hands over an optimizer: its groups, and its state by the parameter's number, or by key if it belongs to none.
+    """It hands over an optimizer: its groups, and its state by the parameter's number, or by key if it belongs to none.
 
     Tensors are as they are, so that no bit is converted. By the names of `models`' parameters a group that the loop has
     added is found.
@@ -169,7 +169,7 @@ def _options(group: dict[str, Any]) -> dict[str, Any]:
 
 
 class ShardedPart:
-    """Options, and the whole state of an optimizer of which each rank has a part. `state` is None on who receives."""
+    """It hands over options and the whole state of a sharded optimizer. `state` is None on a rank that receives."""
 
     def __init__(self, optimizer: ZeroRedundancyOptimizer, state: Any) -> None:
         self._optimizer = optimizer
@@ -206,7 +206,7 @@ def _require_groups(optimizer: ZeroRedundancyOptimizer, groups: Sequence[Any]) -
 
 
 class SlicesPart:
-    """Options of an optimizer that is shared with other ranks, and this rank's slices of its state, cut as they are."""
+    """It hands over options of an optimizer that ranks share, and this rank's slices of its state, cut as they are."""
 
     def __init__(self, optimizer: ZeroRedundancyOptimizer) -> None:
         self._optimizer = optimizer
@@ -225,7 +225,7 @@ class SlicesPart:
 
 
 class StatefulPart:
-    """Whatever has `state_dict` and `load_state_dict`."""
+    """It hands over whatever has `state_dict` and `load_state_dict`."""
 
     def __init__(self, owner: Any, *, is_large: bool = False) -> None:
         self._owner = owner
@@ -241,7 +241,7 @@ class StatefulPart:
 
 
 class ValuePart:
-    """Plain values, read and written by functions."""
+    """It hands over plain values, which functions read and write."""
 
     def __init__(self, get: Callable[[], Any], put: Callable[[Any], None]) -> None:
         self._get, self._put = get, put

@@ -1,4 +1,4 @@
-"""Whether an error is the loss of a peer, which an elastic job survives, or a mistake, which ends it."""
+"""Decide whether an error is the loss of a peer, which an elastic job survives, or a mistake, which ends it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from phalanx.errors import DeadlineError, MismatchError, PeerLostError, PhalanxE
 
 
 class NewGenerationError(PhalanxError):
-    """Others wait to be let in: all ranks stop at a commit, and form the group anew."""
+    """Other ranks wait to be let in, so that all ranks stop at a commit and form the group anew."""
 
 
 def is_mismatch(error: BaseException) -> bool:

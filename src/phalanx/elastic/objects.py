@@ -1,4 +1,4 @@
-"""The objects that `State` was given, by kind; as parts to be handed over, and in the form of a checkpoint."""
+"""`Objects` sorts what `State` was given by kind, and makes parts to be handed over and a checkpoint of it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _SMALL = 1 << 20
 
 
 class Objects:
-    """`things` by name, in the order in which they were given.
+    """It has `things` by name, in the order in which they were given.
 
     Raises:
         TypeError: a Pipeline inside another module.

@@ -1,4 +1,4 @@
-"""The places of a recovery at which a test can let a fault strike: each has a name."""
+"""Name the places of a recovery at which a test can let a fault strike."""
 
 from __future__ import annotations
 

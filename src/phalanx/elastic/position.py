@@ -1,4 +1,4 @@
-"""Where in the data a job stands: what its training loop has used, not what DataLoader workers have read ahead."""
+"""Track where in the data a job stands: what its loop has used, not what DataLoader workers have read ahead."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BATCHES = BatchSampler.__iter__
 
 @dataclass(frozen=True)
 class Mark:
-    """This rank's position at a commit; cheap to make, turned into the job's position when it is needed."""
+    """It is this rank's position at a commit; cheap to make, turned into the job's position when it is needed."""
 
     epoch: int
     partition: Partition | None
@@ -47,7 +47,7 @@ class Mark:
 
 
 class DataPosition:
-    """Counts the batches that the loop has got from the latest DataLoader over `sampler`, or its indices without one.
+    """It counts the batches that the loop got from the latest DataLoader over `sampler`, or its indices without one.
 
     `on_iterator` is called when such a loader has begun a pass, with whether its iterator is a new one that an
     undisturbed loader would have had from an earlier pass: its workers last (`persistent_workers`).

@@ -1,4 +1,4 @@
-"""Moving what holds the old group over to the new one: the same Python objects go on."""
+"""Move what holds the old group over to the new one, so that the same Python objects go on."""
 
 from __future__ import annotations
 

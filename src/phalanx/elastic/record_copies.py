@@ -1,12 +1,12 @@
-"""Copies of each rank's records on other hosts: a rank can be had back although its whole host is lost.
+"""Copy each rank's records to other hosts, so that a rank can be had back although its whole host is lost.
 
     rank b, host B     prepares its record of step n               before the first backward of the step
                        its next collective ──what is new in it──▶  a rank each of the two hosts behind B
     rank a, host C     before it takes part in that collective     b's record of step n, in memory that C's ranks map
 
-Whoever has completed step n had a's gradients, which a gave when it had b's record. So the copy of the agreed step is
-whole, whenever host B was lost, as the record itself is on one host (`phalanx.elastic.records`). Any two hosts may be
-lost at once; of a host that is lost together with both hosts behind it the copies are lost.
+A rank that has completed step n had a's gradients, and a gave them only when it had b's record. So the copy of the
+agreed step is whole, whenever host B was lost, as the record itself is on one host (`phalanx.elastic.records`). Any two
+hosts may be lost at once; of a host that is lost together with both hosts behind it the copies are lost.
 
 A record holds pickles, which are read after a loss. So each message carries a MAC (`phalanx.transport.authentication`).
 """
@@ -63,10 +63,10 @@ def hosts_of(group: Any) -> Sequence[Sequence[int]]:
 
 
 class RecordCopies:
-    """This rank's part: it sends its records to its keepers, and keeps those of its wards. Collective to build.
+    """It sends this rank's records to its keepers, and keeps those of its wards. Building it is collective.
 
-    `slots` are this rank's, `kept` those into which the records of each ward go. A record of which the first word is
-    not its number is none.
+    `slots` are this rank's, `kept` those into which the records of each ward go. A record is valid only if its first
+    word is its number.
 
     Cost: one message to each of two hosts in a step, with the blocks that differ from the record before (random states
     that were drawn from, buffers that have changed), and as many messages from other hosts.

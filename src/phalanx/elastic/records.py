@@ -1,15 +1,15 @@
-"""Keep what each rank alone knows of a step where the others of its host can read it: in one of three slots.
+"""Keep what each rank alone knows of a step in one of three slots, which the other ranks of its host can read.
 
     forward of step n
     its backward begins        slot n%3: number -1; random states and buffers; number n          prepared
-    gradients, update          ...                        (who has all gradients of step n knows that all prepared)
+    gradients, update          ...                        (a rank with all gradients of step n knows that all prepared)
     commit of step n           slot n%3, apart: the small state (values, extra states); its checksum; number n
                                ranks wait for each other: in the first commits, and if their small states differ, they
                                draw behind a backward or need more room
 
-A rank that dies leaves its slots in memory that the others map. Whoever completed step n had every rank's gradients,
-and each rank gave them after it had prepared: so the slot of the agreed step is whole, whenever its rank died. The
-small state is there where ranks waited for each other in that commit; otherwise a survivor's is as good.
+A rank that dies leaves its slots in memory that the others map. A rank that completed step n had every rank's
+gradients, and each rank gave them after it had prepared: so the slot of the agreed step is whole, whenever its rank
+died. The small state is there where ranks waited for each other in that commit; otherwise a survivor's is as good.
 
 The third slot is for a rank that has begun a step in which nobody has waited yet, while another still reads the first.
 
@@ -56,8 +56,10 @@ _SLOTS = 3
 
 
 class Said(NamedTuple):
-    """The answers of all ranks in a commit: whether their small states differ, whether one draws or changes buffers
-    behind its backward, and how much room they ask for.
+    """It has the answers of all ranks in a commit.
+
+    They say whether the ranks' small states differ, whether one draws or changes buffers behind its backward, and how
+    much room they ask for.
     """
 
     differ: bool
@@ -66,7 +68,7 @@ class Said(NamedTuple):
 
 
 class _Slot:
-    """The memory for the record of one step of one rank."""
+    """It is the memory for the record of one step of one rank."""
 
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory
@@ -78,11 +80,11 @@ class _Slot:
 
 
 class RankRecords:
-    """The slots of this rank and of all ranks of its host, and copies of those of other hosts. Collective to build.
+    """It has the slots of all ranks of this host, and copies of those of other hosts. Building it is collective.
 
-    `room`: bytes for buffers, and for the small state; the same on all ranks, 0 where they know of none yet. Who needs
-    more than half of it asks for more; what does not fit at all is kept in memory of this rank alone. Ranks that train
-    `apart` have no copies.
+    `room` is the bytes for buffers, and for the small state; the same on all ranks, 0 where they know of none yet. A
+    rank that needs more than half of it asks for more; what does not fit at all is kept in memory of this rank alone.
+    Ranks that train `apart` have no copies.
     """
 
     def __init__(

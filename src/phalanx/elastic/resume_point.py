@@ -1,4 +1,4 @@
-"""From which step the ranks of a new generation go on, and who gives its state to whom. Pure: data in, data out."""
+"""Decide from which step a new generation goes on, and which rank gives its state to which. The decision is pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class RankState:
-    """What a rank says of itself when a generation meets.
+    """It is what a rank says of itself when a generation meets.
 
     `number` counts commits; -1 for a rank that has just been started. `is_whole`: parameters and optimizer are as they
     were at that commit; else the rank was between the update and its commit, or in the middle of a hand-over.
@@ -34,10 +34,10 @@ class RankState:
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The step to go on from.
+    """It is the step to go on from.
 
-    `source` has its state and gives it to `receivers`; the others have it. `is_ahead`: nobody has committed it, but
-    all have updated: it counts as done.
+    `source` has its state and gives it to `receivers`; the others have it. `is_ahead` says that no rank has committed
+    it, but all have updated: it counts as done.
     """
 
     number: int

@@ -1,4 +1,4 @@
-"""`run`: call a function until it has ended on every rank, whoever is lost on the way."""
+"""`run` calls a function until it has ended on every rank, whichever ranks are lost on the way."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def run(
 
 
 class ElasticJob:
-    """One rank's part in a job that loses ranks: the loop around the user's function."""
+    """It is one rank's part in a job that loses ranks: the loop around the user's function."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The groups that a script has made before `elastic.run` (`new_group`, a DeviceMesh's): formed again after a loss.
+"""Form the groups again after a loss that a script has made before `elastic.run` (`new_group`, a DeviceMesh's).
 
 They stay the same Python objects, under the names by which a mesh finds them. A group is formed again of the ranks that
 it had, by number, where all of these name it; one of all ranks is of all that there are. Any other is refused by name
@@ -31,7 +31,7 @@ def plan_groups(own: Sequence[Named], told: Sequence[Sequence[Named]]) -> list[b
 
 
 class ScriptGroups:
-    """The groups of this process but for `world`, the default one, in the order in which they were made."""
+    """It has the groups of this process but for `world`, the default one, in the order in which they were made."""
 
     def __init__(self, world: Any) -> None:
         self._rank, self._size = world.rank(), world.size()
@@ -95,7 +95,7 @@ class ScriptGroups:
 
 
 class _RefusedTransport(RehearsalTransport):
-    """The transport of a group that can't be formed again: it refuses the first thing that an operation does."""
+    """It carries a group that can't be formed again: it refuses the first thing that an operation does."""
 
     def __init__(self, group: str, rank: int, ranks: Sequence[int], old_size: int, size: int) -> None:
         super().__init__(group, rank, len(ranks))

@@ -33,7 +33,10 @@ NO_VALUES = Frozen(_PLAIN + marshal.dumps({}, 2), [])
 
 
 class SmallState:
-    """The small state of one rank. Cost: microseconds in each commit, and what the script's `get_extra_state` takes."""
+    """It is the small state of one rank.
+
+    Cost: microseconds in each commit, and what the script's `get_extra_state` takes.
+    """
 
     def __init__(self, objects: Objects, values: dict[str, Any]) -> None:
         self._objects, self._values = objects, values
@@ -108,7 +111,7 @@ class SmallState:
 
 
 class _GeneratorState(tuple[bytes]):
-    """The state of a generator, which stays the object that it is."""
+    """The state of a generator; restoring it keeps the same generator object."""
 
 
 def _shown(value: Any) -> Any:

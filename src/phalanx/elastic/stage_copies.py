@@ -1,7 +1,7 @@
 """Copy what each rank of a Pipeline has kept of a commit to a rank of the next host, so that a whole host may be lost.
 
     rank b, host B    keeps commit k in its slot    ── structure (with a MAC), tensors ──▶    rank c, host C
-    all ranks         barrier: who passes it knows that every slot of commit k is written, and every copy
+    all ranks         barrier: a rank that passes it knows that every slot of commit k is written, and every copy
 
 The last host copies to the first one. A stage is lost with its copy if both of these hosts are lost at once.
 """
@@ -29,7 +29,7 @@ _STREAM = "kept stage"
 
 
 class StageCopies:
-    """This rank's part: it sends what it keeps to its keeper, and takes in what comes from its wards.
+    """It is this rank's part: it sends what it keeps to its keeper, and takes in what comes from its wards.
 
     `hosts` are the ranks of the group by host.
     """

@@ -1,12 +1,13 @@
-"""Keep each rank's part of a Pipeline, in an elastic job, where it outlives the rank.
+"""Keep each rank's part of a Pipeline where it outlives the rank, in an elastic job.
 
     pipe.step, optimizer.step, commit k     on every rank
     slot k%2: all that this rank has        number -1; parameters, buffers, optimizer, values; number k
     a copy of the slot                      to a rank of the next host, where there are several (`keep="neighbour"`)
-    barrier                                 who passes it knows that every rank has written slot k
+    barrier                                 a rank that passes it knows that all have written slot k
 
-When a rank is lost, all go back to the last commit whose barrier somebody has passed: each to its own slot, who is new
-to that of its number. No slot of that commit has been written over: the next but one comes after the next barrier.
+When a rank is lost, all go back to the last commit whose barrier some rank has passed: each to its own slot, and a new
+rank to the slot of its number. No slot of that commit has been written over: the next but one comes after the next
+barrier.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _LOAD = "Start again, with a new Pipeline and the last checkpoint (phalanx.Check
 
 
 class OwnPart:
-    """All parts of one rank as one, to be handed over; `value` on who gives them for another."""
+    """It hands all parts of one rank over as one; a rank that gives them for another one has `value`."""
 
     def __init__(self, parts: Sequence[Part], value: Any = None) -> None:
         self._parts = parts
@@ -48,7 +49,7 @@ class OwnPart:
 
 
 class StageRecords:
-    """This rank's two slots, and those of all ranks of its host to read. Collective to build.
+    """It has this rank's two slots, and those of all ranks of its host to read. Building it is collective.
 
     Cost: twice the parameters, buffers and optimizer state of a stage, in shared memory; a copy of them at each commit.
     On several hosts twice that memory, for the copies of another host's rank, and one message with all of it at each

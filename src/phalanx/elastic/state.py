@@ -1,4 +1,4 @@
-"""What training needs to go on where another rank stood: `State`, which the loop commits."""
+"""`State` holds what training needs to go on where another rank stood; the loop commits it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _logger = get_logger(__name__)
 
 
 class LatestCommit:
-    """The commit that a loss takes this rank back to: its number, the epoch and step after it, and the small state.
+    """A loss takes this rank back to this commit: its number, the epoch and step after it, and the small state.
 
     The ends of epochs are commits as well, so that numbers run ahead of steps.
     """
@@ -37,7 +37,7 @@ class LatestCommit:
 
 
 class State:
-    """Everything that a rank must have to go on where another one stood.
+    """Hold everything that a rank must have to go on where another one stood.
 
         state = phalanx.elastic.State(model=model, optimizer=optimizer, scheduler=scheduler, sampler=sampler, best=0.0)
 

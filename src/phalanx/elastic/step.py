@@ -1,4 +1,4 @@
-"""The step at hand: whether its backward runs, whether its update is made; it is committed, counted or taken back.
+"""Track the step at hand: whether its backward runs, and whether its update is made, counted or taken back.
 
 forward │ backward │ optimizer.step │ commit
         ╰ open ────╯ ╰ stepped: 1 ──╯ 2 until here
@@ -30,7 +30,7 @@ TRIAL_STEPS = 100  # in so many, a copy is taken, and ranks wait for each other,
 
 
 class Runner(Protocol):
-    """Who is told of commits, while the job runs."""
+    """It is told of commits, while the job runs."""
 
     def before_commit(self, number: int, small: Frozen, counted: tuple[int, int]) -> bool:
         """Prepare commit `number`, with its small state; `counted` collectives came before it. Return whether the ranks
@@ -56,7 +56,7 @@ class Runner(Protocol):
 
 
 class StepTracker:
-    """Hears, by hooks on `objects`, how far the loop is in its step. While there is no `runner` it does nothing."""
+    """It hears, by hooks on `objects`, how far the loop is in its step. Without a `runner` it does nothing."""
 
     def __init__(self, objects: Objects) -> None:
         self.runner: Runner | None = None

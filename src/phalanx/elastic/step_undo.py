@@ -1,9 +1,10 @@
-"""What an update is about to change, kept, so that a step can be taken back that a loss interrupts after its update.
+"""Keep what an update is about to change, so that a step can be taken back that a loss interrupts after its update.
 
     backward │ optimizer.step │ all_reduce(loss) │ scheduler.step │ commit        one collective is behind the update
     backward │ optimizer.step │ backward │ optimizer.step         │ commit        two optimizers, as of a GAN
 
-Who is interrupted there has parameters that are no longer those of the latest commit, and not yet those of the next.
+A rank that is interrupted there has parameters that are no longer those of the latest commit, and not yet those of the
+next.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from phalanx.transport.tensors import copy_all
 
 
 class StepUndo:
-    """A copy of what `parts` hold. Cost: their memory once more, and a copy of it in each step that takes one."""
+    """It keeps a copy of what `parts` hold. Cost: their memory once more, and a copy in each step that takes one."""
 
     def __init__(self, parts: Sequence[Part]) -> None:
         self._parts = parts
@@ -80,9 +81,9 @@ def _with_inner(scheduler: LRScheduler) -> list[LRScheduler]:
 
 
 class Followers:
-    """Schedulers, gradient scalers, and the options that they change: what may be ahead although nothing was updated.
+    """They are schedulers, gradient scalers and the options that they change, which may be ahead of the last update.
 
-    So it is where a scheduler steps at the end of an epoch, and a rank is lost in the validation after it.
+    This happens where a scheduler steps at the end of an epoch, and a rank is lost in the validation after it.
     """
 
     def __init__(self, schedulers: Sequence[LRScheduler], scalers: Sequence[Any], optimizers: Sequence[Optimizer]):

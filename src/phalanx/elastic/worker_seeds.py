@@ -1,4 +1,4 @@
-"""What DataLoader workers draw, made a function of the batch: a worker that is started again draws the same."""
+"""Seed DataLoader workers by the batch, so that a worker that is started again draws the same numbers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def seed_workers(loader: Any, seed: int, epoch: int) -> None:
 
 
 class _SeedBatches:
-    """A `worker_init_fn`, which calls that of the user."""
+    """This `worker_init_fn` calls that of the user, too."""
 
     def __init__(self, seed: int, then: Callable[[int], None] | None) -> None:
         self._seed, self._then = seed, then

@@ -1,1 +1,1 @@
-"""What carries tensors between hosts. Phalanx has no network transport of its own: these are PyTorch's engines."""
+"""Engines carry tensors between hosts. They are PyTorch's: Phalanx has no network transport of its own."""

@@ -1,4 +1,4 @@
-"""CUDA memory that several processes map, handed over as a file descriptor: CUDA's virtual memory management.
+"""Map CUDA memory in several processes, handed over as a file descriptor, by CUDA's virtual memory management.
 
     create   cuMemCreate  ──▶ cuMemExportToShareableHandle ──▶ descriptor ──▶ cuMemImportFromShareableHandle   open
              └──────────────── cuMemAddressReserve, cuMemMap, cuMemSetAccess ─────────────────┘
@@ -76,7 +76,7 @@ def _call(name: str, *arguments: Any) -> None:
 
 
 class _CudaMapping:
-    """CUDA memory at an address of this process."""
+    """It is CUDA memory at an address of this process."""
 
     def __init__(self, handle: int, device: torch.device, nbytes: int) -> None:
         """Map the memory of a handle, which this releases: mappings keep the memory."""
@@ -116,7 +116,7 @@ class _CudaMapping:
 
 
 class _Bytes:
-    """What PyTorch makes a tensor of: https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html."""
+    """PyTorch makes a tensor of it: https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html."""
 
     def __init__(self, address: int, nbytes: int) -> None:
         self.__cuda_array_interface__ = {
@@ -125,7 +125,7 @@ class _Bytes:
 
 
 class CudaMemory:
-    """The `DeviceMemory` of NVIDIA's GPUs."""
+    """It is the `DeviceMemory` of NVIDIA's GPUs."""
 
     def create(self, device: torch.device, nbytes: int) -> tuple[int, _CudaMapping]:
         """Return new memory, rounded up to the driver's granularity, and its descriptor."""

@@ -1,7 +1,7 @@
-"""Whether what this process has sent has reached the other hosts.
+"""Wait until what this process has sent has reached the other hosts.
 
-Gloo closes its connections at once and throws away what the kernel still holds for the peer, who may be behind a slow
-link or may stand still, and needs it to finish what has been finished here.
+Gloo closes its connections at once and throws away what the kernel still holds for the peer. The peer may be behind a
+slow link or may stand still, and needs it to finish what has been finished here.
 """
 
 from __future__ import annotations

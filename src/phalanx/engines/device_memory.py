@@ -1,4 +1,4 @@
-"""Memory of a device that several processes map: what a kind of device must offer for it."""
+"""These protocols say what a kind of device must offer so that several processes can map its memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class MappedMemory(Protocol):
-    """A piece of a device's memory, in this process."""
+    """It is a piece of a device's memory, in this process."""
 
     @property
     def tensor(self) -> Tensor:
@@ -20,7 +20,7 @@ class MappedMemory(Protocol):
 
 
 class DeviceMemory(Protocol):
-    """How memory of one kind of device is made, and handed to other processes as a file descriptor."""
+    """It makes memory of one kind of device, and hands it to other processes as a file descriptor."""
 
     def create(self, device: torch.device, nbytes: int) -> tuple[int, MappedMemory]:
         """Return new memory of at least `nbytes`, and a descriptor for other processes, which the caller closes.

@@ -1,4 +1,4 @@
-"""What every engine offers: messages between the ranks of a group, wherever they run."""
+"""Every engine offers messages between the ranks of a group, wherever they run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DELIVERY_S = 10.0
 
 
 class Pending(Protocol):
-    """A message on its way."""
+    """It is a message on its way."""
 
     def wait(self, timeout: timedelta, /) -> object:
         """Return when the tensor may be used; raise RuntimeError if that will not happen."""
@@ -24,7 +24,7 @@ class Pending(Protocol):
 
 
 class FromAnybody(Pending, Protocol):
-    """A receive that takes whatever comes first."""
+    """It is a receive that takes whatever comes first."""
 
     def _source_rank(self) -> int:  # torch's name
         """Who sent it; after the wait."""
@@ -32,9 +32,10 @@ class FromAnybody(Pending, Protocol):
 
 
 class Engine(Protocol):
-    """One rank's end. Messages between two ranks with one tag arrive in the order in which they were sent.
+    """It is one rank's end. Messages between two ranks with one tag arrive in the order in which they were sent.
 
-    Tensors are contiguous; a receive is as long as its message, or longer. Whoever starts a message keeps its tensor.
+    Tensors are contiguous; a receive is as long as its message, or longer. The caller that starts a message keeps its
+    tensor.
     """
 
     @property

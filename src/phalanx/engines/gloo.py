@@ -1,4 +1,4 @@
-"""Gloo, as PyTorch builds it in: TCP between hosts, CPU tensors, one connection for each pair of ranks."""
+"""`GlooEngine` is Gloo, as PyTorch builds it in: TCP between hosts, CPU tensors, one connection per pair of ranks."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ _OPTIONS: dict[str, Any] = {
 
 
 class GlooEngine:
-    """Messages between the ranks of a group, wherever they run. Collective: all ranks build theirs.
+    """It carries messages between the ranks of a group, wherever they run. Collective: all ranks build theirs.
 
     Sends and receives start at once and return something to wait for. Messages between two ranks with one tag arrive in
     the order in which they were sent; a receive is as long as its message, or longer. A wait that times out ends the
     engine for this rank, and its peers' waits with it.
 
     Arguments:
-        peers: the addresses of all ranks, or nothing where one is not known: who else connects is kept out.
+        peers: the addresses of all ranks, or nothing where one is not known: other connections are kept out.
         num_threads: how many threads carry out what `begin` starts. Messages need none.
 
     Raises:
@@ -145,7 +145,7 @@ class GlooEngine:
 
 
 class _Freed:
-    """In the place of Gloo's group: a thread that is late gets what it would get from a closed connection."""
+    """It replaces Gloo's group: a thread that is late gets what it would get from a closed connection."""
 
     def __getattr__(self, name: str) -> Any:
         raise RuntimeError("the connections of this group are closed")

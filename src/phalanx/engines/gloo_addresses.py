@@ -1,4 +1,4 @@
-"""How the ranks of a group tell each other where Gloo listens: together, and not each of each.
+"""The ranks of a group tell each other together where Gloo listens, instead of each asking each.
 
     every rank   set  addresses/<n>      = what Gloo would have the others know of this rank
     rank 0       get  all of them        → set  addresses#once = all together
@@ -33,7 +33,7 @@ _WORD_BYTES = 8
 
 
 class GlooAddresses(Store):
-    """The store in which one rank's Gloo finds the others, over the `store` in which the group's ranks meet.
+    """One rank's Gloo finds the others in it; `store` is the store in which the group's ranks meet.
 
     Collective: `world_size` ranks use it, and each writes one value. Cost: 3 requests per rank of `store`, 3 more of
     rank 0.

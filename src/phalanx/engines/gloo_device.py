@@ -1,4 +1,4 @@
-"""The port at which Gloo connects the ranks of this process with those of others: one for all groups.
+"""Gloo connects the ranks of this process with those of others at one port, which all groups share.
 
     a group's ranks connect          ──> the kernel takes connections from their hosts' addresses
     ... for longer than two seconds  ──> and from all: a host's address may be translated on the way
@@ -29,7 +29,7 @@ _KNOWN_ONLY_S = 2.0  # well above what ranks need that reach each other by their
 
 
 class GlooDevice:
-    """A port of this process on one network, and the thread that serves its connections. See `gloo_device`."""
+    """It is a port of this process on one network, and the thread that serves its connections. See `gloo_device`."""
 
     def __init__(self, address: str, interface: str) -> None:
         before = open_sockets()

@@ -1,4 +1,4 @@
-"""This host's network interfaces, their addresses, and whether everybody on the internet could send to one."""
+"""List this host's network interfaces and addresses, and say whether everybody on the internet could send to one."""
 
 from __future__ import annotations
 

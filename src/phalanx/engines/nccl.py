@@ -1,4 +1,4 @@
-"""NCCL, as PyTorch's CUDA builds have it: tensors in GPU memory, between the GPUs of one host or of several."""
+"""Open NCCL, as PyTorch's CUDA builds have it, for tensors in GPU memory, between the GPUs of one or several hosts."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Where others find the agent: ranks that show it their memory, and `phalanx stacks`.
+"""The agent listens at this socket, for ranks that show it their memory, and for `phalanx stacks`.
 
-A socket without a file, named after this process and some random digits, so that nobody can take the name first. The
-kernel vouches for the user on the other side; a connection of another user is closed before anything is read from it.
-A client sends one message (`phalanx.ipc.channel`). The agent never waits for one.
+It is a socket without a file, named after this process and some random digits, so that nobody can take the name first.
+The kernel vouches for the user on the other side; a connection of another user is closed before anything is read from
+it. A client sends one message (`phalanx.ipc.channel`). The agent never waits for one.
 
     another user                       closed unread
     no whole message yet               may wait, with 63 others; the oldest makes room
@@ -34,7 +34,7 @@ _MAX_PENDING = 64  # accepted and without a whole message yet; beyond that the o
 
 @dataclass(frozen=True)
 class Request:
-    """A client's message and descriptors; `channel` is for the answer. The receiver closes all."""
+    """It is a client's message and descriptors; `channel` is for the answer. The receiver closes all."""
 
     message: dict[str, Any]
     fds: tuple[int, ...]
@@ -48,7 +48,7 @@ class Request:
 
 
 class AgentSocket:
-    """Listens from construction on; on other systems than Linux it never does, and `address` is empty."""
+    """It listens from construction on; on other systems than Linux it never does, and `address` is empty."""
 
     def __init__(self) -> None:
         self.address = ""

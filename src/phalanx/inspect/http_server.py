@@ -1,10 +1,10 @@
-"""A small HTTP server for what a browser or a scraper reads of a job: pages that are made when they are asked for.
+"""Serve, over HTTP, pages about a job to a browser or a scraper; each page is made when it is asked for.
 
     bound to      without a token                                 with one
     loopback      requests whose Host is a name of this machine   those that bring it
     another       refused                                         those that bring it
 
-Addresses that other hosts reach are never served to whoever comes by.
+Addresses that other hosts reach are never served without a token.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _OWN_NAMES = ("localhost", "127.0.0.1", "::1")
 
 
 class Page(NamedTuple):
-    """What is sent: the type of the content, and its bytes."""
+    """It is what is sent: the type of the content, and its bytes."""
 
     content_type: str
     content: bytes
@@ -35,9 +35,9 @@ Pages = Mapping[str, Callable[[], Page]]
 
 
 class HTTPServer:
-    """Serves `pages`, by their paths, in threads of its own until `close`.
+    """It serves `pages`, by their paths, in threads of its own until `close`.
 
-    `token`: what a request must bring, as `Authorization: Bearer TOKEN` or as `?token=TOKEN`; empty for none.
+    A request must bring `token`, as `Authorization: Bearer TOKEN` or as `?token=TOKEN`; empty for none.
 
     Raises:
         ValueError: the address is not that of this machine alone, and there is no token.

@@ -1,6 +1,6 @@
-"""How processes of one host talk to each other.
+"""Let the processes of one host talk to each other.
 
 channel   messages with file descriptors over a Unix socket: between agent, zygote, ranks and `phalanx stacks`
-agent     how a rank finds its agent, and tells it something
-peer      which process is at the other end
+agent     a rank finds its agent, and tells it something
+peer      tells which process is at the other end
 """

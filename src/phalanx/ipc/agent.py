@@ -1,4 +1,4 @@
-"""How the processes of a host reach the agent of `phalanx run`: by a socket with a name and without a file.
+"""The processes of a host reach the agent of `phalanx run` by a socket with a name and without a file.
 
 The address `name:token` is what a rank has in PHALANX_AGENT. The name can be read by everybody (in /proc/net/unix), the
 token only by processes of the job. The socket is in Linux's abstract namespace, so that no file is left behind; other

@@ -1,4 +1,6 @@
-"""Messages between processes of one host over a Unix socket: JSON with its length in front, descriptors alongside.
+"""A `Channel` sends messages between processes of one host over a Unix socket: JSON, with descriptors alongside.
+
+Each message has its length in front.
 
     4 bytes   the number of bytes that follow (big-endian); the message's file descriptors come with them
     n bytes   a JSON object
@@ -32,7 +34,7 @@ _CLOEXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 
 
 class Message(NamedTuple):
-    """What has come: a JSON object, and file descriptors that now belong to the receiver (close-on-exec)."""
+    """It is what has come: a JSON object, and file descriptors that now belong to the receiver (close-on-exec)."""
 
     content: dict[str, Any]
     fds: tuple[int, ...] = ()
@@ -44,7 +46,7 @@ class Message(NamedTuple):
 
 
 class Channel:
-    """One end of a connection. It owns the socket, whose other end may be stopped, stranger or gone.
+    """It is one end of a connection. It owns the socket, whose other end may be stopped, stranger or gone.
 
     `max_bytes` and `max_fds` limit what one message from the other end may have; a longer one ends the channel.
     `max_queued` limits how many messages wait for an end that takes none; further ones are dropped.

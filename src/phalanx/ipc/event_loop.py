@@ -1,4 +1,4 @@
-"""The loop of a process that waits for several things at once: each says what it waits for, and is asked in turn."""
+"""An `EventLoop` waits for several things at once: each source says what it waits for, and is asked in turn."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _never() -> float | None:
 
 @dataclass(frozen=True)
 class Source:
-    """What a loop waits for. Everything but `handle` is asked anew before each wait.
+    """A loop waits for it. Everything but `handle` is asked anew before each wait.
 
     Arguments:
         handle: is called after each wait, with all descriptors that are ready; those of other sources are among them.
@@ -32,7 +32,7 @@ class Source:
 
 
 class EventLoop:
-    """Waits until one of its sources has something to do, and calls all of them, in the order in which they came."""
+    """It waits until one of its sources has something to do, and calls all of them, in the order in which they came."""
 
     def __init__(self, *sources: Source) -> None:
         self._sources = list(sources)

@@ -1,4 +1,4 @@
-"""Who is on the other side of a Unix socket: the kernel vouches for it (`SO_PEERCRED`)."""
+"""Ask the kernel which process is on the other side of a Unix socket (`SO_PEERCRED`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _CREDENTIALS = struct.Struct("3i")
 
 @dataclass(frozen=True)
 class Peer:
-    """The process that connected, or that listens; `pid` is 0 where it lives in a pid namespace we can't see."""
+    """It is the process that connected, or that listens; `pid` is 0 where it lives in a pid namespace we can't see."""
 
     pid: int
     uid: int

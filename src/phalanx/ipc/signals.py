@@ -1,4 +1,4 @@
-"""Signals as bytes on a pipe: handled in an event loop, between two events."""
+"""Turn signals into bytes on a pipe, which an event loop handles between two events."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How one thread wakes another one that sleeps in poll(), and leaves it something to take."""
+"""Wake a thread that sleeps in poll() from another one, and leave it something to take."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _READ_BYTES = 4096
 
 
 class Wakeup:
-    """A descriptor that can be read once somebody has called `ring`. No call waits, nor takes a lock of Python's.
+    """It is a descriptor that can be read once somebody has called `ring`. No call waits, nor takes a lock of Python's.
 
-    After `close` nothing happens to who rings.
+    After `close` a call of `ring` does nothing.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class Wakeup:
 
 
 class Mailbox(Generic[T]):
-    """What other threads leave for one that waits on `fileno` besides other things."""
+    """Other threads leave messages here for a thread that waits on `fileno` besides other things."""
 
     def __init__(self) -> None:
         self._letters: queue.SimpleQueue[T] = queue.SimpleQueue()

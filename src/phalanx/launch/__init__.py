@@ -1,4 +1,4 @@
-"""Starting jobs: from the words of `phalanx run` to an agent on each host (`phalanx.agent`).
+"""Start jobs: from the words of `phalanx run` to an agent on each host (`phalanx.agent`).
 
     options, command_line   what was asked for, checked before anything starts
     num_ranks, devices      how many ranks, on which devices
@@ -19,7 +19,7 @@ from typing import Any
 
 
 class Launch(ModuleType):
-    """The type of this package, which is also a function: `phalanx.launch(fn, args)`."""
+    """It is the type of this package, which is also a function: `phalanx.launch(fn, args)`."""
 
     def __call__(
         self,

@@ -1,4 +1,4 @@
-"""The settings of `phalanx run`, with what a scheduler says of this start of it."""
+"""Complete the settings of `phalanx run` by what a scheduler says of this start of it."""
 
 from __future__ import annotations
 

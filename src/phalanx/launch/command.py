@@ -1,4 +1,4 @@
-"""`phalanx run`, from its words to its exit code."""
+"""Run `phalanx run`, from its words to its exit code."""
 
 from __future__ import annotations
 

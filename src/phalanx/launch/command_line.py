@@ -1,6 +1,6 @@
-"""What the words of `phalanx run` ask for: parsed, and refused with all their problems at once.
+"""Parse the words of `phalanx run` into settings, and refuse them with all their problems at once.
 
-Purely data: nothing here looks at the machine, so that every rule can be tested by itself.
+The functions are pure: nothing here looks at the machine, so that every rule can be tested by itself.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The scripts by which a shell completes the options of `phalanx run`, made from the list of them."""
+"""Make the scripts by which a shell completes the options of `phalanx run`, from the list of them."""
 
 from __future__ import annotations
 

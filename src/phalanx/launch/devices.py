@@ -1,4 +1,4 @@
-"""How many processors and GPUs this job may use, found without importing torch."""
+"""Count the processors and GPUs that this job may use, without importing torch."""
 
 from __future__ import annotations
 

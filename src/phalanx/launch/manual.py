@@ -1,4 +1,4 @@
-"""The manual of `phalanx run`, which `phalanx run --help` prints."""
+"""Write the manual of `phalanx run`, which `phalanx run --help` prints."""
 
 from __future__ import annotations
 

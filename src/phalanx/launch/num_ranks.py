@@ -1,4 +1,4 @@
-"""How many ranks a host gets, of so many cores and GPUs."""
+"""Decide how many ranks a host gets, of so many cores and GPUs."""
 
 from __future__ import annotations
 

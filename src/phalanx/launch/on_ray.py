@@ -1,4 +1,4 @@
-"""A job on an existing Ray cluster: `phalanx run --on ray`, and `phalanx.launch.ray(fn)` from a driver.
+"""Run a job on an existing Ray cluster: `phalanx run --on ray`, and `phalanx.launch.ray(fn)` from a driver.
 
     the driver ── a placement group, STRICT_SPREAD ──► one actor on each Ray node ──► an agent, as `phalanx run` there
                ◄── what the agents say, and what the ranks returned ──
@@ -36,7 +36,7 @@ _MODULE = ("-m", "phalanx.launch.calls")
 
 
 class NodeAgent:
-    """The actor: an agent on the Ray node where it is. Its methods run in threads of their own."""
+    """It is the actor: an agent on the Ray node where it is. Its methods run in threads of their own."""
 
     def __init__(self) -> None:
         self._agent: subprocess.Popen[bytes] | None = None

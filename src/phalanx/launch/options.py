@@ -1,4 +1,4 @@
-"""The options of `phalanx run`: torchrun's, those of the launcher before it, and a few of ours.
+"""These are the options of `phalanx run`: torchrun's, those of the launcher before it, and a few of ours.
 
 An option that torchrun has can also come as PET_ and its name in the environment, as there; on the command line it
 goes first.
@@ -19,8 +19,10 @@ _MAX_RANKS_PER_GPU = 64
 
 @dataclass(frozen=True)
 class Option:
-    """A flag and its help. `field` is that of `Settings` which it sets: `not:` sets it to False, `kind:` says what the
-    target is, an empty one has a meaning together with others (`phalanx.coordination.rendezvous`), None has none.
+    """It is a flag and its help.
+
+    `field` is that of `Settings` which it sets: `not:` sets it to False, `kind:` says what the target is, an empty one
+    has a meaning together with others (`phalanx.coordination.rendezvous`), None has none.
     """
 
     name: str

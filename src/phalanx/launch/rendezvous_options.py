@@ -1,10 +1,10 @@
-"""The options of `phalanx run` that say where the hosts of a job meet, as torchrun understands them.
+"""Read the options of `phalanx run` that say where the hosts of a job meet, as torchrun understands them.
 
     --nnodes 2                                               here; `phalanx join …` is printed for the others
     --nnodes 2 --node-rank R --master-addr H --master-port P at H:P, where node 0 leads          (backend static)
     --nnodes 2 --rdzv-backend c10d --rdzv-endpoint H:P       at H:P, led by the host whose address H is
 
-Purely data: nothing here looks at the machine.
+The functions are pure: nothing here looks at the machine.
 """
 
 from __future__ import annotations

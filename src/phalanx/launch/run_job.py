@@ -1,4 +1,4 @@
-"""The agent's own life: the zygote is started first, everything else is loaded while that imports torch."""
+"""Run the agent: start the zygote first, and load everything else while the zygote imports torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a run's curves go: Weights & Biases, MLflow, TensorBoard, a CSV file, or any logger of Lightning's interface.
+"""Loggers take a run's curves: Weights & Biases, MLflow, TensorBoard, a CSV file, or any with Lightning's interface.
 
     from phalanx.loggers import WandbLogger
     phalanx.Trainer(..., logger=WandbLogger(project="digits"))       # or logger="wandb", or several in a list

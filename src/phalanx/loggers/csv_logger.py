@@ -1,4 +1,4 @@
-"""A run's curves as a table: metrics.csv, with hyperparameters and the report beside it."""
+"""`CSVLogger` writes a run's curves as a table: metrics.csv, with hyperparameters and the report beside it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run's loggers in one process: only the writer calls them, and none of them can end the training."""
+"""Guard a run's loggers in one process: only the writer calls them, and none of them can end the training."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _MOST_IN_A_ROW = 3
 
 
 class GuardedLoggers:
-    """Calls each logger for what it has of `phalanx.loggers.interface`, where `writes` says that this process does.
+    """It calls each logger for what it has of `phalanx.loggers.interface`, where `writes` says that this process does.
 
-    It is asked each time: another process may become rank 0. The first failure of a logger is told in the log; one that
-    fails three times in a row is asked no more, because each time may be a timeout of its server.
+    `writes` is asked each time: another process may become rank 0. The first failure of a logger is told in the log;
+    one that fails three times in a row is asked no more, because each time may be a timeout of its server.
     """
 
     def __init__(self, loggers: Sequence[LogsMetrics], writes: Callable[[], bool]) -> None:

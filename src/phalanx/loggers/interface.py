@@ -1,4 +1,4 @@
-"""What a logger can do: Lightning's `log_metrics`, and what else it has of Lightning's or of ours.
+"""A logger must have Lightning's `log_metrics`, and may have more of Lightning's methods or of ours.
 
     Lightning's   log_hyperparams(params)   log_metrics(metrics, step)   finalize(status)
     ours          begin(again_from)         log_file(path)               state_dict(), load_state_dict()
@@ -19,14 +19,14 @@ Params = Mapping[str, Any]
 
 @runtime_checkable
 class LogsMetrics(Protocol):
-    """Whatever has Lightning's `log_metrics`."""
+    """It has Lightning's `log_metrics`."""
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Take the values of these metrics at a step."""
 
 
 class Logger:
-    """The loggers of this package: everything but `log_metrics` does nothing unless it is overridden.
+    """It is the base of this package's loggers: everything but `log_metrics` does nothing unless it is overridden.
 
     A logger opens nothing before its first call, which only the process that writes makes: every rank may make one.
     """

@@ -1,4 +1,4 @@
-"""A run's curves for MLflow."""
+"""`MLflowLogger` logs a run's curves for MLflow."""
 
 from __future__ import annotations
 

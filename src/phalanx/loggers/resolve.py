@@ -1,4 +1,4 @@
-"""From what a user gives as `logger=` to loggers: words, runs and writers of other packages, Lightning's loggers."""
+"""Turn what a user gives as `logger=` into loggers: words, runs and writers of other packages, Lightning's loggers."""
 
 from __future__ import annotations
 

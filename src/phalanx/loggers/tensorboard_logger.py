@@ -1,4 +1,4 @@
-"""A run's curves for TensorBoard."""
+"""`TensorBoardLogger` logs a run's curves for TensorBoard."""
 
 from __future__ import annotations
 

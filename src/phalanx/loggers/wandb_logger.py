@@ -1,4 +1,4 @@
-"""A run's curves for Weights & Biases."""
+"""`WandbLogger` logs a run's curves for Weights & Biases."""
 
 from __future__ import annotations
 

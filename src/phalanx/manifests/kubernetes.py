@@ -1,4 +1,4 @@
-"""A Job, and what it needs, for Kubernetes."""
+"""Write a Job, and what it needs, for Kubernetes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _QUANTITY = re.compile(r"\d+(\.\d+)?(m|k|M|G|T|Ki|Mi|Gi|Ti)?")
 
 @dataclass(frozen=True)
 class Cluster:
-    """The place where the pods run, and their user.
+    """It is the place where the pods run, and their user.
 
     `secret` is the name of the Secret that holds the key, in the field `key`. `user` is a number; 0 is root, which a
     namespace with the restricted Pod Security Standard refuses. `shm` limits what files in /dev/shm may take; that

@@ -1,4 +1,4 @@
-"""What a manifest is asked for."""
+"""A `Request` is what a manifest is asked for."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from phalanx.launch.command_line import parse
 
 @dataclass(frozen=True)
 class Request:
-    """A job of `nodes` nodes with so much each; 0 and "" leave it to the scheduler. `words` follow `phalanx run`."""
+    """It is a job of `nodes` nodes with so much each; 0 and "" leave it to the scheduler.
+
+    `words` follow `phalanx run`.
+    """
 
     words: tuple[str, ...]
     nodes: int

@@ -1,4 +1,4 @@
-"""A batch script for Slurm."""
+"""Write a batch script for Slurm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MapReduce over a process group.
+"""This package is MapReduce over a process group.
 
 map_reduce                                          map_reduce.py
 its arguments, checked                              job.py

@@ -1,4 +1,4 @@
-"""One membership's way through a job: who has what, map, shuffle, reduce. What is done survives into the next one.
+"""Take one membership through a job: who has what, map, shuffle, reduce. What is done survives into the next one.
 
 meet        what each rank still holds                         gather
 map         tasks whose output nobody holds                    board
@@ -40,7 +40,7 @@ _RAISED = {"TypeError": TypeError, "ValueError": ValueError, "FileNotFoundError"
 
 @dataclass
 class Held:
-    """What this rank holds of a job: it outlives a membership."""
+    """It is what this rank holds of a job; it outlives a membership."""
 
     job: MapReduceJob
     splits: list[Split] | None = None
@@ -64,7 +64,7 @@ class Held:
 
 @dataclass(frozen=True)
 class TaskReport:
-    """What the others need to know of a map task: the length of the bucket of each partition, run by run."""
+    """It is what the others must know of a map task: the length of the bucket of each partition, run by run."""
 
     lengths: list[list[int]]
     kinds: set[str]
@@ -73,7 +73,7 @@ class TaskReport:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A job that is done: what was counted, and who has which partition."""
+    """It is a job that is done: what was counted, and which rank has which partition."""
 
     counters: Counters
     owners: dict[int, int]

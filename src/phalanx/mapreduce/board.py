@@ -1,4 +1,4 @@
-"""Who does which map task: handed out through the store, one after another, to whoever has nothing to do.
+"""The board hands map tasks out through the store, one after another, to each rank that has nothing to do.
 
     claim        the next that nobody has begun                       add next
     running      have others done it first?                           check done/TASK
@@ -24,7 +24,7 @@ _LEAST_PATIENCE_S = 0.2
 
 @dataclass(frozen=True)
 class OpenTask:
-    """A task that is not done, as an idle rank sees it."""
+    """It is a task that is not done, as an idle rank sees it."""
 
     task: int
     runs: int
@@ -49,7 +49,7 @@ def choose_idle_task(standings: Sequence[OpenTask], world_size: int, patience_s:
 
 @dataclass
 class Board:
-    """One rank's view of the tasks. `tasks` are those that are to be done, the same on every rank."""
+    """It is one rank's view of the tasks. `tasks` are those that are to be done, the same on every rank."""
 
     team: Team
     prefix: str

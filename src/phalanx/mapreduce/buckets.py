@@ -1,4 +1,4 @@
-"""What a full table becomes: packed columns of keys and values, some for each partition."""
+"""Turn a full table into buckets: packed columns of keys and values, some for each partition."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PAIR_BYTES = 150  # of a short text and an integer in a dict, the text itself n
 
 @dataclass
 class Values:
-    """Values by key, folded or listed, how many they are, and the bytes that they hold."""
+    """It has values by key, folded or listed, their number, and the bytes that they hold."""
 
     by_key: dict[Any, Any]
     count: int

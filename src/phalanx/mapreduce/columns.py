@@ -1,10 +1,10 @@
-"""Keys and values as bytes: a column of each. What is all text, or all numbers of a kind, needs no pickle.
+"""Pack keys and values into bytes, a column of each. Columns that are all text, or all numbers, need no pickle.
 
     t b 10          the kinds of the two columns, and how long the first is
     a·the·word      keys: text, with line ends between
     3 99 2          values: integers of a byte each
 
-Many values a key: a column of their numbers, then one of all values.
+If a key has many values, there is a column of their numbers, then one of all values.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a job counted: records, pairs, bytes, and the records that its map function could not do."""
+"""`Counters` has what a job counted: records, pairs, bytes, and the records that its map function could not do."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TEXT = 200
 
 @dataclass(frozen=True)
 class BadRecord:
-    """A record for which the map function raised, or that could not be decoded. It has no effect on the result."""
+    """The map function raised for this record, or it could not be decoded. It has no effect on the result."""
 
     where: str
     record: str
@@ -40,7 +40,7 @@ class BadRecord:
 
 @dataclass
 class Counters:
-    """Sums over all tasks, each counted once, whoever did it and how often. `bad_records` shows the first few."""
+    """It has sums over all tasks, each counted once, however often it ran. `bad_records` shows the first few."""
 
     records: int = 0
     num_bad_records: int = 0

@@ -1,4 +1,4 @@
-"""The shuffle: every rank has a stream of bytes for every rank, and all_to_all carries them in rounds of bounded size.
+"""Shuffle: each rank has a stream of bytes for each rank, and all_to_all carries them in rounds of bounded size.
 
 rank 0   │ for 0 │ for 1          │ for 2 │         round 0: the first chunk of each stream
 rank 1   │ for 0   │ for 1 │ for 2   │              round 1: the next …

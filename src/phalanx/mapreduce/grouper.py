@@ -1,4 +1,4 @@
-"""Values by key, in the order of the keys: in memory as long as they fit, else in sorted runs on disk that are merged.
+"""Group values by key, in the order of the keys: in memory while they fit, else in sorted runs on disk that are merged.
 
     buckets of task 0, 1, 2 … ──▶ dict of lists ──▶ sorted run 0 ─┐
                                        │ full      sorted run 1 ─┼─▶ merge ─▶ (key, values), key after key
@@ -30,7 +30,7 @@ Run = list[Extent]
 
 
 class Stored:
-    """The values of an entry that is larger than a block: on disk, until somebody iterates over them."""
+    """It has the values of an entry that is larger than a block: on disk, until they are iterated over."""
 
     def __init__(self, spool: Spool, extent: Extent) -> None:
         self._spool = spool
@@ -93,9 +93,9 @@ def read_entries(spool: Spool, run: Run, block_bytes: int) -> Iterator[tuple[Any
 
 
 class Grouper:
-    """Collects the buckets of one partition. `listed`: the values of a bucket are lists of values.
+    """It collects the buckets of one partition. With `listed` the values of a bucket are lists of values.
 
-    `adds`: integers of a key may be added up at once, which is exact in any order, and a sum takes the least room.
+    With `adds` integers of a key may be added up at once, which is exact in any order, and a sum takes the least room.
     """
 
     def __init__(self, spool: Spool, limit_bytes: int, *, listed: bool, adds: bool = False) -> None:

@@ -1,6 +1,6 @@
-"""Memory that was freed goes back to the system: C's allocator keeps it, and large values of changing sizes tear holes.
+"""Give freed memory back to the system: C's allocator keeps it, and large values of changing sizes leave holes.
 
-Of values of 1 MB, 70 MB had been freed and were still held, where 16 were asked for.
+In a test with values of 1 MB, 70 MB had been freed and were still held, where 16 were asked for.
 """
 
 from __future__ import annotations

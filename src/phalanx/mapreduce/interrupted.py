@@ -1,8 +1,8 @@
-"""Where a rank was lost, `phalanx.elastic.run` calls the function around `map_reduce` again: what was done is kept.
+"""Keep what a `map_reduce` has done when a rank is lost, for the call that `phalanx.elastic.run` makes again.
 
-One job at most, the one that was interrupted. The call that takes it must stand at the same place (as many commits,
-and as many calls since the latest one), and have the same arguments: its functions, the records of its sequence by
-value, and its files, none of which was written to since the interrupted call began.
+It keeps one job at most, the one that was interrupted. The call that takes it must stand at the same place (as many
+commits, and as many calls since the latest one), and have the same arguments: its functions, the records of its
+sequence by value, and its files, none of which was written to since the interrupted call began.
 """
 
 from __future__ import annotations
@@ -22,8 +22,11 @@ from phalanx.mapreduce.splits import find_files
 
 @dataclass(frozen=True)
 class Call:
-    """One call of `map_reduce`. `place`: the commits of the elastic state before it, and its number among the calls
-    since the latest of them; `files`: those that it reads, as they were when it began."""
+    """It is one call of `map_reduce`.
+
+    `place` has the number of commits of the elastic state before it, and its own number among the calls since the
+    latest of them; `files` are those that it reads, as they were when it began.
+    """
 
     place: tuple[int, int]
     files: tuple[tuple[str, int, int, int], ...] = ()
@@ -98,7 +101,7 @@ def _digest(job: MapReduceJob) -> bytes | None:
 
 
 class _Digest:
-    """A file that keeps no more of what is written to it than its hash."""
+    """It is a file that keeps no more of what is written to it than its hash."""
 
     def __init__(self) -> None:
         self._hash = hashlib.sha256()

@@ -1,7 +1,7 @@
-"""Which partition a key belongs to, on every rank of every run, and whether keys have an order.
+"""Say which partition a key belongs to, on every rank of every run, and whether keys have an order.
 
-Python's own hash of a string is another one in each process. What is equal must have one hash: 1, 1.0 and True are one
-key of a dict, so they are one here.
+Python's own hash of a string is another one in each process. Equal keys must have one hash: 1, 1.0 and True are one key
+of a dict, so they are one here.
 """
 
 from __future__ import annotations

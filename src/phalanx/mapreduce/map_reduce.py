@@ -1,4 +1,4 @@
-"""The call."""
+"""`map_reduce` is the call that users make."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is to be done: the arguments of a call, checked, and the same on every rank."""
+"""`MapReduceJob` has the arguments of a call, checked, and the same on every rank."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _BLOCK_BYTES = 64 << 10
 
 @dataclass(frozen=True)
 class MapReduceJob:
-    """One call of `map_reduce`."""
+    """It is one call of `map_reduce`."""
 
     inputs: Any
     map: Map

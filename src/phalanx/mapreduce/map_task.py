@@ -1,4 +1,4 @@
-"""One map task: the records of a split through the map function, into a bucket for each partition."""
+"""Run one map task: the records of a split go through the map function, into a bucket for each partition."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _GC_THRESHOLD = 50_000
 
 @dataclass
 class MapOutput:
-    """What a task has left in the spool: runs, each with the extent of the bucket of every partition, in order."""
+    """It is what a task has left in the spool: runs, each with the extent of every partition's bucket, in order."""
 
     runs: list[list[Extent]] = field(default_factory=list)
     kinds: set[str] = field(default_factory=set)

@@ -1,4 +1,4 @@
-"""The result as files: one per partition, a JSON list [key, value] a line, each there as a whole or not at all."""
+"""Write the result as files: one per partition, a JSON list [key, value] a line, each there whole or not at all."""
 
 from __future__ import annotations
 

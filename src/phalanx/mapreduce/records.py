@@ -1,7 +1,7 @@
-r"""The records of a split: whole lines of a file, in blocks, or items of a sequence.
+r"""Read the records of a split: whole lines of a file, in blocks, or items of a sequence.
 
     bytes     | abc\ndef | g\nhi\n | jk |
-    split       0          1         2        whoever has a line's first byte has the line
+    split       0          1         2        the split with a line's first byte has the line
     lines       abc defg   hi        jk
 
 A line ends with "\n" or "\r\n", which are no part of it. The last line of a file may end with nothing.
@@ -25,7 +25,9 @@ _OPEN: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz
 
 @dataclass
 class Block:
-    """Records that follow each other. `fetch`, where there is one, makes a record of what `items` has in its place.
+    """It has records that follow each other.
+
+    `fetch`, where there is one, makes a record of what `items` has in its place.
 
     `bad` are those that could not be read, with what they were; they are not in `items`.
     """

@@ -1,4 +1,4 @@
-"""What a map_reduce leaves: keys and values in order, on this rank or on all, and how it went."""
+"""A `Result` is what a map_reduce returns: keys and values in order, on this rank or on all, and how it went."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _first = itemgetter(0)
 
 
 class Result:
-    """Iterates over (key, value), sorted by key: of this rank's partitions, or of all with `gather=True`.
+    """It iterates over (key, value), sorted by key: of this rank's partitions, or of all with `gather=True`.
 
     It can be iterated as often as one likes, and reads from memory or from disk. `close()`, or the end of a `with`,
     lets go of that; so does the last reference.

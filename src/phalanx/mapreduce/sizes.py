@@ -1,4 +1,4 @@
-"""How much memory Python objects hold, by a sample: enough to stay within a limit, cheap enough to ask often.
+"""Estimate how much memory Python objects hold by a sample, exact enough for a limit and cheap enough to ask often.
 
 What is sampled follows from the data alone, not from time: where a table is spilled decides how its values are
 grouped, and so the rounding of their sums.

@@ -1,10 +1,10 @@
-"""What a map task reads: bytes of files, cut anywhere, or positions of a sequence. Plans are pure; sizes are given.
+"""Plan what map tasks read: bytes of files, cut anywhere, or positions of a sequence. Plans are pure.
 
     files    a.txt                       b.txt    c.txt.gz
              |-----------|-----------|---|-----|  |------|
     splits   0           1           2            3          a compressed file cannot be entered in its middle
 
-A split is cut by bytes, and says nothing of records: whoever reads it takes the lines that begin in it.
+A split is cut by bytes, and says nothing of records: the task that reads it takes the lines that begin in it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _USUAL_SPLITS = 32  # of a small input: enough to spread over ranks of any numbe
 
 
 class Indexable(Protocol[Item]):
-    """A sequence, as a map-style dataset of PyTorch is one."""
+    """It is a sequence, as a map-style dataset of PyTorch is one."""
 
     def __len__(self) -> int: ...
 
@@ -34,7 +34,7 @@ class Indexable(Protocol[Item]):
 
 
 class Records(Generic[Item]):
-    """A sequence whose items are the records, also where they are strings or paths, which else would name files."""
+    """It is a sequence whose items are the records, even if they are strings or paths, which else would name files."""
 
     def __init__(self, items: Indexable[Item]) -> None:
         self._items = items
@@ -48,7 +48,7 @@ class Records(Generic[Item]):
 
 @dataclass(frozen=True)
 class Piece:
-    """Bytes `start` to `stop` of a file; all of it, however long, where `stop` is None."""
+    """It has bytes `start` to `stop` of a file; all of it, however long, where `stop` is None."""
 
     path: str
     start: int
@@ -57,14 +57,14 @@ class Piece:
 
 @dataclass(frozen=True)
 class FileSplit:
-    """Pieces of one or several files."""
+    """It has pieces of one or several files."""
 
     pieces: tuple[Piece, ...]
 
 
 @dataclass(frozen=True)
 class SequenceSplit:
-    """Positions `start` to `stop` of the sequence."""
+    """It has positions `start` to `stop` of the sequence."""
 
     start: int
     stop: int

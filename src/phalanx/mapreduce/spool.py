@@ -1,4 +1,4 @@
-"""Bytes that are written once and read by their place: in memory up to a limit, behind it on disk.
+"""A `Spool` keeps bytes that are written once and read by their place: in memory up to a limit, then on disk.
 
 The file has no name, so that nothing is left of it, however this process ends.
 """
@@ -17,14 +17,17 @@ _COPY_BYTES = 1 << 20
 
 
 class Extent(NamedTuple):
-    """Where bytes lie."""
+    """It says where bytes lie."""
 
     offset: int
     length: int
 
 
 class Spool:
-    """A file that begins in memory. `folder` is where it goes when it has more than `memory_bytes`; None: TMPDIR."""
+    """It is a file that begins in memory.
+
+    `folder` is where it goes when it has more than `memory_bytes`; None: TMPDIR.
+    """
 
     def __init__(self, memory_bytes: int, folder: str | None) -> None:
         self._memory_bytes = memory_bytes
@@ -109,7 +112,7 @@ class Spool:
 
 
 class Stream:
-    """Extents of a spool one behind the other, read as one."""
+    """It reads extents of a spool one behind the other, as one."""
 
     def __init__(self, spool: Spool, extents: Sequence[Extent]) -> None:
         self._spool = spool

@@ -1,4 +1,4 @@
-"""Integers added up by text, as in counting: a table in C (csrc/sums.h) that holds no Python objects."""
+"""Add integers up by text, as in counting, in a table in C (csrc/sums.h) that holds no Python objects."""
 
 from __future__ import annotations
 

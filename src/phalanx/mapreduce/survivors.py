@@ -1,6 +1,6 @@
-"""When ranks are lost outside of a launcher that replaces them: who is left, agreed through the store, and their group.
+"""Form the group again after ranks are lost outside of a launcher that replaces them; the store says who is left.
 
-    each survivor   set  here/RANK    = those of whom it knows that they are lost
+    each survivor   set  here/RANK    = those that it knows to be lost
     the first       add  leader == 1    waits until everybody is here or lost; set  members = those who are here
     the others      get  members        if the leader is lost meanwhile: once more, under the next number
 
@@ -30,7 +30,7 @@ _PAUSE_S = 0.005
 
 @dataclass
 class Survivors:
-    """What a rank keeps of the first membership: its group, whose ranks are everybody's numbers, and its store."""
+    """It is what a rank keeps of the first membership: its group, whose ranks are all ranks' numbers, and its store."""
 
     group: dist.ProcessGroup
     store: Store

@@ -1,4 +1,4 @@
-"""What a map task has yielded so far, by key: values folded by `combine`, or listed in the order in which they came."""
+"""A `Table` has what a map task has yielded so far, by key: folded by `combine`, or listed in order."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from phalanx.mapreduce.sums import TextSums, new_sums
 
 
 class NotPairsError(Exception):
-    """What the map function yields is no pair with a key, or `combine` failed: a mistake, and no bad record."""
+    """The map function yields something else than pairs with a key, or `combine` failed: a mistake, no bad record."""
 
 
 class Table:
-    """Keys and values in memory, up to a limit; `spill` is called when it is reached, and empties it with `drain`.
+    """It has keys and values in memory, up to a limit; then `spill` is called, and empties it with `drain`.
 
-    Where that is follows from the data: of a dict it is asked between two records, after so many pairs. Where integers
-    are added up by text, which is known to be so until another pair comes, there is no dict.
+    When this happens follows from the data: the size of a dict is asked between two records, after so many pairs. If
+    integers are added up by text, which holds until another pair comes, there is no dict.
     """
 
     def __init__(self, job: MapReduceJob, counters: Counters, limit_bytes: int, spill: Callable[[Table], None]) -> None:

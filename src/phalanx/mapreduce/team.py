@@ -1,7 +1,7 @@
-"""The ranks that do the job together: what they say to each other, and how one of them is missed.
+"""A team has the ranks that do the job together: it carries what they say to each other, and notices lost ones.
 
-A team is a process group, or this process alone. Whatever goes wrong between ranks comes out as `PeerLostError`, with
-those of whom it is known; over Gloo, which names nobody, a rank of this host is missed by its process.
+A team is a process group, or this process alone. Whatever goes wrong between ranks is raised as `PeerLostError`, with
+the lost ranks that are known. Over Gloo, which names no rank, a rank of this host is known to be lost by its process.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LONGEST_PAUSE_S = 0.02
 
 
 class Store(Protocol):
-    """What is needed of torch's store."""
+    """A team needs these methods of torch's store."""
 
     def set(self, key: str, value: str, /) -> None:
         """Store a value."""
@@ -47,7 +47,7 @@ class Store(Protocol):
 
 
 class OwnStore:
-    """The store of a process that is alone."""
+    """It is the store of a process that is alone."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
@@ -79,7 +79,7 @@ def _tensor_over(data: bytearray) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Person:
-    """The process of a rank. `number` is the rank that it had when the job began, which it keeps."""
+    """It is the process of a rank. `number` is the rank that it had when the job began, which it keeps."""
 
     number: int
     host: str
@@ -93,7 +93,7 @@ class Person:
 
 @dataclass
 class Team:
-    """One membership. `group` is None for a process that is alone."""
+    """It is one membership. `group` is None for a process that is alone."""
 
     group: dist.ProcessGroup | None
     store: Store

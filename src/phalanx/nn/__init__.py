@@ -1,4 +1,4 @@
-"""Layers whose forward or backward spans ranks, and modules that span threads or devices."""
+"""This package has layers whose forward or backward spans ranks, and modules that span threads or devices."""
 
 from phalanx.nn.data_parallel import DataParallel
 from phalanx.nn.placement import Placed, Placement, place

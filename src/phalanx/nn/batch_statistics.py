@@ -1,4 +1,4 @@
-"""Count, mean and squared deviations of a batch per channel, and how those of several batches become one.
+"""Compute count, mean and squared deviations of a batch per channel, and combine those of several batches.
 
     n      values per channel             n = sum of n_r
     mean   their mean                     mean = sum of n_r mean_r / n
@@ -24,7 +24,7 @@ def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @dataclass(frozen=True)
 class BatchStatistics:
-    """What batch normalization needs to know of a batch. `mean` and `m2` have shape (C,); `count` is a whole number."""
+    """It is what batch normalization needs of a batch. `mean` and `m2` have shape (C,); `count` is whole."""
 
     count: float
     mean: Tensor

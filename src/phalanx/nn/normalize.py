@@ -36,7 +36,7 @@ def gather_statistics(values: Tensor, group: dist.ProcessGroup) -> BatchStatisti
 
 
 class Normalize(torch.autograd.Function):
-    """y = w (x - mean) / sqrt(variance + eps) + b with statistics of all ranks, which depend on x of all ranks.
+    """It computes y = w (x - mean) / sqrt(variance + eps) + b with statistics that depend on x of all ranks.
 
     Cost: backward is one all_reduce of 2C numbers, and none when x needs no gradient, on all ranks alike.
     Numerics: half types are computed in float32 and rounded once. Gradients of w and b are this rank's part, as those

@@ -1,4 +1,4 @@
-"""Batch normalization over the batches of all ranks, and how a model comes to use it."""
+"""`SyncBatchNorm` normalizes over the batches of all ranks; the module also converts a model's layers to it."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ else:
 
 
 class SyncBatchNorm(_BatchNorm):
-    """Batch normalization whose statistics are those of all ranks' batches together, in training.
+    """Normalize, in training, by the statistics of all ranks' batches together.
 
-    A drop-in for `torch.nn.SyncBatchNorm`, with its arguments and BatchNorm's keys in `state_dict()`, that also takes
-    tensors on the CPU. In evaluation, with one rank and without a process group it is `torch.nn.BatchNorm`.
+    It is a drop-in for `torch.nn.SyncBatchNorm`, with its arguments and BatchNorm's keys in `state_dict()`, that also
+    takes tensors on the CPU. In evaluation, with one rank and without a process group it is `torch.nn.BatchNorm`.
 
     Shape: (N, C) or (N, C, ...); N may differ between ranks, and be zero.
     Cost: one all_gather of 2C + 1 numbers forward, one all_reduce of 2C numbers backward.

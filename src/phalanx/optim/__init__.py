@@ -1,4 +1,4 @@
-"""Optimizers over many ranks: of parameters that exist once per host, of replicas that train apart, of remote ones."""
+"""These are optimizers over many ranks: of parameters shared on a host, of replicas, and of remote parameters."""
 
 from phalanx.optim.averager import PeriodicModelAverager
 from phalanx.optim.diloco import DiLoCo

@@ -1,4 +1,4 @@
-"""PyTorch's constructor arguments: which group they mean, whose parameters may be cut, what is refused and why."""
+"""Check the arguments of PyTorch's constructors: choose the group and how parameters are cut, and refuse the rest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`PeriodicModelAverager`: PyTorch's name and arguments; the mean is made in memory that the ranks share."""
+"""`PeriodicModelAverager` has PyTorch's name and arguments, and averages in memory that the ranks share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from phalanx.optim.flat import Flat
 class PeriodicModelAverager:
     """Average parameters over the ranks at every `period`-th call, after `warmup_steps` calls that do nothing.
 
-    Takes the place of `torch.distributed.algorithms.model_averaging.averagers.PeriodicModelAverager`, also within
+    It takes the place of `torch.distributed.algorithms.model_averaging.averagers.PeriodicModelAverager`, also within
     PyTorch's `PostLocalSGDOptimizer`, which saves `step`. As there, only parameters that have a gradient are averaged,
     which must be the same on every rank. Other than there, parameters keep their memory.
 

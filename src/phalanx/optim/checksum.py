@@ -1,4 +1,4 @@
-"""A checksum of tensors' bits, where the tensors lie: by which a write is noticed that nobody told of.
+"""Compute a checksum of tensors' bits on their own device, to notice a write that nothing has reported.
 
 PyTorch counts the writes that autograd should know of (`_version`). Collectives, the unscaling of a GradScaler, writes
 through `.data` and kernels of extensions change memory and count nothing.

@@ -1,4 +1,4 @@
-"""`DiLoCo`: replicas train apart for many steps, and an outer optimizer takes the mean of what they moved by.
+"""`DiLoCo` lets replicas train apart for many steps; then an outer optimizer steps by the mean of their movements.
 
 t      outer parameters, the same on all ranks
 x_i    rank i's parameters after its inner steps from t

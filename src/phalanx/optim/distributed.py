@@ -1,4 +1,4 @@
-"""`DistributedOptimizer`: each parameter is updated by the worker that it lives on, from the gradients of a context."""
+"""`DistributedOptimizer` has each worker update the parameters that live on it, from the gradients of a context."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _ours: weakref.WeakValueDictionary[Any, LocalOptimizer] = weakref.WeakValueDicti
 
 
 class DistributedOptimizer:
-    """`optimizer_class(parameters, *args, **kwargs)` on each worker that owns some of `params_rref`.
+    """It makes `optimizer_class(parameters, *args, **kwargs)` on each worker that owns some of `params_rref`.
 
     Any class of torch.optim will do, or any that is made and stepped like those; and PyTorch's functional ones, whose
     `step` takes a list of gradients. Their state lives where the parameters live.
@@ -89,7 +89,7 @@ class DistributedOptimizer:
 
 
 class LocalOptimizer:
-    """The part of one worker."""
+    """It is the part of a `DistributedOptimizer` on one worker."""
 
     def __init__(
         self, optimizer_class: Callable[..., Any], params: list[rpc.RRef[Any]], *args: Any, **kwargs: Any

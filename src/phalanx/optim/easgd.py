@@ -1,4 +1,4 @@
-"""`EASGD`: replicas train apart, each tied to a center that follows them.
+"""`EASGD` lets replicas train apart, each tied to a center that follows them.
 
 c      center variable, the same on all ranks
 x_i    rank i's parameters                            P ranks, alpha = beta / P

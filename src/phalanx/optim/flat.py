@@ -1,4 +1,4 @@
-"""Copies of many tensors in few blocks, which collectives take whole."""
+"""`Flat` copies many tensors into few blocks, which collectives take whole."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from phalanx.backend.shared import shares_memory
 
 
 class Flat:
-    """Room for a copy of each of `tensors`: one block per dtype and device.
+    """It has room for a copy of each of `tensors`, in one block per dtype and device.
 
     blocks   the memory; with a group whose ranks share memory, in symmetric memory: reduced without another copy
     views    for each tensor, its copy, with the tensor's shape
 
-    Collective with such a group. `tensors` may be a function that finds them, each time of the same forms: buffers are
-    bound anew by some modules. `device` is where the copies lie, if not with the tensors.
+    It is collective with such a group. `tensors` may be a function that finds them, each time of the same forms:
+    buffers are bound anew by some modules. `device` is where the copies lie, if not with the tensors.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""`GossipSGD`: replicas train apart, and take the mean with one other, a new one in each round."""
+"""`GossipSGD` lets replicas train apart; each takes the mean with one other replica, a new one in each round."""
 
 from __future__ import annotations
 

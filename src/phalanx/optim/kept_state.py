@@ -2,7 +2,7 @@
 
 update of step k    this rank's state changes, in memory of its own
 then                slot k%2: number -1; the state; number k
-sync B              who passes it knows that every rank has written slot k; who does not still finds slot k-1
+sync B              a rank that passes it knows that all have written slot k; any other still finds slot k-1
 
 A rank may have room for the states of ranks of other hosts as well, its wards, which come as messages.
 """
@@ -32,14 +32,14 @@ _TIMES = 8  # as many bytes of state as four bytes for each element: Adam has tw
 
 
 class Content(NamedTuple):
-    """What a slot holds: how the state is built, pickled, and the memory with its tensors."""
+    """It is what a slot holds: how the state is built, pickled, and the memory with its tensors."""
 
     structure: bytes
     tensors: Tensor
 
 
 class KeptState:
-    """Room for the state of at most `num_elements` elements in `num_parameters` parameters a rank. Collective.
+    """It has room for the state of up to `num_elements` elements in `num_parameters` parameters a rank. Collective.
 
     `wards` says of each rank whose states it has room for beside its own. With none at all, and without memory that the
     ranks share, a rank keeps its own state in memory of its own.

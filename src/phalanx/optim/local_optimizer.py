@@ -1,4 +1,4 @@
-"""The user's optimizer, over the slices that this rank updates."""
+"""Build the user's optimizer over the slices that this rank updates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`LocalSGD`: replicas that train apart, and take their mean every so many steps."""
+"""`LocalSGD` lets replicas train apart, and take their mean every so many steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parameters of devices, once more in the host's memory and in full precision: what an offloaded optimizer updates."""
+"""Keep masters of a device's parameters, full-precision copies in host memory that an offloaded optimizer updates."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ _NOTED_BYTES = 32 << 20  # of parameters that are noted together, by a dozen ker
 
 @dataclass(frozen=True, eq=False)
 class _Note:
-    """What slices of some parameters held, as a `Staging` notes it of all together."""
+    """It holds what slices of some parameters held, as a `Staging` notes it of all together."""
 
     numbers: tuple[int, ...]
     bits: Any
 
 
 class MasterParameters(SharedBlock):
-    """Masters of `parameters` in one block of the host's memory, once for all ranks; parameters stay where they are.
+    """It keeps masters of `parameters` in a block of host memory, once for all ranks; parameters stay where they are.
 
     Masters of float16 and bfloat16 are float32, all others of the parameter's own dtype. All ranks' parameters take the
-    values of rank `source`, of `previous` in its precision if the parameter has not been written since. Of frozen
-    parameters there is no master before one is needed: its room is not touched. Collective.
+    values of rank `source`, of `previous` in its precision if the parameter has not been written since. A frozen
+    parameter has no master before one is needed: its room is not touched. It is collective.
 
     rounded   the masters as the parameters' own dtype, where that is another
     """

@@ -1,4 +1,4 @@
-"""`ZeroRedundancyOptimizer(offload=True)`: parameters on their devices, all that updates them in the host's memory.
+"""`ZeroRedundancyOptimizer(offload=True)` leaves parameters on their devices, and updates masters in host memory.
 
               device                                host, each rank its slices
 ------------- sync: nobody reads masters any more ---------------
@@ -8,8 +8,8 @@ step          gradients ──────────────────�
 then          parameters ◀───────────────────────── all masters, rounded
 
 Gradients are not copied while backward runs: whether one is written again before the update (by a collective, a
-GradScaler, anybody) can only be told by its bits, and looking at these twice takes longer than the copies, which all
-but those of the first wave lie behind the update.
+GradScaler, or other code) can only be told by its bits, and looking at these twice takes longer than the copies, which
+all but those of the first wave lie behind the update.
 
 Source: Ren et al. (2021), ZeRO-Offload; masters and state once per host, in memory that its ranks share, are ours.
 """
@@ -55,7 +55,7 @@ def may_fuse(optimizer_class: type[Optimizer], options: Mapping[str, Any], param
 
 
 class Offload:
-    """The masters of all groups of parameters, and this rank's slices of them.
+    """It has the masters of all groups of parameters, and this rank's slices of them.
 
     `cut`: parameters may be cut, and updated in waves; else the optimizer sees all of them in each call.
     """

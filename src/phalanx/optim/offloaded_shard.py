@@ -1,4 +1,4 @@
-"""What a rank updates of a parameter that lies on a device: a slice of its master, with a copy of the gradient."""
+"""An `OffloadedShard` is the slice of a master that a rank updates for a device parameter, with its gradient's copy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from phalanx.optim.staging import Staging
 
 
 class OffloadedShard:
-    """As `ParameterShard`, of a master. The gradient is copied when the update begins."""
+    """It is a `ParameterShard` of a master. The gradient is copied when the update begins."""
 
     def __init__(self, parameter: Tensor, masters: MasterParameters, part: Slice, staging: Staging) -> None:
         self.parameter = parameter

@@ -1,4 +1,4 @@
-"""The outer parameters, which all ranks have alike, and the optimizer that moves them by the ranks' mean movement.
+"""Keep outer parameters, which all ranks have alike, and move them by the ranks' mean movement with an optimizer.
 
 t      outer parameters
 x_i    rank i's parameters after its inner steps from t
@@ -61,7 +61,7 @@ def _find_why_it_cannot_step(outer: Optimizer) -> str | None:
 
 
 class CommonParameters:
-    """A copy of each parameter that is the same on all ranks: DiLoCo's outer parameters, EASGD's center variable."""
+    """They are copies of parameters that are the same on all ranks: DiLoCo's outer parameters, EASGD's center."""
 
     def __init__(self, caller: str, named: Sequence[tuple[str, nn.Parameter]], device: torch.device | str | None):
         self._caller = caller
@@ -112,7 +112,7 @@ class CommonParameters:
 
 
 class OuterParameters(CommonParameters):
-    """Those that `optimizer`, which is over the model's own parameters, moves."""
+    """They are the parameters that `optimizer`, which is over the model's own parameters, moves."""
 
     def __init__(
         self,

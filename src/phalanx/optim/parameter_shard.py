@@ -1,4 +1,4 @@
-"""What a rank updates of one parameter, as a parameter that an optimizer takes."""
+"""A `ParameterShard` is the slice of one parameter that a rank updates, as a parameter that an optimizer takes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from phalanx.optim.plan import Slice
 
 
 class ParameterShard:
-    """A slice of `parameter`, whose elements in the order of memory are `flat`.
+    """It is a slice of `parameter`, whose elements in the order of memory are `flat`.
 
     `tensor` is what the optimizer sees: the parameter itself when the slice is all of it, else one dimension of it.
     """

@@ -1,4 +1,4 @@
-"""Which slice of each gradient a rank has, with gather_gradients=False, and who has changed what it sees in part."""
+"""Track which slice of each gradient a rank has, with gather_gradients=False, and refuse wrong changes to it."""
 
 from __future__ import annotations
 

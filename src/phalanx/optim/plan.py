@@ -1,4 +1,4 @@
-"""Which rank updates which elements: pure.
+"""Plan which rank updates which elements of the parameters. The functions are pure.
 
              w1                        b1     w2
 memory   [ . . . . . . . . . . . . ][ . .  ][ . . . . . . . . ]     each parameter starts on a line of 128 bytes
@@ -22,7 +22,7 @@ LINE = 128
 
 @dataclass(frozen=True)
 class Extent:
-    """A parameter as far as planning needs it: `numel` elements of `itemsize` bytes."""
+    """It is a parameter as far as planning needs it: `numel` elements of `itemsize` bytes."""
 
     numel: int
     itemsize: int
@@ -40,7 +40,7 @@ class Extent:
 
 @dataclass(frozen=True)
 class Slice:
-    """Elements `start` to `stop`, counted in the order of memory, of parameter number `index` of a group."""
+    """It is the elements `start` to `stop`, counted in the order of memory, of parameter number `index` of a group."""
 
     index: int
     start: int

@@ -1,4 +1,4 @@
-"""Which ranks take a mean of what, and behind which step: pure.
+"""Plan which ranks take a mean of which part of the model, and after which step. The plan is pure.
 
 LocalSGD, DiLoCo, EASGD   every sync_every steps    all ranks            all of the model
 GossipSGD                 every sync_every steps    pairs, others each   all of the model
@@ -12,7 +12,8 @@ Partners by hypercube, of 4 ranks (after log2(P) rounds without steps between th
     round 1   0-2  1-3
     round 2   0-1  2-3
 
-At random, of 5 (one is left over): a matching drawn from the seed and the round's number, the same on each rank.
+Random partners, of 5 ranks (one is left over), are a matching drawn from the seed and the round's number, the same on
+each rank:
 
     round 0   1-4  0-2  3
     round 1   0-3  1-2  4
@@ -34,7 +35,7 @@ Topology = Literal["hypercube", "random"]
 
 @dataclass(frozen=True)
 class Round:
-    """One time of coming together: those of a group take the mean of a fragment of their models.
+    """It is one time of coming together: the ranks of a group take the mean of a fragment of their models.
 
     `begins` and `ends` are steps of each rank, counted from 1: behind the first it gives what it has, behind the second
     it takes over what has come of it.
@@ -53,7 +54,7 @@ class Round:
 
 @dataclass(frozen=True)
 class RoundPlan:
-    """All rounds of a training of `world_size` ranks. `topology`: of pairs; None is all ranks together."""
+    """It has all rounds of a training of `world_size` ranks. `topology` is that of pairs; None is all together."""
 
     world_size: int
     sync_every: int

@@ -1,4 +1,4 @@
-"""When replicas that train apart come together: by a plan of rounds, behind steps of the optimizer, and at the end.
+"""Let replicas that train apart come together in planned rounds, after steps of the optimizer and at the end.
 
     rank 0   step step step step | round | step step (no more data) | round |          . . .          | round |
     rank 1   step step step step | round | step step step step      | round | step (no more data)     | round |
@@ -28,7 +28,7 @@ from phalanx.optim.round_plan import RoundPlan
 
 
 class Rounds(ABC):
-    """Counts the steps of `optimizer`, and holds a round every `sync_every` of them. Collective.
+    """It counts the steps of `optimizer`, and holds a round every `sync_every` of them. It is collective.
 
     It begins to count at once. As a context manager it ends with `finish`, unless an exception ended the block.
     """

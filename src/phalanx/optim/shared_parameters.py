@@ -1,4 +1,4 @@
-"""The memory in which the parameters of a group live, once for all ranks of the host."""
+"""Allocate the memory in which the parameters of a group live, once for all ranks of the host."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def whole_pages(nbytes: int) -> int:
 
 
 class SharedBlock:
-    """One block of the host's memory, with room for the elements of each of `parameters`, as `dtypes`. Collective.
+    """It has room in the host's memory for the elements of each of `parameters`, as `dtypes`. It is collective.
 
-    `in_pages`: no other block has a part of its pages.
+    With `in_pages` no other block has a part of its pages.
 
     memory   the block, as bytes
     flats    each parameter's elements in the order of memory; a storage of its own, so that saving one saves no other
@@ -73,7 +73,7 @@ class SharedBlock:
 
 
 class SharedParameters(SharedBlock):
-    """Moves `parameters` into one block of the host's memory: the values of `source`, for all. Collective."""
+    """It moves `parameters` into one block of host memory: the values of `source`, for all. It is collective."""
 
     def __init__(self, parameters: Sequence[Tensor], group: dist.ProcessGroup, source: int = 0) -> None:
         super().__init__(parameters, [p.dtype for p in parameters], group)

@@ -1,4 +1,4 @@
-"""Where an offloaded optimizer's state lies: in the host's memory, each rank's part in its own piece of it."""
+"""Keep an offloaded optimizer's state in the host's memory, each rank's part in a piece of its own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _STATES = 4
 
 
 class SharedState:
-    """Room for four numbers an element of what each rank updates. Collective; what is not used costs no memory."""
+    """It has room for four numbers for each element that a rank updates. Collective; unused room costs no memory."""
 
     def __init__(self, extents: Sequence[Extent], plan: Plan, group: dist.ProcessGroup) -> None:
         from phalanx.backend.shared import shared_empty  # needs the C core, which a group that shares memory has

@@ -1,4 +1,4 @@
-"""Copies between a device and the host's memory, beside what the processor updates meanwhile.
+"""Copy tensors between a device and the host's memory, while the processor updates others.
 
     copy stream      gradients of wave 0, to the host | wave 1 | wave 2 | ...
     processor                                           update 0 | update 1 | ...
@@ -26,7 +26,7 @@ _logger = get_logger(__name__)
 
 
 class Staging:
-    """The way to the host and back for tensors on `device`.
+    """It copies tensors on `device` to the host and back.
 
     takes_checksums   whether writes to tensors are noticed by checksums, where they lie, and not by reading them here
     """

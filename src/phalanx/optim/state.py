@@ -1,4 +1,4 @@
-"""Optimizer state, in shards and whole: pure.
+"""Cut optimizer state into shards, and merge shards into the whole state. The functions are pure.
 
 A whole state is a plain optimizer's `state_dict`. A shard is a part of it, in plain data that `torch.save` takes:
 

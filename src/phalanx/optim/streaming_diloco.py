@@ -1,10 +1,10 @@
-"""`StreamingDiLoCo`: DiLoCo whose model comes together one fragment at a time, while training goes on.
+"""`StreamingDiLoCo` is DiLoCo in which one fragment of the model at a time is sent, while training goes on.
 
     step         1     2     3     4     5     6     7     8     9      sync_every=4, two fragments, delay 1
     fragment 1         ├──▶──┤                 ├──▶──┤
     fragment 2                     ├──▶──┤                 ├──▶──┤      ├ given   ──▶── on its way   ┤ taken over
 
-Taken over:  t <- outer step with the mean of (t - x_i) as they were given;  x_i <- mix x_i + (1 - mix) t
+At "taken over":  t <- outer step with the mean of (t - x_i) as they were given;  x_i <- mix x_i + (1 - mix) t
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ from phalanx.optim.rounds import Rounds, check_kinds, read_said
 
 @dataclass
 class _InFlight:
-    """A fragment on its way: what was said with it, and the sums that come. `works` is empty once they are there."""
+    """It is a fragment on its way: what was said with it, and the sums that come.
+
+    `works` is empty once they are there.
+    """
 
     fragment: int
     said: Tensor
@@ -42,7 +45,7 @@ class _InFlight:
 
 
 class StreamingDiLoCo(Rounds):
-    """DiLoCo on one fragment of the model after the other, whose bytes are sent while training goes on.
+    """Do DiLoCo on one fragment of the model after the other, whose bytes are sent while training goes on.
 
         inner = torch.optim.AdamW(model.parameters(), lr=4e-4)
         outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)

@@ -1,4 +1,4 @@
-"""The norm of gradients of which each rank has some."""
+"""Compute the norm of gradients of which each rank has some."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parameters that a dead rank leaves half updated are put back: survivors hold the old step or the new one, whole.
+"""`Undo` puts parameters back that a dead rank left half updated: survivors hold the old step or the new one, whole.
 
     rank r      arrived   sync A   copy its slices aside   saved   update them   done   sync B
     word[r]     4s                                         4s+1                  4s+2              s: the step's number
@@ -12,10 +12,11 @@ until every rank has got to `done`, has given up, is dead or has had its time, a
 
 Ranks that look at different times can see different words: one that was stopped between `saved` and `done` may go on
 when the others have put everything back. So there is one decision for each step, a word in which the first to decide
-writes old or new, with a compare-and-exchange; who comes later, through the sync or not, does as it says. Parameters
-are of one step when the last rank has done so: one that wakes in its update still writes, and then puts back.
+writes old or new, with a compare-and-exchange; ranks that come later, through the sync or not, do as it says.
+Parameters are of one step when the last rank has done so: one that wakes in its update still writes, and then puts
+back.
 
-Nobody overwrites what lies aside before sync A of the next step, which a survivor in trouble never reaches. So it can
+No rank overwrites what lies aside before sync A of the next step, which a survivor in trouble never reaches. So it can
 still have what was before a step that counts (`before`), in memory of its own: others may go on from the new step.
 
 A survivor reads words without having passed a sync since, so a word itself must say that what was written before it can
@@ -50,7 +51,7 @@ _PATIENCE_S = 30.0
 
 
 class _Region:
-    """A block of shared parameters, its copy, and the byte ranges that each rank writes."""
+    """It is a block of shared parameters, its copy, and the byte ranges that each rank writes."""
 
     def __init__(self, shared: SharedBlock, plan: Plan) -> None:
         self.memory = shared.memory
@@ -91,7 +92,7 @@ def _joined(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 class Undo:
-    """The two syncs around an update, and what happens when one fails. Collective: all ranks build theirs.
+    """It surrounds an update with two syncs, and resolves what happens when one fails. All ranks build theirs together.
 
     Cost: each rank reads and writes its slices once more per step, and the host holds the parameters twice.
     """

@@ -1,4 +1,4 @@
-"""`ZeroRedundancyOptimizer`: one copy of parameters and of optimizer state for all ranks of a host.
+"""`ZeroRedundancyOptimizer` keeps one copy of parameters and of optimizer state for all ranks of a host.
 
               rank 0                        rank 1
 backward      mean of all gradients         mean of all gradients        DDP

@@ -1,1 +1,1 @@
-"""What the ranks print: split into lines and live status, folded over ranks, written with the rank in front."""
+"""Show what the ranks print: split into lines and live status, folded over ranks, with the rank in front."""

@@ -1,4 +1,4 @@
-"""What is seen of the ranks' lines here: folded, with their ranks in front, and status lines on a terminal."""
+"""`Display` shows the ranks' lines here: folded, with their ranks in front, and status lines on a terminal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _REDRAW_S = 0.05  # a status line is redrawn at most this often
 
 
 class Display:
-    """Queues lines for this command's own stdout and stderr, and writes what goes without waiting.
+    """It queues lines for this command's own stdout and stderr, and writes what goes without waiting.
 
     `host_of` names the host of some ranks, for jobs on several: empty where they are on more than one.
     """

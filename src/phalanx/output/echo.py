@@ -1,4 +1,4 @@
-"""A traceback that a rank has reported and prints as well: kept back, so that it is not told twice."""
+"""Keep a traceback back that a rank has reported and also prints, so that it is not shown twice."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _TAG = re.compile(rb"\[rank\d+\]: $")
 
 
 class Echo:
-    """Takes the lines of a rank's stderr, and keeps those that are `text`, as long as no other comes between."""
+    """It takes the lines of a rank's stderr, and keeps those that are `text`, as long as no other comes between."""
 
     def __init__(self, text: bytes) -> None:
         self.text = text

@@ -1,4 +1,4 @@
-"""Identical lines of several ranks become one, and each rank's own order is kept.
+"""Fold identical lines of several ranks into one, and keep each rank's own order.
 
 rank 0:  a  b  c            pending, in order of release:
 rank 1:  a     c            a {0,1}   b {0}   c {0,1}
@@ -17,7 +17,7 @@ _MAX_PENDING = 4096
 
 @dataclass
 class Folded:
-    """A line, the stream it came from (1 or 2), and the ranks that printed it."""
+    """It is a line, the stream it came from (1 or 2), and the ranks that printed it."""
 
     stream: int
     text: bytes
@@ -27,7 +27,7 @@ class Folded:
 
 
 class _Twins:
-    """Pending lines of one text, in order. A step is a binary search at most: a rank may print 100,000 blank lines."""
+    """They are pending lines of one text, in order. A step is a binary search at most, even for 100,000 blank lines."""
 
     def __init__(self) -> None:
         self.lines: list[Folded] = []
@@ -47,7 +47,7 @@ class _Twins:
 
 
 class Folder:
-    """Holds lines until all live ranks have printed them, or for `window_s`. Time is an argument: no clock inside."""
+    """It holds lines until all live ranks have printed them, or for `window_s`. Time is an argument, not a clock."""
 
     def __init__(self, ranks: Iterable[int], window_s: float = WINDOW_S) -> None:
         self._live = set(ranks)

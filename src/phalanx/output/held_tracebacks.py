@@ -1,4 +1,4 @@
-"""The tracebacks that ranks have reported: kept back while it is not known which one the command tells at the end.
+"""Hold the tracebacks that ranks have reported until it is known which one the command shows at the end.
 
 rank 0   ValueError: sample 3 is broken     the first failure: the command tells it at the end
 rank 1   ValueError: sample 20 is broken    the same but for a number: a line of the summary tells it
@@ -25,7 +25,7 @@ def without_numbers(text: bytes) -> bytes:
 
 
 class HeldTracebacks:
-    """Takes what ranks print on stderr, and keeps the tracebacks back that they have reported."""
+    """It takes what ranks print on stderr, and keeps the tracebacks back that they have reported."""
 
     def __init__(self) -> None:
         self._echoes: dict[int, Echo] = {}

@@ -1,4 +1,4 @@
-"""The text before a rank's lines that the user chooses by torchrun's --log-line-prefix-template."""
+"""Fill in the text before a rank's lines that the user chooses by torchrun's --log-line-prefix-template."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank's stream of bytes, split into finished lines and the live status that carriage returns redraw."""
+"""Split a rank's stream of bytes into finished lines and the live status that carriage returns redraw."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MOVES = re.compile(rb"\x1b\[[0-9;?]*[A-Za-ln-z]")
 
 
 class LineSplitter:
-    """Splits one stream; the lines are the same however the bytes were cut into reads.
+    """It splits one stream; the lines are the same however the bytes were cut into reads.
 
     As on a terminal, text after a carriage return overwrites the line: only the final state of such a line counts, and
     what it shows until its end is `status`. An overwritten line whose final state is blank leaves nothing.

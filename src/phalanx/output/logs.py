@@ -1,4 +1,4 @@
-"""The ranks' log files: a disk that is full costs lines, not the job."""
+"""Write the ranks' log files; a disk that is full costs lines, not the job."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from phalanx.output.text import encode
 
 
 class LogFile:
-    """A file of lines. Once one could not be written, the next that can says so in the file; no line is torn."""
+    """It is a file of lines. Once one could not be written, the next that can says so in the file; no line is torn."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -51,7 +51,7 @@ def explain_gap(problem: OSError | None) -> bytes:
 
 
 class Logs:
-    """The files of the ranks on this host: what goes where, and what is shown on the screen as well.
+    """They are the files of the ranks on this host: what goes where, and what is shown on the screen as well.
 
     DIR/rank_0.log, … hold both streams, by rank. Those that --redirects and --tee name also go to files as torchrun
     names them, DIR/ID_XXXXXXXX/attempt_0/LOCAL_RANK/stdout.log, one for each stream and attempt.

@@ -1,4 +1,4 @@
-"""From the ranks' pipes to whoever shows the lines, and to the log files."""
+"""Pump the ranks' lines from their pipes to a viewer, and to the log files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _READ_BYTES = 1 << 16
 
 
 class Viewer(Protocol):
-    """Whoever gets the ranks' lines: the display of this command, or the way to that of another host's."""
+    """It gets the ranks' lines: the display of this command, or the way to that of another host's."""
 
     @property
     def full(self) -> bool:
@@ -36,7 +36,7 @@ class Viewer(Protocol):
 
 
 class Pump:
-    """Reads the ranks' pipes when told that they are ready; lines go to `viewer` and `logs`."""
+    """It reads the ranks' pipes when told that they are ready; lines go to `viewer` and `logs`."""
 
     def __init__(self, viewer: Viewer, logs: Logs) -> None:
         self.viewer = viewer

@@ -1,4 +1,4 @@
-"""How a line looks: the ranks in front of it, in colour on a terminal; status lines cut to the terminal's width."""
+"""Format a line: the ranks in front of it, in colour on a terminal; status lines are cut to the terminal's width."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Standard output that may be ASCII, closed or full: a command says so in one line and ends without a traceback."""
+"""Write standard output that may be ASCII, closed or full: a command says so in one line and ends without traceback."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ T = TypeVar("T")
 
 
 class OutputLostError(Exception):
-    """What a command has to say cannot be written."""
+    """The output of a command cannot be written."""
 
 
 class _Descriptor(io.FileIO):
-    """Standard output; an error in writing to it is told from every other OSError."""
+    """It is standard output; an error in writing to it is told from every other OSError."""
 
     lost = False
 

@@ -1,4 +1,4 @@
-"""Text on its way out of the agent: whatever it holds, and wherever it goes, it never fails."""
+"""Encode and write text on its way out of the agent, which never fails, whatever the text holds and where it goes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the lines go: the agent's own stdout and stderr, written without ever blocking the agent."""
+"""Write lines to the agent's own stdout and stderr without ever blocking the agent."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PIECE_BYTES = 4096  # PIPE_BUF: when poll says that a pipe is writable, this mu
 
 
 class Writer:
-    """A queue of bytes in front of a descriptor that may be a terminal, a pipe or a file.
+    """It is a queue of bytes in front of a descriptor that may be a terminal, a pipe or a file.
 
     The descriptor is shared with the user's shell, so it can't be made non-blocking; instead no more is written at
     a time than is certain not to block. Thus Ctrl-C works while a pager holds up the output.

@@ -1,4 +1,4 @@
-"""Parameters that live on servers, and are trained by any number of trainers.
+"""Parameters live on servers, and any number of trainers train them.
 
 ParameterServer, Pulled: what a trainer uses        client.py, pulled.py
 a server's part of the parameters, its updates      shard.py

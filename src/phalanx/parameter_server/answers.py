@@ -1,4 +1,4 @@
-"""Answers that are given later: by another future's outcome, or by a thread that may wait."""
+"""Give answers later: by another future's outcome, or by a thread that may wait."""
 
 from __future__ import annotations
 

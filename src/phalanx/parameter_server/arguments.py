@@ -1,4 +1,4 @@
-"""The checks of what a trainer gives a `ParameterServer`."""
+"""Check what a trainer gives a `ParameterServer`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ParameterServer`: what a trainer pulls before a step, and pushes after it."""
+"""`ParameterServer` lets a trainer pull parameters before a step, and push gradients after it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _INTEGERS = (torch.int64, torch.int32)
 
 
 class ParameterServer:
-    """Parameters on one or several server workers of `phalanx.rpc`, as a trainer uses them.
+    """Keep parameters on one or several server workers of `phalanx.rpc`, as a trainer uses them.
 
     Every trainer constructs it with the same arguments; the values of the first trainer are used. The servers need no
     code of their own: they call `rpc.init_rpc` and `rpc.shutdown`. A step is a `pull` and a `push`, each one call per

@@ -1,4 +1,4 @@
-"""The norm of gradients of which each server has some, computed and used as `torch.nn.utils.clip_grad_norm_` does."""
+"""Compute the norm of gradients that lie on several servers, and clip as `torch.nn.utils.clip_grad_norm_` does."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Norms = Mapping[str, Tensor]  # of each gradient, by name
 
 @dataclass(frozen=True)
 class Clip:
-    """To what the gradients of a step are scaled down: all of them together have at most this norm."""
+    """The gradients of a step are scaled down to it: all of them together have at most this norm."""
 
     max_norm: float
     norm_type: float

@@ -1,4 +1,4 @@
-"""Parameter groups: how trainers give them, what their options are, and the optimizer over what a server has of them.
+"""Parameter groups: read how trainers give them, and keep the optimizer over what a server has of them.
 
 A group on its way, and in a state, is `{"params": [name, ...], "lr": ..., ...}`. Groups are "dense" or "tables", each
 with an optimizer of their own.
@@ -76,9 +76,9 @@ def _same(one: Any, other: Any) -> bool:
 
 
 class HeldGroups:
-    """The parameters of dense groups, or of tables, that are on this server, and their optimizer.
+    """They are the parameters of dense groups, or of tables, on this server, and their optimizer.
 
-    `said`: every group's options as a trainer last said them. Only what a trainer has changed since is set in the
+    `said` has every group's options as a trainer last said them. Only what a trainer has changed since is set in the
     optimizer, which may keep options of its own in a group.
     """
 

@@ -1,4 +1,4 @@
-"""What a server does: it answers trainers, tells a replica, and takes over from a server that is lost.
+"""A server answers trainers, tells a replica, and takes over from a server that is lost.
 
 trainer              server: primary of shard i            next server: replica of shard i
 push ──────────────► apply, number it
@@ -34,14 +34,14 @@ _WAIT = object()  # in the place of a result: not yet
 
 @dataclass(frozen=True)
 class _Waiting:
-    """A request, and what tries to answer it."""
+    """It is a request, and what tries to answer it."""
 
     attempt: Callable[[], Any]
     future: Future[Any]
 
 
 class Hosted:
-    """A shard on this server, as primary or replica; or a place that waits for one."""
+    """It is a shard on this server, as primary or replica; or a place that waits for one."""
 
     def __init__(self, agent: Agent, name: str, index: int) -> None:
         self._agent = agent

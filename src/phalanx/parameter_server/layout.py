@@ -1,4 +1,4 @@
-"""Which server has what: dense tensors are whole on one server, row r of a table is on server r modulo their number."""
+"""Decide which server has what: a dense tensor is whole on one, row r of a table is on server r modulo their number."""
 
 from __future__ import annotations
 

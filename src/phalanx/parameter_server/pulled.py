@@ -1,4 +1,4 @@
-"""What a trainer has pulled for one step."""
+"""`Pulled` is what a trainer has pulled for one step."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import Tensor
 
 @dataclass
 class Pulled(Mapping[str, Tensor]):
-    """The values for one step, by name: of a table the rows of the ids that were asked for, in their shape.
+    """The values for one step, by name; of a table, the rows of the ids that were asked for, in their shape.
 
-    They take gradients; `ParameterServer.push` sends them. `staleness`: how many steps the slowest trainer is behind.
+    They take gradients; `ParameterServer.push` sends them. `staleness` is how many steps the slowest trainer is behind.
     """
 
     staleness: int

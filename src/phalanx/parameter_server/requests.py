@@ -1,4 +1,4 @@
-"""What trainers call on a server, by `phalanx.rpc`: each function finds the shard that it is about."""
+"""Trainers call these functions on a server by `phalanx.rpc`; each finds the shard that it is about."""
 
 from __future__ import annotations
 

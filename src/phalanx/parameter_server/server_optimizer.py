@@ -1,4 +1,4 @@
-"""`ServerOptimizer`: the servers' optimizer as a trainer sees it, for its groups' options and for schedulers."""
+"""`ServerOptimizer` shows a trainer the servers' optimizer, for its groups' options and for schedulers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ AddGroup = Callable[[str, Group, dict[str, Tensor]], None]
 
 
 class ServerOptimizer(torch.optim.Optimizer):
-    """The servers' optimizer of dense parameters, or of tables: `param_groups`, without parameters' values and state.
+    """It is the servers' optimizer of dense parameters or tables: `param_groups`, without values and state.
 
     The options of its groups, which a scheduler or the user sets here, go to the servers with each push. Its tensors
     are those that the `ParameterServer` was given, and do not change.

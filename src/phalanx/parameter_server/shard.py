@@ -1,6 +1,7 @@
-"""A server's part of the parameters: what one step of the trainers makes of it.
+"""A `Shard` is a server's part of the parameters, and applies the steps of the trainers to it.
 
-No call, no lock, no clock here: the same requests in the same order make the same bits. That keeps a replica equal.
+There is no call, lock or clock here: the same requests in the same order make the same bits. That keeps a replica
+equal.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class NotHeldError(PhalanxError):
 
 @dataclass(frozen=True)
 class Spec:
-    """What all trainers and servers know of one ParameterServer."""
+    """It is what all trainers and servers know of one ParameterServer."""
 
     name: str
     servers: tuple[str, ...]
@@ -44,9 +45,9 @@ class Spec:
 
 @dataclass(frozen=True)
 class Gradients:
-    """What one trainer pushes to one server in one step: by name; of tables, the rows here and a gradient for each.
+    """It is what a trainer pushes to a server in a step: by name; of tables, the rows here and a gradient for each.
 
-    `options`: of all groups, as this trainer has them; None says nothing of them.
+    `options` are those of all groups, as this trainer has them; None says nothing of them.
     """
 
     dense: Mapping[str, Tensor]
@@ -56,9 +57,9 @@ class Gradients:
 
 
 class Shard:
-    """The parameters, their optimizers, and how far each trainer is.
+    """It has the parameters and their optimizers, and knows how far each trainer is.
 
-    `clocks`: how many steps each trainer has pushed. `step`: how many are applied; asynchronously, how many pushes.
+    `clocks` says how many steps each trainer has pushed, and `step` how many are applied (or pushes, if asynchronous).
     """
 
     def __init__(self, spec: Spec, state: State, load_number: int = 0) -> None:

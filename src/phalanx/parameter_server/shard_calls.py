@@ -1,4 +1,4 @@
-"""A trainer's calls to the servers of all shards: answered by whoever has taken over, or with who is waited for."""
+"""`ShardCalls` makes a trainer's calls to the servers of all shards; a server that has taken over answers, too."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ASK_S = 5.0  # for what only makes an error's text better
 
 
 class ShardCalls:
-    """The calls of `trainer` to the `servers` of the parameter server `name`; `first` is the first of all trainers."""
+    """They are the calls of `trainer` to the `servers` of parameter server `name`; `first` is the first trainer."""
 
     def __init__(self, name: str, servers: Sequence[str], trainer: str, first: str) -> None:
         self._name = name

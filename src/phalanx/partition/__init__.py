@@ -1,4 +1,4 @@
-"""Where a model can be cut, what its layers cost, and where to cut it."""
+"""Find where a model can be cut, measure what its layers cost, and decide where to cut it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where to cut a list of costs so that the dearest part is as cheap as can be. Pure arithmetic.
+"""Cut a list of costs so that the dearest part is as cheap as can be. This is pure arithmetic.
 
 A pipeline of p parts needs sum + (m - 1) max for m micro-batches, and the sum is given: so the maximum decides. Among
 cuts with the same maximum the one whose parts are most alike (least sum of squares) is taken: it leaves most room.

@@ -1,6 +1,6 @@
-"""A model as a list of layers, between any two of which it may be cut, and the values that go from one to another.
+"""List a model's layers, between any two of which it may be cut, and the values that go from one to another.
 
-An `nn.Sequential` is the list of its layers, and so are those inside it. Of another module the `forward` is traced with
+An `nn.Sequential` is the list of its layers, and so are those inside it. The `forward` of another module is traced with
 torch.fx: each call of a child is a layer, with the operations after it up to the next. So every value that crosses a
 cut is known, those that skip layers, too. Nothing is known of what a layer does inside, and nothing need be.
 """
@@ -20,7 +20,7 @@ from torch import fx, nn
 
 @dataclass(frozen=True)
 class Layer:
-    """A piece of a model that is never cut. `name` is that of the module it calls: 'encoder.3'."""
+    """It is a piece of a model that is never cut. `name` is that of the module it calls: 'encoder.3'."""
 
     name: str
     nodes: tuple[fx.Node, ...]
@@ -28,7 +28,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class LayerList:
-    """A model's layers in the order in which they run; all values are nodes of `graph`."""
+    """It is a model's layers in the order in which they run; all values are nodes of `graph`."""
 
     root: nn.Module
     graph: fx.Graph
@@ -131,7 +131,7 @@ def _leaves(module: nn.Module, prefix: str) -> Iterator[str]:
 
 
 class _Tracer(fx.Tracer):
-    """Looks into the modules that it is told to, and into every plain nn.Sequential; all others are leaves.
+    """It looks into the modules that it is told to, and into every plain nn.Sequential; all others are leaves.
 
     Buffers are values, too: as constants they would stay what they are now.
     """
@@ -242,7 +242,7 @@ def _trace_once(module: nn.Module, entered: set[str], defaults: dict[str, Any]) 
 
 
 class _mode:
-    """Every module of `module` in training mode, or in evaluation; afterwards each as it was."""
+    """Every module of `module` is in training mode, or in evaluation; afterwards each is as it was."""
 
     def __init__(self, module: nn.Module, training: bool) -> None:
         self._was = [(m, m.training) for m in module.modules()]

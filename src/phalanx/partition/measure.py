@@ -1,4 +1,4 @@
-"""What each layer of a model costs: time forward and backward, and memory. Measured, by running it."""
+"""Measure what each layer of a model costs by running it: time forward and backward, and memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ tree_map: Any = find("torch.utils._pytree.tree_map", loses="layers are not measu
 
 @dataclass(frozen=True)
 class LayerCost:
-    """Of one layer and one micro-batch. `saved_bytes` is what autograd keeps from forward to backward."""
+    """It is one layer's cost for one micro-batch. `saved_bytes` is what autograd keeps from forward to backward."""
 
     name: str
     forward_s: float
@@ -160,7 +160,10 @@ def _clock(devices: Iterable[torch.device]) -> float:
 
 
 class _Own(nn.Module):
-    """A copy of what one layer uses, so that measuring leaves the model alone; real where the model is on meta."""
+    """It is a copy of what one layer uses, so that measuring leaves the model alone.
+
+    It is real where the model is on meta.
+    """
 
     def __init__(self, root: nn.Module, layer: Layer) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Whose parameters are those of a stage: who saves an optimizer finds the model of which it updates a part."""
+"""Find the model of which an optimizer updates a part, so that the optimizer's state can be saved with names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Layout = list[list[str]]
 
 @runtime_checkable
 class PartOwner(Protocol):
-    """A model of which each rank has a part, as a Pipeline."""
+    """It is a model of which each rank has a part, as a Pipeline."""
 
     @property
     def state_names(self) -> list[str]:
@@ -51,7 +51,7 @@ class PartOwner(Protocol):
 
 
 class _Entry(NamedTuple):
-    """A name in the whole model; empty for what is there for optimizers alone. The owner may be gone."""
+    """It is a name in the whole model; empty for what is there for optimizers alone. The owner may be gone."""
 
     name: str
     owner: Callable[[], PartOwner | None]

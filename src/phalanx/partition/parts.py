@@ -1,4 +1,4 @@
-"""The parts of a model that was cut: what each runs, owns, and exchanges with the others."""
+"""Cut a model into parts, and say what each part runs, owns, and exchanges with the others."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from phalanx.partition.layers import Layer, LayerList
 
 @dataclass(frozen=True)
 class Part:
-    """A run of layers. Values are nodes of the graph; `receives` and `sends` name the part at the other end."""
+    """It is a run of layers. Values are nodes of the graph; `receives` and `sends` name the part at the other end."""
 
     index: int
     layers: tuple[Layer, ...]

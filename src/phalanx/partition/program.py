@@ -1,4 +1,4 @@
-"""Running some layers of a model: node by node, forgetting every value after its last use."""
+"""Run some layers of a model node by node, and forget every value after its last use."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NOTHING = nullcontext()
 
 
 class Program:
-    """Layers made ready to be run again and again. `at` is the layer that runs, or ran last."""
+    """It has layers made ready to be run again and again. `at` is the layer that runs, or ran last."""
 
     def __init__(
         self, root: nn.Module, layers: Iterable[Layer], results: Iterable[fx.Node], marked: Collection[fx.Node] = ()

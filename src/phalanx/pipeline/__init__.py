@@ -1,4 +1,4 @@
-"""Pipelines: a model cut into stages on ranks, through which micro-batches flow."""
+"""A pipeline cuts a model into stages on several ranks, and micro-batches flow through the stages."""
 
 from __future__ import annotations
 

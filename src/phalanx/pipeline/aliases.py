@@ -1,7 +1,7 @@
-"""Values in one memory, as a tensor and a view of it, where a stage changes one and another has the other's copy.
+"""Refuse models of which a stage changes a tensor in place while another stage has a copy of the same memory.
 
-In one process who changes a tensor in place changes its views. Across a cut each value travels by itself. So it is
-seen, in the first micro-batch of a mode, which values that go from stage to stage overlap and which a stage changes;
+In one process a change of a tensor in place changes its views. Across a cut each value travels by itself. So the stages
+note, in the first micro-batch of a mode, which values that go from stage to stage overlap and which a stage changes;
 when all stages' parts of that are known, a model that would give something else is refused.
 """
 
@@ -18,7 +18,7 @@ from phalanx.pipeline.nested import tree_flatten
 
 @dataclass(frozen=True)
 class Seen:
-    """Of one stage: pairs of values that overlap, and values of other stages that it changes. By names of nodes."""
+    """It has pairs of a stage's values that overlap, and foreign values that the stage changes, by names of nodes."""
 
     stage: int
     pairs: tuple[tuple[str, str], ...] = ()

@@ -1,4 +1,4 @@
-"""With which arguments a pipeline can be made."""
+"""Check the arguments with which a pipeline is made."""
 
 from __future__ import annotations
 

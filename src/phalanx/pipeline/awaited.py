@@ -1,4 +1,4 @@
-"""What a rank will receive in a step, in order: its schedule says it before anything has come."""
+"""Plan which messages a rank receives in a step, and in which order; its schedule says so before any has come."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from phalanx.pipeline.wire import AHEAD, Wire
 
 
 class Awaited(NamedTuple):
-    """A message, and the action of this rank that needs it."""
+    """It is a message, and the action of this rank that needs it."""
 
     at: int
     """The action's place in the rank's order."""
@@ -44,7 +44,7 @@ def plan_receives(order: Sequence[Action], own: Mapping[int, Part]) -> list[Awai
 
 
 class ReceivesAhead:
-    """The receives of a step that are still to be posted."""
+    """They are the receives of a step that are still to be posted."""
 
     def __init__(
         self, receives: Sequence[Awaited], wire: Wire, stages: Mapping[int, Stage], step: StepProgress

@@ -1,4 +1,4 @@
-"""BatchNorm in a pipeline: running statistics move once in a step, by those of the whole mini-batch.
+"""Update BatchNorm's running statistics once in a step of a pipeline, by those of the whole mini-batch.
 
 In training every micro-batch is normalized by its own statistics: those of the whole mini-batch are not known before
 its last micro-batch has come, and waiting for it would be no pipeline. What is kept for evaluation, though, is what a
@@ -30,7 +30,7 @@ _Seen = list[tuple[float, Tensor, Tensor]]
 
 
 class MiniBatchStatistics:
-    """The BatchNorm layers of some stages. A layer whose class has a forward of its own is left alone."""
+    """It has the BatchNorm layers of some stages. A layer whose class has a forward of its own is left alone."""
 
     def __init__(self, module: nn.Module, replicas: dist.ProcessGroup | None = None) -> None:
         """`replicas`: ranks with the same layers, whose mini-batches count as one."""
@@ -102,7 +102,7 @@ class MiniBatchStatistics:
 
 
 class _Watch:
-    """Runs a layer on buffers of its own, which then hold the statistics of the micro-batch."""
+    """It runs a layer on buffers of its own, which then hold the statistics of the micro-batch."""
 
     def __init__(self, seen: list[_Seen]) -> None:
         self._seen = seen

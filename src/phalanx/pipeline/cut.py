@@ -1,4 +1,4 @@
-"""Deciding where a model is cut into stages: as the user says, or by what layers cost."""
+"""Decide where a model is cut into stages: as the user says, or by what layers cost."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Balance = Literal["auto", "time", "memory"] | Sequence[int] | Sequence[str]
 
 @dataclass(frozen=True)
 class StageRow:
-    """A stage in the table of a cut."""
+    """It is a stage in the table of a cut."""
 
     stage: int
     rank: int
@@ -31,7 +31,7 @@ class StageRow:
 
 @dataclass(frozen=True)
 class CutPlan:
-    """How a model was cut; printed as a table."""
+    """It says how a model was cut, and is printed as a table."""
 
     rows: tuple[StageRow, ...]
     reason: str

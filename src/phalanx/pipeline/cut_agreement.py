@@ -1,4 +1,4 @@
-"""Agreeing on where a model is cut: one rank measures and decides, and all do the same."""
+"""Agree on where a model is cut: one rank measures and decides, and all do the same."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from phalanx.pipeline.schedule import Schedule
 
 
 class Cut(NamedTuple):
-    """Layers per stage, by what that was decided, and what layers cost where that was measured."""
+    """It has the layers per stage, what decided them, and what layers cost where that was measured."""
 
     counts: list[int]
     reason: str

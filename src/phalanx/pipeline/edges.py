@@ -1,4 +1,4 @@
-"""The edges between stages, what all stages know of a step, and how a stage hears that another one failed."""
+"""Define the edges between stages, what all stages know of a step, and the errors of a stage that failed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from phalanx.errors import PeerLostError, PhalanxError
 
 
 class Edge(NamedTuple):
-    """Messages from one stage to another; `backward` if they are gradients. Each has its own order."""
+    """It carries messages from one stage to another; `backward` if they are gradients. Each has its own order."""
 
     source: int
     target: int
@@ -16,10 +16,10 @@ class Edge(NamedTuple):
 
 
 class StepPlan(NamedTuple):
-    """What all stages must know of a step: its micro-batches, the rows of this one and of all.
+    """It is what all stages must know of a step: its micro-batches, the rows of this one and of all.
 
-    `seed`: that of this micro-batch. `has_state`: some stage has drawn numbers; then the first of the values is the
-    state of the generators after that. `micro_batch`: its number, which the sender alone knows.
+    `seed` is that of this micro-batch. `has_state` says that some stage has drawn numbers; then the first of the values
+    is the state of the generators after that. `micro_batch` is its number, which the sender alone knows.
     """
 
     micro_batches: int
@@ -31,8 +31,8 @@ class StepPlan(NamedTuple):
 
 
 class StageFailedError(PhalanxError):
-    """Another stage failed, and told."""
+    """This error says that another stage has failed and told this one."""
 
 
 class StageLostError(PeerLostError):
-    """Another stage has lost a peer, and told."""
+    """This error says that another stage has lost a peer and told this one."""

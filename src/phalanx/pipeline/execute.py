@@ -1,4 +1,4 @@
-"""Carrying out a rank's part of a schedule: receive, compute, send, action by action, and note when."""
+"""Carry out a rank's part of a schedule: receive, compute, send, action by action, and note the times."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from phalanx.pipeline.wire import Wire
 
 @dataclass(frozen=True)
 class Done:
-    """An action and its times on this rank's clock: when it could have begun, when it had its inputs, its end."""
+    """It is an action and its times on this rank's clock: when it could have begun, when it had its inputs, its end."""
 
     action: Action
     turn: float
@@ -38,7 +38,7 @@ class Done:
 
 @dataclass
 class Work:
-    """What a step is about, on this rank. The first stage has `inputs`, the last one `finish`."""
+    """It is what a step needs on this rank. The first stage has `inputs`, the last one `finish`."""
 
     training: bool
     """Whether random states travel, as dropout needs them."""
@@ -58,7 +58,7 @@ class Work:
 
 
 class Executor:
-    """Runs schedules on the stages of this rank."""
+    """It runs schedules on the stages of this rank."""
 
     def __init__(
         self, stages: Sequence[Stage], wire: Wire, rank: int, num_stages: int, random: MicroBatchRandom

@@ -1,4 +1,4 @@
-"""Drawing a pipeline: the grid of a schedule on a terminal or as SVG, and a recorded step beside it."""
+"""Draw a pipeline: the grid of a schedule on a terminal or as SVG, and a recorded step beside it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Telling a failure by its cell in the schedule: which stage, which micro-batch, which layer."""
+"""Describe a failure by its cell in the schedule: the stage, the micro-batch and the layer."""
 
 from __future__ import annotations
 

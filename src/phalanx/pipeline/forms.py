@@ -1,4 +1,4 @@
-"""The form of values that go from stage to stage: how they nest, and what each tensor is like."""
+"""A `Form` describes the values that go from stage to stage: how they nest, and what each tensor is like."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from phalanx.transport.memory_order import Strides
 
 @dataclass(frozen=True)
 class Form:
-    """Values without their data: `leaves` has an `Array` for each tensor, or a constant.
+    """It has values without their data: `leaves` has an `Array` for each tensor, or a constant.
 
     `tree` is empty if the values are the leaves.
     """
@@ -27,7 +27,7 @@ class Form:
 
 
 class Array(NamedTuple):
-    """A tensor without its data: all dimensions but the first, and the strides of what is not contiguous."""
+    """It is a tensor without its data: all dimensions but the first, and the strides of what is not contiguous."""
 
     dtype: torch.dtype
     trailing: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Messages whose length both ends know before: then a receive can be posted before its message is sent.
+"""A frame is a message whose length both ends know before, so that its receive can be posted before it is sent.
 
 A frame is a header and what it announces, in one message. On each edge all frames have one length, whatever is in
 them, as some transports compare lengths; what does not fit follows beside, in messages of its own. The length is that
@@ -26,7 +26,7 @@ _ALIGNED = 64
 
 
 class Frames:
-    """How long the frames of each edge are, in training and in evaluation."""
+    """It knows how long the frames of each edge are, in training and in evaluation."""
 
     def __init__(self) -> None:
         self._lengths: dict[tuple[Edge, bool], int] = {}

@@ -1,4 +1,4 @@
-"""The loss of a micro-batch, from the model's result and the rows of the target that are its own."""
+"""`Loss` computes the loss of a micro-batch from the model's result and the rows of the target that belong to it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from phalanx.pipeline.edges import StepPlan
 
 
 class Loss:
-    """Computes it on the last stage: by a function of result and target, or the result is the loss."""
+    """It computes the loss on the last stage: by a function of result and target, or the result is the loss."""
 
     def __init__(self, loss_fn: Callable[..., Tensor] | None, *, mean: bool) -> None:
         """`mean`: it is one over samples, so that each micro-batch counts by its rows."""

@@ -1,4 +1,4 @@
-"""Memory for a stage whose model was built on the meta device, where tensors have none."""
+"""Allocate memory for a stage whose model was built on the meta device, where tensors have none."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A small sum over all ranks at the end of each step, by messages whose receives were posted before.
+"""Add up a small number over all ranks at the end of each step, with messages whose receives were posted before.
 
-The last to be done is mostly the first stage. Over Gloo an all_reduce begins then, in a thread of its own that must get
-a core and exchanges notices first; here the others' numbers have come already, and one message goes to each.
+The first stage is mostly the last one to finish. Over Gloo an all_reduce begins then, in a thread of its own that must
+get a core and exchanges notices first; here the others' numbers have come already, and one message goes to each.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def meets_by_messages(group: dist.ProcessGroup) -> bool:
 
 
 class Meeting:
-    """Of the ranks of a group, at its first. In each step that has begun every rank calls `add` or `leave`."""
+    """It belongs to the ranks of a group. In each step that has begun every rank calls `add` or `leave`."""
 
     def __init__(self, group: dist.ProcessGroup, tag: int) -> None:
         self._group, self._tag = group, tag

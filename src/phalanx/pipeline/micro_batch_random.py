@@ -1,4 +1,4 @@
-"""The random state of a micro-batch: where it begins, and how it goes from stage to stage.
+"""Seed the random generators for each micro-batch, and pass their state on from stage to stage.
 
 Micro-batch i of a step begins with the seed s + i, where s is drawn from the program's own generator when the step
 begins, and goes through the stages with it; from the first stage on that has drawn a number, so does the state. So
@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 class MicroBatchRandom:
-    """The state of the generators that layers on `device` draw from, as one tensor of bytes."""
+    """It is the state of the generators that layers on `device` draw from, as one tensor of bytes."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -1,4 +1,4 @@
-"""A mini-batch cut into micro-batches along its first dimension, and results put together again."""
+"""Cut a mini-batch into micro-batches along its first dimension, and put results together again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values nested in tuples, lists and dicts, as torch's own tools take them apart and put them together."""
+"""Take values that are nested in tuples, lists and dicts apart, and put them together, with torch's own tools."""
 
 from __future__ import annotations
 

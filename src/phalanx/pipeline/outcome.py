@@ -1,10 +1,11 @@
-"""How a step has ended: with its loss on all ranks, or with an error on all of them.
+"""Agree at the end of a step how it has ended: with its loss on all ranks, or with an error on all of them.
 
-Who has done its part does not know yet that all others will do theirs: a first stage may fail in its last backward,
-when the last stage has long given its loss. So all ranks meet at the end, with one small all_reduce, as do replicas.
+A rank that has done its part does not know yet that all others will do theirs: a first stage may fail in its last
+backward, when the last stage has long given its loss. So all ranks meet at the end, with one small all_reduce, as do
+replicas.
 
-A rank that is lost is seen by those of its own groups alone. Whoever sees it, and is in another group with ranks that
-do not, ends that group, so that they see it there: what MPI calls to revoke a communicator.
+Only the ranks of its own groups see that a rank is lost. A rank that sees it, and is in another group with ranks that
+do not, ends that group, so that they see it there. MPI calls this revoking a communicator.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _NAMED = -1.0  # in the place of the loss's dtype: in that of the loss is the ra
 
 
 class Outcome:
-    """Of the steps of a pipeline, and of its replicas, of which `data_group` has one rank each. Collective."""
+    """It decides how a pipeline's steps end, with its replicas; `data_group` has one rank of each. Collective."""
 
     def __init__(
         self, group: dist.ProcessGroup, data_group: dist.ProcessGroup | None, device: torch.device, tag: int

@@ -1,4 +1,4 @@
-"""What this rank has of the model: its layers under the names that they have in the whole."""
+"""Hold the layers of the model that this rank has, under the names that they have in the whole model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from phalanx.partition.parts import Part
 
 
 class OwnModules(nn.Module):
-    """Modules and tensors of some parts, at the places where they are in the whole model, and nothing else."""
+    """It has modules and tensors of some parts, at the places where they are in the whole model, and nothing else."""
 
     def __init__(self, root: nn.Module, parts: Iterable[Part], extra: Sequence[str] = ()) -> None:
         """`extra`: parameters and buffers that no part uses, of which one rank takes care."""

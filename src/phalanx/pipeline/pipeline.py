@@ -1,4 +1,4 @@
-"""A model that is trained in stages on ranks: what a program sees of a pipeline."""
+"""`Pipeline` trains a model in stages on several ranks; it is what a program sees of this package."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ from phalanx.pipeline.wire import Wire
 
 
 class _Made:
-    """How many pipelines this process has made, at least."""
+    """It counts how many pipelines this process has made, at least."""
 
     number = 0
 

@@ -1,4 +1,4 @@
-"""How far this rank has come in a step, and how the step has failed here, if it has: states and their transitions.
+"""`StepProgress` knows how far this rank has come in a step, and how the step has failed here: states and transitions.
 
   idle ──begin──▶ begun ──act──▶ acting ──wait_for──▶ waiting ──has_come──▶ acting ──act──▶ … ──end──▶ done
                     │              │                    │                                               │
@@ -24,7 +24,7 @@ Phase = Literal["idle", "begun", "acting", "waiting", "done", "failed"]
 
 @dataclass(frozen=True)
 class StepFailure:
-    """How a step has failed on this rank."""
+    """It says how a step has failed on this rank."""
 
     by_itself: bool
     """Whether it was this rank's own action that failed, and not one that it waited for."""
@@ -33,7 +33,7 @@ class StepFailure:
 
 
 class StepProgress:
-    """The present step of one rank, or its last one."""
+    """It is the present step of one rank, or its last one."""
 
     def __init__(self) -> None:
         self.forget()

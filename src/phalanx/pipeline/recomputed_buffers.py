@@ -1,4 +1,4 @@
-"""Buffers that layers change in their forward, where a forward is run a second time in the backward.
+"""Restore buffers that layers change in their forward, where a forward is run a second time in the backward.
 
 The second run begins with what they were at the first, and its changes are dropped: they were made already. (BatchNorm
 has its own way, whose statistics are those of the whole mini-batch.)
@@ -16,7 +16,10 @@ _Place = tuple[nn.Module, str]
 
 
 class RecomputedBuffers:
-    """The buffers of some modules. Which of them change, in a mode, is seen when the first of them is run again."""
+    """They are the buffers of some modules.
+
+    Which of them change, in a mode, is seen when the first of them is run again.
+    """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         inner = {part: None for module in modules for part in module.modules()}

@@ -1,4 +1,4 @@
-"""Recording a step on all ranks."""
+"""Record a step of a pipeline on all ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from phalanx.pipeline.schedule import Action, Schedule
 
 
 class Record:
-    """What `Pipeline.recorded` gives: `recording` is the last step in it, once it is over."""
+    """`Pipeline.recorded` gives it; `recording` is the last step in it, once that is over."""
 
     def __init__(self, group: dist.ProcessGroup, costs: Sequence[LayerCost] | None) -> None:
         self._group = group

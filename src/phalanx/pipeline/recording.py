@@ -1,4 +1,4 @@
-"""A step as it ran: when every rank did what, which stage holds the others up, and what another cut would give."""
+"""A `Recording` is a step as it ran: what every rank did when, which stage is the slowest, and which cut is better."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FORMAT = 1
 
 @dataclass(frozen=True)
 class LayerTime:
-    """A layer of the model and what it took of a micro-batch's time, forward and backward."""
+    """It is a layer of the model and what it took of a micro-batch's time, forward and backward."""
 
     name: str
     forward_s: float
@@ -26,7 +26,7 @@ class LayerTime:
 
 @dataclass(frozen=True)
 class Suggestion:
-    """Another cut, as layers per stage, and how long a step would take with it."""
+    """It is another cut, as layers per stage, and how long a step would take with it."""
 
     counts: tuple[int, ...]
     seconds: float
@@ -34,7 +34,10 @@ class Suggestion:
 
 @dataclass(frozen=True)
 class Recording:
-    """One step. `spans[rank]` has when an action was due, begun and ended; `layers[stage]` what each layer took."""
+    """It is one step.
+
+    `spans[rank]` has when an action was due, begun and ended; `layers[stage]` what each layer took.
+    """
 
     schedule: Schedule
     spans: tuple[tuple[tuple[Action, float, float, float], ...], ...]

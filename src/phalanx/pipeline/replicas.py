@@ -1,4 +1,4 @@
-"""Several pipelines that train the same model on different data: gradients are averaged between equal stages."""
+"""Average the gradients of several pipelines that train the same model on different data, stage by stage."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _BUCKET_BYTES = 25 * 1024 * 1024
 
 
 class Replicas:
-    """This stage's replicas, one in each pipeline. Collective: all begin with the values of the first one."""
+    """It averages over this stage's replicas, one in each pipeline; all begin with the first's values. Collective."""
 
     def __init__(self, group: dist.ProcessGroup, parameters: Sequence[nn.Parameter], buffers: Iterable[Tensor]) -> None:
         self.group = group

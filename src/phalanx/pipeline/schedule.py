@@ -1,4 +1,4 @@
-"""Which stage works on which micro-batch, in which order: the schedule that runs, is drawn, and is simulated.
+"""A schedule says which stage works on which micro-batch, in which order; it is run, drawn and simulated.
 
 p ranks, v stages on each, m micro-batches; stage k is on rank k mod p. F forward, B backward; the backward of
 zero_bubble is cut in two: I, the gradient of the input, that the stage before waits for, and W, that of the weights.
@@ -26,7 +26,7 @@ Kind = Literal["F", "B", "I", "W"]
 
 
 class Action(NamedTuple):
-    """A stage's work on one micro-batch."""
+    """It is a stage's work on one micro-batch."""
 
     kind: Kind
     stage: int
@@ -38,7 +38,7 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """What every rank does, in which order. `orders[rank]` is its list of actions."""
+    """It says what every rank does, in which order. `orders[rank]` is its list of actions."""
 
     name: str
     num_stages: int

@@ -1,4 +1,4 @@
-"""Playing a schedule out with the costs of its stages: when each action begins and ends, and how long ranks wait."""
+"""Simulate a schedule with the costs of its stages: when each action begins and ends, and how long ranks wait."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from phalanx.pipeline.schedule import Action, Schedule
 
 @dataclass(frozen=True)
 class Span:
-    """An action and when it ran."""
+    """It is an action and when it ran."""
 
     action: Action
     begin: float
@@ -19,7 +19,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """What every rank did when. `ranks[r]` is in the order of time."""
+    """It says what every rank did when. `ranks[r]` is in the order of time."""
 
     ranks: tuple[tuple[Span, ...], ...]
 

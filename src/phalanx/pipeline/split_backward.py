@@ -1,4 +1,4 @@
-"""A backward in two parts: first the gradients of the inputs, which another stage waits for, later those of weights.
+"""Run a backward in two parts: the gradients of the inputs first, for which another stage waits, then the weights'.
 
 torch.distributed.pipelining knows how to cut the graph of autograd in two. This adds what it leaves out: parameters
 that reach the output by a way of their own, and not through anything that comes from an input, as a bias of the whole
@@ -27,7 +27,7 @@ def _of_torch(path: str) -> Any:
 
 @dataclass
 class WeightsBackward:
-    """The second part, ready to run."""
+    """It is the second part, ready to run."""
 
     parameters: Sequence[nn.Parameter]
     groups: list[dict[str, Any]]

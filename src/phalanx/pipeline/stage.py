@@ -1,4 +1,4 @@
-"""One stage: forward and backward of a micro-batch, and what lies between the two."""
+"""A `Stage` runs forward and backward of a micro-batch, and keeps what lies between the two."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from phalanx.torch_names import find
 
 @dataclass
 class InFlight:
-    """What a stage keeps of a micro-batch from its forward to the end of its backward."""
+    """It is what a stage keeps of a micro-batch from its forward to the end of its backward."""
 
     inputs: dict[fx.Node, Any]
     leaves: dict[int, list[Tensor]] = field(default_factory=dict)
@@ -45,7 +45,7 @@ class InFlight:
 
 
 class Stage:
-    """A part of the model on this rank."""
+    """It is a part of the model on this rank."""
 
     def __init__(
         self,

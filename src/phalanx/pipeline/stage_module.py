@@ -1,4 +1,4 @@
-"""A rank's stages as a module: what it has of a model, under the names of the whole."""
+"""`StageModule` makes a module of a rank's stages, which have the names of the whole model."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class StageModule(nn.Module):
-    """Looks like the whole model, whose parameters, buffers and modules of other ranks are left out."""
+    """It looks like the whole model, whose parameters, buffers and modules of other ranks are left out."""
 
     _own: OwnModules
     _no_parameter: nn.Parameter

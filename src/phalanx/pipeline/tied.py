@@ -1,4 +1,4 @@
-"""Parameters that several stages use, as an embedding that is the output layer, too: each has one, and they stay equal.
+"""Keep parameters equal that several stages use, as an embedding that is the output layer, too: each stage has one.
 
 Every step the gradients of all of them are added, in the order of the ranks, so that each rank makes the same update.
 """
@@ -17,7 +17,10 @@ from phalanx.pipeline.wire import Wire
 
 @dataclass(frozen=True)
 class Tie:
-    """A parameter, by its first name in the whole model, and the ranks that have one, the first of which adds up."""
+    """It is a parameter, by its first name in the whole model, and the ranks that have one.
+
+    The first of these ranks adds up.
+    """
 
     name: str
     ranks: tuple[int, ...]
@@ -48,7 +51,7 @@ def parameters_of(root: nn.Module, part: Part) -> list[nn.Parameter]:
 
 
 class TiedGradients:
-    """Adds the gradients of this rank's tied parameters to those of the others. As collective as a step."""
+    """It adds the gradients of this rank's tied parameters to those of the others. It is as collective as a step."""
 
     def __init__(self, ties: Sequence[Tie], own: dict[str, nn.Parameter], wire: Wire, rank: int) -> None:
         self._ties = [(tie, own[tie.name]) for tie in ties if rank in tie.ranks]

@@ -1,4 +1,4 @@
-"""What may go from stage to stage, and results that go to all ranks."""
+"""Check the values that go from stage to stage, and share a result with all ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CONSTANTS = (int, float, bool, str, complex, type(None), torch.dtype, torch.dev
 
 
 class Forms:
-    """The form of every value that a stage sends, as the first micro-batch of a step had it."""
+    """It is the form of every value that a stage sends, as the first micro-batch of a step had it."""
 
     def __init__(self) -> None:
         self._first: dict[fx.Node, tuple[int, int, list[Any]]] = {}

@@ -1,4 +1,6 @@
-"""Gradients of weights apart from the backward: added in the product that makes them, and later, if somebody waits.
+"""Compute gradients of weights apart from the backward, and later, if another stage waits for the input's gradients.
+
+The gradient is added in the product that makes it.
 
 Autograd makes the gradient of a weight for every micro-batch anew and adds it to those before: a large weight is
 written and read twice more than the product (`addmm_`) needs that adds to what is there. And it makes it before the
@@ -33,7 +35,7 @@ _LEAST_PRODUCT = 2**22
 
 @dataclass(slots=True)
 class _Product:
-    """The gradient of `weight` by one micro-batch's use of it."""
+    """It is the gradient of `weight` by one micro-batch's use of it."""
 
     weight: Tensor
     operand: Tensor | None
@@ -74,7 +76,7 @@ class _Product:
 
 
 class WeightGradients:
-    """Those that one micro-batch leaves for later, in the order in which its backward came to them."""
+    """It has those that one micro-batch leaves for later, in the order in which its backward came to them."""
 
     def __init__(self, products: Sequence[tuple[Any, _Product]], others: Sequence[Tensor]) -> None:
         """`products`: with their nodes of the graph. `others`: all other tensors that get a gradient."""
@@ -114,7 +116,7 @@ class WeightGradients:
 
 
 class Weights:
-    """Finds them in the graphs of a stage's micro-batches."""
+    """It finds such gradients in the graphs of a stage's micro-batches."""
 
     def __init__(self) -> None:
         self._known: dict[Any, Tensor] = {}

@@ -1,4 +1,6 @@
-"""The state of one optimizer of the whole model from those of stages' optimizers, and a stage's out of it: pure.
+"""Build the state of one optimizer of the whole model from those of stages' optimizers, and a stage's from it.
+
+These functions are pure.
 
 Parameters are known by their names in the whole model. A whole state is what `state_dict()` of a plain optimizer gives
 whose groups have the parameters in the order of the model, with their names (torch's "param_names").
@@ -21,7 +23,10 @@ _SHOWN = 4
 
 @dataclass
 class Group:
-    """A group of parameters, by their names, and its options. A parameter without a name is no part of the model."""
+    """It is a group of parameters, by their names, and its options.
+
+    A parameter without a name is no part of the model.
+    """
 
     options: dict[str, Any]
     names: list[str] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""The state of the whole model from those of its stages, and each stage's out of the whole."""
+"""Build the state of the whole model from those of its stages, and each stage's from the whole."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes from stage to stage: values forward, their gradients backward, and the news that a stage failed.
+"""`Wire` carries messages between stages: values forward, gradients backward, and the news that a stage failed.
 
 A message is a header of fixed size, then what it announces: behind it in the same frame (`frames`), or, where that has
 no room, each part in a message of its own. Where the header says that a tensor lies in memory that both map, nothing
@@ -61,7 +61,7 @@ _Received = dict[Edge, tuple[Form, Any]]
 
 
 class Wire:
-    """This rank's end of all edges of a pipeline. Sends never wait for the receiver; `settle` does, at the end."""
+    """It is this rank's end of all edges of a pipeline. Sends never wait for the receiver; at the end `settle` does."""
 
     def __init__(self, group: dist.ProcessGroup, rank_of: Sequence[int], device: torch.device, number: int = 0) -> None:
         """`rank_of`: who has each stage; the numbers after those of stages are further ends of edges, as the ranks'.
@@ -399,7 +399,7 @@ class Wire:
 
 
 class _Parts:
-    """What a header announces: in the frame behind it, or each part in the next message beside."""
+    """It is what a header announces: in the frame behind it, or each part in the next message beside."""
 
     def __init__(self, wire: Wire, src: int, tag: int, frame: Tensor | None) -> None:
         self.src = src

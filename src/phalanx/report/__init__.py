@@ -1,4 +1,4 @@
-"""What a run leaves behind for people to look at: where its time went, what happened, and what to do about it.
+"""A report shows people what a run has left behind: where its time went, what happened, and what to do about it.
 
     recording             when a process records its steps (diagnostics.step_recorder does), and for which folder
     job_record            what the launcher knows
@@ -7,8 +7,8 @@
     page, pictures, …     measurements in, HTML out; trace, tensorboard: the same for other readers
     write, compare        the files of a report; several runs side by side
 
-`phalanx run --report DIR` and `phalanx.Trainer(report=DIR)` need nothing of this. A loop of one's own that they cannot
-see through says where it is:
+`phalanx run --report DIR` and `phalanx.Trainer(report=DIR)` need nothing of this. A loop of your own, of which they see
+too little, says where it is:
 
     phalanx.report.begin("runs/a")                # unless the launcher was given --report
     for batch in my_loader:                       # with torch's DataLoader, backward and optimizers it is seen

@@ -1,4 +1,4 @@
-"""Where an axis has its marks, and what stands there."""
+"""Choose where an axis has its marks, and what stands there."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MOST = 1e300  # of what is drawn: differences and marks beyond are no numbers a
 
 @dataclass(frozen=True)
 class Axis:
-    """A scale from `low` to `high`, with marks; `is_log` in powers."""
+    """It is a scale from `low` to `high`, with marks; `is_log` in powers."""
 
     low: float
     high: float

@@ -1,4 +1,4 @@
-"""Curves and points as pictures in a page: data in, SVG out, in the page's own colours."""
+"""Draw curves and points as pictures in a page: data in, SVG out, in the page's own colours."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LABEL_GAP = 15
 
 @dataclass(frozen=True)
 class Line:
-    """A curve, its colour (a CSS value), and what stands at its end."""
+    """It is a curve, its colour (a CSS value), and what stands at its end."""
 
     points: Sequence[tuple[float, float]]
     colour: str
@@ -27,7 +27,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Dot:
-    """A point, what stands beside it, and what the pointer shows."""
+    """It is a point, what stands beside it, and what the pointer shows."""
 
     x: float
     y: float
@@ -105,7 +105,7 @@ def _is_free(taken: Sequence[tuple[float, float, float]], start: float, y: float
 
 
 class _Frame:
-    """The axes of a chart, and where values lie between them."""
+    """They are the axes of a chart, and where values lie between them."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Several runs side by side, in a terminal and as a page; one alone in a terminal."""
+"""Show several runs side by side, in a terminal and as a page, or one alone in a terminal."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _MARKED = 0.02  # a smaller difference from the first run says nothing
 
 @dataclass(frozen=True)
 class Row:
-    """One quantity of all runs: how it is written, and what it is of the first run's, where that says something.
+    """It is one quantity of all runs: how it is written, and what it is of the first run's, where that says something.
 
-    `better`: whether less is better, or more, or neither.
+    `better` says whether less is better, or more, or neither.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""What one core copies in memory, per second: the limit for ranks that share memory."""
+"""Measure what one core copies in memory per second, which is the limit for ranks that share memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One sentence about a run."""
+"""A `Finding` is one sentence about a run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FEW_STEPS = 10  # say nothing about speed
 
 @dataclass(frozen=True)
 class Finding:
-    """A sentence, how much it matters, and what it costs: a share of the run's time, or of a step."""
+    """It is a sentence, how much it matters, and what it costs: a share of the run's time, or of a step."""
 
     severity: Severity
     text: str

@@ -1,6 +1,6 @@
-"""What the measurements of a run say to whoever wants it faster, or whole: one sentence each, with what to do.
+"""Find what the measurements of a run say to people who want it faster, or whole: one sentence each, with advice.
 
-Pure: measurements in, sentences out; the worst first.
+The functions are pure: measurements go in, sentences come out, the worst first.
 """
 
 from __future__ import annotations

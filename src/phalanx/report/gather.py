@@ -1,4 +1,4 @@
-"""From what ranks and launcher have written down to what a run was: `Measurements`."""
+"""Combine what ranks and launcher have written down into `Measurements` of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The script of a report's page: the values of a curve under the pointer, and a part of it in large.
+"""This is the script of a report's page: it shows a curve's values under the pointer, and a part of it in large.
 
 It is in the page, and asks nobody for anything. Without it the page shows all that it shows now.
 """

@@ -1,5 +1,6 @@
-"""What the launcher knows of a job, in `job.json`: written when it begins, so that a command that is killed leaves it,
-and again when it ends.
+"""A `JobRecord` is what the launcher knows of a job, in the file `job.json`.
+
+It is written when the job begins, so that a command that is killed leaves it, and again when the job ends.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _SURROGATES = re.compile("[\ud800-\udfff]")
 
 @dataclass(frozen=True)
 class JobRecord:
-    """`begun` and `ended` are of CLOCK_MONOTONIC; `end` is as in `Measurements`, "running" until somebody says more."""
+    """Its `begun` and `ended` are of CLOCK_MONOTONIC; `end` is as in `Measurements`, "running" until more is said."""
 
     name: str
     command: str

@@ -1,4 +1,4 @@
-"""The page of a job that runs: what `phalanx top` knows, over the time that somebody has looked, and its report so far.
+"""Serve the page of a running job: what `phalanx top` has known since somebody looks, and the report so far.
 
 browser ── GET /      ──► the page, whose script asks again and again
         ── GET /now   ──► what stands on it now
@@ -53,7 +53,7 @@ setTimeout(again, 2000);
 
 
 class LivePage:
-    """What is served of one job. It looks when it is asked, and at most once a second, whoever asks."""
+    """It serves one job. It looks when it is asked, and at most once a second, however many ask."""
 
     def __init__(self, watch: Watch, clock: Callable[[], float] = time.monotonic) -> None:
         self._watch = watch

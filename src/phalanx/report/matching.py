@@ -1,4 +1,4 @@
-"""What the ranks' records of the same collectives say together: who waited for whom, and how fast data moved.
+"""Match the ranks' records of the same collectives: who waited for whom, and how fast data moved.
 
 rank 0   ──────┤ enter        │  leave ├──        waiting: until the last one has come
 rank 1   ────────────────┤ enter│ leave ├──       moving: from then on
@@ -29,7 +29,7 @@ from phalanx.report.measurements import Collectives, Lateness
 
 @dataclass(frozen=True)
 class Sampled:
-    """The operations of one process: its groups' names, its clock's offset, when it had warmed up."""
+    """It has the operations of one process: its groups' names, its clock's offset, when it had warmed up."""
 
     rank: int
     groups: Sequence[tuple[str, int, int]]  # name, generation, how often there was one of that name before
@@ -45,7 +45,7 @@ class Sampled:
 
 @dataclass
 class Split:
-    """Of one process, per step: seconds in each phase that it waited and moved data."""
+    """It has, for one process and per step, the seconds in each phase that it waited and moved data."""
 
     waiting: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     moving: dict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -53,7 +53,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Matched:
-    """What all the records say together; `splits` in the order of the processes."""
+    """It has what all the records say together; `splits` are in the order of the processes."""
 
     splits: tuple[Split, ...]
     collectives: tuple[Collectives, ...]

@@ -1,6 +1,6 @@
-"""What a run left behind, as data: what the findings read, the page draws and `phalanx report` compares.
+"""`Measurements` are a run as data: the findings read it, the page draws it and `phalanx report` compares it.
 
-It is `report.json`. Times are seconds since the run began, on the clock of the host that led it.
+They are the file `report.json`. Times are seconds since the run began, on the clock of the host that led it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Curve = tuple[tuple[float, float], ...]
 
 @dataclass(frozen=True)
 class RankRun:
-    """One process of a rank. `parts`: where the time of a step goes, in seconds, as a mean after the first steps."""
+    """It is one process of a rank. `parts`: where a step's time goes, in seconds, as a mean after the first steps."""
 
     rank: int
     attempt: int
@@ -59,7 +59,7 @@ class RankRun:
 
 @dataclass(frozen=True)
 class Collectives:
-    """Those of one kind and size. `bandwidth`: bytes per second on the bus, as NCCL's tests count it; median."""
+    """They are of one kind and size. `bandwidth`: bytes per second on the bus, as NCCL's tests count it; median."""
 
     name: str
     num_bytes: float
@@ -73,7 +73,7 @@ class Collectives:
 
 @dataclass(frozen=True)
 class Lateness:
-    """How often a rank came last to a collective, and what the others waited for it alone, per step."""
+    """It says how often a rank came last to a collective, and how long the others waited for it alone, per step."""
 
     rank: int
     times: int
@@ -82,7 +82,7 @@ class Lateness:
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened to the job: `kind` is attempt, failure, loss, replaced, signal or host lost."""
+    """It is something that happened to the job: `kind` is attempt, failure, loss, replaced, signal or host lost."""
 
     at: float
     kind: str
@@ -93,7 +93,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Measurements:
-    """A run. `end`: how it ended: one of ENDS. "ended": nobody said with what; "killed": nobody said that it did."""
+    """It is a run. `end` is one of ENDS. "ended": nobody said with what; "killed": nobody said that it did."""
 
     name: str
     command: str

@@ -1,4 +1,4 @@
-"""The page: measurements and findings in, one HTML file out, that asks the network for nothing."""
+"""Render the page: measurements and findings in, one HTML file out, which asks the network for nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page of a run that goes on: what its ranks have written down until now."""
+"""Write the page of a run that goes on, from what its ranks have written down until now."""
 
 from __future__ import annotations
 

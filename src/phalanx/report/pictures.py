@@ -1,4 +1,4 @@
-"""What a run's pictures show; how they are drawn is `charts`."""
+"""Decide what a run's pictures show; `charts` draws them."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def bandwidth_picture(run: Measurements) -> str:
 
 @dataclass(frozen=True)
 class StepBar:
-    """A mean step to draw as a bar: what stands before it, its parts, and how long all of them take."""
+    """It is a mean step to draw as a bar: what stands before it, its parts, and how long all of them take."""
 
     label: str
     parts: Mapping[str, float]

@@ -1,4 +1,4 @@
-"""A process that records its steps for a report: when that begins, what is known of it, when it ends."""
+"""Record this process's steps for a report: begin, find out which rank of which job it is, and end."""
 
 from __future__ import annotations
 

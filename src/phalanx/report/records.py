@@ -1,4 +1,4 @@
-"""The ranks' files in a report's folder: whose they are, and which may go. What others have put there stays."""
+"""List the ranks' files in a report's folder, and remove those that may go. Other files stay."""
 
 from __future__ import annotations
 

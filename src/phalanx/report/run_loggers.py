@@ -1,4 +1,4 @@
-"""The loggers of a run whose loop is the user's own: its metrics as they come, its curves and its report at the end."""
+"""Log a run whose loop is the user's own: its metrics as they come, and its curves and its report at the end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from phalanx.report.page_so_far import write_page_so_far
 
 
 class RunLoggers:
-    """Loggers that rank 0 writes to until its process ends; every rank makes one.
+    """They are loggers that rank 0 writes to until its process ends; every rank makes one.
 
     At the end they get the curve of the loss and the page as it stands then: the launcher's own page, which also has
     what came later, lies in the report's folder.

@@ -1,4 +1,4 @@
-"""How the page looks: system fonts, light and dark, a column on a telephone, ink on paper."""
+"""This is the page's style: system fonts, light and dark, a column on a telephone, ink on paper."""
 
 # Colours by Okabe and Ito (2008), which stay apart for colour-blind readers; darker or lighter where the paper asks.
 CSS = """

@@ -1,4 +1,4 @@
-"""The numbers behind the pictures, as tables: what a reader without the pictures has."""
+"""Write the numbers behind the pictures as tables, for readers without the pictures."""
 
 from __future__ import annotations
 

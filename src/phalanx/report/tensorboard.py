@@ -1,4 +1,4 @@
-"""Scalars in the file that TensorBoard reads, written without it: the launcher must not import what costs a second.
+"""Write scalars in TensorBoard's file format without TensorBoard, whose import would cost the launcher a second.
 
     file    records, each    length (8 bytes) | CRC of it (4) | event | CRC of that (4)
     event   protocol buffer  1: wall time (double)  2: step (varint)  3: file version (the first)  5: summary

@@ -1,4 +1,4 @@
-"""Where the time of a step goes, in sentences: who waits, for what, for whom, and what to do about it."""
+"""Say in sentences where the time of a step goes: who waits, for what, for whom, and what to do about it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The trace that Perfetto opens: a process for each rank; steps, their phases and its collectives, by their names.
+"""Plan the trace that Perfetto opens: a process for each rank; steps, their phases and its collectives, by name.
 
 The phases of a step are drawn in the order in which they come, each once, as long as all of it together; a record of
 several steps is one bar. Collectives stand where they were.

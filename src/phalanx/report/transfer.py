@@ -1,4 +1,4 @@
-"""The ranks' files on their way to the host that writes the report: as text, for a message."""
+"""Send the ranks' files, as text in a message, to the host that writes the report."""
 
 from __future__ import annotations
 

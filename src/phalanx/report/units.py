@@ -1,4 +1,4 @@
-"""Numbers as people read them: three digits and a unit."""
+"""Write numbers as people read them: three digits and a unit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Everything that a report's folder holds, from what ranks and launcher have left in it.
+"""Write everything that a report's folder holds, from what ranks and launcher have left in it.
 
 report.html    the page                    trace.json     for ui.perfetto.dev
 report.json    the numbers behind it       tensorboard/   for TensorBoard

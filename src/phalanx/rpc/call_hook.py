@@ -1,11 +1,11 @@
-"""What takes part in every call beside the call itself: a distributed backward notes which tensors went where.
+"""A call hook takes part in every call: a distributed backward notes with it which tensors went where.
 
     caller                                       callee
     on_request(to, payload) -> note   ------->   receive_request(note, arrived, caller), around the function
     receive_reply(note, arrived)      <-------   on_reply(to, payload, note) -> note
 
 A note is anything that pickle takes; None travels at no cost. `payload.tensors` and `arrived.tensors` are the same
-tensors in the same order. While a note came with them, they arrive without requiring grad: whoever reads the note
+tensors in the same order. If a note came with them, they arrive without requiring grad: the code that reads the note
 attaches them to a graph (`arrived.requires_grad` says which).
 """
 
@@ -19,7 +19,7 @@ from phalanx.rpc.worker_info import WorkerAddress
 
 
 class CallHook(Protocol):
-    """The four places at which a call is seen; in the caller's thread, and in the one that runs the function."""
+    """A call is seen at these four places: in the caller's thread, and in the one that runs the function."""
 
     def is_inside(self) -> bool:
         """Whether this thread's calls are part of something that ends with their worker: then none is made again."""

@@ -1,4 +1,4 @@
-"""Decorators for functions that other workers call: what may be done with a call of them."""
+"""These decorators mark functions that other workers call: what may be done with a call of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The calls: `rpc_sync`, `rpc_async` and `remote`."""
+"""Call functions on other workers: `rpc_sync`, `rpc_async` and `remote`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workers of several hosts: ZeroMQ over TCP, encrypted and authenticated with the job's key (CURVE).
+"""Connect workers of several hosts by ZeroMQ over TCP, encrypted and authenticated with the job's key (CURVE).
 
     worker 1                                     worker 2
     DEALER  -- hello, requests -->               ROUTER       each connects to the other's port; so each hears at once
@@ -6,12 +6,13 @@
     ROUTER                             <--       DEALER
     DEALER  -- pulse -->                         ROUTER       the same, for ZeroMQ's heartbeats alone
 
-One thread owns all sockets; who sends hands it the frames, and tensors go out from where they lie. Only who knows the
-key gets in, on either side. Who is lost does not come again under the same uid. When is a worker lost?
+One thread owns all sockets; a sender hands it the frames, and tensors go out from where they lie. Only workers that
+know the key get in, on either side. A worker that is lost does not come again under the same uid. A worker is lost
+when:
 
     its process has ended       its kernel closes the connection: at once
     its host does not answer    its kernel has acknowledged no heartbeat for `RPC_PULSE_LOST_S`
-    its process is silent       but its kernel does acknowledge: it is stopped, or busy. For `RPC_SILENT_S`.
+    its process is silent       for `RPC_SILENT_S`, though its kernel does acknowledge: it is stopped, or busy
 
 The pulse has a connection of its own: what the kernel waits for there (TCP_USER_TIMEOUT) it also waits for when a busy
 process does not take in a large tensor.
@@ -56,7 +57,7 @@ Welcome = Callable[[WorkerAddress], None]
 
 
 class NetworkConnection:
-    """One direction of a pair of workers: what we ask of `peer`, or, with `identity`, what we answer."""
+    """It is one direction of a pair of workers: what we ask of `peer`, or, with `identity`, what we answer."""
 
     reading = None  # the network's thread reads
 
@@ -78,7 +79,7 @@ class NetworkConnection:
 
 
 class Network:
-    """The sockets of one worker, at `address`.
+    """It has the sockets of one worker, at `address`.
 
     `arrive(connection, frame)` is told what comes in, `lost(member, why)` who has gone, `welcome(member)` who has
     connected.

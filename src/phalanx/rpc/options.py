@@ -1,4 +1,4 @@
-"""What `init_rpc` is told beside the name: PyTorch's options by PyTorch's names."""
+"""These are the options of `init_rpc` beside the name: PyTorch's options by PyTorch's names."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ MOST_BYTES = 4 << 30
 
 
 class BackendType(enum.Enum):
-    """PyTorch's name for the choice of a transport; there is one."""
+    """It is PyTorch's name for the choice of a transport; there is one."""
 
     TENSORPIPE = "TENSORPIPE"
     PHALANX = "PHALANX"
 
 
 class RpcBackendOptions:
-    """Options of a worker.
+    """They are the options of a worker.
 
     Arguments:
         num_worker_threads: how many calls of others are carried out at the same time.
         rpc_timeout: seconds after which a call fails that does not say it otherwise; 0 is never.
         init_method: where the workers meet, as for `init_process_group`.
         device_maps, devices: of GPUs; tensors on them are not carried yet.
-        max_calls_in_flight, max_bytes_in_flight: of one worker to another. Who makes one more call waits.
+        max_calls_in_flight, max_bytes_in_flight: of one worker to another. A caller of one more waits.
     """
 
     def __init__(

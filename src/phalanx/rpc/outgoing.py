@@ -1,4 +1,4 @@
-"""A worker's own connections to a worker of another host: made again until they are welcome, watched until they break.
+"""Connect a worker to a worker of another host: connect again until it is welcome, and watch until it breaks.
 
     connect ──► hello ──► welcome ──► frames ──► it broke: that worker is lost
        ▲           │
@@ -36,7 +36,7 @@ MakeSocket = Callable[[int], zmq.Socket[bytes]]
 
 
 class Connection:
-    """One connection to the port at `address`, where `hello` introduces it."""
+    """It is one connection to the port at `address`, where `hello` introduces it."""
 
     def __init__(self, make_socket: MakeSocket, key: Key, address: str, hello: list[bytes], now: float) -> None:
         self.is_welcome = False
@@ -96,7 +96,7 @@ class Connection:
 
 
 class Pulse(Connection):
-    """A connection for heartbeats alone. It breaks when the other host acknowledges none for some time."""
+    """It is a connection for heartbeats alone. It breaks when the other host acknowledges none for some time."""
 
     def _set_options(self, made: zmq.Socket[bytes]) -> None:
         super()._set_options(made)
@@ -114,7 +114,7 @@ class Pulse(Connection):
 
 
 class Outgoing:
-    """The two connections to one worker."""
+    """It has the two connections to one worker."""
 
     def __init__(self, make_socket: MakeSocket, key: Key, address: str, introduction: bytes, now: float) -> None:
         self.frames = Connection(make_socket, key, address, [HELLO, introduction], now)

@@ -1,4 +1,4 @@
-"""What a worker tells of the functions that it runs for others, where their callers profile."""
+"""These classes carry what a worker tells of the functions that it runs for others, where their callers profile."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Event:
-    """Of some worker, at `start_us` to `end_us` after its profile began; `fields` are those of a FunctionEvent."""
+    """It happened on some worker, from `start_us` to `end_us` of its profile; `fields` are those of a FunctionEvent."""
 
     node_id: int
     start_us: float
@@ -20,7 +20,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Profiled:
-    """What a call has returned, and what it took: `duration_us` in all."""
+    """It has what a call has returned, and what it took: `duration_us` in all."""
 
     result: Any
     duration_us: float

@@ -1,4 +1,4 @@
-"""A profile with what calls run on other workers: each tells its events with its answer.
+"""Profile also what calls run on other workers, each of which tells its events with its answer.
 
     caller    |- rpc_sync#f(a -> b) -----------------------|       events of its own
     callee         |- f: aten::mul |- rpc_sync#g(b -> c) -|        rpc_sync#f(a -> b)#remote_op: aten::mul, ...
@@ -37,7 +37,7 @@ _PLAIN: dict[str, Any] = {**dict.fromkeys(_FIELDS, 0), "input_shapes": [], "stac
 
 
 class profile(legacy.profile):
-    """As `torch.autograd.profiler_legacy.profile`, with the events of the functions that this thread's calls run.
+    """This is `torch.autograd.profiler_legacy.profile`, with the events of the functions that this thread's calls run.
 
     A function's events are in the midst of its call: workers do not share a clock. Those of a call that is not answered
     by the end of the profile are not in it.

@@ -1,4 +1,4 @@
-"""What a worker knows of references: those to objects of its own, and who holds them.
+"""`References` knows a worker's references: those to objects of its own, and who holds them.
 
     owner                                        user                          third worker
     Owned: the object, and its forks   <------   a fork: one RRef object
@@ -9,7 +9,7 @@
     the last fork is dropped: so is the object
 
 A fork is the RRef object of one worker. An object lives as long as it has forks, or its owner itself has an RRef to it.
-No lock is held while anything of the user's may run. Who is lost drops all forks that it held.
+No lock is held while code of the user may run. A worker that is lost drops all forks that it held.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RRefId = tuple[int, int]  # the uid of the worker that made it, and its number t
 
 
 class Owned:
-    """An object of this worker to which there are references. `future` has it, or why there is none."""
+    """It is an object of this worker to which there are references. `future` has it, or why there is none."""
 
     __slots__ = ("forks", "future", "id", "is_made")
 
@@ -37,7 +37,7 @@ class Owned:
 
 
 class References:
-    """The tables of one worker."""
+    """It has the tables of one worker."""
 
     def __init__(self, uid: int) -> None:
         self._uid = uid

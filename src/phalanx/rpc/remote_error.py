@@ -1,4 +1,4 @@
-"""An exception on its way from the worker that raised it to the one that called."""
+"""Pack an exception on the worker that raised it, and raise it again on the one that called."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class RemoteError(PhalanxError):
 
 
 class MissingFunctionError(PhalanxError, AttributeError):
-    """What a call names is not there on the worker that is called."""
+    """The worker that is called does not have what the call names."""
 
 
 class RemoteTraceback(Exception):
-    """Where an exception was raised on another worker: the cause of the one that is raised here."""
+    """It says where an exception was raised on another worker, as the cause of the one that is raised here."""
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"

@@ -1,4 +1,4 @@
-"""`RemoteModule`: a module that lives on another worker, by the interface of `torch.distributed.nn.RemoteModule`."""
+"""`RemoteModule` is a module on another worker, by the interface of `torch.distributed.nn.RemoteModule`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T", bound=nn.Module)
 
 
 class RemoteModule(nn.Module):
-    """`module_cls(*args, **kwargs)`, made and kept on another worker; `forward` runs there.
+    """It makes and keeps `module_cls(*args, **kwargs)` on another worker; `forward` runs there.
 
     Inside of `phalanx.rpc.autograd.context` a backward goes through it. It may be a part of a module of this process,
     which trains its own parameters, under DDP too: the other worker's are no part of that, and are trained by

@@ -1,4 +1,4 @@
-"""Where the workers of a job meet: the job's store, under keys of this start of rpc alone."""
+"""Let the workers of a job meet in the job's store, under keys of this start of rpc alone."""
 
 from __future__ import annotations
 

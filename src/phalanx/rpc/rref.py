@@ -1,4 +1,4 @@
-"""`RRef`: a reference to an object that lives on one worker, held by any.
+"""An `RRef` is a reference to an object that lives on one worker; any worker can hold it.
 
 What the workers tell each other when one is made, handed on and dropped is drawn in `references`.
 """
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class RRef(Generic[T]):
-    """A reference to `value`, which stays on this worker and lives as long as any worker refers to it.
+    """It is a reference to `value`, which stays on this worker and lives as long as any worker refers to it.
 
     References to objects of other workers are made by `remote`, or arrive in calls.
     """

@@ -1,4 +1,4 @@
-"""A stand-in for a remote object: its methods run where the object is."""
+"""An `RRefProxy` stands in for a remote object: its methods run where the object is."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _HOW: dict[str, Callable[..., Any]] = {"sync": invoke.rpc_sync, "async": invoke.
 
 
 class RRefProxy:
-    """What `RRef.rpc_sync()`, `rpc_async()` and `remote()` return."""
+    """`RRef.rpc_sync()`, `rpc_async()` and `remote()` return it."""
 
     def __init__(self, rref: RRef[Any], how: str, timeout: float = UNSET_RPC_TIMEOUT) -> None:
         self.rref = rref

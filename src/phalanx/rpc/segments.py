@@ -1,4 +1,4 @@
-"""Memory in which large tensors go from one process of a host to another: memfds, handed over by descriptor.
+"""A segment is a memfd in which large tensors go from one process of a host to another.
 
     sender                                      receiver
     lend a segment, copy the tensor into it
@@ -39,7 +39,7 @@ def capacity(nbytes: int) -> int:
 
 
 class Segment:
-    """Memory of this process's making."""
+    """It is memory that this process has made."""
 
     def __init__(self, number: int, nbytes: int) -> None:
         with memory("phalanx-rpc", nbytes) as fd:
@@ -56,7 +56,7 @@ class Segment:
 
 
 class Lender:
-    """The segments of this process, and who has them."""
+    """It has the segments of this process, and knows which worker has each."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -158,7 +158,7 @@ class Lender:
 
 
 class Borrower:
-    """The segments of the process at the other end of a connection, mapped.
+    """It has the segments of the process at the other end of a connection, mapped.
 
     `released` is called with a segment's number when what lay in it has died: anywhere, so it must neither wait nor
     take a lock.

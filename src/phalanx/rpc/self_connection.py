@@ -1,4 +1,4 @@
-"""A worker's calls to itself: pickled and copied like all others, so that neither side sees what the other changes."""
+"""A worker's calls to itself are pickled and copied like all others, so that neither side sees the other's changes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from phalanx.rpc.wire import Frame
 
 
 class SelfConnection:
-    """What is sent arrives; `peer` is None: it is this worker."""
+    """It delivers what is sent to this worker itself; `peer` is None."""
 
     peer = None
     reading = None

@@ -1,9 +1,9 @@
-"""Objects as bytes, and the tensors in them as they lie: pickle protocol 5 with the tensors' memory out of band.
+"""Pickle objects by protocol 5, and keep the memory of the tensors in them out of band, as it lies.
 
 A dense tensor on the CPU is not copied into the pickle: its memory is a buffer of its own, which the transport sends
 from where it lies; so are the parts of a sparse one. All others (compressed, quantized, subclasses) are pickled as
-PyTorch pickles them; their parts are dense tensors again. What other files know how to hand over (references) they
-register here.
+PyTorch pickles them; their parts are dense tensors again. Other files register here the types that they hand over
+themselves (references).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _MOST_NAMES, _MOST_NAME_BYTES = 4096, 4096
 
 
 class Payload:
-    """An object on its way out: the pickle, the memory beside it, and the tensors whose memory that is.
+    """It is an object on its way out: the pickle, the memory beside it, and the tensors whose memory that is.
 
     `to` names the worker that it goes to, and `forks` what was handed to it beside the object.
     """
@@ -70,14 +70,14 @@ class Payload:
 
 
 class _Current(threading.local):
-    """What this thread pickles, or unpickles."""
+    """It is what this thread pickles, or unpickles."""
 
     payload: Payload | None = None
     arrived: Arrived | None = None
 
 
 class Arrived:
-    """An object that has come in, with the tensors that were in it, in the order of `Payload.tensors`.
+    """It is an object that has come in, with the tensors that were in it, in the order of `Payload.tensors`.
 
     `requires_grad` tells which of them required it where they came from. They do so here as well, as leaves, but
     `without_grad`: then whoever asked for that attaches them to a graph.
@@ -101,7 +101,7 @@ class Arrived:
 
 
 class _Names:
-    """Functions of modules, by what they are called in a pickle, behind its length; as long as they are there."""
+    """It maps functions of modules to their names in a pickle, behind the name's length; as long as they are there."""
 
     def __init__(self) -> None:
         self._names: dict[FunctionType, bytes] = {}

@@ -1,4 +1,4 @@
-"""Become a worker, and cease to be one."""
+"""Make this process a worker, and end that again: `init_rpc` and `shutdown`."""
 
 from __future__ import annotations
 

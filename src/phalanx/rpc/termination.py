@@ -1,4 +1,4 @@
-"""When all workers come together: at the end, when no call is under way anywhere any more.
+"""Bring all workers together at the end, when no call is under way anywhere any more.
 
 Each worker comes when it is idle: none of its calls waits for an answer, and it runs none of others. But a call that
 another one makes may make it busy again. So they come again and again, each time telling how many calls it has made so
@@ -29,7 +29,7 @@ _PAUSE_S = 0.002
 
 
 class Termination:
-    """This worker's part in them."""
+    """It is this worker's part in these rounds."""
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent

@@ -1,8 +1,8 @@
-"""Two workers of one host, joined by two Unix sockets: one for frames, one for the descriptors of segments.
+"""Two Unix sockets connect two workers of one host: one for frames, one for the descriptors of segments.
 
-Whoever sends puts its frame into the queue and writes what the socket takes; whoever finds another thread writing
-leaves it to that one, so that frames that come at the same time go in one call of the system. What the socket does not
-take is written when it can be (the serving thread is told by `change`). Nobody blocks.
+A sender puts its frame into the queue and writes what the socket takes. If another thread is writing, it leaves the
+frame to that thread, so that frames that come at the same time go in one system call. What the socket does not take is
+written when it can be (the serving thread is told by `change`). No thread blocks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _numbers = itertools.count(1)
 
 
 class UnixConnection:
-    """One end. `peer` is what the agent says is at the other one.
+    """It is one end. `peer` is what the agent says is at the other one.
 
     `change(connection)` is called when the leader has to wait for something else: `is_full`, and it writes what is left
     as soon as it can; `is_muted`, and it does not read. `has_release(connection)` is called when a segment died.
@@ -328,7 +328,7 @@ class UnixConnection:
 
 
 class Missed:
-    """In the place of tensors that lie in memory to which there is no way: who reads the call or answer hears it."""
+    """It replaces tensors in memory to which there is no way; the reader of the call or answer gets the error."""
 
     def __iter__(self) -> Any:
         raise PhalanxError(

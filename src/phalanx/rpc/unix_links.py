@@ -1,6 +1,6 @@
-"""Where a worker listens for the others of its host, who come in by a token that only the job's store knows.
+"""A worker listens here for the others of its host, which come in by a token that only the job's store knows.
 
-Whoever connects says who it is (`WorkerAddress`), and hands over its end of a second socket, for descriptors. The
+A worker that connects says who it is (`WorkerAddress`), and hands over its end of a second socket, for descriptors. The
 kernel vouches for the user on either side (`SO_PEERCRED`): connections of another one are closed before anything is
 read from it.
 """
@@ -36,7 +36,7 @@ Welcome = Callable[[WorkerAddress, socket.socket, socket.socket], None]
 
 
 class Listener:
-    """The listening side. `welcome(member, socket, descriptor socket)` is called for each that has come in."""
+    """It is the listening side. `welcome(member, socket, descriptor socket)` is called for each that has come in."""
 
     def __init__(self, welcome: Welcome, serving: Any) -> None:
         self.token = secrets.token_bytes(16)
@@ -129,7 +129,7 @@ class Listener:
 
 
 class _Visitor:
-    """Somebody of this user who has yet to say who it is."""
+    """It is a process of this user that has yet to say who it is."""
 
     def __init__(self, sock: socket.socket, listener: Listener) -> None:
         self.socket = sock

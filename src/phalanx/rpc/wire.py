@@ -1,12 +1,12 @@
-"""A frame: what travels between two workers, in one direction, for one call.
+"""A frame travels between two workers, in one direction, for one call.
 
     bytes in all (u64) · call (u64) · pickled bytes (u64) · bytes of extras (u32) · buffers (u16) · kind (u8) · 0 (u8)
     for each buffer: bytes (u64), segment (u64)
     the pickled object · the extras, pickled · each buffer whose segment is 0
 
-A buffer is the memory of a tensor. One that is large lies in memory that both processes map (`segments`), and the
-frame has the segment's number; a small one follows the pickle. `extras` tell what is not the call itself: references
-that are handed on, the context of a distributed backward. All little-endian.
+A buffer is the memory of a tensor. One that is large lies in memory that both processes map (`segments`), and the frame
+has the segment's number; a small one follows the pickle. `extras` tell what is not the call itself: references that are
+handed on, the context of a distributed backward. All numbers are little-endian.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MOST_BUFFERS = 0xFFFF
 
 
 class Kind(enum.IntEnum):
-    """What a frame is."""
+    """It says what a frame is."""
 
     REQUEST = 1  # call a function of the user
     REMOTE = 2  # the same, and keep the result: the answer says that it is kept
@@ -37,7 +37,7 @@ class Kind(enum.IntEnum):
 
 
 class Order(enum.IntEnum):
-    """What workers tell each other so often that it is not pickled."""
+    """Workers tell each other these so often that they are not pickled."""
 
     GRADIENTS = 1  # of a message's tensors, in a backward pass; with what is to be done about them
     STEP = 2  # of an optimizer
@@ -47,7 +47,7 @@ REQUEST, REMOTE, CONTROL, REPLY, ERROR, RELEASE, FORGET, FETCH, ORDER, MISSED = 
 
 
 class Frame:
-    """A frame that has arrived."""
+    """It is a frame that has arrived."""
 
     __slots__ = ("buffers", "call", "data", "extras", "kind")
 

@@ -1,4 +1,4 @@
-"""Who a worker is, to the user and to the other workers."""
+"""`WorkerInfo` and `WorkerAddress` say who a worker is, to the user and to the other workers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class UnknownWorkerError(ValueError, RuntimeError):
 
 @dataclass(frozen=True)
 class WorkerInfo:
-    """A worker's name and its number."""
+    """It is a worker's name and its number."""
 
     name: str
     id: int
@@ -42,9 +42,9 @@ class WorkerInfo:
 
 @dataclass(frozen=True)
 class WorkerAddress:
-    """A worker as the others find it. `uid` tells it from another one of the same name, before or after it.
+    """It is how the others find a worker. `uid` tells it from another one of the same name, before or after it.
 
-    `host`: workers with the same one can share memory. `local` is where it listens for those, `network` for others.
+    Workers with the same `host` can share memory. `local` is where it listens for those, `network` for others.
     """
 
     info: WorkerInfo

@@ -1,4 +1,4 @@
-"""Which workers there are: in a job of fixed size all from the start, else whoever has joined, in the job's store."""
+"""`Workers` knows which workers there are: all from the start in a job of fixed size, else those in the job's store."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _WAIT_S = 5.0  # at a time, in the store: Ctrl-C is heard in between
 
 
 class Workers:
-    """The workers of the job, by name, number and uid. `world_size` is None where workers join and leave."""
+    """It has the job's workers, by name, number and uid. `world_size` is None where workers join and leave."""
 
     def __init__(self, store: Any, world_size: int | None) -> None:
         self._store = store

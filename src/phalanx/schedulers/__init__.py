@@ -1,4 +1,4 @@
-"""Which scheduler started this command, on which of how many hosts: read from variables, so that no option is needed.
+"""Find out which scheduler started this command, on which of how many hosts, from variables and without an option.
 
     allocation            what was found, and the line that says so
     slurm, kubernetes,    one file each: its variables, and how it starts this command on every host

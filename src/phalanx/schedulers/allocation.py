@@ -1,4 +1,4 @@
-"""What a scheduler says of this start of the command."""
+"""An `Allocation` is what a scheduler says of this start of the command."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Allocation:
     """This command is node `node` of `num_nodes` of a job.
 
     `job` names the job among all that a user runs on these hosts. `first_host` is where node 0 runs, empty where the
-    scheduler does not say; `port` is 0 where nobody has chosen one. `local_node` of `num_local_nodes`: which of those
-    on this host it is. `nproc`: how many ranks it is to start, if the scheduler has a word in that. `variables` say
+    scheduler does not say; `port` is 0 where nobody has chosen one. `local_node` of `num_local_nodes` says which of
+    those on this host it is. `nproc` is how many ranks it is to start, if the scheduler decides that. `variables` say
     all this.
     """
 

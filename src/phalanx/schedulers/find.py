@@ -1,4 +1,4 @@
-"""Which scheduler it is; the innermost goes first, because its variables are about this very process."""
+"""Find which scheduler it is; the innermost goes first, because its variables are about this very process."""
 
 from __future__ import annotations
 

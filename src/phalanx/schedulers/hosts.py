@@ -1,4 +1,4 @@
-"""Schedulers that give a list of hosts, and leave it to the user to start something on each: LSF and PBS."""
+"""LSF and PBS are schedulers that give a list of hosts, and leave it to the user to start something on each."""
 
 from __future__ import annotations
 

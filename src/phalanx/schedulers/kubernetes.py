@@ -1,4 +1,7 @@
-"""Kubernetes: an indexed Job with a headless Service, and Kubeflow's PyTorchJob and Trainer; each pod is a node."""
+"""Read the variables of Kubernetes: an indexed Job with a headless Service, or Kubeflow's; each pod is a node.
+
+Kubeflow has PyTorchJob and Trainer.
+"""
 
 from __future__ import annotations
 

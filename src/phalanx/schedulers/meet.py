@@ -1,8 +1,8 @@
-"""Where the nodes of a job meet, and the key by which they know each other, without a word from the user.
+"""Decide where the nodes of a job meet, and by which key they know each other, without a word from the user.
 
 all on one host      no port and no key: node 0 hands its coordinator's path to the others, in a folder that only
                      this user may enter
-on several           the first host, at the first free of some ports that follow from the job's name; whoever finds
+on several           the first host, at the first free of some ports that follow from the job's name; a node that finds
                      another job there tries the next. The key is the user's; node 0 makes it if there is none
 … under mpiexec      which does not say where the first host is: MPI hands over its addresses, and a key
 """

@@ -1,4 +1,4 @@
-"""An `mpiexec phalanx run train.py`: each MPI process is a node, also where several are on one host."""
+"""Read what an `mpiexec phalanx run train.py` says: each MPI process is a node, also where several are on one host."""
 
 from __future__ import annotations
 

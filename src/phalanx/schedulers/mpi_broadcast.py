@@ -1,7 +1,7 @@
-"""`python -m phalanx.schedulers.mpi_broadcast SECONDS`: what process 0 of an `mpiexec` reads, all print.
+"""`python -m phalanx.schedulers.mpi_broadcast SECONDS` lets all processes of an `mpiexec` print what process 0 reads.
 
-A child of each agent whose `mpiexec` spans hosts, which MPI alone connects before they have met: the agent itself has
-no MPI in it, and its ranks are no processes of MPI.
+It runs as a child of each agent whose `mpiexec` spans hosts, which only MPI connects before they have met: the agent
+itself has no MPI in it, and its ranks are no processes of MPI.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Slurm: `srun phalanx run train.py`, each task a node."""
+"""Read what Slurm says of `srun phalanx run train.py`: each task is a node."""
 
 from __future__ import annotations
 

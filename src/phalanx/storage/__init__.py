@@ -1,4 +1,4 @@
-"""Files wherever they are kept: on this machine, or at any address that fsspec knows."""
+"""Read and write files on this machine, or at any address that fsspec knows."""
 
 from phalanx.storage.address import is_address, open_for_reading, place_of, split_address
 from phalanx.storage.remote_folder import RemoteFolder

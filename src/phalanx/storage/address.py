@@ -1,4 +1,4 @@
-"""Whether a name is that of a file here, or an address such as `s3://bucket/key`."""
+"""Tell whether a name is that of a file here, or an address such as `s3://bucket/key`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A folder at an address of fsspec (`s3://bucket/runs/a`): objects are put whole, listed, read and removed."""
+"""A `RemoteFolder` puts, lists, reads and removes whole objects at an address of fsspec (`s3://bucket/runs/a`)."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _OF_CREDENTIALS = frozenset(("NoCredentialsError", "PartialCredentialsError", "P
 
 @dataclass(frozen=True)
 class RemoteObject:
-    """An object below a folder: its size, and when it was put there, where the file system says it (seconds)."""
+    """It is an object below a folder: its size, and when it was put there, where the file system says it (seconds)."""
 
     nbytes: int
     modified_s: float | None
 
 
 class RemoteFolder:
-    """The objects below `address`; `options` are those of fsspec's file system.
+    """It has the objects below `address`; `options` are those of fsspec's file system.
 
     Each operation that fails as networks do is tried again for `retry_s` seconds, with a warning.
     """

@@ -1,4 +1,4 @@
-"""Operations that may fail because of a network, done again within a stated time."""
+"""Retry operations that may fail because of a network, within a stated time."""
 
 from __future__ import annotations
 

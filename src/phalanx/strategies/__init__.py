@@ -1,4 +1,4 @@
-"""Ways of distributing a training job, each one word: `phalanx.strategies.get("mirrored")`.
+"""A strategy is a way of distributing a training job, named by one word: `phalanx.strategies.get("mirrored")`.
 
 strategy.py        what a strategy does: the interface
 choose.py          by name, and "auto"

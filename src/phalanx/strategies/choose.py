@@ -1,4 +1,4 @@
-"""Strategies by name, and which one "auto" is."""
+"""Get a strategy by its name, and decide which one "auto" is."""
 
 from __future__ import annotations
 
@@ -66,10 +66,10 @@ _ELSEWHERE = {
 
 @dataclass(frozen=True)
 class Situation:
-    """What "auto" decides by. `model_bytes` of parameters, `memory_bytes` of one device: None is unknown.
+    """It is what "auto" decides by. `model_bytes` of parameters, `memory_bytes` of one device: None is unknown.
 
-    `may_grow`: the job is one on several hosts, which may come and go: what it trains with must not depend on how many
-    are there.
+    `may_grow` says that the job is on several hosts, which may come and go: what it trains with must not depend on how
+    many are there.
     """
 
     num_ranks: int
@@ -83,7 +83,7 @@ class Situation:
 
 @dataclass(frozen=True)
 class Choice:
-    """A strategy's name, its arguments, and why."""
+    """It is a strategy's name, its arguments, and why."""
 
     name: str
     options: dict[str, Any]

@@ -1,4 +1,4 @@
-"""Which strategy the code at hand runs under, by the functions of tf.distribute."""
+"""Tell which strategy the code at hand runs under, by the functions of tf.distribute."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def current_strategy() -> Strategy | None:
 
 
 class ReplicaContext:
-    """What a function that `Strategy.run` calls may ask of its replica."""
+    """A function that `Strategy.run` calls asks it about its replica."""
 
     def __init__(self, strategy: Strategy) -> None:
         self.strategy = strategy

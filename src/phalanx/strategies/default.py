@@ -1,4 +1,4 @@
-"""Which strategy the code at hand runs under, also where there is none."""
+"""Tell which strategy the code at hand runs under, also where no strategy is in scope."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from phalanx.strategies.strategy import Strategy
 
 
 class DefaultStrategy(SingleDeviceStrategy):
-    """What `get_strategy` is where no strategy is in scope: this process alone, also where it is one of several."""
+    """`get_strategy` returns it where no strategy is in scope: this process alone, also where it is one of several."""
 
     def __init__(self) -> None:
         Strategy.__init__(self, Job(0, 1, 0, torch.device("cpu")), num_replicas=1, replica=0)

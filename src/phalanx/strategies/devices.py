@@ -1,4 +1,4 @@
-"""Which devices a strategy asks for, and which of them is this rank's."""
+"""Decide which devices a strategy uses, and which of them is this rank's."""
 
 from __future__ import annotations
 

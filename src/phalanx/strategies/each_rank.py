@@ -1,4 +1,4 @@
-"""What each rank has for itself, in one checkpoint."""
+"""`EachRank` saves what each rank has for itself, in one checkpoint."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from phalanx.checkpoint.peers import Peers
 
 
 class EachRank:
-    """What each rank has for itself, as one part of a checkpoint: ranks go on with the same bits, each with its own.
+    """It is what each rank has for itself, as one part of a checkpoint: ranks go on with the same bits, each its own.
 
     Loaded by another number of ranks, all go on from what rank 0 had.
     """

@@ -1,4 +1,4 @@
-"""A DataLoader over a dataset that can only be iterated, divided among the replicas: each reads all and takes its part.
+"""An `IterableLoader` divides a dataset that can only be iterated: each replica reads all and takes its part.
 
 global batch of 8     s0 s1 s2 s3 s4 s5 s6 s7 | s8 s9                  the last one, with two samples
 replica 0 of 3        s0 s1                   | (s8)                   has none of them, and computes one for nothing
@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader, IterableDataset
 
 
 class IterableLoader(DataLoader[Any]):
-    """The batches of one replica; of the latest, `own` and `total` say how many samples of the global batch it has.
+    """It yields one replica's batches; `own` and `total` say how many samples of the latest global batch it has.
 
-    A batch of which `own` is 0 has a sample that does not count: a replica that has none must take part in the step.
+    If `own` is 0, the batch has a sample that does not count: a replica that has none must take part in the step.
 
     Cost: each replica reads the whole dataset; what others get is read and dropped, in the DataLoader's workers.
     """

@@ -1,4 +1,4 @@
-"""The global batch, divided among the replicas."""
+"""Divide the global batch among the replicas."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _OWN = {"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"}
 
 @dataclass(frozen=True)
 class InputContext:
-    """Whose samples a function of `distribute_datasets_from_function` shall give. Here each replica reads its own."""
+    """It tells a function of `distribute_datasets_from_function` whose samples to give. Each replica reads its own."""
 
     num_replicas_in_sync: int
     input_pipeline_id: int

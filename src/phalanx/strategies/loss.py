@@ -1,4 +1,4 @@
-"""The loss of a strategy's step, from what the user gives: a function, or a model that returns it."""
+"""Compute the loss of a strategy's step from what the user gives: a function, or a model that returns it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A whole copy of the model on every rank; gradients are averaged in each step."""
+"""A mirrored strategy keeps a whole copy of the model on every rank, and averages gradients in each step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from phalanx.strategies.tf_config import Cluster
 
 
 class ReplicatedStrategy(Strategy):
-    """One replica on each rank of the job, however it was started."""
+    """It has one replica on each rank of the job, however the job was started."""
 
     def __init__(self, devices: int | Sequence[str] | None, *, launch: bool, timeout: float) -> None:
         wanted = decide_devices(self._called, devices)
@@ -58,10 +58,11 @@ class ReplicatedStrategy(Strategy):
 
 
 class MirroredStrategy(ReplicatedStrategy):
-    """All devices of one host: a rank for each GPU, else for each core, with `phalanx.DistributedDataParallel`.
+    """Use all devices of one host: a rank for each GPU, else for each core, with `phalanx.DistributedDataParallel`.
 
-    Started as `python train.py`, with more than one device, the script starts itself again under `phalanx run`: what
-    stands above this line runs twice. Under `phalanx run`, torchrun, mpiexec or srun it takes the ranks that are there.
+    If it was started as `python train.py`, with more than one device, the script starts itself again under `phalanx
+    run`: the code above this line runs twice. Under `phalanx run`, torchrun, mpiexec or srun it takes the ranks that
+    are there.
 
     Arguments:
         devices: how many, or which, as "cuda:0" or "cpu:1"; default all.
@@ -122,11 +123,11 @@ def _check_options(called: str, options: Mapping[str, Any]) -> None:
 
 
 class MultiWorkerMirroredStrategy(MirroredStrategy):
-    """All devices of several hosts, otherwise as MirroredStrategy.
+    """Use all devices of several hosts, otherwise as MirroredStrategy.
 
-    The hosts are found by whoever starts the job: `phalanx run --nnodes 2`, torchrun, srun, mpiexec. Or, as in
-    tf.distribute, by TF_CONFIG: where it is set, `python train.py` on each of its hosts starts the ranks of that host
-    (`phalanx run` asks for the job's key, PHALANX_KEY or the key file, as ever).
+    The launcher finds the hosts: `phalanx run --nnodes 2`, torchrun, srun, mpiexec. Or, as in tf.distribute, TF_CONFIG
+    names them: where it is set, `python train.py` on each of its hosts starts the ranks of that host (`phalanx run`
+    asks for the job's key, PHALANX_KEY or the key file, as ever).
 
     Raises:
         ValueError: as MirroredStrategy; or TF_CONFIG is wrong, or has tasks for which there is nothing here, or there

@@ -1,4 +1,4 @@
-"""The loss of a model that has a `training_step` of its own, under a strategy's wrapper."""
+"""Compute the loss of a model that has a `training_step` of its own, under a strategy's wrapper."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replicas that train apart and come together every so many steps."""
+"""In these strategies replicas train apart and come together every so many steps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from phalanx.strategies.strategy import MakeOptimizer, has_or_may_get_others
 
 
 class _RoundsStrategy(ReplicatedStrategy):
-    """A bare model on each rank, and a round of averaging behind every so many steps of the optimizer."""
+    """It has a bare model on each rank, and a round of averaging behind every so many steps of the optimizer."""
 
     def __init__(self, sync_every: int, devices: int | Sequence[str] | None, launch: bool, timeout: float) -> None:
         super().__init__(devices, launch=launch, timeout=timeout)
@@ -63,7 +63,7 @@ class _RoundsStrategy(ReplicatedStrategy):
 
 
 class LocalSGDStrategy(_RoundsStrategy):
-    """`phalanx.LocalSGD`: each rank steps by itself, and every `sync_every` steps parameters are averaged.
+    """Train by `phalanx.LocalSGD`: each rank steps by itself, and every `sync_every` steps parameters are averaged.
 
     Arguments:
         sync_every: steps of a round.
@@ -87,7 +87,7 @@ class LocalSGDStrategy(_RoundsStrategy):
 
 
 class DiLoCoStrategy(_RoundsStrategy):
-    """`phalanx.DiLoCo`: as LocalSGDStrategy, with an outer optimizer that takes a step with the ranks' mean movement.
+    """Train by `phalanx.DiLoCo`: as LocalSGDStrategy, but an outer optimizer steps by the ranks' mean movement.
 
     Arguments:
         sync_every: steps of a round.
@@ -115,7 +115,7 @@ class DiLoCoStrategy(_RoundsStrategy):
 
 
 class StreamingDiLoCoStrategy(DiLoCoStrategy):
-    """`phalanx.StreamingDiLoCo`: as DiLoCoStrategy, a fragment of the model at a time, sent while training goes on.
+    """Train by `phalanx.StreamingDiLoCo`: as DiLoCoStrategy, with a fragment at a time sent while training goes on.
 
     Arguments:
         sync_every: steps between two outer steps of a fragment.
@@ -154,7 +154,7 @@ class StreamingDiLoCoStrategy(DiLoCoStrategy):
 
 
 class EASGDStrategy(_RoundsStrategy):
-    """`phalanx.EASGD`: each rank steps by itself, tied to a center that follows them; the center is what is evaluated.
+    """Train by `phalanx.EASGD`: each rank steps by itself, tied to a center that follows them, which is evaluated.
 
     Arguments:
         sync_every: steps of a round.
@@ -181,7 +181,7 @@ class EASGDStrategy(_RoundsStrategy):
 
 
 class GossipSGDStrategy(_RoundsStrategy):
-    """`phalanx.GossipSGD`: each rank steps by itself, and takes the mean with a changing partner.
+    """Train by `phalanx.GossipSGD`: each rank steps by itself, and takes the mean with a changing partner.
 
     Arguments:
         sync_every: steps of a round.

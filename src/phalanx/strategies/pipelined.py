@@ -1,4 +1,4 @@
-"""The model in stages on the ranks; micro-batches flow through them."""
+"""`PipelineStrategy` puts the model in stages on the ranks, and micro-batches flow through them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from phalanx.strategies.strategy import MakeOptimizer, Strategy
 
 
 class PipelineStrategy(Strategy):
-    """`phalanx.Pipeline` over the ranks, or `data` of them beside each other whose gradients are averaged.
+    """Run `phalanx.Pipeline` over the ranks, or `data` of them beside each other whose gradients are averaged.
 
     Its loss needs a `loss_fn`; `step` returns that of the whole mini-batch of this pipeline, on each of its ranks.
 

@@ -1,4 +1,4 @@
-"""In which numbers the forward runs."""
+"""Choose the precision in which the forward runs."""
 
 from __future__ import annotations
 

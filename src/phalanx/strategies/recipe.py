@@ -1,4 +1,4 @@
-"""An optimizer taken apart, so that one of its kind can be made over what a rank holds."""
+"""A `Recipe` is an optimizer taken apart, so that one of its kind can be made over what a rank holds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MakeOptimizer = Callable[[Any], Optimizer]
 
 @dataclass(frozen=True)
 class Recipe:
-    """What makes an optimizer: its class, its defaults, and its groups' parameters by name with their options."""
+    """It makes an optimizer: it has the class, the defaults, and the groups' parameters by name with their options."""
 
     kind: type[Optimizer]
     defaults: dict[str, Any]

@@ -1,4 +1,4 @@
-"""Values of all replicas made one."""
+"""Reduce or gather the values of all replicas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parameters on servers: the last ranks keep and update them, the others compute gradients."""
+"""`ParameterServerStrategy` keeps parameters on servers, the last ranks; the other ranks compute gradients."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from phalanx.strategies.strategy import MakeOptimizer, Strategy
 
 
 class ParameterServerStrategy(Strategy):
-    """`phalanx.ParameterServer`: ranks at the end serve; on the others each step pulls parameters and pushes gradients.
+    """Train by `phalanx.ParameterServer`: the last ranks serve, and the others pull parameters and push gradients.
 
-    Serving ranks stay in this constructor until all trainers have ended, and then end as well: what follows in the
-    script is the trainers'. They are the replicas. Buffers (statistics of BatchNorm) are each trainer's own.
+    Serving ranks stay in this constructor until all trainers have ended, and then end as well: only the trainers run
+    the rest of the script. They are the replicas. Buffers (statistics of BatchNorm) are each trainer's own.
 
     Arguments:
         num_servers: ranks that serve.
@@ -147,9 +147,9 @@ class ParameterServerStrategy(Strategy):
 
 
 class ServedOptimizer(Optimizer):
-    """The servers' optimizer as a trainer sees it: `step` pushes the gradients and pulls the new parameters.
+    """It is the servers' optimizer for a trainer: `step` pushes the gradients and pulls the new parameters.
 
-    `total_norm`: that of the gradients of the last step, before it clipped them.
+    `total_norm` is the norm of the last step's gradients, before it clipped them.
 
     Arguments:
         parameters: all of the model's, by name; the server has some of them, by these names.

@@ -1,4 +1,4 @@
-"""Optimizer state, or all of the model, in shards: each rank keeps a part."""
+"""`ShardedStrategy` cuts the optimizer state, or all of the model, into shards: each rank keeps a part."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from phalanx.strategies.strategy import MakeOptimizer, has_or_may_get_others
 
 
 class ShardedStrategy(MirroredStrategy):
-    """As MirroredStrategy, on one or several hosts, with what a rank keeps of the training state cut in shards.
+    """Train as MirroredStrategy, on one or several hosts, with what a rank keeps of the training state cut in shards.
 
     Arguments:
         shard: "optimizer": the optimizer's state (`phalanx.ZeroRedundancyOptimizer`: ZeRO stage 1, and parameters once

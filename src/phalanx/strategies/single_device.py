@@ -1,4 +1,4 @@
-"""One process, one device."""
+"""`SingleDeviceStrategy` trains in one process, on one device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A plain `python train.py` that asks for several devices starts itself again, with a rank for each."""
+"""Start a plain `python train.py` again that asks for several devices, with a rank for each."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from phalanx.strategies.tf_config import Cluster, read_tf_config
 
 @dataclass(frozen=True)
 class Program:
-    """How this process was started: what to give to `phalanx run` to start it again."""
+    """It says how this process was started: what to give to `phalanx run` to start it again."""
 
     words: tuple[str, ...]
 

@@ -1,4 +1,4 @@
-"""What a way of distributing does to the five things that a training script has.
+"""`Strategy` is what a way of distributing does to the five things that a training script has.
 
     model       setup()            wrapped, cut or left as it is; on this rank's device
     optimizer   setup()            kept, or built again over what this rank holds
@@ -48,7 +48,7 @@ MakeOptimizer = Callable[[Any], Optimizer]
 
 
 class Strategy(ABC):
-    """One way of distributing a training job; `phalanx.strategies.get` makes one by its name.
+    """This is one way of distributing a training job; `phalanx.strategies.get` makes one by its name.
 
         strategy = phalanx.strategies.get("mirrored")
         with strategy.scope():

@@ -1,9 +1,9 @@
-"""The cluster that TF_CONFIG describes, as hosts of a job: pure.
+"""Read the cluster that TF_CONFIG describes, as the hosts of a job. The functions are pure.
 
     TF_CONFIG='{"cluster": {"worker": ["10.0.0.1:5000", "10.0.0.2:5000"]}, "task": {"type": "worker", "index": 1}}'
 
 is host 1 of 2, which meet at 10.0.0.1, port 5000. A chief is the first host. TensorFlow has one process for each task,
-with all devices of it; here the task is who starts a rank for each device of its host.
+with all devices of it; here each task starts a rank for each device of its host.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Cluster:
-    """This task's place among those that train: `index` of `tasks`, which are "host:port"."""
+    """It is this task's place among those that train: `index` of `tasks`, which are "host:port"."""
 
     tasks: tuple[str, ...]
     index: int

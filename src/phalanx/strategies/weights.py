@@ -1,4 +1,4 @@
-"""The same first weights on every rank, whatever each rank has drawn before."""
+"""Give all ranks the same first weights, whatever each rank has drawn before."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def new_token() -> str:
 
 @dataclass(frozen=True)
 class FdAddress:
-    """Where local rank 0 listens, and the token that it expects. Without a `path` it is in the abstract namespace."""
+    """It says where local rank 0 listens, with its token. Without a `path` it is in the abstract namespace."""
 
     token: str
     path: str = ""
@@ -68,9 +68,9 @@ class FdAddress:
 
 
 class FdServer:
-    """The side of local rank 0: it listens from construction on, so that no other rank can connect too early.
+    """It is the side of local rank 0, and listens from construction on, so that no other rank connects too early.
 
-    `at`: a path in `private.folder()`, for ranks that learn the address in no other way.
+    `at` is a path in `private.folder()`, for ranks that learn the address in no other way.
 
     Raises:
         OSError: there are no Unix sockets here.
@@ -183,7 +183,7 @@ class FdServer:
 
 
 class _Connection:
-    """A connection of this user that has yet to send the token and its rank."""
+    """It is a connection of this user that has yet to send the token and its rank."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.socket = sock

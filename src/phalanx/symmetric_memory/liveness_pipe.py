@@ -1,7 +1,7 @@
-"""Know when a rank is gone where no pidfd can tell: in another pid namespace, or where a filter forbids pidfds.
+"""Notice that a rank is gone where no pidfd can tell: in another pid namespace, or where a filter forbids pidfds.
 
-A pipe per rank, in which nothing is ever written. Only its rank holds the writing end, everybody holds the reading end.
-When the rank ends, however it does, the kernel closes its end, and all others find the end of the pipe.
+There is a pipe per rank, in which nothing is ever written. Only its rank holds the writing end, and all ranks hold the
+reading end. When the rank ends, however it does, the kernel closes its end, and all others find the end of the pipe.
 
     rank 0   own end of 0     reads 1 2
     rank 1   own end of 1     reads 0 2          the reading end can be read  <=>  its rank is gone
@@ -37,7 +37,7 @@ def why_unwatched(processes: Sequence[ProcessId]) -> str:
 
 
 class LivenessPipes:
-    """One rank's ends, its own last in `fds`. Copies them: the caller keeps what it gave."""
+    """They are one rank's ends, its own last in `fds`. The ends are copied: the caller keeps what it gave."""
 
     def __init__(self, fds: Sequence[int], rank: int) -> None:
         with contextlib.ExitStack() as undo:

@@ -1,9 +1,9 @@
-"""Memory that processes can share and that has no name: nothing to clean up, whoever dies and however.
+"""Create memory without a name that processes can share: nothing is to clean up, however any of them dies.
 
 It is a `memfd`. Where the kernel or a seccomp filter has none, it is a file that is unlinked before anything is in it,
 in /dev/shm or else in the folder for temporary files. That file system may be small, and a write beyond its end would
 be a bus error: what will be written is reserved first. For the same reason the size of a memfd that is mapped is
-sealed: nobody who holds it can change it.
+sealed: no process that holds it can change it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from phalanx.errors import PhalanxError
 
 @dataclass(frozen=True)
 class Sparse:
-    """An anonymous file whose pages exist once they are touched; `reserve` before you touch them."""
+    """It is an anonymous file whose pages exist once they are touched; `reserve` before you touch them."""
 
     fd: int
     in_folder: str = ""

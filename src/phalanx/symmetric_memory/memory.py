@@ -1,4 +1,4 @@
-"""The ranks of one host around one piece of shared memory."""
+"""`SymmetricMemory` lets the ranks of one host share one piece of memory."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _NO_ROOM, _DISK_FULL = -1, -2  # in place of a block's index
 
 @dataclass(frozen=True)
 class LocalRank:
-    """A rank of this host: its process, the cores that it may use, and how many threads work there while it waits."""
+    """It is a rank of this host: its process, the cores that it may use, and its threads there while it waits."""
 
     process: ProcessId
     cpus: frozenset[int]
@@ -104,7 +104,7 @@ def _address_space_used() -> int:
 
 
 class SymmetricMemory:
-    """One rank's side of the memory that it shares with the other ranks of its host.
+    """It is one rank's side of the memory that it shares with the other ranks of its host.
 
     `core` runs the collectives. `allocate` is collective, too: all ranks call it with the same size.
     """

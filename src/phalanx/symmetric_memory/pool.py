@@ -1,4 +1,4 @@
-"""Blocks of the shared heap that torch's allocator gets while a backward runs: the picture is in csrc/pool.h."""
+"""Give torch's allocator blocks of the shared heap while a backward runs; csrc/pool.h has the picture."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _logger = get_logger(__name__)
 
 
 class SharedPool:
-    """Serves tensors of `expected` sizes (bytes -> how many) to this thread between `enter` and `leave`.
+    """It serves tensors of `expected` sizes (bytes -> how many) to this thread between `enter` and `leave`.
 
     Where a tensor of such a size is made in between, it may lie in the group's heap; `holds` tells. It is an
     ordinary tensor otherwise, may live as long as anybody wants, and gives its block back when it dies. What the pool

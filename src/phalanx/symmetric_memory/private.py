@@ -1,7 +1,7 @@
-"""Unix sockets that no other user of the machine can reach, or keep us from making.
+"""Listen on Unix sockets that no other user of the machine can reach, or keep us from making.
 
-A name in the abstract namespace stands in /proc/net/unix for all to see, and anybody may connect to it: who fills its
-queue keeps the others out. A socket's file can be reached only by whoever may enter its folder.
+A name in the abstract namespace stands in /proc/net/unix for all to see, and any process may connect to it: one that
+fills its queue keeps the others out. A socket's file can be reached only by users who may enter its folder.
 """
 
 from __future__ import annotations

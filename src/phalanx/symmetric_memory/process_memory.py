@@ -25,7 +25,7 @@ class _Span(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Copy:
-    """`nbytes` from the address `source` of the other process to the address `place` of this one."""
+    """It copies `nbytes` from the address `source` of the other process to the address `place` of this one."""
 
     place: int
     source: int

@@ -1,4 +1,4 @@
-"""Tensors that come and go in a piece of symmetric memory: what FSDP2 gathers parameters into, layer by layer."""
+"""Allocate tensors that come and go in a piece of symmetric memory, into which FSDP2 gathers parameters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def scratch_bytes(heap_bytes: int) -> int:
 
 
 class Scratch:
-    """The blocks in `piece`, bytes of this rank's heap.
+    """It has the blocks in `piece`, bytes of this rank's heap.
 
     Each rank places its own blocks, wherever there is room: collectives find tensors at any offset. A block is used
     again when its tensor has died, for a tensor of the same size.

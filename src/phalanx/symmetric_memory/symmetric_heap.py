@@ -1,4 +1,4 @@
-"""The shared heap: every rank has one of the same size, and all ranks have mapped all of them.
+"""The shared heap has a part of the same size for every rank, and all ranks have mapped all of them.
 
 A block lies at the same offset of every rank's heap, so an offset names P pieces of memory, one per rank. The leader
 places blocks; the others are told. A block may be placed anew when every rank has let it go, whenever its garbage
@@ -15,7 +15,7 @@ ALIGN = 4096  # pages: a block that is let go can be given back to the system
 
 @dataclass(frozen=True)
 class Block:
-    """A piece of every rank's heap: `index` in the flags, `offset` and `nbytes` in the heap."""
+    """It is a piece of every rank's heap: `index` in the flags, `offset` and `nbytes` in the heap."""
 
     index: int
     offset: int
@@ -23,7 +23,7 @@ class Block:
 
 
 class Placement:
-    """Where blocks lie. First fit over the gaps between live blocks; only the leader keeps one."""
+    """It says where blocks lie, by first fit over the gaps between live blocks; only the leader keeps one."""
 
     def __init__(self, heap_bytes: int, max_blocks: int) -> None:
         self.heap_bytes = heap_bytes

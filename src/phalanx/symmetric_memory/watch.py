@@ -1,4 +1,4 @@
-"""Know when a process is gone, without being its parent: one `pidfd` per process, shared by all groups.
+"""Notice that a process is gone, without being its parent: one `pidfd` per process, shared by all groups.
 
 A pidfd becomes readable when the process ends, whatever ended it, and cannot be fooled by a reused process number:
 the start time is compared once, when it is opened. Where processes have no numbers for each other (pid namespaces), or
@@ -17,10 +17,10 @@ from phalanx.errors import PhalanxError
 
 @dataclass(frozen=True)
 class ProcessId:
-    """A process for good: its number, when it started (clock ticks after boot), and where these two mean something.
+    """It names a process for good: its number, when it started (clock ticks after boot), and where these hold.
 
-    `namespace` names the pid and time namespace; it is empty where the process cannot tell. `has_pidfds`: the kernel
-    lets it open pidfds.
+    `namespace` names the pid and time namespace; it is empty where the process cannot tell. `has_pidfds` says that the
+    kernel lets it open pidfds.
     """
 
     pid: int
@@ -97,7 +97,7 @@ def wait_status(process: ProcessId) -> int | None:
 
 
 class _Watch:
-    """pidfds by process, counted: many groups watch the same few processes."""
+    """It has pidfds by process, counted: many groups watch the same few processes."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -153,7 +153,7 @@ watch = _Watch()
 
 
 class Pidfds:
-    """One rank's view of `processes`, its own the `rank`-th: a descriptor for each, -1 for itself."""
+    """It is one rank's view of `processes`, its own the `rank`-th: a descriptor for each, -1 for itself."""
 
     def __init__(self, processes: Sequence[ProcessId], rank: int) -> None:
         self._watched: list[ProcessId] = []

@@ -1,4 +1,4 @@
-"""Tools for testing distributed code with real processes: ranks, faults at a chosen step, clocks, and leaks.
+"""These tools test distributed code with real processes: ranks, faults at a chosen step, clocks, and leaks.
 
 from phalanx.testing import run_ranks
 

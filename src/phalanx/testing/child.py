@@ -1,4 +1,4 @@
-"""What one rank of `run_ranks` does, in its own process."""
+"""Do, in a process of its own, what one rank of `run_ranks` does."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SHOW_STACK = signal.SIGUSR2
 
 @dataclass(frozen=True)
 class Task:
-    """What a rank is told. `folder` is the run's own: the store, the outcomes and the stacks lie in it."""
+    """It is what a rank is told. `folder` is the run's own: the store, the outcomes and the stacks lie in it."""
 
     call: tuple[Callable[..., Any], tuple[Any, ...]] | bytes  # the bytes of one that was not forked together with us
     rank: int

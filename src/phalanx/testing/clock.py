@@ -1,10 +1,10 @@
-"""A clock that stands still until a test turns it."""
+"""A `ManualClock` stands still until a test turns it."""
 
 from __future__ import annotations
 
 
 class ManualClock:
-    """Stands in for `time.monotonic` wherever a `Clock` is taken: `Deadline.after(5, clock=ManualClock())`."""
+    """Stand in for `time.monotonic` wherever a `Clock` is taken: `Deadline.after(5, clock=ManualClock())`."""
 
     def __init__(self, now: float = 0.0) -> None:
         self._now = now

@@ -3,7 +3,7 @@
     rank of run_ranks ──fork──▶ process 1 of the new namespaces, which calls the function
                       ◀─result or exception, or the way it ended─
 
-Nothing but namespaces: the files are those of the host.
+Only namespaces are new: the files are those of the host.
 """
 
 from __future__ import annotations

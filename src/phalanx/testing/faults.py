@@ -1,4 +1,4 @@
-"""What can befall a rank, and when: a fault is data, and strikes where the code under test says it has got to.
+"""A fault is data that says what happens to a rank, and when: it strikes where the code under test says where it is.
 
 fault = faults.kill(rank=1, step=3)
 
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to `rank` when it reaches `step`. It is real: the process truly dies, stops or sleeps."""
+    """It is what happens to `rank` when it reaches `step`. It is real: the process truly dies, stops or sleeps."""
 
     rank: int
     step: int

@@ -1,4 +1,4 @@
-"""What this process holds, and what a test left behind: processes, threads, descriptors, ports, variables.
+"""Find what a test left behind in this process: processes, threads, descriptors, ports, variables.
 
 before = Snapshot.take()
 ...
@@ -35,7 +35,7 @@ _Inode = str
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What this process held at one moment. Linux only; elsewhere only Python's threads and variables are seen."""
+    """It is what this process held at one moment. Without Linux only Python's threads and variables are seen."""
 
     processes: dict[int, str]
     threads: frozenset[str]

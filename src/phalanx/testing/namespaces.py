@@ -1,4 +1,4 @@
-"""Hosts on one machine: network namespaces joined by a switch, each with an address and a network of its own.
+"""Make hosts on one machine: network namespaces joined by a switch, each with its own address and network.
 
     plx-17-0 ──eth0── 10.77.0.1 ┐
     plx-17-1 ──eth0── 10.77.0.2 ┼── bridge in plx-17-switch
@@ -27,7 +27,7 @@ _LONGEST_PACKET = 65536 + 256  # what TCP hands to an interface at once, and the
 
 @dataclass(frozen=True)
 class Host:
-    """One namespace. `address` is its own; the other hosts reach it there."""
+    """It is one namespace. `address` is its own; the other hosts reach it there."""
 
     name: str
     address: str

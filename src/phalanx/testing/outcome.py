@@ -1,4 +1,4 @@
-"""The one exception that tells of all the ranks that ended badly."""
+"""`RankFailed` is the one exception that tells of all the ranks that ended badly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The training loop, and what it shows."""
+"""`Trainer` is the training loop; this package also has its callbacks, metrics and progress display."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a Trainer can be made of its arguments: all problems at once."""
+"""Check the arguments of a Trainer, and tell all problems at once."""
 
 from __future__ import annotations
 

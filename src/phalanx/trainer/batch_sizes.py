@@ -1,4 +1,4 @@
-"""How many samples each batch of an epoch has, before it is read: the last one may be short."""
+"""`BatchSizes` says how many samples each batch of an epoch has before it is read: the last one may be short."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """The sizes of `total` batches: all have `full` samples but the last, which has `last`."""
+    """It has the sizes of `total` batches: all have `full` samples but the last, which has `last`."""
 
     total: int
     full: int

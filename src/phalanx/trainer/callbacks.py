@@ -1,4 +1,4 @@
-"""What may be done at each point of `Trainer.fit`."""
+"""A `Callback` says what is done at each point of `Trainer.fit`."""
 
 from __future__ import annotations
 
@@ -31,10 +31,11 @@ class Callback:
         on_error                in place of on_fit_end
 
     A callback with `state_dict` and `load_state_dict` is part of checkpoints: the state of rank 0, for all ranks, or
-    where ranks have different models (parts of one, or copies that train apart) that of each. A rank that is replaced
-    gets another one's. After the loss of a rank, what comes behind the last step of an epoch is done again, with
-    callbacks as they were behind the step. What `on_step_end` draws (torch, Python, NumPy) the model does not miss: it
-    draws as if there were no callback, so that a loss, after which that point is not called again, changes nothing.
+    where ranks have different models (parts of one, or copies that train apart) that of each. A replacement rank gets
+    another one's state. After the loss of a rank, what comes behind the last step of an epoch is done again, with
+    callbacks as they were behind the step. Random numbers that `on_step_end` draws (torch, Python, NumPy) do not change
+    those of the model: it draws as if there were no callback, so that a loss, after which that point is not called
+    again, changes nothing.
     """
 
     def on_fit_begin(self, trainer: Trainer) -> None:
@@ -139,7 +140,7 @@ class EarlyStopping(Callback):
 
 
 class LambdaCallback(Callback):
-    """Functions in place of a class: `LambdaCallback(on_step_end=lambda trainer, loss: ...)`."""
+    """Use functions in place of a class: `LambdaCallback(on_step_end=lambda trainer, loss: ...)`."""
 
     def __init__(self, **points: Callable[..., None]) -> None:
         for name, function in points.items():
@@ -149,7 +150,7 @@ class LambdaCallback(Callback):
 
 
 class CallbackStates:
-    """The states of callbacks, by their names: a part of checkpoints, of which a callback may lack, or be left over."""
+    """It has the states of callbacks, by name: a part of checkpoints, of which a callback may lack, or be left over."""
 
     def __init__(self, callbacks: Sequence[Callback]) -> None:
         self._callbacks: dict[str, Any] = {}

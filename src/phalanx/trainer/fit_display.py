@@ -1,4 +1,4 @@
-"""What rank 0 shows of a fit, besides the moving line."""
+"""Show what rank 0 tells of a fit, besides the moving line."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _logger = get_logger(__name__)
 
 
 class FitDisplay:
-    """Where a fit goes on from, its epochs, what a validation measured, and why it ended; a line each, on rank 0.
+    """It shows where a fit goes on from, its epochs, its validations and why it ended; a line each, on rank 0.
 
     Cost: an addition on the loss's device for each batch. The sum is read when a line is drawn; on a CPU each loss is
     read at once, to name the step whose loss is no number.
@@ -101,7 +101,7 @@ class FitDisplay:
 
 
 class RunningMean:
-    """The mean of what was added, which is read only where it is asked for, unless it is the CPU's."""
+    """It is the mean of what was added, which is read only where it is asked for, unless it is the CPU's."""
 
     def __init__(self) -> None:
         self._sum = 0.0

@@ -1,4 +1,4 @@
-"""What a logger is told of a run's settings: the Trainer's, the optimizer's, and those that the user names."""
+"""Collect a run's settings for its loggers: the Trainer's, the optimizer's, and those that the user names."""
 
 from __future__ import annotations
 

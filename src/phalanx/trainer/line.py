@@ -1,4 +1,4 @@
-"""How far a loop is, in one line of text."""
+"""Write how far a loop is in one line of text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ BAR_WIDTH = 20
 
 @dataclass(frozen=True)
 class ProgressState:
-    """How far a loop is: `samples` of the whole job in `steps` of this rank; `total_steps` None if nobody knows."""
+    """It says how far a loop is: `samples` of the job in `steps` of this rank; `total_steps` None if nobody knows."""
 
     desc: str
     unit: str

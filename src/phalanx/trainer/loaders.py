@@ -1,8 +1,8 @@
-"""What `Trainer.fit` is given to train on and to validate with, divided among the replicas, and how its batches count.
+"""Divide what `Trainer.fit` trains on and validates with among the replicas, and say how its batches count.
 
 DataLoader over a dataset with a length     the strategy divides it; its sampler says where in it the job stands
 DataLoader over an IterableDataset          each replica reads it and takes its part of each batch; the position is a
-                                            number of batches, and who goes on reads on to there
+                                            number of batches, to which a resumed run reads on
 a dict of DataLoaders                       a batch of each in every step, as a dict
 a function of `InputContext`                each replica's own batches, as it makes them; ranks agree in each step
                                             that all have one
@@ -36,7 +36,7 @@ Loaders = Any
 
 
 class FitLoader:
-    """The batches of this replica."""
+    """It has the batches of this replica."""
 
     def __init__(self, loader: Any, strategy: Strategy, *, is_own: bool = False) -> None:
         self.loader, self._strategy = loader, strategy

@@ -1,4 +1,4 @@
-"""Means, and other metrics, over all samples of all ranks, each counted once."""
+"""Compute means, and other metrics, over all samples of all ranks, each counted once."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def num_samples(batch: Any) -> int:
 
 @dataclass(frozen=True)
 class SummedMetric:
-    """A metric that is no mean over the samples: `compute` of what `count` gives, summed over all batches of all ranks.
+    """It is no mean over the samples: `compute` takes what `count` gives, summed over all batches of all ranks.
 
         recall = SummedMetric(
             lambda result, target: torch.stack([(result.argmax(1) * target).sum(), target.sum()]),
@@ -59,7 +59,7 @@ def call_metric(name: str, function: Callable[[Any, Any], Tensor], result: Any, 
 
 
 class Sums:
-    """What a validation counts, by name; exact with uneven last batches, and other numbers of them on each rank."""
+    """A validation counts these by name; exact with uneven last batches, and other numbers of them on each rank."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

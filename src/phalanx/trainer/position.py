@@ -1,4 +1,4 @@
-"""Where a Trainer is in its run, as a part of a checkpoint."""
+"""`Position` says where a Trainer is in its run, as a part of a checkpoint."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from phalanx.trainer.scalars import Scalars
 
 
 class Position:
-    """How far training is: a part of a checkpoint."""
+    """It says how far training is, as a part of a checkpoint."""
 
     def __init__(self, state: elastic.State, scalars: Scalars) -> None:
         self._state, self._scalars = state, scalars

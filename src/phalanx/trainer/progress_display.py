@@ -1,4 +1,4 @@
-"""One display for the whole job: what rank 0 shows while all ranks iterate."""
+"""Show one display for the whole job on rank 0 while all ranks iterate."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ REDRAW_S = 0.1  # a reader sees no more, and each drawing waits for the device t
 
 
 class Progress(Generic[T]):
-    """An iterable that shows how far it is; see `progress`, which makes it."""
+    """It is an iterable that shows how far it is; see `progress`, which makes it."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What a fit does with its loggers where it begins on other ranks, and where it ends."""
+"""Pass a fit's loggers on to the other ranks where it begins, and give them the report where it ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a Trainer saves: by updates or by epochs, and whatever is among the best."""
+"""Decide when a Trainer saves: by updates or by epochs, and whatever is among the best."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Resume = Literal["latest", "best"]
 
 @dataclass(frozen=True)
 class Saves:
-    """A checkpoint each `steps` updates, or each `epochs` epochs; and of each epoch that is among the best."""
+    """It saves a checkpoint each `steps` updates, or each `epochs` epochs, and of each epoch that is among the best."""
 
     steps: int | None = None
     epochs: int | None = 1

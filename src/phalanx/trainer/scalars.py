@@ -1,4 +1,4 @@
-"""A run's scalars, from rank 0, whichever process that is at the time: for TensorBoard, and for its loggers."""
+"""Write a run's scalars from rank 0, whichever process that is at the time, for TensorBoard and its loggers."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from phalanx.loggers.guarded import GuardedLoggers
 
 
 class Scalars:
-    """Writes to `folder`, unless that is None, and to `loggers`, where `writes` says that this process does.
+    """It writes to `folder`, unless that is None, and to `loggers`, where `writes` says that this process does.
 
     It is asked each time: where rank 0 is lost, the process that is rank 0 from then on writes into a file beside the
     first one, and TensorBoard shows both as one run.
 
-    A part of checkpoints: a run that is taken up at one takes back what was written behind it, so that each point is
-    there once. For that TensorBoard is told to forget all from the checkpoint's step on, and that step is written anew.
+    It is a part of checkpoints: a run that goes on from one takes back what was written behind it, so that each point
+    is there once. For that TensorBoard is told to forget all from the checkpoint's step on, and that step is written
+    anew.
 
     Raises:
         ModuleNotFoundError: the package tensorboard is not installed.

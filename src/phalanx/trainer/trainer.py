@@ -1,4 +1,4 @@
-"""A training loop that saves, resumes, validates, logs and survives."""
+"""`Trainer` is a training loop that saves, resumes, validates, logs and survives."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ Metric = Callable[[Any, Any], Tensor] | SummedMetric
 
 
 class Validation:
-    """What a `Trainer` measures of `model`: with `loss`, it and `metrics`; without, what its `validation_step` says."""
+    """A `Trainer` measures this of `model`: with `loss`, it and `metrics`; else what its `validation_step` says."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Who carries a group's operations: one interface, four ways to keep it.
+"""A transport carries a group's operations; this package has one interface and four transports behind it.
 
 base           the interface and its contract
 shared_memory  the ranks of one host

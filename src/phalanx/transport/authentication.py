@@ -1,8 +1,8 @@
-"""Pickles that travel between hosts: one that was changed, or played back, on the way is refused before it is read.
+"""Authenticate the pickles that travel between hosts: one that was changed or replayed is refused before it is read.
 
 Reading a pickle runs code. Gloo's connections between hosts are neither encrypted nor authenticated, so each pickle
 carries a MAC there, made with a key of the group: it follows from a secret that its ranks were told when they met, in
-the job's store. Of a job of `phalanx run` on several hosts, the store lets in only who knows the job's key.
+the job's store. In a job of `phalanx run` on several hosts, the store only accepts processes that know the job's key.
 
     message   MAC | number | pickle
 
@@ -30,7 +30,7 @@ EVERYBODY = -1
 
 
 class PickleStream(NamedTuple):
-    """Messages of one `kind` from rank `src` to rank `dst`, or to all ranks of the group."""
+    """It has messages of one `kind` from rank `src` to rank `dst`, or to all ranks of the group."""
 
     kind: str
     src: int
@@ -41,7 +41,7 @@ class PickleStream(NamedTuple):
 
 
 class PickleAuthenticator:
-    """One rank's side of a group's streams: their key, and how many messages of each were sent and received here."""
+    """It is one rank's side of a group's streams: the key, and the number of messages sent and received in each."""
 
     def __init__(self, secret: str, group: str) -> None:
         """`secret`: what the ranks of the group share, and nobody else knows. `group` is its name in messages."""

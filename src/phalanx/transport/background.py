@@ -1,4 +1,4 @@
-"""Threads that wait in an engine for those who must go on hearing: signals, and that a connection is gone."""
+"""Wait in an engine on threads of their own, so that the calling thread still hears signals and lost connections."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def look_at(engine: Engine, peer: int, error_of: Callable[[str], Exception]) -> 
 
 
 class _Workers:
-    """The threads of this process that wait in engines: as many as operations are under way at once."""
+    """They are the threads of this process that wait in engines: as many as operations are under way at once."""
 
     def __init__(self) -> None:
         self.num_users = 0
@@ -105,7 +105,7 @@ class _Workers:
 
 
 class _Worker:
-    """A thread that carries out one operation at a time."""
+    """It is a thread that carries out one operation at a time."""
 
     def __init__(self, workers: _Workers) -> None:
         self.tasks: queue.SimpleQueue[tuple[Callable[[], object], queue.SimpleQueue[BaseException | None]] | None] = (
@@ -144,7 +144,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class Background:
-    """The operations of one group that other threads of this process wait for."""
+    """It runs the operations of one group for which other threads of this process wait."""
 
     def __init__(self) -> None:
         self.caller = 0  # the thread that is inside `run`

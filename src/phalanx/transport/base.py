@@ -1,14 +1,14 @@
-"""What the process group asks of whoever carries its operations; the contract that every transport keeps.
+"""`Transport` is the interface between the process group and the code that carries its operations, with its contract.
 
     shared_memory   the ranks of one host                              memory that all of them map
     hierarchical    ranks on several hosts                             memory in each, an engine between
-    gloo            where memory can't be shared, or there's no core   torch's Gloo
-    mpi             what MPI started                                   MPI's own collectives
+    gloo            ranks that can't share memory, or have no core     torch's Gloo
+    mpi             ranks that MPI started                             MPI's own collectives
 
 **Order.** All ranks call the same collectives of a group in the same order. Every one carries a fingerprint (sequence
 number, operation, dtype, element count, root, reduction), which the ranks compare before a tensor changes. One
 collective of a group runs at a time: a second thread waits for the first one's. Messages are outside of that order, and
-keep their own, per pair of ranks and tag.
+keep an order of their own, per pair of ranks and tag.
 
 **Blocking.** Everything here returns when the caller's tensors are done with; nothing is asynchronous. What is called
 with `async_op=True` the process group gives to a thread of its own. Methods may be called from any thread.
@@ -33,8 +33,9 @@ message is as long as the tensor that receives it.
 After any but the last two (and but a mismatch of a message's size with shared memory, which costs that message) the
 group is over: all ranks hear the same cause, also those that come later.
 
-**The end.** `close` leaves: whoever waits for this rank hears it at once. Where operations of this process are still
-inside, `leave_in_flight` wakes them first; `abandon` is for the end of the process, when nobody needs them to end.
+**The end.** `close` leaves: all ranks that wait for this one hear it at once. Where operations of this process are
+still inside, `leave_in_flight` wakes them first; `abandon` is for the end of the process, when nobody needs them to
+end.
 """
 
 from __future__ import annotations
@@ -54,11 +55,11 @@ from phalanx.transport.authentication import PickleAuthenticator
 
 
 class CallContext:
-    """How long an operation may take, where it was called, and in which role (see `uneven`).
+    """It says how long an operation may take, where it was called, and in which role (see `uneven`).
 
     `timeout_s` seconds; `call_site` is the place in the rank's table; `flags` is the role, `_core.FLAG_*`.
 
-    `awaited`: whoever called it waits for it, whichever thread carries it out.
+    `awaited` is true if the caller waits for the operation, whichever thread carries it out.
     """
 
     __slots__ = ("awaited", "call_site", "flags", "timeout_ns", "timeout_s")
@@ -72,7 +73,7 @@ class CallContext:
 
 
 class Collectives(ABC):
-    """The collectives that can be carried out where tensors lie, on the CPU or on a device."""
+    """It has the collectives that can be carried out where tensors lie, on the CPU or on a device."""
 
     @abstractmethod
     def all_reduce(self, tensor: Tensor, redop: int, ctx: CallContext, *, root: int = -1, factor: Any = None) -> None:
@@ -108,7 +109,7 @@ class Collectives(ABC):
 
 
 class Transport(Collectives):
-    """One rank's side of a group. `group` is its name in messages."""
+    """It is one rank's side of a group. `group` is its name in messages."""
 
     group: str
     rank: int

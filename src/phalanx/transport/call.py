@@ -1,4 +1,4 @@
-"""What a rank says that it calls, in a few bytes: ranks compare them before data moves."""
+"""A `Call` describes what a rank calls in a few bytes, which the ranks compare before data moves."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ _MAX_PLACE_BYTES = 120  # the end of a longer path, so that there is room for th
 
 @dataclass(frozen=True)
 class Call:
-    """One collective as its rank called it. `sizes`: what else must be the same everywhere; `place`: file and line."""
+    """It is one collective as its rank called it.
+
+    `sizes` is what else must be the same everywhere; `place` is file and line.
+    """
 
     name: str
     dtype: int = -1
@@ -73,7 +76,7 @@ def compare_splits(sizes: Sequence[Sequence[Sequence[int]]]) -> dict[int, RankCa
 
 
 class Disagreement(Exception):
-    """The ranks called different things. `complete`: all ranks' calls are known, not only some."""
+    """The ranks called different things. With `complete` all ranks' calls are known, not only some."""
 
     def __init__(self, calls: Mapping[int, RankCall], *, complete: bool = True, is_collective: bool = True) -> None:
         super().__init__(calls)

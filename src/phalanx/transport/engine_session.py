@@ -1,7 +1,7 @@
-"""Around every collective of a group whose engine carries all of it (Gloo, MPI): its number, the agreement, the report.
+"""An `EngineSession` surrounds each collective of a group over Gloo or MPI: it numbers it, agrees on it, and reports.
 
 number    the ranks' next collective, and the line of the program where this rank calls it
-agree     every rank's head goes to every rank: they differ, or data may move
+agree     every rank's head goes to every rank; data may move if they are equal
 report    what fails inside becomes the error that all ranks of the group tell
 """
 
@@ -26,9 +26,9 @@ from phalanx.transport.call import HEAD_BYTES, Call, Disagreement, disagreement,
 
 
 class EngineSession(Transport):
-    """One rank's side of such a group. `names` is how people call each rank's process: 'pid 17 on node3'.
+    """It is one rank's side of such a group. `names` is how people call each rank's process: 'pid 17 on node3'.
 
-    One collective at a time: whoever calls `_running` holds `lock`.
+    It runs one collective at a time: the caller of `_running` holds `lock`.
     """
 
     def __init__(self, group: str, rank: int, world_size: int, names: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""The thread that listens while the ranks of this process compute, wait or hang: one for all groups of a store."""
+"""A thread listens for failures while the ranks of this process compute, wait or hang; groups of a store share it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _JOIN_S = 2.0  # it may hang in a store whose host was cut off
 
 
 class HealthMonitor:
-    """Says where this rank is when another rank of the group asks, and when the group is over.
+    """It says where this rank is when another rank of the group asks, and when the group is over.
 
     `where` tells this rank's position. `is_over` looks at this host; `over` is called when the group is over here, and
     (again) with the report when it is told, and wakes whoever still waits. Both are looked at five times a second,
@@ -69,7 +69,7 @@ class HealthMonitor:
 
 
 class _Listener:
-    """The thread that asks the monitors of one store to look."""
+    """It is the thread that asks the monitors of one store to look."""
 
     _lock = threading.Lock()
     _running: ClassVar[dict[tuple[int, int], _Listener]] = {}  # by process and signals

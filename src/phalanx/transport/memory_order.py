@@ -1,4 +1,4 @@
-"""The order in which the elements of a tensor lie in memory, which shall be the same where the tensor arrives.
+"""Keep the order in which the elements of a tensor lie in memory, so that it is the same where the tensor arrives.
 
 Random numbers are drawn in this order, so that nn.Dropout of a transposed tensor drops other elements than that of a
 contiguous copy. Optimizers with `fused=True` go through a parameter and its state in this order, and do not look at

@@ -1,4 +1,4 @@
-"""In which type sums are added up, and how a mean comes of one."""
+"""Choose the type in which sums are added up, and divide a sum to get a mean."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a group can be told when it is made: `init_process_group("phalanx", pg_options=phalanx.Options(...))`."""
+"""`Options` are given to a group when it is made: `init_process_group("phalanx", pg_options=phalanx.Options(...))`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _WIRE_DTYPES = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Options:
-    """Options of a group that spans hosts. All but `interface` must be the same on every rank.
+    """They are the options of a group that spans hosts. All but `interface` must be the same on every rank.
 
     Arguments:
         algorithm: the algorithm between hosts, by its name in `phalanx explain`; None chooses the cheapest.

@@ -1,4 +1,4 @@
-"""A group of which nobody else is there: a replacement builds its model in it, before it meets those who train.
+"""A replacement builds its model in a rehearsal, a group without any other rank, before it meets the ranks that train.
 
 Its constructors (DistributedDataParallel's, those of optimizers) call collectives that the others called long ago. Here
 each returns at once, with the result that it has when every rank gives what this one gives.
@@ -19,7 +19,7 @@ from phalanx.transport.base import CallContext, Transport
 
 
 class RehearsalTransport(Transport):
-    """Rank `rank` of `world_size`, alone; nothing waits."""
+    """It is rank `rank` of `world_size`, alone; nothing waits."""
 
     closes_in_flight = True
 

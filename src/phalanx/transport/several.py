@@ -1,12 +1,12 @@
-"""Several tensors in one call: which of them share memory, and what those of one process make together.
+"""Handle several tensors in one call: find those that share memory, and combine those of one process.
 
 A call of several tensors is carried out one after the other. What an earlier one writes may be what a later one reads:
 the same tensor twice, views that overlap. Each must be read as it was before the call:
 
     all_reduce_coalesced([t[:3], t[2:]])     t[:3] ◀─ sum of t[:3]      t[2:] ◀─ sum of a copy of t[2:], made before
 
-So is an input of one operation that overlaps an output, unless it is the rank's own part and lies where that goes:
-transports move large tensors piece by piece, and would read pieces that they have written.
+The same holds for an input of one operation that overlaps an output, unless it is the rank's own part and lies where
+that goes: transports move large tensors piece by piece, and would read pieces that they have written.
 """
 
 from __future__ import annotations

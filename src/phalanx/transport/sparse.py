@@ -1,4 +1,4 @@
-"""all_reduce of sparse COO tensors: gather everybody's entries, then add them up in the order of the ranks."""
+"""Carry out all_reduce of sparse COO tensors: gather all ranks' entries, and add them up in the order of the ranks."""
 
 from __future__ import annotations
 

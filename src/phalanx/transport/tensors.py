@@ -1,4 +1,4 @@
-"""How a tensor's elements lie in memory, and the ways in and out for those whose memory cannot be used as it is."""
+"""Ask how a tensor's elements lie in memory, and copy them out and in where that memory cannot be used as it is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A group that knows no other member yet: `init_process_group(..., enable_reconfigure=True)` begins with it."""
+"""`UnconnectedTransport` is a group without peers; `init_process_group(..., enable_reconfigure=True)` uses it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from phalanx.transport.rehearsal import RehearsalTransport
 
 
 class UnconnectedTransport(RehearsalTransport):
-    """Nobody is reached: the first thing that an operation does, to tell its call site, is refused."""
+    """It reaches nobody, and refuses the first thing that an operation does, which is to tell its call site."""
 
     def call_site(self, place: tuple[str, int]) -> int:
         """Refuse the operation.

@@ -1,8 +1,8 @@
-"""Training steps that go on without the ranks that have run out of data: who is out, and what happens on their return.
+"""Let training steps go on without the ranks that have run out of data, and bring these up to date on their return.
 
 A rank that waits at a collective which is not part of a step, or has left in order, is out of the steps that the others
-make meanwhile. The protocol and its proof are in csrc/uneven.h; here is what Python has to do with it: say which
-calls are part of a step, and bring everybody up to date before the collective at which all meet again.
+make meanwhile. The protocol and its proof are in csrc/uneven.h; Python does two things for it: it says which calls
+are part of a step, and brings all ranks up to date before the collective at which they meet again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from phalanx.transport.base import CallContext
 
 
 class RejoinChannel:
-    """Collectives for those who meet again, in the middle of the collective at which they do.
+    """It carries collectives of the ranks that meet again, in the middle of the collective at which they do.
 
     They go straight to the memory: the group's queue may be busy with that very collective.
     """
@@ -44,7 +44,7 @@ class RejoinChannel:
 
 
 class Participant(Protocol):
-    """What makes training steps over a group."""
+    """A participant makes training steps over a group."""
 
     @property
     def in_round(self) -> bool:
@@ -55,7 +55,7 @@ class Participant(Protocol):
 
 
 class UnevenInputs:
-    """Of one group that shares memory: its participants, and whether this rank is making a call of a step."""
+    """It belongs to one group that shares memory; it knows the participants and which calls are part of a step."""
 
     def __init__(self, group: Any) -> None:
         self._group = weakref.ref(group)

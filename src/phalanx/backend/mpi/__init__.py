@@ -1,4 +1,6 @@
-"""PyTorch's backend "mpi" on a wheel that was built without MPI: through mpi4py, whatever MPI started the job.
+"""This package provides PyTorch's backend "mpi" through mpi4py, for wheels of torch that were built without MPI.
+
+It works with whatever MPI has started the job.
 
 torch_hook     how `init_process_group("mpi")` and `new_group` get here
 start          MPI on all ranks of a group, or on none

@@ -1,4 +1,4 @@
-"""The group that torch sees as its backend "mpi"."""
+"""`MpiProcessGroup` is the process group that torch sees as its backend "mpi"."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ _PAUSE_S = 0.0005
 
 @untraced
 class MpiProcessGroup(PhalanxProcessGroup):
-    """All collectives and messages of `torch.distributed` over MPI, on CPU tensors.
+    """It carries all collectives and messages of `torch.distributed` over MPI, on CPU tensors.
 
-    Made by `init_process_group("mpi")`, not by hand. Messages start when they are called for, whatever came before.
+    `init_process_group("mpi")` makes it; programs do not. Messages start when they are called for, whatever came
+    before.
     """
 
     def __init__(
@@ -111,7 +112,7 @@ class MpiProcessGroup(PhalanxProcessGroup):
 
 @untraced
 class MessageWork(PhalanxWork):
-    """A message on its way. Whoever waits for it, or asks for its end, asks MPI."""
+    """This is the work of a message that is being sent or received. Waiting for it, or asking for its end, asks MPI."""
 
     def __init__(
         self, outputs: Sequence[Tensor], message: Underway, end: Callable[[], int], futures: SerialExecutor

@@ -1,4 +1,4 @@
-"""Start MPI on all ranks of a group, or on none: a rank without MPI would let the others wait in MPI_Init."""
+"""Start MPI on all ranks of a group or on none, because ranks with MPI would wait in MPI_Init for one without."""
 
 from __future__ import annotations
 

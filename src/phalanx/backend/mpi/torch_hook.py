@@ -1,4 +1,4 @@
-"""How torch gets a group of backend "mpi" from a wheel without MPI.
+"""Make torch build a group of backend "mpi" with our code, though its wheel has no MPI.
 
 torch's own code for the name asks `is_mpi_available()` and calls `ProcessGroupMPI.create(ranks)`, both looked up in its
 module; what comes back is a process group, which becomes the group as it is. It hands over neither the store nor the

@@ -1,4 +1,4 @@
-"""c10d's process group in three parts: who it is, its collectives, its messages."""
+"""`PhalanxProcessGroup` is c10d's process group, in three parts: its base, its collectives and its messages."""
 
 from __future__ import annotations
 
@@ -9,4 +9,4 @@ __all__ = ["PhalanxProcessGroup"]
 
 
 class PhalanxProcessGroup(ProcessGroupCoalesced, ProcessGroupMessages):
-    """The backend "phalanx", made by `init_process_group("phalanx")`, not by hand."""
+    """This is the backend "phalanx"; `init_process_group("phalanx")` makes it, and programs do not."""

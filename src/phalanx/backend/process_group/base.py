@@ -1,4 +1,4 @@
-"""Who a group is, how long its operations may take, in which order they run, and how it ends."""
+"""`ProcessGroupBase` holds a group's name, ranks and timeout, keeps the order of its operations, and shuts it down."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _JOIN_S = 5.0
 @untraced
 @hookable
 class ProcessGroupBase(TorchGroup):
-    """What every process group answers, and the order in which this one carries things out.
+    """It answers what torch asks of every process group, and carries this group's operations out in order.
 
     A call that need not be asynchronous runs in the caller's thread, unless asynchronous ones are queued; those run on
     the group's executor, one thread, first come first served. Either way all ranks run the same calls in order. The
@@ -451,7 +451,7 @@ class ProcessGroupBase(TorchGroup):
 
 
 class _Options:
-    """The part of torch's backend options that people read."""
+    """It is the part of torch's backend options that people read."""
 
     def __init__(self, timeout: timedelta, ranks: list[int], name: str, backend: str) -> None:
         self._timeout = timeout

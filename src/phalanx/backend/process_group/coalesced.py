@@ -1,4 +1,4 @@
-"""Several collectives in one call, as c10d's `_coalesced` operations and its coalescing manager ask for them."""
+"""Carry out several collectives in one call, for c10d's `_coalesced` operations and its coalescing manager."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Work = dist.Work
 
 @untraced
 class ProcessGroupCoalesced(ProcessGroupCollectives):
-    """The operations of several tensors, each as one operation after another, from the values before the call.
+    """It carries operations of several tensors out one after another, on the values from before the call.
 
     Shape: any, contiguous or not; each tensor as the operation on one tensor asks.
     Cost and numerics: those of the operations on one tensor, one after another.

@@ -1,4 +1,4 @@
-"""The collectives as c10d calls them: unpack, check, carry out. What they do is the transport's: `transport/base`."""
+"""Unpack and check each collective that c10d calls, and pass it to the transport (`transport/base`)."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _SUM: Any = dist.ReduceOp.SUM
 
 @untraced
 class ProcessGroupCollectives(ProcessGroupBase):
-    """Every collective of `torch.distributed`, on CPU tensors.
+    """It provides every collective of `torch.distributed`, on CPU tensors.
 
     Callers may use every overload of PyTorch's; the methods get the first form of each, with options. Where Gloo takes
     several tensors in one call, these do: they stand for the devices that one process had in torch's past.

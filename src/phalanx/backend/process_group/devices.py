@@ -1,4 +1,4 @@
-"""The process group where tensors may be on other devices: each call goes to the engine of its tensor's device.
+"""This process group takes tensors of other devices too: each call goes to the engine of its tensor's device.
 
     all_reduce(cpu tensor)   ──▶  shared memory, and the engine between hosts
     all_reduce(cuda tensor)  ──▶  a group inside, of the same ranks, over NCCL; or, where ranks share a GPU, which NCCL
@@ -6,7 +6,7 @@
     barrier, objects         ──▶  the CPU's way, unless a device is asked for
 
 The group inside is made with the first tensor of its device. At their first collective on it the ranks tell each other
-which device each uses, in the CPU's way: who is missing is told by name and at once, and all decide alike who carries
+which device each uses, in the CPU's way: a missing rank is named at once, and all decide alike which engine carries
 that device's tensors. What goes through the host has its place among the CPU's collectives: one order, one fingerprint,
 the same errors and the same bits.
 """
@@ -48,7 +48,7 @@ _logger = get_logger(__name__)
 
 
 class _Once:
-    """A question that is asked once, by whichever thread comes first."""
+    """It asks a question once, in whichever thread comes first, and keeps the answer."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -63,7 +63,7 @@ class _Once:
 
 
 class RoutedProcessGroup(StagedProcessGroup):
-    """A `PhalanxProcessGroup` in a process with devices that an engine reaches."""
+    """This is a `PhalanxProcessGroup` in a process with devices that an engine reaches."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._device_backends = available()  # first: who begins a group asks for its devices

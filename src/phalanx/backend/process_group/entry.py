@@ -1,4 +1,4 @@
-"""The way in for each call of a group's method: PyTorch's overloads, whoever looks on, tensors without values."""
+"""Wrap each method of a group: take PyTorch's overloads, tell its tools of the call, and skip fake tensors."""
 
 from __future__ import annotations
 

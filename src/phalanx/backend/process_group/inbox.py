@@ -1,4 +1,4 @@
-"""The receives that were posted and are not over yet, and the thread that takes messages in while nobody waits."""
+"""The inbox keeps the posted receives, and has a thread that takes messages in while nobody waits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from phalanx.transport.shared_memory.messages import PostedReceive
 
 @untraced
 class Posted(PhalanxWork):
-    """A receive that is not over. Whoever waits for it takes in messages itself, for all posted receives."""
+    """This is a receive that is not over. A thread that waits for it takes in the messages of all posted receives."""
 
     def __init__(self, inbox: Inbox, receive: PostedReceive, tensor: Tensor) -> None:
         super().__init__([tensor])
@@ -60,10 +60,10 @@ class Posted(PhalanxWork):
 
 
 class Inbox:
-    """Receives match messages by sender and tag, each in the order of posting, whatever comes first.
+    """It matches receives with messages by sender and tag, each in the order of posting, whatever comes first.
 
-    One thread for all senders and tags; it starts with the first receive that finds no message, and leaves the work to
-    whoever waits.
+    It has one thread for all senders and tags. The thread starts with the first receive that finds no message, and
+    leaves the work to any thread that waits.
     """
 
     def __init__(self, memory: SharedMemoryTransport, group: str) -> None:

@@ -1,4 +1,7 @@
-"""Point to point: receives match by sender and tag; a send that would wait goes on in a thread of its own per peer."""
+"""Send and receive from rank to rank: receives match by sender and tag, and sends that must wait use threads.
+
+Each peer has a thread of its own, in which a send that would wait goes on.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ _MANY = 64  # channels, before those that nobody uses are forgotten
 
 @untraced
 class ProcessGroupMessages(ProcessGroupBase):
-    """send, recv and recv from anybody. Messages between two ranks arrive in order per tag.
+    """It provides send, recv and recv from any rank. Messages between two ranks arrive in order per tag.
 
     A posted receive waits for no other with another tag. Where ranks share memory `inbox` matches them; elsewhere those
     of one peer and tag run in the order in which they were posted, in a thread that ends when there are no more.

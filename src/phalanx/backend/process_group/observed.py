@@ -1,4 +1,4 @@
-"""How PyTorch's own tools see our operations: the profiler, and what looks on at the dispatcher.
+"""Show our operations to PyTorch's own tools: the profiler, and the modes that watch the dispatcher.
 
 A call of torch's own groups goes through an operator of the dispatcher, `c10d::allreduce_` and the like, where
 CommDebugMode, DebugMode, every TorchDispatchMode and make_fx look on, and torch.func unwraps its tensors. A call of

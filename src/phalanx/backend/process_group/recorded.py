@@ -1,4 +1,4 @@
-"""The flight recorder's entries of a process's groups, including the groups that it has left."""
+"""Read the flight recorder's entries of a process's groups, including the groups that it has left."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ _MAX_LEFT = 64  # groups whose records are kept when the process has left them
 
 @dataclass(frozen=True)
 class RecordedGroup:
-    """A group and this rank's last operations in it, oldest first; `number` tells it from the process's others."""
+    """It is a group and this rank's last operations in it, oldest first.
+
+    `number` tells it from the process's others.
+    """
 
     number: int
     name: str

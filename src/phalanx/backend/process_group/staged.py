@@ -1,4 +1,4 @@
-"""Collectives and messages of a device's tensors that no engine carries, in the CPU's order and with its errors.
+"""Carry out collectives and messages of device tensors without an engine, in the CPU's order and with its errors.
 
     where all ranks map each other's memory of the device, and for what `device_or_host` says
     all_reduce(device tensor) ──▶ `transport/device_memory`, on the device
@@ -46,14 +46,14 @@ _IN_PLACE = frozenset({"allreduce", "allreduce_coalesced", "broadcast", "reduce"
 
 
 class _Calling(threading.local):
-    """The operation on a device's tensors that this thread is calling, and whoever carries out what it is in."""
+    """It holds the operation on a device's tensors that this thread is calling, and the object that carries it out."""
 
     call: StagedCall | DeviceCall | None = None
     carrier: DeviceCollectives | None = None
 
 
 class StagedProcessGroup(PhalanxProcessGroup):
-    """A `PhalanxProcessGroup` that can carry tensors of devices as well."""
+    """This is a `PhalanxProcessGroup` that can carry tensors of devices as well."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""How torch learns of us: every change that Phalanx makes to PyTorch, a file for each subject; no other room makes one.
+"""This package makes every change that Phalanx makes to PyTorch, one file for each subject; no other package does.
 
 A program that does not ask for us must see PyTorch as if Phalanx were not installed. So `import torch` only puts two
 names where torch looks backends up, and the rest is applied at first use: when somebody asks for one of them by name.
@@ -54,5 +54,5 @@ names where torch looks backends up, and the rest is applied at first use: when 
 
 (`csrc/interpose.c` reaches deeper, into libc10's allocation, when DDP asks for gradients in shared memory; and
 `process_group/observed.py` adds kernels to c10d's operators once a mode of the dispatcher looks on at a call of ours.
-the page docs/explanation/architecture.md tells both as decisions.)
+The page docs/explanation/architecture.md explains both decisions.)
 """

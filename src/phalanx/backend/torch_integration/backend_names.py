@@ -1,4 +1,4 @@
-"""The names "phalanx" and "mpi" where torch looks backends up, and what follows when somebody asks for one."""
+"""Register the names "phalanx" and "mpi" with torch, and prepare the backend when a program asks for one of them."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _create(options: Any, backend_options: Any) -> Any:
 
 
 class _Plugins(dict[str, Any]):
-    """torch's table of backends, in which "PHALANX" is found by whoever looks for it, and listed from then on.
+    """This is torch's table of backends; it has "PHALANX" for whoever looks it up, and lists it from then on.
 
     Libraries that make groups of their own take a backend's `creator_fn` from it, without asking torch for the name.
     """
@@ -82,7 +82,7 @@ class _Plugins(dict[str, Any]):
 
 
 class _Asked:
-    """The name of a backend, as an attribute of `dist.Backend`, that calls `first` when torch resolves it.
+    """This attribute of `dist.Backend` is the name of a backend, and calls `first` when torch resolves it.
 
     Everything that asks for a backend (`init_process_group`, `new_group`, a pair "cpu:phalanx") makes a `Backend` of
     its name. torch also reads `Backend.MPI` in order to compare; that is not asking.

@@ -1,4 +1,4 @@
-"""DataLoaders for an elastic job: which iterator is at work, and what a worker does before a batch is read."""
+"""Observe DataLoaders for an elastic job: which iterator is in use, and when a worker is about to read a batch."""
 
 from __future__ import annotations
 

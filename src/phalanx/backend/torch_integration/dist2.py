@@ -1,4 +1,4 @@
-"""`torch.distributed._dist2`, which has a table of backends of its own."""
+"""Make `torch.distributed._dist2`, which has a table of backends of its own, find ours."""
 
 from __future__ import annotations
 

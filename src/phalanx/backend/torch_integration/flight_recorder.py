@@ -1,4 +1,4 @@
-"""PyTorch's flight recorder answers for our groups, from ours: its dumps by name, and nothing in any call.
+"""Make the dumps of PyTorch's flight recorder from ours, for our groups, at no cost to any operation.
 
 torch 2.15 hangs a recorder on each group, which listens at the dispatcher, where a call of ours does not go: to send it
 there costs 10 µs a call. Our own recorder has written the call down anyway. So the dumps are made from that when

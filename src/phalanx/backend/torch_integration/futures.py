@@ -1,4 +1,4 @@
-"""`torch.futures.collect_all`, for the futures of `phalanx.rpc`."""
+"""Make `torch.futures.collect_all` work with the futures of `phalanx.rpc`."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""The one door to torch's machinery of process groups: how torch comes to know ours, and which groups it has.
+"""This is the only module that uses torch's tables of process groups: it makes ours known, and finds torch's.
 
 A way by which torch knows a group of ours has two directions, and both are here:
 
-    TorchGroup                  what our groups derive from; its `introduce` makes a group known to torch's C++
-    phalanx_group(group)        our group behind what torch hands out as a group
+    TorchGroup                  our groups derive from it; its `introduce` makes a group known to torch's C++
+    phalanx_group(group)        returns our group behind what torch hands out as a group
 
 Today both ends are one object, as our group is a subclass of `ProcessGroup`. A second way (a subclass of
 `torch.distributed.BackendBase`, behind a plain `ProcessGroup` of torch's) is added and chosen here, and nowhere else.
@@ -55,7 +55,7 @@ def store_of(group: Any) -> Any:
 
 @dataclass(frozen=True)
 class Registration:
-    """A group, and what torch has noted of it."""
+    """A group, and what torch has noted of it in its tables."""
 
     group: Any
     name: Any  # a string; for mypy a type of torch's

@@ -1,12 +1,12 @@
-"""Hooks before and after each operation (torch 2.14 and on): `group.register_pre_hook`, NanCheckHook and their like.
+"""Call the hooks before and after each operation (torch 2.14 and on), such as `group.register_pre_hook`'s.
 
 torch calls a group's hooks where the dispatcher carries an operator of c10d out. A call of ours is Python from end to
 end and does not come by there. So a group that has a hook changes its class for one whose methods are torch's own:
 
     group.allreduce ─▶ torch's C++ ─▶ c10d::allreduce_ ─▶ hooks ─▶ the backend behind the group ─▶ our allreduce
 
-A group without one is what it was: it asks nothing. The flight recorder's hook alone does not count, since our recorder
-writes the same down (`flight_recorder`).
+A group without a hook keeps its class, and checks nothing at a call. The flight recorder's hook alone does not count,
+since our recorder writes the same down (`flight_recorder`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _hookable: list[type] = []
 
 
 class _ThisThread(threading.local):
-    """Whether this thread carries an operation out, whose hooks have been called, and what came of it."""
+    """It says whether this thread carries an operation out whose hooks have been called, and holds its result."""
 
     inside = False
     work: Any = None

@@ -1,4 +1,4 @@
-"""The `Backend` that torch's C++ finds behind a process group of ours, where torch lets Python make one (2.14 and on).
+"""Put a `Backend` behind a process group of ours, where torch's C++ looks for one and Python may make one (2.14 on).
 
 torch's C++ asks the backends of a group, not the group, for what hooks need: its name, its options, whether it tells
 of an abort. `init_process_group` of torch 2.15 hangs a flight recorder on every group and so needs one. An operation

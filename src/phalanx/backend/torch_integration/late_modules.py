@@ -1,4 +1,4 @@
-"""Changes to modules of torch that most programs never import: made once they are imported, and not before."""
+"""Change modules of torch that most programs never import, once they are imported and not before."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def call_once_imported(name: str, change: Callable[[], None]) -> None:
 
 
 class _Watch(MetaPathFinder):
-    """Finds one module as Python's own finders do, and calls `change` behind its first import."""
+    """It finds one module as Python's own finders do, and calls `change` behind its first import."""
 
     def __init__(self, name: str, change: Callable[[], None]) -> None:
         self._name = name

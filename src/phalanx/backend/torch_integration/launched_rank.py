@@ -1,4 +1,4 @@
-"""A start that names no backend means ours in a rank of `phalanx run`; one that names none of torch's is refused."""
+"""In a rank of `phalanx run`, make ours the default backend, and refuse a name of a backend that nobody has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`torch.distributed.monitored_barrier`, which refuses every group but Gloo's, for our groups."""
+"""Make `torch.distributed.monitored_barrier`, which refuses every group but Gloo's, take our groups."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Backend "mpi" where torch was built without MPI."""
+"""Make torch accept the backend "mpi" where it was built without MPI."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PyTorch's collectives of objects (`all_gather_object`, `send_object_list`, …) in groups of ours that span hosts.
+"""Authenticate PyTorch's collectives of objects (`all_gather_object`, `send_object_list`, …) between hosts.
 
 torch pickles and unpickles in two functions of its own, which add and check the MAC here. They do not know for which
 call they work, so each collective of objects notes that for them: a message is bound to its call by a number.
@@ -118,7 +118,7 @@ def _noting(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 class _Call:
-    """One call of an object collective on this rank: it knows to which streams its objects belong, in their order.
+    """One call of an object collective on this rank knows to which streams its objects belong, in their order.
 
     All objects of a call have one number in their stream. It is counted at the first of them: a call that fails before
     it has sent or received anything counts for nothing, and one whose objects are not all read counts in full.
@@ -186,7 +186,7 @@ class _Call:
 
 
 class _Running(threading.local):
-    """The call that this thread is in."""
+    """It holds the call that this thread is in."""
 
     call: _Call | None = None
 

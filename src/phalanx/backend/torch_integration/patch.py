@@ -1,4 +1,4 @@
-"""How a change to torch is applied: once in a process, and only to a torch that has what the change builds upon."""
+"""Apply a change to torch once in a process, and only to a torch that has the names that the change builds upon."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from phalanx.torch_names import describe_missing, report_loss
 
 @dataclass(frozen=True)
 class Patch:
-    """A change to torch: what it needs there, as `phalanx.torch_names.find` takes it, and what is lost without it."""
+    """It is a change to torch.
+
+    `needs` names what it needs there, as `phalanx.torch_names.find` takes it, and `loses` says what is lost without it.
+    """
 
     name: str
     needs: tuple[str, ...]

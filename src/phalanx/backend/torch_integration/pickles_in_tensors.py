@@ -1,4 +1,4 @@
-"""Pickles that torch sends as plain tensors, in groups of ours that span hosts: here they carry a MAC, too.
+"""Add a MAC to the pickles that torch sends as plain tensors, in groups of ours that span hosts.
 
 ZeroRedundancyOptimizer.consolidate_state_dict    goes through `broadcast_object_list`, which authenticates
 PGTransport, of torch.distributed.checkpoint      has a MAC for each receiver before the pickle of its metadata
@@ -88,7 +88,7 @@ def _authenticate_pg_transport() -> None:
 
 
 class _Pickle:
-    """Stands for the module `pickle` in PGTransport's: what it makes and reads within a transfer has MACs.
+    """It stands for the module `pickle` in PGTransport's module: pickles of a transfer are made and read with MACs.
 
         number of receivers | for each: its rank, and a message with the hash of the pickle | pickle
 
@@ -132,7 +132,7 @@ def _hash(data: bytes) -> bytes:
 
 @dataclass(frozen=True)
 class _Transfer:
-    """A checkpoint on its way from this rank to others, or from another one to this."""
+    """This is a checkpoint on its way from this rank to others, or from another one to this."""
 
     pickles: PickleAuthenticator
     rank: int
@@ -168,7 +168,7 @@ def _transfer(group: Any, dst_ranks: Sequence[int] = (), src_rank: int = -1) -> 
 
 
 class _Running(threading.local):
-    """The transfer that this thread is in."""
+    """It holds the transfer that this thread is in."""
 
     transfer: _Transfer | None = None
 

@@ -1,4 +1,4 @@
-"""Our flight recorder in the form of PyTorch's dumps, which `torch.distributed.flight_recorder` analyses."""
+"""Write our flight recorder in the form of PyTorch's dumps, which `torch.distributed.flight_recorder` analyses."""
 
 from __future__ import annotations
 

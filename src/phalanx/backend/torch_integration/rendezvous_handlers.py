@@ -1,4 +1,4 @@
-"""The schemes by which `init_process_group` finds a store: our handlers come before torch's."""
+"""Register our handlers for the schemes by which `init_process_group` finds a store; they come before torch's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Queues and lists of keys of torch's stores, where its C++ has none or does not pass them on to Python."""
+"""Give torch's stores queues and lists of keys, where its C++ has none or does not pass them on to Python."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PyTorch's DistributedDataParallel over our groups shows its batches to whoever looks for mistakes."""
+"""Show the batches of PyTorch's DistributedDataParallel over our groups to the code that looks for mistakes."""
 
 from __future__ import annotations
 

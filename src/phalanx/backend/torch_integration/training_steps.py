@@ -1,4 +1,4 @@
-"""A run report hears here of the parts of a training step: batches, backwards, losses, scaled ones, and updates."""
+"""Tell a run report of the parts of a training step: batches, backwards, losses, scaled losses and updates."""
 
 from __future__ import annotations
 

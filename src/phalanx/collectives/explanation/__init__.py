@@ -1,1 +1,1 @@
-"""Schedules and their costs for people: as text, on a terminal, and as drawings."""
+"""Explain schedules and their costs to people: as text, on a terminal, and as drawings."""

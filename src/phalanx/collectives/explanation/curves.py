@@ -1,4 +1,4 @@
-"""What every algorithm costs as a function of the number of ranks: the numbers, as a table and as plots."""
+"""Show what every algorithm costs as a function of the number of ranks, as a table and as plots."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MARKS = {"hierarchical": "h", "ring": "o", "halving_doubling": "x", "doubling":
 
 @dataclass(frozen=True)
 class Curves:
-    """costs[algorithm] has one entry for each of `world_sizes`, ascending."""
+    """Its costs[algorithm] has one entry for each of `world_sizes`, ascending."""
 
     operation: Operation
     nbytes: int
@@ -161,7 +161,7 @@ def _points(curves: Curves) -> Iterator[tuple[str, int, Cost]]:
 
 @dataclass(frozen=True)
 class _Axis:
-    """A logarithmic axis from `low` to `high`, `length` long."""
+    """It is a logarithmic axis from `low` to `high`, `length` long."""
 
     low: float
     high: float

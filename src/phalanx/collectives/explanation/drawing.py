@@ -1,4 +1,4 @@
-"""A schedule as one picture: a column for each rank, a row for each step, an arrow for each transfer.
+"""Draw a schedule as one picture: a column for each rank, a row for each step, an arrow for each transfer.
 
 A box is what a rank holds of a chunk. The ticks at its foot are the ranks, dark where that rank's part is in; the box
 is filled when the value is final.
@@ -45,7 +45,7 @@ def draw(schedule: Schedule) -> str:
 
 
 class _Page:
-    """Where everything goes."""
+    """It knows where everything goes on the picture."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule

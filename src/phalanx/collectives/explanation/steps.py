@@ -1,4 +1,4 @@
-"""A schedule step by step: which rank sends what to which, and what every rank holds afterwards."""
+"""Show a schedule step by step: which rank sends what to which, and what every rank holds afterwards."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _VALUES_SHOWN = 3
 
 @dataclass(frozen=True)
 class Cell:
-    """What a rank holds of a chunk, in symbols; whether the step wrote it, and whether it is final."""
+    """It is what a rank holds of a chunk, in symbols; whether the step wrote it, and whether it is final."""
 
     text: str
     written: bool
@@ -35,7 +35,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class StepView:
-    """One step: its title, a line for each transfer, and cells[rank][chunk] after it."""
+    """It is one step: its title, a line for each transfer, and cells[rank][chunk] after it."""
 
     title: str
     moves: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Chunks and their values in letters and numbers: a0+a1 is chunk a, the contributions of ranks 0 and 1 combined."""
+"""Write chunks and values in letters and numbers: a0+a1 is chunk a, the contributions of ranks 0 and 1 combined."""
 
 from __future__ import annotations
 

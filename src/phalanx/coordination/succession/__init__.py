@@ -1,1 +1,1 @@
-"""Who coordinates a job after the host that does is lost: agreed on beforehand, decided by a majority."""
+"""If the host that coordinates a job is lost, another takes over: agreed on beforehand, decided by a majority."""

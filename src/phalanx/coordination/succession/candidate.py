@@ -1,4 +1,4 @@
-"""A member that wants to coordinate in a new term, since whoever did is lost. Pure data.
+"""A `Candidate` wants to coordinate in a new term, since the member that did is lost. It is pure data.
 
 soliciting ── promised by those who decide ──► proposing ── accepted by those ──► it is the primary
     │                                              │

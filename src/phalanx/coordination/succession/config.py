@@ -1,4 +1,4 @@
-"""Who coordinates the job, who may after it, and whose votes decide that. Pure data."""
+"""A `Config` says who coordinates the job, who may after it, and whose votes decide that. It is pure data."""
 
 from __future__ import annotations
 

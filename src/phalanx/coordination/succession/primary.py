@@ -1,4 +1,4 @@
-"""The member that coordinates: it changes who votes and who follows, as far as the voters agree. Pure data.
+"""The `Primary` coordinates: it changes who votes and who follows, as far as the voters agree. It is pure data.
 
 final ── change ──► joint: both the old voters and the new ones decide ── settle ──► final
 """

@@ -1,6 +1,6 @@
-"""A host's vote: for one who coordinates the job at a time, and never again for one before it. Pure data.
+"""A `Voter` is a host's vote: for one coordinator at a time, and never again for an earlier one. It is pure data.
 
-Whoever coordinates, or wants to, asks; what a voter has promised or accepted it never takes back:
+A member that coordinates, or wants to, asks; a voter never takes back what it has promised or accepted:
 
     propose(config) ──► accepted, or refused: I have promised a later term
     solicit(term)   ──► promised, and this is the newest config that I know; or refused

@@ -1,4 +1,4 @@
-"""Ready communication hooks, under PyTorch's names: `model.register_comm_hook(state, hook)`.
+"""This package has ready communication hooks, under PyTorch's names: `model.register_comm_hook(state, hook)`.
 
 The casts are PyTorch's own. PowerSGD is ours because PyTorch's can't be used over Gloo with more than one bucket, and
 quantisation with error feedback because PyTorch has none.

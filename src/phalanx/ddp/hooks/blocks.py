@@ -1,4 +1,4 @@
-"""Numbers in one byte each: blocks of int8 that share a scale.
+"""Encode numbers in one byte each: blocks of int8 that share a scale.
 
     block      x0 x1 ... x255          scale = max |x| / 127, in float32
     message    round(x0 / scale) ...   one byte each, then all scales

@@ -1,10 +1,10 @@
-"""PowerSGD: a gradient matrix sent as two thin ones.
+"""PowerSGD sends a gradient matrix as two thin ones.
 
     M  (n x m)  ~  P Qᵀ        P = mean(M) Q, orthonormal        Q = mean(M)ᵀ P        n·r + m·r numbers in place of n·m
 
-PyTorch's, but for the order of collectives (its own aborts over Gloo when there are several buckets), which also lets
-two of its three collectives travel as one; for gradients that are zero (its own makes them NaN), scalar or not finite;
-and for what is kept between steps, which belongs to parameters, not to buckets.
+It differs from PyTorch's in the order of collectives (PyTorch's aborts over Gloo when there are several buckets), which
+also lets two of the three collectives travel as one; in gradients that are zero (PyTorch's makes them NaN), scalar or
+not finite; and in what is kept between steps, which belongs to parameters, not to buckets.
 Source: Vogels et al. (2019), PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization.
 """
 
@@ -25,7 +25,7 @@ from phalanx.ddp.hooks.stages import Pipeline, Stages
 
 
 class PowerSGDState:
-    """The state of `powerSGD_hook`, for one model: PyTorch's arguments.
+    """It is the state of `powerSGD_hook`, for one model: PyTorch's arguments.
 
     Arguments:
         process_group: the default group if None.
@@ -127,7 +127,7 @@ class PowerSGDState:
 
 @dataclass
 class _Factored:
-    """One matrix on its way. `value` is a view of the bucket's values; `p` and `q` are the thin ones."""
+    """It is one matrix on its way. `value` is a view of the bucket's values; `p` and `q` are the thin ones."""
 
     parameter: Tensor
     value: Tensor

@@ -1,4 +1,4 @@
-"""A quarter of the bytes: gradients as int8 blocks, with what rounding loses carried over to the next step.
+"""Send gradients as int8 blocks, a quarter of the bytes, and carry rounding errors over to the next step.
 
     rank 0   [ own 0 | for 1 ]   --all_to_all-->   mean of part 0   --all_gather-->   [ part 0 | part 1 ]
     rank 1   [ for 0 | own 1 ]     int8 blocks     mean of part 1     int8 blocks     [ part 0 | part 1 ]
@@ -22,7 +22,7 @@ from phalanx.ddp.hooks.stages import Pipeline, Stages
 
 
 class QuantizationState:
-    """The state of `quantize_hook`, for one model.
+    """It is the state of `quantize_hook`, for one model.
 
     Arguments:
         process_group: the default group if None.

@@ -1,4 +1,4 @@
-"""Error feedback: what compression has left out of each gradient, kept for the next one.
+"""Keep what compression has left out of each gradient for the next one, as error feedback.
 
         residual + gradient --compress--> what is sent
                      |                        |
@@ -21,7 +21,7 @@ _Layout = tuple[tuple[int, int, int], ...]  # of each slot: the parameter's id, 
 
 
 class Residual:
-    """One residual per parameter, laid out as the buckets are, so that a bucket's residual is one flat tensor.
+    """It has one residual per parameter, laid out as the buckets are, so that a bucket's residual is one flat tensor.
 
     When buckets are planned anew each parameter takes its own along. Half types keep theirs in float32.
     Memory: 4 bytes per element of gradient (8 for double precision), on every rank.

@@ -1,4 +1,4 @@
-"""Hooks that need several collectives per bucket, in one order on every rank.
+"""Run hooks that need several collectives per bucket in one order on every rank.
 
 PyTorch's hooks chain futures: the second collective is started by a callback of the first, on whichever thread that
 ended. With several buckets, ranks then start collectives in different orders; Gloo aborts the process. Here a hook is a
@@ -23,7 +23,10 @@ from phalanx.ddp.comm_hook import GradBucket
 
 
 class Pending(Protocol):
-    """A collective in flight: what `async_op=True` returns. Some calls return None, for ranks outside of the group."""
+    """It is a collective in flight, which `async_op=True` returns.
+
+    Some calls return None, for ranks outside of the group.
+    """
 
     def wait(self) -> Any:
         """Return when it is over."""
@@ -34,7 +37,7 @@ Stages = Generator[Pending | None, None, Tensor]
 
 
 class Flight:
-    """One bucket's stages, as far as they have come."""
+    """It is one bucket's stages, as far as they have come."""
 
     def __init__(self, stages: Stages) -> None:
         self._stages = stages
@@ -67,7 +70,7 @@ class Flight:
 
 
 class Pipeline:
-    """The flights of one backward. A state of a hook holds one; it is not for two models at a time."""
+    """It has the flights of one backward. A state of a hook holds one; it is not for two models at a time."""
 
     def __init__(self) -> None:
         self._flying: list[Flight] = []
@@ -91,9 +94,9 @@ class Pipeline:
 
 
 class _OnDemand(torch.futures.Future[Tensor]):
-    """A future whose value is made by whoever waits for it, in that thread. Errors keep their type.
+    """It is a future whose value is made by the thread that waits for it. Errors keep their type.
 
-    That is what the exchange does with it; `then` serves the wrappers, which put a step of their own behind a hook's.
+    The exchange waits for it; `then` serves the wrappers, which put a step of their own behind a hook's.
     """
 
     def __init__(self, make: Callable[[], Any]) -> None:

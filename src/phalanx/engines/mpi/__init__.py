@@ -1,4 +1,4 @@
-"""MPI, through mpi4py: whatever MPI the job was started with carries the bytes.
+"""MPI carries the bytes through mpi4py, whatever MPI the job was started with.
 
 runtime   the MPI of this process: found, started once, ended in order
 polling   waiting for MPI with a deadline

@@ -1,4 +1,4 @@
-"""Messages between the ranks of a group over MPI, and how a rank says that it leaves."""
+"""`MpiEngine` carries messages between the ranks of a group over MPI, and tells when a rank leaves."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class PeerLeft(RuntimeError):
 
 
 class Underway:
-    """An operation that MPI has begun, and the memory that it uses, which stays as long as MPI may touch it.
+    """It is an operation that MPI has begun, and the memory that it uses, which stays while MPI may touch it.
 
     `start` returns MPI's request; or nothing, as long as there is no message to receive: then it is asked again.
     """
@@ -137,7 +137,7 @@ class Underway:
 
 
 class Watch:
-    """Looks, during one wait, whether the rank that is waited for has left."""
+    """It looks, during one wait, whether the rank that is waited for has left."""
 
     def __init__(self, engine: MpiEngine, peer: int) -> None:
         self._engine = engine
@@ -158,7 +158,7 @@ class Watch:
 
 
 class MpiEngine:
-    """Messages between the ranks of a group. Collective: all ranks build theirs, and wait for each other there.
+    """It carries messages between the ranks of a group. Collective: all ranks build theirs, and wait for each other.
 
     Sends and receives start at once; MPI moves their bytes while this process waits for any of them. A rank that
     leaves tells all others.

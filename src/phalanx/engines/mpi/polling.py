@@ -1,4 +1,4 @@
-"""Waiting for MPI with a deadline: ask at once, again and again, then with pauses."""
+"""Wait for MPI with a deadline: ask at once, again and again, then with pauses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The MPI of this process: found through mpi4py, started once, and ended in order when the process ends in order."""
+"""Find the MPI of this process through mpi4py, start it once, and end it in order when the process ends in order."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _EXIT_SWEEP_S = 1.0
 
 @dataclass(frozen=True)
 class Launcher:
-    """Who started this process: a name for messages, the number of ranks, and whether it speaks some MPI's language.
+    """It started this process. It has a name for messages, a number of ranks, and whether it speaks an MPI's language.
 
     `name` is "Open MPI" or "MPICH" (and those that descend from it) for an `mpiexec`; others are no MPI's launcher.
     """
@@ -37,7 +37,7 @@ class Launcher:
 
 @dataclass
 class Runtime:
-    """MPI, started. `mpi` is the module `mpi4py.MPI`; `rank` and `size` are those of MPI_COMM_WORLD."""
+    """It is MPI, started. `mpi` is the module `mpi4py.MPI`; `rank` and `size` are those of MPI_COMM_WORLD."""
 
     mpi: Any
     rank: int

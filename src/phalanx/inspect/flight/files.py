@@ -1,4 +1,4 @@
-"""The flight recorders of a job, kept: `flight.json` for programs, `flight.trace.json` for ui.perfetto.dev."""
+"""Write the flight recorders of a job to files: `flight.json` for programs, `flight.trace.json` for ui.perfetto.dev."""
 
 from __future__ import annotations
 

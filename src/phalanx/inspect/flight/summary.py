@@ -1,4 +1,4 @@
-"""Where each rank was when the job ended: told only where it explains something."""
+"""Describe where each rank was when the job ended, if that explains something."""
 
 from __future__ import annotations
 

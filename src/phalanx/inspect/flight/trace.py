@@ -1,4 +1,4 @@
-"""The Chrome trace format (ui.perfetto.dev opens it): a process per rank, a thread per group, a bar per operation.
+"""Plan the Chrome trace format (ui.perfetto.dev opens it): a process per rank, a thread per group, bars for operations.
 
 Source: "Trace Event Format", Google, 2016: complete events ("X") with times in microseconds, metadata ("M") for names.
 """

@@ -1,4 +1,4 @@
-"""`phalanx stacks`: where each rank of a running job is, without stopping it.
+"""`phalanx stacks` shows where each rank of a running job is, without stopping it.
 
     jobs          which jobs of this user run on this host
     job_choice    which of them is meant

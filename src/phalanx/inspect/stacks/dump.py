@@ -1,4 +1,4 @@
-"""The stacks of a process as faulthandler writes them."""
+"""Read the stacks of a process as faulthandler writes them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which job `phalanx stacks` and `phalanx top` are about: by process number, by script, or the only one."""
+"""Choose the job that `phalanx stacks` and `phalanx top` are about: by process number, by script, or the only one."""
 
 from __future__ import annotations
 

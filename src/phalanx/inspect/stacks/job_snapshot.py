@@ -1,4 +1,4 @@
-"""What a job's agent tells `phalanx stacks` and `phalanx top`: a description, and descriptors of what the ranks write.
+"""A job's agent tells `phalanx stacks` and `phalanx top` this: a description, and descriptors of ranks' memory.
 
     command ──{"kind": "snapshot"}──▶ agent
     command ◀──description (a file), the ranks' stacks, the groups' control memory, the ranks' pages── agent
@@ -29,7 +29,7 @@ _MAX_DESCRIPTION_BYTES = 1 << 24
 
 @dataclass(frozen=True)
 class JobSnapshot:
-    """A running job: its agent, what it runs, its ranks that live (number and process), the groups they showed."""
+    """It is a running job: its agent, what it runs, its living ranks (number and process), the groups they showed."""
 
     agent: int
     target: str
@@ -74,8 +74,11 @@ class JobSnapshot:
 
 
 class Answer(NamedTuple):
-    """A snapshot and its descriptors: the stacks' in the order of `ranks` (none if not asked for), the control
-    memories' in that of `groups`, the pages' in that of `pages`."""
+    """It is a snapshot and its descriptors.
+
+    Those of the stacks are in the order of `ranks` (none if not asked for), those of the control memories in that of
+    `groups`, and those of the pages in that of `pages`.
+    """
 
     snapshot: JobSnapshot
     stacks: list[int]
@@ -109,7 +112,7 @@ def _file(data: bytes) -> Iterator[int]:
 
 
 class Told(NamedTuple):
-    """What another host of the job says; its clock is `offset_s` behind that of the first host."""
+    """It is what another host of the job says; its clock is `offset_s` behind that of the first host."""
 
     name: str
     text: str

@@ -1,4 +1,4 @@
-"""Which jobs of this user run on this host: their agents' sockets tell. `command` is who asks, for the messages."""
+"""Find the jobs of this user that run on this host by their agents' sockets. `command` is named in messages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from phalanx.inspect.agent_socket import PREFIX
 
 @dataclass(frozen=True)
 class RunningJob:
-    """A `phalanx run`: its process, and the name of its socket."""
+    """It is a `phalanx run`: its process, and the name of its socket."""
 
     pid: int
     name: str

@@ -1,4 +1,4 @@
-"""What `phalanx stacks` prints: for each rank its operation in each group, and its Python stacks."""
+"""Print, for `phalanx stacks`, the operation of each rank in each group, and its Python stacks."""
 
 from __future__ import annotations
 

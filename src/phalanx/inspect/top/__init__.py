@@ -1,4 +1,4 @@
-"""`phalanx top`: a running job, as it goes; no rank is asked, and none does anything for it.
+"""`phalanx top` shows a running job as it goes; no rank is asked, and none does anything for it.
 
 look      what is seen of the ranks of one host at one moment: recorders, pages, memory
 times     how a rank's time divides: computing, waiting for others, moving data; who came last

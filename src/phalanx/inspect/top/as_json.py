@@ -1,4 +1,4 @@
-"""The view as data, for programs."""
+"""Return the view as data, for programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is seen of the ranks of one host at one moment. It travels between hosts as JSON."""
+"""A look is what is seen of the ranks of one host at one moment. It travels between hosts as JSON."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MAX_OPERATIONS = 64  # of a rank in a group: what tells of the last seconds, and
 
 
 class Operation(NamedTuple):
-    """One operation of one rank; `root` and `peer` as the recorder has them. `leave_ns` is 0 while it runs."""
+    """It is one operation of one rank; `root` and `peer` as the recorder has them. `leave_ns` is 0 while it runs."""
 
     seq: int
     kind: int
@@ -36,7 +36,7 @@ class Operation(NamedTuple):
 
 @dataclass(frozen=True)
 class MemberLook:
-    """What a process, a rank of the job, did last in a group."""
+    """It is what a process, a rank of the job, did last in a group."""
 
     rank: int
     pid: int
@@ -45,7 +45,7 @@ class MemberLook:
 
 @dataclass(frozen=True)
 class GroupLook:
-    """A group; `members` are those of this host."""
+    """It is a group; `members` are those of this host."""
 
     name: str
     world_size: int
@@ -54,7 +54,7 @@ class GroupLook:
 
 @dataclass(frozen=True)
 class RankLook:
-    """A rank that lives: the letter of /proc/PID/stat as `state`, how long a processor has worked as `processor_ns`."""
+    """It is a living rank: the letter of /proc/PID/stat as `state`, a processor's work for it as `processor_ns`."""
 
     rank: int
     pid: int
@@ -66,7 +66,7 @@ class RankLook:
 
 @dataclass(frozen=True)
 class HostLook:
-    """The ranks of one host; times are nanoseconds on the clock of whoever looks (CLOCK_MONOTONIC)."""
+    """It has the ranks of one host; times are nanoseconds on the clock of the process that looks (CLOCK_MONOTONIC)."""
 
     name: str
     node: int

@@ -1,4 +1,4 @@
-"""How much memory a process has: its fair share of what it shares with others, where the system says that in time."""
+"""Read how much memory a process has: its share of what it shares with others, if the system tells that in time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _KEPT = 4096
 
 @dataclass(frozen=True)
 class Memory:
-    """In bytes. `is_pss`: pages that several processes have are divided among them; else each counts them whole."""
+    """It is in bytes. With `is_pss` pages of several processes are divided among them; else each counts them whole."""
 
     num_bytes: int
     is_pss: bool
@@ -26,7 +26,7 @@ class _Reading:
 
 
 class MemoryReader:
-    """Asks for each process's PSS every ten seconds, and less often where that takes long; in between it stands."""
+    """It asks for each process's PSS every ten seconds, less often where that takes long, and keeps it in between."""
 
     def __init__(self) -> None:
         self._readings: dict[int, _Reading] = {}

@@ -1,4 +1,4 @@
-"""The view in the text format of Prometheus, which OpenTelemetry's collectors read, too.
+"""Write the view in the text format of Prometheus, which OpenTelemetry's collectors read, too.
 
 Source: the text exposition format, version 0.0.4.
 """

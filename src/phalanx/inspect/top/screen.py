@@ -1,4 +1,4 @@
-"""The terminal: drawn anew when something is new, the terminal has another size, or a key was pressed.
+"""Draw the terminal anew when something is new, the terminal has another size, or a key was pressed.
 
                     ┌── SIGWINCH, SIGTERM, SIGINT, SIGTSTP (a byte each)
 select ── wait for ─┼── keys
@@ -34,7 +34,7 @@ _KEYS = {"\x1b[A": -1, "\x1b[B": 1, "k": -1, "j": 1, "\x1b[5~": -10, "\x1b[6~": 
 
 
 class Looker:
-    """The thread that looks; whoever waits on `fileno` finds views, or why there is none, in `take`."""
+    """It is the thread that looks; code that waits on `fileno` finds views, or why there is none, in `take`."""
 
     def __init__(self, watch: Watch, interval_s: float) -> None:
         self._watch = watch
@@ -71,7 +71,7 @@ class Looker:
 
 
 class _Screen:
-    """What is drawn, and how."""
+    """It knows what is drawn, and how."""
 
     def __init__(self, console: Console) -> None:
         self.console = console

@@ -1,4 +1,4 @@
-"""The view as lines: what stands above, a row for each rank, as wide and as high as there is room."""
+"""Draw the view as lines: what stands above, and a row for each rank, as wide and as high as there is room."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _STATES = {
 
 @dataclass(frozen=True)
 class _Column:
-    """`text` of a rank; `leaves` tells which columns make way first where the terminal is narrow (0: none)."""
+    """It has the `text` of a rank; `leaves` tells which columns make way first on a narrow terminal (0: none)."""
 
     title: str
     text: Callable[[RankView], str]

@@ -1,4 +1,4 @@
-"""How the ranks' time divides, from what their recorders say of the same operations.
+"""Measure how the ranks' time divides, from what their recorders say of the same operations.
 
     rank 0   ──compute──┤ enter            │  leave ├──
     rank 1   ──compute─────────────────────┤ leave  ├──
@@ -32,7 +32,7 @@ HostPid = tuple[int, int]  # host and process
 
 @dataclass(frozen=True)
 class Times:
-    """The time of one process: `span_ns` were looked at, of which so much went into waiting and into moving data.
+    """It is the time of one process: `span_ns` were looked at, of which so much went into waiting and into moving data.
 
     It was idle for `idle_ns` of the `outside_ns` outside of operations for which that is known.
     """
@@ -46,7 +46,7 @@ class Times:
 
 @dataclass(frozen=True)
 class Lateness:
-    """How often a process came last to an operation of many, and how long after the one before it, all together."""
+    """It says how often a process came last to an operation of many, and how long after the one before it, in all."""
 
     times: int
     lead_ns: int
@@ -54,7 +54,7 @@ class Lateness:
 
 @dataclass(frozen=True)
 class Stuck:
-    """An operation in which processes wait for others that have not come to it, the earliest for `waited_ns`."""
+    """It is an operation in which processes wait for others that have not come to it, the earliest for `waited_ns`."""
 
     group: str
     label: str
@@ -66,7 +66,7 @@ class Stuck:
 
 @dataclass(frozen=True)
 class Measured:
-    """The time between two looks. `num_operations` were those to which all ranks of a group came."""
+    """It is the time between two looks. `num_operations` were those to which all ranks of a group came."""
 
     span_ns: int
     times: dict[HostPid, Times]
@@ -77,7 +77,7 @@ class Measured:
 
 @dataclass
 class _Call:
-    """One collective as its members see it."""
+    """It is one collective as its members see it."""
 
     group: str
     world_size: int

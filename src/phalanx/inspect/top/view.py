@@ -1,4 +1,4 @@
-"""What several looks say of a job: the rows and sentences that `phalanx top` shows."""
+"""Combine several looks at a job into the rows and sentences that `phalanx top` shows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COMMITTED, COUNTED, ROUNDS = "phalanx.elastic.State", "phalanx.progress", "round
 
 @dataclass(frozen=True)
 class Pace:
-    """How far a rank is. `steps_of` is who counts: State, progress, or nobody but the recorder of DDP's rounds."""
+    """It says how far a rank is. `steps_of` is who counts: State, progress, or only the recorder of DDP's rounds."""
 
     steps_of: str
     step: int
@@ -33,7 +33,7 @@ class Pace:
 
 @dataclass(frozen=True)
 class RankView:
-    """A rank; shares are of its time, from 0 to 1, and None where no recorder tells."""
+    """It is a rank; shares are of its time, from 0 to 1, and None where no recorder tells."""
 
     rank: int
     host: str
@@ -53,7 +53,7 @@ class RankView:
 
 @dataclass(frozen=True)
 class Slowest:
-    """For whom the others wait: it came last to so many operations of so many, which cost `share` of the time."""
+    """The others wait for it: it came last to so many operations of so many, which cost `share` of the time."""
 
     rank: int
     host: str
@@ -64,7 +64,7 @@ class Slowest:
 
 @dataclass(frozen=True)
 class StuckView:
-    """Ranks that wait in an operation to which others have not come."""
+    """They are ranks that wait in an operation to which others have not come."""
 
     operation: str
     group: str
@@ -76,7 +76,7 @@ class StuckView:
 
 @dataclass(frozen=True)
 class LostView:
-    """A rank that was lost, and without which, or with another in its place, the job has gone on."""
+    """It is a rank that was lost, and without which, or with another in its place, the job has gone on."""
 
     rank: int
     pid: int
@@ -86,7 +86,7 @@ class LostView:
 
 @dataclass(frozen=True)
 class JobView:
-    """A job. `notes` are sentences on what could not be seen, `report` the folder for which its ranks record."""
+    """It is a job. `notes` are sentences on what could not be seen, `report` the folder for which its ranks record."""
 
     pid: int
     target: str

@@ -19,7 +19,7 @@ _LEAST_MORE_LOOKS, _MORE_LOOKS, _PAUSE_S = 3, 8, 0.1
 
 
 class Watch:
-    """One job, and what was seen of it lately."""
+    """It is one job, and what was seen of it lately."""
 
     def __init__(self, job: RunningJob) -> None:
         self.job = job

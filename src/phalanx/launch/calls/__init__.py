@@ -1,4 +1,4 @@
-"""`phalanx.launch(fn)`: a function of this process, called in the ranks of a job.
+"""`phalanx.launch(fn)` calls a function of this process in the ranks of a job.
 
     the caller (a notebook, a test)              phalanx.launch: waits, shows the ranks' output, collects
       └─ agent                                   as `phalanx run`, in a session of its own

@@ -1,4 +1,4 @@
-"""`python -m phalanx.launch.calls FOLDER`, as a rank: a function of another process is called."""
+"""`python -m phalanx.launch.calls FOLDER`, as a rank, calls a function of another process."""
 
 from __future__ import annotations
 

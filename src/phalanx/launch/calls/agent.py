@@ -1,4 +1,4 @@
-"""An agent that a program starts: `phalanx run`, but that it dies with its caller, which may have the last word."""
+"""Run an agent that a program starts: it is `phalanx run`, but dies with its caller, which may have the last word."""
 
 from __future__ import annotations
 

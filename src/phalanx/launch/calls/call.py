@@ -1,4 +1,4 @@
-"""The caller's side of `phalanx.launch`: start the agent, show what the ranks say, hand back what they returned."""
+"""Make the call for the caller of `phalanx.launch`: start the agent, show the ranks' output, return their results."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MAX_TERMS = 40  # longer than the agent's own patience with what the kernel hol
 
 
 class RemoteTraceback(Exception):
-    """Stands as the cause below an exception that a rank raised: where it was raised, as text."""
+    """It is the cause of an exception that a rank raised, and says as text where it was raised."""
 
     def __str__(self) -> str:
         return "\n" + "\n".join(str(arg) for arg in self.args)
@@ -195,7 +195,7 @@ def _end(agent: subprocess.Popen[bytes]) -> None:
 
 @dataclass
 class _Pipe:
-    """What the agent writes to, and where it is shown; without `ours` it writes to the same place as this process."""
+    """The agent writes to it, and it is shown; without `ours` it writes to the same place as this process."""
 
     stream: TextIO | None
     theirs: int

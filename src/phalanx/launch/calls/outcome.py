@@ -1,4 +1,4 @@
-"""How a call ended in one rank: written by the rank, whole or not at all, and read by whoever started it."""
+"""An `Outcome` says how a call ended in one rank: the rank writes it, whole or not at all, and the caller reads it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Outcome:
-    """How rank `rank` ended. `text` is empty when it returned, otherwise a headline and what is known, in words."""
+    """It says how rank `rank` ended. `text` is empty when it returned, else a headline and what is known, in words."""
 
     rank: int
     result: Any = None

@@ -1,4 +1,4 @@
-"""A function and its arguments as bytes: by value (cloudpickle) where the ranks could not import them.
+"""Encode a function and its arguments as bytes: by value (cloudpickle) where the ranks could not import them.
 
 Functions, closures, lambdas and classes of `__main__` and of a notebook go by value; those of modules by name, and the
 ranks look for modules where the caller does. The lines of a notebook's cells go along, so that tracebacks show them.

@@ -1,4 +1,4 @@
-"""What runs in a rank: load the call, make it, write down what came of it."""
+"""Load the call in a rank, make it, and write down what came of it."""
 
 from __future__ import annotations
 

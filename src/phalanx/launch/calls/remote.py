@@ -1,4 +1,4 @@
-"""A call whose ranks are on several hosts: the call goes out, and outcomes come back, through the job's coordinator.
+"""Carry a call to ranks on several hosts, and the outcomes back, through the job's coordinator.
 
 rank 0, on the caller's host     puts the call there
 ranks of other hosts             take it, and put their outcomes there

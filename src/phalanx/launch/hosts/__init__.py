@@ -1,4 +1,4 @@
-"""A job on several hosts: one agent on each, which meet at the coordinator of the first.
+"""Run a job on several hosts: one agent on each, which meet at the coordinator of the first.
 
     first host                                              every other host
     agent ── decides: signals, restarts, the exit code      agent ── forks its ranks, tells what becomes of them,

@@ -1,4 +1,4 @@
-"""Messages between the agents of a job, through the coordinator. The agent itself never waits for one to be sent.
+"""Send messages between the agents of a job through the coordinator. An agent never waits for one to be sent.
 
 agent ── put ──▶ queue ──▶ thread ──▶ coordinator ──▶ events ── fileno, take ──▶ agent
 """

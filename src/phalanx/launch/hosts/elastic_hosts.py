@@ -1,4 +1,4 @@
-"""What becomes of an elastic job when hosts are lost, come, come back, or wait as spares. The first host decides.
+"""Decide, on the first host, what becomes of an elastic job when hosts are lost, come, come back, or wait as spares.
 
     comes ──▶ spare ──room──▶ arriving: its ranks start, and train nothing ──all are ready──▶ in the job
                 │                                                                             ▲

@@ -1,4 +1,4 @@
-"""What the ranks of several hosts have recorded, brought together by group and onto one clock."""
+"""Merge what the ranks of several hosts have recorded, by group and onto one clock."""
 
 from __future__ import annotations
 

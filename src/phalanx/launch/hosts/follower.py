@@ -1,4 +1,4 @@
-"""A host that is not the first, while its ranks run: it reports what becomes of them, and does as the first one says.
+"""A host that is not the first reports what becomes of its ranks, and does as the first one says.
 
 When nothing is heard of the first host any more, it stops its ranks by itself, says so, and ends.
 """

@@ -1,4 +1,4 @@
-"""The first host before each start: until all have come, and every host has reached every other one."""
+"""The first host waits, before each start, until all hosts have come, and every host has reached every other one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A generation of an elastic job, as the first host tells it to the others: plain data."""
+"""Encode a generation of an elastic job, as the first host tells it to the others, as plain data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the first host says of the job to every host that comes: all that `phalanx join` needs to know."""
+"""A `JobSpec` is what the first host says of the job to every host that comes: all that `phalanx join` needs."""
 
 from __future__ import annotations
 

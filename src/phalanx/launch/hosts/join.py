@@ -1,4 +1,4 @@
-"""`phalanx join HOST:PORT`, from its words to its exit code: command, arguments and folder come from the first host."""
+"""Run `phalanx join HOST:PORT`, from its words to its exit code; the first host gives command, arguments and folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a host comes to the first one, waits for the start, and sees its ranks through under that one's orders."""
+"""Join the first host's job: wait for the start, and see this host's ranks through under that host's orders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The first host while ranks run: it decides for all of them, shows what all print, and has the last word."""
+"""The first host, while ranks run, decides for all of them, shows what all print, and has the last word."""
 
 from __future__ import annotations
 

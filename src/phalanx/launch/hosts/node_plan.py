@@ -1,4 +1,4 @@
-"""Who has come to the job, and which ranks each host gets. Pure data."""
+"""Plan which hosts are in the job, and which ranks each gets. The plan is pure data."""
 
 from __future__ import annotations
 

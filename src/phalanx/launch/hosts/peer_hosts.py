@@ -1,4 +1,4 @@
-"""Which other hosts an attempt has: who is there, who was lost, who has come, and how one is told to start."""
+"""`PeerHosts` knows an attempt's other hosts: which are there, lost, or have come, and how one is told to start."""
 
 from __future__ import annotations
 

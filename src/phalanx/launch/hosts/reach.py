@@ -1,18 +1,18 @@
-"""Whether the hosts reach each other under the addresses that they give: tried before they are used.
+"""Try whether the hosts reach each other under the addresses that they give, before these are used.
 
-Up to 33 hosts each tries every other one. Of more it tries some, so that each host is tried from many places.
+Among up to 33 hosts each tries every other one. Among more it tries some, so that each host is tried from many places.
 
-Each agent answers, at a port of that address, whoever brings a nonce with a proof that only the job's key allows; so
-an address that leads to some other machine (two networks may use the same numbers) does not count. Nothing else can be
-had there. The port is open only while hosts try each other: the first host asks for it when all have come, and it is
-closed before this host's ranks start.
+Each agent answers, at a port of that address, a client's nonce with a proof that only the job's key allows; so an
+address that leads to some other machine (two networks may use the same numbers) does not count. Nothing else can be had
+there. The port is open only while hosts try each other: the first host asks for it when all have come, and it is closed
+before this host's ranks start.
 
     first host ── answer ──▶ every other one, which opens its port ── answering: port ──▶ first host
                ── reach: all ports ──▶ every other one, which tries them ── reached: what came back ──▶
                ── start (or tried, where somebody has gone meanwhile) ──▶ every other one, which closes its port
 
-What whoever comes can have signed for the asking is made with a key of its own (`Key.reach_secret`), and so of no use
-anywhere else.
+Any client can have something signed by asking. The signature is made with a key of its own (`Key.reach_secret`), and so
+of no use anywhere else.
 """
 
 from __future__ import annotations

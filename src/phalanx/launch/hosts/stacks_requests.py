@@ -1,4 +1,4 @@
-"""Who wants to know where the ranks of all hosts are (`phalanx stacks`), and waits for the agents of other hosts."""
+"""Keep requests of `phalanx stacks` for all hosts' ranks, while the agents of other hosts have yet to answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A job on several hosts, from this host's agent to its exit code: the first host, or one that comes to it."""
+"""Run a job on several hosts, from this host's agent to its exit code: it is the first host, or comes to it."""
 
 from __future__ import annotations
 

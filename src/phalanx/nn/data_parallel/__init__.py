@@ -1,4 +1,4 @@
-"""One process, one replica of a module per thread: a batch is cut, computed side by side, and put together again."""
+"""`DataParallel` cuts a batch, computes the parts in one process, a thread for each replica, and joins the outputs."""
 
 from phalanx.nn.data_parallel.module import DataParallel
 

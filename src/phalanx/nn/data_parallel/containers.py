@@ -1,4 +1,4 @@
-"""The containers that are looked into for tensors: tuples (named ones too), lists and dicts, however nested."""
+"""Look into containers for tensors: tuples (named ones too), lists and dicts, however nested."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many replicas there are: PyTorch's arguments, where the devices are threads on the CPU."""
+"""Decide how many replicas there are, by PyTorch's arguments, where the devices are threads on the CPU."""
 
 from __future__ import annotations
 

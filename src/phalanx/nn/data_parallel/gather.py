@@ -1,4 +1,4 @@
-"""The replicas' outputs put together."""
+"""Put the replicas' outputs together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`DataParallel`: the wrapper that users see."""
+"""`DataParallel` is the wrapper that users see."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every replica on its part of the batch, each in a thread, forward and backward.
+"""Run every replica on its part of the batch, each in a thread, forward and backward.
 
               arguments    w   b                          joined outputs
                   |        |   |     one node of              ^
@@ -83,7 +83,7 @@ def _call(replicas: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Sequence
 
 
 class _Graph:
-    """One replica's part of a step: from its leaves to its outputs."""
+    """It is one replica's part of a step: from its leaves to its outputs."""
 
     def __init__(self, leaves: list[Tensor], arguments: list[Tensor], outputs: list[Tensor]) -> None:
         self._leaves = leaves
@@ -99,7 +99,7 @@ class _Graph:
 
 
 class _Join(torch.autograd.Function):
-    """The node that stands for all replicas' graphs.
+    """It is the node that stands for all replicas' graphs.
 
     Numerics: a parameter's gradient is the sum of the replicas', in their order.
     """

@@ -1,4 +1,4 @@
-"""Replicas of a module: modules of their own that share its parameters' memory.
+"""Make replicas of a module: modules of their own that share its parameters' memory.
 
 module      w  b  running_mean         parameters and buffers, and what the optimizer sees
               |

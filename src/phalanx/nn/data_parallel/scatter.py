@@ -1,4 +1,4 @@
-"""A batch cut into one part per replica."""
+"""Cut a batch into one part per replica."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls side by side, one thread for each, under the modes of the thread that asks for them."""
+"""Make calls side by side, one thread for each, under the modes of the thread that asks for them."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def run_in_threads(calls: Sequence[Callable[[], T]], where: str) -> list[T]:
 
 
 class _Modes:
-    """PyTorch's modes that belong to a thread, as they are here."""
+    """They are PyTorch's modes that belong to a thread, as they are here."""
 
     def __init__(self) -> None:
         self._grad = torch.is_grad_enabled()

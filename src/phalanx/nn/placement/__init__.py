@@ -1,4 +1,4 @@
-"""Model parallel in one process: each layer on a device, values brought to it.
+"""Place a model on several devices in one process: each layer is on a device, and values are brought to it.
 
 devices    which devices, and how much each may hold
 together   which layers must be on one device: those that share a tensor

@@ -1,4 +1,4 @@
-"""Which devices there are to place a model on, and how many bytes each may hold."""
+"""List the devices on which a model is placed, and how many bytes each may hold."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?I?)B?\s*", re.IGNORECASE
 
 @dataclass(frozen=True)
 class Room:
-    """A device, and how many bytes it may hold; None: as many as come."""
+    """It is a device, and how many bytes it may hold; None: as many as come."""
 
     device: torch.device
     budget: int | None = None

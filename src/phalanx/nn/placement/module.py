@@ -1,4 +1,4 @@
-"""`place`: measure, decide, move, and let forward bring every value to where it is needed."""
+"""`place` measures, decides, moves, and lets forward bring every value to where it is needed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ M = TypeVar("M", bound=nn.Module)
 
 @dataclass(frozen=True)
 class _Way:
-    """How forward runs: the graph with its transfers as a function of the module, and what it was made from."""
+    """It says how forward runs: the graph with its transfers as a function of the module, and what it was made from."""
 
     placement: Placement
     split_points: tuple[str, ...]
@@ -33,7 +33,7 @@ class _Way:
 
 
 class Placed(nn.Module):
-    """What `place` adds to a module's class; the module is the same object, with the same names."""
+    """`place` adds this to a module's class; the module is the same object, with the same names."""
 
     _phalanx_way: _Way
 

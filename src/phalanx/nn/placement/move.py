@@ -1,4 +1,4 @@
-"""Parameters and buffers to their devices. A tensor that several modules have stays one."""
+"""Move parameters and buffers to their devices. A tensor that several modules have stays one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where each layer goes: decided from what the layers cost and what the devices may hold. Pure."""
+"""Decide where each layer goes, from what the layers cost and what the devices may hold. The decision is pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ Balance = Literal["memory", "time"] | Sequence[int]
 
 @dataclass(frozen=True)
 class PlacedLayer:
-    """A layer and where it is. `with_layer` names the one whose tensors it shares, and which it therefore follows."""
+    """It is a layer and its device.
+
+    `with_layer` names the layer whose tensors it shares, and which it therefore follows.
+    """
 
     name: str
     device: int
@@ -30,7 +33,7 @@ class PlacedLayer:
 
 @dataclass(frozen=True)
 class Placement:
-    """Which layer is on which device; `print` it for a table."""
+    """It says which layer is on which device; `print` it for a table."""
 
     rooms: tuple[Room, ...]
     layers: tuple[PlacedLayer, ...]

@@ -1,4 +1,4 @@
-"""Which layers must be on one device: those that share a parameter or a buffer, which is in one place only."""
+"""Find the layers that must be on one device: those that share a parameter or a buffer, which is in one place only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model's graph with the transfers in it: a value that is needed on another device is brought there, once."""
+"""Insert transfers into the model's graph: a value that is needed on another device is brought there, once."""
 
 from __future__ import annotations
 

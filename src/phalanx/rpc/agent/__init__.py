@@ -1,4 +1,4 @@
-"""The agent: what makes this process a worker. Threads and locks of rpc live here.
+"""The agent makes this process a worker. Threads and locks of rpc live in this package.
 
 serving.py      which thread reads, and which ones run the functions that others call
 reading.py      when the thread that waits for an answer reads it itself

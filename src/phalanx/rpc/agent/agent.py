@@ -1,4 +1,4 @@
-"""The agent: this process as a worker, which calls others and is called.
+"""The agent is this process as a worker, which calls others and is called.
 
 caller                                             callee
 invoke: pickle, count the call, send
@@ -55,7 +55,7 @@ Control = Callable[[WorkerAddress, Any], Any]
 
 
 class Agent:
-    """A worker. `controls` are what workers ask of each other, by name: given who asks, and one argument.
+    """It is a worker. `controls` are what workers ask of each other, by name; each gets the asker, and one argument.
 
     A control runs in the thread that reads: it must not wait. Its result is the answer; a Future is answered when it is
     done. `orders` are those that come in bytes, by their first one: given the connection and the frame, they answer

@@ -1,4 +1,4 @@
-"""Calls that wait for an answer: their futures, when they have waited too long, and how many there may be."""
+"""Track the calls that wait for an answer: their futures, their timeouts, and how many there may be."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BIG_BYTES = 1 << 16  # of which it is counted how much is under way
 
 
 class Call:
-    """A call that was sent, or is about to be. `kept` lives until it is answered."""
+    """It is a call that was sent, or is about to be. `kept` lives until it is answered."""
 
     __slots__ = (
         "at", "deadline", "future", "kept", "name", "nbytes", "number", "on_answer", "read", "timeout_s", "what"
@@ -49,7 +49,7 @@ class Call:
 
 
 class Callee:
-    """A worker, as far as this one calls it: the calls that it has yet to answer."""
+    """It is a worker, as far as this one calls it: it has the calls that the worker has yet to answer."""
 
     def __init__(self, member: WorkerAddress, most_calls: int, most_bytes: int) -> None:
         self.member = member

@@ -1,8 +1,8 @@
-"""`torch.futures.collect_all` and `wait_all` over calls.
+"""Make `torch.futures.collect_all` and `wait_all` work over calls.
 
-PyTorch's waits in C++, where nobody sees that it does: its callbacks would run in whatever thread reads an answer,
-which may hold a lock that they want. And an error that was set from Python it takes for a result: it waits for all the
-others.
+PyTorch's functions wait in C++, where we cannot see it: their callbacks would run in whatever thread reads an answer,
+which may hold a lock that they want. They also take an error that was set from Python for a result, and wait for all
+the others.
 """
 
 from __future__ import annotations

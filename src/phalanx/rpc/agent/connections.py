@@ -1,10 +1,10 @@
-"""The other workers: who they are, and the connection to each.
+"""`Connections` knows the other workers, and has the connection to each.
 
-    on this host     Unix sockets: whoever calls first connects, to the listener (`unix_links`)
+    on this host     Unix sockets: the first caller connects to the listener (`unix_links`)
     on another one   ZeroMQ, both connect (`network`)
     this worker      what is sent arrives
 
-What comes in goes into `serving.incoming`, with its connection. Of the end of a worker its sockets tell, and its
+What comes in goes into `serving.incoming`, with its connection. The end of a worker is seen at its sockets, and at its
 process, too: a child of it may keep the sockets open.
 """
 
@@ -40,7 +40,7 @@ _CONNECT_S = 30.0
 
 
 class Connections:
-    """Those of one worker, `me`."""
+    """It has the connections of one worker, `me`."""
 
     def __init__(
         self,
@@ -274,7 +274,7 @@ class Connections:
 
 
 class _ReadyConnection:
-    """A connection, as the leader waits for it."""
+    """It is a connection, as the leader waits for it."""
 
     def __init__(self, connections: Connections, connection: UnixConnection) -> None:
         self._connections = connections
@@ -286,7 +286,7 @@ class _ReadyConnection:
 
 
 class _EndedProcess:
-    """A process of this host, as the leader waits for its end."""
+    """It is a process of this host, as the leader waits for its end."""
 
     def __init__(self, connections: Connections, member: WorkerAddress, fd: int) -> None:
         self._connections = connections

@@ -1,10 +1,10 @@
-"""Ctrl-C, put off while the main thread sends or reads: there it would lose what has come, or leave a lock behind.
+"""Put Ctrl-C off while the main thread sends or reads, where it would lose a message, or leave a lock behind.
 
     main thread    send | wait in C .. Ctrl-C .. | KeyboardInterrupt
     main thread    send | read .. Ctrl-C .. | hand out | KeyboardInterrupt
 
 Python raises KeyboardInterrupt between any two steps of the main thread. While a worker is open its handler of SIGINT,
-if it is Python's own, waits until that thread can be left. Other handlers are the user's affair.
+if it is Python's own, waits until that thread can be left. Handlers of the user's own are left as they are.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _main = threading.main_thread().ident
 
 
 class _Deferral:
-    """Of the main thread. `depth`: how many parts it is in that must not be left."""
+    """It belongs to the main thread. `depth` is how many parts the thread is in that must not be left."""
 
     __slots__ = ("depth", "is_pending")
 

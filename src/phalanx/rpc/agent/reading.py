@@ -1,4 +1,4 @@
-"""Who reads the answers that come on a connection: the thread that waits for one, or else the leader.
+"""Decide who reads the answers on a connection: the thread that waits for one, or else the leader.
 
 A thread that waits for the answer of a call takes its turn, and reads the connection itself: no other thread has to
 wake it, nor to get Python's lock before it. While it does, and until calls are under way for which nobody waits, the
@@ -7,10 +7,10 @@ leader does not look at the connection (it is muted: only its end is heard).
     caller     call | ........ reads: its answer | call | call | call | reads: all that have come | call
     leader     sleeps                                                                        sleeps
 
-What the thread reads for others it hands out as well, but those answers that somebody hears of by a callback: they are
-the leader's, since the thread may hold what the callback wants (a lock of the user's). Whoever is stuck in what an
-answer runs as it is unpickled loses its turn to the leader after a few milliseconds, by the clock; so is the connection
-the leader's again if it was expected that somebody would wait, and nobody does.
+The thread also hands out what it reads for others, except for answers that a callback waits for: these are the
+leader's, since the thread may hold what the callback wants (a lock of the user's). A thread that is stuck in what an
+answer runs as it is unpickled loses its turn to the leader after a few milliseconds, by the clock. The connection also
+becomes the leader's again if it was expected that some thread would wait, and none does.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _FIRST, _MOST = 4, 1 << 14  # so many threads must have waited for a call before
 
 
 class Answer(Future[T]):
-    """The future of a call. `reading` is of the connection that the answer comes on."""
+    """It is the future of a call. `reading` is that of the connection on which the answer comes."""
 
     reading: Reading | None = None
     has_callbacks = False
@@ -129,7 +129,7 @@ def _pass(gate: threading.Lock, future: Any) -> None:
 
 
 class Caller(Protocol):
-    """Who has made the calls that are answered on a connection."""
+    """It has made the calls that are answered on a connection."""
 
     calls: dict[int, Any]  # that are under way
 
@@ -138,14 +138,14 @@ class Caller(Protocol):
 
 
 class Awaited(Protocol):
-    """What a thread reads for. Who lets it come in another thread tells the reading: `ring`."""
+    """It is what a thread reads for. Code that lets it come in another thread tells the reading: `ring`."""
 
     def has_come(self) -> bool:
         """Whether it is there."""
 
 
 class _Turn:
-    """Of one thread. `busy_since`: when it began to hand out answers, or 0."""
+    """It belongs to one thread. `busy_since` is when the thread began to hand out answers, or 0."""
 
     __slots__ = ("awaited", "busy_since", "thread")
 
@@ -156,7 +156,7 @@ class _Turn:
 
 
 class Reading:
-    """Of one connection on which `caller` calls. `take(connection, frame, call)` hands out what has come."""
+    """It reads one connection on which `caller` calls. `take(connection, frame, call)` hands out what has come."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""A call of another worker, from the frame to the answer."""
+"""A `Request` is a call of another worker, from the frame to the answer."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _durations: dict[Any, float] = {}
 
 
 class Worker(Protocol):
-    """What a request needs of the worker that carries it out."""
+    """It is what a request needs of the worker that carries it out."""
 
     me: WorkerAddress
     references: References
@@ -52,7 +52,7 @@ class Worker(Protocol):
 
 
 class Request:
-    """One call. Made by the leader in the order in which they came: what is owned comes to be here."""
+    """It is one call. The leader makes requests in the order in which they came, and what is owned comes to be here."""
 
     __slots__ = (
         "_agent",
@@ -182,7 +182,7 @@ class Request:
 
 
 class _Later:
-    """A result that a function declared as asynchronous will have."""
+    """It is a result that a function declared as asynchronous will have."""
 
     __slots__ = ("future",)
 

@@ -1,4 +1,4 @@
-"""Calls that may run twice (`idempotent`): made again when the worker that had them was lost.
+"""Make calls again that may run twice (`idempotent`), when the worker that had them was lost.
 
     send ──► lost ──► wait until a worker of that name has joined ──► send ──► …   until the call's time is up
 
@@ -41,7 +41,7 @@ class _Call:
 
 
 class Retries:
-    """Those of one worker. `is_there(to)`: whether there is a worker of that name now; it may ask the job's store.
+    """They are those of one worker. `is_there(to)`: whether a worker of that name is there; it may ask the job's store.
 
     `run_later(work)` does what may run callbacks of the user, which may block: the thread that waits for all must not.
     """

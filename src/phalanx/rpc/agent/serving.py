@@ -1,4 +1,4 @@
-"""Which thread reads what comes in, and which ones run the functions that others call.
+"""Serve calls: decide which thread reads what comes in, and which ones run the functions that others call.
 
 One thread leads: it waits for the sockets, hands answers to those who wait for them, and runs short functions itself,
 so that a call costs no change of threads. Before a function that may take long (one that did before, or a new one) it
@@ -7,8 +7,8 @@ gives the lead away:
     leader     | read | f | f | g is new: give the lead away | g ................ | f | park
     follower   | parked                                      | read | f | read | f | f ..
 
-A function that was short and blocks this time is seen by the clock, which looks every few milliseconds while the leader
-is in user code, and gives the lead to another thread. So no function, however it blocks, keeps an answer waiting.
+The clock notices a function that was short and blocks this time. It looks every few milliseconds while the leader is in
+user code, and gives the lead to another thread. So no function, however it blocks, keeps an answer waiting.
 `num_threads` bounds how many functions run at once; threads beyond that read and hand out answers only.
 """
 
@@ -37,14 +37,14 @@ _AWAKE_S = 0.1  # the clock goes on looking for so long after the last call
 
 
 class Readable(Protocol):
-    """Something of which the leader waits until it can be read."""
+    """The leader waits until it can be read."""
 
     def ready(self, events: int) -> None:
         """Handle what can be read or written."""
 
 
 class Request(Protocol):
-    """A call of another worker."""
+    """It is a call of another worker."""
 
     def prepare(self) -> bool:
         """Read it; whether it is expected to be short. Must not raise."""
@@ -54,7 +54,7 @@ class Request(Protocol):
 
 
 class Spin:
-    """How long to look before one sleeps: as long as what is waited for comes soon, and now and then else."""
+    """It decides how long to look before a thread sleeps: as long as messages come soon, and otherwise now and then."""
 
     def __init__(self) -> None:
         self._since = 0.0
@@ -71,7 +71,7 @@ class Spin:
 
 
 class Relieved(Protocol):
-    """What the clock looks at, as long as it is muted."""
+    """The clock looks at it, as long as it is muted."""
 
     def relieve(self, now: float) -> None:
         """Give the leader what it has to do. Must not raise."""
@@ -79,7 +79,7 @@ class Relieved(Protocol):
 
 @dataclass(eq=False)
 class Lead:
-    """The lead of one thread, until another one has it. `busy_since`: when it went into user code, or 0.
+    """It is the lead of one thread, until another one has it. `busy_since`: when it went into user code, or 0.
 
     It can be taken away only while the thread is in user code: what it reads and hands out stays in order.
     """
@@ -93,7 +93,7 @@ class Lead:
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """Something for the leader to do when its turn among the frames that come in has come.
+    """The leader does it when its turn among the frames that come in has come.
 
     `at_end` is done instead when nobody leads any more; without it nothing is done then. Neither may raise.
     """
@@ -104,14 +104,14 @@ class Task:
 
 @dataclass(eq=False)
 class _Seat:
-    """Where a thread without work waits."""
+    """A thread without work waits here."""
 
     gate: threading.Lock
     lead: Lead
 
 
 class Serving:
-    """The threads of one agent.
+    """It has the threads of one agent.
 
     What comes in goes into `incoming`: frames with the connection on which they came, and tasks. The leader takes one
     after the other, and gives frames to `handle`: that hands out answers, which may run the user's callbacks (it tells
@@ -381,7 +381,7 @@ class Serving:
 
 
 class _Woken:
-    """What wakes the leader."""
+    """It wakes the leader."""
 
     def __init__(self, wakeup: Wakeup) -> None:
         self._wakeup = wakeup

@@ -1,4 +1,4 @@
-"""Work that others order: done by the leader that hears of it while it is short, which saves a change of threads."""
+"""Do work that others order in the leader that hears of it while it is short, which saves a change of threads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _WEIGHT = 0.2  # of work that took longer than before, in the time that the next
 
 
 class ShortWork:
-    """Of one kind."""
+    """It does the work of one kind."""
 
     def __init__(self, serving: Serving, threads: Threads) -> None:
         self._serving = serving

@@ -1,4 +1,4 @@
-"""Threads for work that may wait long: they do not count among those that serve calls, and are used again and again."""
+"""Run work that may wait long on threads that do not count among those that serve calls, and are used again."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 class Threads:
-    """As many as there is work at once."""
+    """It has as many threads as there is work at once."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -55,7 +55,7 @@ class Threads:
 
 
 class _Seat:
-    """Where a thread waits for work."""
+    """A thread waits here for work."""
 
     def __init__(self, work: Callable[[], None]) -> None:
         self.work: Callable[[], None] | None = work

@@ -1,4 +1,4 @@
-"""Contexts: what a worker keeps of a forward and its backward, until whoever opened the context leaves it."""
+"""A context is what a worker keeps of a forward and its backward, until the worker that opened it leaves it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ONCE: Counter[int] = Counter()
 
 
 class Context:
-    """One context, on one worker. `origin` is the uid of the worker that opened it."""
+    """It is one context, on one worker. `origin` is the uid of the worker that opened it."""
 
     def __init__(self, context_id: int, origin: int) -> None:
         self.id = context_id
@@ -85,7 +85,7 @@ def _is_plain(gradient: Tensor, variable: Tensor) -> bool:
 
 
 class Contexts:
-    """All that this worker knows of. Which one a thread is in is known here, too."""
+    """It has all contexts that this worker knows of, and knows which one a thread is in."""
 
     def __init__(self, rank: int, uid: int) -> None:
         self._uid = uid

@@ -1,14 +1,14 @@
-"""The joints between the local graphs of autograd: where tensors left for another worker, and where they arrived.
+"""Join the local graphs of autograd where tensors left for another worker, and where they arrived.
 
     caller                                        callee
     x ─► SendRpc ┄┄┄┄┄┄┄┄┄ message ┄┄┄┄┄┄┄┄┄► RecvRpc ─► f
                                                           │
     y ◄─ RecvRpc ◄┄┄┄┄┄┄┄┄ message ┄┄┄┄┄┄┄┄┄ SendRpc ◄────┘
 
-A message is a call's arguments, or its result, with tensors that require grad. Of each of them its receiver learns the
-ancestors: all messages, and which of their tensors, that it was computed from. So whoever begins a backward knows all
-that take part, and no gradient goes where one process would have none: a tensor that was passed on and not used is no
-part of the graph, its hooks are not called, and nothing is waited for on its account.
+A message is a call's arguments, or its result, with tensors that require grad. The receiver learns the ancestors of
+each of them: all messages, and which of their tensors, that it was computed from. So the worker that begins a backward
+knows all that take part, and no gradient goes where one process would have none: a tensor that was passed on and not
+used is no part of the graph, its hooks are not called, and no worker waits for it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _FIRST, _LAST = 1 << 62, 0  # sequence numbers: of what is ready, the engine run
 
 
 class Gradients(Protocol):
-    """A backward pass, as the joints see it."""
+    """It is a backward pass, as `SendRpc` and `RecvRpc` see it."""
 
     context_id: int
 
@@ -62,7 +62,7 @@ class Gradients(Protocol):
 
 
 class _Current(threading.local):
-    """The pass that this thread runs."""
+    """It is the pass that this thread runs."""
 
     run: Gradients | None = None
 
@@ -71,7 +71,7 @@ current = _Current()
 
 
 class SendRpc(torch.autograd.Function):
-    """A tensor leaves. Its output stands for it, without its memory; backward, its gradient comes back."""
+    """A tensor leaves here. The output stands for it, without its memory; in the backward, its gradient comes back."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
@@ -86,7 +86,7 @@ class SendRpc(torch.autograd.Function):
 
 
 class RecvRpc(torch.autograd.Function):
-    """Tensors have arrived, and become its outputs in place. Backward, it sends their gradients to their sender."""
+    """Tensors arrive here, and become its outputs in place. In the backward, the gradients go to their sender."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> Any:
@@ -105,7 +105,7 @@ class RecvRpc(torch.autograd.Function):
 
 
 class Gate(torch.autograd.Function):
-    """A gate of one pass lets a message's SendRpcs go on when their gradients are here, and then the next gate.
+    """It lets a message's SendRpcs of one pass go on when their gradients are here, and then the next gate.
 
      gate ─► gate ─► gate          each waits, with the lowest priority: when nothing else is left to run
        │       │       │
@@ -153,7 +153,7 @@ _RECV: type = RecvRpc._backward_cls
 
 @dataclass(frozen=True)
 class Reached:
-    """Where a local graph ends: the leaves, and the tensors that came from others."""
+    """It says where a local graph ends: the leaves, and the tensors that came from others."""
 
     leaves: list[Any]
     received: dict[Any, int]  # and which of a message's tensors: bit n for tensor n
@@ -179,7 +179,7 @@ class Reached:
 
 @dataclass(frozen=True)
 class Send:
-    """A message of this worker's, or some of its tensors: `stubs` keep its graph."""
+    """It is a message of this worker's, or some of its tensors: `stubs` keep its graph."""
 
     message: MessageId
     to: int  # the uid of who has it

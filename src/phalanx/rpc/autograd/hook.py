@@ -1,4 +1,4 @@
-"""What a context notes of each call that is made inside of it."""
+"""A context notes each call that is made inside of it, by this hook."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from phalanx.rpc.worker_info import WorkerAddress
 
 
 class AutogradHook:
-    """A note is (context, the uid of who opened it, the message's number or None, its tensors' ancestors)."""
+    """Its note is (context, the uid of the worker that opened it, the message's number or None, tensors' ancestors)."""
 
     def __init__(self, contexts: Contexts, me: WorkerAddress) -> None:
         self._contexts = contexts

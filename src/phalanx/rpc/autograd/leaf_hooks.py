@@ -1,4 +1,4 @@
-"""Hooks of the nodes that add to `.grad`, in a backward pass whose gradients gather in a context instead.
+"""Call the hooks of nodes that add to `.grad`, in a backward pass whose gradients gather in a context instead.
 
     node = parameter.expand_as(parameter).grad_fn.next_functions[0][0]  # torch's AccumulateGrad
     node.register_prehook(before)  # before((gradient,)): may replace it
@@ -34,7 +34,7 @@ _hanging = threading.Lock()
 
 
 class Begin(torch.autograd.Function):
-    """The node that the engine runs first: it tells the number of the engine's run."""
+    """It is the node that the engine runs first: it tells the number of the engine's run."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ def _ignore(*_: Any) -> None:
 
 
 class _Leaf:
-    """A leaf whose node has hooks, during one run."""
+    """It is a leaf whose node has hooks, during one run."""
 
     def __init__(self, node: Any, hooks: tuple[Hooks, Hooks]) -> None:
         self.variable: Tensor = node.variable
@@ -78,7 +78,7 @@ class _Leaf:
 
 
 class LeafHooks:
-    """The hooks of one run of the engine, for the leaves in `nodes`; does nothing if no node has any.
+    """It has the hooks of one run of the engine, for the leaves in `nodes`; it does nothing if no node has any.
 
     `gather` is called with a leaf and its gradient, and everything is called in the context manager `inside()`.
     """

@@ -1,4 +1,4 @@
-"""What workers say of a backward pass, in bytes: "take part, with these messages of yours", "here are gradients".
+"""Write and read, in bytes, what workers tell each other of a backward pass: "take part", "here are gradients".
 
     order (u8) · flags (u8) · tensors (u16) · messages of a plan (u32)
     context · the pass (uid, number) · the message whose gradients these are (3), all u64
@@ -42,7 +42,7 @@ _as_kinds: dict[bytes, Kinds] = {}
 
 
 class Said(NamedTuple):
-    """Of a pass. `plan`: take part, with these messages; `gradients` are those of `message`, if they are here."""
+    """It is about a pass. `plan`: take part, with these messages; `gradients` are those of `message`, if they came."""
 
     context_id: int
     pass_id: PassId

@@ -1,4 +1,4 @@
-"""A backward pass, on one worker.
+"""A `Pass` is a backward pass, on one worker.
 
     worker 0 (calls backward)            worker 1                        worker 2
     finds all messages that take part
@@ -10,9 +10,9 @@
     SendRpc ◄──────────────────────────── gradients ───────────────────── RecvRpc
     goes on; over when the engine is and all others say that their parts are
 
-BEGIN says: "of your messages, these". It goes with the first gradients to a worker; but before worker 0 waits for the
-gradients of a message, to all that may take part in them: who has sent one that lies deeper. A part that is short, and
-of one message, sends what it has at its end, with the news of that.
+BEGIN says: "of your messages, these". It goes to a worker with the first gradients; but before worker 0 waits for the
+gradients of a message, it goes to all workers that may take part in them, which have sent one that lies deeper. A part
+that is short, and of one message, sends what it has at its end, with the news of that.
 
 Each worker runs the engine once: every node of its graph sees all its gradients before it runs, and runs once. A
 worker's messages are waited for inside of the engine, deepest first, by gates that have the lowest priority. All
@@ -44,7 +44,7 @@ class BackwardError(PhalanxError):
 
 
 class _Change:
-    """What who called backward reads for: something that has come, or an error."""
+    """It is what the caller of backward reads for: something that has come, or an error."""
 
     def __init__(self, run: Pass, has_come: Callable[[], bool]) -> None:
         self._run = run
@@ -68,7 +68,7 @@ Going = list[tuple[MessageId, Sequence[Tensor | None]]]  # gradients of messages
 
 
 class Worker(Protocol):
-    """What a pass needs of the worker that it is a part of."""
+    """It is what a pass needs of the worker that it is a part of."""
 
     me: WorkerAddress
     contexts: Contexts
@@ -87,7 +87,7 @@ class Worker(Protocol):
 
 
 class Pass:
-    """The part of one worker. Locks nothing while the engine runs."""
+    """It is the part of one worker. It locks nothing while the engine runs."""
 
     __slots__ = (
         "_arrived", "_asked", "_changed", "_is_started", "_plan", "_reads", "_retain_graph", "_worker",

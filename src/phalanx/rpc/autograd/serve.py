@@ -1,4 +1,4 @@
-"""A worker's part in contexts and backward passes: what the others tell it, and what it tells them."""
+"""`AutogradWorker` is a worker's part in contexts and backward passes: it hears the others, and tells them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from phalanx.rpc.worker_info import WorkerAddress
 
 
 class AutogradWorker:
-    """This worker, as far as gradients go."""
+    """It is this worker, as far as gradients go."""
 
     def __init__(self, agent: Agent) -> None:
         self.agent = agent

@@ -1,4 +1,4 @@
-"""Collectives of tensors on a device that ranks of one host share, in memory of the device that all of them map.
+"""Carry out collectives of device tensors in memory of the device that all ranks of the host map.
 
 areas        each rank's memory for what the others read, mapped by all
 reductions   what the core's kernels compute, on a device

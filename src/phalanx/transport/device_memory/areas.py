@@ -1,4 +1,4 @@
-"""What each rank of a group has on a device for the others to read: an area of two halves, which take turns.
+"""An area is a rank's memory on a device that the other ranks read; it has two halves, which take turns.
 
     exchange n     each rank writes half n & 1 of its area; all meet; each reads that half of all areas
     exchange n+1   the other half
@@ -22,7 +22,7 @@ _ALIGNMENT = 256
 
 
 class Areas:
-    """All ranks' areas, as this rank maps them. `turn` is the number of the exchange that comes next."""
+    """It holds all ranks' areas, as this rank maps them. `turn` is the number of the exchange that comes next."""
 
     def __init__(self, rank: int, mapped: Sequence[MappedMemory], area_bytes: int = AREA_BYTES) -> None:
         self.turn = 0

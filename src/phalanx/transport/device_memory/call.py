@@ -1,4 +1,4 @@
-"""One operation on tensors of a device that is carried out where they lie, on a stream beside the caller's.
+"""A `DeviceCall` is one operation on device tensors, carried out on the device, on a stream beside the caller's.
 
 the caller's stream   ── kernels ──┐                                            ┌── kernels that read the result
 the copy stream                    └─▶ to this rank's area ─▶ · ─▶ from all areas ─┘
@@ -18,7 +18,7 @@ from phalanx.transport.staging.streams import CopyStream
 
 
 class DeviceCall:
-    """The tensors of one operation, and when it is over."""
+    """It has the tensors of one operation, and says when the operation is over."""
 
     def __init__(self, stream: CopyStream, collectives: DeviceCollectives) -> None:
         self.stream = stream

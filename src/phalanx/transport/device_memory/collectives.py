@@ -1,4 +1,4 @@
-"""Collectives on a device: copy in, meet in the host's memory with the operation's fingerprint, read from the others.
+"""Carry out collectives on a device: copy in, meet in the host's memory with the fingerprint, read from the others.
 
     each rank   its part ──▶ its area          on the device; the host waits for it
     all         meet                           in the host's memory: same order, same errors as the CPU's collectives
@@ -39,7 +39,7 @@ from phalanx.transport.tensors import dense, flat, is_plain, nbytes, scaled, unc
 
 @dataclass(frozen=True)
 class _Operation:
-    """What the ranks must agree on."""
+    """It is what the ranks must agree on."""
 
     kind: int
     tensor: Tensor
@@ -50,7 +50,7 @@ class _Operation:
 
 
 class DeviceCollectives(Collectives):
-    """The collectives of ranks that map each other's areas on a device. Tensors may have any strides.
+    """It has the collectives of ranks that map each other's areas on a device. Tensors may have any strides.
 
     What is queued lies on the current stream, which must be `stream`: call it inside of `stream.queueing()`.
     """

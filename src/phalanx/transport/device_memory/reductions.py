@@ -1,8 +1,8 @@
-"""What the kernels of `csrc/reduce_body.h` compute, with PyTorch's on a device: in the order of the ranks.
+"""Reduce tensors on a device with PyTorch's kernels, in the order of the ranks, as `csrc/reduce_body.h` does.
 
 Half types are accumulated in float32 and rounded once, integers wrap, bool knows any and all. Sums, means and products
-of real numbers have the bits that the CPU's have. Not carried out on a device, and left to the CPU: means of whole
-numbers, and the smallest and largest of unsigned ones wider than a byte, for which PyTorch has no kernels there.
+of real numbers have the bits that the CPU's have. Means of whole numbers are left to the CPU, and so are the smallest
+and largest of unsigned ones wider than a byte, for which PyTorch has no kernels on devices.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Groups over torch's own Gloo: where memory can't be shared, or the C core is not there.
+"""Carry groups over torch's own Gloo where memory cannot be shared, or the C core is not there.
 
 session    agree, carry out, fail with one report
 numerics   what Gloo adds up, of our element types and reductions

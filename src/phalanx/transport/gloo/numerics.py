@@ -1,4 +1,4 @@
-"""What Gloo can add up: each of our element types as one of its, and each reduction as one of its."""
+"""Map our element types and reductions to those that Gloo can add up."""
 
 from __future__ import annotations
 

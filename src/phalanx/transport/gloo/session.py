@@ -1,8 +1,8 @@
-"""Around every operation over Gloo: agree before data moves, and end with one report when something goes wrong.
+"""A `GlooSession` surrounds each operation over Gloo: the ranks agree first, and all tell one report of a failure.
 
 Gloo compares nothing, and says of a peer that is gone or late no more than that its connection broke. So the ranks
-first gather each other's fingerprints; and whoever sees a failure first finds out whose doing it is, posts the report
-in the job's store and closes its connections, which wakes all others: they tell the same report.
+first gather each other's fingerprints; and the rank that sees a failure first finds out whose doing it is, posts the
+report in the job's store and closes its connections, which wakes all others: they tell the same report.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class GlooFailed(Exception):
 
 
 class GlooSession(EngineSession):
-    """One rank's side of a group over Gloo.
+    """It is one rank's side of a group over Gloo.
 
     `names` is how people call each rank's process, 'pid 17 on node3'; `has_ended` says of a rank whether its process is
     known to be gone.

@@ -1,4 +1,4 @@
-"""The operations of a group over Gloo: every collective is one of torch's own process group for it."""
+"""`GlooTransport` carries a group over Gloo: each collective is one of torch's own process group."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from phalanx.transport.tensors import dense, nbytes, scaled, write_back
 
 
 class GlooTransport(GlooSession):
-    """Ranks that cannot share memory, or have no C core to do it with.
+    """It carries groups whose ranks cannot share memory, or have no C core to do it with.
 
     Numerics: Gloo adds up, in an order of its own: the same for the same job, perhaps another for another number of
     ranks. Half types add up in float32 and are rounded once; AVG divides the sum once.

@@ -1,4 +1,4 @@
-"""Groups whose ranks are on several hosts: memory inside each, an engine between, composed hierarchically.
+"""Carry groups whose ranks are on several hosts: through shared memory in each host, and by an engine between.
 
 layout      who sits where, and who drives the rails
 session     agree, carry out, fail with one report      failure_reports: what it says

@@ -1,4 +1,4 @@
-"""How the ranks of all hosts learn that they called the same, before a tensor of the user changes.
+"""Let the ranks of all hosts learn that they called the same operation, before a tensor of the user changes.
 
     1  the ranks of a host give their leader the heads of their calls, and little tensors with them: one sync
     2  the leaders send each other these: one message each way
@@ -30,7 +30,7 @@ _NOTHING: Mapping[int, Sequence[Piece]] = {}
 
 
 class _Envelope:
-    """Memory for the head of a rank's call, and what the rank brings, one after the other."""
+    """It is memory for the head of a rank's call and for what the rank brings, one after the other."""
 
     def __init__(self) -> None:
         self.tensor = torch.empty(HEAD_BYTES + SMALL_BYTES, dtype=torch.uint8)
@@ -52,7 +52,7 @@ class _Envelope:
 
 
 class Agreement(HierarchicalSession):
-    """The steps in which a collective begins; its caller is inside `_running`."""
+    """It takes the steps in which a collective begins; its caller is inside `_running`."""
 
     _envelopes: list[_Envelope] | None = None
     _gathered: tuple[int, ...] | None = None  # on a leader: where the envelopes lie, and what is in them

@@ -1,4 +1,4 @@
-"""The collectives between hosts, each in the way that fits its size."""
+"""`HierarchicalCollectives` carries out each collective between hosts in the way that fits its size."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from phalanx.transport.tensors import dense, is_plain, nbytes, scaled, write_bac
 
 
 class HierarchicalCollectives(DirectCollectives):
-    """Every collective of `Transport`, with the same arguments; see there for what each does.
+    """It has every collective of `Transport`, with the same arguments; see there for what each does.
 
     Raises:
         MismatchError: some rank called something else; no tensor was changed.

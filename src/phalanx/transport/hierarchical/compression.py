@@ -1,4 +1,4 @@
-"""How sums travel between hosts: as they are, or rounded to a shorter type and back."""
+"""Round sums to a shorter type for their way between hosts, or send them as they are."""
 
 from __future__ import annotations
 
@@ -28,8 +28,10 @@ class _Residual:
 
 
 class Compression:
-    """Rounds float32 to `dtype` on the way out. What is sent is also what the sender keeps, so all ranks end with the
-    same bits: a partial sum is given away anyhow, and a finished one must be the same at home as abroad.
+    """It rounds float32 to `dtype` on the way out.
+
+    The sender also keeps what it sends, so all ranks end with the same bits: a partial sum is given away anyhow, and a
+    finished one must be the same at home as abroad.
 
     With error feedback, what rounding took from a tensor is added to the same tensor the next time. What is kept takes
     at most `most_bytes`, by default a sixteenth of the host's memory. A tensor for which there is no room goes without,
@@ -103,7 +105,7 @@ class Compression:
 
 
 class Widening:
-    """A receive in the type that is sent, that ends in `view`."""
+    """It is a receive in the type that is sent, that ends in `view`."""
 
     def __init__(self, pending: Pending, short: Tensor, view: Tensor) -> None:
         self._pending = pending

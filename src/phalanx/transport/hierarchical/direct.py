@@ -1,4 +1,4 @@
-"""Moves that go straight from rank to rank: gather, scatter, all_to_all.
+"""Send data straight from rank to rank, for gather, scatter and all_to_all.
 
 A byte has one destination, so it crosses one edge once whoever carries it: between hosts each rank sends its own, and
 inside them they go through memory meanwhile.
@@ -22,7 +22,7 @@ from phalanx.transport.tensors import dense, nbytes, write_back
 
 
 class DirectCollectives(SmallCollectives, SegmentedCollectives):
-    """Each agrees first, then moves."""
+    """Each of its operations agrees first, then moves data."""
 
     def _gather_to(self, outputs: Sequence[Tensor], tensor: Tensor, root: int, ctx: CallContext) -> None:
         data, parts = dense(tensor), [dense(t) for t in outputs]

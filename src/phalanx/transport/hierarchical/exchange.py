@@ -1,4 +1,4 @@
-"""What the hosts' leaders send each other first in every operation: what their ranks call, and little tensors with it.
+"""The hosts' leaders begin every operation with one message: what their ranks call, and small tensors with it.
 
     leader of host A  ──heads of A's ranks, payload──>  leader of host B      (and the other way, at the same time)
 
@@ -47,7 +47,7 @@ _ALIGNED = 64
 
 @dataclass(frozen=True)
 class HostMessage:
-    """What another host's ranks call (`heads`, in their order), and where its payload lies until the next operation."""
+    """It has what another host's ranks call (`heads`, in their order), and its payload until the next operation."""
 
     heads: Sequence[bytes]
     address: int
@@ -55,7 +55,7 @@ class HostMessage:
 
 
 class _Buffer:
-    """Memory for one message."""
+    """It is memory for one message."""
 
     def __init__(self, nbytes: int) -> None:
         self.tensor = torch.empty(nbytes, dtype=torch.uint8)
@@ -73,10 +73,11 @@ class _Buffer:
 
 
 class LeaderExchange:
-    """The messages between this host's leader and those of the others. Only leaders have one.
+    """It carries the messages between this host's leader and those of the others. Only leaders have one.
 
-    `send` and `receive` alternate, one of each for an operation. Whoever calls `receive` hears Ctrl-C: where the
-    engine waits deaf, it looks for a message where that will lie, for a moment, and then has a thread wait for it.
+    `send` and `receive` alternate, one of each for an operation. The caller of `receive` hears Ctrl-C: where no signal
+    is heard while the engine waits, it looks for a message where that will lie, for a moment, and then has a thread
+    wait for it.
     """
 
     def __init__(self, engine: Engine, layout: Layout) -> None:

@@ -1,4 +1,4 @@
-"""What a rank makes of a failure: the report that all ranks of the group then tell."""
+"""Turn what a rank knows of a failure into the report that all ranks of the group then tell."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class LocalFailure(Exception):
 
 
 class Reports(ABC):
-    """What `HierarchicalSession` knows of its group, as far as a report tells it."""
+    """It is what `HierarchicalSession` knows of its group, as far as a report needs it."""
 
     layout: Layout
     rank: int

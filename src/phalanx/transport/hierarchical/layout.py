@@ -1,4 +1,4 @@
-"""Which ranks sit on which host, and which of them drive the rails between the hosts."""
+"""`Layout` knows which ranks are on which host, and which of them drive the rails between the hosts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from phalanx.collectives import Topology
 
 @dataclass(frozen=True)
 class Layout:
-    """One rank's view of the hosts of its group.
+    """It is one rank's view of the hosts of its group.
 
     Rail i joins the i-th rank of every host; there are as many rails as the smallest host has ranks.
 

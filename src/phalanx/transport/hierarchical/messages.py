@@ -1,4 +1,4 @@
-"""Point to point, over the engine whether or not the peer is on this host: a receive from anybody looks in one place.
+"""Send and receive between ranks over the engine, even on one host, so that recv-any looks in one place only.
 
 A message is two of the engine's: a header (bytes, dtype), then the elements. The engine would take a wrong size for a
 broken connection; the header tells it apart.
@@ -24,7 +24,7 @@ from phalanx.transport.tensors import dense, nbytes, write_back
 
 
 class HierarchicalMessages(HierarchicalSession):
-    """send and recv. Messages between two ranks keep their order per tag."""
+    """It provides send and recv. Messages between two ranks keep their order per tag."""
 
     def send(self, tensor: Tensor, dst: int, tag: int, ctx: CallContext) -> None:
         """Return when the bytes of `tensor` have left it; waits for the receive."""

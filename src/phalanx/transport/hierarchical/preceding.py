@@ -1,9 +1,9 @@
-"""Messages that have arrived on other hosts by the time that the next collective is over, wherever that is.
+"""Send messages that have arrived on other hosts by the time that the next collective is over on any rank.
 
     rank b ──message──▶ rank a        then both take part in the collective
 
-Who completes the collective had a's part in it, and a took part only when b's message had come. So nobody waits for an
-acknowledgement, and the message travels while b computes what it brings to the collective.
+A rank completes the collective only with a's part, and a takes part only when b's message has come. So nobody waits for
+an acknowledgement, and the message travels while b computes what it brings to the collective.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Action = Callable[[Deadline], None]
 
 
 class PrecedingMessages:
-    """One rank's end of them. `send` and `receive` alternate with those of the others, message by message."""
+    """It is one rank's end of them. `send` and `receive` alternate with those of the others, message by message."""
 
     def __init__(self, engine: Engine, tag: int, max_bytes: int, senders: Sequence[int]) -> None:
         self._engine = engine
@@ -111,7 +111,7 @@ class PrecedingMessages:
 
 
 class _Box:
-    """Memory for one message."""
+    """It is memory for one message."""
 
     def __init__(self, nbytes: int) -> None:
         self.memory = torch.empty(_PREFIX_BYTES + nbytes, dtype=torch.uint8)
@@ -121,7 +121,7 @@ class _Box:
 
 
 class Preceding:
-    """What a group does before its next collective, and the messages that it sends there."""
+    """It is what a group does before its next collective, and the messages that it sends there."""
 
     def __init__(self) -> None:
         self.action: Action | None = None

@@ -1,4 +1,4 @@
-"""Step 2 of a collective: one slice, all-reduced (gathered, ...) between the ranks that hold it on each host."""
+"""A rail carries out step 2 of a collective: one slice is reduced or gathered between the ranks that hold it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class ConnectionBroken(Exception):
 
 
 class NotBegun:
-    """It takes the place of a receive that the engine refused: whoever waits for it hears why."""
+    """It takes the place of a receive that the engine refused: a wait for it raises the reason."""
 
     def __init__(self, error: RuntimeError) -> None:
         self._error = error
@@ -64,7 +64,7 @@ def timedelta_of(deadline: Deadline) -> timedelta:
 
 @dataclass(frozen=True)
 class Message:
-    """A message under way with `peer`."""
+    """It is a message under way with `peer`."""
 
     pending: Pending | Widening
     peer: int
@@ -104,7 +104,7 @@ def plan(
 
 
 class Rail:
-    """The ranks of one rail, by host. `run` is a collective of them."""
+    """It joins the ranks of one rail, by host. `run` is a collective of them."""
 
     def __init__(
         self,
@@ -202,7 +202,7 @@ class Rail:
 
 
 class PendingSend:
-    """A send, and the tensor that it reads: the engine does not keep it."""
+    """It is a send, and the tensor that it reads: the engine does not keep it."""
 
     def __init__(self, pending: Any, tensor: Tensor) -> None:
         self._pending = pending

@@ -1,4 +1,4 @@
-"""Collectives of large tensors: segment after segment through memory, over the rails, and through memory again.
+"""Carry out collectives of large tensors in segments, each through memory, over the rails, and through memory again.
 
     host A: ranks 0 1                  host B: ranks 2 3
     1  reduce-scatter in memory        0: A's sum of slice 0   1: A's sum of slice 1   (the same on B)
@@ -32,7 +32,7 @@ _EMPTY = torch.empty(0, dtype=torch.uint8)
 
 
 class SegmentedCollectives(Agreement):
-    """What a large collective does between its agreement and its end. Tensors are flat and plain."""
+    """It does what a large collective does between its agreement and its end. Tensors are flat and plain."""
 
     def _reduce_in_segments(
         self, source: Tensor, result: Tensor, redop: int, ctx: CallContext, deadline: Deadline, *, root: int, key: int

@@ -1,4 +1,4 @@
-"""How a large tensor is cut into segments, and which segment does what in which tick. Pure."""
+"""Plan how a large tensor is cut into segments, and which segment does what in which tick. The plan is pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _UNDER_WAY = 6
 
 @dataclass(frozen=True)
 class Ticks:
-    """All ranks take the same ticks in the same order, those without a rail too, so nobody waits in a circle.
+    """All ranks take the same ticks in the same order, those without a rail too, so that no waits form a circle.
 
         tick 0   post the receives of segments 0 to `depth`; reduce segment 0 in memory, start its first step
         tick 1   post those of the next one; the same with segment 1

@@ -1,9 +1,9 @@
-"""Around every operation between hosts: agree before data moves, and end with one report when something goes wrong.
+"""A `HierarchicalSession` surrounds each operation between hosts: ranks agree first, and all tell one report.
 
 1  ranks of a host    give the head of their call to their leader, in shared memory, and little tensors with it
 2  the hosts' leaders send each other what they were given: see `exchange`, and `agreement` for what all wait for
-3  a disagreement, a lost or a late peer: whoever sees it first posts the report in the job's store, ends the
-   shared memory of its host and closes its connections; whoever is woken by that tells the same report
+3  if ranks disagree, or a peer is lost or late, the first rank that sees it posts the report in the job's store, ends
+   the shared memory of its host and closes its connections; all ranks that this wakes tell the same report
 """
 
 from __future__ import annotations
@@ -55,7 +55,10 @@ _KINDS = {name: kind for kind, name in KIND_NAMES.items()}
 
 
 class Running:
-    """One collective of a session, as a context that gives its deadline. Spelt out: a small one takes microseconds."""
+    """It is one collective of a session, as a context that gives its deadline.
+
+    It is spelt out, since a small one takes microseconds.
+    """
 
     __slots__ = ("_call", "_ctx", "_deadline", "_record", "_session")
 
@@ -107,9 +110,9 @@ class Running:
 
 
 class HierarchicalSession(Reports):
-    """One rank's side of a group whose ranks are on several hosts: its host's memory, the engine and the failure store.
+    """It is one rank's side of a group on several hosts: its host's memory, the engine and the failure store.
 
-    One collective at a time: `lock` is held while it runs.
+    It runs one collective at a time, and holds `lock` meanwhile.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Collectives of little tensors: what the ranks bring travels with the heads of their calls.
+"""Carry out collectives of small tensors, which travel together with the heads of the ranks' calls.
 
 ranks 0 1 ──> 0, the leader of A      2, the leader of B <── ranks 2 3      one sync in memory on each host
               0 ────────────────────> 2

@@ -1,4 +1,4 @@
-"""Groups whose ranks are on several hosts, as the process group sees them."""
+"""`HierarchicalTransport` carries a group whose ranks are on several hosts, for its process group."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from phalanx.transport.hierarchical.preceding import Action, PrecedingMessages
 
 
 class HierarchicalTransport(HierarchicalCollectives, HierarchicalMessages, Transport):
-    """Ranks on several hosts: shared memory in each, an engine between."""
+    """It carries operations of ranks on several hosts: by shared memory in each, and by an engine between."""
 
     is_interruptible = False  # its engine may wait in C++
 

@@ -1,4 +1,4 @@
-"""What MPI calls our element types and reductions. It has no half types: their sums travel as float32."""
+"""Map our element types and reductions to MPI's. MPI has no half types: their sums travel as float32."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The operations of a group over MPI: every collective is one of MPI's."""
+"""`MpiTransport` carries a group over MPI: each collective is one of MPI's."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from phalanx.transport.tensors import dense, nbytes, scaled, write_back
 
 
 class MpiTransport(MpiSession):
-    """Every collective is one of MPI's, started without waiting and asked for until it is over.
+    """It starts each collective of MPI without waiting, and asks for it until it is over.
 
     Numerics: MPI adds up, in an order of its own: the same for the same job, perhaps another for another number of
     ranks. Half types add up in float32 and are rounded once; AVG divides the sum once.

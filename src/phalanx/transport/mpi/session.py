@@ -1,10 +1,10 @@
-"""Around every collective over MPI: agree before data moves, and end with one report when something goes wrong.
+"""An `MpiSession` surrounds each operation over MPI: the ranks agree first, and all tell one report of a failure.
 
 MPI compares nothing, waits for ever and does not say for whom. So the ranks first gather each other's fingerprints, and
 say where they are when one of them runs out of time:
 
-    every rank   gather all fingerprints     they differ: every rank knows every rank's call
-    on timeout   ask for all positions       whoever waits, or computes, answers where it is; then it says goodbye, with
+    every rank   gather all fingerprints     if they differ, every rank knows every rank's call
+    on timeout   ask for all positions       each rank that waits or computes tells its own; then it says goodbye, with
                                              the report, and all who receive it raise the same
 """
 
@@ -34,9 +34,9 @@ _COLLECT_S = 0.5
 
 
 class MpiSession(EngineSession):
-    """One rank's side of a group over MPI. `names` is how people call each rank's process: 'pid 17 on node3'.
+    """It is one rank's side of a group over MPI. `names` is how people call each rank's process: 'pid 17 on node3'.
 
-    One collective at a time: `lock` is held while it runs.
+    It runs one collective at a time, and holds `lock` meanwhile.
     """
 
     def __init__(self, group: str, engine: MpiEngine, names: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""The ranks of one host: all of them map the memory of all, and the C core moves and combines in it.
+"""Carry groups of one host: all ranks map the memory of all, and the C core moves and combines data in it.
 
 session      one collective at a time, call sites, who is late, the end
 collectives  tensors in, the core underneath
@@ -15,9 +15,10 @@ __all__ = ["SharedMemoryTransport"]
 
 
 class SharedMemoryTransport(SharedMemoryCollectives, SharedMemoryMessages, Transport):
-    """All ranks of the group are on this host.
+    """It carries a group whose ranks are all on this host.
 
-    One collective at a time: `lock` is held while the core runs one. Point to point needs no lock across channels.
+    It runs one collective at a time, and holds `lock` while the core does it. Point to point needs no lock across
+    channels.
     """
 
     ranks_share_memory = True

@@ -1,4 +1,4 @@
-"""The collectives of one host: tensors in, the C core underneath."""
+"""`SharedMemoryCollectives` passes the tensors of each collective on one host to the C core."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from phalanx.transport.tensors import dense, is_plain, nbytes, scaled, write_bac
 
 
 class SharedMemoryCollectives(SharedMemorySession):
-    """Every collective, straight from and to the memory of all ranks where a tensor lies in the symmetric heap."""
+    """It has every collective; tensors in the symmetric heap are read and written in place by all ranks."""
 
     def barrier(self, ctx: CallContext) -> None:
         """Return when every rank has come."""

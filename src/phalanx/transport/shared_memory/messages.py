@@ -1,4 +1,4 @@
-"""Point to point on one host: sends go through a ring per pair of ranks, receives are posted and match as they come."""
+"""Send and receive on one host: sends use a ring per pair of ranks, receives are posted and match messages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from phalanx.transport.tensors import dense, nbytes, write_back
 
 
 class PostedReceive:
-    """A receive that matches a message by sender and tag, in the order of posting, whatever comes first.
+    """It is a receive that matches a message by sender and tag, in the order of posting, whatever comes first.
 
     It is over once any thread of this rank that takes messages in has found its message, or its end.
     """
@@ -67,7 +67,7 @@ class PostedReceive:
 
 
 class SharedMemoryMessages(SharedMemorySession):
-    """send, and receives that are posted. Messages between two ranks keep their order per tag."""
+    """It has send, and receives that are posted. Messages between two ranks keep their order per tag."""
 
     def send(self, tensor: Tensor, dst: int, tag: int, ctx: CallContext) -> None:
         """Return when the bytes of `tensor` have left it."""

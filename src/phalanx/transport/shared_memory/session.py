@@ -1,4 +1,4 @@
-"""One rank's side of the memory of a host: its lock around a collective, its call sites, its warnings, its end."""
+"""A session is one rank's side of a host's memory: its lock for collectives, call sites, warnings, and its end."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MAX_SITES = 256
 
 
 class SharedMemorySession:
-    """What is around the operations of a rank whose group's ranks are all on this host."""
+    """It has what surrounds the operations of a rank whose group's ranks are all on this host."""
 
     rank: int
     world_size: int

@@ -1,4 +1,4 @@
-"""Tensors of a device through the host's memory: how they come there and back, in the order of the device's streams."""
+"""Stage a device's tensors in the host's memory: copy them there and back, in the order of the device's streams."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory of the host from which a device copies fast: page-locked, and best seen by all ranks.
+"""Allocate host memory from which a device copies fast: page-locked memory, which all ranks see where possible.
 
 small                       from PyTorch's own cache of page-locked memory, where the device is CUDA
 64 KiB and more             in the ranks' symmetric memory, where they have some: a collective reads the other ranks'
@@ -35,7 +35,7 @@ def block_bytes(nbytes: int) -> int:
 
 
 class HostMemory:
-    """Where tensors of a device are staged. `piece` are bytes of this rank's symmetric heap; None without one.
+    """Tensors of a device are staged in it. `piece` is memory of this rank's symmetric heap; None without one.
 
     Blocks of it are page-locked when they are first used, and stay so until `close`.
     """

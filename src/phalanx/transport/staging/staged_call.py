@@ -1,4 +1,4 @@
-"""One operation on a device's tensors: staged in the host's memory, carried out there, and written back.
+"""A `StagedCall` is one operation on device tensors: staged in the host's memory, carried out there, and written back.
 
 caller                              whoever carries the operation out            caller
 read: device to host is queued ──▶  await the copy, carry out, queue the     ──▶ its stream waits for the copies
@@ -22,7 +22,7 @@ Operation = Callable[[CallContext], None]
 
 
 class InFlight:
-    """Staged tensors that the device still reads."""
+    """It holds staged tensors that the device still reads."""
 
     def __init__(self, stream: CopyStream) -> None:
         self._stream = stream
@@ -36,7 +36,7 @@ class InFlight:
 
 
 class StagedCall:
-    """The tensors of one operation in both places."""
+    """It has the tensors of one operation in both places."""
 
     def __init__(self, stream: CopyStream, memory: HostMemory, in_flight: InFlight) -> None:
         self.stream = stream

@@ -1,4 +1,4 @@
-"""The stream on which a device's tensors are copied from and to the host, beside the one that computes.
+"""A copy stream copies a device's tensors from and to the host, beside the stream that computes.
 
     the caller's stream   ── kernels ──┐                                    ┌── kernels that read the result
     the copy stream                    └─▶ device to host ─▶ ·····  host to device ─┘
@@ -23,7 +23,7 @@ _PAUSE_S = 0.001
 
 
 class CopyStream(Protocol):
-    """Where the copies of one device are queued."""
+    """The copies of one device are queued on it."""
 
     @property
     def future_devices(self) -> list[int | str | torch.device]:
@@ -55,7 +55,7 @@ class CopyStream(Protocol):
 
 
 class InOrder:
-    """A device whose operations are over when they return."""
+    """It is a device whose operations are over when they return."""
 
     @property
     def future_devices(self) -> list[int | str | torch.device]:
@@ -93,7 +93,7 @@ class InOrder:
 
 
 class DeviceStream:
-    """A stream of its own on one device."""
+    """It is a stream of its own on one device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
