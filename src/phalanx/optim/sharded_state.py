@@ -1,4 +1,4 @@
-"""What an optimizer whose state is in shards has of `state_dict`: a rank's own part, the whole, and both ways back."""
+"""`ShardedState` saves and loads the state of a sharded optimizer: a rank's own part, or the whole."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ _MASTER = "master"  # a parameter in the precision of its update, in its state
 
 
 class ShardedState(Optimizer):
-    """The state of an optimizer of which this rank has shards; `ZeroRedundancyOptimizer` sets what is declared here."""
+    """It is the state of an optimizer of which this rank has shards.
+
+    `ZeroRedundancyOptimizer` sets what is declared here.
+    """
 
     process_group: dist.ProcessGroup
     rank: int
