@@ -308,6 +308,7 @@ class _Followed:
         try:
             code = end_taken_over(attempt.plan, self._host, attempt, self._began_at)
         finally:
+            link.end_succession()
             tell_end(self._channel, link.others, code)
         return code or (0 if self._host.display.lost is None else LOST_OUTPUT_EXIT_CODE)
 

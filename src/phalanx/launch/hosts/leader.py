@@ -150,6 +150,7 @@ class LeaderLink(HostLink):
         state = LeaderState(
             self._number, self._plan.run_id, self._plan.run, tuple(self._peers.own_and_present), elastic.seating,
             self._begun, elastic.num_replaced, elastic.max_replacements, tuple(elastic.losses),
+            {seat: member.pid for seat, member in elastic.members.items()},
         )  # fmt: skip
         self._peers.channel.put_key(LEADER_STATE, state.to_bytes())
 
@@ -276,6 +277,10 @@ class LeaderLink(HostLink):
     def close(self) -> None:
         """Let go of those who wait to be told where ranks are."""
         self._stacks_requests.close()
+
+    def end_succession(self) -> None:
+        """Hold no answers back any more: the job is over, and the standbys leave."""
+        self._guard.close()
 
     @property
     def others(self) -> set[int]:

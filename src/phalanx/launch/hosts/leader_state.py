@@ -29,7 +29,7 @@ class LeaderState:
     num_replaced: int
     max_replacements: int | None
     losses: tuple[LostRank, ...]
-    was_led_by: tuple[str, ...] = ()  # the hosts that have led the job before, for people
+    pids: dict[int, int]  # of the processes that there were, by seat
 
     def to_bytes(self) -> bytes:
         """For the store."""
@@ -44,7 +44,7 @@ class LeaderState:
             "num_replaced": self.num_replaced,
             "max_replacements": self.max_replacements,
             "losses": [asdict(loss) for loss in self.losses],
-            "was_led_by": self.was_led_by,
+            "pids": [list(each) for each in self.pids.items()],
         }
         return json.dumps(fields).encode()
 
@@ -67,7 +67,7 @@ class LeaderState:
             int(fields["num_replaced"]),
             None if most is None else int(most),
             tuple(LostRank(**loss) for loss in fields["losses"]),
-            tuple(map(str, fields["was_led_by"])),
+            {int(seat): int(pid) for seat, pid in fields["pids"]},
         )
 
 

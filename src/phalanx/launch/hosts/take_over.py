@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 FIRST_KEY = "launch/first"  # the key of the member that leads the job, once it is not the first any more
 _END_TIMEOUT_S = 5.0
-_WHY = "its connections closed, or it was silent, and the other hosts have agreed to go on without it"
 
 
 class TakeOver:
@@ -43,12 +42,13 @@ class TakeOver:
 
     Arguments:
         state: what the leader that is lost had decided.
-        lost: that leader.
+        lost: that leader, and `why` it is.
     """
 
-    def __init__(self, state: LeaderState, lost: int, channel: ControlChannel) -> None:
+    def __init__(self, state: LeaderState, lost: int, why: str, channel: ControlChannel) -> None:
         self._state = state
         self._lost = lost
+        self._why = why
         self._channel = channel
         self._states: dict[int, HostState] = {}
         self._others = {node.facts.member for node in state.nodes} - {channel.member, lost}
@@ -87,7 +87,7 @@ class TakeOver:
         nodes = list(state.nodes)
         own = next(node for node in nodes if node.facts.member == channel.member)
         peers = PeerHosts(channel, nodes, own, host_timeout_s, limits)
-        elastic = restore_elastic(state, self._states, self._lost, channel.member, limits, host_timeout_s)
+        elastic = restore_elastic(state, self._states, channel.member, limits, host_timeout_s)
         succession = Succession(channel, office.service.coordinator.followers, office.primary, office.voter)
         guard = LeadGuard(channel, office.service.coordinator.followers, host_timeout_s, succession)
         link = LeaderLink(plan, host, state.attempt, peers, store, guard, elastic)
@@ -98,7 +98,7 @@ class TakeOver:
         link.begin()
         self._show(office, host.display)
         channel.give_back(self._later)
-        link.lose_first(self._lost, _WHY)
+        link.lose_first(self._lost, self._why)
 
     def _restore_supervision(self, plan: JobPlan, elastic: ElasticHosts) -> Supervision:
         settings = plan.settings
@@ -125,14 +125,13 @@ class TakeOver:
 def restore_elastic(
     state: LeaderState,
     hosts: Mapping[int, HostState],
-    lost: int,
     own: int,
     limits: Limits,
     host_timeout_s: float,
 ) -> ElasticHosts:
     """Return who decides what becomes of the job, as the leader that is lost has left it, and as the hosts say it is.
 
-    The ranks of the host that is lost are in it until it is told that this host is lost.
+    The ranks of hosts that have said nothing are in it until it is told that these hosts are lost.
     """
     elastic = ElasticHosts(state.seating, state.max_replacements, limits, own, host_timeout_s)
     begun = state.begun
@@ -147,12 +146,13 @@ def restore_elastic(
     now = time.monotonic()
     for part in elastic.generation.parts:
         for seat in part.seats:
-            if part.member == lost:
-                elastic.restore_members([ElasticRank(seat, 0, joined=True)], ())
+            pid = state.pids.get(seat, 0)
+            if part.member not in hosts:
+                elastic.restore_members([ElasticRank(seat, pid, joined=True)], ())
             elif seat not in elastic.members and seat not in elastic.awaited and seat not in ended:
                 why = "it has ended while the job had no leader"
                 rank = elastic.rank_of(seat)
-                elastic.note_gone(seat, LostRank(seat, rank, 0, why, now, elastic.generation.number, elastic.step))
+                elastic.note_gone(seat, LostRank(seat, rank, pid, why, now, elastic.generation.number, elastic.step))
     return elastic
 
 
