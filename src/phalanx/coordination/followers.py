@@ -15,10 +15,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from phalanx.coordination.journal import Entry, pack_entry
+from phalanx.coordination.key_value import RefusedError
 from phalanx.coordination.session import Answer, Session
 from phalanx.coordination.wire import MAX_MESSAGES, Status, pack, pack_number
 
 STALLED_S = 1.0  # that answers are held up by a standby before its coordinator is told
+_MOST_STREAMS = 16  # of which a job needs two at a time
 _PART_BYTES = 1 << 20  # of entries that travel together, or one
 
 
@@ -55,7 +57,13 @@ class Followers:
         return bool(self._streams or self.required or self._held)
 
     def begin(self, ticket: bytes, session: Session, state: Sequence[Entry]) -> list[Answer]:
-        """Let a standby follow; return the messages that tell it the whole state."""
+        """Let a standby follow; return the messages that tell it the whole state.
+
+        Raises:
+            RefusedError: as many follow as may.
+        """
+        if ticket not in self._streams and len(self._streams) >= _MOST_STREAMS:
+            raise RefusedError(f"{len(self._streams)} standbys follow already")
         self._streams[ticket] = stream = _Stream(session)
         return self._pack(stream, state)
 
@@ -90,12 +98,19 @@ class Followers:
             stream.acknowledged = max(stream.acknowledged, min(batch, self._batch))
             self._told.discard(ticket)
 
-    def lose(self, session: Session) -> None:
-        """Hear that nothing can be delivered to this client: if it is a standby, it follows no more."""
-        for ticket in [ticket for ticket, stream in self._streams.items() if stream.session is session]:
+    def lose(self, session: Session) -> bool:
+        """Hear that nothing can be delivered to this client: if it is a standby, it follows no more; return whether."""
+        lost = [ticket for ticket, stream in self._streams.items() if stream.session is session]
+        for ticket in lost:
             del self._streams[ticket]
             if ticket in self.required:
                 self._tell_stalled(ticket)
+        return bool(lost)
+
+    @property
+    def is_followed(self) -> bool:
+        """Whether there is a standby."""
+        return bool(self._streams)
 
     def follows(self, session: Session) -> bool:
         """Whether this client is a standby."""

@@ -56,7 +56,8 @@ class ReplicatedCoordinator(Coordinator):
 
     def undelivered(self, session: Session, answers: Iterable[Answer]) -> None:
         """Undo what the session was to have, as these answers did not reach it."""
-        self.followers.lose(session)
+        if self.followers.lose(session) and not self.followers.is_followed:
+            self.journal.stop()
         super().undelivered(session, answers)
 
     def tick(self, now: float) -> list[str]:

@@ -328,10 +328,10 @@ class FollowerLink(HostLink):
     def _lose_first(self, why: str) -> None:
         if self.supervision.abandoned_by or self.ended is not None:
             return
-        if self._succession is not None and self.supervision.phase == "running" and not self.supervision.leaves:
-            if self._succession.is_electing or self._succession.begin(why):
-                return
-        self._give_up(why)
+        goes_on = self.supervision.phase == "running" and not self.supervision.leaves
+        succession = self._succession if goes_on else None
+        if succession is None or not (succession.is_electing or succession.begin(why)):
+            self._give_up(why)
 
     def _give_up(self, why: str) -> None:
         """End the ranks of this host: nobody leads the job any more."""

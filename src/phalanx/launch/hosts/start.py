@@ -22,10 +22,11 @@ from phalanx.errors import AuthenticationError, CoordinationError, LaunchError, 
 from phalanx.host_addresses import OwnAddress, find_interface, is_own, own_addresses, resolve
 from phalanx.launch.calls.remote import fetch_outcomes
 from phalanx.launch.hosts.control_channel import ControlChannel, Notices
+from phalanx.launch.hosts.first_host import Joined, join_first_host
 from phalanx.launch.hosts.forward import Forward
 from phalanx.launch.hosts.gather import Gathering
 from phalanx.launch.hosts.job_spec import KEY, JobSpec
-from phalanx.launch.hosts.join_job import Joined, follow, join_first_host
+from phalanx.launch.hosts.join_job import follow
 from phalanx.launch.hosts.lead_guard import LeadGuard
 
 _CONNECTIONS_OF_HOST = 2
