@@ -25,7 +25,7 @@ WAITS = {"WAIT_S": "600"}
 
 def await_standbys(made: Cluster, leader: int, count: int = 1) -> None:
     """Until so many hosts may take over."""
-    made.wait_for(leader, "if this host is lost, " if count == 1 else " or vm")
+    made.wait_for(leader, "without this host, " if count == 1 else " or vm")
 
 
 def find_leader(made: Cluster, *numbers: int) -> int:

@@ -42,10 +42,14 @@ class LeadGuard:
         """Whether another host may take over."""
         return self._succession is not None
 
-    def want(self, seating: Seating) -> None:
-        """Have the hosts of an elastic job vote, once they are enough for that."""
+    def begin(self, seating: Seating) -> None:
+        """Begin with the succession of an elastic job, once its hosts are enough for that."""
         if self._succession is None and self._followers is not None and len(seating.hosts) >= FEWEST_HOSTS:
             self._succession = Succession(self._channel, self._followers)
+
+    def want(self, seating: Seating) -> None:
+        """Have the hosts of a generation vote, which were told of it before."""
+        self.begin(seating)
         if self._succession is not None:
             self._succession.want([host.member for host in seating.hosts if host.member not in self._lost])
 

@@ -119,6 +119,7 @@ class LeaderLink(HostLink):
 
     def begin_generation(self, begun: BeginGeneration) -> None:
         """Tell every other host to do its part of a generation, or to start, if it has none yet."""
+        self._guard.begin(self._elastic.seating)
         self._record(begun)
         state, seats = self._attempt.state, begun.generation.seats
         state.world_size = max(state.world_size, max(seats) + 1)
@@ -138,14 +139,13 @@ class LeaderLink(HostLink):
                 self._put(node, "generation", begun=generation_to_json(begun))
             else:
                 self._start(node, begun)
-
         self._guard.want(self._elastic.seating)
 
     def _record(self, begun: BeginGeneration | None) -> None:
         """Leave what was decided in the store, for a host that takes over."""
+        self._begun = begun or self._begun
         if not self._guard.is_begun:
             return
-        self._begun = begun or self._begun
         elastic = self._elastic
         state = LeaderState(
             self._number, self._plan.run_id, self._plan.run, tuple(self._peers.own_and_present), elastic.seating,
@@ -244,7 +244,7 @@ class LeaderLink(HostLink):
         standbys = self._guard.take_standbys()
         if standbys:
             names = " or ".join(self._peers.others[member].where for member in standbys)
-            self._host.display.say(f"phalanx run: if this host is lost, {names} leads the job in its place")
+            self._host.display.say(f"phalanx run: without this host, {names} would lead the job")
 
     def create_store(self) -> tuple[int | None, str]:
         """Return the coordinator, by the way that leads there from this host."""
