@@ -16,15 +16,16 @@ from dataclasses import replace
 from typing import Any
 
 from phalanx.coordination.followers import Followers
-from phalanx.coordination.succession.config import Config
+from phalanx.coordination.succession.config import Config, Stamp
 from phalanx.coordination.succession.primary import Primary
-from phalanx.coordination.succession.voter import Voter
+from phalanx.coordination.succession.voter import Accepted, Voter
 from phalanx.ipc.wakeup import Mailbox
 from phalanx.launch.hosts.control_channel import ControlChannel
 from phalanx.launch.hosts.succession_message import config_to_json, reply_from_json
 
 FEWEST_HOSTS = 3  # of two none is a majority without the first
 _MOST_STANDBYS = 2
+_NOTHING: Stamp = ((0, -1), -1)  # before every config
 _ASK_AGAIN_S = 5.0  # after which a host that held the others up may stand by again
 _AGAIN_S = 0.3  # after which a proposal is repeated to those that have not answered
 
@@ -49,6 +50,7 @@ class Succession:
         self._addresses: dict[int, str] = {}  # of those that follow
         self._stalled: Mailbox[bytes] = Mailbox()
         self._proposed_at = 0.0
+        self._accepted: dict[int, Stamp] = {}  # by host: the newest config that it is known to have accepted
         self._told: tuple[int, ...] = ()  # the standbys that were returned last
         self._ask_at: float | None = None  # when a standby that was late is asked again
         self.due: float | None = None
@@ -71,9 +73,12 @@ class Succession:
         return [address for _, address in config.addresses]
 
     def take_standbys(self) -> tuple[int, ...] | None:
-        """Return who takes over if this host is lost, in order, if that has changed since the last call."""
+        """Return who takes over if this host is lost, in order, if that has changed since the last call.
+
+        It has not changed before every host knows it: who does not would not know whom to vote for.
+        """
         config = self._primary.committed
-        if config.is_joint or config.standbys == self._told:
+        if config.is_joint or config.standbys == self._told or self._find_behind(config):
             return None
         self._told = config.standbys
         return config.standbys
@@ -120,6 +125,8 @@ class Succession:
         """
         reply = reply_from_json(body)
         if reply.voter == member:
+            if isinstance(reply, Accepted):
+                self._accepted[member] = max((reply.term, reply.version), self._accepted.get(member, _NOTHING))
             self._primary = self._primary.hear(reply)
             self._advance()
 
@@ -144,15 +151,18 @@ class Succession:
         required = self._primary.required_standbys - {self._channel.member}
         self._followers.required = frozenset(self._tickets.get(member, b"gone") for member in required)
         now = time.monotonic()
-        proposed = self._primary.proposed
-        if proposed is None:
-            self.due = self._ask_at
-        elif now >= self._proposed_at + _AGAIN_S:
+        config = self._primary.newest
+        behind = self._find_behind(config)
+        if behind and now >= self._proposed_at + _AGAIN_S:
             self._proposed_at = now
-            for member in self._primary.electors - self._primary.accepted_by - {self._channel.member}:
-                self._channel.put_datagram(member, kind="propose", config=config_to_json(proposed))
-        if proposed is not None:
-            self.due = self._proposed_at + _AGAIN_S
+            for member in behind:
+                self._channel.put_datagram(member, kind="propose", config=config_to_json(config))
+        self.due = self._proposed_at + _AGAIN_S if behind else self._ask_at
+
+    def _find_behind(self, config: Config) -> list[int]:
+        """Return the other hosts that have not accepted a config which they vote on, as far as is known."""
+        others = config.voters - {self._channel.member}
+        return [member for member in sorted(others) if self._accepted.get(member, _NOTHING) < config.stamp]
 
     def _propose(self) -> bool:
         """Propose what is wanted, if it is not in force; return whether it was."""
