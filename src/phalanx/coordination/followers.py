@@ -1,4 +1,4 @@
-"""The standbys that follow a coordinator's journal, and the answers that are held back until they have it.
+"""`Followers` sends a coordinator's journal to its standbys, and holds answers back until they have it.
 
     requests ──► journal ──cut──► batch n ──► every standby ──FOLLOWED n──┐
         └──────► answers ──held with n────────────────────────────────────┴──► released, to the clients

@@ -1,4 +1,4 @@
-"""A standby of a coordinator on another host: it has all that the coordinator has acknowledged, and can go on from it.
+"""A `Standby` has all that a coordinator on another host has acknowledged, and can go on from it.
 
     the coordinator ──the whole state, then what changes──► thread ──► copy
                   ◄──────────FOLLOWED: all up to here─────────┘

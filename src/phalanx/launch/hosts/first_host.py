@@ -1,4 +1,4 @@
-"""How a host finds the first one: at one of the addresses that were named, with the key, as soon as it is there."""
+"""`connect` finds the first host: at one of the addresses that were named, with the key, as soon as it is there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a host that does not lead does for the succession while its ranks run: it votes, stands by, follows or leads.
+"""`FollowedSuccession` is what a host that does not lead does for the succession while its ranks run.
 
 first host lost ──► election ──┬─ this host ──► take-over: its attempt gets the link of a leader
                                ├─ another one ──► redirected; it is told what the ranks of this host do

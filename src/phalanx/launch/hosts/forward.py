@@ -1,4 +1,4 @@
-"""Where the lines of this host's ranks go: to the host that leads the job, which shows them, or to the display here."""
+"""`Forward` takes the lines of this host's ranks to the host that leads the job, or to the display here."""
 
 from __future__ import annotations
 

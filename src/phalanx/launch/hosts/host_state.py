@@ -1,4 +1,4 @@
-"""What the agent of a host tells a new leader of its ranks: which processes there are, and how far each has come."""
+"""`HostState` is what the agent of a host tells a new leader of its ranks, and how far each has come."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What keeps a job from being led twice: before the leader goes on without a host, a majority of the hosts has agreed.
+"""`LeadGuard` keeps a job from being led twice: a majority agrees before the leader goes on without a host.
 
 Without standbys nobody could take over, and nothing is asked.
 """

@@ -1,4 +1,4 @@
-"""What the leader of an elastic job has decided, as it lies in the job's store for a host that takes over."""
+"""`LeaderState` is what the leader has decided; it lies in the job's store for a host that takes over."""
 
 from __future__ import annotations
 

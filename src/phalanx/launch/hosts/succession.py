@@ -1,4 +1,4 @@
-"""The leader's part in the succession: who would take over, and that a majority agrees before a host is left out.
+"""`Succession` names who would take over, and asks a majority before the leader goes on without a host.
 
     hosts of the generation ──► standbys are asked to follow the journal ──► a config that all hosts vote on
     a host is lost ──► a config without it ──agreed on──► the others go on

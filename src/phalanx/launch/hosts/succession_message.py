@@ -1,4 +1,4 @@
-"""What the agents of a job say to each other about the succession, as plain data."""
+"""These functions write and read what the agents of a job say to each other about the succession."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An agent's part in the succession: its vote, the state that it keeps as a standby, and the election of a new leader.
+"""`Successor` is an agent's part in the succession: its vote, its copy of the state, and the election.
 
     while there is a leader     its proposals are voted on; a standby follows its journal, and opens its polling place
     when it is lost             every standby stands, and every other agent votes at their polling places:
