@@ -293,6 +293,18 @@ def test_the_other_end_of_a_connection_is_found_as_long_as_it_is_there():
     assert _find_peer(fd) is None
 
 
+def test_a_number_that_has_become_that_of_a_socket_of_this_host_is_nobody_s_connection():
+    """The coordinator ended with an IndexError: the address of such a socket is a text, and an empty one."""
+    guard = ConnectionGuard.__new__(ConnectionGuard)
+    guard._port = 1
+    one, other = socket.socketpair()
+    with one, other:
+        assert _find_peer(one.fileno()) is None
+        guard._close(one.fileno(), guard_module._Peer(("127.0.0.1", 1), "127.0.0.1", True))
+        one.sendall(b"it is still open")
+        assert other.recv(100) == b"it is still open"
+
+
 @pytest.mark.parametrize(
     ("address", "own", "network", "is_own"),
     [

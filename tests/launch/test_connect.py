@@ -6,7 +6,7 @@ import pytest
 
 from phalanx.coordination.key import Key
 from phalanx.errors import LaunchError
-from phalanx.launch.hosts.join_job import connect
+from phalanx.launch.hosts.first_host import connect
 
 
 def test_a_port_where_something_else_listens_is_told_soon_and_at_the_end():

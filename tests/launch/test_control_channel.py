@@ -158,6 +158,7 @@ def test_orders_that_come_together_with_the_start_are_for_the_ranks_that_it_star
             os.close(write)
         attempt = FollowerLink.__new__(FollowerLink)
         attempt._channel = channel
+        attempt._succession = None
         obeyed: list[str] = []
         vars(attempt).update(_read=lambda message: obeyed.append(message.kind))
         attempt._forward = cast(Any, SimpleNamespace(flush=lambda: None))

@@ -14,8 +14,7 @@ from phalanx.coordination.key import Key
 from phalanx.launch.command import plan_job
 from phalanx.launch.command_line import parse
 from phalanx.launch.hosts import start
-from phalanx.launch.hosts.control_channel import Change
-from phalanx.launch.hosts.follower import FIRST
+from phalanx.launch.hosts.control_channel import FIRST, Change
 from phalanx.launch.hosts.job_spec import KEY
 
 

@@ -22,7 +22,7 @@ from phalanx import elastic
 BATCH, SAMPLES, EPOCHS = 3, 96, 2
 LR, MOMENTUM = 0.05, 0.9
 STOPS = (3, 6)
-OPERATION_S = 3.0  # from the first step on; the ranks may take longer to come together
+OPERATION_S = float(os.environ.get("OPERATION_S", "3"))  # from the first step on; ranks may come together later
 
 
 class Numbers(torch.utils.data.Dataset[tuple[int, Tensor, Tensor]]):

@@ -63,6 +63,14 @@ class Cluster:
         self.jobs[number] = Job(running, self._folder)
         return self.jobs[number]
 
+    def join(self, number: int, address: str) -> Job:
+        """The command of a host that comes to the job at an address."""
+        line = ("join", address)
+        at = self.machines[number].command
+        running = self._stack.enter_context(start(*line, env=self._environ, before=at, stderr=subprocess.STDOUT))
+        self.jobs[number] = Job(running, self._folder)
+        return self.jobs[number]
+
     @property
     def first(self) -> Job:
         """The first host shows what all ranks print."""

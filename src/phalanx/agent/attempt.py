@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 from phalanx.agent import limits
+from phalanx.agent.elastic import Elastic
 from phalanx.agent.elastic_actions import (
     Abandon,
     BeginGeneration,
@@ -45,7 +46,7 @@ from phalanx.agent.rank_numbers import RankNumbers
 from phalanx.agent.requests import Requests
 from phalanx.agent.silent_ranks import SilentRanks
 from phalanx.agent.stragglers import describe_stragglers
-from phalanx.agent.supervision import Action, Kill, Tell
+from phalanx.agent.supervision import Action, Kill, Supervision, Tell
 from phalanx.diagnostics.observer import GroupLog
 from phalanx.ipc.event_loop import EventLoop, Source
 from phalanx.processes import ENDING_SIGNALS
@@ -105,13 +106,20 @@ class Attempt:
             self.numbers.close()
         self.link.end(self)
 
+    def take_lead(self, link: HostLink, state: Supervision, elastic: Elastic) -> None:
+        """Go on as the attempt of the host that decides: the one that did is lost."""
+        self.link, self.state, self.elastic = link, state, elastic
+        self.numbers.exchange_link(link)
+        self.ranks.exchange_deciders(state, elastic)
+        link.attach(self)
+
     def _make_loop(self) -> EventLoop:
         """Return the loop. Its order is part of what is known: reports before exits, all that was said before ends."""
         host, links = self.host, self.links
         return EventLoop(
             host.watch_signals(self.on_signal),
             Source(self._read_output, lambda: host.pump.pipes),
-            Source(self.link.receive, lambda: self.link.fds, due=lambda: self.link.due),
+            Source(lambda ready: self.link.receive(ready), lambda: self.link.fds, due=lambda: self.link.due),
             Source(self._requests.receive, lambda: host.agent_socket.fds),
             Source(self._hear_links, lambda: links.fds, lambda: links.waiting),
             Source(self._hear_reports, lambda: (self.ranks.reports.fileno(),)),

@@ -75,6 +75,10 @@ class HostRanks:
         self.zygote_lost = False  # it has ended
         self.zygote_given_up = False  # because we killed it: it did not answer
 
+    def exchange_deciders(self, state: Supervision, elastic: Elastic) -> None:
+        """Be told by others from now on whom to fork, and whose loss the job survives."""
+        self._state, self._elastic = state, elastic
+
     @property
     def sweep_due(self) -> float | None:
         """When the zygote is to have killed all."""

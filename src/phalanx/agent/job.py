@@ -204,6 +204,29 @@ def _run_attempts(
     return _conclude(plan, host, attempt, flight)
 
 
+def end_taken_over(plan: JobPlan, host: Host, attempt: Attempt, begun: float) -> int:
+    """Say how a job ended that this host has led to its end, and write its report; returns the exit code.
+
+    Such a job is not started again.
+    """
+    state = attempt.state
+    asked_for = plan.settings.log_dir is not None or state.failures or state.interrupted is not None
+    flight = Flight(attempt.collect_logs() if asked_for else [], attempt.ended_ns)
+    _keep_flight(plan, host, flight, None)
+    if attempt.elastic.losses:
+        host.display.say(describe_losses(attempt.elastic.losses))
+    code = _conclude(plan, host, attempt, flight)
+    if attempt.report_folder:
+        try:
+            report = _begin_report(plan, attempt.report_folder, begun, is_new=False)
+        except LaunchError as error:
+            host.display.say(str(error))
+        else:
+            report.add_attempt(state, attempt.elastic.losses, attempt.place.world_size, attempt.report_hosts)
+            host.display.say(report.write(code))
+    return code
+
+
 def _conclude(plan: JobPlan, host: Host, attempt: Attempt, flight: Flight) -> int:
     """Say how the job ended; returns the exit code."""
     state = attempt.state

@@ -31,6 +31,19 @@ class RankNumbers:
         self._old_stores: dict[int, int] = {}  # by generation: some ranks may still be about to open them
         self._job: JobEnvironment
 
+    @property
+    def begun(self) -> BeginGeneration | None:
+        """The newest generation, None in the first one."""
+        return self._begun
+
+    def exchange_link(self, link: HostLink) -> None:
+        """Have the store of later generations from another link."""
+        self._link = link
+
+    def set_master(self, address: str, port: int) -> None:
+        """Tell the ranks of later generations another MASTER_ADDR and MASTER_PORT."""
+        self._plan = replace(self._plan, master_addr=address, master_port=port)
+
     def _plan_first_part(self) -> HostPart:
         (part,) = plan_generation(0, Seating.begin([self._link.own_seats()])).parts
         return HostPart(part.member, part.seats, (), self._link.place)

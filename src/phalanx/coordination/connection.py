@@ -90,6 +90,7 @@ class Connection:
             )
         self.timeout = timeout
         self.member = -1
+        self.is_counted_out = False  # by the coordinator itself, which does not take this process for a member any more
         self.job = job
         self.key = key
         self._given_context = context
@@ -109,6 +110,7 @@ class Connection:
         self._calls: dict[int, PendingCall] = {}
         self._number = 0
         self._epoch = b""
+        self._former_epochs: set[bytes] = set()  # of coordinators that this connection was redirected from
         self._was_connected = False
         self._cut_at: float | None = None
         self._refused_at: float | None = None  # since when the coordinator's port is closed
@@ -157,6 +159,31 @@ class Connection:
         self.job = self.job or job
         self._lost_after_s = float(lost_after)
         self._beat_s = heartbeat_s(self._lost_after_s)
+
+    def redirect(self, address: Address, epoch: bytes, timeout: Timeout = None) -> None:
+        """Go on at the coordinator that has taken over: it knows this client, and what it was granted.
+
+        Raises:
+            CoordinationError: the address leads nowhere.
+            ClosedError: this client was closed.
+        """
+        deadline = self._deadline(timeout)
+        before, self.address = self.address, address
+        try:
+            route = self._find(deadline)
+        except CoordinationError:
+            self.address = before
+            raise
+        with self._lock:
+            if self._socket is None or self._is_closed:
+                raise ClosedError(f"{self._where}: this client was closed")
+            self._socket.disconnect(before.endpoint if self._route is None else self._route.address.endpoint)
+            self._route = route
+            self._former_epochs.add(self._epoch)
+            self._epoch = epoch
+            self._cut_at = self._refused_at = None
+            self._heard_at = time.monotonic()
+            self._socket.connect(route.address.endpoint)
 
     def _find(self, deadline: Deadline) -> Route:
         while True:
@@ -382,6 +409,8 @@ class Connection:
             self._heard_at = time.monotonic()
             epoch = frame[:EPOCH_BYTES]
             if epoch != self._epoch:
+                if epoch in self._former_epochs:  # it was under way
+                    continue
                 if self._epoch:
                     self._fail_all(
                         CoordinationError(
@@ -406,6 +435,7 @@ class Connection:
                         call.answer = status
                         self._awaken(call)
                     elif status == Status.UNKNOWN and self.member >= 0 and fields[1:] == [pack_number(self.member)]:
+                        self.is_counted_out = True
                         self._expelled(fields[0])
                 elif status == Status.PARKED and number in self._calls:
                     self._calls[number].is_parked = True
@@ -415,6 +445,8 @@ class Connection:
                     self._note(zmq.EVENT_HANDSHAKE_SUCCEEDED)
                 elif status == Status.EVENT:
                     self._inbox.receive(number, Event(fields[0].decode(), unpack_number(fields[1]), fields[2]))
+                elif status == Status.DATAGRAM:
+                    self._inbox.put(Event("datagram", unpack_number(fields[0]), fields[1]))
 
     def _note(self, event: int) -> None:
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:

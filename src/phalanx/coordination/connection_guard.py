@@ -194,7 +194,7 @@ class ConnectionGuard:
 
     def _close(self, fd: int, peer: _Peer) -> None:
         """End a connection, which is ZeroMQ's to close, if `fd` is still that one's."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, IndexError):  # it has gone; the address of another kind of socket is a text
             connection = socket.socket(fileno=fd)
             try:
                 if connection.getsockname()[1] == self._port and connection.getpeername()[:2] == peer.place:
@@ -245,7 +245,7 @@ def _find_peer(fd: int, *, takes_all: bool = False) -> _Peer | None:
         network, is_own = _classify(host, connection.getsockname()[0])
         if takes_all:
             attach(connection, None)
-    except (OSError, ValueError, TypeError):  # it has gone, and the number is that of something else by now
+    except (OSError, ValueError, TypeError, IndexError):  # it has gone, and the number is that of something else by now
         return None
     finally:
         connection.detach()

@@ -11,9 +11,9 @@ from typing import Any
 class Event:
     """Something that happened, in the order in which the coordinator saw it.
 
-    kind: "joined" (facts), "left" or "lost" (why) of `member`; "message" (body) from `member`; or of this process
-    itself: "expelled" (why): the coordinator does not count it as a member any more; "unreachable", "reachable" (why):
-    the coordinator itself has been silent for too long, or is back.
+    kind: "joined" (facts), "left" or "lost" (why) of `member`; "message" (body) from `member`, or "datagram", which
+    nobody keeps; or of this process itself: "expelled" (why): the coordinator does not count it as a member any more;
+    "unreachable", "reachable" (why): the coordinator itself has been silent for too long, or is back.
     """
 
     kind: str

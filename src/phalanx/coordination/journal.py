@@ -66,6 +66,11 @@ class Journal:
         if self.is_kept:
             self._entries.insert(len(self._entries) if at is None else at, Entry(kind, route, number, list(fields)))
 
+    def stop(self) -> None:
+        """Keep no entries any more: nobody wants them."""
+        self.is_kept = False
+        self._entries = []
+
     def take(self) -> list[Entry]:
         """Return the entries since the last call."""
         entries, self._entries = self._entries, []

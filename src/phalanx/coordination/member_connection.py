@@ -13,6 +13,7 @@ import time
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from phalanx.coordination.address import Address
 from phalanx.coordination.connection import Connection, Timeout
 from phalanx.coordination.event import Event
 from phalanx.coordination.route import is_refused
@@ -39,10 +40,32 @@ class MemberConnection(Connection):
         self._stop.clear()
         watched = b"all" if watch is None else b",".join(map(pack_number, watch))
         self.member = int(self._call(Op.JOIN, body, watched)[0])
+        self.is_counted_out = False
+        self._begin_beating()
+        return self.member
+
+    def _begin_beating(self) -> None:
         self._is_silent = False
         self._thread = threading.Thread(target=self._beat, name="phalanx-heartbeat", daemon=True)
         self._thread.start()
-        return self.member
+
+    def follow_member(self, member: int, address: Address, epoch: bytes, timeout: Timeout = None) -> None:
+        """Go on as this member at the coordinator that has taken over; errors are those of `redirect`."""
+        self._stop.set()
+        self._ring()
+        if self._thread is not None:
+            self._thread.join()
+        self._stop.clear()
+        self.redirect(address, epoch, timeout)
+        self.member = member
+        self._begin_beating()
+
+    def send_datagram(self, to: int, body: bytes) -> None:
+        """Send a member a message that nobody keeps: nothing holds it up, and it may be lost. Does not wait."""
+        with self._lock:
+            if self._socket is not None:
+                self._transmit_raw(pack(Op.DATAGRAM, 0, pack_number(to), body))
+                self._read()
 
     def leave(self, why: str = "it has finished") -> None:
         """Be a member no more; the others are told why."""

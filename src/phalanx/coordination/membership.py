@@ -11,7 +11,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from phalanx.coordination.wire import Status, pack, pack_number
+from phalanx.coordination.wire import Status, pack, pack_number, unpack, unpack_number
 
 MAX_FACTS_BYTES = 64 << 10
 MAX_MEMBERS = 1 << 16
@@ -82,6 +82,11 @@ class Member:
     def waiting(self) -> list[tuple[int, bytes]]:
         """Return the events that the member has yet to take, with their numbers."""
         return list(self._outbox)
+
+    def unread_messages(self) -> list[tuple[int, bytes]]:
+        """Return the messages that the member has yet to take, with their senders."""
+        events = (unpack(event)[0].fields for _, event in self._outbox)
+        return [(unpack_number(sender), detail) for kind, sender, detail in events if kind == b"message"]
 
     def restore_last(self, number: int) -> None:
         """Count so many events as put and taken."""

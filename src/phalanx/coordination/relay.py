@@ -59,6 +59,10 @@ class Relay:
             undo.pop_all()
         self.path = self._local.path
         self._epoch = b""
+        self._shown_epoch = b""  # what the ranks are told: they do not notice that another coordinator has taken over
+        self._redirected: tuple[str, bytes] | None = None  # where the coordinator is now, and its epoch
+        self._former_epochs: set[bytes] = set()
+        self._endpoint = endpoint
         self._routes: dict[bytes, None] = {}
         self._waiting: list[bytes] = []  # frames that the coordinator's side has no room for yet
         self._was_connected = self._is_cut = False
@@ -74,6 +78,17 @@ class Relay:
         self._alarm_writer.close()
         self._thread.join()
         self._alarm.close()
+
+    def redirect(self, endpoint: str, epoch: bytes) -> None:
+        """Go on with the coordinator that has taken over, which knows the ranks and what they were granted."""
+        self._redirected = endpoint, epoch
+        self._alarm_writer.send(b"x")
+
+    def _follow(self, endpoint: str, epoch: bytes) -> None:
+        self._dealer.disconnect(self._endpoint)
+        self._former_epochs.add(self._epoch)
+        self._endpoint, self._epoch, self._is_cut = endpoint, epoch, True
+        self._dealer.connect(endpoint)
 
     def _run(self) -> None:
         try:
@@ -91,6 +106,12 @@ class Relay:
         while not self._stopping:
             poller.modify(self._router, 0 if self._waiting else _POLLIN)  # ranks wait where the coordinator does
             ready = {each for each, _ in poller.poll(int(_TICK_S * 1000))}
+            if self._alarm in ready:
+                self._alarm.recv(64)
+            redirected, self._redirected = self._redirected, None
+            if redirected is not None:
+                self._read_answers()  # the last ones of the coordinator that was
+                self._follow(*redirected)
             if self._monitor in ready:
                 self._read_events()
             if self._dealer in ready:
@@ -134,9 +155,12 @@ class Relay:
         now = time.monotonic()
         for frame in _received(self._dealer):
             epoch = frame[:EPOCH_BYTES]
+            if epoch in self._former_epochs:
+                continue
             if epoch != self._epoch:
-                self._epoch = epoch
+                self._epoch = self._shown_epoch = epoch
                 self._requests.restart()
+            self._shown_epoch = self._shown_epoch or epoch
             with contextlib.suppress(ValueError, IndexError):  # a coordinator that is none of ours
                 self._requests.hear(frame[EPOCH_BYTES:], now)
 
@@ -146,7 +170,7 @@ class Relay:
 
     def _hand_over(self, route: bytes, answers: bytes) -> None:
         try:
-            self._router.send_multipart((route, *cut(self._epoch + answers)), _NOBLOCK)
+            self._router.send_multipart((route, *cut(self._shown_epoch + answers)), _NOBLOCK)
         except zmq.Again:
             self._undelivered(route, answers)
         except zmq.ZMQError:
@@ -175,7 +199,7 @@ class Relay:
 
     def _tell_all(self, status: Status) -> None:
         """Tell the ranks how the connection is, as they would see it if it were theirs."""
-        if self._epoch:
+        if self._shown_epoch:
             for route in list(self._routes):
                 self._hand_over(route, pack(status, 0))
 

@@ -10,19 +10,81 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from phalanx.coordination.coordinator import Coordinator
+from phalanx.coordination.followers import Followers
 from phalanx.coordination.journal import Entry, Kind
 from phalanx.coordination.key_value import KeyValueStore, Waiter
 from phalanx.coordination.membership import Member, Membership
 from phalanx.coordination.reports import Reports
-from phalanx.coordination.session import Route, Session
+from phalanx.coordination.session import Answer, Route, Session
 from phalanx.coordination.store_requests import barrier_key
-from phalanx.coordination.wire import Message, Op, WireError, pack_number, unpack_number
+from phalanx.coordination.wire import Message, Op, Status, WireError, pack, pack_number, unpack_number
+from phalanx.loss_detection import MEMBER_TIMEOUT_S
 
 _ENTRY_BYTES, _ENTRY_FIELDS = 1 << 20, 1 << 10  # of a state that is sent in parts, at most or one item
 
 
 class ReplicatedCoordinator(Coordinator):
     """A coordinator that can be copied, and can be a copy."""
+
+    def __init__(self, *, job: str = "", lost_after_s: float = MEMBER_TIMEOUT_S, max_bytes: int = 1 << 30) -> None:
+        super().__init__(job=job, lost_after_s=lost_after_s, max_bytes=max_bytes)
+        self.followers = Followers()
+        self._datagrams: list[tuple[Session, list[Answer]]] = []
+        self._handlers |= {Op.FOLLOW: self._follow, Op.FOLLOWED: self._followed, Op.DATAGRAM: self._datagram}
+
+    # Standbys on other hosts.
+
+    def take_outgoing(self) -> Iterator[tuple[Session, list[Answer]]]:
+        """Yield what is to be sent, session by session: nothing that a standby must have before and does not."""
+        datagrams, self._datagrams = self._datagrams, []
+        yield from datagrams
+        followers = self.followers
+        if not followers.is_active:
+            yield from super().take_outgoing()
+            return
+        self._cut()
+        yield from followers.release()
+        for session, answers in super().take_outgoing():
+            if not followers.hold(session, answers):
+                yield session, answers
+
+    def _cut(self) -> None:
+        """Have what has changed sent to the standbys."""
+        for session, messages in self.followers.cut(self.journal.take()):
+            for message in messages:
+                self._send(session, message)
+
+    def undelivered(self, session: Session, answers: Iterable[Answer]) -> None:
+        """Undo what the session was to have, as these answers did not reach it."""
+        if self.followers.lose(session) and not self.followers.is_followed:
+            self.journal.stop()
+        super().undelivered(session, answers)
+
+    def tick(self, now: float) -> list[str]:
+        """Let time pass, as `Coordinator` does; standbys may be late, too."""
+        self.followers.look(now)
+        return super().tick(now)
+
+    def _follow(self, session: Session, message: Message) -> None:
+        (ticket,) = message.fields
+        self._cut()  # what was before is in the state
+        self.journal.is_kept = True
+        for part in self.followers.begin(ticket, session, self.snapshot()):
+            self._send(session, part)
+
+    def _followed(self, session: Session, message: Message) -> None:
+        ticket, batch = message.fields
+        self.followers.acknowledge(ticket, session, unpack_number(batch))
+
+    def _datagram(self, session: Session, message: Message) -> None:
+        to, body = message.fields
+        receiver = self.members.get(unpack_number(to))
+        if session.member is not None and receiver is not None:
+            assert isinstance(receiver.owner, Session)
+            told = pack(Status.DATAGRAM, 0, pack_number(session.member.id), body)
+            self._datagrams.append((receiver.owner, [told]))
+
+    # The whole state, and what changes it.
 
     def snapshot(self) -> list[Entry]:
         """Return the whole state. A copy that replays it, and what the journal holds from now on, is as this one is."""

@@ -19,9 +19,9 @@ import zmq
 from phalanx.coordination.address import Address, listen
 from phalanx.coordination.admission import Admission, Complaints
 from phalanx.coordination.connection_guard import ConnectionGuard, connections_allowed, cut, protect
-from phalanx.coordination.coordinator import Coordinator
 from phalanx.coordination.key import Key
 from phalanx.coordination.local_socket import BACKLOG, LocalSocket
+from phalanx.coordination.replicated_coordinator import ReplicatedCoordinator
 from phalanx.coordination.session import OTHER_HOSTS, THIS_HOST, Answer, Direct, Relayed, Session
 from phalanx.coordination.wire import MAX_ENVELOPE_BYTES, MAX_FRAME_BYTES, Status, frames, pack
 from phalanx.errors import AuthenticationError, CoordinationError
@@ -46,6 +46,7 @@ class Service:
         job: a name by which those who come to the wrong one notice.
         lost_after_s: a member that is not heard for so long is lost.
         say: is told in a line what a person should know (who was refused, who is lost); in the service's thread.
+        coordinator: one that has taken over (`job` and `lost_after_s` are its own); without it a new one begins.
 
     Raises:
         AuthenticationError: `bind` without a key.
@@ -60,6 +61,7 @@ class Service:
         job: str = "",
         lost_after_s: float = MEMBER_TIMEOUT_S,
         say: Callable[[str], None] = lambda line: None,
+        coordinator: ReplicatedCoordinator | None = None,
     ) -> None:
         if bind is not None and key is None:
             raise AuthenticationError(
@@ -69,7 +71,7 @@ class Service:
         if not lost_after_s > 0:
             raise ValueError(f"lost_after_s must be above zero, got {lost_after_s!r}")
         self._listener_to_lines = say
-        self.coordinator = Coordinator(job=job, lost_after_s=lost_after_s)
+        self.coordinator = coordinator or ReplicatedCoordinator(job=job, lost_after_s=lost_after_s)
         self.address: Address | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._context.max_sockets = 64

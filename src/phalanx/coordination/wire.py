@@ -13,7 +13,7 @@ import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
-VERSION = 4
+VERSION = 5
 MAX_VALUE_BYTES = 8 << 20  # as TCPStore's
 MAX_FRAME_BYTES = MAX_VALUE_BYTES + (1 << 20)
 MAX_MESSAGES = 256  # in a frame: what a member can have done before the next one's turn
@@ -58,6 +58,9 @@ class Op(enum.IntEnum):
     RELAY = 27  # from a relay: frames of the processes of its host
     UNDELIVERED = 28  # from a relay: answers that a process of its host did not take
     ADD_ITEMS = 29  # values for a numbered row of keys, and as many added to the number that counts them
+    FOLLOW = 30  # from a standby: it wants the whole state, and all that changes from then on
+    FOLLOWED = 31  # from a standby: up to which batch of changes it has all
+    DATAGRAM = 32  # a message to a member that nobody keeps: it may be lost, and nothing holds it up
 
 
 class Status(enum.IntEnum):
@@ -74,6 +77,8 @@ class Status(enum.IntEnum):
     RELAYED = 8  # to a relay: frames for the processes of its host
     CUT = 9  # from a relay: it has lost the coordinator, for now
     RESUMED = 10  # from a relay: it has found it again; what was sent meanwhile may be lost
+    JOURNAL = 11  # to a standby: a part of the state, or of what has changed
+    DATAGRAM = 12  # not an answer: a member has sent a message that nobody keeps
 
 
 class Message(NamedTuple):

@@ -16,7 +16,7 @@ from phalanx.ipc.signals import caught_signals
 from phalanx.processes import adopt_orphans, kill_descendants
 
 if TYPE_CHECKING:
-    from phalanx.launch.hosts.join_job import Joined
+    from phalanx.launch.hosts.first_host import Joined
 
 _CAUGHT = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGTSTP", "SIGCONT", "SIGCHLD")
 

@@ -16,14 +16,17 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from phalanx.coordination.address import Address
 from phalanx.coordination.client import Client
 from phalanx.coordination.event import Event
 from phalanx.errors import PhalanxError
 from phalanx.ipc.wakeup import Mailbox
 
+FIRST = 0  # the first host's member: it joins before anybody else can
 _POST_S = 5.0  # of one try; while the link is cut the next one follows
 MAX_WAITING_BYTES = 1 << 20
 _MAX_BATCH, _MAX_BATCH_BYTES = 64, 1 << 18  # messages to one member that travel together
+_KEY = -2  # in place of a member: the bytes are a key and its value
 
 
 # What makes no sense in what another process has sent: it is as if it had not come.
@@ -63,11 +66,19 @@ class Notices(Mailbox[str]):
 
 
 class ControlChannel:
-    """The agent's part in the coordinator's messages. Owns `client`, and the thread that sends."""
+    """The agent's part in the coordinator's messages. Owns `client`, and the thread that sends.
+
+    first: the member that leads the job: that of the first host, as long as no other one has taken over.
+    survives: whether the messages wait when the coordinator is lost: another one may take over.
+    """
 
     def __init__(self, client: Client, notices: Notices | None = None) -> None:
         self._client = client
         self.member = client.member
+        self.first = FIRST
+        self.survives = False
+        self._redirects = 0  # how often another coordinator has taken over
+        self._is_held = False
         self.notices = notices or Notices()
         self._queue: deque[tuple[int, bytes]] = deque()  # without words: expel that member
         self._num_sending = 1  # of them, the first ones
@@ -80,6 +91,11 @@ class ControlChannel:
         self._offsets: dict[int, float] = {}  # member -> how much its clock is behind ours, at most
         self._thread = threading.Thread(target=self._send, name="phalanx-control", daemon=True)
         self._thread.start()
+
+    @property
+    def endpoint(self) -> str:
+        """Where the coordinator was found, as ZeroMQ writes it."""
+        return self._client.endpoint
 
     def fileno(self) -> int:
         """Readable when `take` has something."""
@@ -98,6 +114,18 @@ class ControlChannel:
             self._waiting_bytes += len(data)
             self._queue.append((member, data))
             self._lock.notify()
+
+    def put_key(self, key: str, value: bytes) -> None:
+        """Have a key set in the store, before what is put after it is sent."""
+        with self._lock:
+            data = key.encode() + b"\0" + value
+            self._waiting_bytes += len(data)
+            self._queue.append((_KEY, data))
+            self._lock.notify()
+
+    def put_datagram(self, member: int, **body: Any) -> None:
+        """Send a message of kind "datagram" at once, which may be lost, and which nothing holds up."""
+        self._client.send_datagram(member, json.dumps(body).encode())
 
     def expel(self, member: int) -> None:
         """Have the coordinator count `member` out, after what it was sent before."""
@@ -118,16 +146,20 @@ class ControlChannel:
         """Return what has come; does not wait."""
         messages, self._given_back = self._given_back, []
         for event in self._client.take():
+            if event.kind == "datagram":
+                with contextlib.suppress(*MALFORMED):
+                    messages.append(ControlMessage("datagram", event.member, dict(_decode(event.body))))
+                continue
             if event.kind != "message":
                 messages.append(_read_change(event))
                 continue
             for line in event.body.split(b"\n"):
-                message = self._read_line(event.member, line)
+                message = self.read_line(event.member, line)
                 if message is not None:
                     messages.append(message)
         return messages
 
-    def _read_line(self, member: int, line: bytes) -> ControlMessage | None:
+    def read_line(self, member: int, line: bytes) -> ControlMessage | None:
         """Return the message; None if it makes no sense, or has come before."""
         try:
             body = _decode(line)
@@ -163,6 +195,35 @@ class ControlChannel:
         self._given_back = [message for message in self.take() if isinstance(message, ControlMessage)]
 
     @property
+    def is_counted_out(self) -> bool:
+        """Whether the coordinator itself has said that this host is no member any more."""
+        return self._client.is_counted_out
+
+    def redirect(self, first: int, address: Address, epoch: bytes, timeout_s: float) -> None:
+        """Go on at the coordinator that has taken over, led by `first`. Of what was not sent, lines are kept.
+
+        Raises:
+            PhalanxError: that coordinator is not reached within the time.
+        """
+        with self._lock:
+            self._redirects += 1
+            self._is_held = True
+        try:
+            self._client.follow_member(self.member, address, epoch, timeout_s)
+            self._readdress(first)
+        finally:
+            with self._lock:
+                self._is_held = False
+                self._lock.notify()
+
+    def _readdress(self, first: int) -> None:
+        with self._lock:
+            kept = [data for member, data in self._queue if member == self.first and _is_lines(data)]
+            self._queue = deque((first, data) for data in kept)
+            self._waiting_bytes = sum(map(len, kept))
+            self.first = first
+
+    @property
     def is_over(self) -> bool:
         """Whether the coordinator has ended, as far as can be seen. Slow."""
         return self._client.is_over()
@@ -177,7 +238,7 @@ class ControlChannel:
     def take_back(self, kind: str) -> list[dict[str, Any]]:
         """Return the messages of a kind that were not sent, and will not be: whoever was to read them has gone."""
         with self._lock:
-            waiting = [json.loads(data) for _, data in self._queue if data]
+            waiting = [json.loads(data) for member, data in self._queue if data and member != _KEY]
             self._drop_unsent()
             self._is_closing = True
             self._lock.notify()
@@ -210,7 +271,7 @@ class ControlChannel:
         lines, size = [data], len(data)
         for other, line in itertools.islice(self._queue, 1, _MAX_BATCH):
             size += len(line)
-            if other != member or not data or not line or size > _MAX_BATCH_BYTES:
+            if other != member or member == _KEY or not data or not line or size > _MAX_BATCH_BYTES:
                 break
             lines.append(line)
         self._num_sending = len(lines)
@@ -219,13 +280,17 @@ class ControlChannel:
     def _send(self) -> None:
         while not self._is_closing:
             with self._lock:
-                if not self._queue:
+                if not self._queue or self._is_held:
                     self._lock.wait()
                     continue
                 member, data = self._next_batch()
-            while not self._is_closing:
+                redirects = self._redirects
+            while not self._is_closing and redirects == self._redirects:
                 try:
-                    if data:
+                    if member == _KEY:
+                        key, _, value = data.partition(b"\0")
+                        self._client.set(key.decode(), value)
+                    elif data:
                         self._client.post(member, data, timeout=_POST_S)
                     else:
                         self._client.expel(member, "the first host has given it up")
@@ -233,15 +298,22 @@ class ControlChannel:
                 except ValueError:  # it has gone: nobody is there to be told
                     break
                 except PhalanxError:
-                    if self._client.member < 0:
+                    if self._client.member < 0 and not self.survives:
                         break  # the coordinator does not count us any more: an event says so
                     time.sleep(0.05)
             with self._lock:
+                if redirects != self._redirects:
+                    self._num_sending = 1
+                    continue
                 self._waiting_bytes -= len(data) - (self._num_sending - 1)  # the ends of lines were not counted
                 if not self._is_closing:
                     for _ in range(self._num_sending):
                         self._queue.popleft()
                 self._num_sending = 1
+
+
+def _is_lines(data: bytes) -> bool:
+    return data.startswith(b'{"kind": "lines"')
 
 
 def _read_change(event: Event) -> Change:

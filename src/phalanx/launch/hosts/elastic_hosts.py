@@ -12,7 +12,7 @@ the time that they state; then they are told to save it, and to end.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -68,6 +68,18 @@ class ElasticHosts(Elastic):
         self._tries = 0  # in vain, with them
         self._waits_since: float | None = None
         self._waits_for = ""
+
+    def restore_members(self, members: Iterable[ElasticRank], forking: Iterable[int]) -> None:
+        """Know of processes that there are, and of seats whose process is on its way."""
+        for member in members:
+            self.members[member.seat] = member
+            self._repetition.on_step(member.step)
+        self._forking |= set(forking)
+
+    def note_gone(self, seat: int, lost: LostRank) -> None:
+        """Know of a seat whose process has ended, of which nothing was decided yet."""
+        self._gone.add(seat)
+        self._newest.append(lost)
 
     @property
     def gone(self) -> frozenset[int]:

@@ -31,66 +31,17 @@ from phalanx.diagnostics.rank_list import name_ranks
 from phalanx.inspect.stacks.report import report_own_stacks
 from phalanx.inspect.top.look import look_at_own
 from phalanx.inspect.top.memory import MemoryReader
-from phalanx.launch.hosts.control_channel import Change, ControlChannel, ControlMessage, decode_lines, encode_lines
+from phalanx.launch.hosts.control_channel import Change, ControlChannel, ControlMessage
 from phalanx.launch.hosts.flights import logs_to_json
+from phalanx.launch.hosts.followed_succession import FollowedSuccession
+from phalanx.launch.hosts.forward import Forward
 from phalanx.launch.hosts.generation_message import generation_from_json
 from phalanx.loss_detection import HOST_LOSS_SETTLE_S
 from phalanx.output.display import Display
 from phalanx.processes import ENDING_SIGNALS
 
 _FULL_S = 0.02  # how soon to look again whether lines may be sent
-FIRST = 0  # the first host's member: it joins before anybody can
-_LEAVE = {"kind": "leave"}  # what ranks are told
-
-
-class Forward:
-    """Sends the lines of this host's ranks to the first host, which shows them; a viewer of the pump."""
-
-    def __init__(self) -> None:
-        self._channel: ControlChannel | None = None
-        self.attempt = 0
-        self._items: list[list[Any]] = []  # rank, stream, lines, status, whether it was the last of both streams
-        self._shown: dict[tuple[int, int], bytes] = {}
-
-    def connect(self, channel: ControlChannel) -> None:
-        """From now on there is a way."""
-        self._channel = channel
-
-    @property
-    def full(self) -> bool:
-        """Whether so much is still to be sent that the ranks should wait."""
-        return self._channel is not None and self._channel.full
-
-    def begin(self, ranks: Sequence[int]) -> None:
-        """Do nothing: the first host knows."""
-
-    def end(self, rank: int) -> None:
-        """Tell the first host that the rank prints nothing more."""
-        self._items.append([rank, 1, [], "", True])
-
-    def show(self, rank: int, stream: int, lines: Sequence[bytes], status: bytes) -> None:
-        """Send lines, with the status behind them."""
-        if lines or self._shown.get((rank, stream), b"") != status:
-            self._shown[rank, stream] = status
-            self._items.append([rank, stream, encode_lines(lines), encode_lines([status])[0], False])
-
-    def say_once(self, what: str, text: str) -> None:
-        """Have the first host say it."""
-        if self._channel is not None:
-            self._channel.put(FIRST, "say", attempt=self.attempt, text=text)
-
-    def show_here(self, display: Display) -> None:
-        """Show here what the first host, which is lost, has not seen."""
-        self.flush()
-        for message in self._channel.take_back("lines") if self._channel is not None else ():
-            for rank, stream, lines, _, _ in message["items"]:
-                display.show(rank, stream, decode_lines(lines), b"")
-
-    def flush(self) -> None:
-        """Send what there is."""
-        if self._items and self._channel is not None:
-            items, self._items = self._items, []
-            self._channel.put(FIRST, "lines", attempt=self.attempt, items=items)
+_LEAVE, _WAIT = {"kind": "leave"}, {"kind": "wait"}  # what ranks are told
 
 
 @dataclass
@@ -123,7 +74,7 @@ class FollowerSupervision(Supervision):
 
     def _tell(self, kind: str, **body: Any) -> None:
         if self.channel is not None:
-            self.channel.put(FIRST, kind, attempt=self.attempt, **body)
+            self.channel.put(self.channel.first, kind, attempt=self.attempt, **body)
 
     def on_replaced(self, rank: int) -> None:
         """Hear that a rank is started again."""
@@ -181,9 +132,9 @@ class FollowerSupervision(Supervision):
         return self._settle(now, HOST_LOSS_SETTLE_S)
 
 
-def tells_first_lost(change: Change) -> bool:
-    """Whether this host and the first one are not in one job any more."""
-    return change.kind in ("unreachable", "expelled") or (change.member == FIRST and change.kind in ("left", "lost"))
+def tells_first_lost(change: Change, first: int) -> bool:
+    """Whether this host and the first one, which is member `first`, are not in one job any more."""
+    return change.kind in ("unreachable", "expelled") or (change.member == first and change.kind in ("left", "lost"))
 
 
 def say_host_lost(message: ControlMessage, display: Display) -> None:
@@ -199,6 +150,9 @@ class ObservedElastic(Elastic):
     def on_message(self, seat: int, pid: int, message: Mapping[str, Any], now: float) -> list[ElasticAction]:
         """Note what a rank says, which generation it is in for one."""
         super().on_message(seat, pid, message, now)
+        member = self.members.get(seat)
+        if message.get("kind") == "elastic" and message.get("generation") and member is not None:
+            member.holds_state = False  # it has come later, and is handed the state
         return []
 
 
@@ -214,8 +168,12 @@ class FollowerLink(HostLink):
         channel: ControlChannel,
         store: tuple[str, str, str],
         first: BeginGeneration | None = None,
+        succession: FollowedSuccession | None = None,
     ) -> None:
-        """Make the link of attempt `number`; `store` are the coordinator's address, the key and the relay's path."""
+        """Make the link of attempt `number`; `store` are the coordinator's address, the key and the relay's path.
+
+        `succession` is what becomes of the job when the first host is lost; without one it ends.
+        """
         super().__init__(plan, place, channel.member, first)
         self.wait_s = 0.0  # how long elastic ranks wait for hosts
         self.ended: dict[str, Any] | None = None  # the first host's `end`, if it came
@@ -232,6 +190,7 @@ class FollowerLink(HostLink):
         self._forward = host.pump.viewer
         self._forward.attempt = number
         self._memory = MemoryReader()
+        self._succession = succession
 
     def attach(self, attempt: Attempt) -> None:
         """Learn whose link this is."""
@@ -250,7 +209,7 @@ class FollowerLink(HostLink):
     @property
     def fds(self) -> tuple[int, ...]:
         """What to wait on."""
-        return (self._channel.fileno(),)
+        return (self._channel.fileno(), *(() if self._succession is None else self._succession.fds))
 
     @property
     def due(self) -> float | None:
@@ -264,15 +223,19 @@ class FollowerLink(HostLink):
         if self._channel.fileno() in ready or self._channel.has_more:
             for message in self._channel.take():
                 self._read(message)
+        if self._succession is not None and self._succession.receive(ready, self._attempt):
+            return  # this host leads the job now, by another link
+        if self._succession is not None and self._succession.failed:
+            self._give_up(self._succession.failed)
         self._forward.flush()
 
     def create_store(self) -> tuple[int | None, str]:
         """Return the coordinator, by the way that leads there from this host."""
-        return create_agent_file(*self._store_location)
+        return create_agent_file(*(self._store_location if self._succession is None else self._succession.store))
 
     def on_started(self, rank: int, pid: int) -> None:
         """Tell the first host that the process of a rank exists."""
-        self._channel.put(FIRST, "started", attempt=self._number, rank=rank, pid=pid)
+        self._channel.put(self._channel.first, "started", attempt=self._number, rank=rank, pid=pid)
 
     def on_rank_message(self, rank: int, pid: int, message: dict[str, Any]) -> None:
         """Tell the first host what an elastic rank says."""
@@ -282,7 +245,9 @@ class FollowerLink(HostLink):
             self.wait_s = float(wait_s) if isinstance(wait_s, int | float) else 0.0
         if self.supervision.leaves and message.get("kind") in ("elastic", "waiting"):  # it was not there to be told
             self._attempt.links.send(rank, _LEAVE)
-        self._channel.put(FIRST, "rank says", attempt=self._number, rank=rank, pid=pid, message=message)
+        if self._succession is not None and self._succession.is_electing and message.get("kind") == "waiting":
+            self._attempt.links.send(rank, _WAIT)
+        self._channel.put(self._channel.first, "rank says", attempt=self._number, rank=rank, pid=pid, message=message)
 
     def end(self, attempt: Attempt) -> None:
         """Tell the first host that no process is left here, after all that it is to know of them."""
@@ -294,8 +259,8 @@ class FollowerLink(HostLink):
             self._send_report(attempt.report_folder)
         groups = logs_to_json(attempt.collect_logs())
         if groups:
-            self._channel.put(FIRST, "flight", attempt=self._number, groups=groups, ended_ns=ended_ns)
-        self._channel.put(FIRST, "swept", attempt=self._number)
+            self._channel.put(self._channel.first, "flight", attempt=self._number, groups=groups, ended_ns=ended_ns)
+        self._channel.put(self._channel.first, "swept", attempt=self._number)
 
     def close(self) -> None:
         """Send the lines that are left."""
@@ -308,27 +273,29 @@ class FollowerLink(HostLink):
         from phalanx.report.transfer import pack_files
 
         for name, text in pack_files(folder, self._plan.run, self._began_at):
-            self._channel.put(FIRST, "rank file", attempt=self._number, name=name, text=text)
+            self._channel.put(self._channel.first, "rank file", attempt=self._number, name=name, text=text)
             if not self.supervision.abandoned_by:
                 with contextlib.suppress(OSError):  # a folder that nobody may write to any more
                     os.unlink(os.path.join(folder, RANKS, name))
         with contextlib.suppress(OSError):  # not empty, or shared
             os.rmdir(os.path.join(folder, RANKS))
         host, speed = socket.gethostname(), measure_copy_speed()
-        self._channel.put(FIRST, "report host", attempt=self._number, host=host, copy_bytes_per_s=speed)
+        self._channel.put(self._channel.first, "report host", attempt=self._number, host=host, copy_bytes_per_s=speed)
 
     def _read(self, message: ControlMessage | Change) -> None:
         state = self.supervision
+        if self._succession is not None and self._succession.take(message):
+            return
         if isinstance(message, Change):
-            if tells_first_lost(message):
+            if tells_first_lost(message, self._channel.first):
                 self._lose_first(message.why)
-        elif message.member == FIRST and message.kind == "host lost":
+        elif message.member == self._channel.first and message.kind == "host lost":
             say_host_lost(message, self._host.display)
             self._tell_ranks(message.body["gone"], describe_loss(message.body["host"], message.body["why"]))
-        elif message.member == FIRST and message.kind == "end":
+        elif message.member == self._channel.first and message.kind == "end":
             self.ended = message.body
             self._attempt.do(state.sweep() if not state.finished else [])
-        elif message.member == FIRST and message.body.get("attempt") == self._number:
+        elif message.member == self._channel.first and message.body.get("attempt") == self._number:
             if message.kind == "leave":
                 state.leaves = True
                 for rank in self.place.ranks:
@@ -356,11 +323,18 @@ class FollowerLink(HostLink):
     def _tell_stacks(self, request: Any, what: Any) -> None:
         """In a thread: the ranks are given a second to answer, and the agent itself is asked who they are."""
         text = look_at_own(self._memory) if what == "top" else report_own_stacks()
-        self._channel.put(FIRST, "stacks", attempt=self._number, request=request, text=text)
+        self._channel.put(self._channel.first, "stacks", attempt=self._number, request=request, text=text)
 
     def _lose_first(self, why: str) -> None:
         if self.supervision.abandoned_by or self.ended is not None:
             return
+        goes_on = self.supervision.phase == "running" and not self.supervision.leaves
+        succession = self._succession if goes_on else None
+        if succession is None or not (succession.is_electing or succession.begin(why)):
+            self._give_up(why)
+
+    def _give_up(self, why: str) -> None:
+        """End the ranks of this host: nobody leads the job any more."""
         running = len(self._attempt.state.running)
         self._host.display.say(
             f"phalanx run: the first host is lost: {why}. Stopping the {running} rank{'s' * (running != 1)} of this "

@@ -24,6 +24,7 @@ from phalanx.ipc.event_loop import EventLoop, Source
 from phalanx.launch.hosts.control_channel import MALFORMED, Change, ControlChannel, ControlMessage
 from phalanx.launch.hosts.job_spec import choose_environment
 from phalanx.launch.hosts.join_job import name_own_address
+from phalanx.launch.hosts.lead_guard import LeadGuard
 from phalanx.launch.hosts.leader import LeaderLink
 from phalanx.launch.hosts.node_plan import HostFacts, Node, describe_nnodes, describe_unfit, find_conflict, plan_nodes
 from phalanx.launch.hosts.peer_hosts import PeerHosts, tell_start
@@ -69,6 +70,7 @@ class Gathering:
         self._tried: set[int] = set()  # the members that this trial is about
         self._gone: set[int] = set()  # the members that have gone since it began
         self._peers: PeerHosts | None = None
+        self.guard: LeadGuard | None = None
         self._loop = EventLoop(
             host.watch_signals(self._on_signal),
             Source(self._hear_zygote, lambda: (host.zygote.control.fileno(),)),
@@ -117,7 +119,7 @@ class Gathering:
             f"phalanx run: {len(nodes)} hosts: "
             + "; ".join(f"{node.where} {describe_ranks(node.place)}" for node in nodes)
         )
-        link = LeaderLink(plan, self._host, restart_count, peers, (local_store, str(self._key)))
+        link = LeaderLink(plan, self._host, restart_count, peers, (local_store, str(self._key)), self.guard)
         attempt = Attempt(plan, self._host, restart_count, link)
         for node in peers.others.values():
             tell_start(peers, node, restart_count, plan.run_id, plan.run, (address, plan.master_port))

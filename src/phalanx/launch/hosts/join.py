@@ -16,7 +16,7 @@ from phalanx.coordination.rendezvous import Rendezvous, join_endpoint, split_end
 from phalanx.errors import AuthenticationError, LaunchError, PhalanxError
 from phalanx.launch.command import plan_job
 from phalanx.launch.command_line import parse
-from phalanx.launch.hosts.join_job import Joined, connect
+from phalanx.launch.hosts.first_host import Joined, connect
 from phalanx.launch.hosts.node_plan import UNFIT
 from phalanx.launch.options import OPTIONS
 from phalanx.launch.run_job import run_job

@@ -2,43 +2,42 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NoReturn, TypeVar
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NoReturn
 
 from phalanx.agent.attempt import Attempt
 from phalanx.agent.environment import Place, describe_ranks
+from phalanx.agent.generation import Limits
 from phalanx.agent.host import Host
+from phalanx.agent.job import LOST_OUTPUT_EXIT_CODE, end_taken_over
 from phalanx.agent.orphaned import describe_membership
 from phalanx.agent.plan import JobPlan
-from phalanx.coordination.client import Client
-from phalanx.coordination.key import Key
-from phalanx.coordination.key_file import find_key
 from phalanx.coordination.relay import Relay
 from phalanx.coordination.rendezvous import Rendezvous
 from phalanx.diagnostics.printable import printable, printable_lines
-from phalanx.errors import AuthenticationError, CoordinationError, DeadlineError, LaunchError, PhalanxError
+from phalanx.errors import LaunchError, PhalanxError
 from phalanx.host_addresses import find_interface
 from phalanx.ipc.event_loop import EventLoop, Source
-from phalanx.ipc.wakeup import Mailbox, Wakeup
-from phalanx.launch.hosts.control_channel import Change, ControlChannel, ControlMessage
-from phalanx.launch.hosts.follower import FIRST, FollowerLink, Forward, say_host_lost, tells_first_lost
+from phalanx.launch.hosts.control_channel import FIRST, Change, ControlChannel, ControlMessage
+from phalanx.launch.hosts.first_host import Joined, while_listening
+from phalanx.launch.hosts.followed_succession import FollowedSuccession
+from phalanx.launch.hosts.follower import FollowerLink, say_host_lost, tells_first_lost
+from phalanx.launch.hosts.forward import Forward
 from phalanx.launch.hosts.generation_message import generation_from_json
-from phalanx.launch.hosts.job_spec import KEY, JobSpec
+from phalanx.launch.hosts.leader import LeaderLink
 from phalanx.launch.hosts.node_plan import HostFacts, describe_nnodes
 from phalanx.launch.hosts.reach import Responder, Target, check_own, try_all
+from phalanx.launch.hosts.successor import Elected, Successor
+from phalanx.launch.hosts.take_over import FIRST_KEY, tell_end
 from phalanx.processes import ENDING_SIGNALS, name_signal
 
-T = TypeVar("T")
 _PAUSE_S = 0.1
-_FIRST_TRY_S, _TRY_S = 5.0, 20.0
-_TELL_AFTER_S = 3.0
 _LEAVE_TIMEOUT_S = 5.0
 _REJOIN_TRY_S = 3.0
 _TOO_LATE = (
@@ -48,153 +47,6 @@ _TOO_LATE = (
 _AS_A_SPARE = (
     "phalanx run: the job has all the hosts that it may have; this one waits, to take the place of one that is lost"
 )
-
-
-@dataclass(frozen=True)
-class Joined:
-    """A connection to the first host's coordinator, with the key that opened it, and what that host says of the job."""
-
-    client: Client
-    key: Key | None
-    job_spec: JobSpec
-
-
-def connect(
-    endpoints: Sequence[str],
-    key: Key | None,
-    timeout_s: float,
-    *,
-    job: str = "",
-    is_over: Callable[[], bool],
-    say: Callable[[str], None],
-) -> Joined:
-    """Connect to the coordinator, which may start later than we do, at the first of `endpoints` where `job` answers.
-
-    Its job spec follows at once.
-
-    Raises:
-        LaunchError: it cannot be reached in time, has another key or another version; the message says which.
-    """
-    end, told = time.monotonic() + timeout_s, False
-    began = time.monotonic()
-    for endpoint in itertools.cycle(endpoints):
-        try:
-            client = Client(endpoint, key, timeout=_TRY_S if told else min(_FIRST_TRY_S, timeout_s), job=job)
-            break
-        except AuthenticationError as error:
-            if len(endpoints) == 1:
-                raise LaunchError(f"phalanx run: {error}", exit_code=2) from None
-            problem: PhalanxError = error
-        except CoordinationError as error:
-            problem = error
-        except DeadlineError:
-            problem = DeadlineError(
-                f"Something listens at {endpoint}, and says nothing that a coordinator of Phalanx says: it is another "
-                "program's port (a store of torchrun, say), or the first host's command is stopped. Look there which "
-                "process has the port (`ss -ltnp`), or give another port on all hosts."
-            )
-        now = time.monotonic()
-        if now > end or is_over():
-            raise LaunchError(f"phalanx run: gave up after {now - began:.0f} s: {problem}") from None
-        if not told and now - began > _TELL_AFTER_S:
-            told = True
-            say(f"phalanx run: waiting for the first host. {str(problem).splitlines()[0]}")
-        time.sleep(_PAUSE_S)
-    try:
-        job_spec = JobSpec.from_bytes(client.get(KEY, max(end - time.monotonic(), 1.0)))
-    except (PhalanxError, ValueError) as error:
-        client.close()
-        raise LaunchError(f"phalanx run: {endpoint}: {error}") from None
-    return Joined(client, key, job_spec)
-
-
-def join_first_host(plan: JobPlan, rendezvous: Rendezvous, host: Host) -> Joined:
-    """As `connect`, while signals are heard.
-
-    Raises:
-        LaunchError: as `connect`; there is no key; or a signal came.
-    """
-    key = None
-    try:
-        if rendezvous.is_local:
-            pass
-        elif rendezvous.key is not None:
-            key = Key.parse(rendezvous.key)
-        else:
-            key = find_key(plan.settings.key_file, plan.environ)
-    except (AuthenticationError, ValueError) as error:
-        raise LaunchError(f"phalanx run: {error}", exit_code=2) from None
-    if key is None and not rendezvous.is_local:
-        raise LaunchError(
-            f"phalanx run: no key to join {rendezvous.endpoint}. `phalanx key` makes one, once, on any host; then it "
-            "lies in ~/.config/phalanx/key, and that file is to be on every host (a shared home, or a copy with mode "
-            "600). "
-            "PHALANX_KEY_FILE names another file.",
-            exit_code=2,
-        )
-    over = threading.Event()
-    return _while_listening(
-        host,
-        over,
-        lambda say: connect(
-            (rendezvous.endpoint, *rendezvous.more_endpoints),
-            key,
-            rendezvous.join_timeout_s,
-            job=plan.settings.run_id,
-            is_over=over.is_set,
-            say=say,
-        ),
-    )
-
-
-def _while_listening(
-    host: Host,
-    over: threading.Event,
-    work: Callable[[Callable[[str], None]], T],
-    when: str = "before the job began",
-) -> T:
-    """Return what `work`, which blocks, returns; it runs in a thread, so that Ctrl-C is heard, which came `when`.
-
-    It is given a function by which it tells the user something.
-    """
-    results: list[T] = []
-    errors: list[BaseException] = []
-    said: Mailbox[str] = Mailbox()
-    ended = Wakeup()
-
-    def run() -> None:
-        try:
-            results.append(work(said.put))
-        except BaseException as error:
-            errors.append(error)
-        ended.ring()
-
-    def show(ready: set[int]) -> None:
-        for text in said.take() if said.fileno() in ready else ():
-            host.display.say(text)
-
-    def on_signal(number: int) -> None:
-        if number in ENDING_SIGNALS:
-            over.set()
-            raise LaunchError(f"phalanx run: stopped by {name_signal(number)} {when}", exit_code=128 + number)
-
-    thread = threading.Thread(target=run, name="phalanx-join", daemon=True)
-    thread.start()
-    loop = EventLoop(
-        host.watch_signals(on_signal),
-        Source(lambda ready: None, lambda: (ended.fileno(),)),
-        Source(show, lambda: (said.fileno(),)),
-        host.watch_display(),
-    )
-    while not (results or errors):
-        loop.turn()
-    thread.join()
-    show({said.fileno()})
-    said.close()
-    ended.close()
-    if errors:
-        raise errors[0]
-    return results[0]
 
 
 def follow(plan: JobPlan, rendezvous: Rendezvous, host: Host, joined: Joined) -> int:
@@ -223,8 +75,10 @@ def follow(plan: JobPlan, rendezvous: Rendezvous, host: Host, joined: Joined) ->
     assert isinstance(host.pump.viewer, Forward)
     told = {**facts.to_json(), "reached": client.address.host}
     try:
-        client.join(told, watch=(FIRST,))
+        first = int(client.get(FIRST_KEY)) if client.check([FIRST_KEY]) else FIRST
+        client.join(told, watch=(first,))
         channel = ControlChannel(client)
+        channel.first = first
     except PhalanxError as error:
         client.close()
         raise LaunchError(f"phalanx run: {error}") from None
@@ -238,6 +92,7 @@ def follow(plan: JobPlan, rendezvous: Rendezvous, host: Host, joined: Joined) ->
         if not followed.is_alone:
             channel.leave(_LEAVE_TIMEOUT_S)
         channel.close()
+        followed.close_office()
 
 
 def _stop_before_start(number: int) -> None:
@@ -259,6 +114,8 @@ class _Followed:
         self._own = own
         self._responder: Responder | None = None
         self._relay: Relay | None = None
+        self._successor = self._make_successor()
+        self._began_at = time.monotonic()
         self._has_begun = False
         self.is_alone = False  # the first host is lost
 
@@ -270,17 +127,35 @@ class _Followed:
             attempt, link = self._begin(message.body)
             try:
                 attempt.run()
+                if isinstance(attempt.link, LeaderLink):
+                    return self._end_led(attempt, attempt.link)
             finally:
                 attempt.close()
             if attempt.ranks.zygote_lost and not attempt.ranks.zygote_given_up:
                 why = "the process from which its ranks are forked (the zygote) has ended"
-                self._channel.put(FIRST, "failed", attempt=int(message.body["attempt"]), why=why)
+                self._channel.put(self._channel.first, "failed", attempt=int(message.body["attempt"]), why=why)
             if link.ended is not None:
                 return self._end(link.ended)
             if link.supervision.leaves:
                 return 128 + signal.SIGTERM
             if link.supervision.abandoned_by and not self._come_back(link):
                 self._raise_lost(link.supervision.abandoned_by)
+
+    def _make_successor(self) -> Successor | None:
+        """Return this host's part in the succession, which is that of one member."""
+        if self._joined.key is None:  # all agents are on one host
+            return None
+        return Successor(self._channel, self._joined.key, self._own, self._joined.job_spec.host_timeout_s)
+
+    def _end_led(self, attempt: Attempt, link: LeaderLink) -> int:
+        """End a job that this host has led to its end: say how, and tell the others."""
+        code = 1
+        try:
+            code = end_taken_over(attempt.plan, self._host, attempt, self._began_at)
+        finally:
+            link.end_succession()
+            tell_end(self._channel, link.others, code)
+        return code or (0 if self._host.display.lost is None else LOST_OUTPUT_EXIT_CODE)
 
     def _come_back(self, link: FollowerLink) -> bool:
         """After an elastic job's ranks of this host were given up: join again, if the first host is heard in time.
@@ -296,16 +171,19 @@ class _Followed:
         def join(say: Callable[[str], None]) -> bool:
             while not over.is_set() and time.monotonic() < end and not self._channel.is_over:
                 try:
-                    self._channel.join_again(self._facts, _REJOIN_TRY_S, (FIRST,))
+                    self._channel.join_again(self._facts, _REJOIN_TRY_S, (self._channel.first,))
                 except PhalanxError:
                     time.sleep(_PAUSE_S)
                 else:
                     return True
             return False
 
-        if not _while_listening(self._host, over, join, "while the first host was awaited"):
+        if not while_listening(self._host, over, join, "while the first host was awaited"):
             return False
         self._host.zygote.remember(describe_membership(self._joined.client))
+        if self._successor is not None:
+            self._successor.close()
+            self._successor = self._make_successor()
         self._host.display.say("phalanx run: the first host is heard again")
         return True
 
@@ -321,6 +199,13 @@ class _Followed:
         self.stop_answering()
         if self._relay is not None:
             self._relay.close()
+        if self._successor is not None:
+            self._successor.close()
+
+    def close_office(self) -> None:
+        """Close the job's coordinator, if this host was elected to lead the job."""
+        if self._successor is not None:
+            self._successor.close_office()
 
     def stop_answering(self) -> None:
         """Close the port at which other hosts have tried to reach this one, if it is open."""
@@ -336,7 +221,7 @@ class _Followed:
             port = self._responder.port
         except OSError as error:
             problem = error.strerror or str(error)
-        self._channel.put(FIRST, "answering", trial=trial, port=port, problem=problem)
+        self._channel.put(self._channel.first, "answering", trial=trial, port=port, problem=problem)
 
     def _raise_lost(self, why: str) -> NoReturn:
         self.is_alone = True
@@ -380,10 +265,10 @@ class _Followed:
 
     def _read(self, message: ControlMessage | Change) -> ControlMessage | None:
         if isinstance(message, Change):
-            if tells_first_lost(message):
+            if tells_first_lost(message, self._channel.first):
                 self._raise_lost(message.why)
             return None
-        if message.member != FIRST:
+        if message.member != self._channel.first:
             return None
         if message.kind == "late":
             self._host.display.say(_AS_A_SPARE if message.body.get("spare") else _TOO_LATE)
@@ -399,7 +284,9 @@ class _Followed:
             try_all(
                 targets,
                 self._joined.key.reach_secret(),
-                lambda results: self._channel.put(FIRST, "reached", trial=trial, results=list(results.items())),
+                lambda results: self._channel.put(
+                    self._channel.first, "reached", trial=trial, results=list(results.items())
+                ),
             )
         return message if message.kind in ("start", "end") else None
 
@@ -428,8 +315,23 @@ class _Followed:
         store = (str(self._joined.client.address), str(self._joined.key or ""), self._open_relay())
         first = None if body.get("begun") is None else generation_from_json(body["begun"])
         number = int(body["attempt"])
-        link = FollowerLink(plan, self._host, number, place, self._channel, store, first)
+        succession = None
+        if self._successor is not None:
+            spec = self._joined.job_spec
+            limits = Limits(spec.min_nodes, spec.max_nodes)
+            succession = FollowedSuccession(
+                self._successor, self._channel, plan, self._host, limits, spec.host_timeout_s, store, self._move
+            )
+        link = FollowerLink(plan, self._host, number, place, self._channel, store, first, succession)
         return Attempt(plan, self._host, number, link), link
+
+    def _move(self, elected: Elected) -> tuple[str, str, str]:
+        """Have the ranks of this host go on at another host's coordinator; return where its store is."""
+        client = self._joined.client
+        if self._relay is not None:
+            self._relay.redirect(client.endpoint, elected.epoch)
+        self._host.zygote.remember(describe_membership(client))
+        return str(client.address), str(self._joined.key or ""), self._open_relay()
 
 
 def name_own_address(address: str, interface: str, environ: Any) -> dict[str, str]:

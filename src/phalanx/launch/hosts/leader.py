@@ -26,6 +26,9 @@ from phalanx.launch.hosts.control_channel import MALFORMED, Change, ControlMessa
 from phalanx.launch.hosts.elastic_hosts import ElasticHosts
 from phalanx.launch.hosts.flights import logs_from_json, merge_logs
 from phalanx.launch.hosts.generation_message import generation_to_json
+from phalanx.launch.hosts.lead_guard import LeadGuard
+from phalanx.launch.hosts.leader_state import KEY as LEADER_STATE
+from phalanx.launch.hosts.leader_state import LeaderState
 from phalanx.launch.hosts.node_plan import HostFacts, Node, describe_unfit, find_conflict, find_node
 from phalanx.launch.hosts.peer_hosts import PeerHosts, tell_start
 from phalanx.launch.hosts.stacks_requests import StacksRequests
@@ -37,15 +40,33 @@ from phalanx.processes import ENDING_SIGNALS
 class LeaderLink(HostLink):
     """The first host's link: what all hosts tell is followed here, and what was decided they are told."""
 
-    def __init__(self, plan: JobPlan, host: Host, restart_count: int, peers: PeerHosts, store: tuple[str, str]) -> None:
-        """`store` are the coordinator's address on this host and the job's key."""
+    def __init__(
+        self,
+        plan: JobPlan,
+        host: Host,
+        restart_count: int,
+        peers: PeerHosts,
+        store: tuple[str, ...],
+        guard: LeadGuard | None = None,
+        elastic: ElasticHosts | None = None,
+    ) -> None:
+        """Make the link of an attempt.
+
+        Arguments:
+            store: the coordinator's address on this host, the job's key, and the path of a relay if there is one.
+            guard: sees to it that another host could lead; without one the job ends with this host.
+            elastic: of a host that has taken over, what it goes on from.
+        """
         super().__init__(plan, peers.own.place, peers.own.facts.member)
         self._host = host
         self._peers = peers
         self._store_location = store
         self._number = restart_count
         self._attempt: Attempt
-        self._elastic = self._plan_elastic()
+        self._elastic = elastic or self._plan_elastic()
+        self._guard = guard or LeadGuard(peers.channel, None)
+        self._begun: BeginGeneration | None = None  # the newest generation but the first
+        self._is_recorded = False
         self._swept_hosts: set[int] = set()
         self._told_to_start = set(peers.others)
         self._told_spare: set[int] = set()
@@ -98,6 +119,8 @@ class LeaderLink(HostLink):
 
     def begin_generation(self, begun: BeginGeneration) -> None:
         """Tell every other host to do its part of a generation, or to start, if it has none yet."""
+        self._guard.begin(self._elastic.seating)
+        self._record(begun)
         state, seats = self._attempt.state, begun.generation.seats
         state.world_size = max(state.world_size, max(seats) + 1)
         for seat in range(state.world_size):
@@ -116,6 +139,20 @@ class LeaderLink(HostLink):
                 self._put(node, "generation", begun=generation_to_json(begun))
             else:
                 self._start(node, begun)
+        self._guard.want(self._elastic.seating)
+
+    def _record(self, begun: BeginGeneration | None) -> None:
+        """Leave what was decided in the store, for a host that takes over."""
+        self._begun = begun or self._begun
+        if not self._guard.is_begun:
+            return
+        elastic = self._elastic
+        state = LeaderState(
+            self._number, self._plan.run_id, self._plan.run, tuple(self._peers.own_and_present), elastic.seating,
+            self._begun, elastic.num_replaced, elastic.max_replacements, tuple(elastic.losses),
+            {seat: member.pid for seat, member in elastic.members.items()},
+        )  # fmt: skip
+        self._peers.channel.put_key(LEADER_STATE, state.to_bytes())
 
     def do(self, action: PrepareHost | DropHost) -> None:
         """Take in a host, or send it away."""
@@ -172,21 +209,27 @@ class LeaderLink(HostLink):
         # A reader who holds up our output holds up the hosts' lines, too; but not their ends.
         channel = self._peers.channel
         held_up = self._host.display.full and self._attempt.state.phase == "running"
-        return (channel.notices.fileno(),) if held_up else (channel.fileno(), channel.notices.fileno())
+        notices = (channel.notices.fileno(), *self._guard.fds)
+        return notices if held_up else (channel.fileno(), *notices)
 
     @property
     def due(self) -> float | None:
         """When to look again although nothing has come."""
-        times = (self._sweep_limit, self._stacks_requests.due)
+        more = time.monotonic() if self._peers.channel.has_more else None
+        times = (self._sweep_limit, self._stacks_requests.due, self._guard.due, more)
         return min((at for at in times if at is not None), default=None)
 
     def receive(self, ready: set[int]) -> None:
         """Read what the other hosts say."""
         for line in self._peers.channel.notices.take() if self._peers.channel.notices.fileno() in ready else ():
             self._host.display.say(f"phalanx run: {line}")
-        if self._peers.channel.fileno() in ready:
+        if self._peers.channel.fileno() in ready or self._peers.channel.has_more:
             for message in self._peers.channel.take():
                 self._read(message)
+        self._guard.receive()
+        self._say_standbys()
+        for member, why in self._guard.take_agreed():
+            self._lose_now(member, why)
         self._stacks_requests.answer()
         if self._sweep_limit is not None and time.monotonic() >= self._sweep_limit:
             self._sweep_limit = None
@@ -196,6 +239,12 @@ class LeaderLink(HostLink):
                         node.facts.member, f"it was told to end its ranks, and did not within {HOST_SWEEP_S:g} s"
                     )
                     self._peers.channel.expel(node.facts.member)  # so that it hears that nobody counts on it
+
+    def _say_standbys(self) -> None:
+        standbys = self._guard.take_standbys()
+        if standbys:
+            names = " or ".join(self._peers.others[member].where for member in standbys)
+            self._host.display.say(f"phalanx run: without this host, {names} would lead the job")
 
     def create_store(self) -> tuple[int | None, str]:
         """Return the coordinator, by the way that leads there from this host."""
@@ -229,6 +278,15 @@ class LeaderLink(HostLink):
         """Let go of those who wait to be told where ranks are."""
         self._stacks_requests.close()
 
+    def end_succession(self) -> None:
+        """Hold no answers back any more: the job is over, and the standbys leave."""
+        self._guard.close()
+
+    @property
+    def others(self) -> set[int]:
+        """The members of the other hosts that are there, or wait."""
+        return {node.facts.member for node in self._peers.present} | set(self._peers.late)
+
     def merge_logs(self, logs: list[GroupLog]) -> list[GroupLog]:
         """Add what the ranks of other hosts have recorded to `logs`, group by group."""
         return merge_logs([*logs, *self._remote_logs])
@@ -250,6 +308,9 @@ class LeaderLink(HostLink):
         """Follow a message of another host; what makes no sense is as if it had not come."""
         if isinstance(message, Change):
             self._follow_change(message)
+        elif message.kind in ("datagram", "stands by"):
+            with contextlib.suppress(*MALFORMED):
+                self._guard.hear(message)
         elif message.member in self._peers.others and message.body.get("attempt") == self._number:
             with contextlib.suppress(*MALFORMED):
                 self._follow(message, self._peers.others[message.member])
@@ -294,6 +355,10 @@ class LeaderLink(HostLink):
     def on_rank_message(self, rank: int, pid: int, message: dict[str, Any]) -> None:
         """Tell the hosts that wait what they wait for, once a rank has said that the job is elastic."""
         if message.get("kind") == "elastic" and self._elastic.active:  # hosts may have come before it was known
+            if not self._is_recorded:
+                self._is_recorded = True
+                self._guard.want(self._elastic.seating)
+                self._record(None)
             for member in set(self._peers.late) - self._told_spare:
                 self._tell_late(member)
 
@@ -371,7 +436,16 @@ class LeaderLink(HostLink):
         if report is not None and self._elastic.pid_of(_rank_of(fields, node)) == report.pid:
             self._attempt.on_report(report)
 
+    def lose_first(self, member: int, why: str) -> None:
+        """Go on without the host that has led the job, as its successor."""
+        self._lose(member, why)
+
     def _lose(self, member: int, why: str) -> None:
+        """Go on without a host, as soon as a majority has agreed, where another host could lead the others."""
+        if member not in self._peers.others or not self._guard.defer(member, why, self._elastic.seating):
+            self._lose_now(member, why)
+
+    def _lose_now(self, member: int, why: str) -> None:
         self._attempt.hear_ranks()  # first, as in on_exit
         node = self._peers.lose(member, why)
         now = time.monotonic()

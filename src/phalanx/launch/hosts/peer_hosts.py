@@ -31,6 +31,15 @@ class PeerHosts:
         self.taken_in: dict[int, Change] = {}  # of these, those that an elastic job has taken in
 
     @property
+    def own_and_present(self) -> list[Node]:
+        """This host and the others that are still there, in the order of their ranks."""
+        return [node for node in self.nodes if node is self.own or node.facts.member in self._present_members]
+
+    @property
+    def _present_members(self) -> set[int]:
+        return self.others.keys() - self.lost.keys()
+
+    @property
     def present(self) -> list[Node]:
         """The other hosts that are still there."""
         return [node for member, node in self.others.items() if member not in self.lost]

@@ -22,10 +22,12 @@ from phalanx.errors import AuthenticationError, CoordinationError, LaunchError, 
 from phalanx.host_addresses import OwnAddress, find_interface, is_own, own_addresses, resolve
 from phalanx.launch.calls.remote import fetch_outcomes
 from phalanx.launch.hosts.control_channel import ControlChannel, Notices
-from phalanx.launch.hosts.follower import Forward
+from phalanx.launch.hosts.first_host import Joined, join_first_host
+from phalanx.launch.hosts.forward import Forward
 from phalanx.launch.hosts.gather import Gathering
 from phalanx.launch.hosts.job_spec import KEY, JobSpec
-from phalanx.launch.hosts.join_job import Joined, follow, join_first_host
+from phalanx.launch.hosts.join_job import follow
+from phalanx.launch.hosts.lead_guard import LeadGuard
 
 _CONNECTIONS_OF_HOST = 2
 
@@ -71,6 +73,8 @@ def _lead(
     with opened_host(plan, zygote, signals) as host, _first_member(plan, rendezvous, service, notices) as channel:
         port = service.address.port if service.address is not None else 0
         gathering = Gathering(plan, rendezvous, host, channel, key, advertised, port)
+        if not rendezvous.is_local:
+            gathering.guard = LeadGuard(channel, service.coordinator.followers, rendezvous.host_timeout_s)
 
         def begin(restart_count: int) -> Attempt:
             return gathering.begin(restart_count, service.local)
@@ -85,6 +89,9 @@ def _lead(
         except BaseException:
             gathering.end(1, "the first host has failed")
             raise
+        finally:
+            if gathering.guard is not None:
+                gathering.guard.close()
         gathering.end(code, "")
     return code or (0 if host.display.lost is None else LOST_OUTPUT_EXIT_CODE)
 

@@ -1,0 +1,174 @@
+"""`connect` finds the first host: at one of the addresses that were named, with the key, as soon as it is there."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from phalanx.agent.host import Host
+from phalanx.agent.plan import JobPlan
+from phalanx.coordination.client import Client
+from phalanx.coordination.key import Key
+from phalanx.coordination.key_file import find_key
+from phalanx.coordination.rendezvous import Rendezvous
+from phalanx.errors import AuthenticationError, CoordinationError, DeadlineError, LaunchError, PhalanxError
+from phalanx.ipc.event_loop import EventLoop, Source
+from phalanx.ipc.wakeup import Mailbox, Wakeup
+from phalanx.launch.hosts.job_spec import KEY, JobSpec
+from phalanx.processes import ENDING_SIGNALS, name_signal
+
+T = TypeVar("T")
+_PAUSE_S = 0.1
+_FIRST_TRY_S, _TRY_S = 5.0, 20.0
+_TELL_AFTER_S = 3.0
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A connection to the first host's coordinator, with the key that opened it, and what that host says of the job."""
+
+    client: Client
+    key: Key | None
+    job_spec: JobSpec
+
+
+def connect(
+    endpoints: Sequence[str],
+    key: Key | None,
+    timeout_s: float,
+    *,
+    job: str = "",
+    is_over: Callable[[], bool],
+    say: Callable[[str], None],
+) -> Joined:
+    """Connect to the coordinator, which may start later than we do, at the first of `endpoints` where `job` answers.
+
+    Its job spec follows at once.
+
+    Raises:
+        LaunchError: it cannot be reached in time, has another key or another version; the message says which.
+    """
+    end, told = time.monotonic() + timeout_s, False
+    began = time.monotonic()
+    for endpoint in itertools.cycle(endpoints):
+        try:
+            client = Client(endpoint, key, timeout=_TRY_S if told else min(_FIRST_TRY_S, timeout_s), job=job)
+            break
+        except AuthenticationError as error:
+            if len(endpoints) == 1:
+                raise LaunchError(f"phalanx run: {error}", exit_code=2) from None
+            problem: PhalanxError = error
+        except CoordinationError as error:
+            problem = error
+        except DeadlineError:
+            problem = DeadlineError(
+                f"Something listens at {endpoint}, and says nothing that a coordinator of Phalanx says: it is another "
+                "program's port (a store of torchrun, say), or the first host's command is stopped. Look there which "
+                "process has the port (`ss -ltnp`), or give another port on all hosts."
+            )
+        now = time.monotonic()
+        if now > end or is_over():
+            raise LaunchError(f"phalanx run: gave up after {now - began:.0f} s: {problem}") from None
+        if not told and now - began > _TELL_AFTER_S:
+            told = True
+            say(f"phalanx run: waiting for the first host. {str(problem).splitlines()[0]}")
+        time.sleep(_PAUSE_S)
+    try:
+        job_spec = JobSpec.from_bytes(client.get(KEY, max(end - time.monotonic(), 1.0)))
+    except (PhalanxError, ValueError) as error:
+        client.close()
+        raise LaunchError(f"phalanx run: {endpoint}: {error}") from None
+    return Joined(client, key, job_spec)
+
+
+def join_first_host(plan: JobPlan, rendezvous: Rendezvous, host: Host) -> Joined:
+    """As `connect`, while signals are heard.
+
+    Raises:
+        LaunchError: as `connect`; there is no key; or a signal came.
+    """
+    key = None
+    try:
+        if rendezvous.is_local:
+            pass
+        elif rendezvous.key is not None:
+            key = Key.parse(rendezvous.key)
+        else:
+            key = find_key(plan.settings.key_file, plan.environ)
+    except (AuthenticationError, ValueError) as error:
+        raise LaunchError(f"phalanx run: {error}", exit_code=2) from None
+    if key is None and not rendezvous.is_local:
+        raise LaunchError(
+            f"phalanx run: no key to join {rendezvous.endpoint}. `phalanx key` makes one, once, on any host; then it "
+            "lies in ~/.config/phalanx/key, and that file is to be on every host (a shared home, or a copy with mode "
+            "600). "
+            "PHALANX_KEY_FILE names another file.",
+            exit_code=2,
+        )
+    over = threading.Event()
+    return while_listening(
+        host,
+        over,
+        lambda say: connect(
+            (rendezvous.endpoint, *rendezvous.more_endpoints),
+            key,
+            rendezvous.join_timeout_s,
+            job=plan.settings.run_id,
+            is_over=over.is_set,
+            say=say,
+        ),
+    )
+
+
+def while_listening(
+    host: Host,
+    over: threading.Event,
+    work: Callable[[Callable[[str], None]], T],
+    when: str = "before the job began",
+) -> T:
+    """Return what `work`, which blocks, returns; it runs in a thread, so that Ctrl-C is heard, which came `when`.
+
+    It is given a function by which it tells the user something.
+    """
+    results: list[T] = []
+    errors: list[BaseException] = []
+    said: Mailbox[str] = Mailbox()
+    ended = Wakeup()
+
+    def run() -> None:
+        try:
+            results.append(work(said.put))
+        except BaseException as error:
+            errors.append(error)
+        ended.ring()
+
+    def show(ready: set[int]) -> None:
+        for text in said.take() if said.fileno() in ready else ():
+            host.display.say(text)
+
+    def on_signal(number: int) -> None:
+        if number in ENDING_SIGNALS:
+            over.set()
+            raise LaunchError(f"phalanx run: stopped by {name_signal(number)} {when}", exit_code=128 + number)
+
+    thread = threading.Thread(target=run, name="phalanx-join", daemon=True)
+    thread.start()
+    loop = EventLoop(
+        host.watch_signals(on_signal),
+        Source(lambda ready: None, lambda: (ended.fileno(),)),
+        Source(show, lambda: (said.fileno(),)),
+        host.watch_display(),
+    )
+    while not (results or errors):
+        loop.turn()
+    thread.join()
+    show({said.fileno()})
+    said.close()
+    ended.close()
+    if errors:
+        raise errors[0]
+    return results[0]

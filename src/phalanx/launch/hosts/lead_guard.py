@@ -1,0 +1,124 @@
+"""`LeadGuard` keeps a job from being led twice: a majority agrees before the leader goes on without a host.
+
+Without standbys nobody could take over, and nothing is asked.
+"""
+
+from __future__ import annotations
+
+import time
+
+from phalanx.agent.generation import Seating
+from phalanx.coordination.followers import Followers
+from phalanx.errors import LaunchError
+from phalanx.launch.hosts.control_channel import ControlChannel, ControlMessage
+from phalanx.launch.hosts.succession import FEWEST_HOSTS, Succession
+
+_FEWEST_S = 3.0  # that the others may take to agree, however short the hosts' timeout is
+
+
+class LeadGuard:
+    """The leader's succession, from the moment when there is one, and the hosts that are lost and not agreed on.
+
+    Arguments:
+        followers: of this host's coordinator; None: the job ends with its first host.
+        succession: that of a host that was elected.
+    """
+
+    def __init__(
+        self,
+        channel: ControlChannel,
+        followers: Followers | None,
+        host_timeout_s: float = 0.0,
+        succession: Succession | None = None,
+    ) -> None:
+        self._channel = channel
+        self._followers = followers
+        self._limit_s = max(_FEWEST_S, 2 * host_timeout_s)
+        self._succession = succession
+        self._lost: dict[int, tuple[str, float]] = {}  # why, and since when
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether another host may take over."""
+        return self._succession is not None
+
+    def begin(self, seating: Seating) -> None:
+        """Begin with the succession of an elastic job, once its hosts are enough for that."""
+        if self._succession is None and self._followers is not None and len(seating.hosts) >= FEWEST_HOSTS:
+            self._succession = Succession(self._channel, self._followers)
+
+    def want(self, seating: Seating) -> None:
+        """Have the hosts of a generation vote, which were told of it before."""
+        self.begin(seating)
+        if self._succession is not None:
+            self._succession.want([host.member for host in seating.hosts if host.member not in self._lost])
+
+    def defer(self, member: int, why: str, seating: Seating) -> bool:
+        """Ask whether the others go on without a host; False: there is nobody to be asked."""
+        if self._succession is None or self._succession.has_left(member):
+            return False
+        if member not in self._lost:
+            self._lost[member] = why, time.monotonic()
+            self.want(seating)
+        return True
+
+    def take_agreed(self) -> list[tuple[int, str]]:
+        """Return the hosts without which the others go on, as was agreed since the last call.
+
+        Raises:
+            LaunchError: a majority has not agreed in time, or has agreed on another leader.
+        """
+        succession = self._succession
+        if succession is None:
+            return []
+        agreed = [(member, why) for member, (why, _) in self._lost.items() if succession.has_left(member)]
+        for member, _ in agreed:
+            del self._lost[member]
+        since = min((at for _, at in self._lost.values()), default=None)
+        if succession.is_deposed or (since is not None and time.monotonic() > since + self._limit_s):
+            why = "have agreed on another leader" if succession.is_deposed else "may have agreed on another leader"
+            raise LaunchError(
+                f"phalanx run: this host leads the job, and does not go on: it hears {succession.describe_lack()}, and "
+                f"the others {why}. Its ranks are ended, so that no two halves train. Read the output of the other "
+                "hosts; if none of them goes on, start again from the last checkpoint."
+            )
+        return agreed
+
+    @property
+    def fds(self) -> tuple[int, ...]:
+        """What to wait on."""
+        return () if self._succession is None else (self._succession.fileno(),)
+
+    @property
+    def due(self) -> float | None:
+        """When to look again although nothing has come."""
+        limits = [at + self._limit_s for _, at in self._lost.values()]
+        times = [*limits, None if self._succession is None else self._succession.due]
+        return min((at for at in times if at is not None), default=None)
+
+    def take_standbys(self) -> tuple[int, ...] | None:
+        """Return who takes over if this host is lost, if that has changed since the last call."""
+        return None if self._succession is None else self._succession.take_standbys()
+
+    def receive(self) -> None:
+        """Repeat what was not answered, and do without standbys that hold the others up."""
+        if self._succession is not None:
+            self._succession.receive()
+
+    def hear(self, message: ControlMessage) -> None:
+        """Hear what a host says of the succession.
+
+        Raises:
+            KeyError, TypeError, ValueError: it makes no sense.
+        """
+        if self._succession is None:
+            return
+        if message.kind == "stands by":
+            self._succession.on_standby(message.member, str(message.body["ticket"]), str(message.body["address"]))
+        else:
+            self._succession.hear(message.member, message.body)
+
+    def close(self) -> None:
+        """Hold nothing back any more."""
+        if self._succession is not None:
+            self._succession.close()

@@ -1,0 +1,79 @@
+"""`LeaderState` is what the leader has decided; it lies in the job's store for a host that takes over."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from phalanx.agent.elastic_actions import BeginGeneration, LostRank
+from phalanx.agent.environment import Place
+from phalanx.agent.generation import HostSeats, Seating
+from phalanx.launch.hosts.generation_message import generation_from_json, generation_to_json
+from phalanx.launch.hosts.node_plan import HostFacts, Node
+
+KEY = "launch/leader"
+
+
+@dataclass(frozen=True)
+class LeaderState:
+    """The hosts, their seats, and the generation that was begun last (None: the first one)."""
+
+    attempt: int
+    run_id: str
+    run: str
+    nodes: tuple[Node, ...]
+    seating: Seating
+    begun: BeginGeneration | None
+    num_replaced: int
+    max_replacements: int | None
+    losses: tuple[LostRank, ...]
+    pids: dict[int, int]  # of the processes that there were, by seat
+
+    def to_bytes(self) -> bytes:
+        """For the store."""
+        fields = {
+            "attempt": self.attempt,
+            "run_id": self.run_id,
+            "run": self.run,
+            "nodes": [[asdict(node.facts), asdict(node.place), node.label] for node in self.nodes],
+            "hosts": [_seats_to_json(host) for host in self.seating.hosts],
+            "vacated": [_seats_to_json(host) for host in self.seating.vacated],
+            "begun": None if self.begun is None else generation_to_json(self.begun),
+            "num_replaced": self.num_replaced,
+            "max_replacements": self.max_replacements,
+            "losses": [asdict(loss) for loss in self.losses],
+            "pids": [list(each) for each in self.pids.items()],
+        }
+        return json.dumps(fields).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> LeaderState:
+        """Read what `to_bytes` wrote.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is none.
+        """
+        fields = json.loads(data)
+        most = fields["max_replacements"]
+        return cls(
+            int(fields["attempt"]),
+            str(fields["run_id"]),
+            str(fields["run"]),
+            tuple(Node(HostFacts(**facts), Place(**place), str(label)) for facts, place, label in fields["nodes"]),
+            Seating(tuple(map(_seats_from_json, fields["hosts"])), tuple(map(_seats_from_json, fields["vacated"]))),
+            None if fields["begun"] is None else generation_from_json(fields["begun"]),
+            int(fields["num_replaced"]),
+            None if most is None else int(most),
+            tuple(LostRank(**loss) for loss in fields["losses"]),
+            {int(seat): int(pid) for seat, pid in fields["pids"]},
+        )
+
+
+def _seats_to_json(host: HostSeats) -> dict[str, Any]:
+    return {**asdict(host), "living": sorted(host.living)}
+
+
+def _seats_from_json(fields: Mapping[str, Any]) -> HostSeats:
+    return HostSeats(**{**fields, "living": frozenset(fields["living"])})

@@ -1,0 +1,191 @@
+"""`Succession` names who would take over, and asks a majority before the leader goes on without a host.
+
+    hosts of the generation ──► standbys are asked to follow the journal ──► a config that all hosts vote on
+    a host is lost ──► a config without it ──agreed on──► the others go on
+
+What is agreed on, and when, is `phalanx.coordination.succession`; here are the messages, which are repeated until they
+are answered, and the standbys. Nothing here waits.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+from phalanx.coordination.followers import Followers
+from phalanx.coordination.succession.config import Config, Stamp
+from phalanx.coordination.succession.primary import Primary
+from phalanx.coordination.succession.voter import Accepted, Voter
+from phalanx.ipc.wakeup import Mailbox
+from phalanx.launch.hosts.control_channel import ControlChannel
+from phalanx.launch.hosts.succession_message import config_to_json, reply_from_json
+
+FEWEST_HOSTS = 3  # of two none is a majority without the first
+_MOST_STANDBYS = 2
+_NOTHING: Stamp = ((0, -1), -1)  # before every config
+_ASK_AGAIN_S = 5.0  # after which a host that held the others up may stand by again
+_AGAIN_S = 0.3  # after which a proposal is repeated to those that have not answered
+
+
+class Succession:
+    """The succession as the leader sees to it.
+
+    Arguments:
+        followers: of the coordinator of this host.
+        primary, voter: those of a host that was elected; without them this host is the first, alone until `want`.
+    """
+
+    def __init__(
+        self, channel: ControlChannel, followers: Followers, primary: Primary | None = None, voter: Voter | None = None
+    ) -> None:
+        self._channel = channel
+        self._followers = followers
+        self._primary = primary or Primary(Config.begin(channel.member))
+        self._voter = voter or Voter(channel.member)
+        self._wanted: tuple[int, ...] = tuple(sorted(self._primary.committed.newest_voters))  # in the order of hosts
+        self._tickets: dict[int, bytes] = {}  # of the standbys that were asked
+        self._addresses: dict[int, str] = {}  # of those that follow
+        self._stalled: Mailbox[bytes] = Mailbox()
+        self._proposed_at = 0.0
+        self._accepted: dict[int, Stamp] = {}  # by host: the newest config that it is known to have accepted
+        self._told: tuple[int, ...] = ()  # the standbys that were returned last
+        self._ask_at: float | None = None  # when a standby that was late is asked again
+        self.due: float | None = None
+        followers.leader = channel.member
+        followers.on_stalled = self._stalled.put
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable when `receive` has something to do."""
+        return self._stalled.fileno()
+
+    @property
+    def is_deposed(self) -> bool:
+        """Whether the hosts have agreed on another leader."""
+        return self._primary.deposed_by is not None
+
+    @property
+    def standby_addresses(self) -> list[str]:
+        """Where those answer that may have taken over."""
+        config = self._primary.newest
+        return [address for _, address in config.addresses]
+
+    def take_standbys(self) -> tuple[int, ...] | None:
+        """Return who takes over if this host is lost, in order, if that has changed since the last call.
+
+        It has not changed before every host knows it: who does not would not know whom to vote for.
+        """
+        config = self._primary.committed
+        if config.is_joint or config.standbys == self._told or self._find_behind(config):
+            return None
+        self._told = config.standbys
+        return config.standbys
+
+    def has_left(self, member: int) -> bool:
+        """Whether a majority has agreed to go on without this host, if it had a vote."""
+        return member not in self._primary.committed.newest_voters
+
+    def describe_lack(self) -> str:
+        """Return what lacks for a majority, in words."""
+        config = self._primary.newest
+        voters = config.electorates[0].voters
+        agreed = len(voters & (self._primary.accepted_by | {self._channel.member}))
+        return f"{agreed} of the {len(voters)} hosts that were in the job together"
+
+    def want(self, members: Collection[int]) -> None:
+        """Have these hosts vote, and some of them stand by; this one is among them."""
+        self._wanted = tuple(members)
+        for member in set(self._tickets) - set(members):
+            self._forget(member)
+        others = [member for member in self._wanted if member != self._channel.member]
+        for member in others[: self._num_standbys]:
+            if member not in self._tickets:
+                self._tickets[member] = os.urandom(16)
+                term = list(self._primary.committed.term)
+                self._channel.put(member, "stand by", ticket=self._tickets[member].hex(), term=term)
+        self._advance()
+
+    @property
+    def _num_standbys(self) -> int:
+        return min((len(self._wanted) - 1) // 2, _MOST_STANDBYS)
+
+    def on_standby(self, member: int, ticket: str, address: str) -> None:
+        """Hear that a host has the whole state, and where it answers if it takes over."""
+        if self._tickets.get(member) == bytes.fromhex(ticket):
+            self._addresses[member] = address
+            self._advance()
+
+    def hear(self, member: int, body: Mapping[str, Any]) -> None:
+        """Hear what a host says to a proposal.
+
+        Raises:
+            KeyError, TypeError, ValueError: it makes no sense.
+        """
+        reply = reply_from_json(body)
+        if reply.voter == member:
+            if isinstance(reply, Accepted):
+                self._accepted[member] = max((reply.term, reply.version), self._accepted.get(member, _NOTHING))
+            self._primary = self._primary.hear(reply)
+            self._advance()
+
+    def receive(self) -> None:
+        """Do without standbys that hold the others up, and repeat what was not answered."""
+        for ticket in self._stalled.take():
+            for member in [member for member, known in self._tickets.items() if known == ticket]:
+                self._forget(member)
+                self._ask_at = time.monotonic() + _ASK_AGAIN_S
+        if self._ask_at is not None and time.monotonic() >= self._ask_at:
+            self._ask_at = None
+            self.want(self._wanted)
+        self._advance()
+
+    def _forget(self, member: int) -> None:
+        self._tickets.pop(member)
+        self._addresses.pop(member, None)
+
+    def _advance(self) -> None:
+        while self._primary.proposed is None and self._propose():
+            pass
+        required = self._primary.required_standbys - {self._channel.member}
+        self._followers.required = frozenset(self._tickets.get(member, b"gone") for member in required)
+        now = time.monotonic()
+        config = self._primary.newest
+        behind = self._find_behind(config)
+        if behind and now >= self._proposed_at + _AGAIN_S:
+            self._proposed_at = now
+            for member in behind:
+                self._channel.put_datagram(member, kind="propose", config=config_to_json(config))
+        self.due = self._proposed_at + _AGAIN_S if behind else self._ask_at
+
+    def _find_behind(self, config: Config) -> list[int]:
+        """Return the other hosts that have not accepted a config which they vote on, as far as is known."""
+        others = config.voters - {self._channel.member}
+        return [member for member in sorted(others) if self._accepted.get(member, _NOTHING) < config.stamp]
+
+    def _propose(self) -> bool:
+        """Propose what is wanted, if it is not in force; return whether it was."""
+        primary, committed = self._primary, self._primary.committed
+        if committed.is_joint:
+            changed = primary.settle()
+        else:
+            able = [member for member in self._wanted if member in self._addresses][: self._num_standbys]
+            if frozenset(self._wanted) == committed.newest_voters and tuple(able) == committed.standbys:
+                return False
+            changed = primary.change(self._wanted, tuple(able))
+        assert changed.proposed is not None
+        addresses = tuple((member, self._addresses.get(member, "")) for member in changed.proposed.standbys)
+        proposed = replace(changed.proposed, addresses=addresses)
+        required = replace(changed, proposed=proposed).required_standbys - {self._channel.member}
+        self._followers.required = frozenset(self._tickets.get(member, b"gone") for member in required)
+        self._voter, reply = self._voter.propose(proposed)
+        self._primary = replace(changed, proposed=proposed).hear(reply)
+        self._proposed_at = 0.0
+        return True
+
+    def close(self) -> None:
+        """Let go of the descriptor, and hold nothing back any more."""
+        self._followers.required = frozenset()
+        self._followers.on_stalled = lambda ticket: None
+        self._stalled.close()

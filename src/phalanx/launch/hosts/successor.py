@@ -1,0 +1,344 @@
+"""`Successor` is an agent's part in the succession: its vote, its copy of the state, and the election.
+
+    while there is a leader     its proposals are voted on; a standby follows its journal, and opens its polling place
+    when it is lost             every standby stands, and every other agent votes at their polling places:
+
+    voter ── reads ask/0, ask/1, … ── polling place of a standby (a coordinator of its own)
+          ── its replies ───────────▶ replies             │
+                                                          └─ elected: its copy goes on as the job's coordinator
+
+A polling place is none of the job's coordinators: what is said there concerns the election alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from phalanx.agent.plan import find_free_port
+from phalanx.coordination.address import Address
+from phalanx.coordination.client import Client
+from phalanx.coordination.key import Key
+from phalanx.coordination.rendezvous import join_endpoint
+from phalanx.coordination.replicated_coordinator import ReplicatedCoordinator
+from phalanx.coordination.service import Service
+from phalanx.coordination.standby import Standby
+from phalanx.coordination.succession.candidate import Candidate
+from phalanx.coordination.succession.config import Config, Term
+from phalanx.coordination.succession.primary import Primary
+from phalanx.coordination.succession.voter import Voter
+from phalanx.errors import CoordinationError, DeadlineError, PhalanxError
+from phalanx.ipc.wakeup import Mailbox
+from phalanx.launch.hosts.control_channel import MALFORMED, ControlChannel
+from phalanx.launch.hosts.leader_state import KEY as LEADER_STATE
+from phalanx.launch.hosts.succession_message import (
+    config_from_json,
+    config_to_json,
+    reply_from_json,
+    reply_to_json,
+    term_from_json,
+)
+
+_FEWEST_S = 3.0  # that an election may take, however short the hosts' timeout is
+_TURN_S = 1.0  # after which the next standby stands, too
+_TRY_S, _PAUSE_S, _LOOK_S = 2.0, 0.1, 0.25
+_REDIRECT_S = 5.0
+
+
+@dataclass(frozen=True)
+class Elected:
+    """The leader that the hosts have agreed on, and where its coordinator is."""
+
+    member: int
+    address: str
+    epoch: bytes
+    master_port: int  # MASTER_PORT of the ranks
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data."""
+        return {
+            "member": self.member,
+            "address": self.address,
+            "epoch": self.epoch.hex(),
+            "master_port": self.master_port,
+        }
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Elected:
+        """Read what `to_json` wrote."""
+        epoch = bytes.fromhex(fields["epoch"])
+        return cls(int(fields["member"]), str(fields["address"]), epoch, int(fields["master_port"]))
+
+
+@dataclass(frozen=True)
+class Office:
+    """What an elected host has besides: the coordinator's service, its part in the succession, and what was under way.
+
+    leader_state: what the leader that was had decided, as `LeaderState` writes it.
+    unread: messages to it, with their senders.
+    """
+
+    leader_state: bytes
+    service: Service
+    primary: Primary
+    voter: Voter
+    unread: list[tuple[int, bytes]]
+
+
+class Successor:
+    """This agent's part. `own` is the address under which other hosts reach this one.
+
+    `fileno` is readable when an election is over: `take_result` tells how.
+    """
+
+    def __init__(self, channel: ControlChannel, key: Key | None, own: str, host_timeout_s: float) -> None:
+        self._channel = channel
+        self._key = key
+        self._own = own
+        self._host_timeout_s = host_timeout_s
+        self._lock = threading.Lock()  # of the vote
+        self._voter = Voter(channel.member)
+        self._standby: Standby | None = None
+        self._standby_term: Term | None = None
+        self._place: Service | None = None  # the polling place
+        self._num_asked = 0
+        self._results: Mailbox[Elected | None] = Mailbox()
+        self._threads: list[threading.Thread] = []
+        self._over = threading.Event()
+        self.office: Office | None = None  # once this host was elected
+        self.is_electing = False
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable when `take_result` has something."""
+        return self._results.fileno()
+
+    # While there is a leader.
+
+    def hear(self, leader: int, body: Mapping[str, Any]) -> None:
+        """Vote on what the leader proposes.
+
+        Raises:
+            KeyError, TypeError, ValueError: it makes no sense.
+        """
+        config = config_from_json(body["config"])
+        if body["kind"] != "propose" or config.primary != leader:
+            raise ValueError("no proposal")
+        with self._lock:
+            self._voter, reply = self._voter.propose(config)
+        self._channel.survives = self.may_elect
+        self._channel.put_datagram(leader, **reply_to_json(reply))
+
+    def stand_by(self, endpoint: str, ticket: str, term: Any) -> None:
+        """Follow the leader's coordinator at `endpoint`, and open the polling place.
+
+        Raises:
+            OSError, CoordinationError: there is no socket to be had.
+        """
+        self._dismiss()
+        self._standby_term = term_from_json(term)
+        if self._place is None:
+            self._place = Service(join_endpoint(self._own, 0), self._key)
+        address = str(self._place.address)
+
+        def tell() -> None:
+            self._channel.put(self._channel.first, "stands by", ticket=ticket, address=address)
+
+        self._standby = Standby(endpoint, self._key, bytes.fromhex(ticket), tell)
+
+    def _dismiss(self) -> None:
+        if self._standby is not None:
+            self._standby.stop()
+            self._standby = None
+
+    @property
+    def may_elect(self) -> bool:
+        """Whether the hosts could agree on another leader, as far as this one knows."""
+        config = self._voter.newest
+        return config is not None and self._channel.member in config.voters and bool(config.addresses)
+
+    # The election.
+
+    def begin_election(self) -> bool:
+        """Begin to elect another leader; False where it can't be done."""
+        config = self._voter.newest
+        if config is None or not self.may_elect or self._channel.is_counted_out or self.is_electing:
+            return False
+        self.is_electing = True
+        self._over = over = threading.Event()
+        end = time.monotonic() + max(_FEWEST_S, 2 * self._host_timeout_s)
+        order = [member for member, _ in config.addresses]
+        member = self._channel.member
+        for place, (standby, address) in enumerate(config.addresses):
+            if standby != member:
+                self._start(self._vote_for, address, end, over)
+            elif self._standby is not None and self._place is not None and self._standby_term == config.term:
+                self._start(self._stand, config, end, over, _TURN_S * place)
+        self._start(self._give_up, end, over)
+        return bool(order)
+
+    def take_result(self) -> list[Elected | None]:
+        """Return who was elected; None: nobody, in the time that there was."""
+        return self._results.take()
+
+    def end_election(self) -> None:
+        """Note that the new leader's agents know each other."""
+        self.is_electing = False
+
+    def _start(self, work: Any, *args: Any) -> None:
+        thread = threading.Thread(target=work, args=args, name="phalanx-election", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _finish(self, over: threading.Event, result: Elected | None) -> None:
+        with self._lock:
+            if over.is_set():
+                return
+            over.set()
+        self._results.put(result)
+
+    def _give_up(self, end: float, over: threading.Event) -> None:
+        if not over.wait(end - time.monotonic()):
+            self._finish(over, None)
+
+    def _vote_for(self, address: str, end: float, over: threading.Event) -> None:
+        """Vote at a standby's polling place, as soon as it stands."""
+        asked = 0
+        while not over.is_set():
+            try:
+                with Client(address, self._key, timeout=_TRY_S) as client:
+                    while not over.is_set():
+                        try:
+                            ask = json.loads(client.get(f"ask/{asked}", _LOOK_S))
+                        except DeadlineError:
+                            continue
+                        asked += 1
+                        if self._answer(client, ask, over):
+                            return
+            except (PhalanxError, *MALFORMED):
+                over.wait(_PAUSE_S)
+
+    def _answer(self, client: Client, ask: Mapping[str, Any], over: threading.Event) -> bool:
+        """Answer what a standby asks; return whether it was elected."""
+        if "elected" in ask:
+            elected = Elected.from_json(ask["elected"])
+            if not over.is_set():
+                self._follow(elected)
+                self._finish(over, elected)
+            return True
+        with self._lock:
+            if "solicit" in ask:
+                self._voter, reply = self._voter.solicit(term_from_json(ask["solicit"]))
+            else:
+                self._voter, reply = self._voter.propose(config_from_json(ask["propose"]))
+        client.queue_push("replies", json.dumps(reply_to_json(reply)))
+        return False
+
+    def _follow(self, elected: Elected) -> None:
+        address = Address.parse(elected.address)
+        self._channel.redirect(elected.member, address, elected.epoch, _REDIRECT_S)
+
+    def _stand(self, config: Config, end: float, over: threading.Event, wait_s: float) -> None:
+        """Stand for the lead, at this host's own polling place."""
+        assert self._place is not None
+        if over.wait(wait_s):
+            return
+        try:
+            with Client(self._place.local) as client:
+                while not over.is_set():
+                    primary = self._poll_voters(client, end, over)
+                    if primary is not None:
+                        self._take_office(client, primary, over)
+                        return
+                    over.wait(random.uniform(_PAUSE_S, _TURN_S))  # two that stand at once get out of each other's way
+        except (CoordinationError, OSError):
+            self._finish(over, None)
+
+    def _poll_voters(self, client: Client, end: float, over: threading.Event) -> Primary | None:
+        """Ask for votes in a new term; return what the elected one has, None where another one has asked later."""
+        with self._lock:
+            known = self._voter.newest
+            assert known is not None
+            term = self._voter.promised[0] + 1, self._channel.member
+            self._voter, reply = self._voter.solicit(term)
+        candidate = Candidate(term, known).hear(reply)
+        self._ask(client, solicit=list(term))
+        has_proposed = False
+        while not over.is_set() and time.monotonic() < end and candidate.refused_by is None:
+            if candidate.proposed is not None and not has_proposed:
+                has_proposed = True
+                with self._lock:
+                    self._voter, reply = self._voter.propose(candidate.proposed)
+                candidate = candidate.hear(reply)
+                self._ask(client, propose=config_to_json(candidate.proposed or known))
+            if candidate.elected is not None:
+                return candidate.elected
+            try:
+                told = client.queue_pop("replies", timeout=_LOOK_S)
+            except DeadlineError:
+                continue
+            if told is not None:
+                candidate = candidate.hear(reply_from_json(json.loads(told)))
+        if candidate.refused_by is not None:
+            with self._lock:  # the next term of this host is later than that one
+                later = candidate.refused_by[0], self._channel.member
+                if later > self._voter.promised:
+                    self._voter, _ = self._voter.solicit(later)
+        return None
+
+    def _ask(self, client: Client, **ask: Any) -> None:
+        client.set(f"ask/{self._num_asked}", json.dumps(ask))
+        self._num_asked += 1
+
+    def _take_office(self, client: Client, primary: Primary, over: threading.Event) -> None:
+        """Open the job's coordinator, and tell all that have voted where it is."""
+        copy = self._standby.stop() if self._standby is not None else None
+        state = copy.store.get(LEADER_STATE.encode()) if copy is not None else None
+        if copy is None or state is None or over.is_set():
+            self._finish(over, None)
+            return
+        unread = prepare(copy, primary.committed.primary, self._channel.first)
+        service = Service(join_endpoint(self._own, 0), self._key, coordinator=copy)
+        self.office = Office(state, service, primary, self._voter, unread)
+        elected = Elected(primary.committed.primary, str(service.address), copy.epoch, find_free_port())
+        self._follow(elected)
+        self._ask(client, elected=elected.to_json())
+        self._finish(over, elected)
+
+    def close(self) -> None:
+        """End all of it; the coordinator of a host that was elected goes on until `close_office`."""
+        self._over.set()
+        for thread in self._threads:
+            thread.join()
+        self._dismiss()
+        if self._place is not None:
+            self._place.close()
+            self._place = None
+        self._results.close()
+
+    def close_office(self) -> None:
+        """Close the coordinator of this host, if it was elected."""
+        if self.office is not None:
+            self.office.service.close()
+
+
+def prepare(copy: ReplicatedCoordinator, leader: int, lost: int) -> list[tuple[int, bytes]]:
+    """Make a copy the coordinator that `leader` leads in place of `lost`; return what that one had yet to read.
+
+    The leader is told who joins and goes, and the others what becomes of the leader.
+    """
+    now = time.monotonic()
+    copy.take_over(now)
+    copy.epoch = os.urandom(8)
+    gone = copy.members.get(lost)
+    unread = [] if gone is None else gone.unread_messages()
+    for member in copy.members:
+        member.watches = None if member.id == leader else frozenset([leader])
+    if gone is not None:
+        copy.lose(gone, "its host is lost")
+    return unread

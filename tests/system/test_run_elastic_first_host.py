@@ -1,0 +1,155 @@
+"""An elastic job goes on when the host that leads it is lost: real processes in network namespaces.
+
+The ranks are those of `elastic_rank.py`, which speak the protocol and do nothing else; the last test trains.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+from tests.system import elastic_training
+from tests.system.test_run_elastic import Job
+from tests.system.test_run_elastic_hosts import Cluster, cluster, samples_of_epochs
+
+from phalanx.testing import why_no_hosts
+from phalanx.testing.namespaces import Host, hosts
+
+pytestmark = pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts())
+
+WAITS = {"WAIT_S": "600"}
+
+
+def await_standbys(made: Cluster, leader: int, count: int = 1) -> None:
+    """Until so many hosts may take over."""
+    made.wait_for(leader, "without this host, " if count == 1 else " or vm")
+
+
+def find_leader(made: Cluster, *numbers: int) -> int:
+    """Return which of these hosts leads the job now, as soon as it says so."""
+    for number in numbers:
+        made.wait_for(number, "leads the job now")
+        if any("this host leads the job now" in line for line in made.jobs[number].lines):
+            return number
+    raise AssertionError("no host says that it leads the job")
+
+
+def address_of(job: Job) -> str:
+    """Return where hosts that come join the job that this host leads."""
+    (address,) = [found[1] for line in job.lines if (found := re.search(r"phalanx join (\S+)$", line))]
+    return address
+
+
+def test_a_job_goes_on_without_its_first_host_and_its_successor_shows_what_all_print(tmp_path: Path) -> None:
+    with cluster(tmp_path, 1, 2, 1, nnodes="1:3", env=WAITS) as made:
+        await_standbys(made, 0)
+        made.kill(0)
+        leader = find_leader(made, 1, 2)
+        made.jobs[leader].wait_generation(1, 3)
+        made.jobs[leader].order("finish")
+        ends = made.ended(leader, 3 - leader)
+    assert [end.code for end in ends] == [0, 0], ends[0].out
+    assert "with rank 0, is lost: the coordinator at 10.77.0.1:29479 has ended" in ends[0].out
+    assert "1 rank was lost during the run, and the others went on" in ends[0].out
+    assert "finished" in ends[0].out
+    assert "finished" not in ends[1].out
+
+
+def test_a_host_joins_the_successor_which_is_lost_later_and_the_job_still_goes_on(tmp_path: Path) -> None:
+    with cluster(tmp_path, 1, 1, 1, nnodes="1:3", env=WAITS) as made:
+        await_standbys(made, 0)
+        made.kill(0)
+        second = find_leader(made, 1, 2)
+        made.jobs[second].wait_generation(1, 2)
+        made.join(0, address_of(made.jobs[second]))
+        made.jobs[second].wait_generation(2, 3)
+        await_standbys(made, second)
+        made.kill(second)
+        third = find_leader(made, 0, 3 - second)
+        made.jobs[third].wait_generation(3, 2)
+        made.jobs[third].order("finish")
+        ends = made.ended(*{0, 3 - second})
+    assert [end.code for end in ends] == [0, 0], ends[0].out
+
+
+def test_two_of_five_hosts_are_lost_at_once_the_first_one_and_its_successor(tmp_path: Path) -> None:
+    with cluster(tmp_path, 1, 1, 1, 1, 1, nnodes="1:5", env=WAITS, options=("--host-timeout", "3")) as made:
+        await_standbys(made, 0, count=2)
+        for number in (0, 1):
+            made.kill(number)
+        leader = find_leader(made, 2, 3, 4)
+        made.wait_for(leader, "3 ranks go on, ")
+        made.jobs[leader].order("finish")
+        ends = made.ended(2, 3, 4)
+    assert [end.code for end in ends] == [0, 0, 0], ends[0].out
+
+
+@pytest.mark.parametrize("how", ["stopped", "cut off"])
+def test_a_first_host_that_falls_silent_is_out_and_ends_when_it_is_back(tmp_path: Path, how: str) -> None:
+    with cluster(tmp_path, 1, 1, 1, nnodes="1:3", env=WAITS, options=("--host-timeout", "3")) as made:
+        await_standbys(made, 0)
+        if how == "stopped":
+            os.kill(made.first.running.process.pid, signal.SIGSTOP)
+        else:
+            made.machines[0].cut_off()
+        leader = find_leader(made, 1, 2)
+        made.jobs[leader].wait_generation(1, 2)
+        if how == "stopped":
+            os.kill(made.first.running.process.pid, signal.SIGCONT)
+        else:
+            made.machines[0].plug_in()
+        first = made.ended_one(0)
+        made.jobs[leader].order("finish")
+        ends = made.ended(1, 2)
+    assert first.code == 1
+    assert "it hears 1 of the 3 hosts that were in the job together" in first.out
+    assert "Its ranks are ended, so that no two halves train" in first.out
+    assert "generation 1" not in first.out
+    assert [end.code for end in ends] == [0, 0], ends[0].out
+
+
+def test_a_link_that_is_cut_for_a_moment_changes_nothing(tmp_path: Path) -> None:
+    with cluster(tmp_path, 1, 1, 1, nnodes="1:3", env=WAITS, options=("--host-timeout", "60")) as made:
+        await_standbys(made, 0)
+        made.machines[0].cut_off()
+        made.machines[0].plug_in()
+        ends = made.finish(0, 1, 2)
+    assert [end.code for end in ends] == [0, 0, 0], ends[0].out
+    assert ", is lost: " not in ends[0].out
+
+
+def train(machines: list[Host], folder: Path, *, loses_first: bool) -> list[str]:
+    """Return the weights of three ranks on three hosts, whose first is lost at step 3; another host replaces it."""
+    folder.mkdir()
+    made = Cluster(machines, folder, "3", {"OMP_NUM_THREADS": "1", "OPERATION_S": "200"}, ())
+    try:
+        for number in range(3):
+            made.start(number, 1, elastic_training.__file__)
+        made.first.wait(r"rank \d is at step 3, pid \d+", 3)
+        leader = 0
+        if loses_first:
+            await_standbys(made, 0)
+            made.kill(0)
+            leader = find_leader(made, 1, 2)
+            made.join(3, address_of(made.jobs[leader]))
+        made.jobs[leader].order("go-3")
+        made.jobs[leader].order("go-6")
+        numbers = (leader, *({1, 2, 3} - {leader})) if loses_first else (0, 1, 2)
+        ends = made.ended(*numbers)
+        assert [end.code for end in ends] == [0] * len(numbers), "\n".join(end.out for end in ends)
+    finally:
+        made.close()
+    assert samples_of_epochs(folder) == [list(range(elastic_training.SAMPLES))] * elastic_training.EPOCHS
+    return [(folder / f"weights-{rank}").read_text() for rank in range(3)]
+
+
+def test_training_that_loses_its_first_host_has_the_bits_of_an_undisturbed_run_and_each_sample_once(
+    tmp_path: Path,
+) -> None:
+    with hosts(4) as machines:
+        lost = train(machines, tmp_path / "lost", loses_first=True)
+        quiet = train(machines, tmp_path / "quiet", loses_first=False)
+    assert lost == quiet
