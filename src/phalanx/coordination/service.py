@@ -23,7 +23,8 @@ from phalanx.coordination.key import Key
 from phalanx.coordination.local_socket import BACKLOG, LocalSocket
 from phalanx.coordination.replicated_coordinator import ReplicatedCoordinator
 from phalanx.coordination.session import OTHER_HOSTS, THIS_HOST, Answer, Direct, Relayed, Session
-from phalanx.coordination.wire import MAX_ENVELOPE_BYTES, MAX_FRAME_BYTES, Status, frames, pack
+from phalanx.coordination.unused_memory import UnusedMemory
+from phalanx.coordination.wire import KIND, MAX_ENVELOPE_BYTES, MAX_FRAME_BYTES, Op, Status, frames, pack
 from phalanx.errors import AuthenticationError, CoordinationError
 from phalanx.loss_detection import MEMBER_TIMEOUT_S
 
@@ -32,6 +33,10 @@ _ROUND_FRAMES, _ROUND_S = 256, 0.02  # read before answers are sent and others a
 _TICK_S = 0.25
 # As plain numbers: pyzmq's enumerations take longer than what is done with them.
 _NOBLOCK, _POLLIN, _RCVMORE = int(zmq.NOBLOCK), int(zmq.POLLIN), int(zmq.RCVMORE)
+_BEATS_S = 0.02  # in which heartbeats may gather, where no request has come for _QUIET_S
+_QUIET_S = 0.1
+_MANY_MEMBERS = 32  # of fewer each heartbeat is answered as it comes
+_HEARTBEAT = bytes((Op.HEARTBEAT,))
 _MAX_RELAYED = 1024  # frames in one message to a relay
 _MAX_YOUNG = 256  # connections that have not sent a message yet
 
@@ -79,6 +84,8 @@ class Service:
         self._admission: Admission | None = None
         self._guard: ConnectionGuard | None = None
         self._stopping = False
+        self._unused_memory = UnusedMemory()
+        self._asked_at = 0.0  # when something else than a heartbeat came
         self._local_socket: LocalSocket | None = None
         self._is_closed = False
         self.local = ""  # where processes of this user on this host find it
@@ -202,12 +209,15 @@ class Service:
         if self._guard is not None:
             poller.register(self._guard.socket, _POLLIN)
         poller.register(self._alarm, _POLLIN)
+        routers = frozenset(self._routers.values())
         ticked_at = time.monotonic()
         while not self._stopping:
             ready = {
                 socket for socket, _ in poller.poll(max(0, int((ticked_at + _TICK_S - time.monotonic()) * 1000) + 1))
             }
             now = time.monotonic()
+            if not ready <= routers:
+                self._asked_at = now
             if self._guard is not None and (self._guard.socket in ready or self._guard.is_watching):
                 self._guard.read_events(now)
             if self._admission is not None and self._admission.socket in ready:
@@ -223,7 +233,12 @@ class Service:
                 ticked_at = now
                 for line in self.coordinator.tick(now):
                     self._say(line)
+                if now - self._asked_at > _QUIET_S:
+                    self._unused_memory.give_back()
             self._send()
+            # Nobody waits for the answer to a heartbeat, and each round costs more than what is done in it.
+            if now - self._asked_at > _QUIET_S and len(self.coordinator.members) > _MANY_MEMBERS:
+                time.sleep(_BEATS_S)
 
     def _read(self, listener: int, router: zmq.Socket[bytes], now: float) -> None:
         recv = router.recv
@@ -237,6 +252,8 @@ class Service:
             except zmq.Again:
                 return
             frame = self._read_frame(listener, router)
+            if frame[KIND] != _HEARTBEAT:
+                self._asked_at = now
             try:
                 fine = handle(route, frame, now)
             except Exception as error:  # our bug; it must not end the job
@@ -282,8 +299,8 @@ class Service:
                 coordinator.put_back(session, [answer for frame in left for answer in frame])
             except zmq.ZMQError:  # it has gone, and will ask again if it comes back
                 coordinator.undelivered(session, [answer for frame in left for answer in frame])
-        for relay, batch in relayed.items():
-            self._send_to_relay(relay, batch)
+        while relayed:  # each answer is freed when it is sent: ZeroMQ has a copy
+            self._send_to_relay(*relayed.popitem())
 
     def _send_to_relay(self, relay: Direct, batch: list[tuple[Session, list[Answer]]]) -> None:
         """Send answers for several processes of a host, in as few messages as the limits allow."""
@@ -295,6 +312,7 @@ class Service:
                 fields = [field for session, frame in left[:number] for field in (session.route[-1], b"".join(frame))]
                 envelope = b"".join((coordinator.epoch, pack(Status.RELAYED, 0, *fields)))
                 self._routers[relay.listener].send_multipart((relay.identity, *cut(envelope)), _NOBLOCK)
+                self._unused_memory.note_sent(len(envelope))
                 del left[:number]
         except zmq.Again:
             for session, frame in reversed(left):
@@ -311,8 +329,3 @@ def _fitting(sizes: list[int]) -> int:
         size += sizes[number]
         number += 1
     return number
-
-
-def heartbeat_s(lost_after_s: float) -> float:
-    """How often a member says that it is there."""
-    return min(2.0, lost_after_s / 5)
