@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import socket
 import threading
 import time
@@ -30,6 +31,7 @@ from phalanx.loss_detection import MEMBER_TIMEOUT_S
 
 _QUEUE_FRAMES = 32  # of a client that we have yet to read, or that has yet to read
 _ROUND_FRAMES, _ROUND_S = 256, 0.02  # read before answers are sent and others are heard: until the first of them
+_SENDING_S = 0.02  # answers to relays are sent before others are heard
 _TICK_S = 0.25
 # As plain numbers: pyzmq's enumerations take longer than what is done with them.
 _NOBLOCK, _POLLIN, _RCVMORE = int(zmq.NOBLOCK), int(zmq.POLLIN), int(zmq.RCVMORE)
@@ -85,6 +87,7 @@ class Service:
         self._guard: ConnectionGuard | None = None
         self._stopping = False
         self._unused_memory = UnusedMemory()
+        self._relayed: dict[Direct, list[tuple[Session, list[Answer]]]] = {}  # for relays, yet to be sent
         self._asked_at = 0.0  # when something else than a heartbeat came
         self._local_socket: LocalSocket | None = None
         self._is_closed = False
@@ -212,9 +215,8 @@ class Service:
         routers = frozenset(self._routers.values())
         ticked_at = time.monotonic()
         while not self._stopping:
-            ready = {
-                socket for socket, _ in poller.poll(max(0, int((ticked_at + _TICK_S - time.monotonic()) * 1000) + 1))
-            }
+            wait_s = 0.0 if self._relayed else max(0.0, ticked_at + _TICK_S - time.monotonic())
+            ready = {socket for socket, _ in poller.poll(math.ceil(wait_s * 1000))}
             now = time.monotonic()
             if not ready <= routers:
                 self._asked_at = now
@@ -237,7 +239,8 @@ class Service:
                     self._unused_memory.give_back()
             self._send()
             # Nobody waits for the answer to a heartbeat, and each round costs more than what is done in it.
-            if now - self._asked_at > _QUIET_S and len(self.coordinator.members) > _MANY_MEMBERS:
+            is_quiet = now - self._asked_at > _QUIET_S and not self._relayed
+            if is_quiet and len(self.coordinator.members) > _MANY_MEMBERS:
                 time.sleep(_BEATS_S)
 
     def _read(self, listener: int, router: zmq.Socket[bytes], now: float) -> None:
@@ -283,11 +286,10 @@ class Service:
 
     def _send(self) -> None:
         coordinator = self.coordinator
-        relayed: dict[Direct, list[tuple[Session, list[Answer]]]] = {}
         for session, answers in coordinator.take_outgoing():
             route = session.route
             if isinstance(route, Relayed):
-                relayed.setdefault(route.relay, []).append((session, answers))
+                self._relayed.setdefault(route.relay, []).append((session, answers))
                 continue
             left = frames(answers)
             try:
@@ -299,8 +301,12 @@ class Service:
                 coordinator.put_back(session, [answer for frame in left for answer in frame])
             except zmq.ZMQError:  # it has gone, and will ask again if it comes back
                 coordinator.undelivered(session, [answer for frame in left for answer in frame])
-        while relayed:  # each answer is freed when it is sent: ZeroMQ has a copy
-            self._send_to_relay(*relayed.popitem())
+        ends_at = time.monotonic() + _SENDING_S
+        while self._relayed:  # each answer is freed when it is sent: ZeroMQ has a copy
+            relay = next(iter(self._relayed))
+            self._send_to_relay(relay, self._relayed.pop(relay))
+            if time.monotonic() >= ends_at:  # members are heard, and answered, between answers to a thousand hosts
+                break
 
     def _send_to_relay(self, relay: Direct, batch: list[tuple[Session, list[Answer]]]) -> None:
         """Send answers for several processes of a host, in as few messages as the limits allow."""
