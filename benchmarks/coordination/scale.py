@@ -492,6 +492,7 @@ def measure(num_hosts: int, ranks: int, num_processes: int) -> dict[str, float]:
                 break
         for process in processes:
             process.kill()
+        first.terminate()
         said = Path(folder, "said").read_text()
         raise SystemExit(
             f"{num_hosts} hosts: no answer within {TIMEOUT_S:g} s. The first host has said:\n{said[-2000:]}"
