@@ -11,6 +11,7 @@ its hosts, over one encrypted connection per host. Gloo's own connections are no
     met        every rank has read what all ranks say of themselves, and where the Gloo of each is
     idle       nothing happens: what heartbeats and ranks that wait for a signal cost
     signalled  a rank posts a failure: until every rank has heard that there is something to read
+    hosts' CPU what the simulated hosts and ranks themselves use for a start, which a real job has a core each for
     lost       a host stops: until its agent's loss was told to all others, counted from its last heartbeat
 """
 
@@ -24,6 +25,7 @@ import logging
 import math
 import multiprocessing
 import os
+import queue
 import random
 import resource
 import shutil
@@ -61,6 +63,7 @@ FORK, SPAWN = multiprocessing.get_context("fork"), multiprocessing.get_context("
 TIMEOUT_S = 200.0
 IDLE_S = float(os.environ.get("IDLE_S", "10"))
 LOST_AFTER_S = 8.0
+ZEROMQ = "ZMQbg/IO/0"  # the thread that encrypts, sends and receives
 SIGNAL = f"phalanx/signal/0{WRITE_ONCE}"
 
 
@@ -87,6 +90,7 @@ def be_first(commands: Any, answers: Any, num_hosts: int, ranks: int, place: str
                 "cpu_s": time.process_time(), "at": time.monotonic(), "requests": num_requests,
                 "pss_mb": int(memory) / 1024, "peak_mb": int(peak) / 1024,
                 "connections": sum(_is_socket(number) for number in os.listdir("/proc/self/fd")),
+                "threads": _cpu_of_threads(),
             })  # fmt: skip
 
     threading.Thread(target=tell, daemon=True).start()
@@ -98,6 +102,24 @@ def be_first(commands: Any, answers: Any, num_hosts: int, ranks: int, place: str
     where = ["--node-rank", "0", "--master-addr", address, "--master-port", port]
     words = ["--nnodes", str(num_hosts), *where, "--nproc-per-node", str(ranks), "--host-timeout", str(LOST_AFTER_S)]
     main([*words, "--no-preload", "--no-python", "sleep", "100000"])
+
+
+def _cpu_of_threads() -> dict[str, float]:
+    """Return the processor time of each thread of this process, in seconds; ZeroMQ's bear the names that it gives."""
+    names = {thread.native_id: thread.name for thread in threading.enumerate()}
+    found: dict[str, float] = {}
+    for number in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError):
+            text = Path(f"/proc/self/task/{number}/stat").read_text()
+            name = names.get(int(number)) or text[text.index("(") + 1 : text.rindex(")")]
+            found[name] = found.get(name, 0.0) + _cpu_s(text)
+    return found
+
+
+def _cpu_s(stat: str) -> float:
+    """Return the processor time in a line of /proc/<pid>/stat."""
+    fields = stat[stat.rindex(")") + 2 :].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _is_socket(number: str) -> bool:
@@ -128,7 +150,7 @@ class Mux:
             dealer.connect(endpoint.replace("tcp://", f"tcp://{source}:0;"))
             self.hosts.append(Host(dealer))
         self.lock = threading.Lock()
-        self.asked: dict[Host, list[tuple[bytes, bytes]]] = {host: [] for host in self.hosts}
+        self.asked: dict[Host, list[tuple[bytes, bytes]]] = {host: [] for host in self.hosts}  # each says hello
         # Ranks that hold what all ranks say of themselves: a megabyte for each, of which a real host has eight.
         self.turns = threading.Semaphore(8)
         self.wake_reader, self.wake_writer = os.pipe()
@@ -138,10 +160,17 @@ class Mux:
     def send(self, host: Host, route: bytes, call: PendingCall) -> None:
         with self.lock:
             host.calls[route, call.number] = call
-            was_idle = not self.asked
-            self.asked.setdefault(host, []).append((route, call.message))
-        if was_idle:
+            self._ask(host, route, call.message)
+
+    def cancel(self, host: Host, route: bytes, call: PendingCall) -> None:
+        with self.lock:
+            if host.calls.pop((route, call.number), None) is not None:
+                self._ask(host, route, pack(Op.CANCEL, 0, pack_number(call.number)))
+
+    def _ask(self, host: Host, route: bytes, frame: bytes) -> None:
+        if not self.asked:
             os.write(self.wake_writer, b"x")
+        self.asked.setdefault(host, []).append((route, frame))
 
     def run(self) -> None:
         poller = zmq.Poller()
@@ -198,28 +227,42 @@ class Rank(Client):
 
     def __init__(self, mux: Mux, host: Host, route: bytes) -> None:
         self.mux, self.host, self.route = mux, host, route
+        self.address = "through a relay"  # type: ignore[assignment]
         self.timeout = TIMEOUT_S
         self._number = 0
         self._is_closed = False
         self.has_turn = False  # among `Mux.turns`
 
     def _call(self, what: int, *fields: bytes, deadline: Deadline | None = None, waits_for: Any = ()) -> list[bytes]:
-        call = self.begin(what, *fields)
-        left_s = TIMEOUT_S if deadline is None else deadline.left_s
-        if not call.wake.acquire(timeout=min(left_s, TIMEOUT_S)):  # type: ignore[union-attr]
+        deadline = Deadline.after(TIMEOUT_S) if deadline is None else deadline
+        call = self._begin(what, *fields, deadline=deadline)
+        self._await(call, deadline)
+        self._end(call)
+        if not call.is_over:
             raise DeadlineError("wait timeout")
-        if what == Op.GET and fields[0].endswith(WRITE_ONCE.encode()) and not self.has_turn:
-            self.mux.turns.acquire()
-            self.has_turn = True
         return call.result("the coordinator")
 
-    def begin(self, what: int, *fields: bytes) -> PendingCall:
+    def _begin(self, what: int, *fields: bytes, deadline: Deadline) -> PendingCall:
         self._number += 1
         call = PendingCall(self._number, what, pack(what, self._number, *fields))
         call.wake = threading.Lock()
         call.wake.acquire()
         self.mux.send(self.host, self.route, call)
         return call
+
+    def _await(self, call: PendingCall, deadline: Deadline) -> None:
+        if not call.is_over:
+            call.wake.acquire(timeout=min(deadline.left_s, TIMEOUT_S))  # type: ignore[union-attr]
+        if call.is_over and call.what == Op.GET and call.message.endswith(WRITE_ONCE.encode()) and not self.has_turn:
+            self.mux.turns.acquire()
+            self.has_turn = True
+
+    def _look(self, call: PendingCall) -> None:
+        pass  # `Mux` reads
+
+    def _end(self, call: PendingCall) -> None:
+        if not call.is_over:
+            self.mux.cancel(self.host, self.route, call)
 
     def let_go(self) -> None:
         """Hold what all ranks say no more."""
@@ -373,7 +416,7 @@ def be_ranks(endpoint: str, hosts: range, ranks: int, size: int, answers: Any, s
         met.forget()
     signals = []
     for client in clients:
-        signals.append(client.begin(Op.GET, SIGNAL.encode()))
+        signals.append(client._begin(Op.GET, SIGNAL.encode(), deadline=Deadline.after(TIMEOUT_S)))
     answers.put("waits")
     for signal in signals:
         signal.wake.acquire()  # type: ignore[union-attr]
@@ -433,35 +476,52 @@ def measure(num_hosts: int, ranks: int, num_processes: int) -> dict[str, float]:
     for process in processes:
         process.start()
 
-    def usage() -> dict[str, float]:
+    def usage() -> dict[str, Any]:
         commands.put("usage")
-        found: dict[str, float] = answers.get()
+        found: dict[str, Any] = answers.get()
+        found["hosts_cpu_s"] = sum(_cpu_s(Path(f"/proc/{process.pid}/stat").read_text()) for process in processes)
         return found
+
+    def hear() -> Any:
+        """Return what one of the processes says next, as long as the first host's command runs."""
+        end = time.monotonic() + TIMEOUT_S
+        while time.monotonic() < end:
+            with contextlib.suppress(queue.Empty):
+                return met.get(timeout=1.0)
+            if not first.is_alive():
+                break
+        for process in processes:
+            process.kill()
+        first.terminate()
+        said = Path(folder, "said").read_text()
+        raise SystemExit(
+            f"{num_hosts} hosts: no answer within {TIMEOUT_S:g} s. The first host has said:\n{said[-2000:]}"
+        )
 
     begun = usage()
     steps[0].set()
     for _ in agents:
-        met.get(timeout=TIMEOUT_S)
+        hear()
     joined = usage()
     steps[1].set()
     for _ in range(size):
-        met.get(timeout=TIMEOUT_S)
+        hear()
     all_met = usage()
     steps[2].set()
     for _ in parts:
-        met.get(timeout=TIMEOUT_S)
+        hear()
     idle = usage()
     time.sleep(IDLE_S)
     idled = usage()
     with Client(endpoint, Key(KEY)) as client:
         posted = time.monotonic()
         client.set(SIGNAL, b"group")  # as a rank does that has failed
-        signalled = max(met.get(timeout=TIMEOUT_S)[1] for _ in parts) - posted
+        signalled = max(hear()[1] for _ in parts) - posted
     after_signal = usage()
     steps[3].set()
     told, last = [], 0.0
     for _ in range(len(agents) + 1):
-        what, at = met.get(timeout=TIMEOUT_S)
+        what, at = hear()
         if what == "told":
             told.append(at)
         else:
@@ -478,6 +538,8 @@ def measure(num_hosts: int, ranks: int, num_processes: int) -> dict[str, float]:
         "joined_cpu_s": joined["cpu_s"] - begun["cpu_s"],
         "met_s": all_met["at"] - joined["at"],
         "met_cpu_s": all_met["cpu_s"] - joined["cpu_s"],
+        "hosts_cpu_s": all_met["hosts_cpu_s"] - begun["hosts_cpu_s"],
+        "network_cpu_s": all_met["threads"][ZEROMQ] - begun["threads"].get(ZEROMQ, 0.0),
         "requests_per_host": (all_met["requests"] - joined["requests"]) / num_hosts,
         "connections": all_met["connections"],
         "pss_mb": idled["pss_mb"],
@@ -507,15 +569,16 @@ def main() -> None:
     rows = [
         [
             str(hosts), harness.format_time(one["joined_s"]), harness.format_time(one["met_s"]),
-            harness.format_time(one["joined_cpu_s"] + one["met_cpu_s"]), f"{one['requests_per_host']:.1f}",
+            harness.format_time(one["joined_cpu_s"] + one["met_cpu_s"]), harness.format_time(one["network_cpu_s"]),
+            harness.format_time(one["hosts_cpu_s"]), f"{one['requests_per_host']:.1f}",
             f"{one['connections']:.0f}", f"{one['pss_mb']:.0f} MB", f"{one['peak_mb']:.0f} MB",
             f"{one['idle_percent']:.1f} %", harness.format_time(one["signalled_s"]), f"{one['lost_s']:.1f} s",
         ]
         for hosts, one in found.items()
     ]  # fmt: skip
     harness.print_table(
-        ["hosts", "joined", "met", "CPU", "requests per host", "connections", "memory", "peak", "idle", "signalled",
-         "loss told after"],
+        ["hosts", "joined", "met", "CPU", "of it ZeroMQ's", "hosts' CPU", "requests per host", "connections", "memory",
+         "peak", "idle", "signalled", "loss told after"],
         rows,
     )  # fmt: skip
     harness.write_results(arguments.output, {"scale": found}, machine=harness.describe_machine())

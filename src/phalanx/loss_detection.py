@@ -53,3 +53,10 @@ SILENT_RANK_S = 10.0  # what a rank may keep the others waiting, which have give
 SILENT_AGENT_S = 60.0  # what an agent may take to answer, however short the operations of the group may be
 SWEEP_S = 6.0  # a zygote that has not swept by then is killed: the agent sweeps
 HOST_SWEEP_S = 15.0  # what a host may take to kill and tell, which is otherwise alive
+
+_BEATS_PER_S = 250  # that all members together should send, where that leaves enough of them
+
+
+def heartbeat_s(lost_after_s: float, num_members: int = 1) -> float:
+    """Return how often a member says that it is there; of many each says it less often, at least thrice in the time."""
+    return min(max(min(2.0, lost_after_s / 5), num_members / _BEATS_PER_S), lost_after_s / 3)

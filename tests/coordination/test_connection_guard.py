@@ -280,6 +280,17 @@ def test_pieces_are_as_long_as_they_may_be(nbytes):
     assert max(map(len, pieces)) <= 10
 
 
+def test_a_number_that_is_that_of_another_socket_by_now_has_no_other_end(tmp_path, monkeypatch):
+    """While a thousand hosts came, one had gone again, and its number was that of a Unix socket without a name when the
+    guard asked for the second address: the coordinator ended, and the job with it."""
+    monkeypatch.chdir(tmp_path)
+    with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as connection:
+        listener.bind("ab")  # as long as an address and a port
+        listener.listen()
+        connection.connect("ab")
+        assert _find_peer(connection.fileno()) is None
+
+
 def test_the_other_end_of_a_connection_is_found_as_long_as_it_is_there():
     with socket.socket(socket.AF_INET6) as listener, socket.socket(socket.AF_INET6) as client:
         try:

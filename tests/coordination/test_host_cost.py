@@ -6,7 +6,7 @@ import pytest
 from torch.distributed import PrefixStore
 
 from phalanx.backend.coordination_store import CoordinationStore
-from phalanx.coordination.bootstrap import exchange
+from phalanx.coordination import bootstrap
 from phalanx.coordination.client import Client
 from phalanx.coordination.coordinator import Coordinator
 from phalanx.coordination.host_requests import HostRequests
@@ -17,6 +17,12 @@ from phalanx.coordination.wire import Status, pack, unpack
 from phalanx.deadline import Deadline
 from phalanx.engines.gloo_addresses import GlooAddresses
 from phalanx.symmetric_memory.watch import ProcessId
+
+
+@pytest.fixture(autouse=True)
+def unhurried(monkeypatch):
+    """Let no rank look after the others, which it does four times a second: on a busy machine that counted as cost."""
+    monkeypatch.setattr(bootstrap, "_CHECK_PROCESSES_S", 1000.0)
 
 
 class Job:
@@ -30,6 +36,7 @@ class Job:
         self._coordinator = Coordinator()
         self._hosts = [HostRequests() for _ in range(num_hosts)]
         self._calls = {}
+        self._awaited = set()
         self._num_running = self.size
         self._lock = threading.Lock()
         self.num_asked = 0
@@ -45,7 +52,14 @@ class Job:
         with self._lock:
             self._calls[b"%d" % rank, call.number] = call
             self._hosts[rank // self._ranks_per_host].take(b"%d" % rank, call.message)
-            self.pause()
+
+    def wait(self, call):
+        """Let a rank wait until its call is answered."""
+        with self._lock:
+            if not call.is_over:
+                self._awaited.add(call)
+                self.pause()
+        assert call.wake.acquire(timeout=60.0)
 
     def pause(self):
         """A rank waits, or has ended; if it was the last that ran, all that was asked is answered."""
@@ -65,7 +79,8 @@ class Job:
                     if status != Status.PARKED:
                         call = self._calls.pop((route, number))
                         call.answer, call.fields = status, fields
-                        self._num_running += 1
+                        self._num_running += call in self._awaited
+                        self._awaited.discard(call)
                         call.wake.release()
 
     def run(self, play):
@@ -93,8 +108,9 @@ class Rank(Client):
 
     def __init__(self, job, rank):
         self._job, self._rank, self._number, self._is_closed, self.timeout = job, rank, 0, False, 60.0
+        self.address = "nowhere"
 
-    def begin(self, what, *fields):
+    def _begin(self, what, *fields, deadline):
         self._number += 1
         call = PendingCall(self._number, what, pack(what, self._number, *fields))
         call.wake = threading.Lock()
@@ -102,9 +118,18 @@ class Rank(Client):
         self._job.ask(self._rank, call)
         return call
 
+    def _await(self, call, deadline):
+        self._job.wait(call)
+
+    def _look(self, call):
+        pass
+
+    def _end(self, call):
+        assert call.is_over
+
     def _call(self, what, *fields, deadline=None, waits_for=()):
-        call = self.begin(what, *fields)
-        assert call.wake.acquire(timeout=60.0)
+        call = self._begin(what, *fields, deadline=deadline)
+        self._await(call, deadline)
         return call.result("the coordinator")
 
 
@@ -115,7 +140,7 @@ def num_asked(num_hosts, ranks_per_host):
     def start(store, rank):
         host = f"host {rank // ranks_per_host}"
         info = RankInfo(host, host, "", ProcessId.of_self(), frozenset(), 1)
-        met = exchange(store, rank, job.size, info, "0", Deadline.after(60.0))
+        met = bootstrap.exchange(store, rank, job.size, info, "0", Deadline.after(60.0))
         addresses = GlooAddresses(PrefixStore("gloo", store), rank, job.size)
         addresses.set(f"0/{rank}", bytes([rank]) * 100)
         return [one.host for one in met.infos], [addresses.get(f"0/{other}") for other in range(job.size)]

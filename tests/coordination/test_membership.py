@@ -9,7 +9,7 @@ import pytest
 from phalanx.coordination.coordinator import MAX_WAITING_BYTES, Coordinator
 from phalanx.coordination.membership import Membership
 from phalanx.coordination.session import Direct
-from phalanx.coordination.wire import Op, pack, pack_number
+from phalanx.coordination.wire import Op, Status, pack, pack_number, unpack
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -47,6 +47,20 @@ def test_time_passes_without_a_look_at_each_member(monkeypatch):
     monkeypatch.undo()
     (line,) = coordinator.tick(11.0)
     assert "member 0" in line
+
+
+@pytest.mark.parametrize(("num_members", "expected"), [(1, 2.0), (500, 2.0), (700, 2.8), (1000, 10 / 3)])
+def test_each_of_many_members_is_told_to_say_less_often_that_it_is_there(num_members, expected):
+    """A thousand of them filled a fifth of a core, in a job in which nothing happened."""
+    coordinator = Coordinator(lost_after_s=10.0)
+    for number in range(num_members):
+        coordinator.handle(Direct(1, b"%d" % number), pack(Op.JOIN, 1, b"{}", b""), 0.0)
+    dict(coordinator.take_outgoing())
+    coordinator.handle(Direct(1, b"0"), pack(Op.HEARTBEAT, 0, b"0", b"0"), 1.0)
+    ((_, (answer,)),) = coordinator.take_outgoing()
+    (message,) = unpack(answer)
+    assert message.what == Status.HEARTBEAT
+    assert float(message.fields[0]) == pytest.approx(expected, abs=0.001)
 
 
 def test_a_member_for_which_too_much_waits_is_lost():

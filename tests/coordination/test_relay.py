@@ -8,6 +8,7 @@ import time
 import pytest
 from tests.coordination.cable import Cable
 
+import phalanx.coordination.service as service_module
 from phalanx.backend.coordination_store import CoordinationStore
 from phalanx.coordination.client import Client
 from phalanx.coordination.key import Key
@@ -109,6 +110,35 @@ def test_a_value_that_is_written_once_is_fetched_once_for_all(service, relay):
     assert len({number for what, number in asked if what == Op.GET}) == 1  # a request that is woken is handled twice
     for client in clients:
         client.close()
+
+
+def test_members_are_heard_between_answers_to_many_hosts(service, monkeypatch):
+    """All hosts were answered in one go. With a thousand of them on a busy machine that took longer than a member may
+    be silent, and the first host took its own coordinator for dead."""
+    monkeypatch.setattr(service_module, "_SENDING_S", 0.0)
+    rounds, send, send_to_relay = [], service._send, service._send_to_relay
+
+    def begin_round():
+        rounds.append(0)
+        send()
+
+    def count(relay, batch):
+        rounds[-1] += 1
+        send_to_relay(relay, batch)
+
+    monkeypatch.setattr(service, "_send", begin_round)
+    monkeypatch.setattr(service, "_send_to_relay", count)
+    with contextlib.ExitStack() as stack:
+        relays = [stack.enter_context(contextlib.closing(Relay(f"tcp://{service.address}", KEY))) for _ in range(6)]
+        clients = [stack.enter_context(Client(relay.path)) for relay in relays]
+        waits = [in_thread(lambda c=client: c.get("late", 30.0)) for client in clients]
+        wait_until(lambda: sum(len(s.parked) for s in list(service.coordinator.sessions.values())) == 6)
+        with Client(service.local) as near:
+            near.set("late", bytes(100_000))
+        for thread, results in waits:
+            thread.join()
+            assert results == [bytes(100_000)]
+    assert max(rounds) == 1
 
 
 def test_ranks_of_a_host_wait_together_for_the_next_failure(service, relay):

@@ -21,9 +21,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any
 
+from phalanx.coordination.awaited_key import AwaitedKey
 from phalanx.coordination.rank_info import (
     Arrival,
     Failure,
@@ -44,7 +44,7 @@ from phalanx.symmetric_memory.watch import ProcessId
 
 _logger = get_logger(__name__)
 _LONGEST_PAUSE_S = 0.02
-_WAITS_PER_S = 256  # that all ranks together begin in the store while the first decides
+_CHECKS_PER_S = 256  # of processes, by all ranks together, while the first decides
 _LONGEST_WAIT_S = 5.0
 _MOST_DESCRIBED = 64  # ranks of a group of which each says who is missing; of more, only the first that came does
 _CHECK_PROCESSES_S = 0.25  # how often a rank checks whether another process has ended
@@ -88,7 +88,6 @@ class Bootstrap:
         self._known: dict[int, Arrival] = {}
         self._num_sought = 1  # places in the row among which this rank looks for the first
         self._in_file = file_of(store)
-        self._waits_in_store = getattr(base_of(store), "wait_is_interruptible", False)
         self.infos: list[RankInfo] = []
 
     def join(self) -> list[RankInfo]:
@@ -257,12 +256,15 @@ class Bootstrap:
         is_first, clock = self._index == 0, self._deadline.clock
         patience = self._deadline if is_first else Deadline.after(min(self._deadline.left_s + _PATIENCE_S, 1e9), clock)
         next_check = Deadline.after(_CHECK_PROCESSES_S, clock)
+        # Hundreds of ranks that ask again and again would keep the store from answering the first.
+        wait_s = min(max(_CHECK_PROCESSES_S, self._me.world_size / _CHECKS_PER_S), _LONGEST_WAIT_S)
 
         def is_over() -> bool:
             nonlocal next_check, is_first
-            if self._store.check([self._key(_RANKS)]):
+            if outcome.has_come():
                 return True
             if is_first:
+                outcome.stop_waiting()  # what this rank decides it need not be told
                 self._decide()
             if next_check.passed:
                 next_check = Deadline.after(_CHECK_PROCESSES_S, clock)
@@ -270,16 +272,16 @@ class Bootstrap:
             return False
 
         def pause(pause_s: float) -> None:
-            if is_first or not self._waits_in_store:
-                time.sleep(pause_s)
-            else:  # hundreds of ranks that ask again and again would keep the store from answering the first
-                wait_s = min(max(_CHECK_PROCESSES_S, self._me.world_size / _WAITS_PER_S), _LONGEST_WAIT_S)
-                self._wait_in_store(self._key(_RANKS), min(wait_s, patience.left_s))
+            outcome.wait(min(wait_s, patience.left_s), pause_s)
 
-        if not self._poll_until(is_over, patience, lambda: _logger.warning(self._describe_wait(patience)), pause):
-            self._give_up()
-        outcome: dict[str, Any] = json.loads(self._store.get(self._key(_RANKS)))
-        return outcome
+        def warn() -> None:
+            _logger.warning(self._describe_wait(patience))
+
+        with AwaitedKey(self._store, self._key(_RANKS), is_told=not is_first) as outcome:
+            if not self._poll_until(is_over, patience, warn, pause):
+                self._give_up()
+            found: dict[str, Any] = json.loads(outcome.get())
+            return found
 
     def _decide(self) -> None:
         """Say, as the first in the row, that the group is complete, or that it never will be."""
@@ -377,12 +379,6 @@ class Bootstrap:
             return ValueError(f"{here}: {failure.text}")
         return MismatchError(f"{here}: {failure.text}", calls=who)
 
-    def _wait_in_store(self, key: str, wait_s: float) -> None:
-        from torch.distributed import DistStoreError
-
-        with contextlib.suppress(DistStoreError):  # the key has not come
-            self._store.wait([key], timedelta(seconds=wait_s))
-
     def _poll_until(
         self,
         is_over: Callable[[], bool],
@@ -393,7 +389,7 @@ class Bootstrap:
         """Ask until it is over; `notice` is called once, after five seconds. False when time is up.
 
         Asking, because the `wait` of torch's stores cannot be interrupted by Ctrl-C, counts in whole seconds where the
-        store is a file, and has TCPStore print a warning whenever it ends without the key.
+        store is a file, and has TCPStore print a warning whenever it ends without the key. `pause` may know better.
         """
         notice_at = Deadline.after(NOTICE_S, deadline.clock)
         spoken, pause_s = False, 0.0005

@@ -201,6 +201,16 @@ class PendingGet:
         self._client._look(self._call)
         return self._call.result(self._client._where)[0] if self._call.is_over else None
 
+    def wait(self, timeout: Timeout) -> bytes | None:
+        """Return the value as soon as it is there, or None when time is up.
+
+        Raises:
+            CoordinationError, ClosedError: as `look`.
+        """
+        assert self._call is not None
+        self._client._await(self._call, Deadline.after(timeout))
+        return self._call.result(self._client._where)[0] if self._call.is_over else None
+
     def cancel(self) -> None:
         """Ask no more. A second call does nothing."""
         call, self._call = self._call, None

@@ -28,7 +28,6 @@ from phalanx.coordination.key import Key
 from phalanx.coordination.pending_call import PendingCall
 from phalanx.coordination.refusal import explain_refusal
 from phalanx.coordination.route import NoRouteError, Route, find_route
-from phalanx.coordination.service import heartbeat_s
 from phalanx.coordination.wire import (
     MAX_FRAME_BYTES,
     MAX_MESSAGES,
@@ -44,7 +43,7 @@ from phalanx.coordination.wire import (
 from phalanx.deadline import Deadline
 from phalanx.errors import AuthenticationError, ClosedError, CoordinationError, DeadlineError
 from phalanx.ipc.wakeup import Wakeup
-from phalanx.loss_detection import COORDINATOR_SILENT_S, MEMBER_TIMEOUT_S
+from phalanx.loss_detection import COORDINATOR_SILENT_S, MEMBER_TIMEOUT_S, heartbeat_s
 
 _LONGEST_POLL_S = 3.0  # then what was not answered is looked through
 _MAX_CALLS = 400  # at a time; the coordinator remembers more answers than that
@@ -437,6 +436,8 @@ class Connection:
                     elif status == Status.UNKNOWN and self.member >= 0 and fields[1:] == [pack_number(self.member)]:
                         self.is_counted_out = True
                         self._expelled(fields[0])
+                elif status == Status.HEARTBEAT and fields:
+                    self._beat_s = float(fields[0])
                 elif status == Status.PARKED and number in self._calls:
                     self._calls[number].is_parked = True
                 elif status == Status.CUT:

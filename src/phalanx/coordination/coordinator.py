@@ -32,7 +32,7 @@ from phalanx.coordination.wire import (
     unpack_text,
 )
 from phalanx.diagnostics.printable import printable
-from phalanx.loss_detection import MEMBER_TIMEOUT_S
+from phalanx.loss_detection import MEMBER_TIMEOUT_S, heartbeat_s
 
 MAX_WAITING_BYTES = 8 * OUTBOX_BYTES  # for one member, of events that nobody was asked about: who joined, who went
 MAX_SESSIONS = 1 << 16
@@ -290,7 +290,8 @@ class Coordinator(StoreRequests):
         if seen < session.member.sent:  # on their way, or lost with a connection; twice does no harm
             session.member.rewind(seen)
             self.outgoing[session] = None
-        return pack(Status.HEARTBEAT, taken)
+        beat_s = heartbeat_s(self.members.lost_after_s, len(self.members))
+        return pack(Status.HEARTBEAT, taken, b"%.3f" % beat_s)
 
     def _unknown(self, session: Session, message: Message) -> Answer:
         return pack(Status.UNKNOWN, message.number, (session.gone or "it has not joined").encode(), b"-1")

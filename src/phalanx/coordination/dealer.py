@@ -30,7 +30,11 @@ def open_dealer(context: zmq.Context[zmq.Socket[bytes]], key: Key | None) -> zmq
     dealer.reconnect_ivl, dealer.reconnect_ivl_max = 50, 1000
     dealer.connect_timeout = 3000
     dealer.handshake_ivl = 10000
-    dealer.heartbeat_ivl, dealer.heartbeat_timeout = 2000, 4000
+    # A cut of the network is the kernel's to notice, which costs the coordinator's process nothing; ZeroMQ's heartbeats
+    # are for one that hangs.
+    dealer.tcp_keepalive, dealer.tcp_keepalive_idle, dealer.tcp_keepalive_intvl, dealer.tcp_keepalive_cnt = 1, 2, 1, 2
+    dealer.tcp_maxrt = 4000
+    dealer.heartbeat_ivl, dealer.heartbeat_timeout = 6000, 6000
     if key is not None:
         pair = key.member_pair()
         dealer.curve_publickey, dealer.curve_secretkey = pair.public, pair.secret

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import socket
 import threading
 import time
@@ -23,15 +24,21 @@ from phalanx.coordination.key import Key
 from phalanx.coordination.local_socket import BACKLOG, LocalSocket
 from phalanx.coordination.replicated_coordinator import ReplicatedCoordinator
 from phalanx.coordination.session import OTHER_HOSTS, THIS_HOST, Answer, Direct, Relayed, Session
-from phalanx.coordination.wire import MAX_ENVELOPE_BYTES, MAX_FRAME_BYTES, Status, frames, pack
+from phalanx.coordination.unused_memory import UnusedMemory
+from phalanx.coordination.wire import KIND, MAX_ENVELOPE_BYTES, MAX_FRAME_BYTES, Op, Status, frames, pack
 from phalanx.errors import AuthenticationError, CoordinationError
 from phalanx.loss_detection import MEMBER_TIMEOUT_S
 
 _QUEUE_FRAMES = 32  # of a client that we have yet to read, or that has yet to read
 _ROUND_FRAMES, _ROUND_S = 256, 0.02  # read before answers are sent and others are heard: until the first of them
+_SENDING_S = 0.02  # answers to relays are sent before others are heard
 _TICK_S = 0.25
 # As plain numbers: pyzmq's enumerations take longer than what is done with them.
 _NOBLOCK, _POLLIN, _RCVMORE = int(zmq.NOBLOCK), int(zmq.POLLIN), int(zmq.RCVMORE)
+_BEATS_S = 0.02  # in which heartbeats may gather, where no request has come for _QUIET_S
+_QUIET_S = 0.1
+_MANY_MEMBERS = 32  # of fewer each heartbeat is answered as it comes
+_HEARTBEAT = bytes((Op.HEARTBEAT,))
 _MAX_RELAYED = 1024  # frames in one message to a relay
 _MAX_YOUNG = 256  # connections that have not sent a message yet
 
@@ -79,6 +86,9 @@ class Service:
         self._admission: Admission | None = None
         self._guard: ConnectionGuard | None = None
         self._stopping = False
+        self._unused_memory = UnusedMemory()
+        self._relayed: dict[Direct, list[tuple[Session, list[Answer]]]] = {}  # for relays, yet to be sent
+        self._asked_at = 0.0  # when something else than a heartbeat came
         self._local_socket: LocalSocket | None = None
         self._is_closed = False
         self.local = ""  # where processes of this user on this host find it
@@ -202,12 +212,14 @@ class Service:
         if self._guard is not None:
             poller.register(self._guard.socket, _POLLIN)
         poller.register(self._alarm, _POLLIN)
+        routers = frozenset(self._routers.values())
         ticked_at = time.monotonic()
         while not self._stopping:
-            ready = {
-                socket for socket, _ in poller.poll(max(0, int((ticked_at + _TICK_S - time.monotonic()) * 1000) + 1))
-            }
+            wait_s = 0.0 if self._relayed else max(0.0, ticked_at + _TICK_S - time.monotonic())
+            ready = {socket for socket, _ in poller.poll(math.ceil(wait_s * 1000))}
             now = time.monotonic()
+            if not ready <= routers:
+                self._asked_at = now
             if self._guard is not None and (self._guard.socket in ready or self._guard.is_watching):
                 self._guard.read_events(now)
             if self._admission is not None and self._admission.socket in ready:
@@ -223,7 +235,13 @@ class Service:
                 ticked_at = now
                 for line in self.coordinator.tick(now):
                     self._say(line)
+                if now - self._asked_at > _QUIET_S:
+                    self._unused_memory.give_back()
             self._send()
+            # Nobody waits for the answer to a heartbeat, and each round costs more than what is done in it.
+            is_quiet = now - self._asked_at > _QUIET_S and not self._relayed
+            if is_quiet and len(self.coordinator.members) > _MANY_MEMBERS:
+                time.sleep(_BEATS_S)
 
     def _read(self, listener: int, router: zmq.Socket[bytes], now: float) -> None:
         recv = router.recv
@@ -237,6 +255,8 @@ class Service:
             except zmq.Again:
                 return
             frame = self._read_frame(listener, router)
+            if frame[KIND] != _HEARTBEAT:
+                self._asked_at = now
             try:
                 fine = handle(route, frame, now)
             except Exception as error:  # our bug; it must not end the job
@@ -266,11 +286,10 @@ class Service:
 
     def _send(self) -> None:
         coordinator = self.coordinator
-        relayed: dict[Direct, list[tuple[Session, list[Answer]]]] = {}
         for session, answers in coordinator.take_outgoing():
             route = session.route
             if isinstance(route, Relayed):
-                relayed.setdefault(route.relay, []).append((session, answers))
+                self._relayed.setdefault(route.relay, []).append((session, answers))
                 continue
             left = frames(answers)
             try:
@@ -282,8 +301,12 @@ class Service:
                 coordinator.put_back(session, [answer for frame in left for answer in frame])
             except zmq.ZMQError:  # it has gone, and will ask again if it comes back
                 coordinator.undelivered(session, [answer for frame in left for answer in frame])
-        for relay, batch in relayed.items():
-            self._send_to_relay(relay, batch)
+        ends_at = time.monotonic() + _SENDING_S
+        while self._relayed:  # each answer is freed when it is sent: ZeroMQ has a copy
+            relay = next(iter(self._relayed))
+            self._send_to_relay(relay, self._relayed.pop(relay))
+            if time.monotonic() >= ends_at:  # members are heard, and answered, between answers to a thousand hosts
+                break
 
     def _send_to_relay(self, relay: Direct, batch: list[tuple[Session, list[Answer]]]) -> None:
         """Send answers for several processes of a host, in as few messages as the limits allow."""
@@ -295,6 +318,7 @@ class Service:
                 fields = [field for session, frame in left[:number] for field in (session.route[-1], b"".join(frame))]
                 envelope = b"".join((coordinator.epoch, pack(Status.RELAYED, 0, *fields)))
                 self._routers[relay.listener].send_multipart((relay.identity, *cut(envelope)), _NOBLOCK)
+                self._unused_memory.note_sent(len(envelope))
                 del left[:number]
         except zmq.Again:
             for session, frame in reversed(left):
@@ -311,8 +335,3 @@ def _fitting(sizes: list[int]) -> int:
         size += sizes[number]
         number += 1
     return number
-
-
-def heartbeat_s(lost_after_s: float) -> float:
-    """How often a member says that it is there."""
-    return min(2.0, lost_after_s / 5)

@@ -24,6 +24,7 @@ WRITE_ONCE = "#once"
 
 _HEAD = struct.Struct("<HBQ")
 _FIELD_BYTES = 4
+KIND = slice(2, 3)  # where in a frame the kind of its first message is
 
 
 class Op(enum.IntEnum):
