@@ -43,7 +43,7 @@ if ! step setup core 15 "$python" -c 'import phalanx._core'; then
 fi
 # The backend is found through an entry point, which only an installed package has.
 if ! "$python" -c 'import importlib.metadata as m; m.version("phalanx")' 2> /dev/null; then
-    version=$("$python" -c 'import re; print(re.search(r"^version = \"(.*)\"", open("pyproject.toml").read(), re.M)[1])')
+    version=$("$python" -c 'import phalanx; print(phalanx.__version__)')
     info=$site/phalanx-$version.dist-info
     mkdir -p "$info"
     printf 'Metadata-Version: 2.1\nName: phalanx\nVersion: %s\n' "$version" > "$info/METADATA"
