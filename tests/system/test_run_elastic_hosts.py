@@ -86,6 +86,15 @@ class Cluster:
         while not any(text in line for line in job.lines):
             job.lines.append(job.running.read_until("").rstrip("\n"))
 
+    def wait_connected(self, number: int) -> None:
+        """Until the command of a host has a connection to the first one."""
+        running = self.jobs[number].running
+        connections = Path(f"/proc/{running.process.pid}/net/tcp6")  # ZeroMQ has sockets of IPv6, for IPv4 as well
+        established = re.compile(rf"^ *\d+: \S+ [0-9A-F]+:{int(_PORT):04X} 01 ", re.M)
+        while not established.search(connections.read_text()):
+            assert running.process.poll() is None, running.finish().out
+            select.select([], [], [], 0.02)
+
     def finish(self, *numbers: int) -> list[Finished]:
         """Have all ranks end well, and nothing be left anywhere."""
         self.first.order("finish")
@@ -127,6 +136,8 @@ def cluster(
         try:
             for number, size in enumerate(sizes):
                 made.start(number, size)
+                if number:
+                    made.wait_connected(number)  # they have their ranks in the order in which they come
             made.first.wait_joined(0, *range(sum(sizes)))
             yield made
         finally:
