@@ -1,6 +1,7 @@
 """Each logger, written to and read back by its own package; and what becomes of one that fails."""
 
 import csv
+import importlib.util
 import json
 import logging
 import subprocess
@@ -11,6 +12,7 @@ import pytest
 from phalanx.loggers import CSVLogger, MLflowLogger, TensorBoardLogger, WandbLogger
 from phalanx.loggers.guarded import GuardedLoggers
 from phalanx.loggers.resolve import resolve
+from phalanx.testing import run_ranks
 
 
 def rows_of(folder, name="metrics.csv"):
@@ -214,9 +216,16 @@ def test_who_does_not_write_calls_nothing():
     assert failing.calls == 0
 
 
+def _log_by_lightning(rank, world_size, folder):
+    from lightning.fabric.loggers import CSVLogger as LightningLogger
+
+    log_a_run(LightningLogger(str(folder), name="run", version=0), folder / "report")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="Lightning is not installed")
 def test_a_logger_of_lightning_is_taken_as_it_is(tmp_path):
-    lightning = pytest.importorskip("lightning.fabric.loggers")
-    log_a_run(lightning.CSVLogger(str(tmp_path), name="run", version=0), tmp_path / "report")
+    """In a process of its own: importing Lightning sets a variable, and starts a thread, for good."""
+    run_ranks(_log_by_lightning, 1, tmp_path, init=False, start="fork")
     assert [row["step"] for row in rows_of(tmp_path / "run" / "version_0")] == ["1", "2", "3", "3"]
 
 
