@@ -312,7 +312,7 @@ class Agent:
 
 def be_agents(endpoint: str, hosts: range, ranks: int, answers: Any, steps: list[Event]) -> None:
     """Be the agents of these hosts: members of the job, of which one is lost in the end."""
-    threading.stack_size(256 << 10)
+    _prepare_for_many_threads()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     context.max_sockets = 16384
     begin, _, _, lose = steps
@@ -352,7 +352,8 @@ def be_ranks(endpoint: str, hosts: range, ranks: int, size: int, answers: Any, s
     from phalanx.symmetric_memory.watch import ProcessId
 
     logging.getLogger("phalanx").setLevel(logging.CRITICAL)
-    threading.stack_size(256 << 10)
+    _prepare_for_many_threads()
+    os.nice(10)  # a real agent need not wait for the ranks of other hosts when it says that it is there
     _, meet, wait, _ = steps
     mux = Mux(f"tcp://{endpoint}", [_loopback(host) for host in hosts])
     meet.wait()
@@ -424,6 +425,16 @@ def be_ranks(endpoint: str, hosts: range, ranks: int, size: int, answers: Any, s
     answers.close()
     answers.join_thread()
     os._exit(0)
+
+
+def _prepare_for_many_threads() -> None:
+    """Let a thousand threads of this process be woken at once.
+
+    Each that waits for the interpreter looks every `switchinterval` whether it can have it. At the default of 5 ms a
+    thousand of them in each of eight processes leave the machine time for nothing else, and no answer is heard.
+    """
+    threading.stack_size(256 << 10)
+    sys.setswitchinterval(0.2)
 
 
 def _address(host: int) -> str:

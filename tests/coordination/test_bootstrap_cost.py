@@ -148,12 +148,15 @@ def test_of_many_ranks_the_first_says_who_is_missing_and_the_others_how_many(sto
     late = Bootstrap(store, 199, 200, INFO, "0", Deadline.after(60.0))
     late._arrive()
     store.set("0/came", "150")
+    before = late._describe_wait(late._deadline, False)
+    assert "waiting for 50 of 200 ranks (the rank that came first says which) for" in before
+    assert set(late._known) == {199}  # thousands of ranks that had not looked for the first read what all had said
     late._check_processes(False)
-    assert "waiting for 50 of 200 ranks (rank 0 says which) for" in late._describe_wait(late._deadline)
+    assert "waiting for 50 of 200 ranks (rank 0 says which) for" in late._describe_wait(late._deadline, False)
     assert set(late._known) == {0, 199}
     first = Bootstrap(store, 0, 200, INFO, "0", Deadline.after(60.0))
     first._known = {0: first._me}
-    assert "waiting for ranks 150-199 for" in first._describe_wait(late._deadline)
+    assert "waiting for ranks 150-199 for" in first._describe_wait(late._deadline, True)
 
 
 @pytest.mark.parametrize("prefixes", [(), ("default_pg/",), ("0/", "cpu/")])

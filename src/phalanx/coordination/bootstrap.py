@@ -45,6 +45,7 @@ from phalanx.symmetric_memory.watch import ProcessId
 _logger = get_logger(__name__)
 _LONGEST_PAUSE_S = 0.02
 _CHECKS_PER_S = 256  # of processes, by all ranks together, while the first decides
+_LONGEST_UNCHECKED_S = 30.0
 _LONGEST_WAIT_S = 5.0
 _MOST_DESCRIBED = 64  # ranks of a group of which each says who is missing; of more, only the first that came does
 _CHECK_PROCESSES_S = 0.25  # how often a rank checks whether another process has ended
@@ -255,9 +256,9 @@ class Bootstrap:
         """Return the outcome of this start: every rank's information, or why there is no group."""
         is_first, clock = self._index == 0, self._deadline.clock
         patience = self._deadline if is_first else Deadline.after(min(self._deadline.left_s + _PATIENCE_S, 1e9), clock)
-        next_check = Deadline.after(_CHECK_PROCESSES_S, clock)
         # Hundreds of ranks that ask again and again would keep the store from answering the first.
-        wait_s = min(max(_CHECK_PROCESSES_S, self._me.world_size / _CHECKS_PER_S), _LONGEST_WAIT_S)
+        check_s = min(max(_CHECK_PROCESSES_S, self._me.world_size / _CHECKS_PER_S), _LONGEST_UNCHECKED_S)
+        next_check = Deadline.after(check_s, clock)
 
         def is_over() -> bool:
             nonlocal next_check, is_first
@@ -267,15 +268,15 @@ class Bootstrap:
                 outcome.stop_waiting()  # what this rank decides it need not be told
                 self._decide()
             if next_check.passed:
-                next_check = Deadline.after(_CHECK_PROCESSES_S, clock)
+                next_check = Deadline.after(_CHECK_PROCESSES_S if is_first else check_s, clock)
                 is_first = self._check_processes(is_first)
             return False
 
         def pause(pause_s: float) -> None:
-            outcome.wait(min(wait_s, patience.left_s), pause_s)
+            outcome.wait(min(check_s, _LONGEST_WAIT_S, patience.left_s), pause_s)
 
         def warn() -> None:
-            _logger.warning(self._describe_wait(patience))
+            _logger.warning(self._describe_wait(patience, is_first))
 
         with AwaitedKey(self._store, self._key(_RANKS), is_told=not is_first) as outcome:
             if not self._poll_until(is_over, patience, warn, pause):
@@ -407,12 +408,13 @@ class Bootstrap:
             pause(min(pause_s, deadline.left_s))
             pause_s = min(pause_s * 1.5, _LONGEST_PAUSE_S)
 
-    def _describe_wait(self, patience: Deadline) -> str:
+    def _describe_wait(self, patience: Deadline, is_first: bool) -> str:
         waited = patience.timeout_s - patience.left_s
         first, size = self._known[min(self._known)], self._me.world_size
-        if size > _MOST_DESCRIBED and first is not self._me:
+        if size > _MOST_DESCRIBED and not is_first:  # thousands of ranks would read each other's words
             num_missing = size - int(self._store.get(self._key("came")))
-            whom = f"{num_missing} of {size} ranks (rank {first.rank} says which)"
+            who_knows = f"rank {first.rank}" if first is not self._me else "the rank that came first"
+            whom = f"{num_missing} of {size} ranks ({who_knows} says which)"
         else:
             missing = self._missing()
             num_missing, whom = len(missing), name_ranks(missing)
