@@ -132,6 +132,9 @@ def test_torchruns_flags_that_are_missing_say_what_to_do_instead(flag: str) -> N
         ("--rdzv-conf timeout a.py", "--rdzv-conf: must be KEY=VALUE,KEY=VALUE, got 'timeout'"),
         ("--nnodes 2 --rdzv-conf timeout=x a.py", "--rdzv-conf timeout: must be a number, zero or more, got 'x'"),
         ("--host-timeout 0.1 a.py", "--host-timeout: must be at least 1 second, got '0.1'"),
+        ("--witness h:1 a.py", "--witness: no other host could go on where there is one host"),
+        ("--nnodes 2 --witness h a.py", "--witness: must be HOST:PORT or etcd://HOST:PORT, with a port, got 'h'"),
+        ("--nnodes 2 --witness consul://h:1 a.py", "--witness: must be HOST:PORT or etcd://HOST:PORT, got 'consul"),
         ("-r 4 a.py", "-r: must be 0 (nothing), 1 (stdout), 2 (stderr) or 3 (both)"),
         ("--tee 0:1,x a.py", "--tee: must be 0 (nothing)"),
         ("--local-ranks-filter a a.py", "--local-ranks-filter: must be local ranks, such as 0,1,2, got 'a'"),
@@ -236,6 +239,8 @@ def test_use_env_changes_nothing() -> None:
         ("--nnodes 2", Rendezvous(leads=True, min_nodes=2, max_nodes=2)),
         ("--nnodes 1:4", Rendezvous(leads=True, min_nodes=1, max_nodes=4)),
         ("--nnodes 2 --host-timeout 3", Rendezvous(leads=True, min_nodes=2, max_nodes=2, host_timeout_s=3.0)),
+        ("--nnodes 2 --witness h:1", Rendezvous(leads=True, min_nodes=2, max_nodes=2, witness="h:1")),
+        ("--nnodes 2 --witness etcd://h:1", Rendezvous(leads=True, min_nodes=2, max_nodes=2, witness="etcd://h:1")),
         ("--nnodes 2 --master-port 7", Rendezvous(":7", leads=True, min_nodes=2, max_nodes=2)),
         (
             "--nnodes=2 --node_rank=1 --master_addr=n1 --master_port=29501",

@@ -22,7 +22,8 @@ class Rendezvous:
 
     `more_endpoints` are tried after `endpoint`: the first host takes the first that it can bind, the others the first
     where this job answers. `is_local`: all agents run on one host, no port is opened and no key is needed; the others'
-    `endpoint` is the path that `announce` was called with on the first, as soon as its coordinator was there.
+    `endpoint` is the path that `announce` was called with on the first, as soon as its coordinator was there. `witness`
+    is where a vote of its own lies, for a job of two hosts that goes on without one; the first host alone needs it.
     """
 
     endpoint: str = ""
@@ -38,6 +39,7 @@ class Rendezvous:
     more_endpoints: tuple[str, ...] = ()
     is_local: bool = False
     announce: Callable[[str], object] | None = None
+    witness: str = ""
 
 
 def split_endpoint(endpoint: str, default_port: int) -> tuple[str, int]:

@@ -54,7 +54,7 @@ def parse(
         if kinds == ["program"] and fields["local_rank_argument"]:
             problems.append("--no-python: a program gets no --local-rank. Give --use-env as well; or use `phalanx run`")
     rendezvous = None
-    if given.keys() & {"nnodes", "rdzv-backend", "node-rank"}:
+    if given.keys() & {"nnodes", "rdzv-backend", "node-rank", "witness"}:
         from phalanx.launch.rendezvous_options import decide_rendezvous  # here: a job on one host starts without it
 
         rendezvous = decide_rendezvous(given, problems)

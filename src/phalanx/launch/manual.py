@@ -16,8 +16,8 @@ SECTIONS: dict[str, tuple[str, ...]] = {
                                "log-line-prefix-template"),
     "When something fails or ends": ("max-restarts", "evict-after", "grace", "shutdown-timeout", "exit-timeout",
                                      "traceback"),
-    "Several hosts": ("nnodes", "key-file", "host-timeout", "node-rank", "master-addr", "master-port", "rdzv-backend",
-                      "rdzv-endpoint", "rdzv-id", "rdzv-conf", "local-addr", "on"),
+    "Several hosts": ("nnodes", "key-file", "host-timeout", "witness", "node-rank", "master-addr", "master-port",
+                      "rdzv-backend", "rdzv-endpoint", "rdzv-id", "rdzv-conf", "local-addr", "on"),
     "For scripts and shells that were written for torchrun": ("use-env", "print-completion", "start-method",
                                                               "monitor-interval", "signals-to-handle"),
 }  # fmt: skip

@@ -37,6 +37,10 @@ def decide_rendezvous(fields: Mapping[str, Any], problems: list[str]) -> Rendezv
         problems.append(f"--rdzv-backend: must be static or c10d, got {backend!r}. Other plug-ins are torchrun's")
         return None
     if high == 1:
+        if "witness" in fields:
+            problems.append(
+                "--witness: no other host could go on where there is one host. Give --nnodes, or leave it out"
+            )
         return None
     if fields.get("standalone"):
         problems.append("--standalone and --nnodes: a standalone job runs on one host. Leave out one of them")
@@ -50,6 +54,8 @@ def decide_rendezvous(fields: Mapping[str, Any], problems: list[str]) -> Rendezv
     }
     if "host-timeout" in fields:
         common["host_timeout_s"] = fields["host-timeout"]
+    if "witness" in fields:
+        common["witness"] = fields["witness"]
     endpoint = fields.get("rdzv-endpoint", "")
     if backend == "c10d":
         if not endpoint:

@@ -65,7 +65,7 @@ class FollowedSuccession:
 
     @property
     def fds(self) -> tuple[int, ...]:
-        """What to wait on."""
+        """Return descriptors that are readable when `receive` has something to do."""
         return (self._successor.fileno(),)
 
     @property
@@ -86,7 +86,7 @@ class FollowedSuccession:
                 self._successor.hear(message.member, message.body)
         elif message.kind == "stand by":
             with contextlib.suppress(PhalanxError, OSError, *MALFORMED):  # then another one does
-                self._successor.stand_by(self._channel.endpoint, str(message.body["ticket"]), message.body["term"])
+                self._successor.stand_by(self._channel.endpoint, message.body)
         else:
             return False
         return True

@@ -155,6 +155,7 @@ class _Followed:
         finally:
             link.end_succession()
             tell_end(self._channel, link.others, code)
+            link.forget_succession()
         return code or (0 if self._host.display.lost is None else LOST_OUTPUT_EXIT_CODE)
 
     def _come_back(self, link: FollowerLink) -> bool:

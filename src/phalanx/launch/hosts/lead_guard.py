@@ -5,13 +5,15 @@ Without standbys nobody could take over, and nothing is asked.
 
 from __future__ import annotations
 
+import contextlib
 import time
 
 from phalanx.agent.generation import Seating
 from phalanx.coordination.followers import Followers
-from phalanx.errors import LaunchError
+from phalanx.errors import LaunchError, PhalanxError
 from phalanx.launch.hosts.control_channel import ControlChannel, ControlMessage
-from phalanx.launch.hosts.succession import FEWEST_HOSTS, Succession
+from phalanx.launch.hosts.succession import FEWEST_VOTERS, Succession
+from phalanx.launch.hosts.witness import Witness, WitnessCalls
 
 _FEWEST_S = 3.0  # that the others may take to agree, however short the hosts' timeout is
 
@@ -21,6 +23,7 @@ class LeadGuard:
 
     Arguments:
         followers: of this host's coordinator; None: the job ends with its first host.
+        witness: of the job, if it has one.
         succession: that of a host that was elected.
     """
 
@@ -29,11 +32,13 @@ class LeadGuard:
         channel: ControlChannel,
         followers: Followers | None,
         host_timeout_s: float = 0.0,
+        witness: Witness | None = None,
         succession: Succession | None = None,
     ) -> None:
         self._channel = channel
         self._followers = followers
         self._limit_s = max(_FEWEST_S, 2 * host_timeout_s)
+        self._witness = witness
         self._succession = succession
         self._lost: dict[int, tuple[str, float]] = {}  # why, and since when
 
@@ -44,8 +49,10 @@ class LeadGuard:
 
     def begin(self, seating: Seating) -> None:
         """Begin with the succession of an elastic job, once its hosts are enough for that."""
-        if self._succession is None and self._followers is not None and len(seating.hosts) >= FEWEST_HOSTS:
-            self._succession = Succession(self._channel, self._followers)
+        num_voters = len(seating.hosts) + (self._witness is not None)
+        if self._succession is None and self._followers is not None and num_voters >= FEWEST_VOTERS:
+            calls = None if self._witness is None else WitnessCalls(self._witness, is_new=True)
+            self._succession = Succession(self._channel, self._followers, calls)
 
     def want(self, seating: Seating) -> None:
         """Have the hosts of a generation vote, which were told of it before."""
@@ -86,8 +93,8 @@ class LeadGuard:
 
     @property
     def fds(self) -> tuple[int, ...]:
-        """What to wait on."""
-        return () if self._succession is None else (self._succession.fileno(),)
+        """Return descriptors that are readable when `receive` has something to do."""
+        return () if self._succession is None else self._succession.fds
 
     @property
     def due(self) -> float | None:
@@ -100,10 +107,9 @@ class LeadGuard:
         """Return who takes over if this host is lost, if that has changed since the last call."""
         return None if self._succession is None else self._succession.take_standbys()
 
-    def receive(self) -> None:
-        """Repeat what was not answered, and do without standbys that hold the others up."""
-        if self._succession is not None:
-            self._succession.receive()
+    def receive(self) -> list[str]:
+        """Repeat what was not answered, and do without standbys that hold the others up; return lines for the user."""
+        return [] if self._succession is None else self._succession.receive()
 
     def hear(self, message: ControlMessage) -> None:
         """Hear what a host says of the succession.
@@ -122,3 +128,10 @@ class LeadGuard:
         """Hold nothing back any more."""
         if self._succession is not None:
             self._succession.close()
+
+    def forget(self) -> None:
+        """Have the witness forget the job, which is over on all hosts; after `close`."""
+        if self._succession is not None and self._witness is not None:
+            with contextlib.suppress(PhalanxError, OSError):  # it keeps some hundred bytes
+                self._witness.forget()
+            self._witness.close()

@@ -226,7 +226,8 @@ class LeaderLink(HostLink):
         if self._peers.channel.fileno() in ready or self._peers.channel.has_more:
             for message in self._peers.channel.take():
                 self._read(message)
-        self._guard.receive()
+        for line in self._guard.receive():
+            self._host.display.say(f"phalanx run: {line}")
         self._say_standbys()
         for member, why in self._guard.take_agreed():
             self._lose_now(member, why)
@@ -281,6 +282,10 @@ class LeaderLink(HostLink):
     def end_succession(self) -> None:
         """Hold no answers back any more: the job is over, and the standbys leave."""
         self._guard.close()
+
+    def forget_succession(self) -> None:
+        """Have the job's witness forget it, once all hosts have been told that it is over."""
+        self._guard.forget()
 
     @property
     def others(self) -> set[int]:

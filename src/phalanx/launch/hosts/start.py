@@ -28,6 +28,7 @@ from phalanx.launch.hosts.gather import Gathering
 from phalanx.launch.hosts.job_spec import KEY, JobSpec
 from phalanx.launch.hosts.join_job import follow
 from phalanx.launch.hosts.lead_guard import LeadGuard
+from phalanx.launch.hosts.witness import Witness
 
 _CONNECTIONS_OF_HOST = 2
 
@@ -74,7 +75,8 @@ def _lead(
         port = service.address.port if service.address is not None else 0
         gathering = Gathering(plan, rendezvous, host, channel, key, advertised, port)
         if not rendezvous.is_local:
-            gathering.guard = LeadGuard(channel, service.coordinator.followers, rendezvous.host_timeout_s)
+            witness = Witness(rendezvous.witness, key, os.urandom(8).hex()) if rendezvous.witness else None
+            gathering.guard = LeadGuard(channel, service.coordinator.followers, rendezvous.host_timeout_s, witness)
 
         def begin(restart_count: int) -> Attempt:
             return gathering.begin(restart_count, service.local)
@@ -93,6 +95,8 @@ def _lead(
             if gathering.guard is not None:
                 gathering.guard.close()
         gathering.end(code, "")
+        if gathering.guard is not None:
+            gathering.guard.forget()
     return code or (0 if host.display.lost is None else LOST_OUTPUT_EXIT_CODE)
 
 

@@ -18,12 +18,13 @@ from typing import Any
 from phalanx.coordination.followers import Followers
 from phalanx.coordination.succession.config import Config, Stamp
 from phalanx.coordination.succession.primary import Primary
-from phalanx.coordination.succession.voter import Accepted, Voter
+from phalanx.coordination.succession.voter import Accepted, Reply, Voter
 from phalanx.ipc.wakeup import Mailbox
 from phalanx.launch.hosts.control_channel import ControlChannel
 from phalanx.launch.hosts.succession_message import config_to_json, reply_from_json
+from phalanx.launch.hosts.witness import WITNESS, WitnessCalls
 
-FEWEST_HOSTS = 3  # of two none is a majority without the first
+FEWEST_VOTERS = 3  # of two none is a majority without the first
 _MOST_STANDBYS = 2
 _NOTHING: Stamp = ((0, -1), -1)  # before every config
 _ASK_AGAIN_S = 5.0  # after which a host that held the others up may stand by again
@@ -35,16 +36,23 @@ class Succession:
 
     Arguments:
         followers: of the coordinator of this host.
+        witness: has a vote as a host has; `close` ends it.
         primary, voter: those of a host that was elected; without them this host is the first, alone until `want`.
     """
 
     def __init__(
-        self, channel: ControlChannel, followers: Followers, primary: Primary | None = None, voter: Voter | None = None
+        self,
+        channel: ControlChannel,
+        followers: Followers,
+        witness: WitnessCalls | None = None,
+        primary: Primary | None = None,
+        voter: Voter | None = None,
     ) -> None:
         self._channel = channel
         self._followers = followers
         self._primary = primary or Primary(Config.begin(channel.member))
         self._voter = voter or Voter(channel.member)
+        self._witness = witness
         self._wanted: tuple[int, ...] = tuple(sorted(self._primary.committed.newest_voters))  # in the order of hosts
         self._tickets: dict[int, bytes] = {}  # of the standbys that were asked
         self._addresses: dict[int, str] = {}  # of those that follow
@@ -57,20 +65,15 @@ class Succession:
         followers.leader = channel.member
         followers.on_stalled = self._stalled.put
 
-    def fileno(self) -> int:
-        """Return a descriptor that is readable when `receive` has something to do."""
-        return self._stalled.fileno()
+    @property
+    def fds(self) -> tuple[int, ...]:
+        """Return descriptors that are readable when `receive` has something to do."""
+        return (self._stalled.fileno(), *(() if self._witness is None else (self._witness.fileno(),)))
 
     @property
     def is_deposed(self) -> bool:
         """Whether the hosts have agreed on another leader."""
         return self._primary.deposed_by is not None
-
-    @property
-    def standby_addresses(self) -> list[str]:
-        """Where those answer that may have taken over."""
-        config = self._primary.newest
-        return [address for _, address in config.addresses]
 
     def take_standbys(self) -> tuple[int, ...] | None:
         """Return who takes over if this host is lost, in order, if that has changed since the last call.
@@ -91,20 +94,25 @@ class Succession:
         """Return what lacks for a majority, in words."""
         config = self._primary.newest
         voters = config.electorates[0].voters
-        agreed = len(voters & (self._primary.accepted_by | {self._channel.member}))
-        return f"{agreed} of the {len(voters)} hosts that were in the job together"
+        agreed = voters & (self._primary.accepted_by | {self._channel.member})
+        hosts = f"{len(agreed - {WITNESS})} of the {len(voters - {WITNESS})} hosts that were in the job together"
+        if WITNESS not in voters:
+            return hosts
+        return f"{hosts}, and {'the' if WITNESS in agreed else 'not the'} witness"
 
     def want(self, members: Collection[int]) -> None:
         """Have these hosts vote, and some of them stand by; this one is among them."""
-        self._wanted = tuple(members)
+        is_witnessed = self._witness is not None and len(members) > 1
+        self._wanted = (*members, *((WITNESS,) if is_witnessed else ()))
         for member in set(self._tickets) - set(members):
             self._forget(member)
-        others = [member for member in self._wanted if member != self._channel.member]
+        others = [member for member in members if member != self._channel.member]
         for member in others[: self._num_standbys]:
             if member not in self._tickets:
                 self._tickets[member] = os.urandom(16)
                 term = list(self._primary.committed.term)
-                self._channel.put(member, "stand by", ticket=self._tickets[member].hex(), term=term)
+                witness = None if self._witness is None else self._witness.witness.to_json()
+                self._channel.put(member, "stand by", ticket=self._tickets[member].hex(), term=term, witness=witness)
         self._advance()
 
     @property
@@ -125,21 +133,31 @@ class Succession:
         """
         reply = reply_from_json(body)
         if reply.voter == member:
-            if isinstance(reply, Accepted):
-                self._accepted[member] = max((reply.term, reply.version), self._accepted.get(member, _NOTHING))
-            self._primary = self._primary.hear(reply)
+            self._count(reply)
             self._advance()
 
-    def receive(self) -> None:
-        """Do without standbys that hold the others up, and repeat what was not answered."""
+    def _count(self, reply: Reply) -> None:
+        if isinstance(reply, Accepted):
+            self._accepted[reply.voter] = max((reply.term, reply.version), self._accepted.get(reply.voter, _NOTHING))
+        self._primary = self._primary.hear(reply)
+
+    def receive(self) -> list[str]:
+        """Do without standbys that hold the others up, and repeat what was not answered; return lines for the user."""
+        notices = []
+        for said in () if self._witness is None else self._witness.take():
+            if isinstance(said, str):
+                notices.append(said)
+            else:
+                self._count(said)
         for ticket in self._stalled.take():
             for member in [member for member, known in self._tickets.items() if known == ticket]:
                 self._forget(member)
                 self._ask_at = time.monotonic() + _ASK_AGAIN_S
         if self._ask_at is not None and time.monotonic() >= self._ask_at:
             self._ask_at = None
-            self.want(self._wanted)
+            self.want([member for member in self._wanted if member != WITNESS])
         self._advance()
+        return notices
 
     def _forget(self, member: int) -> None:
         self._tickets.pop(member)
@@ -156,11 +174,14 @@ class Succession:
         if behind and now >= self._proposed_at + _AGAIN_S:
             self._proposed_at = now
             for member in behind:
-                self._channel.put_datagram(member, kind="propose", config=config_to_json(config))
+                if member != WITNESS:
+                    self._channel.put_datagram(member, kind="propose", config=config_to_json(config))
+                elif self._witness is not None:
+                    self._witness.propose(config)
         self.due = self._proposed_at + _AGAIN_S if behind else self._ask_at
 
     def _find_behind(self, config: Config) -> list[int]:
-        """Return the other hosts that have not accepted a config which they vote on, as far as is known."""
+        """Return the other voters that have not accepted a config, as far as is known."""
         others = config.voters - {self._channel.member}
         return [member for member in sorted(others) if self._accepted.get(member, _NOTHING) < config.stamp]
 
@@ -185,7 +206,9 @@ class Succession:
         return True
 
     def close(self) -> None:
-        """Let go of the descriptor, and hold nothing back any more."""
+        """Let go of the descriptors, and hold nothing back any more."""
         self._followers.required = frozenset()
         self._followers.on_stalled = lambda ticket: None
+        if self._witness is not None:
+            self._witness.close()
         self._stalled.close()

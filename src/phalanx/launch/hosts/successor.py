@@ -44,6 +44,7 @@ from phalanx.launch.hosts.succession_message import (
     reply_to_json,
     term_from_json,
 )
+from phalanx.launch.hosts.witness import WITNESS, Witness
 
 _FEWEST_S = 3.0  # that an election may take, however short the hosts' timeout is
 _TURN_S = 1.0  # after which the next standby stands, too
@@ -82,6 +83,7 @@ class Office:
 
     leader_state: what the leader that was had decided, as `LeaderState` writes it.
     unread: messages to it, with their senders.
+    witness: of the job, if it has one.
     """
 
     leader_state: bytes
@@ -89,6 +91,7 @@ class Office:
     primary: Primary
     voter: Voter
     unread: list[tuple[int, bytes]]
+    witness: Witness | None
 
 
 class Successor:
@@ -106,6 +109,7 @@ class Successor:
         self._voter = Voter(channel.member)
         self._standby: Standby | None = None
         self._standby_term: Term | None = None
+        self._witness: Witness | None = None  # of the job, once this host stands by
         self._place: Service | None = None  # the polling place
         self._num_asked = 0
         self._results: Mailbox[Elected | None] = Mailbox()
@@ -134,14 +138,17 @@ class Successor:
         self._channel.survives = self.may_elect
         self._channel.put_datagram(leader, **reply_to_json(reply))
 
-    def stand_by(self, endpoint: str, ticket: str, term: Any) -> None:
+    def stand_by(self, endpoint: str, body: Mapping[str, Any]) -> None:
         """Follow the leader's coordinator at `endpoint`, and open the polling place.
 
         Raises:
             OSError, CoordinationError: there is no socket to be had.
+            KeyError, TypeError, ValueError: what the leader says makes no sense.
         """
         self._dismiss()
-        self._standby_term = term_from_json(term)
+        ticket = str(body["ticket"])
+        self._standby_term = term_from_json(body["term"])
+        self._witness = None if body["witness"] is None else Witness.from_json(body["witness"], self._key)
         if self._place is None:
             self._place = Service(join_endpoint(self._own, 0), self._key)
         address = str(self._place.address)
@@ -276,8 +283,11 @@ class Successor:
                     self._voter, reply = self._voter.propose(candidate.proposed)
                 candidate = candidate.hear(reply)
                 self._ask(client, propose=config_to_json(candidate.proposed or known))
+            candidate = self._hear_witness(candidate)
             if candidate.elected is not None:
                 return candidate.elected
+            if candidate.proposed is not None and not has_proposed:
+                continue
             try:
                 told = client.queue_pop("replies", timeout=_LOOK_S)
             except DeadlineError:
@@ -290,6 +300,19 @@ class Successor:
                 if later > self._voter.promised:
                     self._voter, _ = self._voter.solicit(later)
         return None
+
+    def _hear_witness(self, candidate: Candidate) -> Candidate:
+        """Have the job's witness answer what the hosts are asked, unless it has."""
+        heard = candidate.promised_by if candidate.proposed is None else candidate.accepted_by
+        if self._witness is None or WITNESS not in candidate.electors or WITNESS in heard:
+            return candidate
+        try:
+            if candidate.proposed is None:
+                return candidate.hear(self._witness.solicit(candidate.term))
+            return candidate.hear(self._witness.propose(candidate.proposed))
+        except (PhalanxError, OSError):  # it is asked again
+            self._witness.close()
+            return candidate
 
     def _ask(self, client: Client, **ask: Any) -> None:
         client.set(f"ask/{self._num_asked}", json.dumps(ask))
@@ -304,7 +327,7 @@ class Successor:
             return
         unread = prepare(copy, primary.committed.primary, self._channel.first)
         service = Service(join_endpoint(self._own, 0), self._key, coordinator=copy)
-        self.office = Office(state, service, primary, self._voter, unread)
+        self.office = Office(state, service, primary, self._voter, unread, self._witness)
         elected = Elected(primary.committed.primary, str(service.address), copy.epoch, find_free_port())
         self._follow(elected)
         self._ask(client, elected=elected.to_json())

@@ -28,6 +28,7 @@ from phalanx.launch.hosts.leader_state import LeaderState
 from phalanx.launch.hosts.peer_hosts import PeerHosts
 from phalanx.launch.hosts.succession import Succession
 from phalanx.launch.hosts.successor import Office
+from phalanx.launch.hosts.witness import WitnessCalls
 from phalanx.output.display import Display
 
 if TYPE_CHECKING:
@@ -88,8 +89,10 @@ class TakeOver:
         own = next(node for node in nodes if node.facts.member == channel.member)
         peers = PeerHosts(channel, nodes, own, host_timeout_s, limits)
         elastic = restore_elastic(state, self._states, channel.member, limits, host_timeout_s)
-        succession = Succession(channel, office.service.coordinator.followers, office.primary, office.voter)
-        guard = LeadGuard(channel, office.service.coordinator.followers, host_timeout_s, succession)
+        followers, witness = office.service.coordinator.followers, office.witness
+        calls = None if witness is None else WitnessCalls(witness, is_new=False)
+        succession = Succession(channel, followers, calls, office.primary, office.voter)
+        guard = LeadGuard(channel, followers, host_timeout_s, witness, succession)
         link = LeaderLink(plan, host, state.attempt, peers, store, guard, elastic)
         channel.put_key(FIRST_KEY, str(channel.member).encode())
         attempt.take_lead(link, self._restore_supervision(plan, elastic), elastic)

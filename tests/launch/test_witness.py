@@ -1,0 +1,209 @@
+"""A witness's vote lies in a register that all who ask change by turns; with real coordinators and a real etcd."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import shutil
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from phalanx.coordination.key import Key
+from phalanx.coordination.service import Service
+from phalanx.coordination.succession.config import Config, Electorate, Stamp, Term
+from phalanx.coordination.succession.voter import Accepted, Promised, Refused, Reply
+from phalanx.errors import AuthenticationError, CoordinationError
+from phalanx.launch.hosts.etcd_register import EtcdRegister
+from phalanx.launch.hosts.witness import WITNESS, CoordinatorRegister, Register, Witness, WitnessCalls
+
+KEY = Key(bytes(32))
+
+
+def find_free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        made = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [each.getsockname()[1] for each in made]
+
+
+@contextlib.contextmanager
+def run_etcd(folder: Path) -> Iterator[str]:
+    """An etcd of one member, and its address."""
+    if shutil.which("etcd") is None:
+        pytest.skip("there is no etcd here (Debian: etcd-server)")
+    port, peers = find_free_ports(2)
+    url, peer_url = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{peers}"
+    words = ["--listen-client-urls", url, "--advertise-client-urls", url, "--listen-peer-urls", peer_url,
+             "--initial-advertise-peer-urls", peer_url, "--initial-cluster", f"default={peer_url}"]  # fmt: skip
+    with open(folder / "etcd.log", "wb") as log:
+        process = subprocess.Popen(["etcd", "--data-dir", str(folder / "etcd"), *words], stdout=log, stderr=log)
+    try:
+        while True:
+            assert process.poll() is None, (folder / "etcd.log").read_text()
+            with contextlib.suppress(CoordinationError):
+                EtcdRegister(f"etcd://127.0.0.1:{port}").read("is it there?")
+                break
+        yield f"etcd://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.wait()
+
+
+@pytest.fixture(params=["coordinator", "etcd"])
+def address(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """Where a witness's vote may lie."""
+    if request.param == "etcd":
+        with run_etcd(tmp_path) as found:
+            yield found
+    else:
+        with Service("127.0.0.1:0", KEY) as service:
+            yield str(service.address)
+
+
+def make_config(term: Term, version: int) -> Config:
+    voters = frozenset([0, 1, WITNESS])
+    return Config(term, version, term[1], (1,), (Electorate(voters, term[1]),), ((1, "10.0.0.1:5"),))
+
+
+def test_it_votes_as_a_host_does_and_forgets_a_job_that_is_over(address: str) -> None:
+    witness = Witness(address, KEY, "job")
+    witness.begin()
+    first = make_config((1, 0), 3)
+    assert witness.propose(first) == Accepted(WITNESS, (1, 0), 3)
+    assert witness.solicit((2, 1)) == Promised(WITNESS, (2, 1), first)
+    assert witness.propose(make_config((1, 0), 4)) == Refused(WITNESS, (2, 1))
+    with contextlib.closing(Witness(address, KEY, "job")) as again:  # its asker repeats it
+        assert again.solicit((2, 1)) == Promised(WITNESS, (2, 1), first)
+    witness.begin()  # changes nothing
+    assert witness.solicit((1, 0)) == Refused(WITNESS, (2, 1))
+    witness.forget()
+    witness.forget()
+    witness.close()
+
+
+def test_it_has_no_vote_in_a_job_of_which_it_knows_nothing(address: str) -> None:
+    """It may have promised another host something, and forgotten it."""
+    other = Witness(address, KEY, "another job")
+    other.begin()
+    witness = Witness(address, KEY, "job")
+    with pytest.raises(CoordinationError, match="it knows nothing of this job"):
+        witness.solicit((2, 1))
+    with pytest.raises(CoordinationError, match="it knows nothing of this job"):
+        witness.propose(make_config((1, 0), 1))
+    witness.close()
+    other.close()
+
+
+def test_what_somebody_else_has_written_there_is_told(address: str) -> None:
+    witness = Witness(address, KEY, "job")
+    witness._open().write("phalanx/witness/job", b"", b"{}")
+    with pytest.raises(CoordinationError, match="is none that Phalanx has written"):
+        witness.solicit((2, 1))
+    witness.close()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_it_takes_nothing_back_whoever_asks_at_the_same_time(address: str, seed: int) -> None:
+    """After a reply nothing of an earlier term is promised or accepted, for whatever was asked after that reply."""
+    with contextlib.closing(Witness(address, KEY, "job")) as witness:
+        witness.begin()
+    heard: list[tuple[float, float, Term, Reply]] = []
+
+    def ask(member: int) -> None:
+        chance = random.Random(f"{seed} {member}")
+        witness = Witness(address, KEY, "job")
+        for count in range(1, 15):
+            term = chance.randint(1, count), member
+            asked_at = time.monotonic()
+            if chance.random() < 0.5:
+                reply = witness.solicit(term)
+            else:
+                reply = witness.propose(make_config(term, count))
+            heard.append((asked_at, time.monotonic(), term, reply))
+        witness.close()
+
+    threads = [threading.Thread(target=ask, args=(member,), name=f"phalanx-test-{member}") for member in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(heard) == 4 * 14
+    granted = [one for one in heard if not isinstance(one[3], Refused)]
+    assert granted
+    for _, answered_at, term, _ in granted:
+        for asked_at, _, later, _ in granted:
+            assert asked_at < answered_at or later >= term
+    newest: dict[Stamp, Config] = {}
+    for _, _, _, reply in heard:  # what is told of a term is what was accepted, and always the same
+        if isinstance(reply, Promised) and reply.newest is not None:
+            stamp = reply.newest.stamp
+            assert stamp[0] <= reply.term
+            assert newest.setdefault(stamp, reply.newest) == reply.newest
+
+
+def test_of_two_that_write_in_place_of_the_same_value_one_succeeds(address: str) -> None:
+    def open_register() -> Register:
+        return EtcdRegister(address) if "://" in address else CoordinatorRegister(address, KEY)
+
+    one, two = open_register(), open_register()
+    assert one.write("name", b"", b"1")
+    assert not two.write("name", b"", b"2")
+    assert two.read("name") == b"1"
+    assert two.write("name", b"1", b"3")
+    assert not one.write("name", b"1", b"4")
+    assert not one.write("another", b"1", b"4")
+    assert (one.read("name"), one.read("another")) == (b"3", b"")
+    two.delete("name")
+    assert one.read("name") == b""
+    one.close()
+    two.close()
+
+
+def test_the_leader_is_told_that_it_does_not_answer_once_and_that_it_does_again(tmp_path: Path) -> None:
+    (port,) = find_free_ports(1)
+    calls = WitnessCalls(Witness(f"127.0.0.1:{port}", KEY, "job"), is_new=True)
+
+    def take() -> Reply | str:
+        while True:
+            for each in calls.take():
+                return each
+            threading.Event().wait(0.01)
+
+    calls.propose(make_config((1, 0), 1))
+    said = take()
+    assert isinstance(said, str)
+    assert f"the witness at 127.0.0.1:{port} does not vote: " in said
+    with Service(f"127.0.0.1:{port}", KEY):
+        while True:  # as the succession does, until it has answered
+            calls.propose(make_config((1, 0), 2))
+            threading.Event().wait(0.05)
+            if found := calls.take():  # and not a second time that it does not answer
+                break
+        assert found[0] == f"the witness at 127.0.0.1:{port} votes"
+        assert (found[1] if len(found) > 1 else take()) == Accepted(WITNESS, (1, 0), 2)
+        calls.close()
+
+
+def test_a_wrong_key_is_told() -> None:
+    with Service("127.0.0.1:0", KEY) as service, pytest.raises(AuthenticationError):
+        Witness(str(service.address), Key(bytes([1]) * 32), "job").begin()
+
+
+@pytest.mark.parametrize("answer", [b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n[]", b"no HTTP\r\n\r\n", b""])
+def test_what_is_no_etcd_is_told(answer: bytes) -> None:
+    def serve(server: socket.socket) -> None:
+        with server.accept()[0] as connection:
+            connection.recv(1000)
+            connection.sendall(answer)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=serve, args=(server,), name="phalanx-test-server")
+        thread.start()
+        with pytest.raises(CoordinationError, match="etcd"):
+            EtcdRegister(f"etcd://127.0.0.1:{server.getsockname()[1]}").read("name")
+        thread.join()

@@ -1,0 +1,235 @@
+"""An elastic job of two hosts goes on without either of them, where a witness has a vote: real processes.
+
+The hosts are network namespaces, and the witness is a `phalanx coordinator` on a third one, or an etcd there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.system import elastic_training
+from tests.system.phalanx_command import Running, start
+from tests.system.test_run_elastic_first_host import WAITS, address_of, await_standbys, find_leader
+from tests.system.test_run_elastic_hosts import Cluster, samples_of_epochs
+
+from phalanx.coordination.key import Key
+from phalanx.testing import why_no_hosts
+from phalanx.testing.namespaces import Host, hosts
+
+pytestmark = pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts())
+
+_KEY = Key(bytes(32))
+_PORT = 29481
+
+
+def start_coordinator(machine: Host) -> contextlib.AbstractContextManager[Running]:
+    """The command that keeps the vote."""
+    line = ("coordinator", "--bind", f"{machine.address}:{_PORT}")
+    return start(*line, env={"PHALANX_KEY": str(_KEY)}, before=machine.command, stderr=subprocess.STDOUT)
+
+
+def make_cluster(machines: list[Host], folder: Path, scheme: str = "") -> Cluster:
+    """A cluster whose last machine is the witness's."""
+    options = ("--no-preload", "--host-timeout", "3", "--witness", f"{scheme}{machines[-1].address}:{_PORT}")
+    return Cluster(machines, folder, f"1:{len(machines) - 1}", WAITS, options)
+
+
+@contextlib.contextmanager
+def witnessed(folder: Path, *sizes: int, late: bool = False) -> Iterator[tuple[Cluster, Running]]:
+    """Hosts with so many ranks each, and a witness on one more; `late`: it is started once the ranks run."""
+    with hosts(len(sizes) + 1) as machines, contextlib.ExitStack() as stack:
+        witness = machines[-1]
+        made = make_cluster(machines, folder)
+        stack.callback(made.close)
+        if not late:
+            running = stack.enter_context(start_coordinator(witness))
+            running.read_until("coordinator: listening")
+        for number, size in enumerate(sizes):
+            made.start(number, size)
+            if number:
+                made.wait_connected(number)
+        made.first.wait_joined(0, *range(sum(sizes)))
+        if late:
+            made.wait_for(0, "does not vote")
+            running = stack.enter_context(start_coordinator(witness))
+            made.wait_for(0, f"the witness at {witness.address}:{_PORT} votes")
+        yield made, running
+
+
+def list_keys(made: Cluster) -> list[str]:
+    """What the witness keeps, asked from its own host."""
+    script = (
+        "import sys; from phalanx.coordination.client import Client; from phalanx.coordination.key import Key; "
+        "print(*Client(sys.argv[1], Key(bytes(32))).list_keys('phalanx/witness/'))"
+    )
+    address = f"{made.machines[-1].address}:{_PORT}"
+    line = [*made.machines[-1].command, sys.executable, "-c", script, address]
+    return subprocess.run(line, check=True, capture_output=True, text=True, timeout=60).stdout.split()
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_of_two_hosts_the_second_goes_on_without_the_first(tmp_path: Path, late: bool) -> None:
+    with witnessed(tmp_path, 1, 2, late=late) as (made, _):
+        await_standbys(made, 0)
+        assert len(list_keys(made)) == 1
+        made.kill(0)
+        made.wait_for(1, "this host leads the job now")
+        made.jobs[1].wait_generation(1, 2)
+        made.jobs[1].order("finish")
+        (end,) = made.ended(1)
+        assert list_keys(made) == []  # the job is over
+    assert end.code == 0, end.out
+    assert "1 rank was lost during the run, and the others went on" in end.out
+
+
+def test_of_two_hosts_the_first_goes_on_without_the_second_and_takes_it_in_again(tmp_path: Path) -> None:
+    with witnessed(tmp_path, 1, 1) as (made, _):
+        await_standbys(made, 0)
+        made.kill(1)
+        made.first.wait_generation(1, 1)
+        made.start(1, 1)
+        made.first.wait_generation(2, 2)
+        made.kill(0)
+        made.wait_for(1, "this host leads the job now")
+        made.jobs[1].wait_generation(3, 1)
+        made.jobs[1].order("finish")
+        (end,) = made.ended(1)
+    assert end.code == 0, end.out
+
+
+@pytest.mark.parametrize("how", ["stopped", "cut off"])
+def test_a_first_host_that_falls_silent_is_out_though_the_others_are_one_host_and_a_witness(
+    tmp_path: Path, how: str
+) -> None:
+    with witnessed(tmp_path, 1, 1) as (made, _):
+        await_standbys(made, 0)
+        if how == "stopped":
+            os.kill(made.first.running.process.pid, signal.SIGSTOP)
+        else:
+            made.machines[0].cut_off()
+        made.wait_for(1, "this host leads the job now")
+        made.jobs[1].wait_generation(1, 1)
+        if how == "stopped":
+            os.kill(made.first.running.process.pid, signal.SIGCONT)
+        else:
+            made.machines[0].plug_in()
+        first = made.ended_one(0)
+        made.jobs[1].order("finish")
+        (end,) = made.ended(1)
+    assert first.code == 1
+    assert "it hears 1 of the 2 hosts that were in the job together, and not the witness" in first.out
+    assert "generation 1" not in first.out
+    assert end.code == 0, end.out
+
+
+def test_a_second_host_that_is_cut_off_does_not_lead_and_is_taken_in_again(tmp_path: Path) -> None:
+    """It and the first host would both have gone on, each as one of two."""
+    with witnessed(tmp_path, 1, 1) as (made, _):
+        await_standbys(made, 0)
+        made.machines[1].cut_off()
+        made.first.wait_generation(1, 1)
+        made.wait_for(1, "for the first host, to be taken in again")
+        made.machines[1].plug_in()
+        made.first.wait_generation(2, 2)
+        ends = made.finish(0, 1)
+    assert [end.code for end in ends] == [0, 0], ends[0].out
+    assert "this host leads the job now" not in ends[1].out
+
+
+def test_a_witness_that_was_started_again_has_no_vote(tmp_path: Path) -> None:
+    """It would promise the second host what it has promised the first one."""
+    with witnessed(tmp_path, 1, 1) as (made, running):
+        await_standbys(made, 0)
+        running.process.terminate()
+        running.finish()
+        with start_coordinator(made.machines[-1]) as again:
+            again.read_until("coordinator: listening")
+            made.kill(0)
+            end = made.ended_one(1)
+        made.jobs.pop(0)
+    assert end.code not in (0, None)
+    assert "this host leads the job now" not in end.out
+
+
+def test_three_hosts_and_a_witness_lose_the_first_and_then_another_one(tmp_path: Path) -> None:
+    with witnessed(tmp_path, 1, 1, 1) as (made, _):
+        await_standbys(made, 0)
+        made.kill(0)
+        second = find_leader(made, 1, 2)
+        made.jobs[second].wait_generation(1, 2)
+        await_standbys(made, second)
+        made.kill(second)
+        third = 3 - second
+        made.wait_for(third, "this host leads the job now")
+        made.jobs[third].wait_generation(2, 1)
+        made.jobs[third].order("finish")
+        (end,) = made.ended(third)
+    assert end.code == 0, end.out
+
+
+@pytest.mark.skipif(shutil.which("etcd") is None, reason="there is no etcd here (Debian: etcd-server)")
+def test_an_etcd_is_a_witness(tmp_path: Path) -> None:
+    with hosts(3) as machines, contextlib.ExitStack() as stack:
+        url, peer_url = f"http://{machines[2].address}:{_PORT}", "http://127.0.0.1:29482"
+        words = ("--listen-client-urls", url, "--advertise-client-urls", url, "--listen-peer-urls", peer_url,
+                 "--initial-advertise-peer-urls", peer_url, "--initial-cluster", f"default={peer_url}")  # fmt: skip
+        log = stack.enter_context(open(tmp_path / "etcd.log", "wb"))
+        line = [*machines[2].command, "etcd", "--data-dir", str(tmp_path / "etcd"), *words]
+        etcd = stack.enter_context(subprocess.Popen(line, stdout=log, stderr=log))
+        stack.callback(etcd.terminate)
+        made = make_cluster(machines, tmp_path, "etcd://")
+        stack.callback(made.close)
+        made.start(0, 1)
+        made.start(1, 1)
+        made.first.wait_joined(0, 1)
+        await_standbys(made, 0)
+        made.kill(0)
+        made.wait_for(1, "this host leads the job now")
+        made.jobs[1].wait_generation(1, 1)
+        made.jobs[1].order("finish")
+        (end,) = made.ended(1)
+        assert etcd.poll() is None, (tmp_path / "etcd.log").read_text()
+    assert end.code == 0, end.out
+
+
+def train(machines: list[Host], folder: Path, *, loses_first: bool) -> list[str]:
+    """Return the weights of two ranks on two hosts, whose first is lost at step 3; another host replaces it."""
+    folder.mkdir()
+    options = ("--witness", f"{machines[3].address}:{_PORT}", "--host-timeout", "5")
+    made = Cluster(machines, folder, "2", {"OMP_NUM_THREADS": "1", "OPERATION_S": "200"}, options)
+    try:
+        for number in range(2):
+            made.start(number, 1, elastic_training.__file__)
+        made.first.wait(r"rank \d is at step 3, pid \d+", 2)
+        leader = 0
+        if loses_first:
+            await_standbys(made, 0)
+            made.kill(0)
+            made.wait_for(1, "this host leads the job now")
+            leader = 1
+            made.join(2, address_of(made.jobs[1]))
+        made.jobs[leader].order("go-3")
+        made.jobs[leader].order("go-6")
+        numbers = (1, 2) if loses_first else (0, 1)
+        ends = made.ended(*numbers)
+        assert [end.code for end in ends] == [0, 0], "\n".join(end.out for end in ends)
+    finally:
+        made.close()
+    assert samples_of_epochs(folder) == [list(range(elastic_training.SAMPLES))] * elastic_training.EPOCHS
+    return [(folder / f"weights-{rank}").read_text() for rank in range(2)]
+
+
+def test_training_on_two_hosts_that_loses_the_first_has_the_bits_of_an_undisturbed_run(tmp_path: Path) -> None:
+    with hosts(4) as machines, start_coordinator(machines[3]) as running:
+        running.read_until("coordinator: listening")
+        lost = train(machines, tmp_path / "lost", loses_first=True)
+        quiet = train(machines, tmp_path / "quiet", loses_first=False)
+    assert lost == quiet
