@@ -15,8 +15,9 @@ from phalanx.backend import Job
 from phalanx.ddp import DistributedDataParallel
 from phalanx.strategies.devices import decide_devices, device_of
 from phalanx.strategies.start import find_cluster, join_or_start, local_world_size, require_as_many
-from phalanx.strategies.strategy import MakeOptimizer, Strategy, has_or_may_get_others, world
+from phalanx.strategies.strategy import MakeOptimizer, Strategy
 from phalanx.strategies.tf_config import Cluster
+from phalanx.strategies.world import has_or_may_get_others, world
 
 
 class ReplicatedStrategy(Strategy):

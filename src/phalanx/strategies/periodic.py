@@ -15,7 +15,8 @@ from phalanx.optim.round_plan import Topology
 from phalanx.optim.rounds import Rounds
 from phalanx.strategies.each_rank import EachRank
 from phalanx.strategies.mirrored import ReplicatedStrategy
-from phalanx.strategies.strategy import MakeOptimizer, has_or_may_get_others
+from phalanx.strategies.strategy import MakeOptimizer
+from phalanx.strategies.world import has_or_may_get_others
 
 
 class _RoundsStrategy(ReplicatedStrategy):

@@ -14,7 +14,8 @@ from phalanx.ddp import DistributedDataParallel
 from phalanx.optim import ZeroRedundancyOptimizer
 from phalanx.strategies.mirrored import MirroredStrategy
 from phalanx.strategies.recipe import Recipe
-from phalanx.strategies.strategy import MakeOptimizer, has_or_may_get_others
+from phalanx.strategies.strategy import MakeOptimizer
+from phalanx.strategies.world import has_or_may_get_others
 
 
 class ShardedStrategy(MirroredStrategy):

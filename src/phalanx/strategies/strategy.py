@@ -24,7 +24,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from phalanx.backend import Job, rendezvous
+from phalanx.backend import Job
 from phalanx.backend.shared import rehearses
 from phalanx.ddp.replicate import broadcast_tensors
 from phalanx.strategies.current import ReplicaContext, entered
@@ -42,6 +42,7 @@ from phalanx.strategies.loss import LossFn, LossOf, loss_of_model, not_a_loss
 from phalanx.strategies.precision import Precision, autocast_dtype
 from phalanx.strategies.reduction import Reduce, gather_over, reduce_over
 from phalanx.strategies.weights import same_random_state
+from phalanx.strategies.world import world
 
 T = TypeVar("T")
 MakeOptimizer = Callable[[Any], Optimizer]
@@ -443,13 +444,3 @@ class Strategy(ABC):
             raise ValueError(f"{self._called}: a step needs a loss: give setup a loss_fn, or loss_of")
         assert self._model is not None
         return self._model, self._loss_of
-
-
-def world() -> dist.ProcessGroup | None:
-    """All ranks of the job, or None if this is one alone; of an elastic job, those that it has now."""
-    return dist.group.WORLD if dist.is_initialized() and dist.get_world_size() > 1 else None
-
-
-def has_or_may_get_others() -> bool:
-    """Whether there are several ranks, or this is one of a job on several hosts, of which others may come later."""
-    return world() is not None or (dist.is_initialized() and rendezvous.agents_key() is not None)
