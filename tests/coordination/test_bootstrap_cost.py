@@ -44,7 +44,7 @@ def come_all(store, ranks, world_size):
 def test_the_first_reads_all_who_have_come_at_once(store):
     first = Bootstrap(store, 0, 200, INFO, "0", Deadline.after(60.0))
     before = store.num_requests
-    first._arrive()
+    first._arrivals.arrive()
     come_all(store, range(1, 200), 200)
     assert len(unpack_infos(first._wait()["ranks"])) == 200
     assert store.num_requests - before - 2 * 199 < 40
@@ -56,7 +56,7 @@ def test_one_who_died_before_it_could_say_who_it_is_hides_nobody(store):
     come_all(store, range(100, 200), 200)
     first = Bootstrap(store, 0, 200, INFO, "0", Deadline.after(60.0))
     before = store.num_requests
-    assert sorted(one.rank for one in first._arrived().values()) == list(range(1, 200))
+    assert sorted(one.rank for one in first._arrivals.read_all().values()) == list(range(1, 200))
     assert store.num_requests - before < 60
 
 
@@ -72,7 +72,7 @@ def test_who_waits_for_the_first_asks_seldom(store):
 def test_who_waits_hears_that_all_have_come(store):
     """In a group of many, whose ranks look after themselves every five seconds."""
     first = Bootstrap(store, 0, 5000, INFO, "0", Deadline.after(60.0))
-    first._arrive()
+    first._arrivals.arrive()
     heard = []
     waiter = threading.Thread(
         target=lambda: heard.append(exchange(store.clone(), 1, 5000, INFO, "0", Deadline.after(60.0))),
@@ -106,23 +106,23 @@ def test_who_waits_reads_few_while_the_first_has_not_said_who_it_is(store):
     store.add("0/came", 1)  # the first is between two calls, for longer than a check takes
     come_all(store, range(1, 150), 5000)
     late = Bootstrap(store, 150, 5000, INFO, "0", Deadline.after(60.0))
-    late._arrive()
+    late._arrivals.arrive()
     for _ in range(5):
         assert not late._check_processes(False)
-        assert set(late._known) <= {*range(32), 150}
+        assert set(late._arrivals.known) <= {*range(32), 150}
     store.set("0/rank/0", json.dumps(Arrival(0, 5000, INFO).to_json()))
     assert not late._check_processes(False)
-    assert min(late._known) == 0
+    assert min(late._arrivals.known) == 0
 
 
 def test_who_has_found_the_first_reads_nobody_else_however_long_it_waits(store):
     """It looked among twice as many at each check, so that in the end each rank read all who had come."""
     come_all(store, range(200), 5000)
     late = Bootstrap(store, 200, 5000, INFO, "0", Deadline.after(60.0))
-    late._arrive()
+    late._arrivals.arrive()
     for _ in range(20):
         assert not late._check_processes(False)
-    assert set(late._known) == {0, 200}
+    assert set(late._arrivals.known) == {0, 200}
 
 
 @pytest.mark.parametrize("num_dead", [1, 2, 7, 100])
@@ -146,16 +146,17 @@ def test_who_comes_after_others_that_died_in_taking_a_place_is_the_first(store, 
 def test_of_many_ranks_the_first_says_who_is_missing_and_the_others_how_many(store):
     come_all(store, range(199), 200)
     late = Bootstrap(store, 199, 200, INFO, "0", Deadline.after(60.0))
-    late._arrive()
+    late._arrivals.arrive()
     store.set("0/came", "150")
     before = late._describe_wait(late._deadline, False)
     assert "waiting for 50 of 200 ranks (the rank that came first says which) for" in before
-    assert set(late._known) == {199}  # thousands of ranks that had not looked for the first read what all had said
+    # Thousands of ranks that had not looked for the first read what all had said.
+    assert set(late._arrivals.known) == {199}
     late._check_processes(False)
     assert "waiting for 50 of 200 ranks (rank 0 says which) for" in late._describe_wait(late._deadline, False)
-    assert set(late._known) == {0, 199}
+    assert set(late._arrivals.known) == {0, 199}
     first = Bootstrap(store, 0, 200, INFO, "0", Deadline.after(60.0))
-    first._known = {0: first._me}
+    first._arrivals.known = {0: first._arrivals.me}
     assert "waiting for ranks 150-199 for" in first._describe_wait(late._deadline, True)
 
 
@@ -170,7 +171,7 @@ def test_what_a_start_leaves_behind_is_one_key_and_it_takes_few_requests(store, 
     if not prefixes:
         store.delete_key("0/rank/1")
     first = Bootstrap(prefixed, 0, 100, INFO, "0", Deadline.after(60.0))
-    first._arrive()
+    first._arrivals.arrive()
     come_all(prefixed, range(1, 100), 100)
     first.infos = unpack_infos(first._wait()["ranks"])
     before = store.num_requests

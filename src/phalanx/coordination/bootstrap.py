@@ -18,11 +18,12 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
 
+from phalanx.coordination.arrivals import OUTCOME, Arrivals
 from phalanx.coordination.awaited_key import AwaitedKey
 from phalanx.coordination.rank_info import (
     Arrival,
@@ -34,8 +35,7 @@ from phalanx.coordination.rank_info import (
     pack_infos,
     unpack_infos,
 )
-from phalanx.coordination.torch_store import Store, address_of, base_of, file_of
-from phalanx.coordination.wire import WRITE_ONCE
+from phalanx.coordination.torch_store import Store, address_of
 from phalanx.deadline import Deadline
 from phalanx.diagnostics.rank_list import name_ranks
 from phalanx.errors import DeadlineError, MismatchError, PeerLostError, PhalanxError
@@ -52,7 +52,6 @@ _CHECK_PROCESSES_S = 0.25  # how often a rank checks whether another process has
 _ACKNOWLEDGE_S = 1.0
 _PATIENCE_S = 2.0  # the first to arrive reports who is missing; a little later the others do it themselves
 _MOST_REMEMBERED = 64
-_RANKS = f"ranks{WRITE_ONCE}"  # ranks of one host fetch it once
 NOTICE_S = 5.0
 
 # Called again and again while ranks meet: by raising, whoever knows better ends the wait.
@@ -80,15 +79,9 @@ class Bootstrap:
         self, store: Store, rank: int, world_size: int, mine: RankInfo, group: str, deadline: Deadline
     ) -> None:
         self._store = store
-        self._me = Arrival(rank, world_size, mine)
+        self._arrivals = Arrivals(store, Arrival(rank, world_size, mine))
         self._group = group
         self._deadline = deadline
-        self._number = 0
-        self._index = 0
-        self._before: dict[str, Any] = {}
-        self._known: dict[int, Arrival] = {}
-        self._num_sought = 1  # places in the row among which this rank looks for the first
-        self._in_file = file_of(store)
         self.infos: list[RankInfo] = []
 
     def join(self) -> list[RankInfo]:
@@ -102,7 +95,7 @@ class Bootstrap:
         """
         outcome = None
         while outcome is None:
-            self._arrive()
+            self._arrivals.arrive()
             with contextlib.suppress(_Superseded):
                 outcome = self._wait()
         if failure := outcome.get("failure"):
@@ -116,15 +109,16 @@ class Bootstrap:
         """Return what is said of the start that others wait in, or will, once this rank has come, too, as one
         kept out.
         """
-        _, self._number, _ = self._current()
-        infos = self._key(_RANKS)
-        if self._store.check([infos]) or (self._number and not self._arrived()):
+        arrivals = self._arrivals
+        _, arrivals.number, _ = arrivals.current()
+        infos = arrivals.key(OUTCOME)
+        if self._store.check([infos]) or (arrivals.number and not arrivals.read_all()):
             return ""  # no start is going on
-        self._me = replace(self._me, is_contested=True)
-        self._index = self._take_place()
+        arrivals.me = replace(arrivals.me, is_contested=True)
+        arrivals.take_place()
 
         def is_over() -> bool:
-            if min(self._arrived()) == self._index:
+            if min(arrivals.read_all()) == arrivals.index:
                 self._decide()
             return self._store.check([infos])
 
@@ -144,12 +138,12 @@ class Bootstrap:
             if self._me.rank == 0:
                 self._poll_until(lambda: self._have_acknowledged(expected), Deadline.after(_ACKNOWLEDGE_S), _no_notice)
             else:
-                self._store.set(self._key(f"acknowledged/{self._index}"), "")
+                self._store.set(self._arrivals.key(f"acknowledged/{self._arrivals.index}"), "")
 
     def _have_acknowledged(self, expected: int) -> bool:
-        others = [i for i, one in self._arrived().items() if one.rank != 0]
+        others = [i for i, one in self._arrivals.read_all().items() if one.rank != 0]
         return len(others) >= expected and (
-            not others or self._store.check([self._key(f"acknowledged/{i}") for i in others])
+            not others or self._store.check([self._arrivals.key(f"acknowledged/{i}") for i in others])
         )
 
     def forget(self) -> None:
@@ -159,102 +153,18 @@ class Bootstrap:
         """
         members = [[r, {**info.to_json(), "secret": ""}] for r, info in enumerate(self.infos)]
         how = f"a group of this name was formed here at {time.strftime('%H:%M:%S')}"
-        self._end(how, members if len(members) <= _MOST_REMEMBERED else [])
-        base = base_of(self._store)
-        if hasattr(base, "delete_prefix"):
-            base.delete_prefix(base.name_through(self._store, self._key("")))
-            return
-        for key in [*(f"rank/{i}" for i in list(self._arrived())), "came", _RANKS]:
-            with contextlib.suppress(Exception):  # a store that cannot delete keeps a few bytes
-                self._store.delete_key(self._key(key))
+        self._arrivals.end(how, members if len(members) <= _MOST_REMEMBERED else [])
+        self._arrivals.delete()
 
-    # -- the row -------------------------------------------------------------------------------------------------
-
-    def _key(self, name: str) -> str:
-        return f"{self._number}/{name}"
-
-    def _current(self) -> tuple[str, int, dict[str, Any]]:
-        """Return the key `bootstrap`: as it stands, the number of the start, and how the one before ended."""
-        text = self._store.compare_set("bootstrap", "", "").decode()  # check and get, at once
-        data: dict[str, Any] = json.loads(text) if text else {"number": 0, "before": {}}
-        return text, data["number"], data["before"]
-
-    def _end(self, how: str, members: Sequence[Any] = ()) -> None:
-        """End this start: whoever comes now begins the next."""
-        text, number, _ = self._current()
-        if number == self._number:
-            before = {"how": how, "members": list(members)}
-            self._store.compare_set("bootstrap", text, json.dumps({"number": number + 1, "before": before}))
-
-    def _arrive(self) -> None:
-        """Take a place in the row of the start that is going on, or of a new one."""
-        while True:
-            _, self._number, self._before = self._current()
-            self._known = {}
-            if how := self._is_left_behind():
-                self._end(how)
-                continue
-            self._index = self._take_place()
-            self._known[self._index] = self._me
-            if self._current()[1] == self._number:
-                return
-
-    def _take_place(self) -> int:
-        """Take the next place in the row and say who has it; at once, and with others of this host, where that goes."""
-        words = json.dumps(self._me.to_json())
-        base = base_of(self._store)
-        if hasattr(base, "add_item"):
-            counter, prefix = (base.name_through(self._store, self._key(name)) for name in ("came", "rank/"))
-            return int(base.add_item(counter, prefix, words))
-        index = self._store.add(self._key("came"), 1) - 1
-        self._store.set(self._key(f"rank/{index}"), words)
-        return index
-
-    def _is_left_behind(self) -> str:
-        """How this start has ended, if it has, and concerns nobody who comes now; else nothing."""
-        if self._store.check([self._key(_RANKS)]):
-            failure = json.loads(self._store.get(self._key(_RANKS))).get("failure")
-            if failure is None:
-                return ""
-            # A late rank of that job should hear why it failed. Of a file nobody knows which job wrote it: as long as
-            # one of its processes runs, it is that one. Who was told already means to try again.
-            processes = [one.info.process for one in self._arrived().values()]
-            is_told = self._me.info.process in processes
-            is_old = bool(self._in_file) and not any(process.is_running() for process in processes)
-            if not (is_told or is_old):
-                return ""
-            return f"an earlier start ended at {failure['at']}: {failure['text'].splitlines()[0]}"
-        if self._in_file and (dead := find_dead(list(self._arrived().values()), self._me.info)):
-            # A file outlives its job: they ended in an earlier one, and nobody will ever answer for them.
-            who = ", ".join(f"rank {r} ({info})" for r, info in dead.ranks.items())
-            return f"an earlier start was left behind in {self._in_file}: {who} has ended"
-        return ""
-
-    def _arrived(self) -> dict[int, Arrival]:
-        """Who has come, by place in the row."""
-        came = self._key("came")
-        num_came = int(self._store.get(came)) if self._store.check([came]) else 0
-        self._read([i for i in range(num_came) if i not in self._known])
-        return self._known
-
-    def _read(self, places: list[int]) -> None:
-        """Read who has taken these places, all at once; in halves where the process of one is between the two calls, or
-        has died there.
-        """
-        keys = [self._key(f"rank/{i}") for i in places]
-        if keys and self._store.check(keys):
-            for i, text in zip(places, self._store.multi_get(keys), strict=True):
-                self._known[i] = Arrival.from_json(json.loads(text))
-        elif len(places) > 1:
-            middle = len(places) // 2
-            self._read(places[:middle])
-            self._read(places[middle:])
+    @property
+    def _me(self) -> Arrival:
+        return self._arrivals.me
 
     # -- waiting -------------------------------------------------------------------------------------------------
 
     def _wait(self) -> dict[str, Any]:
         """Return the outcome of this start: every rank's information, or why there is no group."""
-        is_first, clock = self._index == 0, self._deadline.clock
+        is_first, clock = self._arrivals.index == 0, self._deadline.clock
         patience = self._deadline if is_first else Deadline.after(min(self._deadline.left_s + _PATIENCE_S, 1e9), clock)
         # Hundreds of ranks that ask again and again would keep the store from answering the first.
         check_s = min(max(_CHECK_PROCESSES_S, self._me.world_size / _CHECKS_PER_S), _LONGEST_UNCHECKED_S)
@@ -278,46 +188,41 @@ class Bootstrap:
         def warn() -> None:
             _logger.warning(self._describe_wait(patience, is_first))
 
-        with AwaitedKey(self._store, self._key(_RANKS), is_told=not is_first) as outcome:
+        with AwaitedKey(self._store, self._arrivals.key(OUTCOME), is_told=not is_first) as outcome:
             if not self._poll_until(is_over, patience, warn, pause):
                 self._give_up()
             found: dict[str, Any] = json.loads(outcome.get())
             return found
 
     def _decide(self) -> None:
-        """Say, as the first in the row, that the group is complete, or that it never will be."""
-        arrivals = list(self._arrived().values())
+        """Say, as the first that came, that the group is complete, or that it never will be."""
+        arrivals = list(self._arrivals.read_all().values())
         if failure := find_problem(arrivals):
             self._publish(failure)
         elif len(arrivals) == self._me.world_size:
             infos = [one.info for one in sorted(arrivals, key=lambda one: one.rank)]
-            self._store.compare_set(self._key(_RANKS), "", json.dumps({"ranks": pack_infos(infos)}))
+            self._store.compare_set(self._arrivals.key(OUTCOME), "", json.dumps({"ranks": pack_infos(infos)}))
 
     def _check_processes(self, is_first: bool) -> bool:
         """See whether somebody who came has ended, or nobody will come any more; return whether this rank is the first.
 
-        It is where all before it have taken a place and not said who they are: they may have died there.
+        It becomes the first where those before it have died before they could say who they are.
         """
-        if self._current()[1] != self._number and not self._store.check([self._key(_RANKS)]):
+        arrivals = self._arrivals
+        if arrivals.is_superseded():
             raise _Superseded
         if is_first:
-            arrived = list(self._arrived().values())
-        else:
-            # Each looks for the first only, who looks at all: thousands of ranks would read each other's words.
-            num_sought = min(self._num_sought, min(self._known))
-            self._read(list(range(num_sought)))
-            lowest = min(self._known)
-            arrived = [self._known[lowest]]
-            is_first = lowest == self._index == num_sought
-            if lowest == self._index:  # nobody before this rank has been found yet
-                self._num_sought *= 2
-        if failure := find_dead(arrived, self._me.info) or self._find_holder(len(self._known)):
+            arrived = list(arrivals.read_all().values())
+        else:  # the first alone looks at all
+            is_first = arrivals.seek_first()
+            arrived = [arrivals.first]
+        if failure := find_dead(arrived, self._me.info) or self._find_holder(len(arrivals.known)):
             self._publish(failure)
-        return is_first and min(self._known) == self._index
+        return is_first and min(arrivals.known) == arrivals.index
 
     def _find_holder(self, num_arrived: int) -> Failure | None:
         """Alone for a while, at a store where a group was formed whose rank of this number still runs: a stranger."""
-        members = {r: RankInfo.from_json(info) for r, info in self._before.get("members", ())}
+        members = {r: RankInfo.from_json(info) for r, info in self._arrivals.before.get("members", ())}
         mine = self._me.info
         waited_s = self._deadline.timeout_s - self._deadline.left_s
         if num_arrived > 1 or waited_s < NOTICE_S or any(info.process == mine.process for info in members.values()):
@@ -328,14 +233,14 @@ class Bootstrap:
         return Failure(
             "mismatch",
             f"no other rank has come, and rank {self._me.rank} is another process already: {holder}, which still runs; "
-            f"{self._before['how']}.\n"
+            f"{self._arrivals.before['how']}.\n"
             "Give each process a RANK (rank=...) of its own, and each job an address (port, file) of its own.",
             {self._me.rank: str(holder)},
         )
 
     def _give_up(self) -> None:
         """Time is up: say who is missing."""
-        missing = self._missing()
+        missing = self._arrivals.missing()
         if missing:
             size = self._me.world_size
             where = address_of(self._store)
@@ -347,26 +252,22 @@ class Bootstrap:
             )
             if where:
                 text += "\nAll ranks need this address and port (MASTER_ADDR, MASTER_PORT), and a way to it."
-            if self._before:
-                text += f"\nBefore this start, {self._before['how'].rstrip('.')}."
+            if self._arrivals.before:
+                text += f"\nBefore this start, {self._arrivals.before['how'].rstrip('.')}."
             self._publish(Failure("missing", text, dict.fromkeys(missing, "never came")))
             return
-        first = self._known[min(self._known)]
+        first = self._arrivals.first
         text = (
             f"all ranks came, and rank {first.rank} ({first.info}), which was to say so, did not within "
             f"{self._deadline.timeout_s:.1f} s: it hangs, or is stopped.\nLook at that process first."
         )
         self._publish(Failure("missing", text, {first.rank: str(first.info)}))
 
-    def _missing(self) -> list[int]:
-        came = {one.rank for one in self._arrived().values()}
-        return [r for r in range(self._me.world_size) if r not in came]
-
     def _publish(self, failure: Failure) -> None:
         """Say why there is no group, unless somebody has said something already."""
         now = time.strftime("%H:%M:%S")
         data = {"kind": failure.kind, "text": failure.text, "ranks": dict(failure.ranks), "at": now}
-        self._store.compare_set(self._key(_RANKS), "", json.dumps({"failure": data}))
+        self._store.compare_set(self._arrivals.key(OUTCOME), "", json.dumps({"failure": data}))
 
     def _error(self, failure: Failure) -> Exception:
         who = {int(r): what for r, what in failure.ranks.items()}
@@ -410,17 +311,17 @@ class Bootstrap:
 
     def _describe_wait(self, patience: Deadline, is_first: bool) -> str:
         waited = patience.timeout_s - patience.left_s
-        first, size = self._known[min(self._known)], self._me.world_size
+        first, size = self._arrivals.first, self._me.world_size
         if size > _MOST_DESCRIBED and not is_first:  # thousands of ranks would read each other's words
-            num_missing = size - int(self._store.get(self._key("came")))
+            num_missing = size - int(self._store.get(self._arrivals.key("came")))
             who_knows = f"rank {first.rank}" if first is not self._me else "the rank that came first"
             whom = f"{num_missing} of {size} ranks ({who_knows} says which)"
         else:
-            missing = self._missing()
+            missing = self._arrivals.missing()
             num_missing, whom = len(missing), name_ranks(missing)
         if num_missing <= 0:
             whom = f"rank {first.rank} to say that all have come"
-        before = f" Before this start, {self._before['how']}." if self._before else ""
+        before = f" Before this start, {self._arrivals.before['how']}." if self._arrivals.before else ""
         return (
             f"init_process_group of group {self._group!r}: waiting for {whom} for {waited:.0f} s; "
             f"giving up after {self._deadline.timeout_s:.0f} s.{before}"
