@@ -16,13 +16,12 @@ from phalanx.parameter_server.arguments import find_problems, find_wrong_tensors
 from phalanx.parameter_server.clipping import Clip, make_clip
 from phalanx.parameter_server.groups import KINDS, Group, MakeOptimizer, Options, read_groups
 from phalanx.parameter_server.layout import State, join_states, plan_dense, split_state
+from phalanx.parameter_server.parameters import Parameters, describe
 from phalanx.parameter_server.pulled import Pulled
 from phalanx.parameter_server.server_optimizer import ServerOptimizer, make_server_optimizer
 from phalanx.parameter_server.shard import Gradients, Spec
 from phalanx.parameter_server.shard_calls import ShardCalls
 from phalanx.rpc import current
-
-_INTEGERS = (torch.int64, torch.int32)
 
 
 class ParameterServer:
@@ -88,7 +87,8 @@ class ParameterServer:
             kind: [({key: one.detach() for key, one in values.items()}, options) for values, options in each]
             for kind, each in (("dense", read_groups("dense", dense)), ("tables", read_groups("tables", tables)))
         }
-        self._dense, self._tables = ({k: t for values, _ in groups[kind] for k, t in values.items()} for kind in KINDS)
+        tensors = [{k: t for values, _ in groups[kind] for k, t in values.items()} for kind in KINDS]
+        self._parameters = Parameters(name, *tensors)
         self._trainer = current.agent().me.info.name
         self._servers = tuple(servers)
         problems = find_problems(self._servers, tuple(trainers), self._trainer, groups)
@@ -99,8 +99,8 @@ class ParameterServer:
         if replicate and len(self._servers) < 2:
             problems.append("replicate=True needs a second server")
         row_optimizer = row_optimizer or optimizer
-        problems += try_optimizer("optimizer", optimizer, sparse=False) if self._dense else []
-        problems += try_optimizer("row_optimizer", row_optimizer, sparse=True) if self._tables else []
+        problems += try_optimizer("optimizer", optimizer, sparse=False) if self._parameters.dense else []
+        problems += try_optimizer("row_optimizer", row_optimizer, sparse=True) if self._parameters.tables else []
         if problems:
             raise ValueError(f"ParameterServer {name!r}: " + "; ".join(problems))
         makes = (("optimizer", optimizer), ("row_optimizer", row_optimizer))
@@ -112,7 +112,7 @@ class ParameterServer:
         described = f"{self._servers}, {tuple(trainers)}, {synchronous=}, {max_staleness=}, {reduction=}"
         for kind in self._optimizers:
             for group in self._groups_of(kind):
-                described += f", {kind}: {_describe(group, self._dense if kind == 'dense' else self._tables)}"
+                described += f", {kind}: {describe(group, self._parameters.of_kind(kind))}"
         self._spec = Spec(
             name,
             self._servers,
@@ -126,13 +126,20 @@ class ParameterServer:
             described,
         )
         self._load = [0] * len(self._servers)  # bytes of dense parameters
-        self._place = plan_dense({key: one.nbytes for key, one in self._dense.items()}, len(self._servers), self._load)
+        self._place = plan_dense(
+            {key: one.nbytes for key, one in self._parameters.dense.items()}, len(self._servers), self._load
+        )
         self._num_added = 0
         self._calls = ShardCalls(name, self._servers, self._trainer, self._spec.trainers[0])
         self._closed = False
         self.step: int = 0
         if self._trainer == self._spec.trainers[0]:
-            state: State = {"step": 0, "dense": self._dense, "tables": self._tables, "optimizer": {}}
+            state: State = {
+                "step": 0,
+                "dense": self._parameters.dense,
+                "tables": self._parameters.tables,
+                "optimizer": {},
+            }
             state["groups"] = {kind: self._groups_of(kind) for kind in KINDS}
             shards = split_state(state, self._place, len(self._servers))
             self._on_all(requests.create, [(self._spec, one) for one in shards])
@@ -181,7 +188,7 @@ class ParameterServer:
         """Have the servers hold one more group. Called by all trainers; the values of the first one count."""
         self._check_open()
         caller = f"ParameterServer {self._spec.name!r}, add_param_group"
-        if problems := find_wrong_tensors(kind, values, {**self._dense, **self._tables}):
+        if problems := find_wrong_tensors(kind, values, {**self._parameters.dense, **self._parameters.tables}):
             raise ValueError(f"{caller}: " + "; ".join(problems))
         argument, make = (
             ("optimizer", self._spec.optimizer) if kind == "dense" else ("row_optimizer", self._spec.row_optimizer)
@@ -193,10 +200,10 @@ class ParameterServer:
         state = {"step": 0, "dense": {}, "tables": {}, "optimizer": {}, kind: values}
         parts = [one[kind] for one in split_state(state, place, num)]
         fixed = self._trainer, self.step, self._num_added, kind, group
-        self._on_all(requests.add, [(*fixed, part, f"{kind}: {_describe(group, values)}") for part in parts])
+        self._on_all(requests.add, [(*fixed, part, f"{kind}: {describe(group, values)}") for part in parts])
         self._num_added += 1
         self._load, self._place = load, {**self._place, **place}
-        (self._dense if is_dense else self._tables).update(values)
+        self._parameters.of_kind(kind).update(values)
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
@@ -213,8 +220,8 @@ class ParameterServer:
         """
         self._check_open()
         rows = rows or {}
-        names = list(self._dense if dense is None else dense)
-        self._check_names(names, rows)
+        names = list(self._parameters.dense if dense is None else dense)
+        self._parameters.check_names(names, rows)
         unique = {key: torch.unique(ids.reshape(-1), return_inverse=True) for key, ids in rows.items()}
         num = len(self._servers)
         owners = {key: ids % num for key, (ids, _) in unique.items()}
@@ -229,7 +236,7 @@ class ParameterServer:
             pulled._dense |= {key: value.clone().requires_grad_() for key, value in whole.items()}
         pulled._values |= {key: pulled._dense[key] for key in names}
         for key, (ids, inverse) in unique.items():
-            leaf = self._tables[key].new_empty((len(ids), self._tables[key].shape[1]))
+            leaf = self._parameters.tables[key].new_empty((len(ids), self._parameters.tables[key].shape[1]))
             for index, (_, parts, _) in enumerate(answers):
                 leaf[owners[key] == index] = parts[key]
             pulled._rows[key] = (ids, leaf.requires_grad_())
@@ -281,35 +288,8 @@ class ParameterServer:
             PeerLostError: all servers are lost that had some of the parameters.
             DeadlineError: a server does not answer.
         """
-        dense, rows = dense or {}, rows or {}
-        self._check_names(list(dense), {key: ids for key, (ids, _) in rows.items()})
-        for key, grad in dense.items():
-            if grad.shape != self._dense[key].shape:
-                raise ValueError(
-                    f"ParameterServer.push: {key!r} is of shape {tuple(self._dense[key].shape)}, its gradient of "
-                    f"{tuple(grad.shape)}"
-                )
-            self._check_gradient(key, grad, self._dense[key])
-        summed = {}
-        for key, (ids, grads) in rows.items():
-            dim = self._tables[key].shape[1]
-            if grads.shape != (ids.numel(), dim):
-                raise ValueError(
-                    f"ParameterServer.push: {ids.numel()} ids of {key!r} need gradients of shape "
-                    f"{(ids.numel(), dim)}, got {tuple(grads.shape)}"
-                )
-            self._check_gradient(key, grads, self._tables[key])
-            shape = self._tables[key].shape
-            grad = torch.sparse_coo_tensor(ids.reshape(1, -1), grads, shape, check_invariants=False).coalesce()
-            summed[key] = (grad.indices()[0], grad.values())
-        return self._push(dense, summed, make_clip("ParameterServer.push", max_norm, norm_type))
-
-    def _check_gradient(self, key: str, grad: Tensor, of: Tensor) -> None:
-        if grad.dtype != of.dtype or grad.layout is not torch.strided or grad.device.type != "cpu":
-            raise TypeError(
-                f"ParameterServer.push: the gradient of {key!r} must be a dense tensor of {of.dtype} on the CPU, got "
-                f"{grad.dtype}, {grad.layout}, {grad.device}"
-            )
+        summed = self._parameters.sum_gradients(dense or {}, rows or {})
+        return self._push(dense or {}, summed, make_clip("ParameterServer.push", max_norm, norm_type))
 
     def _push(
         self, dense: Mapping[str, Tensor], rows: Mapping[str, tuple[Tensor, Tensor]], clip: Clip | None
@@ -351,8 +331,8 @@ class ParameterServer:
         self, clip: Clip, dense: Sequence[Mapping[str, Tensor]], rows: Sequence[Mapping[str, Tensor]]
     ) -> Tensor:
         """Join the norms that one or several servers have, in the order in which one process has its parameters."""
-        norms = [part[key] for key in self._dense for part in dense if key in part]
-        parts = [[part[key] for part in rows if key in part] for key in self._tables]
+        norms = [part[key] for key in self._parameters.dense for part in dense if key in part]
+        parts = [[part[key] for part in rows if key in part] for key in self._parameters.tables]
         return clip.total(norms, [one for one in parts if one])
 
     # -- state ---------------------------------------------------------------------------------------------------------
@@ -378,13 +358,7 @@ class ParameterServer:
             DeadlineError: some trainer did not call it in time.
         """
         self._check_open()
-        for key, own in (("dense", self._dense), ("tables", self._tables)):
-            theirs = {name: tuple(value.shape) for name, value in state_dict[key].items()}
-            mine = {name: tuple(value.shape) for name, value in own.items()}
-            if theirs != mine:
-                raise ValueError(
-                    f"ParameterServer.load_state_dict: the state's {key} parameters are {theirs}, this one's {mine}"
-                )
+        self._parameters.check_state(state_dict)
         for kind, groups in state_dict.get("groups", {}).items():
             theirs_in, mine_in = ([one["params"] for one in each] for each in (groups, self._groups_of(kind)))
             if theirs_in != mine_in:
@@ -431,28 +405,6 @@ class ParameterServer:
     def _check_open(self) -> None:
         if self._closed:
             raise PhalanxError(f"ParameterServer {self._spec.name!r} was closed by this trainer.")
-
-    def _check_names(self, dense: Sequence[str], rows: Mapping[str, Tensor]) -> None:
-        unknown = [one for one in dense if one not in self._dense] + [one for one in rows if one not in self._tables]
-        if unknown:
-            raise ValueError(
-                f"ParameterServer {self._spec.name!r} has no {unknown}; dense: {list(self._dense)}, tables: "
-                f"{list(self._tables)}"
-            )
-        for key, ids in rows.items():
-            if ids.dtype not in _INTEGERS:
-                raise TypeError(f"ids of {key!r} must be int64 or int32, got {ids.dtype}")
-            num = len(self._tables[key])
-            if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= num):
-                raise ValueError(
-                    f"ids of {key!r} must be from 0 to {num - 1}, got {int(ids.min())} to {int(ids.max())}"
-                )
-
-
-def _describe(group: Group, values: Mapping[str, Tensor]) -> str:
-    """Return a group in words, by which trainers find that they have given different ones."""
-    forms = {name: (tuple(values[name].shape), str(values[name].dtype)) for name in group["params"]}
-    return f"{forms}, { {key: one for key, one in group.items() if key != 'params'} }"
 
 
 def _not(*_: Any) -> None:
