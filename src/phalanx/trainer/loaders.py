@@ -57,7 +57,11 @@ class FitLoader:
 
     @property
     def samples_shown(self) -> int:
-        """How many samples a batch is taken for in the progress line."""
+        """How many samples a batch is taken for in the progress line, which multiplies by the ranks of the job."""
+        world_size = dist.get_world_size() if dist.is_initialized() else 1  # some of which may share a batch
+        return self._num_samples() * self._strategy.num_replicas_in_sync // world_size or 1
+
+    def _num_samples(self) -> int:
         if isinstance(self.loader, IterableLoader):
             return self.loader.global_batch_size // self._strategy.num_replicas_in_sync or 1
         dataset = getattr(self.loader, "dataset", None)

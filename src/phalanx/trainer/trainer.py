@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -34,6 +33,7 @@ from phalanx.strategies.each_rank import EachRank
 from phalanx.strategies.own_step import loss_of_own_step
 from phalanx.strategies.precision import Precision
 from phalanx.trainer.arguments import _is_count, find_problems
+from phalanx.trainer.callback_recovery import CallbackRecovery
 from phalanx.trainer.callbacks import Callback, CallbackStates, EarlyStopping, hears_steps
 from phalanx.trainer.fit_display import FitDisplay
 from phalanx.trainer.hyperparameters import collect_hyperparameters
@@ -42,6 +42,7 @@ from phalanx.trainer.position import Position
 from phalanx.trainer.run_loggers import agree_on_runs, end_loggers
 from phalanx.trainer.saves import Resume, SaveEvery, Saves
 from phalanx.trainer.scalars import Scalars
+from phalanx.trainer.scheduling import make_scheduler, step_scheduler
 from phalanx.trainer.validation import Metric, Validation, move_batch
 
 _DRY_STEPS = 2
@@ -158,9 +159,7 @@ class Trainer:
             else lambda model, batch: loss_of_own_step(model, self.strategy.bare_model, batch),
             precision=precision,
         )
-        self.scheduler = self._make_scheduler(scheduler)
-        if isinstance(self.scheduler, ReduceLROnPlateau) and scheduler_interval == "step":
-            raise ValueError("Trainer: ReduceLROnPlateau steps by what validation measures: scheduler_interval='epoch'")
+        self.scheduler = make_scheduler(scheduler, self.optimizer, self.strategy, scheduler_interval)
         self._by_step = scheduler_interval == "step"
         self.max_epochs = 1 if dry_run else max_epochs
         self.max_steps = max_steps
@@ -190,8 +189,7 @@ class Trainer:
             recorder.sample_share = self.strategy.num_replicas_in_sync / world_size
         self._state: elastic.State | None = None
         self._random = generator_states.GeneratorStates()
-        self._called_step = 0  # whose on_step_end the callbacks have behind them
-        self._before_validation: tuple[int, bytes] | None = None  # an epoch, and the callbacks behind its last step
+        self._recovery = CallbackRecovery(self.strategy)
 
     # -- what callbacks read -------------------------------------------------------------------------------------------
 
@@ -296,7 +294,7 @@ class Trainer:
             raise
 
     def _train(self, state: elastic.State, loader: FitLoader, val_loader: Loaders | None) -> None:
-        self._agree_on_callbacks(state)
+        self._recovery.agree(CallbackStates(self.callbacks), state)
         if self._scalars.loggers and self.strategy.training_group is not None:
             agree_on_runs(self._scalars.loggers, Peers(self.strategy.training_group))
         for epoch in state.epochs(self.max_epochs):
@@ -310,7 +308,7 @@ class Trainer:
             is_whole = self._train_epoch(state, loader, epoch)
             if not is_whole:  # before the validation, which one that goes on from here would not have
                 self._save(state)
-            self._keep_callbacks(state)
+            self._recovery.keep(CallbackStates(self.callbacks), state)
             if val_loader is not None:
                 state.metrics = self.validate(val_loader)
                 if is_whole:
@@ -322,7 +320,7 @@ class Trainer:
             if not is_whole:
                 return  # inside an epoch, where the next fit goes on
             if self.scheduler is not None and not self._by_step:
-                self._step_scheduler()
+                step_scheduler(self.scheduler, self.metrics)
             self._call("on_epoch_end")
             state.batches = 0
 
@@ -333,7 +331,7 @@ class Trainer:
         if self._is_over:  # a run that ended inside of it, and is started again
             return total == 0
         name = f"epoch {epoch + 1}/{self.max_epochs}"
-        shown = self._display.batches(loader.loader, name, self._samples_shown(loader))
+        shown = self._display.batches(loader.loader, name, loader.samples_shown)
         number = 0
         for batch, share, is_last, number in loader.batches(shown, self._accumulate, state.batches):
             loss = self.strategy.compute_gradients(
@@ -368,7 +366,7 @@ class Trainer:
         self._call("on_step_end", loss)
         if before is not None and self._random.capture() != before:  # the model draws on as if they had not
             generator_states.restore(before)
-        self._called_step = state.step
+        self._recovery.called_step = state.step
         if self._saves.is_due_at_step(state.step):
             self._save(state)
 
@@ -390,30 +388,6 @@ class Trainer:
         things["best"] = ()  # values of the validations
         things["measured"] = -1, False  # of which step the metrics are, and whether they are among the best
         return elastic.State(**things)
-
-    def _keep_callbacks(self, state: elastic.State) -> None:
-        """Behind the last step of an epoch: what comes now is done again if a rank is lost in it."""
-        if rendezvous.agent_address() and (callbacks := CallbackStates(self.callbacks)):
-            self._before_validation = state.epoch, pickle.dumps(callbacks.state_dict())
-
-    def _agree_on_callbacks(self, state: elastic.State) -> None:
-        """Where training begins, or goes on without a rank: callbacks are as behind the latest step. Collective.
-
-        A rank that has come, or did not get to the end of that step's `on_step_end`, takes what another one has.
-        """
-        callbacks = CallbackStates(self.callbacks)
-        kept, self._before_validation = self._before_validation, None
-        if not (self.strategy.is_elastic and callbacks):
-            return
-        if kept is not None and kept[0] == state.epoch:
-            callbacks.load_state_dict(pickle.loads(kept[1]))
-        peers = Peers(self.strategy.training_group)
-        have = peers.all_gather(self._called_step == state.step)
-        if any(have) and not all(have):
-            states = peers.broadcast(callbacks.state_dict(), src=have.index(True))
-            if not have[peers.rank]:
-                callbacks.load_state_dict(states)
-        self._called_step = state.step
 
     def _parts(self, state: elastic.State) -> dict[str, Any]:
         group, own = self.strategy.checkpoint_group, CallbackStates(self.callbacks)
@@ -440,7 +414,7 @@ class Trainer:
             raise ValueError("Trainer.fit: resume='best': there is no checkpoint yet")
         if restored is not None:
             self._display.show_resumed(self, restored.path)
-        self._called_step = state.step
+        self._recovery.called_step = state.step
         self.optimizer._opt_called = state.step > 0  # type: ignore[attr-defined]  # a scheduler's question
         group = self.strategy.training_group
         if group is None or not rehearses(group):  # who comes to a job that runs has nothing to take back
@@ -457,34 +431,8 @@ class Trainer:
         for callback in self.callbacks:
             getattr(callback, point)(self, *args)
 
-    def _make_scheduler(self, scheduler: LRScheduler | Callable[[Optimizer], LRScheduler] | None) -> LRScheduler | None:
-        if scheduler is None:
-            return None
-        if not isinstance(scheduler, LRScheduler):
-            return scheduler(self.optimizer)
-        if scheduler.optimizer is not self.optimizer:
-            raise ValueError(
-                f"Trainer: the {type(scheduler).__name__} is of another optimizer than the one that trains, which "
-                f"{type(self.strategy).__name__} has made: give a function, scheduler=lambda optimizer: "
-                f"{type(scheduler).__name__}(optimizer, ...)"
-            )
-        return scheduler
-
-    def _step_scheduler(self) -> None:
-        if isinstance(self.scheduler, ReduceLROnPlateau):
-            if "loss" not in self.metrics:
-                raise ValueError(f"Trainer: ReduceLROnPlateau steps by a metric 'loss', and there is {[*self.metrics]}")
-            self.scheduler.step(self.metrics["loss"])
-        elif self.scheduler is not None:
-            self.scheduler.step()
-
     def _writes(self) -> bool:
         return self.strategy.is_main
-
-    def _samples_shown(self, loader: FitLoader) -> int:
-        """For the progress line, which multiplies by the ranks of the job, some of which may share a batch."""
-        world_size = dist.get_world_size() if dist.is_initialized() else 1
-        return loader.samples_shown * self.strategy.num_replicas_in_sync // world_size or 1
 
 
 def _seed_all(seed: int) -> None:
