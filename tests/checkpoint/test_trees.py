@@ -9,7 +9,7 @@ import pytest
 import torch
 from tests.checkpoint.random_trees import change, difference, random_state
 
-from phalanx.checkpoint import CheckpointManager, series, whole
+from phalanx.checkpoint import CheckpointManager, save_work, whole
 from phalanx.checkpoint.snapshot import SnapshotMemory, copy_tree
 from phalanx.testing import run_ranks
 
@@ -76,7 +76,7 @@ def test_a_set_that_changes_while_a_checkpoint_is_written_is_saved_as_it_was(tmp
         written.wait()
         return whole.write_whole(folder, state)
 
-    monkeypatch.setattr(series, "write_whole", write_late)
+    monkeypatch.setattr(save_work, "write_whole", write_late)
     seen = {1, 2}
     manager = CheckpointManager(tmp_path)
     manager.async_save(1, {"seen": seen})

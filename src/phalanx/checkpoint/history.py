@@ -64,9 +64,11 @@ class Draft:
     Without `fd` the folder is another rank's, and this rank has its part in it.
     """
 
-    def __init__(self, path: Path, fd: int = -1) -> None:
+    look_at_most_s = 0.1  # how often one looks at most for what other ranks tell
+
+    def __init__(self, history: History, path: Path, fd: int = -1) -> None:
         self.path, self.name = path, path.name
-        self._fd, self._is_first = fd, fd >= 0
+        self._history, self._fd, self._is_first = history, fd, fd >= 0
 
     def send(self) -> None:
         """Do nothing: what is written is there already."""
@@ -90,7 +92,7 @@ class Draft:
         for name in names:
             (self.path / name).unlink()
 
-    def commit(self, manifest: Manifest, history: History) -> Path:
+    def commit(self, manifest: Manifest) -> Path:
         """Give it its name, durably; returns where it is then. What it holds has been synchronised by who wrote it.
 
         Raises:
@@ -102,6 +104,7 @@ class Draft:
             file.flush()
             os.fsync(file.fileno())
         sync_directory(self.path)
+        history = self._history
         number = history.next_number()
         while True:
             path = history.folder / f"{number:08d}-step-{manifest.step}"
@@ -170,7 +173,7 @@ class History:
 
     def join(self, name: str) -> Draft:
         """Return another rank's part of the checkpoint that rank 0 has begun."""
-        return Draft(self.folder / name)
+        return Draft(self, self.folder / name)
 
     def next_number(self) -> int:
         """Of the save to come."""
@@ -194,7 +197,7 @@ class History:
                 continue  # taken for an abandoned one
             _lock(fd)
             if os.fstat(fd).st_nlink > 0 and os.path.exists(path):
-                return Draft(path, fd)
+                return Draft(self, path, fd)
             os.close(fd)
 
     def point_latest(self, path: Path) -> None:

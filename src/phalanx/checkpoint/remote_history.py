@@ -45,6 +45,8 @@ RETRY_S = 120.0  # unless a manager says another time
 class RemoteDraft:
     """It is this rank's part of a checkpoint that is being written: files in a folder here, sent to their address."""
 
+    look_at_most_s = 2.0  # how often one looks at most for what other ranks tell
+
     def __init__(self, remote: RemoteFolder, name: str, *, is_first: bool) -> None:
         self.name = name
         self.path = Path(tempfile.mkdtemp(prefix="phalanx-checkpoint-"))

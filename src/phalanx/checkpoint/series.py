@@ -8,7 +8,7 @@ import operator
 import os
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 from types import TracebackType
@@ -17,21 +17,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from phalanx.checkpoint.background import Saving, Work
+from phalanx.checkpoint.background import Saving
 from phalanx.checkpoint.best import Best, KeepBest
 from phalanx.checkpoint.choose import best_entries, choose, require_best
+from phalanx.checkpoint.collect import collect
 from phalanx.checkpoint.history import Draft, History
 from phalanx.checkpoint.manifest import FileRecord, Kind, Manifest
 from phalanx.checkpoint.optimizer_fit import note_optimizers
-from phalanx.checkpoint.parts import buffer_names, describe_optimizers, states_of
 from phalanx.checkpoint.peers import Peers
 from phalanx.checkpoint.remote_history import RemoteDraft, RemoteHistory
 from phalanx.checkpoint.restore import Restored, VanishedError, restore
-from phalanx.checkpoint.snapshot import SnapshotMemory, copy_tree
-from phalanx.checkpoint.structure import encode_structure, merge_structures
-from phalanx.checkpoint.tree import Tree, is_dtensor
-from phalanx.checkpoint.whole import write_whole
-from phalanx.checkpoint.write_problems import explain_optimizers_apart, explain_unseen, explain_unwritten, may_write
+from phalanx.checkpoint.save_work import sharded_work, whole_work
+from phalanx.checkpoint.snapshot import SnapshotMemory
+from phalanx.checkpoint.tree import Tree
+from phalanx.checkpoint.write_problems import explain_unseen, explain_unwritten, may_write
 from phalanx.errors import CheckpointError
 from phalanx.log import get_logger
 from phalanx.storage import place_of
@@ -39,9 +38,6 @@ from phalanx.storage import place_of
 if TYPE_CHECKING:  # torch.distributed.checkpoint takes most of a second to import: only who needs it pays
     from phalanx.checkpoint import sharded as sharded_files
 
-MakeManifest = Callable[[Kind, Mapping[str, FileRecord]], Manifest]
-
-_LOOK_AT_MOST_S, _LOOK_REMOTE_S = 0.1, 2.0  # between two looks for other ranks' parts
 _ATTEMPTS = 100  # to read the latest, while a training job elsewhere saves newer ones and removes it
 _AT_EXIT_S = 60.0  # for other ranks' parts of the last save, when this process ends without `wait`
 
@@ -219,58 +215,35 @@ class CheckpointManager:
         step = operator.index(step)  # also of NumPy's numbers
         measured = {name: float(value) for name, value in (metrics or {}).items() if math.isfinite(value)}
         self._settle(peers)
-        state, kind, pinned = self._collect(peers, parts)
+        collected = collect(peers, parts, sharded=self.sharded)
+        kind = collected.kind
         notes = note_optimizers(parts)
-
-        def make_manifest(kind: Kind, files: Mapping[str, FileRecord]) -> Manifest:
-            now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-            versions = now, str(torch.__version__)
-            return Manifest(kind, step, peers.world_size, *versions, dict(files), notes.orders, notes.classes, measured)
-
         draft = self._open_draft(peers, step, kind)
+
+        def commit(files: Mapping[str, FileRecord]) -> Path | str:
+            assert draft is not None
+            now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+            written = now, str(torch.__version__), dict(files)
+            manifest = Manifest(kind, step, peers.world_size, *written, notes.orders, notes.classes, measured)
+            path = draft.commit(manifest)
+            self._history.remove_old()
+            return path
+
         try:
             if kind == "whole":
-                return self._begin_whole(step, state, make_manifest, draft, memory)
-            assert draft is not None
-            return self._begin_sharded(peers, step, state, make_manifest, pinned, draft, memory)
+                work = whole_work(step, collected.state, draft, memory, commit)
+            else:
+                from phalanx.checkpoint.sharded import plan_save
+
+                assert draft is not None
+                tree = Tree.of(collected.state)
+                self._plan = plan_save(tree, collected.pinned, peers, self._plan)
+                work = sharded_work(peers, self.folder, step, collected.state, tree, self._plan, draft, memory, commit)
+            return Saving(work, self.timeout)
         except BaseException:
             if draft is not None:
                 draft.discard()
             raise
-
-    def _collect(self, peers: Peers, parts: Mapping[str, Any]) -> tuple[dict[str, Any], Kind, set[str]]:
-        """Return the state of all parts, how it is to be written, and whose value counts where ranks differ."""
-        problem, cause = None, None
-        state: dict[str, Any] = {}
-        wants = self.sharded
-        if wants is None:
-            wants = any(hasattr(part, "shard_state_dict") and peers.world_size > 1 for part in parts.values())
-        try:
-            state = states_of(parts, peers, sharded=wants)
-            has_shards = any(is_dtensor(leaf) for leaf in Tree.of(state).leaves.values())
-            if has_shards and self.sharded is False and peers.world_size > 1:
-                problem = (
-                    f"{peers.what}: the state holds tensors that are sharded over ranks (DTensor), of which rank 0 "
-                    "writes its own shard only. Leave out sharded=False."
-                )
-            wants = wants or (has_shards and self.sharded is None)
-        except Exception as error:
-            problem, cause = f"{peers.what} on rank {peers.rank}: {type(error).__name__}: {error}", error
-        told = peers.all_gather((problem, wants, describe_optimizers(parts)))
-        first = next((text for text, *_ in told if text is not None), None)
-        if first is not None:
-            raise CheckpointError(first) from cause
-        if apart := explain_optimizers_apart(peers.what, [optimizers for *_, optimizers in told]):
-            raise CheckpointError(apart)
-        kind: Kind = "sharded" if any(wants for _, wants, _ in told) else "whole"
-        differing = [name for name, part in parts.items() if getattr(part, "ranks_differ", False)]
-        if kind == "sharded" and differing and peers.world_size > 1:
-            raise CheckpointError(
-                f"{peers.what}: with {differing[0]!r} ranks train apart, and in a sharded checkpoint each part of the "
-                "model would be of some other rank. Save with sharded=False on a CheckpointManager of each rank's own "
-                "(process_group of one rank, a folder each), or after finish() without it."
-            )
-        return state, kind, buffer_names(parts)
 
     def _open_draft(self, peers: Peers, step: int, kind: Kind) -> Draft | RemoteDraft | None:
         """Return what to write into: rank 0's; if all ranks write, each one's part of it."""
@@ -295,89 +268,6 @@ class CheckpointManager:
                 draft.discard()
             raise
         return draft
-
-    def _begin_whole(
-        self,
-        step: int,
-        state: Mapping[str, Any],
-        make_manifest: MakeManifest,
-        draft: Draft | RemoteDraft | None,
-        memory: SnapshotMemory | None,
-    ) -> Saving:
-        if draft is None:
-            return Saving(Work(step, write=lambda: None), self.timeout)
-        content = state if memory is None else copy_tree(state, memory)
-        files: dict[str, FileRecord] = {}
-
-        def write() -> None:
-            files.update(write_whole(draft.path, content))
-            draft.send()
-
-        def commit() -> Path | str:
-            return self._commit(draft, make_manifest("whole", files))
-
-        return Saving(Work(step, write, commit, discard=draft.discard), self.timeout)
-
-    def _begin_sharded(
-        self,
-        peers: Peers,
-        step: int,
-        state: Mapping[str, Any],
-        make_manifest: MakeManifest,
-        pinned: set[str],
-        draft: Draft | RemoteDraft,
-        memory: SnapshotMemory | None,
-    ) -> Saving:
-        from phalanx.checkpoint import sharded as sharded_files
-
-        tree = Tree.of(state)
-        plan = self._plan = sharded_files.plan_save(tree, pinned, peers, self._plan)
-        problem, cause, structure = None, None, b""
-        pieces = sharded_files.Pieces()
-        try:
-            pieces = sharded_files.take_pieces(plan, tree, memory)
-            if peers.is_first or not plan.is_uniform:
-                structure = encode_structure(tree)
-        except Exception as error:
-            problem, cause = explain_unwritten(peers, self.folder, step, error, state), error
-        peers.agree(problem, cause)
-        aliases: Mapping[str, str] = tree.aliases
-        if not plan.is_uniform:
-            structure, aliases = merge_structures(peers.gather(structure))
-        parts: dict[int, sharded_files.Part] = {}
-
-        def write() -> None:
-            parts[peers.rank] = sharded_files.write_part(draft.path, plan, pieces)
-            draft.send()
-            if not peers.is_first:
-                draft.tell(sharded_files.part_name(peers.rank), parts[peers.rank].encode())
-
-        if not peers.is_first:
-            return Saving(Work(step, write, discard=draft.discard), self.timeout)
-        others = {rank: sharded_files.part_name(rank) for rank in range(1, peers.world_size)}
-
-        def commit() -> Path | str:
-            for rank, name in others.items():
-                parts[rank] = sharded_files.Part.decode(draft.hear(name))
-            ordered = [parts[rank] for rank in sorted(parts)]
-            files = sharded_files.write_metadata(draft.path, plan, ordered, aliases, structure)
-            draft.send()
-            draft.forget(tuple(others.values()))
-            return self._commit(draft, make_manifest("sharded", files))
-
-        look = _LOOK_REMOTE_S if isinstance(draft, RemoteDraft) else _LOOK_AT_MOST_S
-        work = Work(step, write, commit, tuple(others.values()), draft.missing, look, draft.discard)
-        return Saving(work, self.timeout)
-
-    def _commit(self, draft: Draft | RemoteDraft, manifest: Manifest) -> Path | str:
-        path: Path | str
-        if isinstance(draft, RemoteDraft):
-            path = draft.commit(manifest)
-        else:
-            assert isinstance(self._history, History)
-            path = draft.commit(manifest, self._history)
-        self._history.remove_old()
-        return path
 
     def _settle(self, peers: Peers) -> Path | str | None:
         """Wait for what is being written, on all ranks, and raise what became of it."""

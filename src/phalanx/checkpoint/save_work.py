@@ -1,0 +1,106 @@
+"""Make the `Work` of a save: rank 0 writes the whole state, or every rank writes its part of it.
+
+What must be copied is copied here, before training goes on; what a `Work` does is done behind its back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from phalanx.checkpoint.background import Work
+from phalanx.checkpoint.history import Draft
+from phalanx.checkpoint.manifest import FileRecord
+from phalanx.checkpoint.peers import Peers
+from phalanx.checkpoint.remote_history import RemoteDraft
+from phalanx.checkpoint.snapshot import SnapshotMemory, copy_tree
+from phalanx.checkpoint.structure import encode_structure, merge_structures
+from phalanx.checkpoint.tree import Tree
+from phalanx.checkpoint.whole import write_whole
+from phalanx.checkpoint.write_problems import explain_unwritten
+
+if TYPE_CHECKING:  # torch.distributed.checkpoint takes most of a second to import: only who needs it pays
+    from phalanx.checkpoint.sharded import Part, Plan
+
+Commit = Callable[[Mapping[str, FileRecord]], Path | str]
+
+
+def whole_work(
+    step: int,
+    state: Mapping[str, Any],
+    draft: Draft | RemoteDraft | None,
+    memory: SnapshotMemory | None,
+    commit: Commit,
+) -> Work:
+    """Return the work of a save in one file, which is that of the rank that has the draft, rank 0.
+
+    With `memory` the state is copied into it.
+    """
+    if draft is None:
+        return Work(step, write=lambda: None)
+    content = state if memory is None else copy_tree(state, memory)
+    files: dict[str, FileRecord] = {}
+
+    def write() -> None:
+        files.update(write_whole(draft.path, content))
+        draft.send()
+
+    return Work(step, write, lambda: commit(files), discard=draft.discard)
+
+
+def sharded_work(
+    peers: Peers,
+    place: Path | str,
+    step: int,
+    state: Mapping[str, Any],
+    tree: Tree,
+    plan: Plan,
+    draft: Draft | RemoteDraft,
+    memory: SnapshotMemory | None,
+    commit: Commit,
+) -> Work:
+    """Return this rank's work of a save in which every rank writes its part of `tree`, that of `state`. Collective.
+
+    With `memory` what this rank writes is copied into it.
+
+    Raises:
+        CheckpointError: a rank's part can't be taken; on every rank.
+    """
+    from phalanx.checkpoint import sharded as sharded_files
+
+    problem, cause, structure = None, None, b""
+    pieces = sharded_files.Pieces()
+    try:
+        pieces = sharded_files.take_pieces(plan, tree, memory)
+        if peers.is_first or not plan.is_uniform:
+            structure = encode_structure(tree)
+    except Exception as error:
+        problem, cause = explain_unwritten(peers, place, step, error, state), error
+    peers.agree(problem, cause)
+    aliases: Mapping[str, str] = tree.aliases
+    if not plan.is_uniform:
+        structure, aliases = merge_structures(peers.gather(structure))
+    parts: dict[int, Part] = {}
+
+    def write() -> None:
+        parts[peers.rank] = sharded_files.write_part(draft.path, plan, pieces)
+        draft.send()
+        if not peers.is_first:
+            draft.tell(sharded_files.part_name(peers.rank), parts[peers.rank].encode())
+
+    if not peers.is_first:
+        return Work(step, write, discard=draft.discard)
+    others = {rank: sharded_files.part_name(rank) for rank in range(1, peers.world_size)}
+
+    def write_metadata_and_commit() -> Path | str:
+        for rank, name in others.items():
+            parts[rank] = sharded_files.Part.decode(draft.hear(name))
+        ordered = [parts[rank] for rank in sorted(parts)]
+        files = sharded_files.write_metadata(draft.path, plan, ordered, aliases, structure)
+        draft.send()
+        draft.forget(tuple(others.values()))
+        return commit(files)
+
+    names = tuple(others.values())
+    return Work(step, write, write_metadata_and_commit, names, draft.missing, draft.look_at_most_s, draft.discard)
