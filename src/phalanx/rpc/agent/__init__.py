@@ -1,7 +1,7 @@
 """The agent makes this process a worker. Threads and locks of rpc live in this package.
 
 serving.py      which thread reads, and which ones run the functions that others call
-reading.py      when the thread that waits for an answer reads it itself
+answering.py    what others ask of the worker itself, and all answers
 calls.py        calls that wait for an answer, and when they have waited too long
 reading.py      which thread reads the answers to calls
 interrupts.py   Ctrl-C, where a thread must not be left

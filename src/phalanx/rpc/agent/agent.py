@@ -19,14 +19,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from torch.futures import Future
-
 from phalanx.coordination.key import Key
-from phalanx.errors import ClosedError, PeerLostError, PhalanxError, message_of
+from phalanx.errors import ClosedError, PhalanxError, message_of
 from phalanx.log import get_logger
 from phalanx.rpc import remote_error, wire
 from phalanx.rpc.agent import interrupts
-from phalanx.rpc.agent.calls import Call, Callee, count, describe_timeout
+from phalanx.rpc.agent.answering import Answering
+from phalanx.rpc.agent.calls import Call, Callee, count, describe_timeout, why_failed
 from phalanx.rpc.agent.connections import Connections
 from phalanx.rpc.agent.reading import Answer
 from phalanx.rpc.agent.request import Request
@@ -51,25 +50,19 @@ _TICK_S = 1.0  # of the clock, while calls are under way
 _CONNECT_S = 30.0
 _LAST_S = 5.0  # for what the end of this worker runs of the user's
 
-Control = Callable[[WorkerAddress, Any], Any]
-
 
 class Agent:
-    """It is a worker. `controls` are what workers ask of each other, by name; each gets the asker, and one argument.
-
-    A control runs in the thread that reads: it must not wait. Its result is the answer; a Future is answered when it is
-    done. `orders` are those that come in bytes, by their first one: given the connection and the frame, they answer
-    themselves.
-    """
+    """It is a worker, which calls others, has their requests carried out, and answers."""
 
     def __init__(self, name: str, number: int, host: str, options: RpcBackendOptions) -> None:
         self.options = options
         self.default_timeout_s = options.rpc_timeout
-        self.controls: dict[str, Control] = {}
-        self.orders: dict[int, Callable[[Any, Frame], None]] = {}
+        self._answering = answering = Answering(self)
+        self.controls, self.orders = answering.controls, answering.orders
+        self.answer, self.answer_order = answering.answer, answering.answer_order
         self.on_lost: list[Callable[[WorkerAddress], None]] = []
         self.on_close: list[Callable[[], None]] = []
-        self.serving = Serving(options.num_worker_threads, self._handle, self.flush, self._tick)
+        self.serving = Serving(options.num_worker_threads, self._handle, answering.flush, self._tick)
         self.connections = Connections(name, number, host, options, self.serving, self._take_back, self._lose)
         self.me = self.connections.me
         self.peers = self.connections.peers
@@ -86,7 +79,6 @@ class Agent:
         self._last: list[threading.Thread] = []
         self._is_open = False
         self._early: deque[tuple[Any, Frame]] = deque()
-        self._dirty: deque[Any] = deque()
         self.controls["goodbye"] = self._hear_goodbye
 
     def start(self, membership: Workers) -> None:
@@ -223,29 +215,7 @@ class Agent:
             connection.send(wire.ORDER, 0, data, b"", buffers)
 
     def _fail(self, peer: Callee, call: Call) -> None:
-        call.fail(self._why_failed(peer, call))
-
-    @staticmethod
-    def _why_failed(peer: Callee, call: Call) -> Callable[[], BaseException]:
-        if not peer.lost:
-            text = f"{call.what}({call.name}) to {peer.member}: this worker was shut down before the answer came."
-            return partial(ClosedError, text)
-        text = f"{call.what}({call.name}) to {peer.member}: the worker is lost: {peer.lost}"
-        if call.number:
-            text += "\nWhether the function ran there is not known."
-        return partial(PeerLostError, text, ranks=(peer.member.info.id,))
-
-    # -- answers put aside ---------------------------------------------------------------------------------------------
-
-    def flush(self) -> None:
-        """Send the answers that were put aside."""
-        dirty = self._dirty
-        while dirty:
-            try:
-                connection = dirty.popleft()
-            except IndexError:
-                return
-            connection.flush()
+        call.fail(why_failed(peer, call))
 
     # -- what comes in -------------------------------------------------------------------------------------------------
 
@@ -267,16 +237,16 @@ class Agent:
             lead.enter_user_code()
             self._complete(connection, frame, self._take_call(connection, frame), here=True)
         elif kind == wire.ORDER:
-            self._take_order(connection, frame)
+            self._answering.take_order(connection, frame)
         elif kind == wire.CONTROL:
-            self._take_control(connection, frame)
+            self._answering.take_control(connection, frame)
         elif kind == wire.FETCH:
-            self._take_fetch(connection, frame)
+            self._answering.take_fetch(connection, frame)
 
     def _take_back(self, connection: Any, frame: Frame, call: Call | None) -> None:
         """Take an answer of `call` in a thread that reads what it waits for, and has read this one, too."""
         if frame.kind == wire.ORDER:
-            self._take_order(connection, frame)
+            self._answering.take_order(connection, frame)
         else:
             self._complete(connection, frame, call)
 
@@ -344,95 +314,6 @@ class Agent:
                     "rpc: a reference in an answer that came too late cannot be let go of: %s", message_of(error)
                 )
 
-    def _take_control(self, connection: Any, frame: Frame) -> None:
-        member = connection.peer or self.me
-        try:
-            (name, argument), _ = deserialize(frame.data, frame.buffers)
-            result = self.controls[name](member, argument)
-        except BaseException as error:
-            self.answer(connection, frame.call, error=error)
-            return
-        if not frame.call:
-            return
-        if isinstance(result, _Future):
-            result.add_done_callback(lambda done: self._answer_future(connection, frame.call, done))
-        else:
-            self.answer(connection, frame.call, result)
-
-    def _take_order(self, connection: Any, frame: Frame) -> None:
-        try:
-            self.orders[frame.data[0]](connection, frame)
-        except BaseException as error:
-            if frame.call:
-                self.answer(connection, frame.call, error=error)
-            else:
-                _logger.error(
-                    "rpc: what %s says cannot be carried out: %s", connection.peer or self.me, message_of(error)
-                )
-
-    def _take_fetch(self, connection: Any, frame: Frame) -> None:
-        rref_id = pickle.loads(frame.data)
-        note = pickle.loads(frame.extras)[2] if frame.extras else None
-        owned = self.references.find(rref_id)
-        if owned is None:
-            error = PhalanxError(f"RRef: {self.me} owns no object {rref_id} (any more).")
-            self.answer(connection, frame.call, error=error)
-        else:
-            owned.future.add_done_callback(lambda done: self._answer_future(connection, frame.call, done, note))
-
-    def _answer_future(self, connection: Any, number: int, done: Future[Any], note: Any = None) -> None:
-        try:
-            result = done.value()
-        except BaseException as error:
-            self.answer(connection, number, error=error)
-        else:
-            self.answer(connection, number, result, note=note)
-
-    def answer(
-        self,
-        connection: Any,
-        number: int,
-        result: Any = None,
-        *,
-        error: BaseException | None = None,
-        note: Any = None,
-        later: bool = False,
-    ) -> None:
-        """Answer a call. Never raises: what cannot be pickled is an error at the caller."""
-        to = connection.peer or self.me
-        if error is None:
-            try:
-                payload = serialize(result, to, is_answer=True)
-                hook = call_hook()
-                if note is not None and hook is not None:
-                    note = hook.on_reply(to, payload, note)
-                else:
-                    note = None
-                extras = b""
-                if payload.forks or note is not None:
-                    extras = pickle.dumps((payload.forks or None, None, note), 5)
-                connection.put(wire.REPLY, number, payload.data, extras, payload.buffers)
-            except BaseException as problem:
-                error = problem
-        if error is not None:
-            connection.put(wire.ERROR, number, remote_error.pack(error, str(self.me.info)))
-        if later:
-            self._dirty.append(connection)
-        else:
-            connection.flush()
-
-    def answer_order(
-        self, connection: Any, number: int, data: bytes, buffers: Sequence[Any], error: BaseException | None
-    ) -> None:
-        """As `answer`, in bytes."""
-        if error is not None:
-            self.answer(connection, number, error=error)
-        else:
-            try:
-                connection.send(wire.REPLY, number, data, b"", buffers)
-            except BaseException as problem:  # else who asked would wait for ever
-                self.answer(connection, number, error=problem)
-
     # -- the end of others ---------------------------------------------------------------------------------------------
 
     def _hear_goodbye(self, member: WorkerAddress, why: Any) -> None:
@@ -442,8 +323,11 @@ class Agent:
         """Let go of what a worker held that is gone, and fail the calls to it, one after the other."""
         for hear in list(self.on_lost):
             hear(peer.member)
+        self._fail_all(peer)
+
+    def _fail_all(self, peer: Callee) -> None:
         for call in peer.take_all():
-            self._settle(call, partial(set_error, call.future, self._why_failed(peer, call)))
+            self._settle(call, partial(set_error, call.future, why_failed(peer, call)))
 
     def run_later(self, work: Callable[[], None]) -> None:
         """Let the leader do something that may run callbacks of the user; it must not raise."""
@@ -553,8 +437,7 @@ class Agent:
         self._is_over = True
         self._hand_out_last()
         for peer in list(self.peers.values()):
-            for call in peer.take_all():
-                self._settle(call, partial(set_error, call.future, self._why_failed(peer, call)))
+            self._fail_all(peer)
         self.retries.close()
         self.threads.close()
         self._hand_out_last()

@@ -7,9 +7,10 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
-from phalanx.errors import DeadlineError
+from phalanx.errors import ClosedError, DeadlineError, PeerLostError
 from phalanx.rpc.agent import interrupts
 from phalanx.rpc.agent.reading import Answer
 from phalanx.rpc.remote_error import set_error
@@ -144,6 +145,17 @@ def describe_timeout(what: str, name: str, timeout_s: float, member: WorkerAddre
         "the worker (rpc_timeout of its options) more seconds, or 0 for no limit.",
         missing=(member.info.id,),
     )
+
+
+def why_failed(peer: Callee, call: Call) -> Callable[[], BaseException]:
+    """Return what makes the error of a call to a worker that is lost, or that this worker, shut down, won't hear."""
+    if not peer.lost:
+        text = f"{call.what}({call.name}) to {peer.member}: this worker was shut down before the answer came."
+        return partial(ClosedError, text)
+    text = f"{call.what}({call.name}) to {peer.member}: the worker is lost: {peer.lost}"
+    if call.number:
+        text += "\nWhether the function ran there is not known."
+    return partial(PeerLostError, text, ranks=(peer.member.info.id,))
 
 
 def count(peers: Iterable[Callee]) -> int:
