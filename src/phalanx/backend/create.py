@@ -380,7 +380,7 @@ def leave_at_exit() -> None:
 
 
 def _leave() -> None:
-    from phalanx.backend.process_group.base import leave_all
+    from phalanx.backend.process_group.open_groups import leave_all
     from phalanx.diagnostics.failure_report import QUIET_END
 
     leave_all(_exit_reason or QUIET_END)

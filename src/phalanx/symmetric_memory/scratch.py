@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import weakref
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from phalanx.errors import PhalanxError
+
 _LINE = 128
 _LARGEST_BYTES = 1 << 36  # addresses; what nobody uses has no pages
-
-
-def scratch_bytes(heap_bytes: int) -> int:
-    """How large a piece of a heap is taken."""
-    return min(_LARGEST_BYTES, heap_bytes // 4)
 
 
 class Scratch:
@@ -47,3 +45,12 @@ class Scratch:
 
     def _let_go(self, nbytes: int, offset: int) -> None:
         self._free[nbytes].append(offset)
+
+
+def take_scratch(heap_bytes: int, allocate: Callable[[int], Tensor]) -> Scratch:
+    """Return a scratch in a quarter of a heap, of which `allocate` takes so many bytes. Collective, as that is."""
+    try:
+        piece = allocate(min(_LARGEST_BYTES, heap_bytes // 4))
+    except PhalanxError:  # on all ranks: memory in a file system is reserved, and there is not as much
+        piece = torch.empty(0, dtype=torch.uint8)
+    return Scratch(piece)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -17,6 +15,8 @@ from torch.distributed import Store
 
 from phalanx.backend.arguments import timeout_of
 from phalanx.backend.dynamo import untraced
+from phalanx.backend.process_group import open_groups
+from phalanx.backend.process_group.group_options import GroupOptions
 from phalanx.backend.process_group.recorded import keep_records
 from phalanx.backend.splitting import TORCH_SPLITS_ON_CPU, Splits
 from phalanx.backend.torch_integration.groups import TorchGroup
@@ -27,7 +27,7 @@ from phalanx.deadline import Deadline
 from phalanx.diagnostics.call_sites import calling_site
 from phalanx.diagnostics.failure_report import closed, nested
 from phalanx.errors import PhalanxError
-from phalanx.symmetric_memory.scratch import Scratch, scratch_bytes
+from phalanx.symmetric_memory.scratch import Scratch, take_scratch
 from phalanx.transport.base import CallContext, Transport
 from phalanx.transport.uneven import UnevenInputs
 
@@ -68,7 +68,7 @@ class ProcessGroupBase(TorchGroup):
         self._timeout_s = timeout.total_seconds()
         self._name = name
         self._desc = ""
-        self.number = next(_numbers)
+        self.number = open_groups.next_number()
         """Which of this process's groups it is, in the order in which they were made."""
         self._closing = threading.RLock()  # a signal handler may come in the middle
         self._done = DoneWork()
@@ -80,7 +80,7 @@ class ProcessGroupBase(TorchGroup):
         """`create_process_group`, which made this group and makes those that are split from it."""
         self._connect(transport, rank, size, global_ranks)
         self.introduce(self._device_types)
-        _groups.add(self)
+        open_groups.add(self)
 
     def _connect(self, transport: Transport, rank: int, size: int, global_ranks: Sequence[int] = ()) -> None:
         """Begin with the members that `transport` reaches; nothing is under way here."""
@@ -266,14 +266,8 @@ class ProcessGroupBase(TorchGroup):
         if not self.supports_tensor_alloc(device):
             raise RuntimeError(f"group {self._name!r} allocates no tensors on {device}")
         if self._scratch is None:
-            nbytes = scratch_bytes(self.symm_mem.heap_bytes)
-            try:
-                piece = self.allocate_symmetric((nbytes,), torch.uint8, calling_site())
-            except (
-                PhalanxError
-            ):  # memory that lies in a file system is reserved, and there is not as much; on all ranks
-                piece = torch.empty(0, dtype=torch.uint8)
-            self._scratch = Scratch(piece)
+            heap_bytes, site = self.symm_mem.heap_bytes, calling_site()
+            self._scratch = take_scratch(heap_bytes, lambda n: self.allocate_symmetric((n,), torch.uint8, site))
         return self._scratch.allocate(size, dtype)
 
     def allocate_symmetric(
@@ -292,7 +286,9 @@ class ProcessGroupBase(TorchGroup):
     @property
     def options(self) -> Any:
         """The timeout and ranks of the group, as torch's backends show theirs."""
-        return _Options(timedelta(seconds=self._timeout_s), list(self._global_ranks), self._name, self.getBackendName())
+        return GroupOptions(
+            timedelta(seconds=self._timeout_s), list(self._global_ranks), self._name, self.getBackendName()
+        )
 
     def get_group_store(self) -> Store:
         """Return the store under the group's prefix."""
@@ -409,17 +405,21 @@ class ProcessGroupBase(TorchGroup):
         """Leave the group at once; whoever waits in it gets an error."""
         self._leave(0.0)
 
+    def leave_at_exit(self, exit_reason: str) -> None:
+        """Leave the group, if it was not left, as the process ends for this reason."""
+        if not self._closed and not self.transport.closed:
+            self.transport.set_exit_reason(exit_reason)
+            self._leave(0.1, for_good=True)
+
     def _leave(self, patience_s: float, *, in_order: bool = False, for_good: bool = False) -> None:
         """`for_good`: the process ends, so what runs after `patience_s` need not end."""
         with self._closing:
             if self._closed:
                 return
             self._closed = True
-        if self.transport.closed:  # a forked child: the threads and the place in the group are its parent's
-            _groups.discard(self)
-            return
-        self._part(patience_s, in_order=in_order, for_good=for_good)
-        _groups.discard(self)
+            open_groups.discard(self)
+        if not self.transport.closed:  # in a forked child the threads and the place in the group are its parent's
+            self._part(patience_s, in_order=in_order, for_good=for_good)
 
     def _part(self, patience_s: float, *, in_order: bool = False, for_good: bool = False) -> None:
         """Leave those that the transport reaches."""
@@ -448,30 +448,3 @@ class ProcessGroupBase(TorchGroup):
         deadline = Deadline.after(patience_s)
         ended = all([executor.close(deadline.left_s) for executor in self._executors()])
         return self.transport.settle(deadline.left_s) and ended
-
-
-class _Options:
-    """It is the part of torch's backend options that people read."""
-
-    def __init__(self, timeout: timedelta, ranks: list[int], name: str, backend: str) -> None:
-        self._timeout = timeout
-        self.global_ranks_in_group = ranks
-        self.group_name = name
-        self.backend = backend
-
-
-_groups: weakref.WeakSet[ProcessGroupBase] = weakref.WeakSet()
-_numbers = itertools.count()
-
-
-def open_groups() -> list[ProcessGroupBase]:
-    """Return the groups that this process has not left, oldest first."""
-    return sorted((group for group in list(_groups) if not group._closed), key=lambda group: group.number)
-
-
-def leave_all(exit_reason: str) -> None:
-    """At the end of the process: leave every group that is still open, saying why."""
-    for group in list(_groups):
-        if not group._closed and not group.transport.closed:
-            group.transport.set_exit_reason(exit_reason)
-            group._leave(0.1, for_good=True)

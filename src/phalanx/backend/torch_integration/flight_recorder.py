@@ -90,7 +90,7 @@ def take_dump(
 ) -> dict[str, Any]:
     """Return the dump of this process's groups, with the arguments of `_dump_fr_trace`; None means its defaults."""
     from phalanx import __version__
-    from phalanx.backend.process_group.base import open_groups
+    from phalanx.backend.process_group.open_groups import open_groups
     from phalanx.backend.process_group.recorded import left_groups, read_group
     from phalanx.backend.torch_integration.recorder_dump import dump_groups
 
