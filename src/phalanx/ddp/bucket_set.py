@@ -39,7 +39,7 @@ class BucketSet:
         self._specs = specs
         self._parameters = parameters
         self._caps_mb = list(caps_mb)
-        self._group = group
+        self.group = group
         self._as_view = as_view
         self._own_exchange: Exchange | None = None
         self.pool = _share_memory_for(specs, group) if as_view else None
@@ -61,7 +61,7 @@ class BucketSet:
         if self.pool is not None:
             self.pool.close()
             self.pool = None
-        elif self._group.size() > 1:
+        elif self.group.size() > 1:
             return
         self.adopt(self.plan_in())
 
@@ -72,9 +72,9 @@ class BucketSet:
     def adopt(self, plan: BucketPlan, gradients: Sequence[Tensor | None] | None = None) -> None:
         """Make buckets for the plan, and move `gradients` to where they lie in it."""
         self.plan, self.buckets = plan, []
-        alone = self._group.size() == 1 and self._own_exchange is None
+        alone = self.group.size() == 1 and self._own_exchange is None
         nothing: list[tuple[Tensor, ...]] = [()] * len(plan.buckets)
-        memories = nothing if alone else allocate(plan, self._group, as_view=self._as_view, pool=self.pool)
+        memories = nothing if alone else allocate(plan, self.group, as_view=self._as_view, pool=self.pool)
         for bucket, memory in zip(plan.buckets, memories, strict=True):
             members = [self._parameters[slot.parameter] for slot in bucket.slots]
             if bucket.sparse:
@@ -83,7 +83,7 @@ class BucketSet:
                 self.buckets.append(LocalBucket(bucket, members))
             else:
                 self.buckets.append(
-                    DenseBucket(bucket, members, *memory, as_view=self._as_view, pool=self.pool, group=self._group)
+                    DenseBucket(bucket, members, *memory, as_view=self._as_view, pool=self.pool, group=self.group)
                 )
         self.places = {
             slot.parameter: (bucket.index, position)
@@ -91,7 +91,7 @@ class BucketSet:
             for position, slot in enumerate(bucket.slots)
         }
         dense = [bucket for bucket in self.buckets if isinstance(bucket, DenseBucket)]
-        self.exchange = self._own_exchange or _choose_exchange(self._group, dense)
+        self.exchange = self._own_exchange or _choose_exchange(self.group, dense)
         if gradients is not None:
             for index, (number, position) in self.places.items():
                 self.buckets[number].adopt(position, gradients[index])

@@ -35,6 +35,7 @@ from phalanx.ddp.first_steps import FirstSteps
 from phalanx.ddp.graph import Reach, find_reach
 from phalanx.ddp.plan import BucketPlan, ParameterSpec
 from phalanx.ddp.round import Round
+from phalanx.ddp.shadow_round import ShadowRound
 from phalanx.ddp.uneven import UnevenInputs
 from phalanx.torch_names import find
 
@@ -393,25 +394,13 @@ class Reducer:
         """
         if self._learning:
             raise nothing_learnt(self._group.rank())
-        kept = {
-            bucket.plan.index: bucket.buffer.clone() for bucket in self._set.buckets if isinstance(bucket, DenseBucket)
-        }
+        shadow = ShadowRound(self._set)
         used, self._used = self._used, [False] * len(self._parameters)
-        for bucket in self._set.buckets:
-            if isinstance(bucket, SparseBucket):
-                self._round.pending.append(SparsePending(bucket, None, self._group))
-            elif isinstance(bucket, DenseBucket):
-                bucket.in_place = None
-                bucket.buffer.zero_()
-                self._round.pending.append(self._set.exchange.launch(bucket))
+        shadow.launch(self._round.pending)
         self._agree_on_unused()
         for pending in self._round.pending:
             pending.wait()
-        for bucket in self._set.buckets:
-            if isinstance(bucket, SparseBucket):
-                bucket.mean = None
-            elif isinstance(bucket, DenseBucket):
-                bucket.buffer.copy_(kept[bucket.plan.index])
+        shadow.restore()
         self._used = used
         self._begin_round()
         self._num_rounds += 1
