@@ -225,6 +225,15 @@ def nested(what: str, group: str, rank: int) -> PhalanxError:
     )
 
 
+def occupied(group: str, rank: int, timeout_s: float) -> DeadlineError:
+    """Return the error for a collective that another thread's collective has kept from beginning in time."""
+    return DeadlineError(
+        f"group {group!r} on rank {rank}: another thread's collective was still under way after {timeout_s:.1f} s, so "
+        "this one could not begin.\nLet one thread call the collectives of a group, or give each thread a group of its "
+        "own."
+    )
+
+
 def late(
     missing: Sequence[int],
     names: Sequence[str],

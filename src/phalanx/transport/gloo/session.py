@@ -27,12 +27,12 @@ from phalanx.diagnostics.failure_report import (
     Operation,
     describe_interruption,
     nested,
+    occupied,
 )
 from phalanx.diagnostics.failure_store import FailureStore
 from phalanx.diagnostics.flight_recorder import Position
 from phalanx.engines.engine import DELIVERY_S, Pending
 from phalanx.engines.gloo import GlooEngine
-from phalanx.errors import DeadlineError
 from phalanx.loss_detection import AFTER_BREAK_S
 from phalanx.transport.background import WHOLE_BYTES, Background, look_at
 from phalanx.transport.base import CallContext
@@ -185,11 +185,7 @@ class GlooSession(EngineSession):
         if self.in_collective:
             raise nested("a collective", self.group, self.rank)
         if not self.lock.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX)):
-            raise DeadlineError(
-                f"group {self.group!r} on rank {self.rank}: another thread's collective was still under way after "
-                f"{timeout_s:.1f} s, so this one could not begin.\n"
-                "Let one thread call the collectives of a group, or give each thread a group of its own."
-            )
+            raise occupied(self.group, self.rank, timeout_s)
 
     def _gather_heads(self, mine: bytearray, heads: bytearray, deadline: Deadline) -> None:
         into, head = (torch.frombuffer(data, dtype=torch.uint8) for data in (heads, mine))

@@ -29,11 +29,12 @@ from phalanx.diagnostics.failure_report import (
     describe_interruption,
     describe_wait,
     nested,
+    occupied,
 )
 from phalanx.diagnostics.failure_store import FailureStore
 from phalanx.diagnostics.flight_recorder import Position, Record
 from phalanx.engines.engine import DELIVERY_S, Engine
-from phalanx.errors import DeadlineError, PhalanxError
+from phalanx.errors import PhalanxError
 from phalanx.log import get_logger
 from phalanx.loss_detection import LOOK_S
 from phalanx.symmetric_memory.memory import SymmetricMemory
@@ -298,12 +299,7 @@ class HierarchicalSession(Reports):
             if self.lock.acquire(timeout=min(max(deadline.left_s, 0.0), LOOK_S)):
                 return
             if deadline.passed:
-                break
-        raise DeadlineError(
-            f"group {self.group!r} on rank {self.rank}: another thread's collective was still under way after "
-            f"{timeout_s:.1f} s, so this one could not begin.\n"
-            "Let one thread call the collectives of a group, or give each thread a group of its own."
-        )
+                raise occupied(self.group, self.rank, timeout_s)
 
     def _interruptible(self, call: Call, ctx: CallContext, operation: Callable[[], None]) -> None:
         """Carry out `operation`, which waits in an engine that may hear neither signals nor that a peer is gone.

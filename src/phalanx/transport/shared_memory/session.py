@@ -12,10 +12,10 @@ from phalanx.core_numbers import PEER_LOST, REJOIN
 from phalanx.deadline import timeout_ns
 from phalanx.diagnostics import failures
 from phalanx.diagnostics.call_sites import short
-from phalanx.diagnostics.failure_report import LEFT_IN_FLIGHT, closed, describe_wait, nested
+from phalanx.diagnostics.failure_report import LEFT_IN_FLIGHT, closed, describe_wait, nested, occupied
 from phalanx.diagnostics.flight_recorder import Record, read
 from phalanx.diagnostics.whereabouts import find_position, late_ranks, remember, tell_end
-from phalanx.errors import ClosedError, DeadlineError
+from phalanx.errors import ClosedError
 from phalanx.log import get_logger
 from phalanx.symmetric_memory.memory import Buffer, SymmetricMemory
 from phalanx.transport.base import CallContext
@@ -192,11 +192,7 @@ class SharedMemorySession:
         if self.in_collective:
             raise nested("a collective", self.group, self.symm_mem.rank)
         if not self.lock.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX)):
-            raise DeadlineError(
-                f"group {self.group!r} on rank {self.symm_mem.rank}: another thread's collective was still under way "
-                f"after {timeout_s:.1f} s, so this one could not begin.\n"
-                "Let one thread call the collectives of a group, or give each thread a group of its own."
-            )
+            raise occupied(self.group, self.symm_mem.rank, timeout_s)
         self.lock.release()
 
     def _rejoin(self) -> None:
