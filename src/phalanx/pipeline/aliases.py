@@ -7,10 +7,11 @@ when all stages' parts of that are known, a model that would give something else
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, fx
 
 from phalanx.pipeline.nested import tree_flatten
@@ -73,3 +74,33 @@ def find_stale(seen: Sequence[Seen], graph: fx.Graph, home: Mapping[fx.Node, int
                         "as it was. Let the layer make a new tensor (inplace=False), or cut elsewhere."
                     )
     return ""
+
+
+class CopyCheck:
+    """It checks, in the first step of a mode, that no stage uses a copy of what another stage changes.
+
+    `home`: the stage in which a node of `graph` is run.
+    """
+
+    def __init__(self, graph: fx.Graph, home: Mapping[fx.Node, int]) -> None:
+        self._graph, self._home = graph, home
+        self._checked: set[tuple[bool, bool]] = set()
+
+    def forget(self) -> None:
+        """Check all modes again."""
+        self._checked.clear()
+
+    def require_current(self, mode: tuple[bool, bool], seen: Iterable[Seen], group: dist.ProcessGroup) -> None:
+        """Raise where a stage would use such a copy, of which `seen` is what this rank's stages know. Collective.
+
+        Raises:
+            ValueError: one does, on all ranks; the message names the values.
+        """
+        if mode in self._checked or torch.is_inference_mode_enabled():
+            return
+        told: list[list[Seen]] = [[] for _ in range(group.size())]
+        dist.all_gather_object(told, list(seen), group=group)
+        stale = find_stale([one for theirs in told for one in theirs], self._graph, self._home)
+        if stale:
+            raise ValueError(f"Pipeline: {stale}")
+        self._checked.add(mode)

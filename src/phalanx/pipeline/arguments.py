@@ -6,9 +6,6 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
-
 from phalanx.pipeline.cut import check_balance
 
 _Make = TypeVar("_Make", bound=Callable[..., Any])
@@ -36,47 +33,6 @@ def names_our_arguments(make: _Make) -> _Make:
         return make(*args, **kwargs)
 
     return cast(_Make, checked)
-
-
-def find_groups(
-    mesh: DeviceMesh | None, process_group: dist.ProcessGroup | None
-) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None]:
-    """Return the ranks of this pipeline, and those with the same stages in others.
-
-    Raises:
-        ValueError: the mesh has other axes, or this rank is not in the group.
-        RuntimeError: there is no process group.
-    """
-    if mesh is not None:
-        if process_group is not None:
-            raise ValueError("Pipeline takes process_group or mesh, not both")
-        names = mesh.mesh_dim_names or ()
-        if "pipeline" not in names or set(names) - {"pipeline", "data"}:
-            raise ValueError(
-                "Pipeline takes a mesh with the axes 'pipeline' and, if there are replicas, 'data', as in "
-                f"phalanx.mesh(pipeline=2, data=2); got {', '.join(map(repr, names)) or 'none with names'}"
-            )
-        return mesh.get_group("pipeline"), mesh.get_group("data") if "data" in names else None
-    if not dist.is_initialized():
-        raise RuntimeError(
-            "Pipeline needs a process group: call phalanx.init() or torch.distributed.init_process_group()"
-        )
-    group = process_group if process_group is not None else dist.group.WORLD
-    if not isinstance(group, dist.ProcessGroup):
-        raise ValueError("Pipeline: this rank is not in process_group; let only its ranks make the Pipeline")
-    return group, None
-
-
-def form_anew(mesh: DeviceMesh) -> None:
-    """Give a mesh groups in the default group of now; the old ones are gone. Collective over that."""
-    new = DeviceMesh(mesh.device_type, mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)
-    vars(mesh).update(vars(new))  # the object that the program has goes on
-
-
-def place_in(mesh: DeviceMesh, rank: int) -> int:
-    """Where a rank of the job is along a mesh's axis of pipelines."""
-    axis = (mesh.mesh_dim_names or ()).index("pipeline")
-    return int((mesh.mesh == rank).nonzero()[0, axis])
 
 
 def check_arguments(

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from phalanx.pipeline.nested import tree_flatten, tree_unflatten
+
+_Key = TypeVar("_Key")
 
 
 def count_rows(values: Any, what: str) -> int:
@@ -75,6 +78,10 @@ def _describe(value: Any) -> str:
     return "a tensor without dimensions" if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 
-def take_nodes(values: Any, begin: int, rows: int) -> dict[Any, Any]:
-    """`take` of each value of a dict whose keys are no strings."""
-    return {node: take(value, begin, rows) for node, value in values.items()}
+def take_each(values: Mapping[_Key, Any], rows: Sequence[int]) -> list[dict[_Key, Any]]:
+    """Return for each micro-batch, of so many `rows`, its part of every value."""
+    begins = itertools.accumulate(rows, initial=0)
+    return [
+        {key: take(value, begin, count) for key, value in values.items()}
+        for begin, count in zip(begins, rows, strict=False)
+    ]

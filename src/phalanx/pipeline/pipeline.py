@@ -19,15 +19,10 @@ from phalanx.partition.layers import given_arguments, list_layers
 from phalanx.partition.measure import bind
 from phalanx.partition.parts import Part, split
 from phalanx.pipeline import micro_batches as batches
-from phalanx.pipeline.aliases import find_stale
-from phalanx.pipeline.arguments import (
-    check_arguments,
-    find_groups,
-    form_anew,
-    names_our_arguments,
-    place_in,
-)
+from phalanx.pipeline.aliases import CopyCheck
+from phalanx.pipeline.arguments import check_arguments, names_our_arguments
 from phalanx.pipeline.batchnorm import MiniBatchStatistics
+from phalanx.pipeline.clipping import clip
 from phalanx.pipeline.cut import (
     Balance,
     CutPlan,
@@ -36,30 +31,23 @@ from phalanx.pipeline.cut import (
     split_points,
 )
 from phalanx.pipeline.cut_agreement import agree_on_cut, require_same_cut
-from phalanx.pipeline.edges import StageFailedError, StageLostError, StepPlan
+from phalanx.pipeline.edges import StepPlan
 from phalanx.pipeline.execute import Executor, Work
 from phalanx.pipeline.loss import Loss
 from phalanx.pipeline.materialize import materialize
 from phalanx.pipeline.micro_batch_random import MicroBatchRandom
 from phalanx.pipeline.outcome import Outcome
 from phalanx.pipeline.own_modules import OwnModules, unused_tensors
+from phalanx.pipeline.placement import Placement
 from phalanx.pipeline.record import Record
 from phalanx.pipeline.replicas import Replicas
 from phalanx.pipeline.schedule import Schedule, ScheduleName, plan_schedule
 from phalanx.pipeline.stage import Stage
 from phalanx.pipeline.stage_module import StageModule
+from phalanx.pipeline.step_end import StepEnd
 from phalanx.pipeline.tied import TiedGradients, find_ties, parameters_of
 from phalanx.pipeline.values import share_result
-from phalanx.pipeline.wire import Wire
-
-
-class _Made:
-    """It counts how many pipelines this process has made, at least."""
-
-    number = 0
-
-
-_made = _Made()
+from phalanx.pipeline.wire import PipelineNumbers, Wire
 
 
 class Pipeline(StageModule):
@@ -123,8 +111,10 @@ class Pipeline(StageModule):
         device: torch.device | str | None = None,
         init_fn: Callable[[str, Tensor], object] | None = None,
     ) -> None:
-        group, data_group = find_groups(mesh, process_group)
+        placement = Placement(mesh, process_group)
+        group, data_group = placement.group, placement.data_group
         super().__init__(module, group)
+        self._placement = placement
         planned = plan_schedule(schedule, group.size(), micro_batches, stages)
         check_arguments(micro_batches, group.size(), schedule, checkpoint, loss_reduction, outputs, balance)
         layers = list_layers(module, split_points(balance), given=given_arguments(module, example))
@@ -139,7 +129,6 @@ class Pipeline(StageModule):
         require_one_owner_of_buffers(layers, parts)
         self.plan: CutPlan = describe_cut(layers, parts, planned, reason, costs)
         self._costs, self._counts = costs, counts
-        self._mesh = mesh
         self._take_own(module, parts, planned, device, init_fn, data_group)
 
     # -- building ------------------------------------------------------------------------------------------------
@@ -162,10 +151,9 @@ class Pipeline(StageModule):
         if device is not None:
             own.to(device)
         self._hold(own)
-        dist.all_gather_object(left, (without, _made.number), group=self._group)
+        dist.all_gather_object(left, (without, PipelineNumbers.next), group=self._group)
         self._without_values = [name for names, _ in left for name in names]  # of all ranks: all shall refuse a step
-        number = max(number for _, number in left)  # of another pipeline on none of the ranks
-        _made.number = number + 1
+        number = PipelineNumbers.take(number for _, number in left)
         self._device = next((t.device for t in (*own.parameters(), *own.buffers())), torch.device(device or "cpu"))
         if self._device.type == "cpu":
             keep_freed_memory()
@@ -185,11 +173,11 @@ class Pipeline(StageModule):
             self._replicas = Replicas(data_group, list(own.parameters()), list(own.buffers()))
         self._statistics = MiniBatchStatistics(own, data_group)
         self._outcome = Outcome(self._group, data_group, self._device, self._wire.meeting_tag)
-        self._home = dict.fromkeys(self._layers.inputs, 0) | {node: p.index for p in parts for node in p.nodes}
-        self._checked: set[tuple[bool, bool]] = set()
+        home = dict.fromkeys(self._layers.inputs, 0) | {node: p.index for p in parts for node in p.nodes}
+        self._copies = CopyCheck(self._layers.output.graph, home)
         self._executor = Executor(stages, self._wire, self._rank, self._num_stages, self._random)
         self._record: Record | None = None
-        self._failed = ""
+        self._step_end = StepEnd(self._outcome, self._wire, self._executor)
         self.num_steps = 0
         self._data_group = data_group
 
@@ -204,7 +192,7 @@ class Pipeline(StageModule):
 
     def pipeline_rank(self, rank: int) -> int:
         """Return the rank in its pipeline of a rank of the job."""
-        return rank if self._mesh is None else place_in(self._mesh, rank)
+        return self._placement.pipeline_rank(rank)
 
     @property
     def data_group(self) -> dist.ProcessGroup | None:
@@ -213,9 +201,7 @@ class Pipeline(StageModule):
 
     def spans(self, group: dist.ProcessGroup | None) -> bool:
         """Whether its stages, with their replicas, are on the ranks of `group`."""
-        if self._mesh is None or group is None:
-            return self._group is group
-        return sorted(self._mesh.mesh.flatten().tolist()) == list(range(group.size()))
+        return self._placement.spans(group)
 
     def regroup(self, group: dist.ProcessGroup) -> None:
         """Go on in `group`, where each rank has the stages that it had, or that of its number had. Collective.
@@ -227,23 +213,20 @@ class Pipeline(StageModule):
             ValueError: the group has another size.
             MismatchError: a rank has other stages than the first.
         """
-        size = self._size if self._mesh is None else self._mesh.mesh.numel()
-        if group.size() != size:
-            raise ValueError(f"Pipeline.regroup: its {size} ranks can't go on as {group.size()}")
-        if self._mesh is not None:
-            form_anew(self._mesh)
-            group, self._data_group = find_groups(self._mesh, None)
+        self._placement.regroup(group)
+        group, self._data_group = self._placement.group, self._placement.data_group
         require_same_cut(self._counts, group)
         self._group, self._rank = group, group.rank()
         if self._replicas is not None and self._data_group is not None:
             self._replicas.group = self._data_group
         self._statistics.regroup(self._data_group)
         self._outcome = Outcome(group, self._data_group, self._device, self._wire.meeting_tag)
+        self._step_end = StepEnd(self._outcome, self._wire, self._executor)
         self._wire.regroup(group)
         self._executor.forget()
         self._tied.forget()
-        self._checked.clear()
-        self._shared, self._failed, self._without_values = False, "", []
+        self._copies.forget()
+        self._shared, self._without_values = False, []
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
@@ -267,14 +250,14 @@ class Pipeline(StageModule):
         """
         self._require_usable()
         loss = self._end(*self._try(args, kwargs, lambda: self._loss.for_target(target, self._result), grad=True))
-        with self._meeting():
+        with self._step_end.together():
             self._tied.add()
             if self._replicas is not None:
                 self._replicas.average()
             self._statistics.update()
             if not self._shared:  # the first step has shown what goes from stage to stage
                 self._shared = True
-                self._wire.share(_most(self._plan(self._micro_batches, True)))
+                self._wire.share(self._plan(self._micro_batches, True).most_tensors)
         self.num_steps += 1
         note_loss(loss)
         return loss
@@ -298,7 +281,7 @@ class Pipeline(StageModule):
 
         work, failure = self._try(args, kwargs, lambda: result_of, grad=False)
         self._end(work, failure)
-        with self._meeting():
+        with self._step_end.together():
             self._statistics.update()
         owner = (self._num_stages - 1) % self._size
         result: Any = None
@@ -309,7 +292,7 @@ class Pipeline(StageModule):
         except (TypeError, ValueError) as refused:
             error = refused
         if self._all_outputs:
-            with self._meeting():
+            with self._step_end.together():
                 result = share_result(result if error is None else error, self._group, owner)
             error = result if isinstance(result, (TypeError, ValueError)) else None
         if error is not None:
@@ -339,7 +322,7 @@ class Pipeline(StageModule):
                 self._tied.begin()
             self._run(work)
         except BaseException as error:
-            self._failed = _first_line(error)
+            self._step_end.fail(error)
             if step.failure is None:  # it was interrupted before its first action, or behind its last one
                 self._executor.refuse(error)
             if isinstance(error, Exception) and step.failure is not None and not step.failure.leaves:
@@ -359,8 +342,10 @@ class Pipeline(StageModule):
         try:
             loss = self._outcome.share(loss, error, replicas=work.grad)
             has_met = True
-            self._require_current((work.grad, work.training))
-            with self._meeting():
+            mode = work.grad, work.training
+            seen = (stage.seen[mode] for stage in self._executor.stages.values() if mode in stage.seen)
+            self._copies.require_current(mode, seen, self._group)
+            with self._step_end.together():
                 self._wire.settle()  # not before all ranks have done their part: one that failed takes no messages
             self._wire.learn()
             return loss
@@ -368,80 +353,32 @@ class Pipeline(StageModule):
             if self._outcome.all_have_heard:  # and have told all whose receives may be posted
                 self._wire.end_receives()
             else:
-                self._end_alone(failure, has_met=has_met)
+                self._step_end.tell_alone(failure, has_met=has_met)
                 self._wire.leave()
-            self._failed = self._failed or _first_line(failure)
+            self._step_end.failed = self._step_end.failed or summary_of(failure).splitlines()[0]
             self._statistics.forget()
             if self._record is not None and self._outcome.all_have_heard:
                 with contextlib.suppress(RuntimeError):  # a rank is lost as well
                     self._record.finish(alone=False)
             raise
 
-    @contextlib.contextmanager
-    def _meeting(self) -> Iterator[None]:
-        """Around what ranks do together behind the end of a step: who fails in it leaves nobody waiting."""
-        try:
-            yield
-        except BaseException as error:
-            self._failed = _first_line(error)
-            self._outcome.abandon(error)
-            if self._outcome.meets_by_messages:
-                self._executor.tell_end(error)
-                self._wire.leave()
-            raise
-
-    def _end_alone(self, failure: Exception, *, has_met: bool) -> None:
-        """Fail after a peer was lost at the end of a step: others may have seen nothing of it, and be in the
-        next one already.
-        """
-        is_news = isinstance(failure, (StageFailedError, StageLostError))  # that all have, or get
-        if is_news or self._executor.step.failure is not None:
-            return
-        if self._outcome.meets_by_messages and isinstance(failure, RuntimeError):
-            if has_met:
-                self._outcome.abandon(failure)
-            self._executor.tell_end(failure)
-
-    def _require_current(self, mode: tuple[bool, bool]) -> None:
-        """Raise, on all ranks, where a stage would use a copy of what another changes; after the first step of a mode.
-
-        Raises:
-            ValueError: one does; the message names the values.
-        """
-        if mode in self._checked or torch.is_inference_mode_enabled():
-            return
-        told: list[Any] = [None] * self._size
-        mine = [stage.seen[mode] for stage in self._executor.stages.values() if mode in stage.seen]
-        dist.all_gather_object(told, mine, group=self._group)
-        stale = find_stale([seen for one in told for seen in one], self._layers.output.graph, self._home)
-        if stale:
-            raise ValueError(f"Pipeline: {stale}")
-        self._checked.add(mode)
-
     def _cut_inputs(self, work: Work, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         try:
-            self._take_inputs(work, args, kwargs)
+            rows = batches.count_rows((args, kwargs), "the input")
+            values = bind(self._layers, args, kwargs)
+            work.rows = batches.cut(rows, self._micro_batches)
+            work.inputs = batches.take_each(values, work.rows)
         except Exception as error:  # the others wait for these inputs
             refused = self._executor.refuse(error)
             if self._record is not None:
                 self._record.note(work, self._executor, failed=True)
             raise refused from error.__cause__
 
-    def _take_inputs(self, work: Work, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        rows = batches.count_rows((args, kwargs), "the input")
-        values = bind(self._layers, args, kwargs)
-        work.rows = batches.cut(rows, self._micro_batches)
-        begins = [sum(work.rows[:i]) for i in range(len(work.rows))]
-        work.inputs = [
-            {node: batches.take(value, begin, count) for node, value in values.items()}
-            for begin, count in zip(begins, work.rows, strict=True)
-        ]
-
     def _run(self, work: Work) -> None:
         try:
             self._executor.run(work, timed=self._record is not None)
         except BaseException as error:
-            self._failed = _first_line(error)
+            self._step_end.fail(error)
             self._statistics.forget()
             if self._record is not None:
                 self._record.note(work, self._executor, failed=True)
@@ -459,10 +396,10 @@ class Pipeline(StageModule):
         return fx.node.map_arg(self._layers.output.args[0], lambda node: results[node])
 
     def _require_usable(self) -> None:
-        if self._failed:
+        if self._step_end.failed:
             raise ClosedError(
-                f"Pipeline: an earlier step failed ({self._failed}), and its messages may still be on their way. "
-                "Make a new Pipeline, of a new process group if a rank was lost."
+                f"Pipeline: an earlier step failed ({self._step_end.failed}), and its messages may still be on their "
+                "way. Make a new Pipeline, of a new process group if a rank was lost."
             )
         if self._without_values:
             raise RuntimeError(
@@ -498,30 +435,9 @@ class Pipeline(StageModule):
         Raises:
             ValueError: max_norm is below zero.
         """
-        if not max_norm >= 0:
-            raise ValueError(f"max_norm must be 0 or more, got {max_norm}")
-        mine = [p for p in self._tied.counted_here(self._own.parameters()) if p.grad is not None]
-        squares = torch.zeros((), dtype=torch.float64)
-        for parameter in mine:
-            assert parameter.grad is not None
-            squares += parameter.grad.detach().double().square().sum().cpu()
-        dist.all_reduce(squares, group=self._group)
-        norm = squares.sqrt()
-        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0).item()  # not a number if the norm is none, as in torch
-        for parameter in self._own.parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(scale)
-        return norm.float()
+        parameters = list(self._own.parameters())
+        return clip(parameters, self._tied.counted_here(parameters), max_norm, self._group)
 
     def extra_repr(self) -> str:
         """Return the table of the cut."""
         return f"schedule={self._schedule!r}, micro_batches={self._micro_batches}\n{self.plan}"
-
-
-def _most(schedule: Schedule) -> int:
-    """How many tensors of a size may lie in shared memory: those in flight, and what layers make on the way to them."""
-    return 8 * max(schedule.in_flight(stage) for stage in range(schedule.num_stages)) + 16
-
-
-def _first_line(error: BaseException) -> str:
-    return summary_of(error).splitlines()[0]

@@ -62,6 +62,11 @@ class Schedule:
         """How many micro-batches a stage holds at most between forward and the end of backward."""
         return self._in_flight[stage]
 
+    @property
+    def most_tensors(self) -> int:
+        """How many tensors of a size a rank has at most: those in flight, and what layers make on the way to them."""
+        return 8 * max(self.in_flight(stage) for stage in range(self.num_stages)) + 16
+
     @functools.cached_property
     def _in_flight(self) -> tuple[int, ...]:
         return tuple(self._most_in_flight(stage) for stage in range(self.num_stages))

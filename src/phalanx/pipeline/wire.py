@@ -16,7 +16,7 @@ import math
 import pickle
 from array import array
 from collections import Counter, defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -58,6 +58,19 @@ _CPU = torch.device("cpu")
 
 _Sent = dict[Edge, tuple[Any, list[Any]]]
 _Received = dict[Edge, tuple[Form, Any]]
+
+
+class PipelineNumbers:
+    """They number the pipelines of a job, so that those on common ranks differ; `next` is free on this rank."""
+
+    next = 0
+
+    @classmethod
+    def take(cls, free: Iterable[int]) -> int:
+        """Return a number that is free on all ranks, of which `free` has what each said, and take it."""
+        number = max(free)
+        cls.next = number + 1
+        return number
 
 
 class Wire:
