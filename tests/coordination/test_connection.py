@@ -101,7 +101,7 @@ def test_who_waits_reads_where_the_reader_stopped_just_before():
             self.lock.release()
 
     with Service() as service, Client(service.local) as client:
-        reading = client._reading = Reading(client)
+        reading = client._reader.turn = Reading(client)
         with pytest.raises(DeadlineError):
             client.get("never", timeout=0.01)
         assert reading.has_said_so

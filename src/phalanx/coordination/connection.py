@@ -1,11 +1,7 @@
 """A `Connection` leads to the coordinator: its requests block, with a deadline, and its events do not.
 
-Any number of threads may call. A thread that waits reads the socket, for itself and for the others:
-
-    call ──► send ──► is somebody reading? ── no ──► read until mine has come, then let another one read
-                                           └─ yes ─► sleep until the reader wakes me
-
-so that a lone thread pays for no switch to another one. A member has a thread besides: see `member_connection`.
+Any number of threads may call; `reader` says which of them reads. A member has a thread besides: see
+`member_connection`.
 """
 
 from __future__ import annotations
@@ -20,12 +16,14 @@ from datetime import timedelta
 import zmq
 
 from phalanx.coordination.address import Address
+from phalanx.coordination.connection_errors import cut_off, late, started_again, unreachable, without_key
 from phalanx.coordination.connection_guard import cut
 from phalanx.coordination.dealer import EPOCH_BYTES, EVENTS, open_dealer
 from phalanx.coordination.event import Event
 from phalanx.coordination.event_inbox import EventInbox
 from phalanx.coordination.key import Key
 from phalanx.coordination.pending_call import PendingCall
+from phalanx.coordination.reader import Reader
 from phalanx.coordination.refusal import explain_refusal
 from phalanx.coordination.route import NoRouteError, Route, find_route
 from phalanx.coordination.wire import (
@@ -41,9 +39,9 @@ from phalanx.coordination.wire import (
     unpack_number,
 )
 from phalanx.deadline import Deadline
-from phalanx.errors import AuthenticationError, ClosedError, CoordinationError, DeadlineError
+from phalanx.errors import ClosedError, CoordinationError, DeadlineError
 from phalanx.ipc.wakeup import Wakeup
-from phalanx.loss_detection import COORDINATOR_SILENT_S, MEMBER_TIMEOUT_S, heartbeat_s
+from phalanx.loss_detection import MEMBER_TIMEOUT_S, heartbeat_s
 
 _LONGEST_POLL_S = 3.0  # then what was not answered is looked through
 _MAX_CALLS = 400  # at a time; the coordinator remembers more answers than that
@@ -82,11 +80,7 @@ class Connection:
     ) -> None:
         self.address = Address.parse(address) if isinstance(address, str) else address
         if key is None and not self.address.path:
-            raise AuthenticationError(
-                f"the coordinator at {self.address} lets in who knows the job's key, and there is none here.\n"
-                "Give the key of the host where it runs: a file (PHALANX_KEY_FILE, or ~/.config/phalanx/key), or "
-                "PHALANX_KEY."
-            )
+            raise without_key(self.address)
         self.timeout = timeout
         self.member = -1
         self.is_counted_out = False  # by the coordinator itself, which does not take this process for a member any more
@@ -104,7 +98,6 @@ class Connection:
     def _reset(self) -> None:
         self._pid = os.getpid()
         self._lock = threading.Lock()  # of the socket, and of all that follows
-        self._reading = threading.Lock()
         self._room = threading.BoundedSemaphore(_MAX_CALLS)
         self._calls: dict[int, PendingCall] = {}
         self._number = 0
@@ -120,8 +113,8 @@ class Connection:
         self._monitor: zmq.Socket[bytes] | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._route: Route | None = None
-        self._reader: int | None = None
         self._wakeup: Wakeup | None = None
+        self._reader = Reader(self._lock, self._calls)
         self._inbox = EventInbox()
         self._beat_s = 1.0
         self._lost_after_s = MEMBER_TIMEOUT_S
@@ -143,7 +136,7 @@ class Connection:
         self._context = self._given_context or zmq.Context(io_threads=1)
         dealer = self._socket = open_dealer(self._context, None if self.address.path else self.key)
         self._monitor = dealer.get_monitor_socket(EVENTS)
-        self._wakeup = Wakeup()
+        self._wakeup = self._reader.wakeup = Wakeup()
         self._poll = select.poll()
         for fd in (int(dealer.fd), int(self._monitor.fd), self._wakeup.fileno()):
             self._poll.register(fd, select.POLLIN)
@@ -189,11 +182,7 @@ class Connection:
             try:
                 return find_route(self.address, deadline)
             except NoRouteError as error:
-                raise CoordinationError(
-                    f"the coordinator at {self.address} cannot be reached from {_hostname()}. Tried {error}.\n"
-                    "Check that it runs there, that this host can route to it, and that no firewall is in between.",
-                    reason="unreachable",
-                ) from None
+                raise unreachable(self.address, error) from None
 
     @property
     def endpoint(self) -> str:
@@ -218,7 +207,7 @@ class Connection:
         """Let go of the connection. A member that has not left will be counted as lost. A second call does nothing."""
         if self._is_closed:
             return
-        self._is_closed = True
+        self._is_closed = self._reader.is_closed = True
         if os.getpid() == self._pid:
             self._stop.set()
             self._ring()
@@ -226,7 +215,7 @@ class Connection:
                 self._thread.join()
             for call in list(self._calls.values()):
                 self._finish(call, ClosedError(f"{self._where}: this client was closed"))
-            with self._reading:
+            with self._reader.turn:
                 self._free()
 
     def _free(self) -> None:
@@ -290,16 +279,11 @@ class Connection:
     def _await(self, call: PendingCall, deadline: Deadline) -> None:
         """Wait until the request is answered, or time is up; it goes on nevertheless."""
         while not call.is_over and not deadline.passed:
-            self._wait(call, deadline)
+            self._reader.wait(call, deadline, self._poll_once)
 
     def _look(self, call: PendingCall) -> None:
         """Read what has arrived, unless another thread reads."""
-        if not call.is_over and self._reading.acquire(blocking=False):
-            try:
-                self._poll_once(0.0)
-            finally:
-                self._reading.release()
-                self._appoint()
+        self._reader.look(call, self._poll_once)
 
     def _end(self, call: PendingCall) -> None:
         """Forget a request; the coordinator is told if it was not answered."""
@@ -316,15 +300,8 @@ class Connection:
                 self._read()
 
     def _late(self, deadline: Deadline, waits_for: Iterable[str]) -> DeadlineError:
-        silent_s = time.monotonic() - self._heard_at
-        keys = list(waits_for)
-        if keys and silent_s < COORDINATOR_SILENT_S and self._cut_at is None:
-            shown = ", ".join(keys[:5]) + (f" and {len(keys) - 5} more" if len(keys) > 5 else "")
-            return DeadlineError(f"wait timeout after {deadline.timeout_s * 1000:.0f}ms, keys: {shown}")
-        return DeadlineError(
-            f"{self._where} did not answer within {deadline.timeout_s:.1f} s; it was last heard {silent_s:.1f} s ago"
-            f"{', and the connection is cut' if self._cut_at is not None else ''}."
-        )
+        silent_s, is_cut = time.monotonic() - self._heard_at, self._cut_at is not None
+        return late(self._where, deadline.timeout_s, list(waits_for), silent_s, is_cut=is_cut)
 
     # ZeroMQ's descriptor is readable once for all that has arrived, and a send takes that note away from who polls it:
     # whoever sends must `_read` afterwards, before it lets go of the lock.
@@ -340,36 +317,8 @@ class Connection:
         except zmq.Again:  # its queue is full: it will be sent again
             pass
 
-    def _wait(self, call: PendingCall, deadline: Deadline) -> None:
-        if not self._reading.acquire(blocking=False):
-            wake = threading.Lock()
-            wake.acquire()
-            call.wake = wake
-            if not self._reading.acquire(blocking=False):  # a reader that stopped before it could see that we wait
-                if not call.is_over:
-                    wake.acquire(timeout=min(deadline.left_s, 0.5))
-                call.wake = None
-                return
-            call.wake = None
-        try:
-            self._reader = threading.get_ident()
-            while not call.is_over and not deadline.passed and not self._is_closed:
-                self._poll_once(deadline.left_s)
-        finally:
-            self._reader = None
-            self._reading.release()
-            self._appoint()
-
-    def _appoint(self) -> None:
-        """Let one who waits take over, as the reader stops."""
-        with self._lock:
-            for call in self._calls.values():
-                if call.wake is not None:
-                    _release(call.wake)
-                    return
-
     def _poll_once(self, limit_s: float) -> None:
-        """Wait for something to read, and read it. Only the one who has `_reading`."""
+        """Wait for something to read, and read it. Only the thread whose turn it is to read."""
         if self._suspect is not None:
             self._diagnose(self._suspect, limit_s)
             return
@@ -382,18 +331,11 @@ class Connection:
             self._read()
             now = time.monotonic()
             if self._cut_at is not None and now - self._cut_at > 3 * self._lost_after_s:
-                self._fail_all(
-                    CoordinationError(
-                        f"{self._where} cannot be reached any more: the connection was cut {now - self._cut_at:.0f} s "
-                        "ago, and nobody answers there.\nEither it has ended (read the output of its host first), or "
-                        "the network between the hosts is down.",
-                        reason="lost",
-                    )
-                )
-            late = [call for call in self._calls.values() if now > call.resend_at]
-            for call in late[:MAX_MESSAGES]:
+                self._fail_all(cut_off(self._where, now - self._cut_at))
+            unanswered = [call for call in self._calls.values() if now > call.resend_at]
+            for call in unanswered[:MAX_MESSAGES]:
                 self._transmit(call)
-            if late:
+            if unanswered:
                 self._read()
 
     def _read(self) -> None:
@@ -411,13 +353,7 @@ class Connection:
                 if epoch in self._former_epochs:  # it was under way
                     continue
                 if self._epoch:
-                    self._fail_all(
-                        CoordinationError(
-                            f"{self._where} is another one than before: it was started again, and the job's "
-                            "keys, members and queues are gone.\nStart the job again.",
-                            reason="lost",
-                        )
-                    )
+                    self._fail_all(started_again(self._where))
                     return
                 self._epoch = epoch
             try:
@@ -432,7 +368,7 @@ class Connection:
                             self._inbox.restart()
                         call.fields = fields
                         call.answer = status
-                        self._awaken(call)
+                        self._reader.awaken(call)
                     elif status == Status.UNKNOWN and self.member >= 0 and fields[1:] == [pack_number(self.member)]:
                         self.is_counted_out = True
                         self._expelled(fields[0])
@@ -482,16 +418,10 @@ class Connection:
         self._stop.set()
         self.member = -1
 
-    def _awaken(self, call: PendingCall) -> None:
-        if call.wake is not None:
-            _release(call.wake)
-        elif self._reader is not None and self._reader != threading.get_ident():
-            self._ring()
-
     def _finish(self, call: PendingCall, error: Exception) -> None:
         call.error = error
         self._calls.pop(call.number, None)
-        self._awaken(call)
+        self._reader.awaken(call)
 
     def _fail_all(self, error: Exception) -> None:
         for call in list(self._calls.values()):
@@ -509,15 +439,3 @@ class Connection:
         self.member = -1
         self._given_context = None
         self._connect(deadline)
-
-
-def _release(lock: threading.Lock) -> None:
-    """Wake whoever waits for `lock`, if nobody has."""
-    try:
-        lock.release()
-    except RuntimeError:  # it is awake
-        pass
-
-
-def _hostname() -> str:
-    return os.uname().nodename

@@ -15,10 +15,10 @@ from typing import Any
 
 from phalanx.coordination.address import Address
 from phalanx.coordination.connection import Connection, Timeout
+from phalanx.coordination.connection_errors import ended
 from phalanx.coordination.event import Event
 from phalanx.coordination.route import is_refused
 from phalanx.coordination.wire import Op, pack, pack_number
-from phalanx.errors import CoordinationError
 from phalanx.loss_detection import COORDINATOR_REFUSED_S
 
 _REFUSED_EVERY_S, _PROBE_S = 0.25, 0.3
@@ -130,13 +130,7 @@ class MemberConnection(Connection):
             if self._cut_at is not None:
                 self._look_for_end(self._cut_at)
                 left_s = min(left_s, _REFUSED_EVERY_S)
-            if self._reading.acquire(timeout=left_s):
-                try:
-                    self._reader = threading.get_ident()
-                    self._poll_once(left_s)
-                finally:
-                    self._reader = None
-                    self._reading.release()
+            self._reader.read_for(left_s, self._poll_once)
 
     def _send_heartbeat(self) -> None:
         if self.member >= 0:
@@ -167,9 +161,4 @@ class MemberConnection(Connection):
                 if self._socket is not None:
                     self._read()
                     if self._cut_at == cut_at:
-                        self._fail_all(
-                            CoordinationError(
-                                f"{self._where} has ended: its host answers, and nothing listens there any more",
-                                reason="lost",
-                            )
-                        )
+                        self._fail_all(ended(self._where))
