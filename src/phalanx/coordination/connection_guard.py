@@ -82,17 +82,17 @@ class ConnectionGuard:
 
     @property
     def num_open(self) -> int:
-        """The number of connections that are open, authenticated or not yet."""
+        """Return the number of connections that are open, authenticated or not yet."""
         return len(self._peers)
 
     @property
     def num_young(self) -> int:
-        """The number of connections over which no message has come yet."""
+        """Return the number of connections over which no message has come yet."""
         return len(self._young)
 
     @property
     def is_watching(self) -> bool:
-        """Whether `read_events` is due now and then, although nothing has come."""
+        """Whether `read_events` must be called from time to time although nothing has come."""
         return bool(len(self._young) or len(self._blocked))
 
     def admit(self, frame: zmq.Frame) -> None:
@@ -161,7 +161,9 @@ class ConnectionGuard:
             self._note_failure(peer, now)
 
     def _note_failure(self, peer: _Peer | None, now: float) -> None:
-        """Note that a connection has ended over which no message has come; keep out where many of them come from."""
+        """Note that a connection has ended over which no message has come; block a network from which many of them
+        come.
+        """
         if peer is None or peer.is_own or not self._blocked.note_failure(peer.network, now):
             return
         self._filter()
@@ -269,5 +271,5 @@ def _classify(host: str, own: str) -> tuple[str, bool]:
 
 
 def _plain(address: _Address) -> _Address:
-    """Return an IPv4 address that is written as one of IPv6 as what it is."""
+    """Return an IPv4 address in its own form if it is written as one of IPv6; others as they are."""
     return (isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped) or address

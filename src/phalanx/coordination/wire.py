@@ -28,7 +28,7 @@ KIND = slice(2, 3)  # where in a frame the kind of its first message is
 
 
 class Op(enum.IntEnum):
-    """What is asked of the coordinator."""
+    """The kinds of a request."""
 
     HELLO = 1
     SET = 2
@@ -65,7 +65,7 @@ class Op(enum.IntEnum):
 
 
 class Status(enum.IntEnum):
-    """What the coordinator says."""
+    """The kinds of an answer, and of what the coordinator sends without being asked."""
 
     OK = 0
     WRONG_CALL = 1  # of the caller: a value that is no number, a limit that is passed
@@ -83,7 +83,7 @@ class Status(enum.IntEnum):
 
 
 class Message(NamedTuple):
-    """One message of a frame."""
+    """A `Message` is one of those in a frame."""
 
     what: int
     number: int
@@ -95,7 +95,7 @@ class WireError(ValueError):
 
 
 def pack(what: int, number: int, *fields: bytes) -> bytes:
-    """One message; several of them, one after another, are a frame."""
+    """Return one message; a frame is several of them, one after another."""
     n = len(fields)
     if n == 1:
         (field,) = fields
@@ -169,7 +169,7 @@ def unpack_text(field: bytes) -> str:
 
 
 def frames(messages: Sequence[bytes]) -> list[list[bytes]]:
-    """Messages, by the frame in which they go; as few as the limits allow."""
+    """Return the messages in as few frames as the limits allow."""
     made: list[list[bytes]] = []
     size = 0
     for message in messages:
