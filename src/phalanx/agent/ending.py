@@ -35,8 +35,8 @@ def can_end_quickly() -> bool:
 def end_quickly(status: int, shared: Collection[str]) -> None:
     """End the process with `status`; to all others it looks like the interpreter's own end.
 
-    `shared` are the modules that were there before the script: what they hold stays as it is. Returns only where the
-    streams cannot be flushed, about which the interpreter has its own words, and its own exit code.
+    `shared` are the modules that were there before the script: what they hold stays as it is. This returns only if the
+    streams cannot be flushed: then the interpreter reports it in its own words, with its own exit code.
     """
     try:
         threading._shutdown()  # type: ignore[attr-defined]  # what the interpreter calls; it joins all but the daemons

@@ -100,7 +100,7 @@ def read_report(path: str, rank: int, pid: int, ended_at: float) -> Report | Non
 def hand_up(path: str, own: str, exit_code: int) -> None:
     """Copy the error to `own`, the error file that whoever started this command has named for it; never raises.
 
-    As torchrun does, with the process's exit code (minus the signal that ended it) in the field `errorCode`.
+    As under torchrun, the field `errorCode` gets the process's exit code (minus the signal that ended it).
     """
     with contextlib.suppress(OSError, ValueError):
         with open(path, encoding="utf-8") as file:

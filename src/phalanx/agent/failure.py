@@ -140,10 +140,10 @@ def decide_failures(
         lost: by rank, of those whose host is gone.
         sent: when we first sent which signal to stop ranks: a death by one of them, later, is our doing.
 
-    In order of time, with three corrections. A silent death is dated back by `SILENT_DEATH_LAG_S`; but SIGABRT is not,
-    because a library that aborts has often waited for its peers. A rank whose exception says that a peer was lost
-    stands behind all that don't. What ends after we began to stop ranks stands behind what failed before, unless the
-    kernel killed it for a fault of its own.
+    The order is that of time, with three corrections. A silent death is dated back by `SILENT_DEATH_LAG_S`; but SIGABRT
+    is not, because a library that aborts has often waited for its peers. A rank whose exception says that a peer was
+    lost comes after all whose does not. What ends after we began to stop ranks comes after what failed before, unless
+    the kernel killed it for a fault of its own.
     """
     stopping_since = min(sent.values(), default=float("inf"))
     placed: list[tuple[tuple[int, float], Failure]] = []

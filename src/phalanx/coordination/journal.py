@@ -18,7 +18,7 @@ from phalanx.coordination.wire import WireError, pack, unpack
 
 
 class Kind(enum.IntEnum):
-    """The kinds of an entry."""
+    """A `Kind` says what an entry tells."""
 
     # A state, part by part.
     BEGIN = 1  # the copy forgets what it has: epoch, job, limits; `number` is that of the next member

@@ -30,7 +30,7 @@ class CurvePair:
 
 @dataclass(frozen=True)
 class Key:
-    """A job's key. It never shows itself: `repr` has a fingerprint, by which people compare two keys."""
+    """A `Key` is a job's key. It never shows itself: `repr` has a fingerprint, by which people compare two keys."""
 
     raw: bytes = field(repr=False)
 

@@ -197,7 +197,7 @@ def find_agents_store(environment: Mapping[str, str]) -> str:
 def find_incomplete_environment(environment: Mapping[str, str], *, is_spawned: bool) -> str:
     """Return what says that this process is one of several, where nothing says which, or where they meet; or nothing.
 
-    `is_spawned`: it was started by `multiprocessing`.
+    `is_spawned`: this process was started by `multiprocessing`.
     """
     ranks = {name: environment[name] for name in _HALF_TOLD if environment.get(name, "") not in ("", "-1")}
     if ranks.get("LOCAL_RANK") == "0":

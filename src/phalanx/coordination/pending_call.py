@@ -21,7 +21,9 @@ def resend_after(num_sent: int) -> float:
 
 
 class PendingCall:
-    """A request of kind `what`, under way. The connection's lock guards everything but the reading of `is_over`."""
+    """A `PendingCall` is a request of kind `what` under way. The connection's lock guards all but the reading of
+    `is_over`.
+    """
 
     __slots__ = ("answer", "error", "fields", "is_parked", "message", "num_sent", "number", "sent_at", "wake", "what")
 

@@ -3,7 +3,8 @@
     fields (u16) · what (u8) · number (u64) · length of each field (u32) · the fields
 
 `what` is an `Op` on the way to the coordinator, and a `Status` on the way back; `number` tells which request an answer
-belongs to. All little-endian. Nothing here is executed, and nothing is allocated for a length that is not there.
+belongs to. All numbers are little-endian. Nothing here is executed, and nothing is allocated for a length that is not
+there.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ KIND = slice(2, 3)  # where in a frame the kind of its first message is
 
 
 class Op(enum.IntEnum):
-    """The kinds of a request."""
+    """An `Op` says what a client asks of the coordinator."""
 
     HELLO = 1
     SET = 2
@@ -65,7 +66,7 @@ class Op(enum.IntEnum):
 
 
 class Status(enum.IntEnum):
-    """The kinds of an answer, and of what the coordinator sends without being asked."""
+    """A `Status` says what an answer is, or what the coordinator sends without being asked."""
 
     OK = 0
     WRONG_CALL = 1  # of the caller: a value that is no number, a limit that is passed

@@ -17,8 +17,8 @@ class ForwardChanges:
     A change through `.data` changes no version, so that the first step compares values: one that is changed so in later
     steps only is not found.
 
-    Cost: a look at the number of changes of each, twice a step; and a copy, before each step, of those that forwards
-    change. In the first step, of all, which are compared with it.
+    Cost: a look at the number of changes of each tensor, twice a step; and a copy, before each step, of those that
+    forwards change. In the first step all are copied, and compared with the copies.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:

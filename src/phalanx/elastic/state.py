@@ -147,11 +147,11 @@ class State:
     def commit(self, *, samples: int | None = None) -> None:
         """Commit a step that is done on this rank: what comes from here on may be lost, what was before may not.
 
-        `samples`: how many of this rank's samples were used in it, where the loop takes batches from its loader ahead
-        of those that it trains on; in each commit of an epoch, or in none. Otherwise all that the loader has handed to
-        the loop count as used.
+        `samples` is how many of this rank's samples were used in the step, for a loop that takes batches from its
+        loader ahead of those that it trains on; give it in each commit of an epoch, or in none. Otherwise all samples
+        that the loader has handed to the loop count as used.
 
-        After the optimizer's step, and where no gradient is waiting for more to be added to it. What a loop does
+        Call it after the optimizer's step, while no gradient is waiting for more to be added to it. What a loop does
         between this and the next batch is not done again after a loss; what it does before belongs to the step.
 
         Cost: where ranks wait for each other between an update and its commit (a second optimizer's backward, a loss

@@ -12,7 +12,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 def async_execution(fn: F) -> F:
     """Mark a function that returns a `torch.futures.Future`, whose value, once it is set, is the result of the call.
 
-    So the thread that ran the function serves other calls meanwhile. Works on functions, static and class methods
+    The thread that ran the function serves other calls until then. This works on functions, on static and class methods
     (outermost is then `@staticmethod`, `@classmethod`), and on methods called through a reference.
     """
 
