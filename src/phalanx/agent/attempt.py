@@ -284,13 +284,14 @@ class Attempt:
             return
         if number in ENDING_SIGNALS:
             is_again, self._asked = where in self._asked, {*self._asked, where}
-            is_told_everywhere = number == signal.SIGTERM == self.state.interrupted  # as by a scheduler
+            # a scheduler signals all hosts itself
+            is_told_everywhere = number == signal.SIGTERM == self.state.interrupted
             if self.state.phase == "stopping" and is_told_everywhere and not is_again:
                 return
             self.ranks.abandon_rest()
             if self.state.phase == "running":
                 self.do_elastic([self.elastic.give_up()])  # what was lost is not replaced any more
-            if self.state.phase == "killing":  # for the third time: no more patience with anybody
+            if self.state.phase == "killing":  # the third signal ends all patience
                 self.ranks.give_up_zygote()
                 return
         running = len(self.state.running)

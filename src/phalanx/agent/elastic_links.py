@@ -47,7 +47,8 @@ class ElasticLinks:
             self._close(fd)
         self._links[channel.fileno()] = _Link(seat, pid, channel)
         theirs, ours = os.pipe()
-        self._leashes.setdefault(pid, []).append(ours)  # to close one of an earlier connection would be its death
+        # closing the pipe of an earlier connection would kill the process
+        self._leashes.setdefault(pid, []).append(ours)
         try:
             channel.put(welcome, [theirs])
         finally:

@@ -39,7 +39,7 @@ class JobReport:
         self._folder = os.path.abspath(folder)
         self._begun = begun
         self._events: list[Event] = []
-        self._state: Supervision | None = None  # of the newest attempt
+        self._state: Supervision | None = None  # the state of the newest attempt
         self.record = JobRecord(
             name=os.path.basename(plan.settings.target.name),
             command=shlex.join(["phalanx", "run", *_words(plan), *_target_words(plan)]),

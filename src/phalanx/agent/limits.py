@@ -9,7 +9,7 @@ import resource
 from phalanx.descriptors import raise_limit
 
 _FDS_PER_RANK = 5  # the reading ends of two pipes, a file for its dump, one for its stacks, and its log
-_FDS_ON_THEIR_WAY = 40  # to the zygote: five for each of the ranks that are being forked
+_FDS_ON_THEIR_WAY = 40  # five for each of the ranks whose descriptors are being sent to the zygote
 _FDS_OF_JOB = 24  # libraries, signals, the zygote, the store, reports, the agent's socket
 # for groups that show their flight recorder and for commands that ask; without room for them the job runs without
 _FDS_OF_VISITORS = 256

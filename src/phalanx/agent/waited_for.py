@@ -21,8 +21,8 @@ from phalanx.diagnostics.flight_recorder import Record
 from phalanx.diagnostics.observer import GroupLog
 
 STANDING = "TtD"  # letters of /proc/PID/stat: stopped, in a debugger, in a system call that cannot be interrupted
-_MOSTLY = 0.8  # a rank that is called slower comes last to this share of the operations
-_COSTLY = 0.1  # and makes the others wait for this share of the time
+_MOSTLY = 0.8  # a rank that is called slower comes last to at least this share of the operations
+_COSTLY = 0.1  # the others wait for it during at least this share of the time
 _FEW = 50  # fewer operations say nothing about who is slow
 
 

@@ -53,7 +53,7 @@ class Watch:
         self._next_look = now + self._period_s
         self._standing: dict[int, int] = {}  # by process: since when it is in such a state (ns)
         self._told: dict[int, int] = {}  # by process: how often it was reported in this silence
-        self._accused: dict[int, Accused] = {}  # by rank
+        self._accused: dict[int, Accused] = {}  # by rank: what it is accused of
         self._lateness = Lateness()
         self._slow_told = False
         self._slow_due = now + _SLOW_AFTER_S

@@ -87,7 +87,7 @@ def run_worker(assignment: Assignment) -> None:
     if hasattr(faulthandler, "register"):
         faulthandler.register(
             STACKS_SIGNAL, file=_move_up(assignment.stacks), all_threads=True
-        )  # in C: works in a hang, too
+        )  # the handler is written in C, so that it also works in a hang
     _record_steps()
     code = _prepare_main(assignment)
     if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # else whoever started us has chosen to ignore it

@@ -91,7 +91,7 @@ def main(
         print(describe(use, preloads=preload), file=sys.stderr, flush=True)
         if preload:
             _begin_again(control, agent, sessions, tells)
-    gc.freeze()  # and for the ranks' collector the pages of the modules stay shared
+    gc.freeze()  # this also keeps the pages of the modules shared when the ranks' collector runs
     gc.enable()
     assignment = _Zygote(Channel(socket.socket(fileno=control)), agent, sessions).serve(tells=tells)
     run_worker(assignment)
@@ -128,7 +128,7 @@ def _import_for_training() -> None:
         try:
             importlib.import_module(name)
         except Exception:
-            pass  # as above
+            pass  # a script without torch runs all the same
     for name in os.environ.keys() - before:  # torch._dynamo names a folder for its cache, as it would in the rank
         del os.environ[name]
 
@@ -238,7 +238,7 @@ class _Zygote:
             self._spare = 0
         if self._spare == 0 and os.getpid() != self._pid:
             self._leave()
-            adopt_orphans()  # which no fork inherits
+            adopt_orphans()  # no fork inherits this
             os.setsid()  # a session of its own, by which its ranks are known
             set_command([sys.executable, f"(phalanx run {self._agent}: the spare zygote)"])
             spare = _Zygote(Channel(socket.socket(fileno=control)), self._agent, ())

@@ -88,7 +88,7 @@ class Coordinator(StoreRequests):
         if session.member is not None:
             self.members.hear(session.member, now)
         try:
-            messages = unpack(frame, MAX_FIELDS)  # of many that are empty a frame holds millions
+            messages = unpack(frame, MAX_FIELDS)  # a frame may hold millions of empty messages
         except WireError:
             self.num_malformed += 1
             return False

@@ -76,14 +76,15 @@ class HostRequests:
         self._to_ask: list[_Question] = []  # questions that go out with the next message
         self._answers: list[tuple[bytes, bytes]] = []
         self._number = 1
-        self._hello: list[bytes] = []  # what the coordinator says to whoever says hello
+        self._hello: list[bytes] = []  # the coordinator's answer to a hello
         self._under_way: dict[int, _Question] = {}  # by number
-        self._current: dict[Words, _Question] = {}  # of those under way, the one that was sent last
+        self._current: dict[Words, _Question] = {}  # the questions under way that were sent last, by their words
         # questions that are sent when the current one of the same words is answered
         self._next: dict[Words, _Question] = {}
         self._callers: dict[Caller, _Question] = {}
         self._answered: OrderedDict[Caller, bytes] = OrderedDict()
-        self._kept: OrderedDict[bytes, tuple[float, bytes]] = OrderedDict()  # since when; the value
+        # by key: since when it is kept, and its value
+        self._kept: OrderedDict[bytes, tuple[float, bytes]] = OrderedDict()
         # A connection that says nothing is a stranger's: ranks come only when they have imported torch.
         self._outgoing.append((OWN, pack(Op.HELLO, self._number, pack_number(VERSION))))
 
@@ -108,7 +109,7 @@ class HostRequests:
         caller = route, number
         if what == Op.CANCEL:
             return len(fields) == 1 and self._cancel(route, fields[0])
-        if caller in self._callers:  # it is asked again
+        if caller in self._callers:  # the rank has repeated it
             self._answer(caller, pack(Status.PARKED, number))
         elif what == Op.HELLO:
             if not self._hello or fields != [pack_number(VERSION)]:
@@ -125,7 +126,7 @@ class HostRequests:
                 self._ask(caller, (int(what), *fields), what, fields)
         elif what == Op.COMPARE_SET:
             if len(fields) != 3 or fields[1] != fields[2]:
-                return False  # who changes something does it in its own name
+                return False  # a rank that changes something does it in its own name
             self._ask(caller, (int(what), *fields), what, fields)
         else:
             return self._add_items(caller, fields)
@@ -282,7 +283,7 @@ class HostRequests:
         outgoing, self._outgoing = self._outgoing, []
         questions, self._to_ask = self._to_ask, []
         for question in questions:
-            if question.number in self._under_way:  # it was not given up meanwhile
+            if question.number in self._under_way:  # it may have been given up meanwhile
                 question.is_sent, question.is_to_be_sent = True, False
                 question.asked_at, question.num_asked = now, question.num_asked + 1
                 outgoing.append((OWN, pack(question.what, question.number, *question.fields)))

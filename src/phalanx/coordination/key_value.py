@@ -44,7 +44,7 @@ class KeyValueStore:
         self.num_bytes = 0
         self._values: dict[bytes, bytes | bytearray] = {}  # a bytearray: something was appended since it was read
         self._queues: dict[bytes, deque[bytes]] = {}
-        self._waiters: dict[bytes, dict[Waiter, None]] = {}  # for keys and for queues: the oldest first
+        self._waiters: dict[bytes, dict[Waiter, None]] = {}  # the waiters for each key or queue, the oldest first
 
     def __len__(self) -> int:
         return len(self._values)
@@ -129,7 +129,7 @@ class KeyValueStore:
         if old is None:
             return self.set(key, value)
         self._room(key, len(old) + len(value), len(value))
-        if not isinstance(old, bytearray):  # so that many of them do not copy a large value each
+        if not isinstance(old, bytearray):  # so that many appends do not each copy a large value
             old = self._values[key] = bytearray(old)
         old += value
         return []

@@ -52,8 +52,8 @@ _SIZES = (
     "PALS_SIZE", "JSM_NAMESPACE_SIZE",
 )  # fmt: skip
 
-_NO_STEP = 0xFFFFFFF0  # from here on the numbers mean a batch script, an interactive shell and the like
-_PORTS = range(20000, 30000)  # below those that systems give to outgoing connections
+_NO_STEP = 0xFFFFFFF0  # larger numbers mean a batch script, an interactive shell and the like
+_PORTS = range(20000, 30000)  # these are below those that systems give to outgoing connections
 _STEPD = re.compile(r"slurmstepd: \[(\d+)\.(\w+)\]")
 
 

@@ -34,7 +34,7 @@ class MemberConnection(Connection):
         `facts` is what the others are told: JSON, up to 64 KiB; "host" is the name by which messages call this member.
         """
         body = json.dumps(dict(facts)).encode()
-        if self._thread is not None:  # of a membership that has ended
+        if self._thread is not None:  # the thread belongs to a membership that has ended
             self._stop.set()
             self._ring()
             self._thread.join()

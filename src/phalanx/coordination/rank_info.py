@@ -34,11 +34,12 @@ class RankInfo:
     process: ProcessId
     cpus: frozenset[int]
     core: int  # the version of the C core's layout; 0 without the core
-    address: str = ""  # of this host, as the others can reach it; empty where the job's store has no address either
+    # the address of this host at which the others reach it; empty if the job's store has no address either
+    address: str = ""
     agreed: str = ""  # settings that must be the same on every rank
     obstacle: str = ""  # why this process can share no memory
     keeps_store: bool = False  # the job's store ends with this process
-    secret: str = field(default="", repr=False)  # that of rank 0 is known to the ranks of the group alone
+    secret: str = field(default="", repr=False)  # rank 0's is told only to the ranks of the group
 
     def to_json(self) -> dict[str, Any]:
         """Return the information as plain data, which the store can hold as JSON."""
@@ -108,7 +109,7 @@ def unpack_infos(text: str) -> list[RankInfo]:
     """Read what `pack_infos` wrote."""
     columns = json.loads(zlib.decompress(base64.b64decode(text)))
     values = {name: [json.loads(value) for value in distinct] for name, (distinct, _) in columns.items()}
-    values["cpus"] = [frozenset(cpus) for cpus in values["cpus"]]  # the same object for all ranks that have the same
+    values["cpus"] = [frozenset(cpus) for cpus in values["cpus"]]  # all ranks with the same cores share one object
     size = len(next(iter(columns.values()))[1])
     return [
         RankInfo.from_json({name: values[name][numbers[r]] for name, (_, numbers) in columns.items()})
@@ -125,7 +126,8 @@ class Arrival:
     info: RankInfo
     at: float = field(default_factory=time.time)
     protocol: int = PROTOCOL
-    is_contested: bool = False  # it is kept out: another process keeps the store that it, as rank 0, was to keep
+    # whether it is kept out, because another process keeps the store that it, as rank 0, was to keep
+    is_contested: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """Return the arrival as plain data, which the store can hold as JSON."""

@@ -70,7 +70,7 @@ class ReplicatedCoordinator(Coordinator):
 
     def _follow(self, session: Session, message: Message) -> None:
         (ticket,) = message.fields
-        self._cut()  # what was before is in the state
+        self._cut()  # the changes so far are in the state already
         self.journal.is_kept = True
         for part in self.followers.begin(ticket, session, self.snapshot()):
             self._send(session, part)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-MAX_REPORTS = 1024  # of one sender
+MAX_REPORTS = 1024  # the most reports of one sender
 MAX_SENDER_BYTES = 32 << 20
 MAX_BYTES = 1 << 30
 

@@ -15,17 +15,17 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 VERSION = 5
-MAX_VALUE_BYTES = 8 << 20  # as TCPStore's
+MAX_VALUE_BYTES = 8 << 20  # TCPStore has the same limit
 MAX_FRAME_BYTES = MAX_VALUE_BYTES + (1 << 20)
-MAX_MESSAGES = 256  # in a frame: what a member can have done before the next one's turn
+MAX_MESSAGES = 256  # the most messages in a frame, which are handled before the next member's turn
 MAX_FIELDS = 0xFFFF
-MAX_ENVELOPE_BYTES = MAX_FRAME_BYTES + (64 << 10)  # of frames that a relay hands on together, or of one
+MAX_ENVELOPE_BYTES = MAX_FRAME_BYTES + (64 << 10)  # for frames that a relay hands on together, or for one
 WRITE_ONCE = "#once"
 """A key that ends so is set once and keeps its value as long as it is there: a host need not ask for it twice."""
 
 _HEAD = struct.Struct("<HBQ")
 _FIELD_BYTES = 4
-KIND = slice(2, 3)  # where in a frame the kind of its first message is
+KIND = slice(2, 3)  # where the kind of the first message stands in a frame
 
 
 class Op(enum.IntEnum):
@@ -69,7 +69,7 @@ class Status(enum.IntEnum):
     """A `Status` says what an answer is, or what the coordinator sends without being asked."""
 
     OK = 0
-    WRONG_CALL = 1  # of the caller: a value that is no number, a limit that is passed
+    WRONG_CALL = 1  # the caller is wrong: a value is no number, or a limit is passed
     EMPTY = 2  # nothing is there, and the caller did not want to wait
     BUSY = 3  # the receiver has yet to take what was sent before: ask again
     UNKNOWN = 4  # this process is no member, or not any more

@@ -140,7 +140,8 @@ class ElasticGroup:
             records.is_late = True
         records.write_small(number, small)
         if self.process_group.size() == 1 or self._state._objects.rounds:
-            return False  # who trains apart goes on from its own step after a loss, and others may be in a round
+            # a rank that trains apart goes on from its own step after a loss, and others may be in a round
+            return False
         if is_unseen or number <= TRIAL_STEPS or self.ranks_differ or not records.is_quiet(number):
             said = records.meet(number)
             self.ranks_differ |= said.differ or said.are_late

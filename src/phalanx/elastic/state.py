@@ -77,7 +77,7 @@ class State:
                 kept[name] = thing
             else:
                 setattr(self, name, thing)
-        self._page = open_page(rendezvous.agent_address())  # where `phalanx top` sees how far this rank is
+        self._page = open_page(rendezvous.agent_address())  # `phalanx top` reads here how far this rank is
         self._latest = LatestCommit()
         self._position: DataPosition | None = None
         self._mark: Mark | None = None

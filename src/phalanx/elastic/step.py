@@ -77,10 +77,11 @@ class StepTracker:
         self.followers = Followers(objects.schedulers, objects.scalers, objects.optimizers)
         holds_apart = objects.rounds or objects.pipelines
         self._undo = None if holds_apart else StepUndo(objects.parts_of_update())
-        self._num_updates: list[int] = []  # of each optimizer in shards, before the step's first update
+        # the number of updates of each sharded optimizer before the step's first update
+        self._num_updates: list[int] = []
         # whether a step may be interrupted behind its update; the first steps show whether it may
         self._has_late = True
-        self._num_quiet = 0  # how many of the first steps were not
+        self._num_quiet = 0  # how many of the first steps could not be interrupted there
         self._was_late = False
         self._open_backward: int | None = None  # autograd's number of a backward that has begun and not ended
         self._has_failed = False  # a backward has not ended, and another one has begun

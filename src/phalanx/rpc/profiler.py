@@ -29,7 +29,7 @@ _parse: Any = find("torch.autograd.profiler_legacy._parse_legacy_records", loses
 _end: Any = find("torch.autograd._disable_profiler_legacy", loses=_LOSES)
 _Future: Any = find("torch._C.Future", loses=_LOSES)
 
-_REMOTE = "#remote_op: "  # as PyTorch calls them
+_REMOTE = "#remote_op: "  # PyTorch gives them this prefix
 _THREADS = 1 << 20  # more than a process has: those of each worker are numbered apart
 _thread = threading.local()
 _FIELDS = ("id", "name", "thread", "fwd_thread", "input_shapes", "stack", "scope", "cpu_memory_usage", "sequence_nr")
@@ -87,7 +87,7 @@ class profile(legacy.profile):
                 return answer
             begin_us = sent_us + max(0.0, self._now_us() - sent_us - answer.duration_us) / 2
             self._gathered += [_move(event, name, begin_us) for event in answer.events]
-            if self._has_ended:  # of an asynchronous function, which tells it later: the call's own event is not in it
+            if self._has_ended:  # an asynchronous function reports it later: then the call's own event is missing
                 self._gathered.append(Event(_node_id(), sent_us, self._now_us(), True, {**_PLAIN, "name": name}))
             return answer.result
 
@@ -123,7 +123,7 @@ def gatherer() -> profile | None:
 
 def run_profiled(options: Mapping[str, Any], function: Any, args: Any, kwargs: Any) -> Any:
     """Call the function at the callee, and return its result with the events of the call."""
-    if _profiler_enabled():  # by the user, who wants these events
+    if _profiler_enabled():  # the user has enabled it, and wants these events
         return function(*args, **kwargs)
     with profile(**options) as taken:
         result = function(*args, **kwargs)

@@ -111,7 +111,8 @@ def _rebuild(whole: bytes | None, bare: bytes | None) -> Exception | None:
         except BaseException:  # a class that is not here, asks for more arguments, or ends the process
             continue
         else:
-            if issubclass(type(made), Exception):  # what else it may have become, SystemExit, must not end the caller
+            # it may have become something else, such as SystemExit, which must not end the caller
+            if issubclass(type(made), Exception):
                 return made  # type: ignore[no-any-return]
     return None
 

@@ -331,7 +331,8 @@ def serve_references(agent: Agent) -> None:
                 raise PhalanxError(
                     f"RRef: {agent.me} owns no object {rref_id} (any more): the worker that sent the reference is lost."
                 )
-            if fork is not None and parent == owner_uid:  # to ourselves: it was counted on the way only
+            # the reference went to ourselves: it was counted only on the way
+            if fork is not None and parent == owner_uid:
                 agent.references.drop_fork(rref_id, fork)
             elif fork is not None:
                 _tell_parent(parent, fork)

@@ -263,7 +263,7 @@ def _reduce_tensor(tensor: Tensor, payload: Payload) -> Any:
     requires_grad = tensor.requires_grad
     plain = tensor.detach() if requires_grad else tensor
     if name is not None:
-        is_conj = plain.is_conj()  # which not all of these dtypes can be turned into memory
+        is_conj = plain.is_conj()  # some of these dtypes do not support resolve_conj
         plain = (plain.conj() if is_conj else plain).resolve_neg().view(_INTEGERS[plain.element_size()])
         return _tensor_by_name, (name, is_conj, requires_grad, *_lay_out(plain))
     code, shape, stride, memory = _lay_out(plain)

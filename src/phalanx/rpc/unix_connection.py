@@ -27,7 +27,7 @@ from phalanx.rpc.segments import FROM_BYTES, Borrower, Lender
 from phalanx.rpc.wire import BUFFER, HEAD, Frame
 
 _READ_BYTES = 1 << 18
-_MOST_PARTS = 512  # of one system call; Linux takes 1024
+_MOST_PARTS = 512  # the most parts of one system call; Linux takes 1024
 _DESCRIPTOR_S = 30.0  # a descriptor must arrive within this time; it is sent before the frame that needs it
 _NUMBER = struct.Struct("<Q")
 _numbers = itertools.count(1)
@@ -53,7 +53,7 @@ class UnixConnection:
         self.socket = sock
         self.number = next(_numbers)
         self.peer: Any = None
-        self.reading: Any = None  # who reads the answers, where we call
+        self.reading: Any = None  # the Reading of this connection, if we make calls over it
         self.closed = False
         self.is_full = False
         self.is_muted = False

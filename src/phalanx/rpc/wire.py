@@ -39,8 +39,8 @@ class Kind(enum.IntEnum):
 class Order(enum.IntEnum):
     """`Order` is a message among workers that is sent so often that it is not pickled."""
 
-    GRADIENTS = 1  # of a message's tensors, in a backward pass; with what is to be done about them
-    STEP = 2  # of an optimizer
+    GRADIENTS = 1  # the gradients of a message's tensors in a backward pass, and what is to be done with them
+    STEP = 2  # a step of an optimizer
 
 
 REQUEST, REMOTE, CONTROL, REPLY, ERROR, RELEASE, FORGET, FETCH, ORDER, MISSED = (int(kind) for kind in Kind)

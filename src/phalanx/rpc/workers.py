@@ -87,7 +87,7 @@ class Workers:
                 self._store.wait([key], timedelta(seconds=min(max(deadline.left_s, 0.001), _WAIT_S)))
                 return WorkerAddress.from_json(self._store.get(key))
             except RuntimeError as error:
-                if not deadline.passed and "timeout" in str(error).lower():  # in the words of every store
+                if not deadline.passed and "timeout" in str(error).lower():  # every store words it like this
                     continue
                 if not deadline.passed:
                     raise PhalanxError(f"init_rpc on rank {me.info.id}: the job's store failed: {error}") from error
