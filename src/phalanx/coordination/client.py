@@ -237,8 +237,8 @@ def _bytes(value: str | bytes) -> bytes:
 
 
 def _parts(fields: list[bytes], step: int) -> Iterator[list[bytes]]:
-    """Yield the fields in parts as large as one request may have, each a multiple of `step` fields; without fields, one
-    empty part.
+    """Yield the fields in parts that fit in one request, and split only after `step` fields; without fields, one empty
+    part.
     """
     part: list[bytes] = []
     size = 0

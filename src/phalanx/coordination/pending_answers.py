@@ -66,7 +66,7 @@ class PendingAnswers(ABC):
             self._wake(self.store.push_back(*popped))
 
     def put_back(self, session: Session, answers: list[Answer]) -> None:
-        """Put back an item that was just taken and could not be sent."""
+        """Put answers back that were taken by `take_outgoing` and could not be sent yet."""
         session.outgoing[:0] = answers
         session.outgoing_bytes += sum(map(len, answers))
         self.outgoing[session] = None

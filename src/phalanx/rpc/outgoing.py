@@ -21,7 +21,7 @@ from phalanx.loss_detection import RPC_PULSE_LOST_S, RPC_PULSE_S, RPC_SILENT_S
 
 CONNECT_S = 20.0
 RETRY_S = 0.1
-_REFUSED_S = 5.0  # a connection that is closed again and again before it is welcome is refused after so long
+_REFUSED_S = 5.0  # a connection that is closed before it is welcome is retried for so long
 HELLO, PULSE = b"hello", b"pulse"  # the first message of a connection, and the answer to it
 BROKE = "its connection broke: its process has ended, or its host does not answer any more."
 _EVENTS = (

@@ -40,7 +40,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _AS_IT_IS = frozenset(_CODES[one] for one in (torch.float32, torch.float64, torch.int64, torch.int32))
 # types that are pickled without a reducer of ours
 _PLAIN = frozenset((int, float, complex, str, bytes, bool, type(None)))
-_MOST_GAPS = 4  # so many times the memory of the elements may lie in gaps
+_MOST_GAPS = 4  # a tensor with gaps may span so many times the memory of its elements
 _CPU = torch.device("cpu")
 _MOST_NAMES, _MOST_NAME_BYTES = 4096, 4096
 
@@ -297,7 +297,7 @@ def _flat(tensor: Tensor) -> tuple[Tensor, tuple[int, ...] | None]:
 
 
 def _is_gapped(tensor: Tensor) -> bool:
-    """Return whether no element is there twice, and the gaps between them are small enough to be sent along."""
+    """Return whether no element is there twice, and the gaps between them are small enough to be made again."""
     end = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1:
