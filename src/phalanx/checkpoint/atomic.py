@@ -117,9 +117,7 @@ def _stream(path: Path, write: Callable[[BinaryIO], None]) -> None:
 
 
 def _write_unnamed(path: Path, write: Callable[[BinaryIO], None]) -> bool:
-    """Return whether the file could be written without a name meanwhile: then nothing is left of it, whenever this
-    process dies.
-    """
+    """Write `path` by way of a file without a name; return False if that is not possible, with nothing written."""
     if not hasattr(os, "O_TMPFILE"):
         return False
     try:

@@ -75,7 +75,7 @@ class KeyValueStore:
         return []
 
     def multi_set(self, keys: Sequence[bytes], values: Sequence[bytes]) -> list[Waiter]:
-        """Set the value of each key: of all, or of none if one is too long or there is no room."""
+        """Set the values of all keys, or of none if one is too long or there is no room."""
         for key, value in zip(keys, values, strict=True):
             _check_lengths(key, len(value))
         grows = sum(len(key) + len(value) + _OVERHEAD_BYTES for key, value in zip(keys, values, strict=True))
