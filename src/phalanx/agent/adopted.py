@@ -23,7 +23,7 @@ from phalanx.processes import kill_descendants, kill_sessions, reap_children, si
 
 @dataclass(frozen=True)
 class AdoptedExit:
-    """The end of an adopted rank, as the zygote would have told it."""
+    """The end of an adopted rank, in the form in which the zygote would have reported it."""
 
     rank: int
     pid: int
@@ -32,23 +32,23 @@ class AdoptedExit:
 
 
 class Adopted:
-    """By process; `rank` is the number that it was started with."""
+    """`Adopted` keeps the adopted ranks by process; `rank` is the number that a process was started with."""
 
     def __init__(self) -> None:
         self._ranks: dict[int, int] = {}
-        self._sessions: dict[int, set[int]] = {}  # that of a zygote -> those of its ranks that live
-        self.used = False  # a zygote has died: orphans are ours from then on
+        self._sessions: dict[int, set[int]] = {}  # by zygote: its session, and the ranks of that session that live
+        self.used = False  # set once a zygote has died: from then on orphans are adopted by this process
 
     @property
     def sessions(self) -> tuple[int, ...]:
-        """Those of the zygotes whose ranks live."""
+        """Return the sessions of the zygotes whose ranks live."""
         return tuple(self._sessions)
 
     def __contains__(self, pid: int) -> bool:
         return pid in self._ranks
 
     def adopt(self, zygote: int, ranks: dict[int, int]) -> None:
-        """Their zygote has died; `ranks` by process."""
+        """Adopt the ranks of a zygote that has died; `ranks` is by process."""
         self.used = True
         self._ranks.update(ranks)
         if ranks:
@@ -60,8 +60,8 @@ class Adopted:
         signal_children([pid for pid, rank in self._ranks.items() if rank in wanted], signum, group=group)
 
     def reap(self, zygote: int) -> Iterator[AdoptedExit]:
-        """Yield the ends of those that have ended; `zygote`, the child that is none of them, is left to whoever waits
-        for it.
+        """Yield the ends of adopted ranks that have ended. The child `zygote` is not reaped here: its own parent object
+        waits for it.
 
         What a rank that failed leaves in its process group is killed; orphans are buried.
         """
@@ -71,7 +71,7 @@ class Adopted:
             yield from self._bury(pid, status)
 
     def sweep(self, zygote: int) -> Iterator[AdoptedExit]:
-        """Kill them, and all that is below this process without being below `zygote`."""
+        """Kill the adopted ranks, and all descendants of this process that are not below `zygote`; yield their ends."""
         for pid, status in kill_descendants(list(self._ranks), spared=zygote).items():
             yield from self._bury(pid, os.waitstatus_to_exitcode(status))
 
@@ -81,7 +81,7 @@ class Adopted:
             return
         for session, living in list(self._sessions.items()):
             living.discard(pid)
-            if not living:  # nobody holds the number any more, and what is left is nobody's
+            if not living:  # nobody has this session any more, and what is left in it belongs to no rank
                 kill_sessions([session])
                 del self._sessions[session]
         yield AdoptedExit(rank, pid, status, time.monotonic())

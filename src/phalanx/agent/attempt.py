@@ -51,15 +51,15 @@ from phalanx.diagnostics.observer import GroupLog
 from phalanx.ipc.event_loop import EventLoop, Source
 from phalanx.processes import ENDING_SIGNALS
 
-_READ_S = 0.05  # a flood of output makes way for signals and events this often
+_READ_S = 0.05  # while output floods in, signals and events are handled this often
 _REPORT_END_AFTER_S = 1.0
 
 
 class Attempt:
-    """Forks this host's ranks and sees them to their end."""
+    """An `Attempt` forks this host's ranks and follows them to their end."""
 
     def __init__(self, plan: JobPlan, host: Host, restart_count: int, link: HostLink | None = None) -> None:
-        """`link` leads to the job's other hosts; without one there are none."""
+        """Make an attempt. `link` leads to the job's other hosts; None stands for a job on one host."""
         self.plan = plan
         self.host = host
         self.restart_count = restart_count
@@ -72,18 +72,19 @@ class Attempt:
         self.links = ElasticLinks()
         self.flights = Flights()
         self.pages = Pages()
-        self.report_hosts: dict[str, tuple[float, float]] = {}  # others: what their clock is behind, what a core copies
+        # by host: how far its clock is behind, and how fast one of its cores copies
+        self.report_hosts: dict[str, tuple[float, float]] = {}
         self.report_folder = os.path.abspath(plan.settings.report) if plan.settings.report is not None else ""
         self._requests = Requests(self)
         self._silent = SilentRanks(self)
         self._report_end_at: float | None = None
-        self._asked: set[str] = set()  # where signals have come that end the job
+        self._asked: set[str] = set()  # the hosts at which a signal has come that ends the job
         self.link.attach(self)
 
     def run(self) -> None:
-        """Return when every rank has ended, every process below the zygote is gone and every line was queued.
+        """Run until every rank has ended, every process below the zygote is gone and every line was queued.
 
-        What is in `flights` stays until `close`.
+        The logs in `flights` stay until `close`.
         """
         self.link.begin()
         self.host.errors.begin(self.restart_count, self.place.num_ranks)
@@ -107,14 +108,16 @@ class Attempt:
         self.link.end(self)
 
     def take_lead(self, link: HostLink, state: Supervision, elastic: Elastic) -> None:
-        """Go on as the attempt of the host that decides: the one that did is lost."""
+        """Continue as the attempt of the host that decides, because the host that did is lost."""
         self.link, self.state, self.elastic = link, state, elastic
         self.numbers.exchange_link(link)
         self.ranks.exchange_deciders(state, elastic)
         link.attach(self)
 
     def _make_loop(self) -> EventLoop:
-        """Return the loop. Its order is part of what is known: reports before exits, all that was said before ends."""
+        """Return the loop. The order of its sources matters: reports come before exits, and all that was said before
+        ends.
+        """
         host, links = self.host, self.links
         return EventLoop(
             host.watch_signals(self.on_signal),
@@ -145,7 +148,7 @@ class Attempt:
         return min((at for at in times if at is not None), default=None)
 
     def _read_output(self, ready: set[int]) -> None:
-        """Read the pipes that are ready, for a while; those that were not reached come first the next time."""
+        """Read the pipes that are ready, for a while; those that were not reached come first in the next turn."""
         end = time.monotonic() + _READ_S
         for fd in self.host.pump.pipes:
             if fd in ready:
@@ -163,7 +166,7 @@ class Attempt:
                     self.on_rank_message(rank, pid, message)
 
     def hear_ranks(self) -> None:
-        """Follow all that elastic ranks of this host have said until now."""
+        """Process all messages that elastic ranks of this host have sent until now."""
         self._hear_links(set(self.links.fds))
 
     def _hear_reports(self, ready: set[int]) -> None:
@@ -195,7 +198,7 @@ class Attempt:
         self.ranks.fork_some()
 
     def _report_end(self) -> None:
-        """Tell what has happened while the others take their time to end: whoever looks on does not wait for them."""
+        """Print the first failure at once, while the other ranks may still take their time to end."""
         failures, running = self.state.failures, len(self.state.running)
         if failures and running and self.state.interrupted is None and not self.state.overdue:
             self.host.display.say(
@@ -205,22 +208,22 @@ class Attempt:
 
     @property
     def first(self) -> int | None:
-        """The rank whose traceback will be told at the end; None if none will be."""
+        """Return the rank whose traceback will be shown at the end; None if none will be."""
         failures = [] if self.state.interrupted is not None or self.state.overdue else self.state.failures
         return failures[0].rank if failures and failures[0].report is not None else None
 
     def on_started(self, rank: int, pid: int) -> None:
-        """Hear that the process of a rank exists."""
+        """Note that the process of a rank exists."""
         self.state.on_started(rank)
         self.elastic.on_started(rank, pid)
         self.link.on_started(rank, pid)
         self._requests.admit_early()
 
     def on_ended(self, rank: int, pid: int, status: int, at: float) -> None:
-        """Hear that a process of this host has ended: what it told before comes first."""
+        """Note that a process of this host has ended, after reading what it sent before."""
         self.ranks.read_reports()
         if self.ranks.processes.pids.get(rank) != pid:
-            return  # it was told before
+            return  # it was handled before
         for _, _, message in self.links.drop(pid):
             self.on_rank_message(rank, pid, message)
         self.ranks.read_error_file(rank, pid, status, at)
@@ -229,15 +232,16 @@ class Attempt:
         self.pages.drop(pid)
 
     def on_exit(self, exit: Exit) -> None:
-        """Hear that the process of a rank of any host has ended; all that it said was heard."""
-        self.hear_ranks()  # first, or the last who is known to hold the state ends before others have said that they do
+        """Process the end of a rank's process on any host, after reading all that it sent."""
+        # these come first, or the last known holder of the state ends before others have said that they hold it
+        self.hear_ranks()
         for pid in self.ranks.processes.pids.values():
             progress = self.pages.read(pid)
             if progress is not None and progress.state is not None:
                 self.elastic.on_step(progress.state.steps)
         actions = self.elastic.on_exit(exit, time.monotonic()) if self.state.phase == "running" else None
         if actions is None:
-            if self.elastic.has_trained:  # what the others do now is theirs alone, saving perhaps
+            if self.elastic.has_trained:  # the others do work of their own now, saving perhaps, and may take their time
                 self.state.settle_s = self.state.grace_s
             self.do(self.state.on_exit(exit))
             return
@@ -246,7 +250,7 @@ class Attempt:
         self.do_elastic(actions)
 
     def on_report(self, report: Report) -> None:
-        """Take what a rank has told of its failure: it is a loss of an elastic job, or the failure of another."""
+        """Process the failure that a rank has reported: a loss in an elastic job, or a failure of the job."""
         actions = self.elastic.on_report(report, time.monotonic()) if self.state.phase == "running" else None
         if actions is not None:
             self.do_elastic(actions)
@@ -258,14 +262,14 @@ class Attempt:
         self.do(self.state.on_report(report, time.monotonic()))
 
     def on_rank_message(self, rank: int, pid: int, message: dict[str, Any]) -> None:
-        """Hear what an elastic rank of any host says."""
+        """Process a message of an elastic rank of any host."""
         if message.get("kind") == "lost":
-            self.host.zygote.wake()  # somebody's end is not told while the zygote is stopped
+            self.host.zygote.wake()  # a stopped zygote would not report the rank's end
         self.do_elastic(self.elastic.on_message(rank, pid, message, time.monotonic()))
         self.link.on_rank_message(rank, pid, message)
 
     def on_signal(self, number: int, where: str = "") -> None:
-        """Follow a signal that has come, here or at the agent of another host (`where`)."""
+        """Process a signal that has come here, or at the agent of the host `where`."""
         if number == signal.SIGCHLD:  # the zygote's end shows on its socket
             self.ranks.on_child_signal()
             return
@@ -280,13 +284,14 @@ class Attempt:
             return
         if number in ENDING_SIGNALS:
             is_again, self._asked = where in self._asked, {*self._asked, where}
-            is_told_everywhere = number == signal.SIGTERM == self.state.interrupted  # as by a scheduler
+            # a scheduler signals all hosts itself
+            is_told_everywhere = number == signal.SIGTERM == self.state.interrupted
             if self.state.phase == "stopping" and is_told_everywhere and not is_again:
                 return
             self.ranks.abandon_rest()
             if self.state.phase == "running":
                 self.do_elastic([self.elastic.give_up()])  # what was lost is not replaced any more
-            if self.state.phase == "killing":  # for the third time: no more patience with anybody
+            if self.state.phase == "killing":  # the third signal ends all patience
                 self.ranks.give_up_zygote()
                 return
         running = len(self.state.running)
@@ -306,7 +311,7 @@ class Attempt:
         """Do what was decided about the ranks."""
         for action in actions:
             if isinstance(action, Kill):
-                if not self.ranks.has_started:  # the zygote is still importing and can't hear us
+                if not self.ranks.has_started:  # the zygote is still importing and cannot answer
                     self.host.zygote.kill()
                     self.link.sweep()
                 else:
@@ -319,7 +324,7 @@ class Attempt:
                 self.send_signal(action.signum, action.ranks, group=action.group)
 
     def do_elastic(self, actions: list[ElasticAction]) -> None:
-        """Do what was decided for an elastic job."""
+        """Carry out a decision about an elastic job."""
         now = time.monotonic()
         for action in actions:
             if isinstance(action, BeginGeneration):
@@ -352,7 +357,9 @@ class Attempt:
         self.numbers.close_stores_before(min((each.generation for each in self.elastic.members.values()), default=0))
 
     def begin_generation(self, begun: BeginGeneration) -> None:
-        """Do this host's part: fork the processes that are missing here, tell the others which ranks they are."""
+        """Do this host's part of a generation: fork the processes that are missing here, and tell the others their
+        ranks.
+        """
         self.link.begin_generation(begun)
         part = self.numbers.begin(begun)
         if part is None:
@@ -370,7 +377,7 @@ class Attempt:
                 self.tell_generation(rank)
 
     def tell_generation(self, rank: int) -> None:
-        """Tell an elastic rank of any host which one it is in the generation that there is."""
+        """Tell an elastic rank of any host which rank it is in the current generation."""
         if self.link.tell_generation(rank):
             return
         message = self.numbers.plan_message(rank)
@@ -378,17 +385,17 @@ class Attempt:
             self.send_to_rank(rank, message)
 
     def send_to_rank(self, rank: int, message: dict[str, Any]) -> None:
-        """Tell an elastic rank of any host something; it hears it if it listens."""
+        """Send a message to an elastic rank of any host; it takes effect if the rank reads it."""
         if not self.link.send_to_rank(rank, message):
             self.links.send(rank, message)
 
     def send_signal(self, signum: int, ranks: tuple[int, ...], *, group: bool) -> None:
-        """Have a signal sent to ranks, wherever they are."""
+        """Send a signal to ranks of any host."""
         self.ranks.send_signal(signum, ranks, group=group)
         self.link.send_signal(signum, ranks, group=group)
 
     def _sweep(self) -> None:
-        """Have every process of the job killed, once."""
+        """Kill every process of the job; a second call does nothing."""
         if self.ranks.sweep():
             self.link.sweep()
 
@@ -411,17 +418,17 @@ class Attempt:
 
     @property
     def ended_ns(self) -> dict[int, int]:
-        """When the ranks' processes ended, by process number, on CLOCK_MONOTONIC."""
+        """Return when the ranks' processes ended: by process number, on CLOCK_MONOTONIC."""
         own = {end.pid: int(end.at * 1e9) for end in self.state.exits.values()}
         return {**self.ranks.processes.lost_ns, **own, **self.link.ended_ns}
 
     def close(self) -> None:
-        """Let go of what the ranks have shown us."""
+        """Close the memory that the ranks have shared with this process."""
         self.link.close()
         self.flights.close()
         self.pages.close()
 
 
 def count_ranks(ranks: int) -> str:
-    """Return how people say it."""
+    """Return a number of ranks in words."""
     return f"{ranks} rank{'s' * (ranks != 1)}"

@@ -12,8 +12,8 @@ _DEVICES = "/dev/nvidia"
 
 
 def find_cuda_use(modules: Mapping[str, Any], descriptors: Iterable[str]) -> str:
-    """Return what tells that CUDA has been initialised, by the modules of a process and what its descriptors lead to;
-    or "".
+    """Return what shows that CUDA has been initialised, from a process's modules and the targets of its descriptors; or
+    "".
 
     The driver opens its devices in cuInit, whoever calls that, and torch says so of itself; asking initialises nothing.
     """
@@ -28,19 +28,21 @@ def find_cuda_use(modules: Mapping[str, Any], descriptors: Iterable[str]) -> str
 
 
 def find_own_cuda_use() -> str:
-    """As `find_cuda_use`, of this process."""
+    """Return what `find_cuda_use` says of this process."""
     return find_cuda_use(sys.modules, _descriptors().values())
 
 
 def close_devices() -> None:
-    """Let go of the driver's devices, before another program takes over this process."""
+    """Close the driver's devices before another program takes over this process."""
     for fd, path in _descriptors().items():
         if path.startswith(_DEVICES):
             os.close(fd)
 
 
 def describe(use: str, *, preloads: bool) -> str:
-    """Return the line for the user. `preloads`: without the early import of torch it need not happen."""
+    """Return the message for the user. `preloads`: it happened while torch was imported early, without which the job
+    can run.
+    """
     suspects = _plugins()
     who = f" Suspects: {', '.join(suspects)}." if suspects else ""
     said = (
@@ -59,7 +61,7 @@ def describe(use: str, *, preloads: bool) -> str:
 
 
 def _plugins() -> list[str]:
-    """Return what torch's import runs of other packages, apart from ours."""
+    """Return the packages whose plugins torch's import runs, apart from ours."""
     try:
         found = metadata.entry_points(group="torch.backends")
     except Exception:
@@ -68,7 +70,7 @@ def _plugins() -> list[str]:
 
 
 def _descriptors() -> dict[int, str]:
-    """Where each descriptor of this process leads, where the system tells."""
+    """Return the target of each descriptor of this process; nothing if the system does not tell."""
     found = {}
     try:
         names = os.listdir("/proc/self/fd")
@@ -78,5 +80,5 @@ def _descriptors() -> dict[int, str]:
         try:
             found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
         except OSError:
-            continue  # the listing's own
+            continue  # the descriptor of the listing itself
     return found

@@ -46,7 +46,7 @@ _HAS_ENDED = "another rank has ended its training"
 
 
 class Elastic:
-    """The decisions for an elastic job. Every method takes what happened and returns what to do now."""
+    """`Elastic` makes the decisions for an elastic job. Every method takes an event and returns what to do now."""
 
     def __init__(self, seating: Seating, max_replacements: int | None = None, limits: Limits | None = None) -> None:
         self.seating = seating
@@ -57,23 +57,23 @@ class Elastic:
         self.losses: list[LostRank] = []
         self.num_replaced = 0
         self.finished = False  # a rank has returned from training: nobody can be replaced any more
-        self.has_trained = False  # the same, and it has said so
+        self.has_trained = False  # a rank has returned from training, and has said so
         self.given_up = False
         self.lost_early = False  # a rank was killed before all had come as far as training
-        self.ended: int | None = None  # the exit code with which the ranks were told to end
-        self._ending: dict[str, Any] = {}  # what they were told
+        self.ended: int | None = None  # the exit code with which the ranks were told to end; None before
+        self._ending: dict[str, Any] = {}  # the message with which they were told to
         self.next_due: float | None = None
-        self._exits: list[tuple[Exit, Report | None]] = []  # losses of which nothing was decided yet
-        self._newest: list[LostRank] = []  # the same in words
-        self._gone: set[int] = set()  # seats that were lost with their host, of which nothing was decided yet
-        self._refuses_forks = False  # the system has
+        self._exits: list[tuple[Exit, Report | None]] = []  # the losses that are not decided yet
+        self._newest: list[LostRank] = []  # the same losses, in words for people
+        self._gone: set[int] = set()  # the undecided seats that were lost with their host
+        self._refuses_forks = False  # set when the system has refused to fork
         self._forking: set[int] = set()  # seats whose process is on its way
-        self._evicted: dict[int, str] = {}  # pid -> why we killed it
-        self._continued: set[int] = set()  # processes that were not killed for that
-        self._undying: dict[int, float] = {}  # seat -> when we do without the end of the process that we killed
-        self._due: dict[int, tuple[float, str]] = {}  # seat -> when it is evicted, and why
+        self._evicted: dict[int, str] = {}  # by process number: why it was killed
+        self._continued: set[int] = set()  # processes that were to be killed and were continued instead
+        self._undying: dict[int, float] = {}  # by seat: when the job goes on although the killed process has not ended
+        self._due: dict[int, tuple[float, str]] = {}  # by seat: when its process is to be killed, and why
         self._repetition = Repetition()
-        self._told: dict[int, tuple[bool, str]] = {}  # by seat: whether ranks disagree, and its error
+        self._told: dict[int, tuple[bool, str]] = {}  # by seat: whether its rank reported a disagreement, and its error
 
     @property
     def active(self) -> bool:
@@ -90,7 +90,7 @@ class Elastic:
 
     @property
     def step(self) -> int:
-        """The last step that a rank is known to have completed."""
+        """Return the last step that a rank is known to have completed."""
         return self._repetition.best_step
 
     def on_step(self, step: int) -> None:
@@ -98,7 +98,7 @@ class Elastic:
         self._repetition.on_step(step)
 
     def rank_of(self, seat: int) -> int:
-        """Return the rank of a seat in the generation that there is."""
+        """Return the rank of a seat in the current generation."""
         seats = self.generation.seats
         return seats.index(seat) if seat in seats else seat
 
@@ -108,7 +108,7 @@ class Elastic:
         self._forking.discard(seat)
 
     def on_message(self, seat: int, pid: int, message: Mapping[str, Any], now: float) -> list[ElasticAction]:
-        """Hear what a rank says; what makes no sense is as if it had not come."""
+        """Process a message of a rank; one that makes no sense is ignored."""
         member = self.members.get(seat)
         if member is None or member.pid != pid:
             return []
@@ -138,12 +138,14 @@ class Elastic:
         return []
 
     def claims(self, seat: int, pid: int) -> bool:
-        """Whether the end of this process is a loss that the job survives."""
+        """Return whether the end of this process is a loss that the job survives."""
         member = self.members.get(seat)
         return member is not None and member.pid == pid and self.active
 
     def on_report(self, report: Report, now: float) -> list[ElasticAction] | None:
-        """Hear of an exception that nobody caught in a rank, which is about to end; None: it is an ordinary failure."""
+        """Process an exception that nobody caught in a rank, which is about to end; return None if it is an ordinary
+        failure.
+        """
         if not self.claims(report.rank, report.pid):
             return None
         self.members[report.rank].report = report
@@ -151,7 +153,9 @@ class Elastic:
         return []
 
     def on_exit(self, exit: Exit, now: float) -> list[ElasticAction] | None:
-        """Hear that the process of a rank has ended; None: as ever (it has ended well, or the job is not elastic)."""
+        """Process the end of a rank's process; return None if nothing special follows (it ended well, or the job is not
+        elastic).
+        """
         member = self.members.get(exit.rank)
         if member is None or member.pid != exit.pid:
             return None
@@ -173,7 +177,9 @@ class Elastic:
         return self._decide(now)
 
     def on_unforked(self, seat: int, why: str, now: float) -> list[ElasticAction] | None:
-        """Hear that the system refused the process for a seat; None: it was one of the first."""
+        """Process the system's refusal to start a process for a seat; return None if it was one of the first
+        processes.
+        """
         if not self.generation.number or seat in self.members:
             return None
         self._refuses_forks = True
@@ -182,17 +188,17 @@ class Elastic:
 
     @property
     def awaited(self) -> tuple[int, ...]:
-        """The seats whose process is on its way."""
+        """Return the seats whose process is on its way."""
         return tuple(sorted(self._forking))
 
     def on_no_forks(self, now: float) -> list[ElasticAction]:
-        """Nobody can be forked any more."""
+        """Note that no more processes can be forked."""
         self._refuses_forks = True
         missing, self._forking = self._forking, set()
         return self._decide(now) if missing else []
 
     def on_time(self, now: float) -> list[ElasticAction]:
-        """To be called when `next_due` has come."""
+        """Do what is due; the agent calls this when `next_due` has come."""
         actions: list[ElasticAction] = []
         for seat, (at, why) in list(self._due.items()):
             if now >= at:
@@ -221,11 +227,11 @@ class Elastic:
         return [Evict(seat, why)]
 
     def is_evicted(self, pid: int) -> bool:
-        """Whether this process was to be killed because it kept the others waiting, and has not ended yet."""
+        """Return whether this process was to be killed because it kept the others waiting, and has not ended yet."""
         return pid in self._evicted
 
     def give_up(self) -> GiveUp:
-        """Take what was lost and not decided for an ordinary failure from now on."""
+        """Treat losses that are not decided yet, and all later ones, as ordinary failures."""
         self.given_up = True
         self._due = {}
         self._plan_due()
@@ -233,7 +239,9 @@ class Elastic:
         return GiveUp(tuple(e for e, _ in exits), tuple(r for _, r in exits if r is not None))
 
     def _finish(self) -> list[ElasticAction]:
-        """Go on as an ordinary job: nobody is killed for being silent, and who waits for others waits in vain."""
+        """Continue as an ordinary job: nobody is killed for being silent, and a rank that waits for others is
+        refused.
+        """
         self.finished = True
         self._due = {}
         self._plan_due()
@@ -276,8 +284,8 @@ class Elastic:
     def _on_told_loss(
         self, member: ElasticRank, generation: int, told: tuple[bool, str], now: float
     ) -> list[ElasticAction]:
-        """Hear that a rank has left a generation. If no process has ended, the others must follow, or are what
-        it waits for.
+        """Note that a rank has left a generation. If no process has ended, the other ranks must leave it as well: one
+        that does not is what the rank waits for.
         """
         member.has_lost = max(member.has_lost, generation)
         if why := self._find_no_generation():
@@ -305,18 +313,21 @@ class Elastic:
                 self._set_due(other.seat, now + span_s, why)
 
     def _on_waiting(self, member: ElasticRank, generation: int, now: float) -> list[ElasticAction]:
-        """Answer a rank that waits for the generation after that one, so that it does not wait for nobody."""
+        """Answer a rank that waits for a generation after this one, so that it does not wait for one that never
+        comes.
+        """
         if generation < self.generation.number and not self._exits:
             return [TellGeneration(member.seat)]
         if why := self._find_no_generation():
             return [_refuse(member, why)]
-        if self.active and not self._exits and member.has_lost >= generation:  # one that was spared may still be silent
+        # a rank that was not killed before may still be silent
+        if self.active and not self._exits and member.has_lost >= generation:
             silent = [other for other in self.members.values() if other.has_lost < generation]
             self._set_due_silent(member, silent, now)
         return [SendToRank(member.seat, {"kind": "wait"})]
 
     def _find_no_generation(self) -> str:
-        """Why no other generation will be begun; empty where one may be, or the ranks were told to end."""
+        """Return why no other generation will be begun; empty if one may be, or if the ranks were told to end."""
         if self.ended is not None:
             return ""
         if self.given_up:
@@ -329,7 +340,9 @@ class Elastic:
         return ""
 
     def _decide(self, now: float, without_loss: str = "") -> list[ElasticAction]:
-        """Something was lost: what now. Waits for those that are about to end, so that one decision holds for all."""
+        """Decide what follows from the losses, once no rank is about to end, so that one decision covers all of
+        them.
+        """
         if any(member.report is not None for member in self.members.values()):
             return []
         if not any(member.holds_state for member in self.members.values()):
@@ -366,16 +379,18 @@ class Elastic:
         ]
 
     def _fail(self, why: str) -> list[ElasticAction]:
-        """Fail the job by those that were lost; if none was, by the error with which each rank left its group."""
+        """Fail the job because of the ranks that were lost; if none was, because of the error with which each rank left
+        its group.
+        """
         told = [] if self._exits or self._gone else [_refuse(member, why) for member in self.members.values()]
         return [*told, self.give_up()]
 
     def silence_s(self, seat: int) -> float:
-        """For how long the process in a seat may keep the others waiting."""
+        """Return for how long the process in a seat may keep the others waiting."""
         return SILENT_RANK_S
 
     def plan_refills(self, living: frozenset[int]) -> dict[int, bool]:
-        """By host: whether its empty seats get a new process."""
+        """Return, by host, whether its empty seats get a new process."""
         empty = sum(seat not in living for host in self.seating.hosts for seat in host.seats)
         refills = self._may_replace(empty)
         return {host.member: refills for host in self.seating.hosts}
@@ -390,7 +405,7 @@ class Elastic:
         return self.max_replacements is None or self.num_replaced + count <= self.max_replacements
 
     def _find_hopeless(self) -> str:
-        """Why nobody should be replaced; empty where that may help."""
+        """Return why a replacement would not help; empty if it may."""
         reports = {exit.rank: report for exit, report in self._exits if report is not None}
         seat = self._repetition.find_repeated(reports)
         if seat is not None:
@@ -398,12 +413,12 @@ class Elastic:
         return self._repetition.describe()
 
     def _end(self, missing: str, now: float) -> list[ElasticAction]:
-        """Too many are missing, and nobody can come."""
+        """End the job: too many ranks are missing, and none can be replaced."""
         allowed = "" if self._refuses_forks else f" (--max-restarts {self.max_replacements} are used up)"
         return self._save_and_end(f"there are {missing}, and no replacement can be made{allowed}")
 
     def _save_and_end(self, why: str) -> list[ElasticAction]:
-        """Those that are left are to save what they hold."""
+        """End the job after the remaining ranks have saved what they hold."""
         self.ended = BELOW_MINIMUM_EXIT_CODE
         self.losses += self._newest
         self._newest = []

@@ -27,7 +27,7 @@ class LostRank:
 
 @dataclass(frozen=True)
 class BeginGeneration:
-    """Fork the processes that `generation` lacks, and tell the others."""
+    """Begin `generation`: fork the processes that it lacks, and tell the others."""
 
     generation: Generation
     holders: tuple[int, ...]  # the seats whose process holds the state
@@ -44,7 +44,7 @@ class SendToRank:
 
 @dataclass(frozen=True)
 class TellGeneration:
-    """Tell the rank with this seat of the generation that there is: it is behind."""
+    """Tell the rank with this seat the current generation, which it has missed."""
 
     seat: int
 
@@ -59,21 +59,21 @@ class Evict:
 
 @dataclass(frozen=True)
 class Continue:
-    """Let the process in this seat go on, if it was stopped."""
+    """Continue the process in this seat, if it was stopped."""
 
     seat: int
 
 
 @dataclass(frozen=True)
 class Abandon:
-    """Go on as if the process in this seat had ended: it was killed, and the kernel does not let it die."""
+    """Go on as if the process in this seat had ended: it was killed, but the kernel cannot end it yet."""
 
     seat: int
 
 
 @dataclass(frozen=True)
 class GiveUp:
-    """The job fails, of what has happened to these ranks."""
+    """Fail the job because of what has happened to these ranks."""
 
     exits: tuple[Exit, ...]
     reports: tuple[Report, ...]
@@ -81,21 +81,21 @@ class GiveUp:
 
 @dataclass(frozen=True)
 class Retire:
-    """These seats stay empty."""
+    """Leave these seats empty."""
 
     seats: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Say:
-    """Tell the user."""
+    """Print a line for the user."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class PrepareHost:
-    """Have a host start its ranks, as of a generation that may never be: they are told which it is when it begins."""
+    """Have a host start its ranks for a generation that may never begin; they learn their ranks when one does."""
 
     seats: HostSeats
     begun: BeginGeneration

@@ -25,36 +25,37 @@ class _Link:
 
 
 class ElasticLinks:
-    """By seat: the number that a rank was started with, and its process."""
+    """`ElasticLinks` keeps a connection for each seat: the number that a rank was started with, and its process."""
 
     def __init__(self) -> None:
         self._links: dict[int, _Link] = {}  # by descriptor
-        self._leashes: dict[int, list[int]] = {}  # pid -> writing ends of the pipes with which the process ends
+        self._leashes: dict[int, list[int]] = {}  # by process: the writing ends of the pipes with which it ends
 
     @property
     def fds(self) -> tuple[int, ...]:
-        """What to wait on for messages."""
+        """Return the descriptors to poll for messages."""
         return tuple(self._links)
 
     @property
     def waiting(self) -> tuple[int, ...]:
-        """What to wait on for room."""
+        """Return the descriptors to poll until they can be written."""
         return tuple(fd for fd, link in self._links.items() if link.channel.waiting)
 
     def admit(self, channel: Channel, seat: int, pid: int, welcome: dict[str, Any]) -> None:
-        """Take over the connection of a process, and welcome it; one that it had before is closed."""
+        """Accept the connection of a process, and send it `welcome`; a connection that it had before is closed."""
         for fd in [fd for fd, link in self._links.items() if link.pid == pid]:
             self._close(fd)
         self._links[channel.fileno()] = _Link(seat, pid, channel)
         theirs, ours = os.pipe()
-        self._leashes.setdefault(pid, []).append(ours)  # to close one of an earlier connection would be its death
+        # closing the pipe of an earlier connection would kill the process
+        self._leashes.setdefault(pid, []).append(ours)
         try:
             channel.put(welcome, [theirs])
         finally:
             os.close(theirs)
 
     def send(self, seat: int, message: dict[str, Any]) -> bool:
-        """Send to the rank with this number; False where it has no connection."""
+        """Send a message to the rank with this number; return False if it has no connection."""
         links = [link for link in self._links.values() if link.seat == seat]
         for link in links:
             link.channel.put(message)
@@ -66,9 +67,10 @@ class ElasticLinks:
             self._links[fd].channel.send_some()
 
     def read(self, fd: int) -> list[tuple[int, int, dict[str, Any]]]:
-        """Return the messages that have come on `fd`, each with seat and process; a closed connection is let go of.
+        """Return the messages that have come on `fd`, each with seat and process. A connection that has ended is
+        closed.
 
-        What is no message, because the script has found the descriptor, is passed over.
+        A message that is malformed, because the script has found the descriptor, is ignored.
         """
         link = self._links.get(fd)
         if link is None:
@@ -81,7 +83,7 @@ class ElasticLinks:
         return [(link.seat, link.pid, message.content) for message in taken]
 
     def drop(self, pid: int) -> list[tuple[int, int, dict[str, Any]]]:
-        """Return what a process that has ended said last, before its connection is let go of."""
+        """Return the last messages of a process that has ended, and close its connection."""
         said: list[tuple[int, int, dict[str, Any]]] = []
         for fd in [fd for fd, link in self._links.items() if link.pid == pid]:
             said += self.read(fd)
@@ -92,7 +94,7 @@ class ElasticLinks:
         return said
 
     def close(self) -> None:
-        """Let go of all; the processes have ended, or end by this."""
+        """Close all connections; the processes have ended, or end because of this."""
         for fd in tuple(self._links):
             self._close(fd)
         for leash in [leash for leashes in self._leashes.values() for leash in leashes]:

@@ -10,7 +10,7 @@ from phalanx.diagnostics.rank_list import name_ranks
 from phalanx.processes import name_signal
 
 _MAX_LINES = 12
-_MAX_PLACES = 3  # in the line on a job that the user has stopped
+_MAX_PLACES = 3  # the line on a job that the user has stopped names at most so many places
 
 
 def describe_losses(losses: Sequence[LostRank]) -> str:
@@ -29,7 +29,7 @@ def describe_losses(losses: Sequence[LostRank]) -> str:
 
 
 def describe_overdue(state: Supervision) -> str:
-    """One line on ranks that had to be stopped because the others had ended."""
+    """Return one line on ranks that had to be stopped because the others had ended."""
     return (
         f"phalanx run: {name_ranks(state.overdue)} did not end within "
         f"{state.exit_timeout_s:g} s of the first (--exit-timeout), and had to be "
@@ -38,7 +38,9 @@ def describe_overdue(state: Supervision) -> str:
 
 
 def describe_signal_end(state: Supervision, *, traceback: bool = False) -> str:
-    """One line on how a job ended that was told to stop; `traceback`: where the ranks were has been shown."""
+    """Return one line on how a job ended that was told to stop; `traceback` says that stack traces of the ranks were
+    shown before.
+    """
     assert state.interrupted is not None
     name = name_signal(state.interrupted)
     if not state.killed:

@@ -23,7 +23,7 @@ from typing import Any
 
 
 def can_end_quickly() -> bool:
-    """Whether nobody needs the interpreter's own end, or that of the C libraries."""
+    """Return whether neither the interpreter's own end nor that of the C libraries is needed."""
     if sys.flags.inspect or "LD_PRELOAD" in os.environ:  # a profiler that writes its results at the very end, perhaps
         return False
     if "mpi4py.MPI" in sys.modules:  # MPI is finalized by a hook below Python's
@@ -33,10 +33,10 @@ def can_end_quickly() -> bool:
 
 
 def end_quickly(status: int, shared: Collection[str]) -> None:
-    """End the process with `status`, in every way that others can see as the interpreter would.
+    """End the process with `status`; to all others it looks like the interpreter's own end.
 
-    `shared` are the modules that were there before the script: what they hold stays as it is. Returns only where the
-    streams cannot be flushed, about which the interpreter has its own words, and its own exit code.
+    `shared` are the modules that were there before the script: what they hold stays as it is. This returns only if the
+    streams cannot be flushed: then the interpreter reports it in its own words, with its own exit code.
     """
     try:
         threading._shutdown()  # type: ignore[attr-defined]  # what the interpreter calls; it joins all but the daemons
@@ -55,7 +55,7 @@ def end_quickly(status: int, shared: Collection[str]) -> None:
                 stream.flush()
     except (OSError, ValueError):
         return
-    ctypes.CDLL(None).fflush(None)  # what C libraries have printed
+    ctypes.CDLL(None).fflush(None)  # this flushes what C libraries have printed
     os._exit(status)
 
 
@@ -78,7 +78,7 @@ def _let_go_of_modules(shared: Collection[str]) -> None:
 
 
 def _clear(names: dict[str, Any]) -> None:
-    """As the interpreter does with a module that somebody still holds: private names go first, builtins stay."""
+    """Clear a module as the interpreter does if somebody still holds it: private names go first, builtins stay."""
     for private in (True, False):
         for name in list(names):
             if name != "__builtins__" and (name.startswith("_") and not name.startswith("__")) == private:

@@ -23,9 +23,10 @@ RANK_VARIABLES = (
 
 @dataclass(frozen=True)
 class Place:
-    """Which ranks of a job are on this host: `num_ranks` from `first_rank` on, on host `node` of `num_nodes`.
+    """A `Place` says which ranks of a job are on this host: `num_ranks` from `first_rank` on, on host `node` of
+    `num_nodes`.
 
-    Those with this host's role have numbers of their own over all hosts, from `first_role_rank` on.
+    The ranks of this host's role have numbers of their own over all hosts, from `first_role_rank` on.
     """
 
     node: int
@@ -38,24 +39,25 @@ class Place:
 
     @classmethod
     def alone(cls, num_ranks: int) -> Place:
-        """All ranks on one host."""
+        """Return the place of a job whose ranks are all on one host."""
         return cls(0, 1, 0, num_ranks, num_ranks, 0, num_ranks)
 
     @property
     def ranks(self) -> range:
-        """The ranks that are on this host."""
+        """Return the ranks that are on this host."""
         return range(self.first_rank, self.first_rank + self.num_ranks)
 
 
 def describe_ranks(place: Place) -> str:
-    """`rank 2` or `ranks 2-5`: those of this host."""
+    """Return this host's ranks in words: `rank 2` or `ranks 2-5`."""
     first, last = place.ranks[0], place.ranks[-1]
     return f"rank {first}" if first == last else f"ranks {first}-{last}"
 
 
 @dataclass(frozen=True)
 class JobEnvironment:
-    """What all ranks of one attempt on one host have in common. `store` and `agent` are empty where it is not Linux.
+    """A `JobEnvironment` is what all ranks of one attempt on one host have in common. `store` and `agent` are empty
+    outside Linux.
 
     `run` tells this job from any other, on all its hosts: two jobs may have been given one `run_id`.
     """
@@ -73,7 +75,7 @@ class JobEnvironment:
     columns: int | None = None
     terminal: bool = False
     extra: Mapping[str, str] = field(default_factory=dict)
-    generation: int = 0  # of an elastic job
+    generation: int = 0  # the generation of an elastic job
     run: str = ""
 
 
@@ -137,7 +139,7 @@ def plan_zygote_environment(environ: Mapping[str, str], threads: int) -> dict[st
 
 
 def find_disagreements(environ: Mapping[str, str], world_size: int, *, standalone: bool = False) -> list[str]:
-    """Why a job of `world_size` ranks must not be started from this environment; empty when it may.
+    """Return why a job of `world_size` ranks must not be started from this environment; empty if it may be.
 
     `standalone`: the user says that it is a job of its own, however often this command was started.
     """

@@ -19,18 +19,20 @@ from phalanx.agent.failure import Report
 
 VARIABLE = "TORCHELASTIC_ERROR_FILE"
 _ATTEMPT = "attempt_"
-_MAX_BYTES = 1 << 24  # of a file that is read: a script may write there what it likes
+_MAX_BYTES = 1 << 24  # at most so much of a file is read: a script may write there what it likes
 
 
 class ErrorFiles:
-    """The error files of the ranks of this host, below `folder`; without a folder there are none."""
+    """`ErrorFiles` keeps the error files of this host's ranks below `folder`; without a folder there are none."""
 
     def __init__(self, folder: str = "") -> None:
         self._folder = folder
         self._attempt = ""
 
     def begin(self, attempt: int, num_ranks: int) -> None:
-        """So many ranks are about to start; without a place for their files they start all the same."""
+        """Make the folders for so many ranks, which are about to start; if they cannot be made, the ranks write no
+        error files.
+        """
         self._attempt = os.path.join(self._folder, f"{_ATTEMPT}{attempt}") if self._folder else ""
         try:
             for local_rank in range(num_ranks if self._attempt else 0):
@@ -39,11 +41,11 @@ class ErrorFiles:
             self._attempt = ""
 
     def path_of(self, local_rank: int) -> str:
-        """Where the rank writes; empty, as torchrun has it, where there is no place."""
+        """Return the file to which the rank writes; empty, as under torchrun, if there is none."""
         return os.path.join(self._attempt, str(local_rank), "error.json") if self._attempt else ""
 
     def renew(self, local_rank: int) -> None:
-        """Make room for a process that is about to start as this rank: what the one before it left was read."""
+        """Remove the file of this rank, whose new process is about to start: what the one before it left was read."""
         with contextlib.suppress(OSError):
             os.unlink(self.path_of(local_rank))
 
@@ -72,7 +74,7 @@ def remove_empty(folder: str) -> None:
 
 
 def is_attempt(name: str) -> bool:
-    """Whether a folder of this name holds the files of an attempt's ranks."""
+    """Return whether a folder of this name holds the files of an attempt's ranks."""
     return name.startswith(_ATTEMPT)
 
 
@@ -98,7 +100,7 @@ def read_report(path: str, rank: int, pid: int, ended_at: float) -> Report | Non
 def hand_up(path: str, own: str, exit_code: int) -> None:
     """Copy the error to `own`, the error file that whoever started this command has named for it; never raises.
 
-    As torchrun does, with the process's exit code (minus the signal that ended it) in the field `errorCode`.
+    As under torchrun, the field `errorCode` gets the process's exit code (minus the signal that ended it).
     """
     with contextlib.suppress(OSError, ValueError):
         with open(path, encoding="utf-8") as file:

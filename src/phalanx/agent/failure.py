@@ -81,12 +81,12 @@ class Exit:
     pid: int
     status: int
     at: float
-    dump: str = ""  # faulthandler's, of a fatal signal
+    dump: str = ""  # faulthandler's dump of a fatal signal
 
 
 @dataclass(frozen=True)
 class Loss:
-    """A host of which nothing is heard any more: its name, why it counts as lost, and when it was last heard."""
+    """A `Loss` is a host that is silent: its name, why it counts as lost, and when it was last heard."""
 
     host: str
     why: str
@@ -95,7 +95,7 @@ class Loss:
 
 @dataclass(frozen=True)
 class Failure:
-    """A rank that failed: its report, its exit, or both; or its host is lost.
+    """A `Failure` is a rank that failed: its report, its exit, or both; or its host is lost.
 
     A rank can report and then hang in its own clean-up.
 
@@ -110,14 +110,16 @@ class Failure:
 
     @property
     def pid(self) -> int:
-        """Of the rank's process."""
+        """Return the number of the rank's process."""
         known = self.exit or self.report
         assert known is not None
         return known.pid
 
     @property
     def code(self) -> int:
-        """The exit code that a shell would show: 128 + n for signal n; 1 for a reported rank that had to be killed."""
+        """Return the exit code that a shell would show: 128 + n for signal n; 1 for a reported rank that had to be
+        killed.
+        """
         if self.exit is None or (self.report is not None and self.exit.status == -signal.SIGKILL):
             return 1
         # a process can end with 0 after its exception (os._exit in a hook): it has failed all the same
@@ -138,10 +140,10 @@ def decide_failures(
         lost: by rank, of those whose host is gone.
         sent: when we first sent which signal to stop ranks: a death by one of them, later, is our doing.
 
-    In order of time, with three corrections. A silent death is dated back by `SILENT_DEATH_LAG_S`; but SIGABRT is not,
-    because a library that aborts has often waited for its peers. A rank whose exception says that a peer was lost
-    stands behind all that don't. What ends after we began to stop ranks stands behind what failed before, unless the
-    kernel killed it for a fault of its own.
+    The order is that of time, with three corrections. A silent death is dated back by `SILENT_DEATH_LAG_S`; but SIGABRT
+    is not, because a library that aborts has often waited for its peers. A rank whose exception says that a peer was
+    lost comes after all whose does not. What ends after we began to stop ranks comes after what failed before, unless
+    the kernel killed it for a fault of its own.
     """
     stopping_since = min(sent.values(), default=float("inf"))
     placed: list[tuple[tuple[int, float], Failure]] = []
@@ -165,7 +167,7 @@ def decide_failures(
 def describe_failures(
     failures: Sequence[Failure], world_size: int, host: str, *, abandoned: Collection[int] = ()
 ) -> str:
-    """Return what the command says at the end: consequences in one line each, then the first failure with its
+    """Return what the command prints at the end: a line for each consequence, then the first failure with its
     traceback.
 
     `abandoned` are the ranks that were not started any more because of it.
@@ -204,7 +206,9 @@ def describe_failures(
 
 
 def _fold(failures: Sequence[Failure]) -> list[tuple[list[int], str]]:
-    """Return ranks, and what they say; those that say the same at one place, but for numbers, are one."""
+    """Return each group of ranks with what it says; ranks that say the same at one place, apart from numbers, are one
+    group.
+    """
     folded: dict[tuple[bytes, str], tuple[list[int], list[str]]] = {}
     for failure in failures:
         text, said = summarise(failure), failure.report.summary if failure.report is not None else ""
@@ -219,7 +223,7 @@ def _fold(failures: Sequence[Failure]) -> list[tuple[list[int], str]]:
 
 
 def summarise(failure: Failure) -> str:
-    """`ValueError: the data is wrong at train.py:88 (exit code 1)`."""
+    """Return a failure in a line, such as `ValueError: the data is wrong at train.py:88 (exit code 1)`."""
     report, end = failure.report, failure.exit
     if failure.loss is not None:
         return f"lost with {failure.loss.host}"

@@ -9,21 +9,23 @@ from typing import Any
 
 from phalanx.diagnostics.observer import GroupInfo, GroupLog, Observer
 
-MAX_OBSERVED = 64  # memory that the agent keeps alive
-_MAX_ENDED = 64  # logs of groups whose memory it has let go
+MAX_OBSERVED = 64  # the agent keeps the memory of at most so many groups alive
+_MAX_ENDED = 64  # it keeps the logs of so many groups whose memory was closed
 
 
 class Flights:
-    """At most `MAX_OBSERVED` groups are held. Of a group that is over, or too old, only its log is kept for a while."""
+    """`Flights` holds the memory of at most `MAX_OBSERVED` groups, and for a while the logs of groups that are over or
+    too old.
+    """
 
     def __init__(self) -> None:
         self._observed: list[Observer] = []
         self._ended: deque[GroupLog] = deque(maxlen=_MAX_ENDED)
 
     def add(self, message: Mapping[str, Any], fds: Sequence[int], lost: Collection[int] = ()) -> None:
-        """Take a group that a rank shows; the descriptors become ours. What can't be read is not kept.
+        """Add a group that a rank shows; the descriptors become ours. A group that cannot be read is not kept.
 
-        `lost` are processes that have ended, and others have gone on: their groups are over.
+        `lost` are processes that have ended while others have gone on: the groups of those are over.
         """
         kept = -1
         try:
@@ -47,7 +49,7 @@ class Flights:
 
     @property
     def observed(self) -> tuple[Observer, ...]:
-        """The groups whose memory is at hand, the oldest first."""
+        """Return the groups whose memory is mapped, the oldest first."""
         return tuple(self._observed)
 
     def logs(self) -> list[GroupLog]:
@@ -55,14 +57,14 @@ class Flights:
         return [*self._ended, *(log for observer in self._observed if (log := _read(observer)) is not None)]
 
     def close(self) -> None:
-        """Let go of all."""
+        """Close the memory of all groups."""
         for observer in self._observed:
             observer.close()
         self._observed.clear()
         self._ended.clear()
 
     def _let_go_of_ended(self, lost: Collection[int]) -> None:
-        """Make room for one more."""
+        """Close the memory of groups that are over, to make room for one more."""
         kept = []
         for index, observer in enumerate(self._observed):
             has_lost = any(pid in lost for pid in observer.group_info.pids)
@@ -77,7 +79,7 @@ class Flights:
 
 
 def _is_over(observer: Observer) -> bool:
-    """Whether nothing will be added to it, or can't be read."""
+    """Return whether nothing will be added to the group's memory, or it cannot be read."""
     try:
         return observer.is_over()
     except (ValueError, OSError):
@@ -85,7 +87,7 @@ def _is_over(observer: Observer) -> bool:
 
 
 def _read(observer: Observer) -> GroupLog | None:
-    """Its log; None when a rank has written over what describes the memory."""
+    """Return the group's log; None if a rank has written over what describes the memory."""
     try:
         return observer.read()
     except (ValueError, OSError):

@@ -26,11 +26,13 @@ _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 _RANDOM_DIGITS = 5
 _MARK = ".phalanx-job"  # stands in each, so that nothing else is ever removed, whatever its name
 _MAX_TRIES = 100
-_YOUNG_S = 60.0  # a folder this young may belong to a job that has not locked it yet
+_YOUNG_S = 60.0  # a folder that is this young may belong to a job that has not locked it yet
 
 
 class JobFolder:
-    """Made and locked at construction; `path` is empty where none can be made, and the job runs without."""
+    """A `JobFolder` is made and locked at construction; `path` is empty if none can be made, and the job runs
+    without.
+    """
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self.path, self._lock = "", -1
@@ -48,7 +50,7 @@ class JobFolder:
                 break
 
     def remove_others(self) -> None:
-        """Remove the folders of this user's jobs that were killed so that nobody could."""
+        """Remove the folders of this user's jobs whose processes were all killed."""
         if not self.path:
             return
         parent = os.path.dirname(self.path)
@@ -58,7 +60,7 @@ class JobFolder:
                     _remove_if_dead(os.path.join(parent, name))
 
     def close(self) -> None:
-        """Remove it."""
+        """Remove the folder."""
         if self._lock != -1:
             os.close(self._lock)
             self._lock = -1
@@ -93,13 +95,15 @@ _of_this_rank = ""
 
 
 def find_job_folder() -> str | None:
-    """In a rank, the folder of its job on this host, which is removed whatever becomes of the rank; None elsewhere."""
+    """Return, in a rank, the folder of its job on this host, which is removed whatever becomes of the rank; None
+    elsewhere.
+    """
     return _of_this_rank or None
 
 
 def use_in_rank(path: str) -> None:
-    """Enter as a rank of the job whose folder is `path`: Python's multiprocessing puts its sockets there, in
-    this process and in all that it starts, and so do we.
+    """Use the job's folder `path` in this rank: Python's multiprocessing puts its sockets there, in this process and in
+    all that it starts, and so do we.
     """
     global _of_this_rank
     _of_this_rank = path
@@ -125,8 +129,8 @@ def _make(parent: str) -> str:
 
 
 def _lock(path: str) -> int:
-    """Return a descriptor that holds the folder's lock; OSError while another has it, and where the file system
-    has none.
+    """Return a descriptor that holds the folder's lock; raise OSError while another process has it, or if the file
+    system has no locks.
     """
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:

@@ -21,9 +21,10 @@ from phalanx.agent.environment import Place
 
 @dataclass(frozen=True)
 class HostSeats:
-    """A host of the job: `living` are those of its seats whose process lives; `refills`: the others are to be forked.
+    """A `HostSeats` is a host of the job: the processes of the seats in `living` live; `refills` says that the others
+    are to be forked.
 
-    `name` tells a host that comes back from others; `role` is that of its ranks.
+    `name` identifies a host that comes back; `role` is that of its ranks.
     """
 
     member: int
@@ -36,18 +37,18 @@ class HostSeats:
 
     @property
     def seats(self) -> range:
-        """All its seats, occupied or not."""
+        """Return all seats of the host, occupied or not."""
         return range(self.first_seat, self.first_seat + self.num_seats)
 
     @property
     def occupied(self) -> tuple[int, ...]:
-        """The seats that have a process in the next generation."""
+        """Return the seats that have a process in the next generation."""
         return tuple(seat for seat in self.seats if self.refills or seat in self.living)
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A host that has come, and is to be taken in where there is room."""
+    """A `Candidate` is a host that has come, and is taken in if there is room."""
 
     member: int
     num_ranks: int
@@ -57,7 +58,9 @@ class Candidate:
 
 @dataclass(frozen=True)
 class HostPart:
-    """A host in a generation: `seats[local_rank]`, of which those in `forked` get a new process, and their ranks."""
+    """A `HostPart` is a host in a generation: `seats[local_rank]`; those in `forked` get a new process, with their
+    ranks.
+    """
 
     member: int
     seats: tuple[int, ...]
@@ -71,40 +74,40 @@ class HostPart:
 
 @dataclass(frozen=True)
 class Generation:
-    """One membership of the job, host by host in the order of ranks."""
+    """A `Generation` is one membership of the job, host by host in the order of ranks."""
 
     number: int
     parts: tuple[HostPart, ...]
 
     @property
     def seats(self) -> tuple[int, ...]:
-        """The occupied seats: `seats[rank]`."""
+        """Return the occupied seats: `seats[rank]`."""
         return tuple(seat for part in self.parts for seat in part.seats)
 
     @property
     def world_size(self) -> int:
-        """How many ranks there are."""
+        """Return how many ranks there are."""
         return len(self.seats)
 
     @property
     def replacements(self) -> tuple[int, ...]:
-        """The ranks whose process is new."""
+        """Return the ranks whose process is new."""
         return tuple(part.rank_of(seat) for part in self.parts for seat in part.forked)
 
     @property
     def survivors(self) -> tuple[int, ...]:
-        """The ranks whose process was there before."""
+        """Return the ranks whose process was there before."""
         new = set(self.replacements)
         return tuple(rank for rank in range(self.world_size) if rank not in new)
 
     def part_of(self, member: int) -> HostPart | None:
-        """Return what a host has to do with it; None where it has nothing."""
+        """Return a host's part in the generation; None if it has none."""
         return next((part for part in self.parts if part.member == member), None)
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How many hosts and ranks there must and may be."""
+    """The `Limits` are how many hosts and ranks there must and may be."""
 
     min_hosts: int = 1
     max_hosts: int = 1
@@ -113,7 +116,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Seating:
-    """The hosts of the job with their seats, and the seats that hosts have left behind."""
+    """A `Seating` is the hosts of the job with their seats, and the seats that hosts have left behind."""
 
     hosts: tuple[HostSeats, ...]
     vacated: tuple[HostSeats, ...] = ()
@@ -125,16 +128,16 @@ class Seating:
 
     @property
     def num_ranks(self) -> int:
-        """How many processes the next generation has."""
+        """Return how many processes the next generation has."""
         return sum(len(host.occupied) for host in self.hosts)
 
     def lose(self, member: int) -> Seating:
-        """Without a host; its seats are kept for whoever comes."""
+        """Return the seating without a host; its seats are kept for a host that comes."""
         gone = [replace(host, living=frozenset()) for host in self.hosts if host.member == member]
         return Seating(tuple(host for host in self.hosts if host.member != member), (*self.vacated, *gone))
 
     def with_living(self, living: Mapping[int, frozenset[int]], refills: Mapping[int, bool] | None = None) -> Seating:
-        """With what is known now, by member: whose process lives, and where others are forked."""
+        """Return the seating with what is known now, by member: which processes live, and whether others are forked."""
         hosts = (
             replace(
                 host,
@@ -146,7 +149,9 @@ class Seating:
         return Seating(tuple(hosts), self.vacated)
 
     def take_in(self, candidate: Candidate) -> Seating:
-        """With a host more: in its own seats if it comes back, else in vacated ones of its size, else behind all."""
+        """Return the seating with one more host: in its own seats if it comes back, else in vacated ones of its size,
+        else behind all.
+        """
         fits = [left for left in self.vacated if left.num_seats == candidate.num_ranks]
         own = [left for left in fits if left.name == candidate.name and candidate.name]
         chosen = next(iter(own or fits), None)
@@ -158,12 +163,12 @@ class Seating:
         return self.seat(host)
 
     def seat(self, host: HostSeats) -> Seating:
-        """With a host whose seats `take_in` has found before."""
+        """Return the seating with a host whose seats `take_in` has found before."""
         hosts = sorted((*self.hosts, host), key=lambda each: each.first_seat)
         return Seating(tuple(hosts), tuple(left for left in self.vacated if left.first_seat != host.first_seat))
 
     def find_missing(self, limits: Limits) -> str:
-        """Return what the job lacks to go on, for people; empty where it may."""
+        """Return in words what the job lacks to go on; empty if it lacks nothing."""
         hosts = [host for host in self.hosts if host.occupied]
         lacks = []
         if len(hosts) < limits.min_hosts:
@@ -174,14 +179,14 @@ class Seating:
 
 
 def choose_candidates(seating: Seating, candidates: Sequence[Candidate], limits: Limits) -> list[Candidate]:
-    """Those that are taken in now: as many as there is room for, hosts that come back in front."""
+    """Return the candidates that are taken in now: as many as there is room for, and first the hosts that come back."""
     known = {left.name for left in seating.vacated if left.name}
     ordered = sorted(candidates, key=lambda each: each.name not in known)  # sorted is stable
     return ordered[: max(0, limits.max_hosts - len(seating.hosts))]
 
 
 def plan_generation(number: int, seating: Seating) -> Generation:
-    """Return the ranks of everybody who has a seat. Hosts without any process have no part in it."""
+    """Return the ranks of all seats. Hosts without any process have no part in the generation."""
     hosts = [host for host in sorted(seating.hosts, key=lambda each: each.first_seat) if host.occupied]
     world_size = sum(len(host.occupied) for host in hosts)
     in_role: dict[str, int] = {}

@@ -18,7 +18,7 @@ from phalanx.output.pump import Pump
 
 @dataclass
 class Host:
-    """What outlives an attempt: the zygote, the way out for lines, where signals arrive, where requests come."""
+    """A `Host` keeps what outlives an attempt: the zygote, the output, and the sources of signals and of requests."""
 
     zygote: ZygoteProcess
     pump: Pump
@@ -30,7 +30,7 @@ class Host:
     errors: ErrorFiles = field(default_factory=ErrorFiles)
 
     def watch_signals(self, on_signal: Callable[[int], object]) -> Source:
-        """Return what a loop needs to hear signals."""
+        """Return the loop's source for signals."""
 
         def hear(ready: set[int]) -> None:
             for number in read_signals(self.signals) if self.signals in ready else ():
@@ -39,7 +39,7 @@ class Host:
         return Source(hear, lambda: (self.signals,))
 
     def watch_display(self) -> Source:
-        """Return what a loop needs to write what was said, as far as it is read."""
+        """Return the loop's source that writes queued output as fast as it is read."""
         return Source(
             lambda ready: self.display.tick(),
             writable=lambda: (writer.fd for writer in self.display.writers),

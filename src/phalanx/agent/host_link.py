@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 
 class HostLink:
-    """The link of a job on one host, which leads nowhere; those of a job on several hosts derive from it.
+    """A `HostLink` leads nowhere: it is the link of a job on one host. The links of a job on several hosts derive from
+    it.
 
     An attempt asks its link what there is to decide with, tells it what happens to the ranks of this host, and has it
     do for the ranks of other hosts what it does for its own.
@@ -47,67 +48,69 @@ class HostLink:
         self.first = first
 
     def attach(self, attempt: Attempt) -> None:
-        """Learn whose link this is, before its ranks are started."""
+        """Attach the link to its attempt, before the ranks are started."""
 
     def make_supervision(self) -> Supervision:
-        """Return who decides what becomes of the ranks."""
+        """Return the object that decides what becomes of the ranks."""
         return Supervision(self.place.world_size, self._plan.settings.grace_s, self._plan.settings.exit_timeout_s)
 
     def make_elastic(self) -> Elastic:
-        """Return who decides what becomes of the job when an elastic rank is lost."""
+        """Return the object that decides what becomes of the job when an elastic rank is lost."""
         return Elastic(Seating.begin([self.own_seats()]), self._plan.settings.max_restarts)
 
     def own_seats(self) -> HostSeats:
-        """Return this host as one of a generation."""
+        """Return the seats of this host."""
         place = self.place
         return HostSeats(self.member, place.first_rank, place.num_ranks, frozenset(place.ranks))
 
     @property
     def fds(self) -> tuple[int, ...]:
-        """What to wait on; when one is ready, `receive` is called."""
+        """Return the descriptors to poll; when one is ready, `receive` is called."""
         return ()
 
     @property
     def due(self) -> float | None:
-        """When to call `receive` although nothing has come."""
+        """Return when to call `receive` although no descriptor is ready; None if there is no need."""
         return None
 
     def receive(self, ready: set[int]) -> None:
         """Handle the descriptors that are ready, in each turn of the loop."""
 
     def create_store(self) -> tuple[int | None, str]:
-        """Return where the ranks meet: a descriptor, the caller's, that leads there, and what PHALANX_STORE says."""
+        """Return a descriptor, which the caller owns, of the store in which the ranks meet, and the value of
+        PHALANX_STORE.
+        """
         store = create_store()
         return store, "" if store is None else f"/proc/{os.getpid()}/fd/{store}"
 
     def on_started(self, rank: int, pid: int) -> None:
-        """Hear that the process of a rank of this host exists."""
+        """Note that the process of a rank of this host exists."""
 
     def on_rank_message(self, rank: int, pid: int, message: dict[str, Any]) -> None:
-        """Hear what an elastic rank has said, after it was followed."""
+        """Pass on a message of an elastic rank, which this host has processed."""
 
     def send_to_rank(self, rank: int, message: dict[str, Any]) -> bool:
-        """Send a message to an elastic rank, if that is on another host; return whether it is."""
+        """Send a message to an elastic rank if it is on another host; return whether it is."""
         return False
 
     def tell_generation(self, rank: int) -> bool:
-        """Have an elastic rank told which one it is, if it is on another host; return whether it is."""
+        """Have an elastic rank on another host told which rank it is; return whether it is on another host."""
         return False
 
     def begin_generation(self, begun: BeginGeneration) -> None:
-        """Have the other hosts do their parts of a generation, of which this host's is done next."""
+        """Have the other hosts do their parts of a generation; this host does its own next."""
 
     def do(self, action: PrepareHost | DropHost) -> None:
         """Take in a host, or send it away."""
 
     def on_given_up(self) -> None:
-        """Hear that an elastic job fails by what it has lost."""
+        """Note that an elastic job fails because of what it has lost."""
 
     def send_signal(self, signum: int, ranks: tuple[int, ...], *, group: bool) -> None:
-        """Have a signal sent to those of `ranks` that are on other hosts."""
+        """Send a signal to those of `ranks` that are on other hosts."""
 
     def sweep(self) -> None:
-        """Have every process of the job on other hosts killed."""
+        """Kill every process of the job on other hosts."""
 
     @property
     def is_swept(self) -> bool:
@@ -115,28 +118,28 @@ class HostLink:
         return True
 
     def ask_for_stacks(self, request: Request) -> None:
-        """Answer somebody who wants to know where the ranks of other hosts are; the request becomes the link's."""
+        """Answer a request for the stacks of ranks on other hosts; the link takes over the request."""
         answer_others(request.channel, [])
         request.close()
 
     def merge_logs(self, logs: list[GroupLog]) -> list[GroupLog]:
-        """Add what the ranks of other hosts have recorded to `logs`, which are of this host's."""
+        """Add what the ranks of other hosts have recorded to `logs`, which has this host's."""
         return logs
 
     @property
     def ended_ns(self) -> dict[int, int]:
-        """When processes of other hosts ended, by process number, on CLOCK_MONOTONIC of this host."""
+        """Return when processes of other hosts ended, by process number, on CLOCK_MONOTONIC of this host."""
         return {}
 
     def name_host(self, rank: int) -> str:
-        """Return the host of a rank, for people."""
+        """Return the name of a rank's host, for people."""
         return socket.gethostname()
 
     def begin(self) -> None:
-        """Hear that the attempt begins."""
+        """Note that the attempt begins."""
 
     def end(self, attempt: Attempt) -> None:
-        """Hear that no process of the attempt is left."""
+        """Note that no process of the attempt is left."""
 
     def close(self) -> None:
-        """Let go of what the link holds."""
+        """Release the link's sockets and files."""

@@ -27,34 +27,36 @@ from phalanx.processes import name_signal
 
 _MAX_REPORT_BYTES = 1 << 18
 _MAX_REPORTS = 256
-_FORKS_AHEAD = 8  # ranks that the zygote was told to fork and has not: their descriptors are on their way
+_FORKS_AHEAD = 8  # the zygote may be told to fork so many ranks ahead: their descriptors are under way
 _MAX_STILLBORN = 3
 
 
 class Listener(Protocol):
-    """Who is told what becomes of the processes: the attempt."""
+    """A `Listener` is told what becomes of the processes; the attempt is one."""
 
     def on_started(self, rank: int, pid: int) -> None:
-        """Hear that the process of a rank exists."""
+        """Note that the process of a rank exists."""
 
     def on_ended(self, rank: int, pid: int, status: int, at: float) -> None:
-        """Hear that a process has ended that was a rank's."""
+        """Note that a rank's process has ended."""
 
     def on_report(self, report: Report) -> None:
-        """Hear what a rank has told of its failure."""
+        """Process the failure that a rank has reported."""
 
     def do_elastic(self, actions: list[ElasticAction]) -> None:
-        """Do what was decided for an elastic job."""
+        """Carry out a decision about an elastic job."""
 
 
 class HostRanks:
-    """The processes of the ranks of `place`, by the rank that each was started with."""
+    """`HostRanks` manages the processes of the ranks of `place`, by the rank that each was started with."""
 
     def __init__(
         self, plan: JobPlan, host: Host, place: Place, state: Supervision, elastic: Elastic, numbers: RankNumbers,
         listener: Listener,
     ) -> None:  # fmt: skip
-        """`state` and `elastic` say whom to fork and whose loss the job survives; `numbers` what a rank is told."""
+        """Make them. `state` and `elastic` say whom to fork and whose loss the job survives; `numbers` says what a rank
+        is told.
+        """
         self._plan = plan
         self._host = host
         self._place = place
@@ -64,37 +66,37 @@ class HostRanks:
         self._listener = listener
         self.processes = RankProcesses()
         self.reports, self._rank_reports = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self._reported: set[int] = set()  # processes that have told of their failure
-        self._early: list[Report] = []  # of ranks that the zygote has forked and not told us of
-        self._next = 0  # so many were forked
-        self._stillborn = 0  # zygotes in a row that have died before they were asked for anybody
-        self._zygote_is_new = False  # it takes the place of another one, and has forked nobody yet
+        self._reported: set[int] = set()  # processes that have reported their failure
+        self._early: list[Report] = []  # reports of ranks that the zygote has forked but not announced yet
+        self._next = 0  # how many were forked
+        self._stillborn = 0  # how many zygotes in a row died before a rank was asked of them
+        self._zygote_is_new = False  # the current zygote has replaced another one, and has forked nobody yet
         self._sweep_due: float | None = None
         self.is_swept = False
         self.has_started = False
-        self.zygote_lost = False  # it has ended
-        self.zygote_given_up = False  # because we killed it: it did not answer
+        self.zygote_lost = False  # the zygote has ended
+        self.zygote_given_up = False  # it has ended because we killed it: it did not answer
 
     def exchange_deciders(self, state: Supervision, elastic: Elastic) -> None:
-        """Be told by others from now on whom to fork, and whose loss the job survives."""
+        """Take the decisions of others from now on: whom to fork, and whose loss the job survives."""
         self._state, self._elastic = state, elastic
 
     @property
     def sweep_due(self) -> float | None:
-        """When the zygote is to have killed all."""
+        """Return when the zygote must have killed all processes; None if it was not asked to."""
         return self._sweep_due
 
     @property
     def awaits_start(self) -> bool:
-        """Whether a process of this host may have been forked without our knowing it yet."""
+        """Whether a process of this host may have been forked that the zygote has not announced yet."""
         return any(rank not in self.processes.pids and self._state.is_running(rank) for rank in self._place.ranks)
 
     def rank_of(self, pid: int) -> int | None:
-        """Return the rank whose process this is; None if it is none's."""
+        """Return the rank of a process; None if it is no rank's."""
         return next((rank for rank, known in self.processes.pids.items() if known == pid), None)
 
     def fork_some(self) -> None:
-        """Have the next ranks forked, as long as the zygote keeps up and the job is to go on."""
+        """Fork the next ranks, as long as the zygote keeps up and the job goes on."""
         while (
             self._state.phase == "running"
             and self._next < self._place.num_ranks
@@ -110,7 +112,7 @@ class HostRanks:
             self.abandon_rest()
 
     def abandon_rest(self) -> None:
-        """End the job's forks: what was not forked is not going to be."""
+        """Stop forking: ranks that were not forked are abandoned."""
         if self._zygote_is_new and self._elastic.awaited:  # nobody waits for its import any more
             for rank in self._elastic.awaited:
                 self._state.on_retired(rank)
@@ -120,7 +122,7 @@ class HostRanks:
         self._next = self._place.num_ranks
 
     def fork(self, rank: int) -> None:
-        """Have the process forked that is known by `rank`: the first one, or one that takes its place.
+        """Fork a process that is known by `rank`: the first one, or one that replaces it.
 
         Raises:
             OSError: there are no more descriptors.
@@ -132,18 +134,18 @@ class HostRanks:
         self.processes.fork(rank, environment, cpus, reports, self._host.zygote, self._host.pump)
 
     def send_signal(self, signum: int, ranks: Iterable[int], *, group: bool) -> None:
-        """Have a signal sent to those of `ranks` that are on this host."""
+        """Send a signal to those of `ranks` that are on this host."""
         own = [rank for rank in ranks if rank in self._place.ranks]
         self._host.zygote.signal(signum, own, group=group)
         self._host.adopted.signal(signum, own, group=group)
 
     def give_up_zygote(self) -> None:
-        """End it by force, and with it the ranks; what they leave behind the agent sweeps."""
+        """Kill the zygote, and with it the ranks; the agent sweeps what they leave behind."""
         self._host.zygote.kill()
         self.zygote_given_up = self.zygote_lost = True
 
     def sweep(self) -> bool:
-        """Have every process of the job on this host killed, once; return whether it was not asked for before."""
+        """Kill every process of the job on this host; return False if it was asked for before."""
         if self._sweep_due is not None:
             return False
         self._sweep_due = time.monotonic() + SWEEP_S
@@ -158,12 +160,12 @@ class HostRanks:
         return True
 
     def on_time(self, now: float) -> None:
-        """Give up a zygote that has not swept in time."""
+        """Kill a zygote that has not swept in time."""
         if self._sweep_due is not None and now > self._sweep_due and not self.is_swept:
             self.give_up_zygote()
 
     def read_reports(self) -> None:
-        """Read what has come; no more than a while of it, because whoever floods us must not keep us from the rest."""
+        """Read reports for a short while at most, so that a flood of them does not hold up the rest."""
         for _ in range(_MAX_REPORTS):
             try:
                 data = self.reports.recv(_MAX_REPORT_BYTES, socket.MSG_DONTWAIT)
@@ -185,8 +187,8 @@ class HostRanks:
             self._listener.on_report(replace(report, error_file=path))
 
     def read_error_file(self, rank: int, pid: int, status: int, at: float) -> None:
-        """Read the word that a process may have left that could not tell us of its failure, below a shell script
-        say.
+        """Read the error file of a process that could not report its failure to us, below a shell script for
+        example.
         """
         path = self._host.errors.find(rank - self._place.first_rank)
         if status == 0 or not path or pid in self._reported:
@@ -196,7 +198,7 @@ class HostRanks:
             self._listener.on_report(report)
 
     def hear_zygote(self, ready: set[int]) -> None:
-        """Follow what the zygote tells, and its end."""
+        """Process the zygote's events, and its end."""
         control = self._host.zygote.control
         if control.fileno() not in ready:
             return
@@ -234,7 +236,7 @@ class HostRanks:
                 self._host.zygote.keep_spare()
 
     def _lose_zygote(self) -> None:
-        """Start another zygote in place of one that has ended, where the ranks outlive it; else end the job."""
+        """Start another zygote in place of one that has ended, if the ranks outlive it; else end the job."""
         zygote, adopted = self._host.zygote, self._host.adopted
         ranks = {pid: rank for rank, pid in self.processes.pids.items() if self._state.is_running(rank)}
         # A rank that is lost was started: what becomes of it may not be decided yet.
@@ -269,14 +271,16 @@ class HostRanks:
         else:
             then = "its spare takes its place" if self._host.zygote.was_spare else "another one is started"
             self._host.display.say(f"{said}; {then}")
-            for rank in self._elastic.awaited:  # whom the old one was told to fork, and did not tell of
+            for rank in self._elastic.awaited:  # ranks that the old zygote was told to fork, and has not announced
                 self.fork(rank)
                 self._host.zygote.let_go_of_lost(rank)
             self._host.zygote.keep_spare()
         self._reap_adopted()
 
     def on_child_signal(self) -> None:
-        """Follow a SIGCHLD: an adopted rank has ended, or somebody has stopped the zygote (its end shows elsewhere)."""
+        """Handle a SIGCHLD: an adopted rank has ended, or somebody has stopped the zygote. (Its end shows on its
+        socket.)
+        """
         if self._host.adopted.used:
             self._reap_adopted()
         if self._host.zygote.was_stopped():
@@ -287,7 +291,7 @@ class HostRanks:
             )
 
     def _reap_adopted(self) -> None:
-        """Read the ends of ranks whose zygote has gone: nobody else tells of them."""
+        """Collect the ends of ranks whose zygote has died: only this process learns of them."""
         sessions = self._host.adopted.sessions
         self._bury(list(self._host.adopted.reap(self._host.zygote.pid)))
         if sessions != self._host.adopted.sessions:
@@ -298,7 +302,7 @@ class HostRanks:
             self._listener.on_ended(end.rank, end.pid, end.status, end.at)
 
     def close(self) -> None:
-        """Let go of the files and sockets."""
+        """Close the files and sockets."""
         self.processes.close()
         self.reports.close()
         self._rank_reports.close()

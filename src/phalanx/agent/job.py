@@ -43,21 +43,22 @@ if TYPE_CHECKING:
     from phalanx.agent.metrics import Metrics
 
 LOST_OUTPUT_EXIT_CODE = 120  # Python's own, when it cannot write what was printed
-_OVERDUE_EXIT_CODE = 124  # as of `timeout`, the command
-_MAX_EARLY_RESTARTS = 3  # of an elastic job whose ranks have not all come as far as training: nothing is lost by it
-_HANG_S = 1.0  # who waited longer than this when the user ended the job is worth a line
+_OVERDUE_EXIT_CODE = 124  # the exit code that the command `timeout` has
+# an elastic job whose ranks have not all begun to train may be restarted so often; nothing is lost by it
+_MAX_EARLY_RESTARTS = 3
+_HANG_S = 1.0  # a rank that has waited longer than this when the user ended the job is worth a line
 
 
 @dataclass(frozen=True)
 class Flight:
-    """What the ranks of an attempt recorded, and when their processes ended (by process number)."""
+    """A `Flight` is what the ranks of an attempt recorded, and when their processes ended (by process number)."""
 
     groups: list[GroupLog]
     ended_ns: dict[int, int]
 
 
 def run_to_end(plan: JobPlan, zygote: ZygoteProcess, signals: int) -> int:
-    """Run the job on `zygote` to its end, with signals arriving on descriptor `signals`; returns the exit code.
+    """Run the job on `zygote` to its end, with signals arriving on descriptor `signals`; return the exit code.
 
     Raises:
         LaunchError: the log directory cannot be written.
@@ -71,9 +72,9 @@ def run_to_end(plan: JobPlan, zygote: ZygoteProcess, signals: int) -> int:
 def opened_host(
     plan: JobPlan, zygote: ZygoteProcess, signals: int, viewer: Callable[[Display], Viewer] = lambda display: display
 ) -> Iterator[Host]:
-    """All that an attempt needs of this host. On the way out no process of the job is left, and every line is written.
+    """Open all that an attempt needs of this host. On exit no process of the job is left, and every line is written.
 
-    `viewer` makes of this command's own display what gets the ranks' lines.
+    `viewer` turns this command's own display into the one that gets the ranks' lines.
 
     Raises:
         LaunchError: the log directory cannot be written.
@@ -91,7 +92,7 @@ def opened_host(
     except LaunchError:
         agent_socket.close()
         raise
-    metrics: list[Metrics] = []  # one, or none
+    metrics: list[Metrics] = []  # it has one entry, or none
     folder = JobFolder(plan.environ)
     host.errors = ErrorFiles(logs.attempts or folder.path)
     try:
@@ -119,14 +120,14 @@ def opened_host(
 
 
 def run_attempts(plan: JobPlan, host: Host, begin: Callable[[int], Attempt]) -> int:
-    """Run the job until it has succeeded, or may not be started again, and say how it ended; returns the exit code.
+    """Run attempts until the job has succeeded or may not be restarted, print how it ended, and return the exit code.
 
     `begin` makes the attempt of a number. If a report is asked for it is written, however the job ends.
 
     Raises:
         LaunchError: the report's folder cannot be written.
     """
-    reports: list[JobReport] = []  # one, or none
+    reports: list[JobReport] = []  # it has one entry, or none
     begun = time.monotonic()
     if plan.settings.report is not None:
         reports.append(_begin_report(plan, plan.settings.report, begun))
@@ -154,7 +155,8 @@ def _begin_report(plan: JobPlan, folder: str, begun: float, *, is_new: bool = Tr
 def _run_attempts(
     plan: JobPlan, host: Host, begin: Callable[[int], Attempt], reports: list[JobReport], begun: float
 ) -> int:
-    left = plan.settings.max_restarts or 0  # starts of all, and replacements that an elastic job may make
+    # how many restarts of all ranks, or replacements in an elastic job, are left
+    left = plan.settings.max_restarts or 0
     left_early, times = _MAX_EARLY_RESTARTS, ""
     losses: list[LostRank] = []
     refused = False
@@ -205,7 +207,7 @@ def _run_attempts(
 
 
 def end_taken_over(plan: JobPlan, host: Host, attempt: Attempt, begun: float) -> int:
-    """Say how a job ended that this host has led to its end, and write its report; returns the exit code.
+    """Print how a job ended that this host has led to its end, write its report, and return the exit code.
 
     Such a job is not started again.
     """
@@ -228,11 +230,12 @@ def end_taken_over(plan: JobPlan, host: Host, attempt: Attempt, begun: float) ->
 
 
 def _conclude(plan: JobPlan, host: Host, attempt: Attempt, flight: Flight) -> int:
-    """Say how the job ended; returns the exit code."""
+    """Print how the job ended, and return the exit code."""
     state = attempt.state
     if state.interrupted is not None:
         if state.interrupted == signal.SIGPIPE:
-            return 128 + signal.SIGPIPE  # who closed our output wants to hear no more; why it ends was said
+            # whoever closed our output wants to read no more, and why the job ends was printed
+            return 128 + signal.SIGPIPE
         text = describe_flight(flight.groups, flight.ended_ns, waited_s=_HANG_S)
         if text:
             host.display.say(text)
@@ -261,7 +264,9 @@ def _conclude(plan: JobPlan, host: Host, attempt: Attempt, flight: Flight) -> in
 
 
 def _hand_up_error(plan: JobPlan, first: Failure) -> None:
-    """Write what the first rank left in its error file into the one that a scheduler has named for this command."""
+    """Write what the first failed rank left in its error file to the file that a scheduler has named for this
+    command.
+    """
     own = plan.environ.get(VARIABLE)
     if own and first.report is not None and first.report.error_file:
         hand_up(first.report.error_file, own, first.exit.status if first.exit is not None else 1)
@@ -321,7 +326,7 @@ def _open_logs(plan: JobPlan) -> Logs:
 
 
 def _flush(host: Host) -> None:
-    """Write what is still queued, however slowly it is read; a signal that would end the job ends this too."""
+    """Write what is still queued, however slowly it is read; a signal that would end the job ends this, too."""
     numbers: list[int] = []
     loop = EventLoop(host.watch_signals(numbers.append), host.watch_display())
     while host.display.writers and not set(numbers) & set(ENDING_SIGNALS):

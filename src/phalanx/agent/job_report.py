@@ -26,18 +26,20 @@ _MAX_EVENTS = 500  # an elastic job may lose a thousand ranks
 
 
 class JobReport:
-    """One for a job that is to leave a report.
+    """A `JobReport` writes the report of a job.
 
     Raises:
         LaunchError: its folder cannot be written, or another job that is running will write there.
     """
 
     def __init__(self, plan: JobPlan, folder: str, begun: float, *, is_new: bool = True) -> None:
-        """`begun` is on the monotonic clock. A folder that `is_new` has no records of this run yet."""
+        """Begin the report of a job that began at `begun`, on the monotonic clock. A folder that `is_new` has no
+        records of this run.
+        """
         self._folder = os.path.abspath(folder)
         self._begun = begun
         self._events: list[Event] = []
-        self._state: Supervision | None = None  # of the newest attempt
+        self._state: Supervision | None = None  # the state of the newest attempt
         self.record = JobRecord(
             name=os.path.basename(plan.settings.target.name),
             command=shlex.join(["phalanx", "run", *_words(plan), *_target_words(plan)]),
@@ -70,8 +72,8 @@ class JobReport:
     def add_attempt(
         self, state: Supervision, losses: Sequence[LostRank], world_size: int, hosts: Mapping[str, tuple[float, float]]
     ) -> None:
-        """Add an attempt that has ended: who failed, who was lost; of other hosts their clock and what a core
-        copies.
+        """Add an attempt that has ended: its failures, its losses, and of other hosts their clocks and the speed of a
+        core's copies.
         """
         self._state = state
         self.record = replace(
@@ -92,12 +94,12 @@ class JobReport:
             self._add(_when(failure), "stopped" if failure.stopped else kind, summarise(failure), failure.rank, detail)
 
     def add_restart(self, why: str) -> None:
-        """All ranks are started again."""
+        """Note that all ranks are started again."""
         self._add(time.monotonic(), "restart", f"all ranks are started again ({why})")
 
     def write(self, code: int) -> str:
-        """Write the report of a job that has ended with this exit code, which stays, whatever goes wrong here;
-        returns a line for the user.
+        """Write the report of a job that has ended with this exit code, which stays whatever goes wrong here; return a
+        line for the user.
         """
         state = self._state
         end, text = "well" if code == 0 else "failed", ""
@@ -144,7 +146,7 @@ def _target_words(plan: JobPlan) -> list[str]:
 
 
 def _words(plan: JobPlan) -> list[str]:
-    """Return the options that say most."""
+    """Return the options that matter most, as words of a command line."""
     settings = plan.settings
     words = ["--nproc-per-node", str(plan.num_ranks)]
     if settings.rendezvous is not None:

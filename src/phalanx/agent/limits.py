@@ -9,18 +9,19 @@ import resource
 from phalanx.descriptors import raise_limit
 
 _FDS_PER_RANK = 5  # the reading ends of two pipes, a file for its dump, one for its stacks, and its log
-_FDS_ON_THEIR_WAY = 40  # to the zygote: five for each of the ranks that are being forked
+_FDS_ON_THEIR_WAY = 40  # five for each of the ranks whose descriptors are being sent to the zygote
 _FDS_OF_JOB = 24  # libraries, signals, the zygote, the store, reports, the agent's socket
-_FDS_OF_VISITORS = 256  # groups that show their flight recorder, commands that ask; done without where there is no room
+# for groups that show their flight recorder and for commands that ask; without room for them the job runs without
+_FDS_OF_VISITORS = 256
 
 
 def needed_open_files(num_ranks: int) -> int:
-    """How many descriptors the agent holds at least, for so many ranks."""
+    """Return how many descriptors the agent holds at least for so many ranks."""
     return (_FDS_PER_RANK - 1) * num_ranks + min(_FDS_ON_THEIR_WAY, 5 * num_ranks) + _FDS_OF_JOB
 
 
 def find_problem(num_ranks: int) -> str | None:
-    """Why the agent can't hold the descriptors of so many ranks, in the words for the user; None if it can."""
+    """Return why the agent cannot hold the descriptors of so many ranks, in words for the user; None if it can."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = needed_open_files(num_ranks)
     if hard == resource.RLIM_INFINITY or needed <= hard:
@@ -33,17 +34,17 @@ def find_problem(num_ranks: int) -> str | None:
 
 
 def raise_open_files(num_ranks: int) -> None:
-    """Raise this process's own soft limit to what so many ranks need; processes that run already keep theirs."""
+    """Raise this process's own soft limit to what so many ranks need; processes that run already keep their limits."""
     raise_limit((_FDS_PER_RANK + 1) * num_ranks + _FDS_ON_THEIR_WAY + _FDS_OF_JOB + _FDS_OF_VISITORS)
 
 
 def explain_start(rank: int, num_ranks: int, error: OSError) -> str:
-    """Return the words for the user when `rank` could not be started."""
+    """Return words for the user when `rank` could not be started."""
     return f"phalanx run: rank {rank} of {num_ranks} could not be started: {explain(error)}"
 
 
 def explain(error: OSError) -> str:
-    """Return what the system refused, and which limits to look at."""
+    """Return what the system refused, and which limits to check."""
     why = f"{error.strerror or error}."
     if error.errno == errno.EAGAIN:
         soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
@@ -61,7 +62,7 @@ def explain(error: OSError) -> str:
 
 
 def _read_pids_limit() -> str:
-    """` (pids.max is 100)`, of this process's own cgroup; empty where there is none."""
+    """Return the limit of this process's own cgroup, such as ` (pids.max is 100)`; empty if it has none."""
     try:
         with open("/proc/self/cgroup", encoding="utf-8", errors="replace") as file:
             path = next((line.rstrip("\n").partition("::")[2] for line in file if line.startswith("0::")), "")

@@ -16,7 +16,7 @@ _COMMAND = "phalanx run --metrics"
 
 
 class Metrics:
-    """Serves what `phalanx top` knows of the job whose agent this process is, at /metrics.
+    """`Metrics` serves at /metrics what `phalanx top` knows of this agent's job.
 
     It asks the agent over its socket, as `phalanx top` does, from a thread of its own; the ranks do nothing for it.
 
@@ -41,7 +41,7 @@ class Metrics:
 
     @property
     def address(self) -> str:
-        """Where a scraper finds it."""
+        """Return the address that a scraper reads."""
         return f"{self._server.address}/metrics"
 
     def _make(self) -> Page:
@@ -54,5 +54,5 @@ class Metrics:
             return Page(CONTENT_TYPE, as_prometheus(self._watch.look()).encode())
 
     def close(self) -> None:
-        """Serve no more."""
+        """Stop serving."""
         self._server.close()

@@ -24,7 +24,7 @@ def describe_membership(client: Client) -> dict[str, Any]:
 
 
 def tell_first_host(membership: Mapping[str, Any], agent: int) -> None:
-    """Have the coordinator count the agent out at once; never raises where that fails."""
+    """Tell the coordinator that the agent has died; never raises if that fails."""
     key = Key.parse(membership["key"]) if membership["key"] else None
     with (
         contextlib.suppress(PhalanxError, OSError, ValueError),

@@ -7,17 +7,17 @@ from collections.abc import Sequence
 
 from phalanx.diagnostics.progress_page import Progress, read_page
 
-_MAX_PAGES = 4096  # of processes that are no ranks, or no longer
+_MAX_PAGES = 4096  # pages of processes that are no ranks, or not any more, are kept up to this number
 
 
 class Pages:
-    """One page a process; the newest counts. Owns the descriptors."""
+    """`Pages` keeps the newest page of each process. It owns the descriptors."""
 
     def __init__(self) -> None:
         self._fds: dict[int, int] = {}  # by process
 
     def add(self, pid: int, fds: Sequence[int]) -> None:
-        """Take a page that the process shows; the descriptors become ours. What is no page is not kept."""
+        """Add a page that the process shows; the descriptors become ours. What is not a page is closed."""
         kept = fds[0] if len(fds) == 1 and read_page(fds[0]) is not None else -1
         for fd in fds:
             if fd != kept:
@@ -36,7 +36,7 @@ class Pages:
         return {pid: self._fds[pid] for pid in pids if pid in self._fds}
 
     def read(self, pid: int) -> Progress | None:
-        """How far the process has come; None if it does not say."""
+        """Return how far the process has come; None if it does not tell."""
         fd = self._fds.get(pid)
         return None if fd is None else read_page(fd)
 
@@ -47,7 +47,7 @@ class Pages:
             os.close(fd)
 
     def close(self) -> None:
-        """Let go of all."""
+        """Close all descriptors."""
         for fd in self._fds.values():
             os.close(fd)
         self._fds.clear()

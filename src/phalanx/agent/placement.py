@@ -9,7 +9,9 @@ from itertools import pairwise
 
 @dataclass(frozen=True)
 class Placement:
-    """Threads per rank, and each rank's cores; an empty tuple leaves a rank where the agent may run."""
+    """A `Placement` is the threads per rank, and each rank's cores; with an empty tuple a rank runs wherever the agent
+    may.
+    """
 
     threads: int
     cpus: tuple[tuple[int, ...], ...]

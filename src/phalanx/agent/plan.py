@@ -14,9 +14,10 @@ from phalanx.agent.settings import Settings
 
 @dataclass(frozen=True)
 class JobPlan:
-    """Everything that was decided before the first process is started.
+    """A `JobPlan` is everything that was decided before the first process is started.
 
-    `run` is the job's own, made by its first host; `run_id` may be a user's, and then that of the run before, too.
+    `run` is unique to the job, and its first host makes it; `run_id` may come from the user, and then be that of an
+    earlier run.
     """
 
     settings: Settings
@@ -25,15 +26,15 @@ class JobPlan:
     terminal: bool
     environ: dict[str, str]
     run_id: str
-    master_addr: str = ""  # as found out, on several hosts
+    master_addr: str = ""  # with several hosts, the address that was found
     master_port: int = 0
-    rank_variables: Mapping[str, str] = field(default_factory=dict)  # that all ranks of this host have besides
+    rank_variables: Mapping[str, str] = field(default_factory=dict)  # more variables for all ranks of this host
     run: str = ""
-    verdict: str = ""  # a file for how the job ended, where a program reads them and not a user
+    verdict: str = ""  # the file for how the job ended, if a program reads it and not a user
 
     def describe_job(self, place: Place, restart_count: int, store: str, agent: str) -> JobEnvironment:
-        """Return what the ranks of one attempt have in common; takes a port that is free now, unless one was
-        asked for.
+        """Return what the ranks of one attempt have in common; take a port that is free now, unless one was asked
+        for.
         """
         settings = self.settings
         columns = None
@@ -59,7 +60,7 @@ class JobPlan:
 
 
 def make_run_id() -> str:
-    """Return a name for a job that was given none: a random UUID, as torchrun makes one."""
+    """Return a name for a job that has none: a random UUID, as torchrun makes one."""
     digits = bytearray(os.urandom(16))
     digits[6], digits[8] = digits[6] & 0x0F | 0x40, digits[8] & 0x3F | 0x80
     text = digits.hex()
@@ -75,7 +76,7 @@ def find_free_port() -> int:
 
 
 def is_terminal() -> bool:
-    """Whether our stdout is one, and knows its size."""
+    """Return whether our stdout is a terminal that knows its size."""
     try:
         return os.isatty(1) and os.get_terminal_size(1).columns > 0
     except OSError:

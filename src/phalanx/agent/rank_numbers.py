@@ -16,14 +16,16 @@ from phalanx.agent.plan import JobPlan
 
 
 class RankNumbers:
-    """A process is known by the rank that it was started with (its seat); in some generations it is another rank."""
+    """`RankNumbers` knows a process by the rank that it was started with (its seat); in some generations it is another
+    rank.
+    """
 
     def __init__(self, plan: JobPlan, host: Host, restart_count: int, link: HostLink) -> None:
         self._plan = plan
         self._host = host
         self._restart_count = restart_count
         self._link = link
-        self._begun = link.first  # the newest generation after that of the beginning
+        self._begun = link.first  # the newest generation after the first one
         self.generation = 0 if link.first is None else link.first.generation.number
         part = None if link.first is None else link.first.generation.part_of(link.member)
         self.part = part or self._plan_first_part()
@@ -33,15 +35,15 @@ class RankNumbers:
 
     @property
     def begun(self) -> BeginGeneration | None:
-        """The newest generation, None in the first one."""
+        """Return the newest generation; None in the first one."""
         return self._begun
 
     def exchange_link(self, link: HostLink) -> None:
-        """Have the store of later generations from another link."""
+        """Create the stores of later generations through another link."""
         self._link = link
 
     def set_master(self, address: str, port: int) -> None:
-        """Tell the ranks of later generations another MASTER_ADDR and MASTER_PORT."""
+        """Use another MASTER_ADDR and MASTER_PORT for the ranks of later generations."""
         self._plan = replace(self._plan, master_addr=address, master_port=port)
 
     def _plan_first_part(self) -> HostPart:
@@ -49,7 +51,7 @@ class RankNumbers:
         return HostPart(part.member, part.seats, (), self._link.place)
 
     def open(self) -> None:
-        """Make the store in which the first generation meets."""
+        """Create the store in which the first generation meets."""
         self._open_store()
 
     def _open_store(self) -> None:
@@ -58,7 +60,7 @@ class RankNumbers:
         self._job = replace(job, generation=self.generation)
 
     def begin(self, begun: BeginGeneration) -> HostPart | None:
-        """Go on to another generation; return this host's part of it, None where it has none."""
+        """Begin another generation; return this host's part in it, or None if it has none."""
         self._begun = begun
         self.generation = begun.generation.number
         part = begun.generation.part_of(self.part.member)
@@ -77,13 +79,13 @@ class RankNumbers:
         return {**variables, error_files.VARIABLE: path}
 
     def plan_message(self, rank: int) -> dict[str, Any] | None:
-        """Return what an elastic rank is told of the generation that there is; None where it is not in it."""
+        """Return what an elastic rank is told of the current generation; None if it is not in it."""
         if self._begun is None or rank not in self.part.seats:
             return None
         return plan_message(self._begun.generation, rank, self._begun, self.plan_environment(rank))
 
     def close_stores_before(self, generation: int) -> None:
-        """Close the stores of earlier generations, which no rank is going to open any more."""
+        """Close the stores of earlier generations, which no rank will open any more."""
         for number in [number for number in self._old_stores if number < generation]:
             os.close(self._old_stores.pop(number))
 

@@ -14,12 +14,14 @@ _MAX_DUMP_BYTES = 1 << 16
 
 
 class RankProcesses:
-    """By rank: the number that it was started with. Holds two descriptors for each."""
+    """`RankProcesses` keeps processes by rank: the number that each was started with. It holds two descriptors for
+    each.
+    """
 
     def __init__(self) -> None:
         self.pids: dict[int, int] = {}
         self.stacks: dict[int, int] = {}  # descriptors of files
-        self.lost_ns: dict[int, int] = {}  # when processes ended that were lost, and the job has gone on
+        self.lost_ns: dict[int, int] = {}  # by process: when it ended, if it was lost and the job has gone on
         self._dumps: dict[int, int] = {}
 
     def fork(
@@ -31,7 +33,7 @@ class RankProcesses:
         zygote: ZygoteProcess,
         pump: Pump,
     ) -> None:
-        """Have the process forked that is known by `rank`: the first one, or one that takes its place.
+        """Fork a process that is known by `rank`: the first one, or one that replaces it.
 
         Raises:
             OSError: there are no more descriptors.
@@ -53,15 +55,15 @@ class RankProcesses:
                 os.close(end)
 
     def read_dump(self, rank: int) -> str:
-        """Where the process was when a signal ended it."""
+        """Return where the process was when a signal ended it."""
         return os.pread(self._dumps[rank], _MAX_DUMP_BYTES, 0).decode(errors="replace")
 
     def lose(self, exit: Exit) -> None:
-        """Forget a process that has ended, where the job goes on without it."""
+        """Forget a process that has ended while the job goes on without it."""
         self.pids.pop(exit.rank, None)
         self.lost_ns[exit.pid] = int(exit.at * 1e9)
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Close the files."""
         for fd in (*self._dumps.values(), *self.stacks.values()):
             os.close(fd)

@@ -6,20 +6,20 @@ from collections.abc import Mapping
 
 from phalanx.agent.failure import Report
 
-_MAX_IN_VAIN = 20  # losses in a row, between which no step was completed
-_MAX_DISAGREED = 3  # times that ranks called different operations; once or twice it may come of a loss
-_MAX_ALIKE = 2  # times that the same exception is raised at the same step
+_MAX_IN_VAIN = 20  # the most losses in a row between which no step was completed
+_MAX_DISAGREED = 3  # how often ranks may call different operations; once or twice a loss may be the reason
+_MAX_ALIKE = 2  # how often the same exception may be raised at the same step
 
 
 class Repetition:
-    """What has happened since the last step that a rank has completed."""
+    """`Repetition` counts what has happened since the last step that a rank has completed."""
 
     def __init__(self) -> None:
         self.best_step = -1
         self._losses = 0
         self._disagreements = 0
-        self._disagreement = ""  # the last one, in the words of a rank
-        self._raised: dict[tuple[tuple[str, ...], str, int], int] = {}  # exceptions at a step -> how often
+        self._disagreement = ""  # the last disagreement, in the words of a rank
+        self._raised: dict[tuple[tuple[str, ...], str, int], int] = {}  # by exception and step: how often it was raised
 
     def on_step(self, step: int) -> None:
         """Note that a rank has completed this step."""
@@ -52,7 +52,7 @@ class Repetition:
         return None
 
     def describe(self) -> str:
-        """Return why it does not get on, in words; empty where it may."""
+        """Return in words why the job does not get on; empty if it may."""
         if self._disagreements >= _MAX_DISAGREED:
             return f"the ranks have disagreed {self._disagreements} times at the same step: {self._disagreement}"
         if self._losses > _MAX_IN_VAIN:

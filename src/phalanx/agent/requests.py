@@ -16,12 +16,13 @@ from phalanx.processes import read_state
 if TYPE_CHECKING:
     from phalanx.agent.attempt import Attempt
 
-_OF_RANKS = ("group", PROGRESS_PAGE, "elastic", "store", REPORT)  # what only they may say, who have the token
-_MAX_KNOCKING = 256  # ranks whose connection comes before the zygote's word that they exist
+# requests that only ranks may make: they know the token
+_OF_RANKS = ("group", PROGRESS_PAGE, "elastic", "store", REPORT)
+_MAX_KNOCKING = 256  # connections of so many ranks may come before the zygote announces them
 
 
 class Requests:
-    """Answers the requests of one attempt's time."""
+    """`Requests` answers requests at the agent's socket during one attempt."""
 
     def __init__(self, attempt: Attempt) -> None:
         self._attempt = attempt
@@ -33,7 +34,7 @@ class Requests:
         return self._attempt.host.agent_socket
 
     def receive(self, ready: set[int]) -> None:
-        """Answer what has come on the descriptors that are ready."""
+        """Answer the requests that have come on the descriptors that are ready."""
         for fd in self._socket.fds:
             if fd not in ready:
                 continue
@@ -70,15 +71,15 @@ class Requests:
             request.close()
 
     def _admit(self, request: Request) -> None:
-        """Take the connection that a rank opens to tell that it survives the loss of others.
+        """Accept the connection by which a rank tells that it survives the loss of others.
 
-        Which process it is the kernel says: what a rank has started knows the token, too.
+        The kernel says which process it is: processes that a rank has started know the token, too.
         """
         attempt, zygote = self._attempt, self._attempt.host.zygote
         pid = request.channel.peer.pid
         rank = attempt.ranks.rank_of(pid)
         if rank is None and attempt.ranks.awaits_start:
-            self._knocking.append(request)  # the zygote's word may be on its way
+            self._knocking.append(request)  # the zygote may announce the process soon
             if len(self._knocking) > _MAX_KNOCKING:
                 self._knocking.pop(0).close()
             return
@@ -95,22 +96,24 @@ class Requests:
         attempt.on_rank_message(rank, pid, request.message)
 
     def admit_early(self) -> None:
-        """Look again at connections that came before the zygote's word that their process exists."""
+        """Look again at connections that came before the zygote announced their process."""
         knocking, self._knocking = self._knocking, []
         for request in knocking:
             self._admit(request)
 
     def _refuse(self, request: Request, pid: int) -> None:
-        """Take in a process that is none of the ranks and wants to be one: below `phalanx run bash train.sh`, say."""
+        """Refuse a process that wants to be a rank and is none; it runs below `phalanx run bash train.sh`, for
+        example.
+        """
         why = f"phalanx.elastic works in a process that phalanx run has started itself, and pid {pid} is none of them"
         request.channel.put({"kind": "refused", "why": why})
         request.close()
         lost = self._attempt.ranks.processes.lost_ns
-        if pid not in lost and read_state(pid) not in ("", "Z"):  # it may have been one until now
+        if pid not in lost and read_state(pid) not in ("", "Z"):  # it may have been a rank until now
             self._socket.notice("no rank", f"{why}. To this one, the loss of a rank is the end of the job")
 
     def _answer_snapshot(self, request: Request) -> None:
-        """Tell who the ranks are, with copies of the descriptors of what they write."""
+        """Answer with the processes of all ranks, and with copies of the descriptors of what they write."""
         attempt = self._attempt
         processes, settings, place = attempt.ranks.processes, attempt.plan.settings, attempt.place
         living = [rank for rank in attempt.state.running if rank in processes.pids]
@@ -140,7 +143,7 @@ class Requests:
         answer(request.channel, snapshot, stacks, [observer.control for observer in observed], list(pages.values()))
 
     def close(self) -> None:
-        """Let go of who was not admitted."""
+        """Close the connections that were not admitted."""
         for request in self._knocking:
             request.close()
         self._knocking.clear()

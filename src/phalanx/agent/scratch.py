@@ -9,13 +9,13 @@ import sys
 
 from phalanx.symmetric_memory.memfd import create
 
-_STORES_END = 4096  # above the numbers of their descriptors
+_STORES_END = 4096  # the descriptors of stores have numbers below this
 _next_store = 0
 
 
 def create_scratch(name: str) -> int:
-    """Return a file without a name that a rank writes, and we read when it can't speak any more; a write adds
-    to its end.
+    """Return a file without a name which a rank writes, and which we read when it cannot report any more; each write
+    appends.
     """
     if sys.platform != "linux":
         return os.open(os.devnull, os.O_RDWR)
@@ -25,11 +25,12 @@ def create_scratch(name: str) -> int:
 
 
 def create_store() -> int | None:
-    """Return a file without a name, which the ranks open through this process: gone with it, and no port opened.
+    """Return a file without a name, which the ranks open through this process; it ends with this process, and opens no
+    port.
 
-    The number of its descriptor is that of a store or of nothing, now and later: the end of torch's FileStore, which
-    Python's collector may put off by several generations, opens the path once more to count itself out, and what it
-    finds there must not be a pipe, which ends the rank, or another file, which it would write to.
+    The number of its descriptor is never used for anything but stores: the end of torch's FileStore, which Python's
+    collector may put off by several generations, opens the path once more to count itself out. It must not find a pipe
+    there, which would end the rank, nor another file, which it would write to.
     """
     global _next_store
     if sys.platform != "linux":
@@ -37,7 +38,7 @@ def create_store() -> int | None:
     fd = create("phalanx-store")
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     end = min(soft, _STORES_END) if soft > 0 else _STORES_END
-    first = end // 2  # what else an agent opens begins below, and rarely comes so far
+    first = end // 2  # other descriptors of an agent have lower numbers, and rarely come so far
     for lowest in (max(first, _next_store), first):
         try:
             store = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, lowest)

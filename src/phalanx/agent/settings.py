@@ -17,7 +17,8 @@ USAGE_EXIT_CODE = 2
 
 @dataclass(frozen=True)
 class Settings:
-    """A job as it was asked for. `nproc` is a number or a word: auto, cpu, gpu. `rendezvous` is None on one host.
+    """`Settings` is a job as it was asked for. `nproc` is a number or a word: auto, cpu, gpu. `rendezvous` is None on
+    one host.
 
     `run_id` is empty where none was given. `environment` are variables for the ranks of all hosts: a value, or None for
     the one here. `local_rank_argument`: the target gets its local rank as its first argument,
@@ -48,9 +49,9 @@ class Settings:
     key_file: str | None = None
     environment: Mapping[str, str | None] = field(default_factory=dict)
     rendezvous: Rendezvous | None = None
-    share: tuple[int, int] = (0, 1)  # which part of this host's cores is for this command, of how many such parts
+    share: tuple[int, int] = (0, 1)  # which part of this host's cores this command uses, and how many parts there are
     log_line_prefix_template: str = ""
     metrics: tuple[str, int] | None = None  # where the job's numbers are served: a host and a port
-    traceback: bool = False  # also of ranks that Ctrl-C has ended
-    completion: str = ""  # a shell: nothing is to run, its script is to be printed
-    on: str = ""  # whose cluster the job is to run on
+    traceback: bool = False  # show the stack traces also of ranks that Ctrl-C has ended
+    completion: str = ""  # a shell: print its completion script, and run nothing
+    on: str = ""  # the kind of cluster that the job is to run on

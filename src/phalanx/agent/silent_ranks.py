@@ -17,20 +17,20 @@ if TYPE_CHECKING:
 
 
 class SilentRanks:
-    """Looks at the ranks of one attempt on this host every few seconds, while they run."""
+    """`SilentRanks` looks at the ranks of one attempt on this host every few seconds."""
 
     def __init__(self, attempt: Attempt) -> None:
         self._attempt = attempt
         self._watch = Watch(attempt.plan.settings.evict_after_s, time.monotonic())
-        self.evicted: dict[int, str] = {}  # process -> why it was killed
+        self.evicted: dict[int, str] = {}  # by process: why it was killed
 
     @property
     def due(self) -> float:
-        """When to look next."""
+        """Return when to look next."""
         return self._watch.next_due
 
     def look(self, now: float) -> None:
-        """Find whom the others wait for. This costs some milliseconds of this process, every few seconds."""
+        """Find the ranks that others wait for. This costs some milliseconds of this process, every few seconds."""
         attempt, watch = self._attempt, self._watch
         known = attempt.ranks.processes.pids
         pids = {rank: known[rank] for rank in sorted(known) if attempt.state.is_running(rank)}
@@ -47,13 +47,13 @@ class SilentRanks:
                 self._sentence(accused, groups)
 
     def _last_step_ns(self, pid: int) -> int:
-        """Return when the process has last completed a step; 0 if it does not say."""
+        """Return when the process has last completed a step; 0 if it does not tell."""
         progress = self._attempt.pages.read(pid)
         tracks = (progress.loop, progress.state) if progress is not None else ()
         return max((track.recent[-1][0] for track in tracks if track is not None), default=0)
 
     def _sentence(self, accused: Accused, groups: Sequence[GroupLog]) -> None:
-        """Tell of a rank that keeps the others waiting; kill it if that was asked for."""
+        """Report a rank that keeps the others waiting, and kill it if that was asked for."""
         attempt, evict_after_s = self._attempt, self._attempt.plan.settings.evict_after_s
         rank_of = {pid: rank for rank, pid in attempt.ranks.processes.pids.items()}
         text = describe_wait(accused, rank_of, groups)

@@ -31,7 +31,7 @@ def describe_stragglers(
 ) -> str:
     """Return a line for each of `ranks`, whose processes are `pids`; `groups` are the logs of what they recorded.
 
-    Of those that are not among `local_ranks` only that much is known.
+    Of a rank that is not among `local_ranks` the line says only that it is on another host.
     """
     gone = world_size - len(ranks)
     lines = [f"phalanx run: {gone} of {world_size} ranks have ended; still there {waited_s:.1f} s later:"]
@@ -46,12 +46,12 @@ def describe_stragglers(
 
 
 def describe_process(pid: int, groups: Sequence[GroupLog]) -> tuple[str, str]:
-    """Return what the system says of a process, and what the recorder; empty where they say nothing."""
+    """Return what the system and the recorder say of a process; empty if they know nothing."""
     return _STATES.get(read_state(pid), "").format(pid=pid), _describe_last(pid, groups)
 
 
 def _describe_last(pid: int | None, groups: Sequence[GroupLog]) -> str:
-    """Where the recorder saw the process last, in whichever group; empty if it knows nothing."""
+    """Return where the recorder saw the process last, in any group; empty if it knows nothing."""
     logs = [log.records for group in groups for log in group.ranks if log.pid == pid and log.records]
     if not logs:
         return ""

@@ -35,12 +35,12 @@ class Signal:
 
 @dataclass(frozen=True)
 class Kill:
-    """SIGKILL every process of the job."""
+    """Kill every process of the job with SIGKILL."""
 
 
 @dataclass(frozen=True)
 class Tell:
-    """Say which ranks are still there, `waited_s` after the end of another."""
+    """Print which ranks are still there, `waited_s` after the end of another."""
 
     waited_s: float
 
@@ -50,43 +50,43 @@ Action = Signal | Kill | Tell
 
 @dataclass
 class Supervision:
-    """One attempt at the job. Every method takes what happened and returns what to do now."""
+    """`Supervision` decides about one attempt at the job. Every method takes an event and returns what to do now."""
 
     world_size: int
     grace_s: float
     exit_timeout_s: float | None = None
     exits: dict[int, Exit] = field(default_factory=dict)
     reports: dict[int, Report] = field(default_factory=dict)
-    lost: dict[int, Loss] = field(default_factory=dict)  # ranks whose host is gone
+    lost: dict[int, Loss] = field(default_factory=dict)  # the ranks whose host is lost
     started: set[int] = field(default_factory=set)
     abandoned: set[int] = field(default_factory=set)  # the job was told to end before they were forked
-    retired: set[int] = field(default_factory=set)  # an elastic job goes on without them
+    retired: set[int] = field(default_factory=set)  # the ranks without which an elastic job goes on
     sent: dict[int, float] = field(default_factory=dict)
     interrupted: int | None = None
     killed: tuple[int, ...] = ()  # the ranks that outlived the grace period
     overdue: tuple[int, ...] = ()  # the ranks that outlived the first to end by more than the exit timeout
     settle_s: float = SETTLE_S
-    told_to_end: bool = False  # an elastic job's ranks save what they hold, and end: nobody hurries them
+    told_to_end: bool = False  # the ranks of an elastic job save what they hold, and end: nobody hurries them
     phase: str = "running"
     next_due: float | None = None
     _first_end: float | None = None
     _last_end: float = 0.0
-    _told: int = 0  # how often the ranks that are left were named since the last end
-    _witness: int = 0  # a rank that was running when it was asked last
+    _told: int = 0  # how often the remaining ranks were named since the last end
+    _witness: int = 0  # a rank that was still running when it was last checked
 
     @property
     def running(self) -> tuple[int, ...]:
-        """The ranks that have not ended, or are still to be started."""
+        """Return the ranks that have not ended, or are still to be started."""
         return tuple(rank for rank in range(self.world_size) if self.is_running(rank))
 
     def is_running(self, rank: int) -> bool:
-        """Whether this rank has not ended, or is still to be started."""
+        """Return whether this rank has not ended, or is still to be started."""
         gone = (self.exits, self.abandoned, self.lost, self.retired)
         return rank < self.world_size and not any(rank in ranks for ranks in gone)
 
     @property
     def has_running(self) -> bool:
-        """Whether a rank is left. Costs nothing as long as the one that was found last still runs."""
+        """Whether a rank is left. It costs nothing as long as the rank that was found last still runs."""
         if not self.is_running(self._witness):
             others = itertools.chain(range(self._witness, self.world_size), range(self._witness))
             self._witness = next(filter(self.is_running, others), self._witness)
@@ -99,11 +99,13 @@ class Supervision:
 
     @property
     def failures(self) -> list[Failure]:
-        """The failed ranks, the first cause in front."""
+        """Return the failed ranks, the first cause in front."""
         return decide_failures(self.exits, self.reports, self.sent, self.lost)
 
     def is_stopped_by_user(self, report: Report) -> bool:
-        """Whether a rank tells of nothing but the end that the user has asked for: by Ctrl-C, or by a peer's end."""
+        """Return whether a rank reports nothing but the end that the user has asked for: by Ctrl-C, or by a peer's
+        end.
+        """
         return self.interrupted is not None and not {"KeyboardInterrupt", "PeerLostError"}.isdisjoint(report.types)
 
     def on_started(self, rank: int) -> None:
@@ -111,21 +113,21 @@ class Supervision:
         self.started.add(rank)
 
     def on_abandoned(self, rank: int) -> None:
-        """`rank` is not going to be started any more."""
+        """Note that `rank` will not be started any more."""
         self.abandoned.add(rank)
 
     def on_lost(self, rank: int) -> None:
-        """Note that the process of `rank` has ended, and an elastic job goes on; what it had told is nobody's
+        """Note that the process of `rank` has ended and an elastic job goes on; what it had reported counts as no
         failure.
         """
         self.reports.pop(rank, None)
 
     def on_retired(self, rank: int) -> None:
-        """`rank` is lost, and an elastic job goes on without it."""
+        """Note that `rank` is lost, and that an elastic job goes on without it."""
         self.retired.add(rank)
 
     def on_replaced(self, rank: int) -> None:
-        """`rank` is lost, and its number is forked again."""
+        """Note that `rank` is lost, and that a process is forked again for its number."""
         self.started.discard(rank)
         self.retired.discard(rank)
 
@@ -147,7 +149,7 @@ class Supervision:
         return self._settle(now)
 
     def on_host_lost(self, ranks: Iterable[int], loss: Loss, now: float) -> list[Action]:
-        """Nothing more will be heard of these ranks, which are all of a host."""
+        """Decide what follows when the host of these ranks is lost."""
         self.lost.update({rank: loss for rank in ranks if rank not in self.exits and rank not in self.abandoned})
         return self._settle(now, HOST_LOSS_SETTLE_S) if self.lost else []
 
@@ -164,7 +166,7 @@ class Supervision:
         return self._stop(signal.SIGTERM if signum == signal.SIGPIPE else signum, now)
 
     def on_time(self, now: float) -> list[Action]:
-        """To be called when `next_due` has come."""
+        """Do what is due; the agent calls this when `next_due` has come."""
         if self.next_due is None or now < self.next_due:
             return []
         if self.phase == "running":
@@ -177,8 +179,8 @@ class Supervision:
         return []
 
     def _wait_for_rest(self) -> None:
-        """Tell of those who have ended well. The others may take their time, but whoever waits for the command
-        is told of them.
+        """Plan when to report the ranks that are still there. They may take their time, but whoever waits for the
+        command is told of them.
         """
         assert self._first_end is not None
         often = len(_TELL_AFTER_S) - 1

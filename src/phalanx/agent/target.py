@@ -11,7 +11,7 @@ from typing import Literal
 
 Kind = Literal["script", "module", "program"]
 
-_NEAR = 0.75  # of difflib's ratio: two letters exchanged in a name of five
+_NEAR = 0.75  # a ratio of difflib: two exchanged letters in a name of five
 
 
 @dataclass(frozen=True)
@@ -24,21 +24,23 @@ class Target:
 
     @property
     def command(self) -> tuple[str, ...]:
-        """The words that would start it without us."""
+        """Return the command that would start the target without us."""
         if self.kind == "program":
             return (self.name, *self.arguments)
         return (sys.executable, *(("-m",) if self.kind == "module" else ()), self.name, *self.arguments)
 
 
 def find_local_rank_flag(target: Target) -> str:
-    """Return the option by which `target` is told its local rank, as it spells it: with an underscore, if only so."""
+    """Return the option by which `target` reads its local rank, in its own spelling: with an underscore if it knows
+    only that.
+    """
     source = _read_source(target)
     only_underscore = b"--local_rank" in source and b"--local-rank" not in source
     return "--local_rank" if only_underscore else "--local-rank"
 
 
 def may_be_elastic(target: Target) -> bool:
-    """Whether the script speaks of `phalanx.elastic`; one whose other files do says so when it runs."""
+    """Return whether the script mentions `phalanx.elastic`; if only other files of it do, it says so when it runs."""
     source = _read_source(target)
     return b"elastic" in source and b"phalanx" in source
 
@@ -51,7 +53,7 @@ def _read_source(target: Target) -> bytes:
 
 
 def find_problem(target: Target) -> str | None:
-    """Why `target` can't run, in the words for the user; None when nothing speaks against it. Runs none of it."""
+    """Return why `target` cannot run, in words for the user; None if no reason is found. Runs nothing of it."""
     if target.kind == "script":
         return _find_script_problem(target.name)
     if target.kind == "program":
@@ -101,7 +103,9 @@ def _which(name: str) -> str | None:
 
 
 def _find_module_problem(name: str) -> str | None:
-    """Only the top package is looked for: looking further would import it."""
+    """Return why a module cannot be found; only its top package is looked for, since looking further would import
+    it.
+    """
     if name == "__main__" or not all(part.isidentifier() for part in name.split(".")):
         return f"module {name!r}: not a module's name. For a file leave out -m; a module has no .py and no slash."
     if name.endswith(".py") and os.path.isfile(name):  # a module's name, too, if it lies in a package
@@ -117,7 +121,7 @@ def _find_module_problem(name: str) -> str | None:
 
 
 def _suggest_neighbour(path: str) -> str:
-    """Return the script in the same folder whose name is near; the endings, which are alike, do not count."""
+    """Return the script in the same folder whose name is similar; the suffixes, which are alike, do not count."""
     import difflib
 
     folder = os.path.dirname(path) or "."

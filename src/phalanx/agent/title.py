@@ -11,7 +11,7 @@ _PR_SET_MM_ARG_END = 9
 
 
 def set_command(words: Sequence[str]) -> None:
-    """Have `ps`, `top` and `pgrep -f` show `words`, as far as the words that it was started with leave room.
+    """Set the command that `ps`, `top` and `pgrep -f` show to `words`, as far as there is room.
 
     The first word should be what it was: the C library takes it for the program's path. Where the system does not tell
     where the words lie, nothing changes.
@@ -36,5 +36,5 @@ def set_command(words: Sequence[str]) -> None:
 
 
 def count_room(words: Sequence[str]) -> int:
-    """How many bytes `words` take where the kernel keeps them."""
+    """Return how many bytes `words` take where the kernel keeps them."""
     return sum(len(os.fsencode(word)) + 1 for word in words)

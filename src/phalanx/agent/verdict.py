@@ -10,7 +10,9 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Verdict:
-    """How a job ended. `failed_rank` is the first cause, -1 without one; `text` are the agent's words for a user."""
+    """A `Verdict` says how a job ended. `failed_rank` is the first cause, -1 without one; `text` has the agent's words
+    for a user.
+    """
 
     world_size: int = 0
     failed_rank: int = -1
@@ -18,14 +20,14 @@ class Verdict:
     interrupted: int = 0  # the signal that ended it
 
     def write(self, path: str) -> None:
-        """Write it to `path`, whole or not at all."""
+        """Write the verdict to `path`, wholly or not at all."""
         draft = f"{path}.draft"
         Path(draft).write_text(json.dumps(asdict(self)))
         os.rename(draft, path)
 
     @classmethod
     def read(cls, path: str) -> Verdict | None:
-        """Return what was written there; None if nothing was."""
+        """Return the verdict in `path`; None if there is none."""
         try:
             return cls(**json.loads(Path(path).read_text()))
         except FileNotFoundError:

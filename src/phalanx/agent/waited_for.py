@@ -21,19 +21,19 @@ from phalanx.diagnostics.flight_recorder import Record
 from phalanx.diagnostics.observer import GroupLog
 
 STANDING = "TtD"  # letters of /proc/PID/stat: stopped, in a debugger, in a system call that cannot be interrupted
-_MOSTLY = 0.8  # of the operations a rank comes last to, to be called slower
-_COSTLY = 0.1  # of the time
-_FEW = 50  # operations say nothing about who is slow
+_MOSTLY = 0.8  # a rank that is called slower comes last to at least this share of the operations
+_COSTLY = 0.1  # the others wait for it during at least this share of the time
+_FEW = 50  # fewer operations say nothing about who is slow
 
 
 @dataclass(frozen=True)
 class Silent:
-    """A process for which others wait: for so long, in which operation."""
+    """A `Silent` is a process that others wait for: for how long, and in which operation."""
 
     pid: int
     silent_s: float
     waiting: tuple[int, ...]  # processes
-    operation: str  # empty where only the process's state tells
+    operation: str  # empty if only the process's state tells
 
 
 def find_silent(
@@ -90,7 +90,7 @@ def _counter(record: Record) -> str:
 
 
 def _has_come(records: Sequence[Record], counted: str, seq: int, waiters: Sequence[Record]) -> bool:
-    """Whether who has these records has come to an operation in which `waiters` are.
+    """Return whether the process with these records has come to an operation in which `waiters` are.
 
     Rounds of gradients are counted by each reducer: of those of another, or of an earlier one (a wrapper makes another
     after its first step), with such a number it had left the last one before the others came.
@@ -117,7 +117,7 @@ def _last_signs(groups: Sequence[GroupLog], last_step_ns: Mapping[int, int]) -> 
 
 
 def _waits(group: GroupLog, pids: Collection[int]) -> dict[tuple[str, int], dict[int, Record]]:
-    """Return the collectives of the group in which somebody is, and who."""
+    """Return the collectives of the group in which a process is, with those processes."""
     waits: dict[tuple[str, int], dict[int, Record]] = defaultdict(dict)
     for rank in group.ranks:
         for record in rank.records:
@@ -128,7 +128,9 @@ def _waits(group: GroupLog, pids: Collection[int]) -> dict[tuple[str, int], dict
 
 @dataclass(frozen=True)
 class Slow:
-    """A process that comes last: to how many of the operations, and for which share of the time it alone was waited."""
+    """A `Slow` process comes last: to how many of the operations, and for which share of the time the others waited for
+    it alone.
+    """
 
     pid: int
     times: int
@@ -138,10 +140,10 @@ class Slow:
 
 
 class Lateness:
-    """Who came last to the operations since the beginning. Feed it with looks that overlap."""
+    """`Lateness` counts who came last to the operations since the beginning. Feed it with looks that overlap."""
 
     def __init__(self) -> None:
-        self._counted: dict[tuple[str, tuple[int, ...], str], int] = {}  # of a group: the latest number
+        self._counted: dict[tuple[str, tuple[int, ...], str], int] = {}  # by group: the latest number that was counted
         self._times: dict[int, int] = defaultdict(int)
         self._lead_ns: dict[int, int] = defaultdict(int)
         self._num_operations = 0

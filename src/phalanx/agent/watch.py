@@ -21,8 +21,8 @@ from phalanx.processes import read_state
 
 _LOOK_S = 15.0
 _QUICKEST_LOOK_S = 0.1
-_LOOKS_IN_TIME = 5  # a silence that leads to a kill is looked at so often before
-_ANSWER_S = 0.5  # a rank writes its stack within a millisecond, unless it can't
+_LOOKS_IN_TIME = 5  # a silent rank is killed only after so many looks at it
+_ANSWER_S = 0.5  # a rank writes its stack within a millisecond, unless it cannot
 _TELL_AFTER_S = (60.0, 600.0, 3600.0)
 _SLOW_AFTER_S = 60.0
 _MAX_STACK_BYTES = 1 << 16
@@ -30,7 +30,9 @@ _MAX_STACK_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class Accused:
-    """A rank that keeps the others waiting, and was asked for its stack, which it writes behind `offset`."""
+    """An `Accused` is a rank that keeps the others waiting, and was asked for its stack, which it writes behind
+    `offset`.
+    """
 
     rank: int
     pid: int
@@ -41,7 +43,7 @@ class Accused:
 
 
 class Watch:
-    """One attempt's. `evict_after_s` is None where nobody is killed for being silent."""
+    """A `Watch` looks at the ranks of one attempt. `evict_after_s` is None if nobody is killed for being silent."""
 
     def __init__(self, evict_after_s: float | None, now: float) -> None:
         self._evict_after_s = evict_after_s
@@ -49,20 +51,20 @@ class Watch:
         if evict_after_s is not None:
             self._period_s = min(_LOOK_S, max(_QUICKEST_LOOK_S, evict_after_s / _LOOKS_IN_TIME))
         self._next_look = now + self._period_s
-        self._standing: dict[int, int] = {}  # process -> since when (ns)
-        self._told: dict[int, int] = {}  # process -> how often it was told in this silence
-        self._accused: dict[int, Accused] = {}  # by rank
+        self._standing: dict[int, int] = {}  # by process: since when it is in such a state (ns)
+        self._told: dict[int, int] = {}  # by process: how often it was reported in this silence
+        self._accused: dict[int, Accused] = {}  # by rank: what it is accused of
         self._lateness = Lateness()
         self._slow_told = False
         self._slow_due = now + _SLOW_AFTER_S
 
     @property
     def next_due(self) -> float:
-        """When `look` or `judge` is next needed."""
+        """Return when `look` or `judge` must next be called."""
         return min([self._next_look, *(accused.due for accused in self._accused.values())])
 
     def is_due(self, now: float) -> bool:
-        """Whether it is time to look."""
+        """Return whether it is time to look."""
         return now >= self._next_look
 
     def look(
@@ -73,7 +75,7 @@ class Watch:
         stacks: Mapping[int, int],
         now: float,
     ) -> list[Accused]:
-        """Look at the ranks (`pids`); returns those that are to be asked for their stacks (descriptors by rank)."""
+        """Look at the ranks (`pids`); return those that must be asked for their stacks (descriptors by rank)."""
         self._next_look = now + self._period_s
         now_ns = time.monotonic_ns()
         states = {pid: read_state(pid) for pid in pids.values()}
@@ -104,7 +106,9 @@ class Watch:
     def judge(
         self, pids: Mapping[int, int], groups: Sequence[GroupLog], steps_ns: Mapping[int, int], now: float
     ) -> list[Accused]:
-        """Those whose time to answer is over, and who are silent still; they are not accused any more."""
+        """Return the accused whose time to answer is over, and which are still silent; they are not accused any
+        more.
+        """
         due = [accused for accused in self._accused.values() if now >= accused.due]
         for accused in due:
             del self._accused[accused.rank]
@@ -119,7 +123,7 @@ class Watch:
         ]
 
     def find_slow(self, now: float) -> Slow | None:
-        """Return a process that is constantly slower than the others, told once."""
+        """Return a process that is constantly slower than the others; each is returned once."""
         if self._slow_told or now < self._slow_due:
             return None
         self._slow_due = now + _SLOW_AFTER_S
@@ -131,13 +135,13 @@ class Watch:
 
 
 def read_stack(fd: int, offset: int) -> str:
-    """Return what a rank wrote of its stacks since `offset`; empty where it did not answer."""
+    """Return what a rank wrote of its stacks since `offset`; empty if it did not answer."""
     data = os.pread(fd, _MAX_STACK_BYTES, offset if os.fstat(fd).st_size >= offset else 0)
     return without_launcher(data.decode(errors="replace"))
 
 
 def describe_wait(accused: Accused, rank_of: Mapping[int, int], groups: Sequence[GroupLog]) -> str:
-    """Who waits for whom, since when, and where that one is."""
+    """Return in words who waits for whom, since when, and where that rank is."""
     silent = accused.silent
     waiting = sorted(rank_of[pid] for pid in silent.waiting if pid in rank_of)
     who = f"rank {accused.rank} (pid {accused.pid})"
@@ -151,7 +155,7 @@ def describe_wait(accused: Accused, rank_of: Mapping[int, int], groups: Sequence
 
 
 def describe_slow(slow: Slow, rank: int) -> str:
-    """Return what a rank that is slower than the others costs."""
+    """Return in words what a rank that is slower than the others costs."""
     return (
         f"phalanx run: rank {rank} (pid {slow.pid}) is slower than the others: in {slow.span_s:.0f} s it came last "
         f"to {slow.times} of {slow.num_operations} operations, and for {slow.share * 100:.0f} % of the time they "

@@ -31,7 +31,7 @@ from phalanx.agent.target import Kind, Target
 from phalanx.agent.title import set_command
 from phalanx.processes import STACKS_SIGNAL, die_with_parent
 
-_OUR_FDS = 8  # numbers that we take from the upper end of those that a rank may have
+_OUR_FDS = 8  # we take so many numbers from the upper end of those that a rank's descriptors may have
 _CALLS = tuple(
     os.path.join(os.path.dirname(os.path.dirname(__file__)), "launch", "calls", name)
     for name in ("__main__.py", "rank.py")
@@ -41,7 +41,7 @@ _LAUNCHER_FILES = (__file__, *_CALLS, "<string>", runpy.__file__, "<frozen runpy
 
 @dataclass(frozen=True)
 class Assignment:
-    """All that a rank needs; the first five are descriptors, owned by the rank."""
+    """An `Assignment` is all that a rank needs; the first five fields are descriptors, which the rank owns."""
 
     stdout: int
     stderr: int
@@ -60,7 +60,7 @@ class Assignment:
 
     @property
     def target(self) -> Target:
-        """The script, module or program of the rank, with the argument for its local rank if it is to get one.
+        """Return the script, module or program of the rank, with the argument for its local rank if it takes one.
 
         As torchrun does, it replaces `${local_rank}` in the arguments by the local rank, and `$$` by a dollar sign.
         """
@@ -71,9 +71,9 @@ class Assignment:
 
 
 def run_worker(assignment: Assignment) -> None:
-    """Become the assigned rank; ends the process when its code has ended.
+    """Become the assigned rank; end the process when its code has ended.
 
-    Where the interpreter must end it, it returns, or raises what the user's code raised.
+    If the interpreter must end it, this returns, or raises what the user's code raised.
     """
     shared = frozenset(sys.modules)
     _become_own_process(assignment)
@@ -87,7 +87,7 @@ def run_worker(assignment: Assignment) -> None:
     if hasattr(faulthandler, "register"):
         faulthandler.register(
             STACKS_SIGNAL, file=_move_up(assignment.stacks), all_threads=True
-        )  # in C: works in a hang, too
+        )  # the handler is written in C, so that it also works in a hang
     _record_steps()
     code = _prepare_main(assignment)
     if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # else whoever started us has chosen to ignore it
@@ -128,7 +128,7 @@ def run_worker(assignment: Assignment) -> None:
 
 
 def _report_error(error: BaseException, failed_at: float, report: _Reporter) -> None:
-    """Tell the agent, and print it as the interpreter does, but without our frames."""
+    """Report an error to the agent, and print it as the interpreter does, but without our frames."""
     report.send(error, failed_at)
     sys.excepthook(type(error), error, error.__traceback__)
     sys.excepthook = lambda *_: None  # the interpreter's end shall not print it again
@@ -144,16 +144,17 @@ def compute_exit_status(code: object) -> int:
 
 
 def _move_up(fd: int) -> int:
-    """`fd` under a high number, closed in programs that the rank starts.
+    """Move `fd` to a high number, closed in programs that the rank starts; return the number.
 
-    A script that closes what it has not opened (`os.closerange(3, 64)`, as daemons do) misses it, and if it does close
-    it, a file that the script opens later gets a low number: our words never go into a file of the user's.
+    A script that closes descriptors which it has not opened (`os.closerange(3, 64)`, as daemons do) misses it. If the
+    script closes it all the same, a file that it opens later gets a low number: what we write never goes into a file of
+    the user's.
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     floor = (1024 if soft == resource.RLIM_INFINITY else min(soft, 1024)) - _OUR_FDS
     try:
         high = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, max(floor, 3))
-    except OSError:  # all those are taken
+    except OSError:  # all numbers up there are taken
         return fd
     os.close(fd)
     return high
@@ -176,7 +177,7 @@ def _become_own_process(assignment: Assignment) -> None:
 
 
 def _pin(cpus: frozenset[int]) -> None:
-    """Keep this process to `cpus`. What it forks (DataLoader workers) may use all cores of the job, as without us."""
+    """Pin this process to `cpus`. What it forks (DataLoader workers) may use all cores of the job, as without us."""
     everywhere = os.sched_getaffinity(0)
     try:
         os.sched_setaffinity(0, cpus)
@@ -196,7 +197,7 @@ def _pin(cpus: frozenset[int]) -> None:
 
 
 def _execute(assignment: Assignment, report: _Reporter) -> NoReturn:
-    """Replace this process by the program."""
+    """Replace this process by the target's program."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it, and an ignored signal would stay ignored
     try:
         os.execvpe(assignment.name, list(assignment.target.command), os.environ)
@@ -218,7 +219,9 @@ def _reseed() -> None:
 
 
 def _record_steps() -> None:
-    """For the run's report, if one is asked for; what this process starts records nothing."""
+    """Record this process's steps for the run's report, if one is asked for; processes that it starts record
+    nothing.
+    """
     folder = os.environ.pop("PHALANX_REPORT", "")
     if folder:
         from phalanx.report.recording import begin_in_rank
@@ -230,7 +233,7 @@ def _record_steps() -> None:
 
 
 def _prepare_main(assignment: Assignment) -> Callable[[], object]:
-    """Set up `__main__`, `sys.argv` and `sys.path` as the interpreter does; returns what runs the code."""
+    """Set up `__main__`, `sys.argv` and `sys.path` as the interpreter does; return the function that runs the code."""
     main = ModuleType("__main__")
     main.__dict__.update(__builtins__=sys.modules["builtins"], __annotations__={})
     sys.modules["__main__"] = main
@@ -263,7 +266,7 @@ def _prepare_main(assignment: Assignment) -> Callable[[], object]:
 
 
 class _Reporter:
-    """Tells the agent of this rank's failure over `reports`."""
+    """A `_Reporter` reports this rank's failure to the agent over `reports`."""
 
     def __init__(self, rank: int, reports: int) -> None:
         self.pid = os.getpid()
@@ -280,7 +283,7 @@ class _Reporter:
                 text, summary = "", f"sys.exit({error.code!r})"  # a decision of the script: the place says enough
             else:
                 text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-                # of a SyntaxError the place comes first, indented; of a message with several lines the first says what
+                # a SyntaxError names the place first, indented; of a message with several lines the first one counts
                 said = traceback.format_exception_only(type(error), error)
                 summary = next(part for part in said if not part.startswith(" ")).splitlines()[0]
             report = Report(self._rank, self.pid, at, names, summary, place, text)
@@ -308,7 +311,8 @@ def _is_launcher(frame: FrameType) -> bool:
 
 
 def _find_place(error: BaseException) -> str:
-    """`train.py:88`, the innermost line of the traceback that is the user's own; empty when there is none.
+    """Return the place of the innermost line of the traceback that is the user's own, such as `train.py:88`; empty if
+    there is none.
 
     What was raised inside of a library is placed where the user called it: that is the line to look at first, and the
     traceback shows the rest.
@@ -327,7 +331,7 @@ def _is_library(filename: str, folders: tuple[str, ...]) -> bool:
 
 
 def _library_folders() -> tuple[str, ...]:
-    """How the names of files begin that are Python's, installed, or this package's own."""
+    """Return the folders of Python's own files, of installed packages and of this package."""
     import site
     import sysconfig
 

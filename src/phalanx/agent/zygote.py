@@ -67,10 +67,10 @@ _FOR_TRAINING = (
 def main(
     control: int, agent: int, preload: bool, warm: bool = False, sessions: Sequence[int] = (), tells: bool = False
 ) -> None:
-    """Serve the agent on descriptor `control` until it goes; returns only in a rank, when its script has ended.
+    """Serve the agent on descriptor `control` until it ends; return only in a rank, when its script has ended.
 
-    `warm`: ranks may have to begin again, and import nothing then. `sessions` are those of earlier zygotes, whose ranks
-    live. `tells`: if the agent is killed the first host is to be told, also while torch is being imported.
+    `warm`: import more, because ranks may have to be restarted. `sessions` are those of earlier zygotes, whose ranks
+    live. `tells`: if the agent is killed, the first host is told, also while torch is being imported.
     """
     if (
         not sessions and not tells
@@ -91,14 +91,14 @@ def main(
         print(describe(use, preloads=preload), file=sys.stderr, flush=True)
         if preload:
             _begin_again(control, agent, sessions, tells)
-    gc.freeze()  # and for the ranks' collector the pages of the modules stay shared
+    gc.freeze()  # this also keeps the pages of the modules shared when the ranks' collector runs
     gc.enable()
     assignment = _Zygote(Channel(socket.socket(fileno=control)), agent, sessions).serve(tells=tells)
     run_worker(assignment)
 
 
 def _begin_again(control: int, agent: int, sessions: Sequence[int], tells: bool) -> None:
-    """Be a zygote that imports nothing; with what this one has imported its forks can't use a GPU."""
+    """Start again as a zygote that imports nothing: with what this one has imported its forks cannot use a GPU."""
     close_devices()
     own, room = sys.orig_argv.index("-c"), sys.orig_argv[-1]
     code = plan_zygote_code(control, agent, preload=False, warm=False, sessions=sessions, tells=tells)
@@ -128,13 +128,13 @@ def _import_for_training() -> None:
         try:
             importlib.import_module(name)
         except Exception:
-            pass  # as above
+            pass  # a script without torch runs all the same
     for name in os.environ.keys() - before:  # torch._dynamo names a folder for its cache, as it would in the rank
         del os.environ[name]
 
 
 def _load_torch_library() -> None:
-    """Link torch's largest library, on another core, while Python imports what torch's modules need first."""
+    """Load torch's largest library in a thread, while Python imports what torch's modules need first."""
     spec = importlib.util.find_spec("torch")
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         library = os.path.join(folder, "lib", "libtorch_cpu.so")
@@ -150,19 +150,19 @@ class _Zygote:
         self._control = control
         self._pid = os.getpid()
         self._agent = agent
-        self._sessions = tuple(sessions)  # of earlier zygotes
-        self._elastic: set[int] = set()  # pids
-        self._ranks: dict[int, int] = {}  # pid -> rank, of those that were not reaped yet
+        self._sessions = tuple(sessions)  # the sessions of earlier zygotes
+        self._elastic: set[int] = set()  # the processes of elastic ranks
+        self._ranks: dict[int, int] = {}  # by process: its rank, until it is reaped
         self._target: dict[str, Any] = {}
-        self._membership: dict[str, Any] = {}  # of the agent, in a job on several hosts
-        self._wake: tuple[int, int] = (-1, -1)  # a pipe on which SIGCHLD is a byte
-        self._spare = 0  # its process
-        self._is_spare = False  # this is one, whose zygote lives
+        self._membership: dict[str, Any] = {}  # the agent's membership, in a job on several hosts
+        self._wake: tuple[int, int] = (-1, -1)  # a pipe into which SIGCHLD writes a byte
+        self._spare = 0  # the process of the spare
+        self._is_spare = False  # whether this process is a spare whose zygote lives
 
     def serve(self, *, tells: bool = False) -> Assignment:
-        """Follow the agent's commands; returns in each rank that it forks, and nowhere else.
+        """Serve the agent's commands; return in each rank that this forks, and nowhere else.
 
-        `tells`: what the agent has said before it was killed is read, too: where the first host is.
+        `tells`: what the agent sent before it was killed is read, too, because it says where the first host is.
         """
         self._wake = os.pipe()
         for end in self._wake:
@@ -192,7 +192,7 @@ class _Zygote:
                     self._end_with_agent()
 
     def _end_with_agent(self) -> NoReturn:
-        """End, and all ranks with this process, because the agent has ended; a spare leaves that to the zygote."""
+        """End this process and all ranks, because the agent has ended; a spare leaves that to the zygote."""
         if self._is_spare:
             os._exit(0)
         kill_sessions(self._sessions)
@@ -231,14 +231,14 @@ class _Zygote:
         return None
 
     def _fork_spare(self, control: int) -> Assignment | None:
-        """Fork a zygote that waits; returns the assignment of a rank that it forks, None in this process."""
+        """Fork a spare, which waits; return the assignment of a rank that the spare forks, and None in this process."""
         try:
             self._spare = os.fork()
         except OSError:
             self._spare = 0
         if self._spare == 0 and os.getpid() != self._pid:
             self._leave()
-            adopt_orphans()  # which no fork inherits
+            adopt_orphans()  # no fork inherits this
             os.setsid()  # a session of its own, by which its ranks are known
             set_command([sys.executable, f"(phalanx run {self._agent}: the spare zygote)"])
             spare = _Zygote(Channel(socket.socket(fileno=control)), self._agent, ())
@@ -249,7 +249,7 @@ class _Zygote:
         return None
 
     def _tell_first_host(self) -> None:
-        """End after the agent was killed; nothing else is left here to do."""
+        """Tell the first host after the agent was killed; nothing else is left to do here."""
         try:
             from phalanx.agent.orphaned import tell_first_host
 
@@ -258,7 +258,7 @@ class _Zygote:
             pass  # the first host finds out by our silence
 
     def _fork(self, message: dict[str, Any], fds: Sequence[int]) -> Assignment | None:
-        """Fork one rank; returns its assignment in the child, None in the zygote."""
+        """Fork one rank; return its assignment in the child, None in the zygote."""
         rank, parent = message["rank"], os.getpid()
         try:
             pid = os.fork()
@@ -283,7 +283,7 @@ class _Zygote:
         return None
 
     def _leave(self) -> None:
-        """In the child: undo what made this process a zygote."""
+        """Undo, in the child, what made this process a zygote."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for fd in self._wake:

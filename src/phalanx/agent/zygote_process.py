@@ -16,11 +16,11 @@ from phalanx.ipc.channel import Channel
 from phalanx.processes import SUPPORTED, has_working_directory
 
 _MAX_ROOM = 1 << 14
-_MAX_SPARES = 20  # of one zygote: whatever ends them is not going to stop
+_MAX_SPARES = 20  # one zygote may have so many spares: whatever ends them will not stop
 
 
 class Spare:
-    """A fork of the zygote, which takes its place when that is killed. `pid` is 0 until it exists."""
+    """A `Spare` is a fork of the zygote, which takes its place when that is killed. `pid` is 0 until it exists."""
 
     def __init__(self, control: Channel) -> None:
         self.control = control
@@ -28,7 +28,7 @@ class Spare:
 
 
 class _ForkedProcess:
-    """A child that we did not start, with as much of `subprocess.Popen` as is asked of a zygote."""
+    """A child that this process did not start, with as much of `subprocess.Popen` as a zygote needs."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -38,7 +38,7 @@ class _ForkedProcess:
         if self.returncode is None:
             try:
                 found, status = os.waitpid(self.pid, options)
-            except ChildProcessError:  # somebody else has buried it
+            except ChildProcessError:  # it was reaped elsewhere
                 self.returncode = -signal.SIGKILL
             else:
                 self.returncode = os.waitstatus_to_exitcode(status) if found else None
@@ -58,7 +58,9 @@ class _ForkedProcess:
 
 
 class ZygoteProcess:
-    """The one zygote of this host. No call waits for it; to a dead one nothing is sent: its end shows on `control`."""
+    """A `ZygoteProcess` is the zygote of this host. No call waits for it, and nothing is sent to a dead one: its end
+    shows on `control`.
+    """
 
     def __init__(
         self,
@@ -71,18 +73,20 @@ class ZygoteProcess:
         sessions: Sequence[int] = (),
         spare: Spare | None = None,
     ) -> None:
-        """`warm`: also import what ranks import when they begin to train, because they may have to begin again.
+        """Start a zygote. `warm`: it also imports what ranks import when they begin to train, because they may have to
+        be restarted.
 
-        `tells`: the first host is to be told if we are killed, also while it imports.
+        `tells`: the first host must be told if this process is killed, also while the zygote imports.
 
         `room` is the number of bytes that the ranks will need for the words that `ps` shows of them.
 
-        `sessions` are those of earlier zygotes, whose ranks live. `spare`: this is one, whose zygote has ended.
+        `sessions` are those of earlier zygotes, whose ranks live. `spare`: the zygote is this spare, whose own zygote
+        has ended.
         """
-        self.has_forked = False  # or was told to
+        self.has_forked = False  # whether it has forked, or was told to
         self._environment, self._preload, self._warm, self._room = environment, preload, warm, room
         self._tells = tells
-        self._told: list[dict[str, Any]] = []  # what a zygote after this one must know, too
+        self._told: list[dict[str, Any]] = []  # what a zygote that replaces this one must know, too
         self._spare: Spare | None = None
         self._num_spares = 0
         self._process: subprocess.Popen[bytes] | _ForkedProcess
@@ -116,11 +120,12 @@ class ZygoteProcess:
 
     @property
     def pid(self) -> int:
-        """Of the zygote itself."""
+        """Return the number of the zygote's process."""
         return self._process.pid
 
     def assign(self, target: Target, folder: str, local_rank_flag: str = "") -> None:
-        """Say what the ranks will run, and which temporary folder is the job's; to be called once, before `fork`.
+        """Tell the zygote what the ranks will run, and which temporary folder is the job's; call this once, before
+        `fork`.
 
         `local_rank_flag` is the option, if any, by which the target is told its local rank.
         """
@@ -134,9 +139,9 @@ class ZygoteProcess:
         self._tell({"command": "target", "target": fields})
 
     def start_another(self, sessions: Sequence[int]) -> ZygoteProcess:
-        """One that takes this one's place, and is told what this one was told; `sessions` are those of its ranks.
+        """Return a zygote that replaces this one and is told what this one was told; `sessions` are those of its ranks.
 
-        The spare, if it is there, which has imported all that this one had.
+        It is the spare, if there is one: that has imported everything that this one had.
 
         Raises:
             OSError: no process could be started.
@@ -155,7 +160,7 @@ class ZygoteProcess:
         return another
 
     def keep_spare(self) -> None:
-        """Have it fork a spare of itself, if it has none."""
+        """Have the zygote fork a spare of itself, if it has none."""
         if self._spare is None and self._num_spares < _MAX_SPARES and not self.control.gone:
             self._num_spares += 1
             ours, theirs = socket.socketpair()
@@ -164,14 +169,14 @@ class ZygoteProcess:
                 self.control.put({"command": "spare"}, [theirs.fileno()])
 
     def on_spare(self, pid: int) -> None:
-        """Note the spare; or, with 0, that there is none, or that it has ended."""
+        """Note the process of the spare; 0 says that there is none, or that it has ended."""
         if pid and self._spare is not None:
             self._spare.pid = pid
         elif (spare := self._take_spare()) is not None:
             spare.control.close()
 
     def _take_spare(self) -> Spare | None:
-        """Return the spare, if it lives; it is not this one's any more."""
+        """Return the spare if it lives, and give it up."""
         spare, self._spare = self._spare, None
         if spare is None:
             return None
@@ -186,42 +191,44 @@ class ZygoteProcess:
         self.control.put(message)
 
     def fork(self, rank: int, environment: Mapping[str, str], cpus: Sequence[int], fds: Sequence[int]) -> None:
-        """Have `rank` forked, with `fds`: stdout, stderr, reports, dump, stacks."""
+        """Tell the zygote to fork `rank` with `fds`: stdout, stderr, reports, dump, stacks."""
         self.has_forked = True
         self.control.put({"command": "fork", "rank": rank, "environment": environment, "cpus": cpus}, fds)
 
     def remember(self, membership: Mapping[str, Any]) -> None:
-        """Say how to tell the first host of the job that we were killed (`phalanx.agent.orphaned`)."""
+        """Tell the zygote how to tell the job's first host that this process was killed (`phalanx.agent.orphaned`)."""
         self._tell({"command": "membership", "membership": membership})
 
     def warm_up(self) -> None:
-        """Have it import what a rank imports when it begins to train, before one has to begin again."""
+        """Have the zygote import what a rank imports when it begins to train, before a rank has to be restarted."""
         if self._preload and not self._warm:
             self._warm = True
             self.control.put({"command": "warm"})
 
     def let_go_of_lost(self, rank: int) -> None:
-        """If `rank` is lost the job goes on: what is left in its process group is to be killed then."""
+        """Tell the zygote that the job goes on if `rank` is lost: it then kills what is left in the rank's process
+        group.
+        """
         self.control.put({"command": "elastic", "rank": rank})
 
     def guard(self, sessions: Sequence[int]) -> None:
-        """Have the processes of these sessions killed when we have gone."""
+        """Have the zygote kill the processes of these sessions when this process has ended."""
         self.control.put({"command": "guard", "sessions": list(sessions)})
 
     def signal(self, signum: int, ranks: Sequence[int], *, group: bool) -> None:
-        """Have `signum` sent to `ranks`."""
+        """Have the zygote send `signum` to `ranks`."""
         self.control.put({"command": "signal", "signum": signum, "ranks": ranks, "group": group})
 
     def sweep(self) -> None:
-        """Have every process below the zygote killed; it answers `swept`."""
+        """Have the zygote kill every process below it; it answers `swept`."""
         self.control.put({"command": "sweep"})
 
     def wake(self) -> None:
-        """Let it go on if somebody has stopped it: what it is to do now does not wait for `kill -CONT`."""
+        """Continue the zygote if somebody has stopped it: what it must do now cannot wait for `kill -CONT`."""
         self._process.send_signal(signal.SIGCONT)
 
     def was_stopped(self) -> bool:
-        """Whether it has been stopped since this was last asked."""
+        """Return whether the zygote has been stopped since this was last asked."""
         if not SUPPORTED or self._process.returncode is not None:
             return False
         try:
@@ -230,19 +237,19 @@ class ZygoteProcess:
             return False
 
     def poll(self) -> None:
-        """Collect its end, if it has come."""
+        """Reap the zygote if it has ended."""
         self._process.poll()
 
     def kill(self) -> None:
-        """End the zygote at once, and with it the ranks: the kernel sees to that."""
+        """Kill the zygote at once, and with it the ranks: the kernel sees to that."""
         self._process.kill()
 
     def wait_exit(self) -> int:
-        """Return the exit code of the zygote, whose socket has closed; minus the signal that killed it."""
+        """Return the exit code of the zygote, whose socket has closed; minus the signal if one killed it."""
         return self._process.wait()
 
     def close(self, reaped: Mapping[int, int]) -> None:
-        """Let go of the socket. `reaped` are wait statuses by pid that were collected elsewhere."""
+        """Close the socket. `reaped` are wait statuses by process that were collected elsewhere."""
         self.on_spare(0)
         self.control.close()
         if self._process.returncode is None and self.pid in reaped:

@@ -19,7 +19,8 @@ _PARTIAL = re.compile(r"\..+\.[0-9a-f]{8}\.partial")
 _NAMELESS_REFUSED = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT, errno.EPERM, errno.EXDEV)
 # What it says where a folder cannot be synchronised, or not by this user: then there is nothing more to do.
 _NO_SYNC = (errno.EINVAL, errno.EOPNOTSUPP, errno.EACCES, errno.EPERM, errno.EBADF, errno.EROFS)
-_NAME_CHARACTERS = 50  # of a name that may itself be as long as a file system takes
+# the most characters that are taken from a name, which may itself be as long as a file system allows
+_NAME_CHARACTERS = 50
 _BLOCK_BYTES = 1 << 20
 
 
@@ -79,17 +80,17 @@ def _remove_unlocked(path: str) -> None:
 
 
 def _is_stream(path: Path) -> bool:
-    """Whether `path` leads to something that is written to, and not replaced.
+    """Return whether `path` leads to something that must be written to, and not replaced.
 
     Raises:
-        OSError: it must be neither.
+        OSError: `path` allows neither.
     """
     try:
         mode = path.stat().st_mode
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise
-        return False  # nothing there, or what keeps us from looking will be told when the file is made
+        return False  # nothing is there, or the reason why we cannot look shows when the file is made
     if stat.S_ISBLK(mode):  # its bytes are somebody's file system
         raise OSError(errno.ENOTBLK, "it is a disk (a block device), not a file", str(path))
     if stat.S_ISSOCK(mode):
@@ -116,20 +117,20 @@ def _stream(path: Path, write: Callable[[BinaryIO], None]) -> None:
 
 
 def _write_unnamed(path: Path, write: Callable[[BinaryIO], None]) -> bool:
-    """Whether it could be done in this way: nothing is left of it, whenever this process dies."""
+    """Write `path` by way of a file without a name; return False if that is not possible, with nothing written."""
     if not hasattr(os, "O_TMPFILE"):
         return False
     try:
         fd = os.open(path.parent, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o666)
     except OSError as error:
         if error.errno in _NAMELESS_REFUSED:
-            return False  # and if the folder is not there, the other way says so
+            return False  # if the folder is missing, the other way reports it
         raise
     with open(fd, "w+b") as file:
         own = f"/proc/self/fd/{fd}"
         if not os.path.exists(own):
             return False
-        _lock(file)  # for the moment in which it has a hidden name
+        _lock(file)  # this holds while it has a hidden name
         _fill(file, write)
         name = _partial_name(path)
         try:
@@ -151,7 +152,7 @@ def _write_unnamed(path: Path, write: Callable[[BinaryIO], None]) -> bool:
 
 @contextmanager
 def _named(path: Path) -> Iterator[BinaryIO]:
-    """Yield a hidden file beside `path`, locked while it is written; gone in the end, unless it has another
+    """Yield a hidden file beside `path`, locked while it is written. At the end it is removed, unless it has another
     name by then.
     """
     while True:
@@ -160,7 +161,7 @@ def _named(path: Path) -> Iterator[BinaryIO]:
             try:
                 _lock(file)
                 if os.fstat(file.fileno()).st_nlink == 0:
-                    continue  # taken for an abandoned one, in the moment before it was locked
+                    continue  # it was taken for an abandoned one, in the moment before it was locked
                 yield file
                 return
             finally:
@@ -169,7 +170,7 @@ def _named(path: Path) -> Iterator[BinaryIO]:
 
 
 def _lock(file: BinaryIO) -> None:
-    with suppress(OSError):  # no locks on this file system: then nobody removes it either
+    with suppress(OSError):  # without locks on this file system nobody removes it either
         fcntl.flock(file.fileno(), fcntl.LOCK_EX)
 
 
@@ -184,7 +185,7 @@ def _fill(file: BinaryIO, write: Callable[[BinaryIO], None]) -> None:
 
 
 def sync_directory(directory: Path) -> None:
-    """Make the new name durable too: on most file systems it is not before its folder is."""
+    """Make new names in a folder durable: on most file systems a name is not before its folder is."""
     try:
         handle = os.open(directory, os.O_RDONLY)
         try:

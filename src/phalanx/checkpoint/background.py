@@ -16,7 +16,7 @@ from pathlib import Path
 from phalanx.deadline import Deadline
 from phalanx.errors import CheckpointError
 
-_LOOK_S = 0.002  # at first; then ever less often
+_LOOK_S = 0.002  # the first pause between two checks; later ones grow
 _LOOK_AT_MOST_S = 0.1
 
 
@@ -26,7 +26,7 @@ class AbandonedError(CheckpointError):
 
 @dataclass(frozen=True)
 class Work:
-    """It is the work of a save, none of which talks to other ranks.
+    """`Work` is the work of a save; none of it talks to other ranks.
 
     write      this rank's part
     commit     on rank 0: give the checkpoint its name; called once `parts` are all there
@@ -45,15 +45,15 @@ class Work:
 
 
 class Saving:
-    """It is a save from its first byte to its name.
+    """`Saving` is a save from its first byte to its name.
 
     `timeout_s` is how long rank 0 waits for the others after its own part.
     """
 
     def __init__(self, work: Work, timeout_s: float) -> None:
         self.step = work.step
-        self.problem: Exception | None = None  # of this rank's part
-        self.failure: Exception | None = None  # of the commit
+        self.problem: Exception | None = None  # what went wrong in this rank's part
+        self.failure: Exception | None = None  # what went wrong in the commit
         self.path: Path | str | None = None
         self._work = work
         self._timeout_s = timeout_s
@@ -65,16 +65,16 @@ class Saving:
 
     @property
     def is_background(self) -> bool:
-        """Whether a thread does it."""
+        """Whether a thread does the work."""
         return self._thread is not None
 
     def start(self) -> None:
-        """Do it on a thread."""
+        """Start the work on a thread."""
         self._thread = threading.Thread(target=self._run, name=f"phalanx-checkpoint-{self.step}", daemon=True)
         self._thread.start()
 
     def write_now(self) -> None:
-        """Do this rank's part on this thread; `commit_now` does the rest, when all ranks have come so far."""
+        """Write this rank's part on this thread; `commit_now` does the rest, when all ranks have come so far."""
         try:
             self._write()
         except BaseException:
@@ -82,7 +82,7 @@ class Saving:
             raise
 
     def commit_now(self) -> None:
-        """Give it its name, on this thread."""
+        """Give the checkpoint its name, on this thread."""
         try:
             self._commit()
         except BaseException:
@@ -90,22 +90,22 @@ class Saving:
             raise
 
     def wait_written(self) -> Exception | None:
-        """Wait until this rank's part is on the disk, or could not be; what kept it off."""
+        """Wait until this rank's part is on the disk, or has failed; return the failure."""
         self._written.wait()
         return self.problem
 
     def wait_finished(self) -> Exception | None:
-        """Wait until rank 0 has given it its name, or could not; what kept it from it."""
+        """Wait until rank 0 has given the checkpoint its name, or has failed; return the failure."""
         self._finished.wait()
         self.join()
         return self.failure
 
     def is_finished(self) -> bool:
-        """Whether nothing of it is left to be done on this rank."""
+        """Return whether this rank has nothing left to do for the save."""
         return self._finished.is_set()
 
     def give_up(self) -> None:
-        """End it as soon as this rank's part is written: it gets no name, unless it has one by then.
+        """End the save as soon as this rank's part is written: the checkpoint gets no name, unless it has one by then.
 
         What was written is removed, also where the thread here has removed it while another rank was still writing.
         """
@@ -118,7 +118,7 @@ class Saving:
             self._work.discard()
 
     def finish_alone(self, timeout_s: float) -> None:
-        """Wait for the end without asking other ranks: of the own part, and so long for theirs."""
+        """Wait for the end without asking other ranks: for the own part, and up to `timeout_s` for theirs."""
         self._written.wait()
         if not self._finished.wait(timeout_s):
             self.give_up()

@@ -14,7 +14,7 @@ KeepBest = tuple[str, Mode, int]
 
 @dataclass(frozen=True)
 class Best:
-    """It keeps the `count` checkpoints with the lowest ("min") or highest ("max") value of `metric`."""
+    """`Best` keeps the `count` checkpoints with the lowest ("min") or highest ("max") value of `metric`."""
 
     metric: str
     mode: Mode
@@ -22,7 +22,7 @@ class Best:
 
     @classmethod
     def of(cls, keep_best: KeepBest) -> Best:
-        """Return what a user says with ("accuracy", "max", 3).
+        """Return the `Best` that a user means by ("accuracy", "max", 3).
 
         Raises:
             ValueError: it is something else.
@@ -39,9 +39,11 @@ class Best:
         return cls(metric, mode, count)
 
     def order(self, items: Sequence[T], value_of: Callable[[T], float | None]) -> list[T]:
-        """Return the best of `items`, the very best first; of equal ones the first. What has no number is none."""
+        """Return the best of `items`, the very best first; of equal ones the first. An item without a number is left
+        out.
+        """
         found = [(value, item) for item in items if (value := value_of(item)) is not None and not math.isnan(value)]
-        found.sort(key=lambda pair: pair[0], reverse=self.mode == "max")  # stable, in both directions
+        found.sort(key=lambda pair: pair[0], reverse=self.mode == "max")  # the sort is stable in both directions
         return [item for _, item in found[: self.count]]
 
     def order_newest_first(self, entries: Sequence[T], metrics_of: Callable[[T], Mapping[str, float]]) -> list[T]:

@@ -16,7 +16,8 @@ import torch
 
 
 def describe_unsafe_value(state: object) -> tuple[str, str]:
-    """Which value is to blame, and what to save in its place where that is known; empty where it is no single one.
+    """Return which value is to blame, and what to save in its place if that is known; both are empty if no single value
+    is.
 
     Looks at every value of the state by itself, so it is for the way to an error only.
     """
@@ -25,12 +26,14 @@ def describe_unsafe_value(state: object) -> tuple[str, str]:
             if not _is_readable(value):
                 return f"{path} is {_a(_name(type(value)))}", _advice(path, value)
     except Exception:
-        pass  # nested too deeply for torch.save, too; or a stranger's __repr__ raises: the other ranks wait for a word
+        # the state is nested too deeply for torch.save, too, or a user's __repr__ raises: the other ranks wait for a
+        # message
+        pass
     return "", ""
 
 
 def _leaves(path: str, value: object, above: set[int]) -> Iterator[tuple[str, object]]:
-    """Every value that is not a container, with the expression that leads to it."""
+    """Yield every value that is not a container, with the expression that leads to it."""
     if id(value) in above:
         return
     inside: Iterator[tuple[str, object]]
@@ -45,18 +48,18 @@ def _leaves(path: str, value: object, above: set[int]) -> Iterator[tuple[str, ob
     for where, item in inside:
         yield from _leaves(where, item, above | {id(value)})
     if type(value) not in (dict, OrderedDict, list, tuple):
-        yield path, value  # with a class, a default or a name of its own
+        yield path, value  # these have a class, a default or a name of their own
 
 
 def _is_readable(value: object) -> bool:
     if type(value) in (torch.Tensor, torch.nn.Parameter):
-        return True  # whatever its size
+        return True  # this holds for every size
     buffer = io.BytesIO()
     try:
         torch.save(value, buffer)
         buffer.seek(0)
         return not torch.serialization.get_unsafe_globals_in_checkpoint(buffer)
-    except Exception:  # what a stranger's __reduce__ raises
+    except Exception:  # a user's __reduce__ may raise anything
         return False
 
 
@@ -83,7 +86,7 @@ def _advice(path: str, value: Any) -> str:
 
 
 def publish_name(full: str) -> str:
-    """Return the name under which users know a class that a pickle calls `full`: Python 3.13 keeps pathlib's in
+    """Return the name under which users know a class that a pickle calls `full`: Python 3.13 keeps pathlib's classes in
     `pathlib._local`, and shows them in `pathlib`.
     """
     module, _, name = full.rpartition(".")

@@ -15,7 +15,7 @@ _BLOCK_BYTES = 1 << 20
 
 
 class ChecksummedStream:
-    """It writes to `file`, and knows the length and the checksum of what was written."""
+    """`ChecksummedStream` writes to `file`, and knows the length and the checksum of what was written."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -31,24 +31,24 @@ class ChecksummedStream:
         return len(view)
 
     def tell(self) -> int:
-        """How much was written."""
+        """Return how much was written."""
         return self.nbytes
 
     def flush(self) -> None:
-        """Pass on what is buffered."""
+        """Flush the file."""
         self._file.flush()
 
     def fileno(self) -> int:
-        """For fsync."""
+        """Return the file's descriptor, for fsync."""
         return self._file.fileno()
 
     def close(self) -> None:
-        """Pass on what is buffered; whoever opened the file closes it."""
+        """Flush the file; whoever opened it closes it."""
         self.flush()
 
 
 def checksum_of(path: Path, see: Callable[[bytes], None] = lambda block: None) -> tuple[int, int]:
-    """Length and CRC-32 of a file, which is read once; `see` gets every block of it."""
+    """Return length and CRC-32 of a file, which is read once; `see` gets every block of it."""
     nbytes = crc = 0
     with path.open("rb") as file:
         while block := file.read(_BLOCK_BYTES * 16):
@@ -59,7 +59,7 @@ def checksum_of(path: Path, see: Callable[[bytes], None] = lambda block: None) -
 
 
 def find_damage(file: BinaryIO) -> str:
-    """Return the first record of the archive that is not what its checksum says, in words; empty if all are.
+    """Return in words the first record of the archive that is not what its checksum says; empty if all are.
 
     A file that was written without checksums (torch.utils.serialization.config.save.compute_crc32 is False: all are
     zero) passes.
@@ -77,7 +77,8 @@ def find_damage(file: BinaryIO) -> str:
     return ""
 
 
-_FOLDER = 0x10  # MS-DOS's attribute, which the reader of torch.load believes: it would leave the tensor's memory unset
+# MS-DOS's attribute of a folder, which the reader of torch.load believes: it would leave the tensor's memory unset
+_FOLDER = 0x10
 
 
 def _problem(archive: zipfile.ZipFile, record: zipfile.ZipInfo) -> str:
@@ -89,6 +90,6 @@ def _problem(archive: zipfile.ZipFile, record: zipfile.ZipInfo) -> str:
                 pass
     except zipfile.BadZipFile as error:
         return "does not match its checksum" if "CRC" in str(error) else f"cannot be read: {error}"
-    except Exception as error:  # a flipped bit names another compression, a password, an offset behind the end
+    except Exception as error:  # a flipped bit may name another compression, a password, an offset behind the end
         return f"cannot be read: {type(error).__name__}: {error}"
     return ""

@@ -10,7 +10,7 @@ from phalanx.errors import CheckpointError
 
 
 def require_best(history: History | RemoteHistory, what: str) -> Best:
-    """Return by which metric the best checkpoints are kept.
+    """Return the metric by which the best checkpoints are kept.
 
     Raises:
         ValueError: the manager, whose method is `what`, was made without `keep_best`.

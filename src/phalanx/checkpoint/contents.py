@@ -26,9 +26,9 @@ _VALUE_CHARACTERS = 60
 
 @dataclass(frozen=True)
 class Item:
-    """It is a leaf of the state: a tensor, or a value as text.
+    """`Item` is a leaf of the state: a tensor, or a value as text.
 
-    `pieces` says in how many the ranks wrote it.
+    `pieces` is the number of pieces in which the ranks wrote it.
     """
 
     name: str
@@ -41,9 +41,9 @@ class Item:
 
 @dataclass(frozen=True)
 class Contents:
-    """It is what `inspect` found.
+    """`Contents` is what `inspect` found.
 
-    `others` are the checkpoints of the same folder, where it was asked about the folder.
+    `others` are the checkpoints of the same folder, if the folder was inspected.
     """
 
     path: str
@@ -59,7 +59,7 @@ class Contents:
     metrics: dict[str, float] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        """As plain data."""
+        """Return the contents as plain data."""
         return asdict(self)
 
 
@@ -68,12 +68,12 @@ def inspect(path: str | os.PathLike[str], *, verify: bool = False) -> Contents:
     them, or a folder of torch.distributed.checkpoint.
 
     Arguments:
-        verify: compare checksums, too: reads everything.
+        verify: also compare checksums, which reads everything.
 
-    At an address of fsspec it is brought here first.
+    If it is at an address of fsspec, it is brought here first.
 
     Raises:
-        CheckpointError: it is none of them, or cannot be read.
+        CheckpointError: there is none of these at `path`, or it cannot be read.
     """
     place = place_of(path)
     if isinstance(place, Path):
@@ -103,7 +103,7 @@ def _look_into(path: Path, verify: bool) -> Contents:
         raise CheckpointError(f"inspect: {error}") from error
     except OSError as error:
         raise CheckpointError(f"inspect: {path} could not be read: {error.strerror or error}.") from error
-    except Exception as error:  # whatever the readers of a damaged or foreign file trip over
+    except Exception as error:  # readers of a damaged or foreign file may raise anything
         reason = (str(error).splitlines() or [""])[0]
         raise CheckpointError(f"inspect: {path} cannot be opened: {type(error).__name__}: {reason}.") from error
 
@@ -162,7 +162,7 @@ def _of_torch(path: Path) -> Contents:
 
 
 def _pieces(path: Path) -> dict[str, Item]:
-    """Return the leaves that torch's `.metadata` speaks of."""
+    """Return the leaves that torch's `.metadata` names."""
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     from phalanx.checkpoint.sharded_metadata import decode_metadata

@@ -6,7 +6,7 @@ import torch
 
 
 def require_device(map_location: object, what: str) -> None:
-    """Return if there is such a device here; what only torch.load can make sense of is left to it."""
+    """Return if this device exists here; names that only torch.load understands are left to it."""
     if not isinstance(map_location, (str, torch.device)):
         return
     try:

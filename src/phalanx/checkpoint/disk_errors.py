@@ -6,7 +6,7 @@ import errno
 
 
 def describe_disk_error(error: BaseException) -> tuple[str, str]:
-    """Return the fact and the advice; empty if it was not the disk's doing."""
+    """Return in words what went wrong on the disk, and what to do; both are empty if the error was another one."""
     disk = _disk_error(error)
     if disk is None:
         return "", ""

@@ -12,14 +12,14 @@ from phalanx.storage import is_address
 
 
 def make_folders(peers: Peers, folders: Mapping[str, str | os.PathLike[str] | None]) -> None:
-    """Make each folder, given by the argument that names it, on rank 0; None is passed over. Collective.
+    """Make each folder on rank 0; the keys are the arguments that name them, and None is skipped. Collective.
 
     Raises:
-        ValueError: one can't be made, or written into; on every rank, with all of them.
+        ValueError: a folder cannot be made, or not written into; on every rank, with all of them.
     """
     problems = []
     for argument, folder in folders.items() if peers.is_first else ():
-        if folder is None or is_address(folder):  # there, objects alone are made
+        if folder is None or is_address(folder):  # at an address only objects are made
             continue
         try:
             os.makedirs(folder, exist_ok=True)

@@ -40,7 +40,7 @@ _PARTIAL = re.compile(r"\..+\.[0-9a-f]{8}\.partial")
 
 @dataclass(frozen=True, order=True)
 class Entry:
-    """It is one checkpoint of a folder, by its name only."""
+    """`Entry` is one checkpoint of a folder, known by its name only."""
 
     number: int
     step: int
@@ -48,7 +48,7 @@ class Entry:
 
 
 def explain_renamed(path: Path, manifest: Manifest) -> str | None:
-    """Why the name of a checkpoint is not its own, in words; None if it is, or says nothing of a step."""
+    """Return in words why the name of a checkpoint is not its own; None if it is, or if it names no step."""
     named = _NAME.fullmatch(path.resolve().name)
     if named is None or int(named[2]) == manifest.step:
         return None
@@ -59,7 +59,7 @@ def explain_renamed(path: Path, manifest: Manifest) -> str | None:
 
 
 class Draft:
-    """This is a checkpoint that is being written: a hidden folder, locked as long as this is open.
+    """`Draft` is a checkpoint that is being written: a hidden folder, locked as long as this is open.
 
     Without `fd` the folder is another rank's, and this rank has its part in it.
     """
@@ -71,33 +71,33 @@ class Draft:
         self._history, self._fd, self._is_first = history, fd, fd >= 0
 
     def send(self) -> None:
-        """Do nothing: what is written is there already."""
+        """Do nothing: the files are in their folder already."""
 
     def tell(self, name: str, content: str) -> None:
-        """Leave a small file for rank 0, whole or not at all."""
+        """Write a small file for rank 0, whole or not at all."""
         draft = self.path / f"{name}.draft"
         draft.write_text(content)
         os.rename(draft, self.path / name)
 
     def hear(self, name: str) -> str:
-        """Return what another rank has told."""
+        """Return what another rank has written for rank 0."""
         return (self.path / name).read_text()
 
     def missing(self, names: Collection[str]) -> list[str]:
-        """Return those that no rank has told yet."""
+        """Return those of the names that no rank has written yet."""
         return [name for name in names if not os.path.exists(self.path / name)]
 
     def forget(self, names: Collection[str]) -> None:
-        """Remove what ranks have told."""
+        """Remove what ranks have written for rank 0."""
         for name in names:
             (self.path / name).unlink()
 
     def commit(self, manifest: Manifest) -> Path:
-        """Give it its name, durably; returns where it is then. What it holds has been synchronised by who wrote it.
+        """Give the checkpoint its name, durably; return its path. Whoever wrote its files has synchronised them.
 
         Raises:
-            OSError: the disk would not have it; nothing has changed but this draft.
-            NotDurableError: it is there, and may not survive a power cut.
+            OSError: the disk refused; nothing has changed but this draft.
+            NotDurableError: the checkpoint is in place, and may not survive a power cut.
         """
         with (self.path / MANIFEST).open("xb") as file:
             file.write(manifest.encode())
@@ -121,20 +121,22 @@ class Draft:
         return path
 
     def discard(self) -> None:
-        """Remove it, on rank 0."""
+        """Remove the draft, on rank 0."""
         if self._is_first:
             shutil.rmtree(self.path, ignore_errors=True)
         self.close()
 
     def close(self) -> None:
-        """Let go of the lock."""
+        """Release the lock."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
 
 class History:
-    """The checkpoints in `folder`. A save keeps the newest `keep` of them, and the best; all if `keep` is None."""
+    """`History` keeps the checkpoints in `folder`. A save keeps the newest `keep` of them, and the best; all if `keep`
+    is None.
+    """
 
     def __init__(self, folder: Path, keep: int | None, best: Best | None = None) -> None:
         self.folder = folder
@@ -142,10 +144,10 @@ class History:
         self.best = best
 
     def entries(self) -> list[Entry]:
-        """All that have appeared, the latest first. A folder that is not there has none.
+        """Return all checkpoints, the latest first. A folder that does not exist has none.
 
         Raises:
-            OSError: it is there, and may not be read.
+            OSError: the folder exists, and may not be read.
         """
         found = []
         try:
@@ -159,16 +161,16 @@ class History:
         return sorted(found, reverse=True)
 
     def shown(self, name: str) -> Path:
-        """Return where a checkpoint is."""
+        """Return the path of a checkpoint."""
         return self.folder / name
 
     def exists(self, name: str) -> bool:
-        """Whether there is such a checkpoint."""
+        """Return whether a checkpoint exists."""
         return os.path.exists(self.folder / name)
 
     @contextlib.contextmanager
     def opened(self, peers: object, name: str) -> Iterator[Path]:
-        """Yield the folder in which its files are."""
+        """Yield the folder that has a checkpoint's files."""
         yield self.folder / name
 
     def join(self, name: str) -> Draft:
@@ -176,7 +178,7 @@ class History:
         return Draft(self, self.folder / name)
 
     def next_number(self) -> int:
-        """Of the save to come."""
+        """Return the number of the next save."""
         entries = self.entries()
         return entries[0].number + 1 if entries else 1
 
@@ -184,7 +186,7 @@ class History:
         """Return a new hidden folder to write into; makes the folder itself, and removes what dead writers left.
 
         Raises:
-            OSError: the disk or its permissions would not have it.
+            OSError: the disk or its permissions refused.
         """
         _make(self.folder)
         self.remove_abandoned()
@@ -194,16 +196,16 @@ class History:
             try:
                 fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             except FileNotFoundError:
-                continue  # taken for an abandoned one
+                continue  # it was taken for an abandoned one
             _lock(fd)
             if os.fstat(fd).st_nlink > 0 and os.path.exists(path):
                 return Draft(self, path, fd)
             os.close(fd)
 
     def point_latest(self, path: Path) -> None:
-        """Make `latest` a link to this one, for people and for torch.load; `entries` does not need it."""
+        """Make `latest` a link to this checkpoint, for people and for torch.load; `entries` does not need it."""
         link = self._hidden(LATEST)
-        with contextlib.suppress(OSError):  # a file system without links, or a user's own folder of this name
+        with contextlib.suppress(OSError):  # the file system has no links, or a user has a folder of this name
             os.symlink(path.name, link)
             try:
                 os.replace(link, self.folder / LATEST)
@@ -213,7 +215,9 @@ class History:
             sync_directory(self.folder)
 
     def remove_old(self) -> list[Path]:
-        """Remove all that need not be kept; returns those that went. One that cannot be removed stays."""
+        """Remove all checkpoints that need not be kept; return those that were removed. One that cannot be removed
+        stays.
+        """
         removed = []
         for entry in choose_outdated(self.entries(), self.keep, self.best, self.metrics_of):
             hidden = self._hidden(entry.path.name)
@@ -224,7 +228,7 @@ class History:
         return removed
 
     def metrics_of(self, entry: Entry) -> Mapping[str, float]:
-        """Return what was measured of a checkpoint; nothing if it is damaged."""
+        """Return the metrics of a checkpoint; nothing if it is damaged."""
         try:
             return read_manifest(entry.path).metrics
         except CheckpointError:
@@ -254,7 +258,7 @@ class History:
 
 
 def _make(folder: Path) -> None:
-    """Make a folder and those above it, durably: a checkpoint in a folder that a power cut takes is gone."""
+    """Make a folder and those above it, durably: a checkpoint in a folder that a power cut takes is lost."""
     if os.path.isdir(folder):
         return
     if not os.path.exists(folder.parent):
@@ -264,5 +268,5 @@ def _make(folder: Path) -> None:
 
 
 def _lock(fd: int) -> None:
-    with contextlib.suppress(OSError):  # no locks on this file system: then nobody removes it either
+    with contextlib.suppress(OSError):  # without locks on this file system nobody removes it either
         fcntl.flock(fd, fcntl.LOCK_EX)

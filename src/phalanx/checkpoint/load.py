@@ -29,10 +29,10 @@ _ZIP_BEGINS = b"PK\x03\x04"
 
 
 class Stateful(Protocol):
-    """A model, an optimizer, a scheduler or a sampler, which takes a state."""
+    """`Stateful` is a model, an optimizer, a scheduler or a sampler, which takes a state."""
 
     def load_state_dict(self, state_dict: Any, /) -> Any:
-        """Go on from this state."""
+        """Load the state `state_dict`."""
 
 
 def load_checkpoint(
@@ -142,7 +142,7 @@ def _read_file(path: Path, map_location: str | torch.device, verify: bool) -> di
         ) from error
     except CheckpointError:
         raise
-    except Exception as error:  # torch.load raises whatever its reader trips over: RuntimeError, KeyError, pickle's own
+    except Exception as error:  # torch.load raises whatever its reader meets: RuntimeError, KeyError, pickle's own
         raise CheckpointError(_explain(path, error)) from error
     return state
 

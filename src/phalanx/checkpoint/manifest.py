@@ -23,7 +23,7 @@ Kind = Literal["whole", "sharded"]
 
 @dataclass(frozen=True)
 class FileRecord:
-    """It is what a file must be: its length and CRC-32."""
+    """`FileRecord` is what a file must be: its length and CRC-32."""
 
     nbytes: int
     crc32: int
@@ -31,12 +31,14 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """It is a complete checkpoint: "whole" (a file of torch.save) or "sharded" (of torch.distributed.checkpoint)."""
+    """`Manifest` is a complete checkpoint: "whole" (a file of torch.save) or "sharded" (of
+    torch.distributed.checkpoint).
+    """
 
     kind: Kind
     step: int
     world_size: int
-    created: str  # ISO 8601, UTC
+    created: str  # in ISO 8601, UTC
     torch: str
     files: Mapping[str, FileRecord] = field(default_factory=dict)
     orders: Mapping[str, list[str]] = field(default_factory=dict)
@@ -44,28 +46,28 @@ class Manifest:
     classes: Mapping[str, str] = field(default_factory=dict)
     """The class of torch.optim of each optimizer, where it is known."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """The caller may have measured the state: these are its numbers by name."""
+    """The metrics that the caller has measured of the state, by name."""
 
     @property
     def nbytes(self) -> int:
-        """Of all files."""
+        """Return the size of all files together."""
         return sum(record.nbytes for record in self.files.values())
 
     def encode(self) -> bytes:
-        """As text that carries its own checksum: one byte more or less, and it is refused."""
+        """Return the manifest as text that carries its own checksum: it is refused with one byte more or less."""
         content = {"title": _TITLE, "version": VERSION, **asdict(self)}
         for name in _NOTES:
-            if not content[name]:  # as it was written before there were any
+            if not content[name]:  # older manifests have no such entry either
                 del content[name]
         body = json.dumps(content, indent=1, sort_keys=True)
         return json.dumps({**content, "crc32": zlib.crc32(body.encode())}, indent=1, sort_keys=True).encode()
 
     @classmethod
     def decode(cls, text: bytes) -> Manifest:
-        """Read what `encode` wrote.
+        """Return the manifest that `encode` wrote.
 
         Raises:
-            ValueError: it is not what `encode` gave.
+            ValueError: it is not what `encode` returned.
         """
         try:
             content: dict[str, Any] = json.loads(text)
@@ -85,12 +87,12 @@ class Manifest:
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether `folder` is one checkpoint with a manifest, whole or damaged."""
+    """Return whether `folder` is one checkpoint with a manifest, whole or damaged."""
     return os.path.isfile(folder / MANIFEST)
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Return what `folder` should consist of.
+    """Return the manifest of `folder`.
 
     Raises:
         CheckpointError: the manifest is missing or damaged.
@@ -105,7 +107,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def find_damaged_file(folder: Path, name: str, record: FileRecord) -> str:
-    """Whether a file is what the manifest says, in words; empty if it is. Reads all of it."""
+    """Return in words how a file differs from what the manifest says; empty if it does not. Reads all of it."""
     path = folder / name
     try:
         if (size := path.stat().st_size) != record.nbytes:

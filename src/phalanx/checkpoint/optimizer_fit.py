@@ -44,7 +44,9 @@ Order = list[str]
 
 @dataclass(frozen=True)
 class OptimizerNotes:
-    """It has the notes of a checkpoint on its optimizers beside their states, by the names of the parts."""
+    """`OptimizerNotes` has the notes of a checkpoint on its optimizers beside their states, by the names of the
+    parts.
+    """
 
     orders: Mapping[str, Order] = field(default_factory=dict)
     """The names of each optimizer's parameters, by number, where they are known."""
@@ -53,7 +55,7 @@ class OptimizerNotes:
 
 
 def note_optimizers(parts: Mapping[str, Any]) -> OptimizerNotes:
-    """Return what shall be written down of the optimizers among `parts`."""
+    """Return the notes to save on the optimizers among `parts`."""
     optimizers = {name: part for name, part in parts.items() if isinstance(part, torch.optim.Optimizer)}
     classes = {name: kind for name, part in optimizers.items() if (kind := _class_of(part))}
     orders = {name: [names[0] for names in order] for name, order in parameter_orders(parts).items()}
@@ -61,8 +63,8 @@ def note_optimizers(parts: Mapping[str, Any]) -> OptimizerNotes:
 
 
 def find_other_class(name: str, optimizer: torch.optim.Optimizer, saved: str) -> list[str]:
-    """Say whether `optimizer` is of another class than `saved`, where both are known: RAdam and Adamax have the same
-    options.
+    """Return in words how the class of `optimizer` differs from `saved`, if both are known: RAdam and Adamax have the
+    same options.
     """
     here = _class_of(optimizer)
     if not saved or not here or saved == here:
@@ -72,7 +74,7 @@ def find_other_class(name: str, optimizer: torch.optim.Optimizer, saved: str) ->
 
 def _class_of(optimizer: torch.optim.Optimizer) -> str:
     """Return the nearest class of torch.optim; empty for an optimizer that is derived from none."""
-    inner = getattr(optimizer, "optim", None)  # of a ZeroRedundancyOptimizer
+    inner = getattr(optimizer, "optim", None)  # the optimizer inside a ZeroRedundancyOptimizer
     kind = type(inner if isinstance(inner, torch.optim.Optimizer) else optimizer)
     known = [one for one in kind.__mro__ if one is not torch.optim.Optimizer and one in vars(torch.optim).values()]
     return known[0].__name__ if known else ""
@@ -82,7 +84,7 @@ def parameter_orders(parts: Mapping[str, Any]) -> dict[str, list[list[str]]]:
     """Return, for each optimizer of `parts`, the names that its parameters have in the models of `parts`, all of them:
     a parameter may have several. One that no model has is called "".
 
-    Left out are optimizers of a part of a model, whose state is saved by name.
+    Optimizers of a part of a model are left out, because their states are saved by name.
     """
     known: dict[int, list[str]] = {}
     for part_name, part in parts.items():
@@ -100,9 +102,9 @@ def parameter_orders(parts: Mapping[str, Any]) -> dict[str, list[list[str]]]:
 
 
 def find_misfits(name: str, optimizer: torch.optim.Optimizer, saved: Any, saved_order: Sequence[str] = ()) -> list[str]:
-    """Say why `optimizer` can't go on from the state `saved`; an empty list if it can.
+    """Return in words why `optimizer` cannot go on from the state `saved`; an empty list if it can.
 
-    `saved_order`: the names that its parameters had, where they are known.
+    `saved_order` has the names that its parameters had, if they are known.
     """
     groups = saved.get("param_groups") if isinstance(saved, Mapping) else None
     if not isinstance(groups, list):
@@ -124,7 +126,7 @@ def find_misfits(name: str, optimizer: torch.optim.Optimizer, saved: Any, saved_
 
 
 def find_other_order(name: str, saved: Sequence[str], here: Sequence[Sequence[str]]) -> list[str]:
-    """Where parameters have other numbers than when they were saved, in words: the first of them."""
+    """Return in words the first place where parameters have other numbers than when they were saved."""
     for number, (theirs, mine) in enumerate(zip(saved, here, strict=False)):
         if theirs and any(mine) and theirs not in mine:
             return [f"{name}: parameter {number} is {theirs!r} in the checkpoint, {mine[0]!r} here"]
@@ -145,7 +147,7 @@ def _compare_options(saved: Sequence[Mapping[str, Any]], here: Sequence[Mapping[
 
 @functools.cache
 def _options_of_torch() -> frozenset[str]:
-    """Names of options by which the classes of torch.optim differ."""
+    """Return the names of options by which the classes of torch.optim differ."""
     kinds = [kind for kind in vars(torch.optim).values() if isinstance(kind, type)]
     optimizers = [kind for kind in kinds if issubclass(kind, torch.optim.Optimizer)]
     return frozenset(key for kind in optimizers for key in inspect.signature(kind).parameters) - _HOW

@@ -13,9 +13,10 @@ _SHOWN = 4
 
 
 def describe_gap(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> str:
-    """Return what `load_state_dict` would take without a word: any part of the state, the rest of which starts afresh.
+    """Return a sentence on the parameters that are trained and have no state in `saved`; empty if all have, or need
+    none.
 
-    Returns the sentence on parameters that are trained and have no state in `saved`; empty if all have, or need none.
+    `load_state_dict` accepts any part of the state without a word; the other parameters would start afresh.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     numbers = [number for group in saved.get("param_groups", ()) for number in group["params"]]
@@ -39,8 +40,8 @@ def describe_gap(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> 
 
 
 def _keeps_state(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it is known to keep something for every parameter that it has updated."""
-    inner = getattr(optimizer, "optim", optimizer)  # of a ZeroRedundancyOptimizer
+    """Return whether an optimizer is known to keep something for every parameter that it has updated."""
+    inner = getattr(optimizer, "optim", optimizer)  # the optimizer inside a ZeroRedundancyOptimizer
     if isinstance(inner, torch.optim.SGD):
         return any(group["momentum"] for group in inner.param_groups)
     return type(inner).__module__.startswith("torch.optim")

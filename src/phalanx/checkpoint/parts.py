@@ -32,20 +32,22 @@ from phalanx.partition.owners import PartOwner, owner_of, whole_name
 from phalanx.transport.memory_order import find_strides, lay_out
 from phalanx.transport.tensors import same_order
 
-_SHOWN = 8  # keys of a kind in a message
+_SHOWN = 8  # the most keys of a kind in a message
 
 
 @dataclass
 class Report:
-    """It lists what of a saved state does not fit the parts that it is loaded into: names of keys, the part's first."""
+    """`Report` lists what of a saved state does not fit the parts that it is loaded into: names of keys, which begin
+    with the part's.
+    """
 
-    missing: list[str] = field(default_factory=list)  # the part has them, the checkpoint does not
-    unexpected: list[str] = field(default_factory=list)  # the other way round
-    # "model.w: (3, 4) in the checkpoint, (3, 5) here"; or the dtype, or why an optimizer can't take its state.
+    missing: list[str] = field(default_factory=list)  # keys that the part has and the checkpoint lacks
+    unexpected: list[str] = field(default_factory=list)  # keys that the checkpoint has and the part lacks
+    # Entries are "model.w: (3, 4) in the checkpoint, (3, 5) here", or a dtype, or why an optimizer refuses its state.
     misshapen: list[str] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        """Whether something does not fit."""
+        """Return whether something does not fit."""
         return bool(self.missing or self.unexpected or self.misshapen)
 
     def __str__(self) -> str:
@@ -62,7 +64,7 @@ class Report:
 
 
 def states_of(parts: Mapping[str, Any], peers: Peers, *, sharded: bool) -> dict[str, Any]:
-    """Return what to save: of each part its `state_dict()`, of anything else itself.
+    """Return what to save: the `state_dict()` of each part, and anything else itself.
 
     A sharded optimizer is asked for this rank's part if `sharded`, else for the whole on rank 0, and nothing elsewhere.
     """
@@ -70,8 +72,8 @@ def states_of(parts: Mapping[str, Any], peers: Peers, *, sharded: bool) -> dict[
 
 
 def describe_optimizers(parts: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Which parameters each optimizer updates that has all of its state on every rank: their names, if they say them
-    (those of a pipeline's stage do), and their shapes.
+    """Return the parameters that each optimizer updates which has all of its state on every rank: their names, if it
+    has them (those of a pipeline's stage do), and their shapes.
     """
     return {
         name: [(whole_name(p) or "", tuple(p.shape)) for g in part.param_groups for p in g["params"]]
@@ -101,7 +103,7 @@ def _state_of(part: Any, peers: Peers, *, sharded: bool) -> Any:
 
 
 def buffer_names(parts: Mapping[str, Any]) -> set[str]:
-    """Names of what ranks may hold unlike each other (running statistics, counters): rank 0's are saved."""
+    """Return the names of what ranks may hold unlike each other (running statistics, counters): rank 0's are saved."""
     found = set()
     for name, part in parts.items():
         if isinstance(part, nn.Module):
@@ -114,9 +116,9 @@ def buffer_names(parts: Mapping[str, Any]) -> set[str]:
 
 
 def module_state(module: nn.Module) -> dict[str, Any]:
-    """Return a module's `state_dict()`, without the `module.` and `_orig_mod.` of what it is wrapped in, at any depth.
+    """Return a module's `state_dict()`, without the `module.` and `_orig_mod.` of wrappers at any depth.
 
-    Of a model of which each rank has a part, this rank's.
+    If each rank has a part of the model, it is this rank's part.
     """
     if isinstance(module, PartOwner):
         return module.own_state_dict()
@@ -127,7 +129,9 @@ def module_state(module: nn.Module) -> dict[str, Any]:
 
 
 def fit_stages(parts: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, tuple[dict[str, Any], list[str]]]:
-    """Of optimizers that update a part of a model: their own of the whole state, and what does not fit. Collective."""
+    """Return, for optimizers that update a part of a model, their own part of the whole state, and what does not fit.
+    Collective.
+    """
     found = {}
     for name, part in parts.items():
         if name in state and isinstance(part, torch.optim.Optimizer) and (owner := owner_of(part)) is not None:
@@ -147,7 +151,7 @@ def describe_misfits(
 ) -> Report:
     """Report what of `state` does not fit `parts`, before anything is loaded; `fit_stages` has found `stages`.
 
-    `notes`: as `note_optimizers` was of the parts that were saved.
+    `notes` are what `note_optimizers` returned for the parts that were saved.
     """
     report = Report()
     here = parameter_orders(parts)
@@ -187,8 +191,8 @@ def _compare_module(name: str, module: nn.Module, saved: Any, report: Report) ->
 
 
 def _changed_by_hooks(module: nn.Module, prefixes: Sequence[str]) -> tuple[str, ...]:
-    """How names begin that are of modules with a hook of the user's, which may change what is loaded into them, so that
-    nobody else knows what fits. A hook of ours (DistributedDataParallel has one) changes names alone.
+    """Return the prefixes of names of modules with a hook of the user's, which may change what is loaded into them, so
+    that nobody else knows what fits. A hook of ours (DistributedDataParallel has one) changes names alone.
     """
     return tuple(
         unwrap_key(f"{name}." if name else "", prefixes)
@@ -203,7 +207,7 @@ def _is_ours(hook: Any) -> bool:
 
 
 def _misfit(here: Tensor, there: Tensor) -> str:
-    """Why `here` cannot take the values of `there`, in words; empty if it can."""
+    """Return in words why `here` cannot take the values of `there`; empty if it can."""
     if not _is_lazy(here) and here.shape != there.shape:
         return f"{tuple(there.shape)} in the checkpoint, {tuple(here.shape)} here"
     if here.dtype == there.dtype or _can_hold(here.dtype, there):
@@ -213,7 +217,7 @@ def _misfit(here: Tensor, there: Tensor) -> str:
 
 
 def _can_hold(dtype: torch.dtype, values: Tensor) -> bool:
-    """Whether a copy loses at most precision, as between floating-point types, and never wraps or cuts off."""
+    """Return whether a copy loses at most precision, as between floating-point types, and never wraps or cuts off."""
     if not torch.can_cast(values.dtype, dtype):
         return False
     if dtype.is_floating_point or dtype.is_complex or values.dtype is torch.bool or values.numel() == 0:
@@ -225,15 +229,15 @@ def _can_hold(dtype: torch.dtype, values: Tensor) -> bool:
 
 
 def _as_named_by(mine: Mapping[str, Any], saved: Mapping[str, Any], prefixes: Sequence[str]) -> Mapping[str, Any]:
-    """Return `saved` under the names of `mine`, which have no wrappers: other programs save a wrapped model as
-    it is.
+    """Return `saved` under the names of `mine`, which have no wrappers: other programs save a wrapped model under its
+    wrapped names.
     """
     stripped = without_wrappers(saved, prefixes)
     return stripped if len(stripped.keys() & mine.keys()) > len(saved.keys() & mine.keys()) else saved
 
 
 def _state_keys(module: nn.Module) -> list[str]:
-    """As of `module_state`; where this rank has a part of a model, those of all parts."""
+    """Return the keys of `module_state`; if this rank has a part of a model, those of all parts."""
     return module.state_names if isinstance(module, PartOwner) else list(module_state(module))
 
 
@@ -242,9 +246,9 @@ def _is_lazy(tensor: Tensor) -> bool:
 
 
 def load_part(part: Any, saved: Any, *, strict: bool) -> None:
-    """Let one part go on from its state."""
+    """Load the state of one part."""
     if isinstance(part, nn.Module):
-        # Without its wrappers: a parameter's name is then the same however it was saved.
+        # The wrappers are left out: a parameter's name is then the same however it was saved.
         prefixes = wrapper_prefixes(part)
         own: Mapping[str, Any] = {} if isinstance(part, PartOwner) else part.state_dict()
         keys = part.state_names if isinstance(part, PartOwner) else own
@@ -264,7 +268,7 @@ def load_part(part: Any, saved: Any, *, strict: bool) -> None:
 
 
 def _cut_like(mine: Any, value: Any) -> Any:
-    """`value`, which was saved whole, as this rank's shard where `mine` is sharded. Not collective."""
+    """Return `value`, which was saved whole, as this rank's shard if `mine` is sharded. Not collective."""
     if not is_dtensor(mine) or not isinstance(value, Tensor) or is_dtensor(value) or value.shape != mine.shape:
         return value
     from torch.distributed.tensor import distribute_tensor
@@ -273,7 +277,9 @@ def _cut_like(mine: Any, value: Any) -> Any:
 
 
 def _fit_optimizer_state(optimizer: torch.optim.Optimizer, saved: Any) -> Any:
-    """Cut and lay out each parameter's state as the parameter is: fused optimizers look at no strides."""
+    """Lay out each parameter's state as the parameter is, and cut it where that is sharded: fused optimizers ignore
+    strides.
+    """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     of = dict(zip(numbers, parameters, strict=True))
@@ -294,7 +300,9 @@ def _laid_out_like(parameter: Any, value: Any) -> Any:
 
 
 def _that_fits(module: nn.Module, state: Mapping[str, Any]) -> OrderedDict[str, Any]:
-    """Return what of `state` has the shape that it has here: load_state_dict refuses another shape, strict or not."""
+    """Return the values in `state` that have the shape that they have here: load_state_dict refuses another shape,
+    strict or not.
+    """
     mine = module_state(module) if isinstance(module, PartOwner) else module.state_dict()
     return OrderedDict(
         (key, value)

@@ -20,7 +20,7 @@ _COLLECTIVE = (
 
 
 class Peers:
-    """They are the ranks of `group`, of the default group if None, or this process alone where there is none.
+    """`Peers` are the ranks of `group`, of the default group if None, or this process alone if there is no group.
 
     `what` names the call in errors. Everything but the properties is collective.
     """
@@ -29,7 +29,7 @@ class Peers:
         self.what = what
         if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
-        if group is not None and rehearses(group):  # the others are not there yet: it reads for itself
+        if group is not None and rehearses(group):  # the other ranks are not there yet: this one reads for itself
             group = None
         self.group = group
         self.rank = dist.get_rank(group) if group is not None else 0
@@ -46,7 +46,7 @@ class Peers:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0 of the group: it decides, and others hear of it."""
+        """Whether this is rank 0 of the group, which decides and tells the others."""
         return self.rank == 0
 
     def all_gather(self, value: T) -> list[T]:
@@ -74,7 +74,7 @@ class Peers:
         return values[0]  # type: ignore[return-value]
 
     def broadcast_tensor(self, tensor: torch.Tensor, *, src: int) -> None:
-        """Make `tensor`, contiguous and on the CPU, that of rank `src` on every rank."""
+        """Copy `tensor`, contiguous and on the CPU, from rank `src` to every rank."""
         if self.world_size == 1 or tensor.numel() == 0:
             return
         # Not reshape: the stride of a single element is anything, and a view of it as bytes wants 1.
@@ -88,7 +88,7 @@ class Peers:
         """Return if no rank has a problem.
 
         Raises:
-            CheckpointError: some have; the first one's is told on every rank.
+            CheckpointError: some ranks have one; the first one's is raised on every rank.
         """
         told = [(rank, text) for rank, text in enumerate(self.all_gather(problem)) if text is not None]
         if told:
@@ -97,7 +97,7 @@ class Peers:
 
     @property
     def _device(self) -> torch.device:
-        """Where the group takes tensors: on the CPU if it can."""
+        """Return the device of tensors that the group takes: the CPU if it can."""
         assert self.group is not None
         devices = self.group._device_types
         cpu = torch.device("cpu")

@@ -35,10 +35,10 @@ class RandomState:
         return {"ranks": Peers(self.process_group, what="RandomState.state_dict").all_gather(local_state())}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on with this rank's.
+        """Load this rank's state.
 
         Raises:
-            CheckpointError: it is no such state.
+            CheckpointError: `state` is not such a state.
         """
         ranks = state_dict.get("ranks") if isinstance(state_dict, Mapping) else None
         if not isinstance(ranks, list) or not ranks:
@@ -51,7 +51,7 @@ class RandomState:
 
 
 def local_state() -> dict[str, Any]:
-    """Return this process's."""
+    """Return the state of this process."""
     version, numbers, gauss = random.getstate()
     state: dict[str, Any] = {
         "python": {"version": version, "numbers": torch.tensor(numbers), "gauss": gauss},
@@ -67,7 +67,7 @@ def local_state() -> dict[str, Any]:
 
 
 def set_local_state(state: Mapping[str, Any]) -> None:
-    """Make it this process's; what this process has not (CUDA) is left out."""
+    """Set the state of this process; generators that it does not have (CUDA) are skipped."""
     python = state["python"]
     random.setstate((python["version"], tuple(python["numbers"].tolist()), python["gauss"]))
     torch.set_rng_state(state["torch"].cpu())

@@ -39,11 +39,13 @@ from phalanx.symmetric_memory.watch import ProcessId
 _NAME = re.compile(r"(\d{8,})-step-(\d+)-[0-9a-f]{8}")
 _WRITING = ".writing"
 _ABANDONED_S = 3600.0
-RETRY_S = 120.0  # unless a manager says another time
+RETRY_S = 120.0  # a manager may set another time
 
 
 class RemoteDraft:
-    """It is this rank's part of a checkpoint that is being written: files in a folder here, sent to their address."""
+    """`RemoteDraft` is this rank's part of a checkpoint that is being written: files in a folder here, sent to their
+    address.
+    """
 
     look_at_most_s = 2.0  # how often one looks at most for what other ranks tell
 
@@ -54,10 +56,10 @@ class RemoteDraft:
         self._sent: set[str] = set()
 
     def send(self) -> None:
-        """Put the files there that have not been put yet, and let go of them here.
+        """Put the files that have not been put yet, and remove them here.
 
         Raises:
-            Exception: what the file system raises, when it was tried for as long as was said.
+            Exception: the file system's, after it was retried for as long as was set.
         """
         for file in sorted(self.path.iterdir()):
             if file.name not in self._sent:
@@ -66,33 +68,33 @@ class RemoteDraft:
                 file.unlink()
 
     def tell(self, name: str, content: str) -> None:
-        """Put a small object there for rank 0."""
+        """Put a small object for rank 0."""
         self._remote.put_bytes(content.encode(), f"{self.name}/{name}")
 
     def hear(self, name: str) -> str:
-        """Return what another rank has told."""
+        """Return what another rank has put for rank 0."""
         return self._remote.get_bytes(f"{self.name}/{name}").decode()
 
     def missing(self, names: Collection[str]) -> list[str]:
-        """Return those that no rank has told yet."""
+        """Return those of the names that no rank has put yet."""
         there = self._remote.list(self.name)
         return [name for name in names if f"{self.name}/{name}" not in there]
 
     def forget(self, names: Collection[str]) -> None:
-        """Remove what ranks have told."""
+        """Remove what ranks have put for rank 0."""
         self._remote.remove([f"{self.name}/{name}" for name in names])
 
     def commit(self, manifest: Manifest) -> str:
-        """Let it appear; returns its address."""
+        """Make the checkpoint appear; return its address."""
         self._remote.put_bytes(manifest.encode(), f"{self.name}/{MANIFEST}")
         self._clear()
-        with contextlib.suppress(Exception):  # it is there; these are for people, and for the next save
+        with contextlib.suppress(Exception):  # the checkpoint is there; these are for people, and for the next save
             self._remote.put_bytes(self.name.encode(), LATEST)
             self._remote.remove([f"{self.name}/{_WRITING}"])
         return self._remote.shown(self.name)
 
     def discard(self) -> None:
-        """Remove it, as far as the network lets us."""
+        """Remove the draft, as far as the network lets us."""
         self._clear()
         if self._is_first:
             with contextlib.suppress(Exception):
@@ -105,12 +107,14 @@ class RemoteDraft:
 
 
 class RemoteHistory:
-    """The checkpoints at `address`. A save keeps the newest `keep` of them, and the best; all if `keep` is None."""
+    """`RemoteHistory` keeps the checkpoints at `address`. A save keeps the newest `keep` of them, and the best; all if
+    `keep` is None.
+    """
 
     def __init__(self, address: str, keep: int | None, retry_s: float, best: Best | None = None) -> None:
         self.keep = keep
         self.best = best
-        self._metrics: dict[str, Mapping[str, float]] = {}  # of a checkpoint they never change
+        self._metrics: dict[str, Mapping[str, float]] = {}  # metrics by checkpoint: they never change
         self._remote = RemoteFolder(address, retry_s)
 
     def shown(self, name: str) -> str:
@@ -118,10 +122,10 @@ class RemoteHistory:
         return self._remote.shown(name)
 
     def entries(self) -> list[Entry]:
-        """All that have appeared, the latest first.
+        """Return all checkpoints, the latest first.
 
         Raises:
-            Exception: what the file system raises, when it was tried for as long as was said.
+            Exception: the file system's, after it was retried for as long as was set.
         """
         found = []
         for name in self._remote.list():
@@ -131,7 +135,7 @@ class RemoteHistory:
         return sorted(found, reverse=True)
 
     def exists(self, name: str) -> bool:
-        """Whether there is such a checkpoint."""
+        """Return whether a checkpoint exists."""
         return self._remote.exists(f"{name}/{MANIFEST}")
 
     def draft(self, step: int) -> RemoteDraft:
@@ -141,7 +145,7 @@ class RemoteHistory:
         number = 1 + max((int(match[1]) for match in matches), default=0)
         name = f"{number:08d}-step-{step}-{secrets.token_hex(4)}"
         self._mark(name)
-        with contextlib.suppress(Exception):  # what is left over costs room only
+        with contextlib.suppress(Exception):  # what is left over only costs room
             self._remove_abandoned(name)
         return RemoteDraft(self._remote, name, is_first=True)
 
@@ -150,9 +154,10 @@ class RemoteHistory:
         return RemoteDraft(self._remote, name, is_first=False)
 
     def remove_old(self) -> None:
-        """Remove all that need not be kept, the manifest first: from then on it is none. What can't be stays.
+        """Remove all checkpoints that need not be kept, each with its manifest first: without that it is none. What
+        cannot be removed stays.
 
-        The mark of a writer comes before that: of a process that is killed here the next save removes what is left.
+        The mark of a writer is put before that: if this process is killed here, the next save removes the rest.
         """
         with contextlib.suppress(Exception):
             for entry in choose_outdated(self.entries(), self.keep, self.best, self.metrics_of):
@@ -165,10 +170,10 @@ class RemoteHistory:
         self._remote.put_bytes(json.dumps(own).encode(), f"{name}/{_WRITING}")
 
     def metrics_of(self, entry: Entry) -> Mapping[str, float]:
-        """Return what was measured of a checkpoint; nothing if it is damaged.
+        """Return the metrics of a checkpoint; nothing if it is damaged.
 
         Raises:
-            Exception: what the file system raises, when it was tried for as long as was said.
+            Exception: the file system's, after it was retried for as long as was set.
         """
         name = entry.path.name
         if name not in self._metrics:
@@ -194,7 +199,7 @@ class RemoteHistory:
                 _remove(self._remote, names)
 
     def _has_ended(self, folder: str) -> bool:
-        """Whether the process that began to write there was one of this host, and is gone."""
+        """Return whether the process that began to write there was one of this host, and is gone."""
         told = json.loads(self._remote.get_bytes(f"{folder}/{_WRITING}"))
         return told["host"] == host_identity() and ProcessId(**told["process"]).has_ended()
 
@@ -202,9 +207,9 @@ class RemoteHistory:
 
     @contextlib.contextmanager
     def opened(self, peers: Peers, name: str) -> Iterator[Path]:
-        """Yield a folder of this machine with the files that ranks of it read; it is gone in the end. Collective.
+        """Yield a folder of this machine with the files that its ranks read; it is removed at the end. Collective.
 
-        Of a whole checkpoint rank 0 alone has the file; of a sharded one each host has all files, once.
+        Of a whole checkpoint only rank 0 has the file; of a sharded one each host has all files, once.
         """
         manifest: Manifest | None = None
         problem: str | None = None
@@ -227,12 +232,12 @@ class RemoteHistory:
             shared = peers.all_gather(folders[0] if folders else None)[mine[0]]
             assert shared is not None
             files = self._files_for(manifest, peers, mine)
-            if not (shared / MANIFEST).exists():  # one host, and other folders
+            if not (shared / MANIFEST).exists():  # ranks of one host may have other folders
                 folders.append(shared := _make_folder(name, manifest))
                 files = list(manifest.files)
             peers.agree(self._download(name, files, shared))
             yield shared
-            peers.all_gather(None)  # nobody reads any more
+            peers.all_gather(None)  # no rank reads any more
         finally:
             for folder in folders:
                 shutil.rmtree(folder.parent, ignore_errors=True)
@@ -254,7 +259,7 @@ class RemoteHistory:
 
 
 def _remove(remote: RemoteFolder, names: Collection[str]) -> None:
-    """Remove the objects of one folder, its mark last: as long as it is there, the next save can remove the rest."""
+    """Remove the objects of one folder, its mark last: as long as that is there, the next save can remove the rest."""
     marks = [name for name in names if name.endswith(f"/{_WRITING}")]
     if others := [name for name in names if name not in marks]:
         remote.remove(others)

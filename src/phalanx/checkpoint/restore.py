@@ -28,7 +28,7 @@ from phalanx.errors import CheckpointError
 from phalanx.transport.memory_order import lay_out
 from phalanx.transport.tensors import is_dense
 
-if TYPE_CHECKING:  # torch.distributed.checkpoint takes most of a second to import: only who needs it pays
+if TYPE_CHECKING:  # torch.distributed.checkpoint takes most of a second to import, which only those pay who need it
     from torch.distributed.tensor import DTensor
 
     from phalanx.checkpoint.sharded_read import Pieces
@@ -36,7 +36,9 @@ if TYPE_CHECKING:  # torch.distributed.checkpoint takes most of a second to impo
 
 @dataclass
 class Restored:
-    """It says what was loaded: the step, the place, the state by name, and what did not fit (with strict=False)."""
+    """`Restored` says what was loaded: the step, the place, the state by name, and what did not fit (with
+    strict=False).
+    """
 
     step: int
     path: Path | str
@@ -62,7 +64,7 @@ def restore(
     strict: bool,
     fallback: bool,
 ) -> Restored | None:
-    """Load the first of the checkpoints `names`, or with `fallback` the first that is not damaged."""
+    """Load the first of the checkpoints `names`, or with `fallback` the first one that is not damaged."""
     require_device(map_location, peers.what)
     parts = {} if parts is None else parts
     if not isinstance(parts, Mapping):
@@ -89,7 +91,9 @@ def restore(
 def _read_shown(
     peers: Peers, folder: Path, path: Path | str, stateful: Mapping[str, Any]
 ) -> tuple[Manifest, dict[str, Any]]:
-    """Return what `read_state` does; its errors speak of where the checkpoint is kept, not of a copy of it."""
+    """Return what `read_state` returns; errors name the place where the checkpoint is kept, not that of a copy of
+    it.
+    """
     try:
         return read_state(peers, folder, stateful)
     except CheckpointError as error:
@@ -113,17 +117,17 @@ def _load(
     report.missing += [name for name in wanted if name not in state and name not in stateful]
     told = "" if not report else f"{peers.what} on rank {peers.rank}: {path} does not fit:\n{report}\n"
     advice = "Nothing was loaded. Build the parts as they were saved, or load what fits with strict=False."
-    undo = Rollback(stateful)  # on all ranks, before one of them loads into memory that they share
+    undo = Rollback(stateful)  # this runs on all ranks, before one of them loads into memory that they share
     peers.agree(told + advice if told and strict else None)
     problem, cause, gaps = None, None, list[str]()
     try:
         own = {**state, **{name: fitting for name, (fitting, _) in stages.items()}}
         gaps = _load_parts(own, stateful, report, undo, strict=strict)
-    except Exception as error:  # the part's own; the other ranks would train on
+    except Exception as error:  # the error is the part's own; the other ranks would train on
         problem, cause = f"{peers.what} on rank {peers.rank}: {path}: {type(error).__name__}: {error}.", error
     try:
         peers.agree(problem, cause)
-    except CheckpointError as error:  # on every rank
+    except CheckpointError as error:  # it is raised on every rank
         left = {name for names in peers.all_gather(undo.put_back()) for name in names}
         raise CheckpointError(f"{error}\n{describe_put_back(left)}") from cause
     for gap in gaps:
@@ -134,7 +138,7 @@ def _load(
 def _load_parts(
     state: dict[str, Any], parts: Mapping[str, Any], report: Report, undo: Rollback, *, strict: bool
 ) -> list[str]:
-    """Load each part; what optimizers would train without a state, in words."""
+    """Load each part; return in words what optimizers would train without a state."""
     gaps = []
     for name, part in in_loading_order(parts):
         is_optimizer = isinstance(part, torch.optim.Optimizer)
@@ -148,7 +152,7 @@ def _load_parts(
 
 
 def find_latest(path: Path) -> Path | None:
-    """Return the checkpoint that `path` is, or else the latest of those in it."""
+    """Return the checkpoint at `path`, or else the latest of those in it."""
     if is_checkpoint(path):
         return path
     return next((entry.path for entry in History(path, None).entries()), None)
@@ -165,7 +169,7 @@ def read_moved(peers: Peers, path: Path, map_location: str | torch.device) -> tu
 
 
 def read_state(peers: Peers, path: Path, parts: Mapping[str, Any]) -> tuple[Manifest, dict[str, Any]]:
-    """Return a checkpoint's manifest and its state, on the CPU; shards where a part has shards. Collective.
+    """Return a checkpoint's manifest and its state, on the CPU, with shards if a part has shards. Collective.
 
     Raises:
         DamagedError: a file is not what was written; on every rank.
@@ -205,7 +209,7 @@ def _read_sharded(peers: Peers, path: Path, manifest: Manifest, parts: Mapping[s
     problem: str | None = None
     head: tuple[bytes, bytes] | None = None
     files = sorted(manifest.files)
-    if peers.rank in seers:  # they share out the reading for the checksums
+    if peers.rank in seers:  # these ranks share the reading for the checksums
         mine = seers.index(peers.rank)
         damaged = (find_damaged_file(path, name, manifest.files[name]) for name in files[mine :: len(seers)])
         problem = next(filter(None, damaged), None)
@@ -220,7 +224,7 @@ def _read_sharded(peers: Peers, path: Path, manifest: Manifest, parts: Mapping[s
         raise DamagedError(f"{peers.what}: {problem}.")
     try:
         metadata, (structure, aliases) = decode_metadata(head[0]), decode_structure(head[1])
-    except Exception as error:  # on every rank alike; its checksum is right, so somebody made it so
+    except Exception as error:  # it is raised on every rank alike; the checksum is right, so somebody made the file so
         raise CheckpointError(f"{peers.what}: {path} cannot be read: {type(error).__name__}: {error}") from error
     pieces = Pieces(path, metadata)
     names = [name for name in tensor_names(structure) if name not in aliases]
@@ -235,7 +239,7 @@ def _read_sharded(peers: Peers, path: Path, manifest: Manifest, parts: Mapping[s
 
 
 def _laid_out(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """Return `tensor` with the strides that it had; a stranger's file may name some that would take more memory."""
+    """Return `tensor` with its saved strides; a stranger's file may name strides that would take more memory."""
     if len(strides) != tensor.dim() or any(type(step) is not int or step < 0 for step in strides):
         return tensor
     return lay_out(tensor, strides) if is_dense(torch.empty_strided(tensor.shape, strides, device="meta")) else tensor
@@ -248,7 +252,7 @@ def _refuse_damage(peers: Peers, problem: str | None) -> None:
 
 
 def _shards(pieces: Pieces, structure: Node, parts: Mapping[str, Any]) -> dict[str, DTensor]:
-    """Return new tensors, sharded as a part's own are, for what is to be loaded into it."""
+    """Return new tensors to load into a part, sharded as the part's own are."""
     found: dict[str, DTensor] = {}
     for name, part in parts.items():
         if isinstance(part, nn.Module):

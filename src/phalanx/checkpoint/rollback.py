@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 
 class Rollback:
-    """It remembers parts, puts them back, and says which of them it could not put back.
+    """`Rollback` remembers parts, restores them, and says which of them it could not restore.
 
     A part with a true `loads_all_or_nothing` is not asked for its state, which may be on other workers: its own
     `load_state_dict` changes nothing when it raises a ValueError. After another error it may hold a part of the state.
 
-    Collective where ranks share the memory of parts (the parameters of a ZeroRedundancyOptimizer): all have to be
-    remembered before any rank loads, and put back before any goes on.
+    Collective if ranks share the memory of parts (the parameters of a ZeroRedundancyOptimizer): all have to be
+    remembered before any rank loads, and restored before any goes on.
 
     Cost: a copy of the parameters and buffers of models, in memory of the host, and of this rank's part of the state of
     a ZeroRedundancyOptimizer; nothing for torch's optimizers, whose `load_state_dict` makes a new state.
@@ -33,12 +33,14 @@ class Rollback:
             try:
                 for step in _remember(part):
                     self._steps.append((name, step))
-            except Exception:  # it cannot say what it is
+            except Exception:  # it cannot return its state
                 self._not_copied.add(name)
 
     @contextlib.contextmanager
     def loading(self, name: str) -> Iterator[None]:
-        """Note that the part `name` is loaded inside: a part that no load has reached has not changed."""
+        """Note that the part `name` is loaded while this is entered: a part that no load has reached has not
+        changed.
+        """
         self._begun.add(name)
         try:
             yield
@@ -48,7 +50,7 @@ class Rollback:
             raise
 
     def put_back(self) -> list[str]:
-        """Make the parts what they were; return the names of those that may have changed all the same."""
+        """Restore the parts; return the names of those that may have changed all the same."""
         left = self._not_copied & self._begun
         for name, step in self._steps:
             try:
@@ -59,12 +61,12 @@ class Rollback:
 
 
 def in_loading_order(parts: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Return the parts by name, last those that cannot be put back if another one fails."""
+    """Return the parts by name; those that cannot be restored if another one fails come last."""
     return sorted(parts.items(), key=lambda item: _loads_all_or_nothing(item[1]))
 
 
 def describe_put_back(left: Collection[str]) -> str:
-    """Say what a load that failed has left, where the parts `left` could not be put back."""
+    """Return in words what a load that failed has left, if the parts `left` could not be restored."""
     if not left:
         return "Nothing was loaded: all parts are as they were."
     names = ", ".join(map(repr, sorted(left)))
@@ -82,10 +84,11 @@ def _remember(part: Any) -> Iterator[Callable[[], object]]:
     if isinstance(part, nn.Module):
         yield from _remember_module(part)
     elif isinstance(part, torch.optim.Optimizer):
-        inner = getattr(part, "optim", None)  # of a ZeroRedundancyOptimizer
+        inner = getattr(part, "optim", None)  # the optimizer inside a ZeroRedundancyOptimizer
         optimizers = [part, inner] if isinstance(inner, torch.optim.Optimizer) else [part]
         yield from [_remember_attributes(optimizer) for optimizer in optimizers]
-        if hasattr(part, "load_shard"):  # ours, which loads into the state that it has, and into masters
+        # the optimizer is ours, which loads into the state that it has, and into masters
+        if hasattr(part, "load_shard"):
             sharded: Any = part
             shard = _cloned(sharded.shard_state_dict()["state"])
             yield lambda: sharded.load_shard(shard)
@@ -134,7 +137,9 @@ def _remember_module(module: nn.Module) -> Iterator[Callable[[], object]]:
 
 
 def _stays(tensor: Tensor) -> bool:
-    """Whether its copy is made where it is: on the CPU, or a shard of a tensor of several ranks."""
+    """Return whether a tensor's copy is made in its own place: on the CPU, or as a shard of a tensor of several
+    ranks.
+    """
     return tensor.device.type == "cpu" or type(tensor) not in (Tensor, nn.Parameter)
 
 

@@ -38,7 +38,7 @@ def save_checkpoint(path: str | os.PathLike[str], state: Mapping[str, Any]) -> N
             checkpoint is unchanged.
         MismatchError, PeerLostError, DeadlineError: some rank did not come; rank 0 has written the file.
     """
-    place = place_of(path)  # a wrong one is an error on every rank
+    place = place_of(path)  # a wrong path is an error on every rank
     grouped = dist.is_available() and dist.is_initialized()
     problem: str | None = None
     cause: Exception | None = None
@@ -73,9 +73,9 @@ class _UnreadableError(Exception):
 
 
 def _put(state: Mapping[str, Any], address: str) -> None:
-    """Write a file here, and put it there: an object appears whole."""
+    """Write a file here and put it to its address: an object appears whole."""
     parent, _, name = address.rpartition("/")
-    remote = RemoteFolder(parent, RETRY_S)  # what is not installed is said before anything is written
+    remote = RemoteFolder(parent, RETRY_S)  # a missing package is reported before anything is written
     with tempfile.TemporaryDirectory(prefix="phalanx-checkpoint-") as folder:
         file = Path(folder) / "state.pt"
         replace_file(file, lambda stream: _write(state, stream))
@@ -86,7 +86,7 @@ def _write(state: Mapping[str, Any], file: BinaryIO) -> None:
     torch.save(state, file)
     file.flush()
     file.seek(0)
-    # Found out now and not on the day when the checkpoint is needed; reads the small index of the file, no tensor.
+    # This is found out now, and not on the day when the checkpoint is needed; it reads only the index of the file.
     if unsafe := torch.serialization.get_unsafe_globals_in_checkpoint(file):
         raise _UnreadableError(", ".join(sorted(map(publish_name, unsafe))))
 

@@ -55,7 +55,9 @@ _StorageInfo: Any = find(
 
 @dataclass(frozen=True)
 class Plan:
-    """It says what this rank writes, and on rank 0 what all do. `is_uniform`: all ranks' states have the same names."""
+    """`Plan` says what this rank writes, and on rank 0 what all do. `is_uniform`: all ranks' states have the same
+    names.
+    """
 
     signature: tuple[Any, ...]
     mine: SavePlan
@@ -64,7 +66,7 @@ class Plan:
 
 
 def plan_save(tree: Tree, pinned: Collection[str], peers: Peers, before: Plan | None) -> Plan:
-    """Share out the work of saving `tree`; `pinned` are names of which rank 0's value counts. Collective."""
+    """Share out the work of saving `tree`; `pinned` are the names of values that rank 0 saves. Collective."""
     signature = (peers.rank, peers.world_size, *_signature(tree))
     if all(peers.all_gather(before is not None and before.signature == signature)):
         assert before is not None
@@ -76,7 +78,7 @@ def plan_save(tree: Tree, pinned: Collection[str], peers: Peers, before: Plan | 
         try:
             plans, metadata = _global_plan([plan for plan, _, _ in told], set().union(*(names for _, names, _ in told)))
             answer = (plans, all(names == told[0][2] for _, _, names in told))
-        except Exception as error:  # pieces that overlap, or do not make up the whole
+        except Exception as error:  # pieces overlap, or do not make up the whole
             answer = f"{peers.what}: what ranks hold of the state does not fit together: {error}. Nothing was saved."
     answer = peers.broadcast(answer)
     if isinstance(answer, str):
@@ -85,7 +87,7 @@ def plan_save(tree: Tree, pinned: Collection[str], peers: Peers, before: Plan | 
 
 
 def _signature(tree: Tree) -> tuple[Any, ...]:
-    """Return what the plan follows from."""
+    """Return everything on which the plan depends."""
     return (*(_form(name, leaf) for name, leaf in tree.leaves.items()), tuple(tree.aliases.items()))
 
 
@@ -120,7 +122,9 @@ def _slice_items(name: str, leaf: SlicedTensor) -> Iterator[WriteItem]:
 
 
 def _global_plan(plans: Sequence[SavePlan], pinned: Collection[str]) -> tuple[list[SavePlan], Metadata]:
-    """Every piece to one rank: pinned ones and objects to the first that has them, others to who has least to write."""
+    """Assign every piece to one rank: pinned ones and objects to the first that has them, others to the one with least
+    to write.
+    """
     taken: set[MetadataIndex] = set()
     chosen = []
     for plan in plans:
@@ -144,14 +148,14 @@ def _global_plan(plans: Sequence[SavePlan], pinned: Collection[str]) -> tuple[li
 
 @dataclass
 class Pieces:
-    """It has the data that a rank writes, by piece: tensors of the state itself, or copies of them."""
+    """`Pieces` has the data that a rank writes, by piece: tensors of the state itself, or copies of them."""
 
     tensors: dict[MetadataIndex, torch.Tensor] = field(default_factory=dict)
     objects: dict[MetadataIndex, bytes] = field(default_factory=dict)
 
 
 def take_pieces(plan: Plan, tree: Tree, memory: SnapshotMemory | None) -> Pieces:
-    """Return what this rank is to write, copied into `memory`; as it is in the state if None."""
+    """Return the pieces that this rank writes, copied into `memory`; if that is None, those of the state itself."""
     pieces = Pieces()
     for item in plan.mine.items:
         leaf = tree.leaves[item.index.fqn]
@@ -169,14 +173,14 @@ def take_pieces(plan: Plan, tree: Tree, memory: SnapshotMemory | None) -> Pieces
 
 
 def encode(value: object) -> bytes:
-    """As torch.save writes it."""
+    """Return the piece of an object in the form in which torch.save writes it."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
 
 
 class _Planner(DefaultSavePlanner):
-    """It gives torch's writer what was taken, however the state has changed since."""
+    """`_Planner` gives torch's writer the pieces that were taken, however the state has changed since."""
 
     def __init__(self, pieces: Pieces) -> None:
         super().__init__()
@@ -192,7 +196,9 @@ class _Planner(DefaultSavePlanner):
 
 
 class RecordingFileSystem(FileSystem):
-    """Torch's writer writes through it: it synchronises, and knows length and checksum of every file."""
+    """`RecordingFileSystem` is what torch's writer writes through: it synchronises, and records length and checksum of
+    every file.
+    """
 
     def __init__(self) -> None:
         self.records: dict[str, FileRecord] = {}
@@ -208,25 +214,25 @@ class RecordingFileSystem(FileSystem):
             self.records[Path(path).name] = FileRecord(stream.nbytes, stream.crc32)
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        """Rename, and the record with it."""
+        """Rename a file, and its record."""
         super().rename(path, new_path)
         self.records[Path(new_path).name] = self.records.pop(Path(path).name)
 
 
 @dataclass(frozen=True)
 class Part:
-    """It says what one rank has written: files, and where in them the pieces lie."""
+    """`Part` says what one rank has written: files, and where in them the pieces lie."""
 
     files: Mapping[str, FileRecord]
     pieces: Sequence[tuple[str, Sequence[int] | None, int | None, str, int, int]] = ()
 
     def encode(self) -> str:
-        """As text."""
+        """Return the part as text."""
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
     def decode(cls, text: str) -> Part:
-        """Read what `encode` wrote."""
+        """Return the part that `encode` wrote."""
         content = json.loads(text)
         files = {name: FileRecord(**record) for name, record in content["files"].items()}
         return cls(files, [tuple(piece) for piece in content["pieces"]])
@@ -236,7 +242,7 @@ def write_part(folder: Path, plan: Plan, pieces: Pieces) -> Part:
     """Write this rank's pieces into `folder`, durably.
 
     Raises:
-        OSError: the disk would not have it.
+        OSError: the disk refused.
     """
     if not plan.mine.items:
         return Part({})
@@ -266,7 +272,7 @@ def part_name(rank: int) -> str:
 def write_metadata(
     folder: Path, plan: Plan, parts: Sequence[Part], aliases: Mapping[str, str], structure: bytes
 ) -> dict[str, FileRecord]:
-    """Write what says where everything lies: torch's `.metadata`, and the structure. Returns the files of all parts."""
+    """Write where everything lies: torch's `.metadata`, and the structure. Return the files of all parts."""
     assert plan.metadata is not None
     metadata = dataclasses.replace(plan.metadata, state_dict_metadata=dict(plan.metadata.state_dict_metadata))
     results = [
@@ -296,6 +302,7 @@ def write_metadata(
 
 
 def _writer(folder: Path) -> tuple[FileSystemWriter, RecordingFileSystem]:
-    writer, files = FileSystemWriter(folder, sync_files=False), RecordingFileSystem()  # the recording one synchronises
+    # the recording file system synchronises
+    writer, files = FileSystemWriter(folder, sync_files=False), RecordingFileSystem()
     writer.fs = files
     return writer, files

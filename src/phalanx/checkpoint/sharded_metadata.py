@@ -32,7 +32,7 @@ _get_layout: Any = find(
 
 
 def _member(kind: object, name: object) -> Any:
-    """Return the member of an Enum: all that `getattr` in a pickle is for."""
+    """Return the member of an Enum, which is the only use of `getattr` in these pickles."""
     if isinstance(kind, EnumMeta) and isinstance(name, str) and name in kind.__members__:
         return kind.__members__[name]
     raise pickle.UnpicklingError(f"it asks for getattr({kind!r}, {name!r}), which no .metadata of torch does")
@@ -61,7 +61,7 @@ _NAMED: Final[dict[tuple[str, str], Any]] = {
 # object, and those of a class or of a member of an Enum belong to the whole process. It takes twice the time: 0.4 s
 # for 8,000 pieces.
 class _Unpickler(pickle._Unpickler):
-    """It makes what torch's `.metadata` consists of and nothing else: a file from a stranger runs no code."""
+    """`_Unpickler` makes the objects of torch's `.metadata` and nothing else: a file from a stranger runs no code."""
 
     dispatch: ClassVar = dict(pickle._Unpickler.dispatch)
 
@@ -81,10 +81,10 @@ class _Unpickler(pickle._Unpickler):
 
 
 def decode_metadata(content: bytes) -> Metadata:
-    """Return what torch's `.metadata` holds: where everything lies.
+    """Return torch's `.metadata`, which says where everything lies.
 
     Raises:
-        Exception: what its pickle trips over.
+        Exception: whatever its pickle raises.
     """
     found = _Unpickler(io.BytesIO(content)).load()
     if not isinstance(found, Metadata):

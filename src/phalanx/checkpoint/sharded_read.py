@@ -28,35 +28,35 @@ compute_local_shape_and_global_offset: Any = find(
 
 
 class Pieces:
-    """They are the tensors of a sharded checkpoint, in `folder`."""
+    """`Pieces` are the tensors of a sharded checkpoint in `folder`."""
 
     def __init__(self, folder: Path, metadata: Metadata) -> None:
         self._folder = folder
         self._metadata = metadata
 
     def names(self) -> list[str]:
-        """Of all tensors."""
+        """Return the names of all tensors."""
         kinds = self._metadata.state_dict_metadata
         return [name for name, kind in kinds.items() if isinstance(kind, TensorStorageMetadata)]
 
     def form(self, name: str) -> tuple[torch.Size, torch.dtype]:
-        """Shape and dtype of the whole tensor."""
+        """Return shape and dtype of the whole tensor."""
         kind = self._metadata.state_dict_metadata[name]
         assert isinstance(kind, TensorStorageMetadata)
         return kind.size, kind.properties.dtype
 
     def chunks(self, name: str) -> list[ChunkStorageMetadata]:
-        """Where its pieces lie in the whole."""
+        """Return where the tensor's pieces lie in the whole."""
         kind = self._metadata.state_dict_metadata[name]
         assert isinstance(kind, TensorStorageMetadata)
         return kind.chunks
 
     def read(self, name: str, chunk: ChunkStorageMetadata) -> Tensor:
-        """One piece.
+        """Return one piece of a tensor.
 
         Raises:
             OSError: the file cannot be read.
-            Exception: what torch.load trips over.
+            Exception: whatever torch.load raises.
         """
         where = self._metadata.storage_data[MetadataIndex(name, chunk.offsets)]
         path = self._folder / where.relative_path
@@ -76,7 +76,8 @@ def read_tensors(
     shards: Mapping[str, DTensor],
     seers: Sequence[int],
 ) -> tuple[dict[str, Tensor], str | None]:
-    """Return the tensors of these names, whole, or filled into `shards`; and what could not be read here. Collective.
+    """Return the tensors of these names, whole, or filled into `shards`; and the problems of reading them here.
+    Collective.
 
     `shards` are tensors to fill, of which this rank has a part. `seers` are the ranks that see the folder.
     """
@@ -88,7 +89,7 @@ def read_tensors(
     for name in names:
         shape, dtype = pieces.form(name)
         chunks = pieces.chunks(name)
-        is_piece = name not in shards and len(chunks) == 1 and chunks[0].sizes == shape  # then there is nothing to fill
+        is_piece = name not in shards and len(chunks) == 1 and chunks[0].sizes == shape  # there is nothing to fill
         target: Tensor = shards[name] if name in shards else torch.empty(() if is_piece else shape, dtype=dtype)
         found[name] = target
         where, local = _place(target)
@@ -117,7 +118,7 @@ def read_tensors(
 
 
 def _place(tensor: Tensor) -> tuple[ChunkStorageMetadata, Tensor]:
-    """Where in the whole this rank's part lies, and that part."""
+    """Return where in the whole this rank's part lies, and that part."""
     if isinstance(tensor, DTensor):
         sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
         return ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)), tensor.to_local()
@@ -125,7 +126,7 @@ def _place(tensor: Tensor) -> tuple[ChunkStorageMetadata, Tensor]:
 
 
 def _overlap(a: ChunkStorageMetadata, b: ChunkStorageMetadata) -> list[tuple[int, int]] | None:
-    """Where in the whole two boxes overlap, from and to by dimension; None if they don't."""
+    """Return the range in which two boxes overlap, (from, to) by dimension; None if they do not."""
     found = [(max(x, y), min(x + m, y + n)) for x, m, y, n in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True)]
     return found if all(start < stop for start, stop in found) else None
 

@@ -21,9 +21,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Box:
-    """Its elements are `offsets` to `offsets + sizes` of a tensor.
+    """`Box` has the elements `offsets` to `offsets + sizes` of a tensor.
 
-    They begin at `start` of the range, in memory order.
+    They begin at position `start` of the range, in memory order.
     """
 
     offsets: tuple[int, ...]
@@ -44,7 +44,7 @@ def _boxes(shape: tuple[int, ...], start: int, stop: int, origin: int) -> Iterat
         return
     row = math.prod(shape[1:])
     first, last = -(-start // row), stop // row
-    if first > last:  # inside of one row
+    if first > last:  # the range is inside one row
         yield from _in_row(shape, row, last, start, stop, origin)
         return
     yield from _in_row(shape, row, first - 1, start, first * row, origin)
@@ -60,30 +60,32 @@ def _in_row(shape: tuple[int, ...], row: int, number: int, start: int, stop: int
 
 
 class SlicedTensor:
-    """It has elements `start` to `stop` of a tensor of this shape and strides, in the order of memory, in `flat`."""
+    """`SlicedTensor` has in `flat` elements `start` to `stop` of a tensor of this shape and strides, in the order of
+    memory.
+    """
 
     def __init__(self, shape: Sequence[int], stride: Sequence[int], start: int, flat: Tensor) -> None:
         self.shape = torch.Size(shape)
         self.dtype = flat.dtype
-        self.strides = tuple(stride)  # of the whole tensor
+        self.strides = tuple(stride)  # the strides of the whole tensor
         self._flat = flat
-        # From here on as if row-major: dimensions in the order of their strides.
+        # From here on the tensor counts as row-major: its dimensions are in the order of their strides.
         self._order = sorted(range(len(self.shape)), key=lambda dim: (-stride[dim], dim))
         shape_in_memory = [self.shape[dim] for dim in self._order]
         self._boxes = {self._back(box.offsets): box for box in plan_boxes(shape_in_memory, start, start + len(flat))}
 
     def boxes(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """Offsets and sizes of the pieces."""
+        """Return offsets and sizes of the pieces."""
         return [(offsets, self._back(box.sizes)) for offsets, box in self._boxes.items()]
 
     def piece(self, offsets: Sequence[int]) -> Tensor:
-        """Return the piece that begins at `offsets`: a view."""
+        """Return the piece that begins at `offsets`, as a view."""
         box = self._boxes[tuple(offsets)]
         piece = self._flat[box.start : box.start + math.prod(box.sizes)].view(box.sizes)
         return piece.permute([self._order.index(dim) for dim in range(len(self._order))])
 
     def _back(self, numbers: Sequence[int]) -> tuple[int, ...]:
-        """From the order of memory to the order of dimensions."""
+        """Return `numbers`, which are in the order of memory, in the order of dimensions."""
         found = [0] * len(self._order)
         for number, dim in zip(numbers, self._order, strict=True):
             found[dim] = number
@@ -91,7 +93,7 @@ class SlicedTensor:
 
 
 def slice_state(shard: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what `shard_state_dict()` gave as the plain optimizer's state, of which this rank has parts:
+    """Return the result of `shard_state_dict()` in the form of the plain optimizer's state, whose tensors are
     `SlicedTensor`s.
     """
     state = {}

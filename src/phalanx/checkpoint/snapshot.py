@@ -25,7 +25,7 @@ _ALIGN = 64
 
 
 class SnapshotMemory:
-    """It is room for one snapshot at a time; it grows, and is kept."""
+    """`SnapshotMemory` has room for one snapshot at a time; it grows, and is kept."""
 
     def __init__(self) -> None:
         self._memory: mmap.mmap | None = None
@@ -41,7 +41,7 @@ class SnapshotMemory:
         self._at = 0
 
     def take(self, nbytes: int) -> Tensor:
-        """Return a piece of it, as bytes: a storage of its own."""
+        """Return a piece of the memory, as bytes in a storage of its own."""
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8)
         assert self._memory is not None
@@ -50,12 +50,14 @@ class SnapshotMemory:
         return piece
 
     def release(self) -> None:
-        """Let go of the memory; what was taken of it stays as long as it is held."""
+        """Release the memory; pieces that were taken stay as long as they are held."""
         self._memory = None
 
 
 def copy_contiguous(tensors: Iterable[Tensor], memory: SnapshotMemory) -> list[Tensor]:
-    """Each tensor on its own, contiguous, on the CPU: what torch.distributed.checkpoint stores of it."""
+    """Return each tensor on its own, contiguous, on the CPU: the form in which torch.distributed.checkpoint stores
+    it.
+    """
     sources = [tensor.detach() for tensor in tensors]
     plain = [_is_plain(tensor) for tensor in sources]
     memory.begin(sum(t.nbytes for t, is_plain in zip(sources, plain, strict=True) if is_plain), len(sources))
@@ -82,7 +84,7 @@ def copy_tree(state: Any, memory: SnapshotMemory) -> Any:
         if storage.nbytes():
             copy.copy_(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))
         copies[key] = copy.untyped_storage()
-    # As copy.deepcopy has it: what was copied, by the identity of the original.
+    # It works like copy.deepcopy: the copies by the identity of the original.
     return _rebuild(state, {key: _copy(tensor, copies) for key, tensor in tensors.items()})
 
 
@@ -112,7 +114,7 @@ def _rebuild(value: Any, known: dict[int, Any]) -> Any:
         return made
     try:
         return deepcopy(value, known)
-    except Exception:  # who writes it will say so: what cannot be copied cannot be saved
+    except Exception:  # the writer reports it: what cannot be copied cannot be saved
         return value
 
 
@@ -131,7 +133,7 @@ def _copy(tensor: Tensor, copies: dict[int, torch.UntypedStorage]) -> Tensor:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether its bytes are all there is to it."""
+    """Return whether a tensor is nothing but its bytes."""
     if type(tensor) not in (Tensor, torch.nn.Parameter, torch.nn.Buffer):
         return False
     return tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_meta

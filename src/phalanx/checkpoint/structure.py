@@ -18,7 +18,7 @@ def encode_structure(tree: Tree) -> bytes:
     """Return the content of the file.
 
     Raises:
-        UnreadableError: something in it could not be loaded again.
+        UnreadableError: something in the structure could not be loaded again.
     """
     encoded = _encode(tree.structure, tree.aliases)
     refuse_unreadable(encoded)

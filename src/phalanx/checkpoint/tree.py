@@ -32,7 +32,7 @@ _SEQUENCES: dict[str, type] = {"list": list, "tuple": tuple}
 
 @dataclass
 class Tree:
-    """It is a state taken apart. `aliases` are names of tensors that are, byte for byte, the memory of another."""
+    """`Tree` is a state taken apart. `aliases` are names of tensors that are, byte for byte, the memory of another."""
 
     leaves: dict[str, Any] = field(default_factory=dict)
     paths: dict[str, Path] = field(default_factory=dict)
@@ -73,7 +73,7 @@ class Tree:
 
 
 def build(structure: Node, tensor: Callable[[str], Any], aliases: Mapping[str, str]) -> Any:
-    """Return the state again; `tensor` gives the tensor of a name."""
+    """Return the state again; `tensor` returns the tensor of a name."""
     kind = structure[0]
     if kind == "value":
         return structure[1]
@@ -92,12 +92,14 @@ def build(structure: Node, tensor: Callable[[str], Any], aliases: Mapping[str, s
 
 
 def merge(first: Node, second: Node) -> Node:
-    """Return the structure of two ranks: what either has; the first where they differ."""
+    """Return the structure of two ranks: everything that one of them has, and the first one's values where they
+    differ.
+    """
     if first[0] in _DICTS and second[0] in _DICTS:
         theirs = dict(second[1])
         mine = [(key, merge(node, theirs.pop(key)) if key in theirs else node) for key, node in first[1]]
         items = mine + [(key, node) for key, node in second[1] if key in theirs]
-        if all(type(key) is int for key, _ in items):  # parameters by number, of an optimizer
+        if all(type(key) is int for key, _ in items):  # these are an optimizer's parameters by number
             items.sort(key=lambda item: item[0])
         return (first[0], items, *first[2:])
     if first[0] in _SEQUENCES and first[0] == second[0]:
@@ -118,7 +120,7 @@ def find(structure: Node, *path: Any) -> Node | None:
 
 
 def tensor_names(structure: Node) -> list[str]:
-    """Of all tensors that a structure speaks of, in order."""
+    """Return the names of all tensors in a structure, in order."""
     if structure[0] == "tensor":
         return [structure[1]]
     if structure[0] == "value":
@@ -128,9 +130,7 @@ def tensor_names(structure: Node) -> list[str]:
 
 
 def strides_of_tensors(structure: Node) -> dict[str, tuple[int, ...]]:
-    """Return the strides of those tensors, by name, whose elements do not lie in memory as those of a
-    contiguous one.
-    """
+    """Return the strides, by name, of tensors whose elements do not lie in memory as those of a contiguous one."""
     if structure[0] == "tensor":
         return {structure[1]: tuple(structure[2][2])} if len(structure[2]) > 2 else {}
     if structure[0] == "value":
@@ -140,12 +140,14 @@ def strides_of_tensors(structure: Node) -> dict[str, tuple[int, ...]]:
 
 
 def is_tensor(value: object) -> bool:
-    """Whether it is one leaf with a shape."""
+    """Return whether a structure is one leaf with a shape."""
     return isinstance(value, (Tensor, SlicedTensor))
 
 
 def is_dtensor(value: object) -> bool:
-    """Whether it is torch's DTensor. Without one nobody pays for its import, which takes most of a second."""
+    """Return whether a value is torch's DTensor. While there is none, its import, which takes most of a second, is
+    avoided.
+    """
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
@@ -165,7 +167,8 @@ def _holds_tensor(value: Any) -> bool:
 
 
 def _form(value: Any) -> tuple[Any, ...]:
-    """Whether it is a parameter and wants a gradient; and its strides, unless they are those of a contiguous tensor.
+    """Return whether a tensor is a parameter and wants a gradient; and its strides, unless they are those of a
+    contiguous tensor.
 
     torch.distributed.checkpoint stores no strides.
     """
@@ -177,7 +180,7 @@ def _form(value: Any) -> tuple[Any, ...]:
 
 
 def _memory(value: Any) -> tuple[Any, ...] | None:
-    """Return what is equal for two tensors only if they are the same elements in the same memory."""
+    """Return a value that is equal for two tensors only if they are the same elements in the same memory."""
     if is_dtensor(value) or not isinstance(value, Tensor) or value.layout is not torch.strided:
         return None
     if value.numel() == 0 or value.is_meta:

@@ -26,7 +26,7 @@ class UnreadableError(Exception):
 
 
 def refuse_unreadable(saved: bytes | BinaryIO) -> None:
-    """Return if torch.load would open it with weights_only. Reads its small index only.
+    """Return if torch.load would open the file with weights_only. Reads its small index only.
 
     Raises:
         UnreadableError: it would not.
@@ -45,7 +45,7 @@ def write_whole(folder: Path, state: Mapping[str, Any]) -> dict[str, FileRecord]
 
     Raises:
         UnreadableError: it could not be loaded again.
-        OSError: the disk would not have it.
+        OSError: the disk refused.
     """
     with (folder / STATE).open("x+b") as file:
         stream = ChecksummedStream(cast(BinaryIO, file))
@@ -58,7 +58,7 @@ def write_whole(folder: Path, state: Mapping[str, Any]) -> dict[str, FileRecord]
 
 
 def hand_on(peers: Peers, path: Path, record: FileRecord) -> tuple[str | None, BinaryIO | None]:
-    """Return what is wrong with the file at `path`, or else the file: rank 0's own, and the others' copy of it.
+    """Return what is wrong with the file at `path`, or else the file: rank 0's own, and the other ranks' copy of it.
     Collective.
 
     Cost: rank 0 reads it once, and broadcasts it in pieces of 16 MiB; where all ranks are on one machine and see that
@@ -71,7 +71,7 @@ def hand_on(peers: Peers, path: Path, record: FileRecord) -> tuple[str | None, B
     if problem is None:
         if not (is_one or peers.is_first):
             if own is not None:
-                own.close()  # of this name, and not what rank 0 reads
+                own.close()  # this name leads to another file than the one that rank 0 reads
             own = os.fdopen(memfd.create("phalanx-checkpoint"), "w+b")
         assert own is not None
         problem = _pass(peers, path, record, own, hands_on=not is_one)
@@ -95,7 +95,9 @@ def _open(path: Path, record: FileRecord) -> tuple[BinaryIO | None, str | None]:
 
 
 def _identity(file: BinaryIO | None) -> tuple[object, ...]:
-    """Return what is equal on ranks of one machine that have opened the same file; nothing where that is not known."""
+    """Return a value that is equal on ranks of one machine that have opened the same file; nothing if it is not
+    known.
+    """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
     except OSError:
@@ -105,7 +107,7 @@ def _identity(file: BinaryIO | None) -> tuple[object, ...]:
 
 
 def _pass(peers: Peers, path: Path, record: FileRecord, file: BinaryIO, *, hands_on: bool) -> str | None:
-    """Read it and pass it on, or take it and write it; what was wrong with it."""
+    """Read the file and pass it on, or receive and write it; return what was wrong with it."""
     chunk = torch.empty(min(_CHUNK_BYTES, max(record.nbytes, 1)), dtype=torch.uint8)
     crc, problem = 0, None
     for at in range(0, record.nbytes if hands_on or peers.is_first else 0, _CHUNK_BYTES):

@@ -18,7 +18,9 @@ _OURS = (DataParallel.__name__, TorchDistributedDataParallel.__name__)
 
 
 def wrapper_prefixes(module: nn.Module) -> list[str]:
-    """Return what wrappers have put into names of parameters ("module.", "encoder.module."), the outermost first."""
+    """Return the prefixes that wrappers have put into names of parameters ("module.", "encoder.module."), the outermost
+    first.
+    """
     return [
         f"{name}.{attribute}." if name else f"{attribute}."
         for name, inner in module.named_modules(remove_duplicate=False)  # a module may have several names
@@ -27,8 +29,8 @@ def wrapper_prefixes(module: nn.Module) -> list[str]:
 
 
 def unwrap_key(key: str, prefixes: Sequence[str]) -> str:
-    """Return the name of a parameter without what wrappers have put into it."""
-    for prefix in reversed(prefixes):  # the innermost first: those around it are still in the key
+    """Return the name of a parameter without the prefixes of wrappers."""
+    for prefix in reversed(prefixes):  # the innermost prefix comes first: those around it are still in the key
         if key.startswith(prefix):
             outer, _, _ = prefix[:-1].rpartition(".")
             key = f"{outer}.{key[len(prefix) :]}" if outer else key[len(prefix) :]
@@ -36,49 +38,51 @@ def unwrap_key(key: str, prefixes: Sequence[str]) -> str:
 
 
 def without_wrappers(state: Mapping[str, Any], prefixes: Sequence[str]) -> dict[str, Any]:
-    """`state` with the names that it has without wrappers."""
+    """Return `state` under the names that it has without wrappers."""
     renamed = OrderedDict((unwrap_key(key, prefixes), value) for key, value in state.items())
     if (versions := versions_of(state)) is not None:
-        # A wrapper's own goes, for its module's takes the place.
+        # A wrapper's own version is dropped: its module's takes its place.
         set_versions(renamed, {_unwrap_module(name, prefixes): value for name, value in versions.items()})
     return renamed
 
 
 def versions_as_wrapped(versions: Mapping[str, Any], own: Mapping[str, Any], prefixes: Sequence[str]) -> dict[str, Any]:
-    """`versions`, which are by the names of modules without wrappers, by those that they have in the state `own`."""
+    """Return `versions`, whose names of modules are without wrappers, under the names that these have in the state
+    `own`.
+    """
     names = {name: _unwrap_module(name, prefixes) for name in versions_of(own) or {}}
     return {**versions, **{name: versions[plain] for name, plain in names.items() if plain in versions}}
 
 
 def versions_of(state: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the versions of the modules that have given `state`, by name, on which it depends how they read it
-    again.
-    """
+    """Return the versions of the modules that have made `state`, by name; how they read it again depends on these."""
     versions: Mapping[str, Any] | None = getattr(state, "_metadata", None)
     return versions
 
 
 def set_versions(state: OrderedDict[str, Any], versions: Mapping[str, Any]) -> None:
-    """Have `state` carry them, as one of PyTorch does."""
+    """Make `state` carry the versions, as a state of PyTorch's does."""
     state._metadata = OrderedDict(versions)  # type: ignore[attr-defined]
 
 
 def _is_our_wrapper(kind: type) -> bool:
-    """Whether it is one of our classes that have the names of PyTorch's wrappers, which other rooms than this have."""
+    """Return whether a class is one of ours that have the names of PyTorch's wrappers; they are in other rooms than
+    this.
+    """
     return kind.__module__.startswith("phalanx.") and kind.__name__ in _OURS
 
 
 def _unwrap_module(name: str, prefixes: Sequence[str]) -> str:
-    """Names of modules end without a dot."""
+    """Return the name of a module without wrappers; unlike a prefix, it ends without a dot."""
     return unwrap_key(f"{name}." if name else "", prefixes)[:-1]
 
 
 def _wraps_as(module: nn.Module) -> str:
-    """Return the attribute in which a wrapper keeps its module; empty if it is none."""
+    """Return the attribute in which a wrapper keeps its module; empty if the module is no wrapper."""
     if isinstance(module, (TorchDistributedDataParallel, DataParallel)) or any(
         map(_is_our_wrapper, type(module).__mro__)
     ):
         return "module"
-    if type(module).__name__ == "OptimizedModule" and "_orig_mod" in module._modules:  # torch.compile's
+    if type(module).__name__ == "OptimizedModule" and "_orig_mod" in module._modules:  # the wrapper is torch.compile's
         return "_orig_mod"
     return ""

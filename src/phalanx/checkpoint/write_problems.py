@@ -17,13 +17,13 @@ from phalanx.checkpoint.whole import UnreadableError
 
 
 def may_write(folder: Path) -> bool:
-    """Whether this process can make files there."""
+    """Return whether this process can make files in `folder`."""
     effective = os.access in os.supports_effective_ids
     return os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK, effective_ids=effective)
 
 
 def explain_unseen(peers: Peers, folder: Path) -> str:
-    """Why this rank cannot write where rank 0 has begun to."""
+    """Return why this rank cannot write where rank 0 has begun to."""
     host = os.uname().nodename
     try:
         is_there = bool(os.stat(folder))
@@ -44,7 +44,7 @@ def explain_unseen(peers: Peers, folder: Path) -> str:
 def explain_unwritten(
     peers: Peers, folder: Path | str, step: int, error: Exception, state: Mapping[str, Any] | None = None
 ) -> str:
-    """One message: what could not be done, where, why, and what holds now."""
+    """Return one message on what could not be done, where, why, and what holds now."""
     kept = "The checkpoints that were there before are unchanged, and so is what is in training."
     fact, advice = describe_disk_error(error)
     if isinstance(error, NotDurableError):
@@ -60,7 +60,7 @@ def explain_unwritten(
 
 
 def explain_optimizers_apart(what: str, told: Sequence[Mapping[str, Any]]) -> str:
-    """Why optimizers of which each rank holds another part cannot be saved as one; nothing if they are alike.
+    """Return why optimizers that differ between ranks cannot be saved as one; an empty string if they are alike.
 
     `told` has, by rank, what `describe_optimizers` says.
     """

@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Address:
-    """A host and a port; or, with `path`, a Unix socket, for which no key is needed."""
+    """An address is a host and a port; or, with `path`, a Unix socket, for which no key is needed."""
 
     host: str = ""
     port: int = 0
@@ -40,7 +40,7 @@ class Address:
 
     @property
     def endpoint(self) -> str:
-        """As ZeroMQ writes it."""
+        """Return the address as ZeroMQ writes it."""
         return f"ipc://{self.path}" if self.path else f"tcp://{self}"
 
 

@@ -16,19 +16,22 @@ import zmq
 from zmq.utils import z85
 
 _MAX_REMEMBERED = 1024
-_PAUSE_S = 10.0  # between two lines that say the same
-_MAX_LINES = 20  # in such a pause, whatever they say
+_PAUSE_S = 10.0  # two lines that say the same are at least so far apart
+_MAX_LINES = 20  # so many lines are said in such a pause, whatever they say
 _MAX_GUESSES = 4
 _MAX_LOOKED_THROUGH = 4096  # connections: a flood leaves tens of thousands in the kernel's table
 _ENDED = (4, 5, 6, 8, 9, 11)  # FIN_WAIT1, FIN_WAIT2, TIME_WAIT, CLOSE_WAIT, LAST_ACK, CLOSING
 
 
 class Complaints:
-    """What members, and processes without the key, do wrong, in few lines however often they do it."""
+    """`Complaints` reports what members, and processes without the key, do wrong, in few lines however often they do
+    it.
+    """
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
-        self._seen: OrderedDict[str, tuple[float, int]] = OrderedDict()  # when it was said; how often since
+        # for each line: when it was last said, and how often it has come since
+        self._seen: OrderedDict[str, tuple[float, int]] = OrderedDict()
         self._window, self._told = 0.0, 0
         self.num_refused = 0
 
@@ -38,7 +41,7 @@ class Complaints:
         self.add(f"refused a connection from {peer}: {why}", now)
 
     def add(self, line: str, now: float) -> None:
-        """Something that a person should know, though not each time."""
+        """Report something that a person should know, but at most once in a while for each `line`."""
         said_at, since = self._seen.pop(line, (-_PAUSE_S, 0))
         if now - self._window >= _PAUSE_S:
             self._window, self._told = now, 0
@@ -54,7 +57,7 @@ class Complaints:
 
 
 class Admission:
-    """The answers to ZAP's questions, for one context of ZeroMQ: only this public key is admitted."""
+    """`Admission` answers ZAP's questions for one context of ZeroMQ: only processes with this public key get in."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], member_key: bytes, complaints: Complaints) -> None:
         self._known = z85.decode(member_key)
@@ -77,12 +80,14 @@ class Admission:
             self.socket.send_multipart((version, request, *status, b"", b""))
 
     def close(self) -> None:
-        """Nobody is admitted any more."""
+        """Close the socket; nobody is admitted any more."""
         self.socket.close()
 
 
 def gone_peers(port: int) -> str:
-    """With whom connections to our `port` ended a moment ago, as the kernel remembers them; empty if with nobody."""
+    """Return the addresses whose connections to our `port` ended a moment ago, as the kernel remembers them; empty if
+    there is none.
+    """
     found: dict[str, None] = {}
     for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
         try:

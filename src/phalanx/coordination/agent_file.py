@@ -22,14 +22,14 @@ _MAX_BYTES = 4096
 
 @dataclass(frozen=True)
 class LostHost:
-    """Ranks (numbers in the job) of which nothing will be heard any more."""
+    """Nothing will be heard of these ranks (numbers in the job) any more, because their host is lost."""
 
     ranks: tuple[int, ...]
     reason: str
 
 
 def create_agent_file(address: str, key: str, relay: str = "") -> tuple[int, str]:
-    """Return a descriptor of such a file, and what PHALANX_STORE says.
+    """Return a descriptor of a new agent file, and the value of PHALANX_STORE that leads to it.
 
     Where `address` is a path the store needs no `key`; but workers of other hosts (`phalanx.rpc`) ask for it. `relay`
     is a path at which this process hands on what is sent to the store.
@@ -66,7 +66,7 @@ def tell_lost(fd: int, lost: LostHost) -> None:
 
 
 def read_lost(fd: int) -> LostHost | None:
-    """Return what was told of a lost host, if it was."""
+    """Return the host that the agent has reported as lost; None if there is none."""
     data = os.pread(fd, _MAX_BYTES, _LOST_AT)
     if not data:
         return None
@@ -75,12 +75,12 @@ def read_lost(fd: int) -> LostHost | None:
 
 
 def describe_loss(host: str, why: str) -> str:
-    """Why ranks are gone, as a rank's error says it."""
+    """Return why the ranks of a host are gone, in the words of a rank's error."""
     return f"its host, {host}, is lost: {why}"
 
 
 def _spans(ranks: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Return the runs of numbers, so that a thousand ranks find room."""
+    """Return ranks as runs (first, last), so that a thousand ranks fit in the file."""
     spans: list[tuple[int, int]] = []
     for rank in sorted(ranks):
         if spans and spans[-1][1] == rank - 1:

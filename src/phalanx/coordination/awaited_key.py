@@ -13,12 +13,12 @@ from phalanx.errors import CoordinationError
 
 
 class AwaitedKey:
-    """The value of `key` in `store`, which may come later. As a context manager it is given up on exit.
+    """An `AwaitedKey` waits for the value of `key` in `store`. As a context manager it stops waiting on exit.
 
     Arguments:
         is_told: whether the store is to tell. If not, or if it cannot, it is asked at each look.
 
-    Cost: one request in all at the job's coordinator, however long it takes; one for each look at other stores.
+    Cost: at the job's coordinator one request in all, however long it takes; at other stores one request for each look.
 
     Raises:
         RuntimeError: whoever keeps the store has gone, as torch's stores say it. Each method may.
@@ -28,14 +28,14 @@ class AwaitedKey:
         self._store = store
         self._key = key
         self._value: bytes | None = None
-        self._pending: Any = None  # what the store has promised, while it has
+        self._pending: Any = None  # the store's promise to tell, as long as there is one
         base = base_of(store)
         if is_told and hasattr(base, "begin_get"):
             with _in_torchs_words():
                 self._pending = base.begin_get(base.name_through(store, key))
 
     def has_come(self) -> bool:
-        """Whether the value is there; does not wait."""
+        """Return whether the value is there, without waiting for it."""
         if self._pending is None:
             return self._value is not None or self._store.check([self._key])
         with _in_torchs_words():
@@ -43,7 +43,7 @@ class AwaitedKey:
         return self._value is not None
 
     def wait(self, wait_s: float, pause_s: float) -> None:
-        """Wait for the value, for so long at most; where the store does not tell, pause before the next look."""
+        """Wait for the value at most `wait_s`; if the store does not tell, sleep for `pause_s` before the next look."""
         if self._pending is None:
             time.sleep(pause_s)
         else:
@@ -51,7 +51,7 @@ class AwaitedKey:
                 self._keep(self._pending.wait(wait_s))
 
     def get(self) -> bytes:
-        """Return the value, which has come."""
+        """Return the value, which must have come."""
         return self._store.get(self._key) if self._value is None else self._value
 
     def _keep(self, value: bytes | None) -> None:
@@ -60,7 +60,7 @@ class AwaitedKey:
             self.stop_waiting()
 
     def stop_waiting(self) -> None:
-        """Have the store tell nothing any more: from now on it is asked at each look."""
+        """Tell the store not to tell any more: from now on it is asked at each look."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.cancel()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-FAILURES = 64  # a host that begins again and again, and one with many ranks and another key, fail less often
+FAILURES = 64  # hosts that start again and again, and hosts of many ranks with another key, fail less often than that
 _WITHIN_S = 10.0
 BLOCKED_S = 10.0
 _MOST_BLOCKED = 512  # the kernel compares each packet with all of them
@@ -17,11 +17,14 @@ _MOST_KNOWN = 4096
 
 
 class BlockedNetworks:
-    """Who has failed how often of late, who is blocked, and from where members have come, who never are."""
+    """`BlockedNetworks` counts recent failures by network, and blocks networks; one from which a member has come is
+    never blocked.
+    """
 
     def __init__(self) -> None:
-        self._failures: OrderedDict[str, tuple[float, int]] = OrderedDict()  # since when, and how often
-        self._blocked: OrderedDict[str, float] = OrderedDict()  # until when
+        # by network: when its first failure was, and how many there were
+        self._failures: OrderedDict[str, tuple[float, int]] = OrderedDict()
+        self._blocked: OrderedDict[str, float] = OrderedDict()  # by network: when it is blocked until
         self._members: OrderedDict[str, None] = OrderedDict()
 
     def __len__(self) -> int:
@@ -29,11 +32,11 @@ class BlockedNetworks:
 
     @property
     def networks(self) -> list[str]:
-        """The networks that are blocked."""
+        """Return the networks that are blocked."""
         return list(self._blocked)
 
     def note_member(self, network: str) -> None:
-        """Note that somebody with the key has come from there."""
+        """Note that a process with the key has come from this network."""
         self._failures.pop(network, None)
         self._members[network] = None
         self._members.move_to_end(network)
@@ -41,7 +44,7 @@ class BlockedNetworks:
             self._members.popitem(last=False)
 
     def note_failure(self, network: str, now: float) -> bool:
-        """Note that a connection from there has failed; return whether that network is blocked from now on."""
+        """Note that a connection from this network has failed; return whether the network is blocked from now on."""
         if network in self._members or network in self._blocked:
             return False
         since, number = self._failures.pop(network, (now, 0))
@@ -58,7 +61,7 @@ class BlockedNetworks:
         return True
 
     def expire(self, now: float) -> bool:
-        """Let go of those that have been blocked long enough; return whether there were any."""
+        """Unblock the networks that have been blocked long enough; return whether there were any."""
         before = len(self._blocked)
         while self._blocked and next(iter(self._blocked.values())) <= now:
             self._blocked.popitem(last=False)

@@ -20,11 +20,11 @@ from phalanx.deadline import Deadline
 from phalanx.errors import DeadlineError
 
 _BUSY_PAUSE_S, _TRY_S = 0.005, 5.0
-_MAX_PART = 4096  # fields of one request
+_MAX_PART = 4096  # the number of fields that one request may have
 
 
 class Client(MemberConnection):
-    """The calls of a connection to the coordinator. Any number of threads may make them.
+    """A `Client` makes requests of the coordinator over its connection. Any number of threads may call it.
 
     Arguments and errors of the construction are those of `Connection`.
     """
@@ -38,11 +38,11 @@ class Client(MemberConnection):
     # Keys and values, as c10d's Store has them.
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Let `key` have `value`."""
+        """Set the value of `key`."""
         self._call(Op.SET, _name(key), _bytes(value))
 
     def get(self, key: str, timeout: Timeout = None) -> bytes:
-        """Return the value of `key`; waits until it is there."""
+        """Wait until `key` is there, and return its value."""
         return self._call(Op.GET, _name(key), deadline=self._deadline(timeout), waits_for=(key,))[0]
 
     def begin_get(self, key: str) -> PendingGet:
@@ -50,26 +50,29 @@ class Client(MemberConnection):
         return PendingGet(self, self._begin(Op.GET, _name(key), deadline=self._deadline(None)))
 
     def add(self, key: str, amount: int) -> int:
-        """Add to the number at `key`, zero if it is not there; the sum."""
+        """Add to the number at `key`, which is zero if it is not there, and return the sum."""
         return int(self._call(Op.ADD, _name(key), pack_number(amount))[0])
 
     def add_item(self, counter: str, prefix: str, value: str | bytes) -> int:
-        """Add one to the number at `counter`, and let the key of `prefix` and that number have `value`: at once.
+        """Add one to the number at `counter`, and set the value of the key that is made of `prefix` and that number, in
+        one request.
 
         Return the number as it was before; the first is zero.
         """
         return int(self._call(Op.ADD_ITEMS, _name(counter), _name(prefix), _bytes(value))[0])
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """Let `key` have `desired` if it has `expected`, or is not there and nothing is expected; its value then."""
+        """Set `key` to `desired` if its value is `expected`, or if it is not there and `expected` is empty; return its
+        value then.
+        """
         return self._call(Op.COMPARE_SET, _name(key), _bytes(expected), _bytes(desired))[0]
 
     def append(self, key: str, value: str | bytes) -> None:
-        """Let the value of `key` end with `value`."""
+        """Append `value` to the value of `key`."""
         self._call(Op.APPEND, _name(key), _bytes(value))
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all of `keys` are there."""
+        """Return whether all of `keys` are there."""
         return all(self._call(Op.CHECK, *part)[0] == b"1" for part in _parts([_name(key) for key in keys], 1))
 
     def wait(self, keys: Sequence[str], timeout: Timeout = None) -> None:
@@ -79,15 +82,15 @@ class Client(MemberConnection):
             self._call(Op.WAIT, *part, deadline=deadline, waits_for=keys)
 
     def delete_key(self, key: str) -> bool:
-        """Whether it was there."""
+        """Delete `key`, and return whether it was there."""
         return self._call(Op.DELETE, _name(key))[0] == b"1"
 
     def num_keys(self) -> int:
-        """How many keys there are."""
+        """Return how many keys there are."""
         return int(self._call(Op.NUM_KEYS)[0])
 
     def multi_get(self, keys: Sequence[str], timeout: Timeout = None) -> list[bytes]:
-        """Return the values of `keys`; waits until all are there."""
+        """Wait until all of `keys` are there, and return their values."""
         deadline = self._deadline(timeout)
         values: list[bytes] = []
         for part in _parts([_name(key) for key in keys], 1):
@@ -98,7 +101,7 @@ class Client(MemberConnection):
         return values
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        """Let each key have its value."""
+        """Set the value of each key."""
         if len(keys) != len(values):
             raise ValueError(f"multi_set: {len(keys)} keys, and {len(values)} values")
         fields = [part for key, value in zip(keys, values, strict=True) for part in (_name(key), _bytes(value))]
@@ -125,7 +128,7 @@ class Client(MemberConnection):
         return found[0] if found else None
 
     def queue_len(self, key: str) -> int:
-        """How many items are in the queue `key`."""
+        """Return how many items are in the queue `key`."""
         return int(self._call(Op.QUEUE_LEN, _name(key))[0])
 
     def list_keys(self, prefix: str = "") -> list[str]:
@@ -133,17 +136,17 @@ class Client(MemberConnection):
         return [key.decode() for key in self._call(Op.LIST_KEYS, _name(prefix))]
 
     def delete_prefix(self, prefix: str) -> int:
-        """Delete the keys that start with `prefix`; how many they were."""
+        """Delete the keys that start with `prefix`, and return how many they were."""
         return int(self._call(Op.DELETE_PREFIX, _name(prefix))[0])
 
     # Membership.
 
     def expel(self, member: int, why: str) -> None:
-        """Count another member out: it is lost, as far as all are told."""
+        """Remove another member from the job: all members are told that it is lost."""
         self._call(Op.LEAVE, pack_number(member), why.encode())
 
     def members(self) -> dict[int, dict[str, Any]]:
-        """Return the facts of all that are members now, by number."""
+        """Return the facts of all current members, by number."""
         found: dict[int, dict[str, Any]] = {}
         start = 0
         while page := self._call(Op.MEMBERS, pack_number(start)):
@@ -152,7 +155,7 @@ class Client(MemberConnection):
         return found
 
     def post(self, to: int, body: bytes, timeout: Timeout = None) -> None:
-        """Send a message to a member, or with -1 to all others. Waits while what it got before is not taken.
+        """Send a message to a member, or with -1 to all others. It waits while the receiver's outbox is full.
 
         Raises:
             ValueError: there is no such member (any more).
@@ -169,11 +172,11 @@ class Client(MemberConnection):
             time.sleep(min(_BUSY_PAUSE_S, deadline.left_s))
 
     def report(self, kind: str, body: bytes) -> None:
-        """Hand in a report (a failure, a flight record) for whoever asks."""
+        """Hand in a report (a failure, a flight record), which others can ask for."""
         self._call(Op.REPORT, kind.encode(), body)
 
     def reports(self, kind: str) -> list[tuple[int, bytes]]:
-        """All reports of a kind, with the member that handed it in."""
+        """Return all reports of a kind, each with the number of the member that handed it in."""
         found: list[tuple[int, bytes]] = []
         while page := self._call(Op.REPORTS, kind.encode(), pack_number(len(found))):
             found += ((int(number), body) for number, body in zip(page[::2], page[1::2], strict=True))
@@ -181,7 +184,8 @@ class Client(MemberConnection):
 
 
 class PendingGet:
-    """A `get` that waits in the coordinator while its caller does something else, and looks at it from time to time.
+    """A `PendingGet` is a `get` that waits in the coordinator while its caller does something else and looks from time
+    to time.
 
     It must be ended by `cancel`, whether the value has come or not.
     """
@@ -191,7 +195,7 @@ class PendingGet:
         self._call: PendingCall | None = call
 
     def look(self) -> bytes | None:
-        """Return the value, or None if it is not there yet. It takes a millisecond at most.
+        """Return the value, or None if it is not there yet. It takes at most a millisecond.
 
         Raises:
             CoordinationError: the connection has failed.
@@ -212,7 +216,7 @@ class PendingGet:
         return self._call.result(self._client._where)[0] if self._call.is_over else None
 
     def cancel(self) -> None:
-        """Ask no more. A second call does nothing."""
+        """Stop asking. A second call does nothing."""
         call, self._call = self._call, None
         if call is not None:
             self._client._end(call)
@@ -233,7 +237,9 @@ def _bytes(value: str | bytes) -> bytes:
 
 
 def _parts(fields: list[bytes], step: int) -> Iterator[list[bytes]]:
-    """Fields in groups of `step`, as many as one request may have; none at all is one part, too."""
+    """Yield the fields in parts that fit in one request, and split only after `step` fields; without fields, one empty
+    part.
+    """
     part: list[bytes] = []
     size = 0
     for at in range(0, len(fields), step):

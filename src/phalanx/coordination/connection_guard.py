@@ -30,13 +30,13 @@ from phalanx.packet_filter import attach, drop_from
 
 HANDSHAKE_S = 5.0
 PIECE_BYTES = 1 << 14  # the most that ZeroMQ gives memory for at once, before it knows for whom
-_CURVE_BYTES = 64  # what encryption adds to a piece, at most
+_CURVE_BYTES = 64  # encryption adds at most so much to a piece
 _EVENT_BYTES = 6
 _MAX_OPEN_FILES = 1 << 16
 _SITE_BITS = 64  # the part of an address of IPv6 that whoever has a network there cannot choose
-_ROUND_EVENTS = 256  # that are read before members are heard again
-_CROWDS = 8  # times as many may be young in all, where no address has more than that
-_READ_S = 1.0  # between two readings of the kernel's table, which may be long
+_ROUND_EVENTS = 256  # so many events are read before members are heard again
+_CROWDS = 8  # if no address has many young connections, so many times more may be young in all
+_READ_S = 1.0  # the pause between two readings of the kernel's table, which may be long
 
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -46,7 +46,7 @@ class _Peer(NamedTuple):
 
     place: tuple[str, int]
     network: str
-    is_own: bool  # an address of this host, which is never blocked
+    is_own: bool  # whether it is an address of this host, which is never blocked
 
 
 class ConnectionGuard:
@@ -82,17 +82,17 @@ class ConnectionGuard:
 
     @property
     def num_open(self) -> int:
-        """The number of connections that are open, authenticated or not yet."""
+        """Return the number of connections that are open, authenticated or not yet."""
         return len(self._peers)
 
     @property
     def num_young(self) -> int:
-        """The number of connections over which no message has come yet."""
+        """Return the number of connections over which no message has come yet."""
         return len(self._young)
 
     @property
     def is_watching(self) -> bool:
-        """Whether `read_events` is due now and then, although nothing has come."""
+        """Whether `read_events` must be called from time to time although nothing has come."""
         return bool(len(self._young) or len(self._blocked))
 
     def admit(self, frame: zmq.Frame) -> None:
@@ -128,7 +128,8 @@ class ConnectionGuard:
             if event == zmq.EVENT_ACCEPTED:
                 self._accept(value, now)
             elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
-                self._failed = True  # of the connection that ends next: one thread of ZeroMQ does both
+                # the next connection that ends is the failed one: one thread of ZeroMQ reports both
+                self._failed = True
             elif event == zmq.EVENT_DISCONNECTED:
                 peer = self._peers.pop(value, None)
                 if self._failed:
@@ -148,7 +149,7 @@ class ConnectionGuard:
             fd = self._young.choose()
             peer = self._peers.pop(fd)
             self._young.discard(fd)
-            assert peer is not None  # of others we don't know that they are young
+            assert peer is not None  # a connection whose end is unknown is not known to be young
             self._close(fd, peer)
             if is_full and not is_crowded:
                 self._complaints.add(
@@ -161,7 +162,9 @@ class ConnectionGuard:
             self._note_failure(peer, now)
 
     def _note_failure(self, peer: _Peer | None, now: float) -> None:
-        """Note that a connection has ended over which no message has come; keep out where many of them come from."""
+        """Note that a connection has ended over which no message has come; block a network from which many of them
+        come.
+        """
         if peer is None or peer.is_own or not self._blocked.note_failure(peer.network, now):
             return
         self._filter()
@@ -236,7 +239,7 @@ def _find_peer(fd: int, *, takes_all: bool = False) -> _Peer | None:
 
     With `takes_all` it is freed from the filter that it has from the socket that listens.
     """
-    try:  # with a family and a kind Python asks the kernel for neither; the answers have those that are right
+    try:  # given a family and a kind Python asks the kernel for neither; the answers below have the right ones
         connection = socket.socket(socket.AF_INET6, socket.SOCK_STREAM, socket.IPPROTO_TCP, fileno=fd)
     except OSError:  # it has gone
         return None
@@ -269,5 +272,5 @@ def _classify(host: str, own: str) -> tuple[str, bool]:
 
 
 def _plain(address: _Address) -> _Address:
-    """Return an IPv4 address that is written as one of IPv6 as what it is."""
+    """Return an IPv4 address in its own form if it is written as one of IPv6; others as they are."""
     return (isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped) or address

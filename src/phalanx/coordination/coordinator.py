@@ -34,37 +34,38 @@ from phalanx.coordination.wire import (
 from phalanx.diagnostics.printable import printable
 from phalanx.loss_detection import MEMBER_TIMEOUT_S, heartbeat_s
 
-MAX_WAITING_BYTES = 8 * OUTBOX_BYTES  # for one member, of events that nobody was asked about: who joined, who went
+# so much may wait for one member of events that it did not ask for (members that join and leave)
+MAX_WAITING_BYTES = 8 * OUTBOX_BYTES
 MAX_SESSIONS = 1 << 16
 MAX_ROUTE_BYTES = 64
-FORGOTTEN_AFTER_S = 600.0  # a session that is silent, waits for nothing and is no member
+FORGOTTEN_AFTER_S = 600.0  # a session that is silent for so long, waits for nothing and is no member, is forgotten
 UNPARKED_AFTER_S = 60.0  # a client that waits says so every few seconds
 SWEEP_EVERY_S = 5.0
-MAX_OUTGOING_BYTES = 4 * MAX_VALUE_BYTES  # that a client has asked for and not read
+MAX_OUTGOING_BYTES = 4 * MAX_VALUE_BYTES  # so much may wait for a client that does not read its answers
 _PAGE_BYTES = 4 << 20
-_STATUS_AT = 2  # in an answer
+_STATUS_AT = 2  # the index of the status in an answer
 
 _CHANGES = frozenset({
     Op.SET, Op.ADD, Op.COMPARE_SET, Op.APPEND, Op.DELETE, Op.MULTI_SET, Op.QUEUE_PUSH, Op.QUEUE_POP, Op.DELETE_PREFIX,
     Op.JOIN, Op.LEAVE, Op.POST, Op.REPORT, Op.BARRIER, Op.ADD_ITEMS,
 })  # fmt: skip
 
-# Those that look at everything: one in a frame, so that the next member's turn comes.
+# Requests that look at the whole state: a frame may have one of them, so that the next member's turn comes.
 _LONG = frozenset({Op.LIST_KEYS, Op.DELETE_PREFIX, Op.MEMBERS, Op.REPORTS})
 
 
 class Coordinator(StoreRequests):
-    """The state of one job."""
+    """A `Coordinator` has the state of one job."""
 
     def __init__(self, *, job: str = "", lost_after_s: float = MEMBER_TIMEOUT_S, max_bytes: int = 1 << 30) -> None:
         super().__init__(KeyValueStore(max_bytes))
         self.job = job
-        self.epoch = os.urandom(8)  # that tells this coordinator from one that was here before
+        self.epoch = os.urandom(8)  # it tells this coordinator from one that was here before
         self.members = Membership(lost_after_s)
         self.reports = Reports()
         self.sessions: dict[Route, Session] = {}
         self.num_malformed = 0
-        self._swept_at = -math.inf  # when the sessions were looked through
+        self._swept_at = -math.inf  # when the sessions were last looked through
         self._handlers: dict[int, Callable[[Session, Message], Answer | None]] = {
             Op.HELLO: self._hello, Op.SET: self._set, Op.GET: self._get, Op.ADD: self._add,
             Op.COMPARE_SET: self._compare_set, Op.APPEND: self._append, Op.CHECK: self._check, Op.WAIT: self._wait,
@@ -77,7 +78,7 @@ class Coordinator(StoreRequests):
         }  # fmt: skip
 
     def handle(self, route: Route, frame: bytes, now: float) -> bool:
-        """Do what a frame asks for; False: it is not one of ours, or not all of it."""
+        """Do what a frame asks for; return False if it is malformed, wholly or in part."""
         session = self.sessions.get(route)
         if session is None:
             if len(self.sessions) >= MAX_SESSIONS:
@@ -87,7 +88,7 @@ class Coordinator(StoreRequests):
         if session.member is not None:
             self.members.hear(session.member, now)
         try:
-            messages = unpack(frame, MAX_FIELDS)  # of many that are empty a frame holds millions
+            messages = unpack(frame, MAX_FIELDS)  # a frame may hold millions of empty messages
         except WireError:
             self.num_malformed += 1
             return False
@@ -103,7 +104,7 @@ class Coordinator(StoreRequests):
         return fine
 
     def _handle_relay(self, relay: Route, messages: list[Message], now: float) -> bool:
-        """Do what the processes of a relay's host ask for, each as a session of its own."""
+        """Do what the processes of a relay's host ask for; each of them has a session of its own."""
         if isinstance(relay, Relayed):
             self.num_malformed += 1
             return False
@@ -165,7 +166,7 @@ class Coordinator(StoreRequests):
         return fine
 
     def tick(self, now: float) -> list[str]:
-        """Let time pass: who is lost, which sessions are over. Lines for a person."""
+        """Let time pass: find members that are lost, and end sessions that are over. Return lines for a person."""
         said = []
         for member in self.members.silent(now):
             silence_s = now - member.heard_at
@@ -199,8 +200,9 @@ class Coordinator(StoreRequests):
         del self.sessions[session.route]
 
     def forgive(self, pause_s: float, now: float) -> None:
-        """Nobody could be heard for so long, because the coordinator did not listen: no member is lost by that, and no
-        session forgets what it has done already for a client that asks again."""
+        """Note that nobody could be heard for a while because the coordinator did not listen: no member is lost by
+        that, and every session keeps what it has already done for a client that asks again.
+        """
         self.members.forgive(pause_s, now)
         for session in self.sessions.values():
             session.heard_at = min(now, session.heard_at + pause_s)
@@ -210,7 +212,7 @@ class Coordinator(StoreRequests):
         return f"{self.members.lost_after_s:g} s"
 
     def lose(self, member: Member, why: str) -> str:
-        """Count a member out; the others, and it, are told why. A line for a person."""
+        """Declare a member lost, and tell the others and itself why. Return a line for a person."""
         self.journal.add(Kind.LOSE, None, member.id, why.encode())
         return self._lose(member, why)
 
@@ -225,13 +227,13 @@ class Coordinator(StoreRequests):
         return f"member {member.id} ({self.name_of(member)}) is lost: {why}"
 
     def who(self, route: Route) -> str:
-        """Return what a person calls whoever is behind `route`."""
+        """Return what messages to a person call the client behind `route`."""
         session = self.sessions.get(route)
         member = session.member if session is not None else None
         return "somebody who knows the key" if member is None else f"member {member.id} ({self.name_of(member)})"
 
     def name_of(self, member: Member) -> str:
-        """Return what a person calls it: its host, where it has told one."""
+        """Return what messages to a person call a member: by its host, if it has told one."""
         try:
             facts = json.loads(member.facts)
             name = str(facts.get("host") or f"member {member.id}")[:200]

@@ -22,10 +22,10 @@ class Event:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What a member that joined has told of itself."""
+        """Return the facts that a member which joined has told of itself."""
         return dict(json.loads(self.body))
 
     @property
     def why(self) -> str:
-        """Why a member has gone."""
+        """Return why a member has left or is lost."""
         return self.body.decode(errors="replace")

@@ -11,7 +11,7 @@ _EVENT_BYTES, _TELL_BYTES = 100, 1 << 20
 
 
 class EventInbox:
-    """Each event once and in order, with a descriptor that is readable while there are some.
+    """An `EventInbox` returns each event once and in order, and has a descriptor that is readable while there are some.
 
     Not for several threads at once: the connection's lock guards it.
     """
@@ -20,19 +20,21 @@ class EventInbox:
         self._events: deque[Event] = deque()
         self._wakeup = Wakeup()
         self.last = 0  # the number of the last event that has come
-        self.taken = 0  # and of the last one that was taken: the coordinator need not keep it
-        self._untold_bytes = 0  # of what was taken since the coordinator was told
+        self.taken = 0  # the number of the last event that was taken, which the coordinator need not keep
+        self._untold_bytes = 0  # how much was taken since the coordinator was last told
 
     def fileno(self) -> int:
         """Return a descriptor that is readable while there are events to take."""
         return self._wakeup.fileno()
 
     def restart(self) -> None:
-        """Begin to count anew: this process has joined (again)."""
+        """Start counting again: this process has joined, perhaps for the second time."""
         self.last = self.taken = self._untold_bytes = 0
 
     def receive(self, number: int, event: Event) -> None:
-        """Event `number` has come. One that was sent twice, or before one that is missing, is sent again: dropped."""
+        """Keep event `number` if it is the next one. One that was sent twice is dropped, and so is one before which
+        another is missing: it is sent again.
+        """
         if number == self.last + 1:
             self.last = number
             self.put(event)
@@ -43,7 +45,7 @@ class EventInbox:
         self._wakeup.ring()
 
     def take(self) -> list[Event]:
-        """Return what has come since the last call."""
+        """Return the events that have come since the last call."""
         events = list(self._events)
         self._events.clear()
         self.taken = self.last
@@ -57,9 +59,9 @@ class EventInbox:
         return self._untold_bytes > _TELL_BYTES
 
     def told(self) -> None:
-        """Note that the coordinator has been sent `taken`."""
+        """Note that the coordinator was told the value of `taken`."""
         self._untold_bytes = 0
 
     def close(self) -> None:
-        """Let go of the descriptor; a second call does nothing."""
+        """Close the descriptor; a second call does nothing."""
         self._wakeup.close()

@@ -19,14 +19,14 @@ from phalanx.coordination.key_value import RefusedError
 from phalanx.coordination.session import Answer, Session
 from phalanx.coordination.wire import MAX_MESSAGES, Status, pack, pack_number
 
-STALLED_S = 1.0  # that answers are held up by a standby before its coordinator is told
-_MOST_STREAMS = 16  # of which a job needs two at a time
-_PART_BYTES = 1 << 20  # of entries that travel together, or one
+STALLED_S = 1.0  # its coordinator is told when a standby holds answers up for so long
+_MOST_STREAMS = 16  # the most standbys that may follow; a job needs two at a time
+_PART_BYTES = 1 << 20  # entries travel together up to so many bytes, or one that is larger
 
 
 @dataclass
 class _Stream:
-    """The way to one standby: `sent` messages have gone there, and it has all up to batch `acknowledged`."""
+    """One standby: `sent` messages have gone to it, and it has everything up to batch `acknowledged`."""
 
     session: Session
     sent: int = 0
@@ -34,7 +34,9 @@ class _Stream:
 
 
 class Followers:
-    """Who follows, what each has, and what is held back. `required` and `leader` may be set by another thread.
+    """`Followers` knows the standbys, what each of them has, and which answers are held back for them.
+
+    Another thread may set `required` and `leader`.
 
     required: tickets of the standbys without which nothing is answered.
     leader: the member whose answers are never held back.
@@ -49,7 +51,7 @@ class Followers:
         self._batch = 0
         self._held: deque[tuple[int, Session, list[Answer]]] = deque()
         self._held_since = 0.0
-        self._told: set[bytes] = set()  # of whom it was said that they hold answers up
+        self._told: set[bytes] = set()  # the tickets of which `on_stalled` was told
 
     @property
     def is_active(self) -> bool:
@@ -57,7 +59,7 @@ class Followers:
         return bool(self._streams or self.required or self._held)
 
     def begin(self, ticket: bytes, session: Session, state: Sequence[Entry]) -> list[Answer]:
-        """Let a standby follow; return the messages that tell it the whole state.
+        """Let a standby follow; return the messages that send it the whole state.
 
         Raises:
             RefusedError: as many follow as may.
@@ -68,7 +70,7 @@ class Followers:
         return self._pack(stream, state)
 
     def cut(self, entries: Sequence[Entry]) -> Iterator[tuple[Session, list[Answer]]]:
-        """Begin another batch, of what has changed; yield what is to be sent to whom."""
+        """Begin another batch with the changes `entries`; yield each session with the messages to send to it."""
         if entries:
             self._batch += 1
             for stream in self._streams.values():
@@ -92,14 +94,16 @@ class Followers:
         return messages
 
     def acknowledge(self, ticket: bytes, session: Session, batch: int) -> None:
-        """Hear that a standby has all up to this batch."""
+        """Note that a standby has everything up to this batch."""
         stream = self._streams.get(ticket)
         if stream is not None and stream.session is session:
             stream.acknowledged = max(stream.acknowledged, min(batch, self._batch))
             self._told.discard(ticket)
 
     def lose(self, session: Session) -> bool:
-        """Hear that nothing can be delivered to this client: if it is a standby, it follows no more; return whether."""
+        """Note that nothing can be delivered to this client; if it is a standby it stops following. Return whether it
+        was one.
+        """
         lost = [ticket for ticket, stream in self._streams.items() if stream.session is session]
         for ticket in lost:
             del self._streams[ticket]
@@ -113,17 +117,19 @@ class Followers:
         return bool(self._streams)
 
     def follows(self, session: Session) -> bool:
-        """Whether this client is a standby."""
+        """Return whether this client is a standby."""
         return any(stream.session is session for stream in self._streams.values())
 
     @property
     def _common(self) -> int:
-        """The batch up to which all required standbys have everything."""
+        """Return the batch up to which all required standbys have everything."""
         streams = [self._streams.get(ticket) for ticket in self.required]
         return min((-1 if each is None else each.acknowledged for each in streams), default=self._batch)
 
     def hold(self, session: Session, answers: list[Answer]) -> bool:
-        """Hold answers back, if they may tell of what a required standby does not have yet."""
+        """Hold answers back if they may depend on changes that a required standby does not have yet; return whether
+        they are held.
+        """
         if self._common >= self._batch and not self._held:
             return False
         member = session.member
@@ -135,7 +141,7 @@ class Followers:
         return True
 
     def release(self) -> Iterator[tuple[Session, list[Answer]]]:
-        """Yield what need not be held back any more."""
+        """Yield the answers that need not be held back any more."""
         common = self._common
         while self._held and self._held[0][0] <= common:
             _, session, answers = self._held.popleft()
@@ -143,7 +149,7 @@ class Followers:
             yield session, answers
 
     def look(self, now: float) -> None:
-        """Let time pass: tell of standbys that hold answers up for too long."""
+        """Let time pass: report the standbys that hold answers up for too long."""
         if self._held and now - self._held_since > STALLED_S:
             common = self._common
             for ticket in self.required:

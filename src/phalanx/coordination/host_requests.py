@@ -35,12 +35,12 @@ from phalanx.coordination.wire import (
     unpack_number,
 )
 
-OWN = b""  # the route of what is asked for several ranks
+OWN = b""  # the route of requests that are made for several ranks
 KEPT_S = 60.0
 _MAX_KEPT = 8  # values that never change
-_MAX_ANSWERED = 1024  # additions whose answers are remembered, for a rank that asks again
-_MAX_ITEMS_BYTES = 1 << 20  # that go together
-_ITEM_BYTES = 64  # that each of them counts at least: a message has room for 65,535 fields
+_MAX_ANSWERED = 1024  # so many answered additions are remembered, for a rank that asks again
+_MAX_ITEMS_BYTES = 1 << 20  # so many bytes of items go in one message
+_ITEM_BYTES = 64  # each item counts for at least so much, since a message has room for 65,535 fields
 _ONCE = WRITE_ONCE.encode()
 _SHARED = frozenset({Op.HELLO, Op.GET, Op.WAIT, Op.CHECK, Op.COMPARE_SET, Op.ADD_ITEMS, Op.CANCEL})
 
@@ -50,14 +50,15 @@ Caller = tuple[bytes, int]  # the route of a rank, and the number of its request
 
 @dataclass
 class _Question:
-    """What is asked of the coordinator, once for all `callers`."""
+    """A question to the coordinator, which is asked once for all `callers`."""
 
-    words: Words  # what tells it from others
+    words: Words  # questions with the same words are one question
     what: int
     fields: list[bytes]
-    callers: dict[Caller, tuple[int, int]] = field(default_factory=dict)  # what each asked; the place of its items
+    callers: dict[Caller, tuple[int, int]] = field(default_factory=dict)  # by caller: the places of its items
     number: int = 0
-    is_sent: bool = False  # it was, at least once: what is asked with it may be done, and who comes now comes later
+    # whether it was sent at least once: then it may have been done, and a new caller needs another question
+    is_sent: bool = False
     is_to_be_sent: bool = True
     asked_at: float = 0.0
     num_asked: int = 0
@@ -65,30 +66,32 @@ class _Question:
 
 
 class HostRequests:
-    """The requests of a host's processes, from the moment when they come to that in which they are answered.
+    """`HostRequests` keeps the requests of a host's processes until they are answered.
 
     `take` and `hear` tell what has come; `take_outgoing` and `take_answers` return what is to be sent.
     """
 
     def __init__(self) -> None:
         self._outgoing: list[tuple[bytes, bytes]] = []
-        self._to_ask: list[_Question] = []  # with the next that goes out
+        self._to_ask: list[_Question] = []  # questions that go out with the next message
         self._answers: list[tuple[bytes, bytes]] = []
         self._number = 1
-        self._hello: list[bytes] = []  # what the coordinator says to whoever says hello
+        self._hello: list[bytes] = []  # the coordinator's answer to a hello
         self._under_way: dict[int, _Question] = {}  # by number
-        self._current: dict[Words, _Question] = {}  # of those under way, the one that was sent last
-        self._next: dict[Words, _Question] = {}  # that are sent when the current one is answered
+        self._current: dict[Words, _Question] = {}  # the questions under way that were sent last, by their words
+        # questions that are sent when the current one of the same words is answered
+        self._next: dict[Words, _Question] = {}
         self._callers: dict[Caller, _Question] = {}
         self._answered: OrderedDict[Caller, bytes] = OrderedDict()
-        self._kept: OrderedDict[bytes, tuple[float, bytes]] = OrderedDict()  # since when; the value
+        # by key: since when it is kept, and its value
+        self._kept: OrderedDict[bytes, tuple[float, bytes]] = OrderedDict()
         # A connection that says nothing is a stranger's: ranks come only when they have imported torch.
         self._outgoing.append((OWN, pack(Op.HELLO, self._number, pack_number(VERSION))))
 
     # What comes from the ranks.
 
     def take(self, route: bytes, frame: bytes) -> None:
-        """Take a frame of the process behind `route`."""
+        """Accept a frame from the process behind `route`."""
         try:
             messages = unpack(frame)
         except WireError:
@@ -101,12 +104,12 @@ class HostRequests:
             self._outgoing.append((route, b"".join(pack(what, number, *fields) for what, number, fields in rest)))
 
     def _share(self, route: bytes, message: Message) -> bool:
-        """Answer a request here, or ask it for several; False if it is to be asked in the rank's own name."""
+        """Answer a request here, or share it among ranks; return False if it must go out in the rank's own name."""
         what, number, fields = message
         caller = route, number
         if what == Op.CANCEL:
             return len(fields) == 1 and self._cancel(route, fields[0])
-        if caller in self._callers:  # it is asked again
+        if caller in self._callers:  # the rank has repeated it
             self._answer(caller, pack(Status.PARKED, number))
         elif what == Op.HELLO:
             if not self._hello or fields != [pack_number(VERSION)]:
@@ -123,7 +126,7 @@ class HostRequests:
                 self._ask(caller, (int(what), *fields), what, fields)
         elif what == Op.COMPARE_SET:
             if len(fields) != 3 or fields[1] != fields[2]:
-                return False  # who changes something does it in its own name
+                return False  # a rank that changes something does it in its own name
             self._ask(caller, (int(what), *fields), what, fields)
         else:
             return self._add_items(caller, fields)
@@ -158,7 +161,7 @@ class HostRequests:
         return True
 
     def _ask(self, caller: Caller, words: Words, what: int, fields: list[bytes], *, asked: int | None = None) -> None:
-        """Ask for the caller: with the question of these words that is about to be asked, or with the next."""
+        """Add the caller to the question with these words that is about to be sent, or to the next one."""
         current = self._current.get(words)
         question = self._next.get(words) if current is not None and current.is_sent else current
         if question is None:
@@ -181,7 +184,7 @@ class HostRequests:
         self._to_ask.append(question)
 
     def _cancel(self, route: bytes, number: bytes) -> bool:
-        """Whether the request was one of those that are asked here: it is forgotten."""
+        """Forget a request if it is one that was shared here; return whether it was."""
         try:
             question = self._callers.pop((route, unpack_number(number)), None)
         except WireError:
@@ -195,7 +198,7 @@ class HostRequests:
         return True
 
     def ask_again(self, now: float) -> None:
-        """Ask again what was not answered for some time, and forget what was kept for long."""
+        """Repeat questions that were not answered for some time, and forget values that were kept for long."""
         for question in self._under_way.values():
             if not question.is_to_be_sent and now - question.asked_at >= resend_after(question.num_asked):
                 question.is_to_be_sent = True
@@ -204,22 +207,22 @@ class HostRequests:
             self._kept.popitem(last=False)
 
     def resume(self) -> None:
-        """Note that what was under way may be lost: `ask_again` asks it at once."""
+        """Note that questions under way may be lost: `ask_again` repeats them at once."""
         for question in self._under_way.values():
             question.asked_at, question.num_asked = -math.inf, 0
 
     def restart(self) -> None:
-        """Note that the coordinator is another one, whose keys are others."""
+        """Note that another coordinator has taken over, which may have other keys."""
         self._kept.clear()
         self._hello = []
 
     # What comes from the coordinator.
 
     def hear(self, frame: bytes, now: float) -> None:
-        """Take a frame of the coordinator.
+        """Accept a frame from the coordinator.
 
         Raises:
-            WireError: it is none.
+            WireError: it is malformed.
         """
         for status, _, fields in unpack(frame):
             if status != Status.RELAYED:
@@ -271,16 +274,16 @@ class HostRequests:
     # What is to be sent.
 
     def take_answers(self) -> list[tuple[bytes, bytes]]:
-        """Return what is to be sent to which process."""
+        """Return the answers that are to be sent, with the process that each is for."""
         answers, self._answers = self._answers, []
         return answers
 
     def take_outgoing(self, now: float) -> list[bytes]:
-        """Return what is to be sent to the coordinator now: as few messages as the limits allow."""
+        """Return what is to be sent to the coordinator now, in as few messages as the limits allow."""
         outgoing, self._outgoing = self._outgoing, []
         questions, self._to_ask = self._to_ask, []
         for question in questions:
-            if question.number in self._under_way:  # it was not given up meanwhile
+            if question.number in self._under_way:  # it may have been given up meanwhile
                 question.is_sent, question.is_to_be_sent = True, False
                 question.asked_at, question.num_asked = now, question.num_asked + 1
                 outgoing.append((OWN, pack(question.what, question.number, *question.fields)))

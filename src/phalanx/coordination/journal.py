@@ -18,7 +18,7 @@ from phalanx.coordination.wire import WireError, pack, unpack
 
 
 class Kind(enum.IntEnum):
-    """What an entry tells."""
+    """A `Kind` says what an entry tells."""
 
     # A state, part by part.
     BEGIN = 1  # the copy forgets what it has: epoch, job, limits; `number` is that of the next member
@@ -43,7 +43,7 @@ class Kind(enum.IntEnum):
 
 
 class Entry(NamedTuple):
-    """One entry. `route` is that of a client, where it is about one."""
+    """An entry is one change. `route` is that of a client, if the entry is about one."""
 
     kind: int
     route: Route | None
@@ -52,7 +52,7 @@ class Entry(NamedTuple):
 
 
 class Journal:
-    """Entries, while somebody wants them (`is_kept`)."""
+    """A `Journal` keeps entries while `is_kept` is set."""
 
     def __init__(self) -> None:
         self.is_kept = False
@@ -62,12 +62,12 @@ class Journal:
         return len(self._entries)
 
     def add(self, kind: Kind, route: Route | None, number: int, *fields: bytes, at: int | None = None) -> None:
-        """Note a change; `at` is where, if entries that follow from it are there already."""
+        """Add a change; `at` is the position to insert it at, if entries that follow from it are there already."""
         if self.is_kept:
             self._entries.insert(len(self._entries) if at is None else at, Entry(kind, route, number, list(fields)))
 
     def stop(self) -> None:
-        """Keep no entries any more: nobody wants them."""
+        """Stop keeping entries: nobody reads them any more."""
         self.is_kept = False
         self._entries = []
 
@@ -78,7 +78,7 @@ class Journal:
 
 
 def pack_entry(entry: Entry) -> bytes:
-    """Return an entry as a message; several of them, one after another, are a frame."""
+    """Return an entry as a message; a frame is several of them, one after another."""
     return pack(entry.kind, entry.number, pack_route(entry.route), *entry.fields)
 
 

@@ -30,7 +30,7 @@ class CurvePair:
 
 @dataclass(frozen=True)
 class Key:
-    """A job's key. It never shows itself: `repr` has a fingerprint, by which people compare two keys."""
+    """A `Key` is a job's key. It never shows itself: `repr` has a fingerprint, by which people compare two keys."""
 
     raw: bytes = field(repr=False)
 
@@ -67,7 +67,7 @@ class Key:
 
     @property
     def fingerprint(self) -> str:
-        """Eight characters that differ between keys and tell nothing of them."""
+        """Return eight characters that differ between keys and reveal nothing of them."""
         return hashlib.blake2b(self.raw, digest_size=4, person=b"plx-fingerprint").hexdigest()
 
     def coordinator_pair(self) -> CurvePair:
@@ -75,11 +75,13 @@ class Key:
         return self._pair(b"plx-coordinator")
 
     def member_pair(self) -> CurvePair:
-        """Return the pair by which everybody else does."""
+        """Return the pair by which every other process proves that it knows the key."""
         return self._pair(b"plx-member")
 
     def reach_secret(self) -> bytes:
-        """With what a host proves that it is of the job to whoever comes with a nonce; of use for nothing else."""
+        """Return a secret by which a host proves to a visitor who sends a nonce that it belongs to the job; it opens
+        nothing else.
+        """
         return self._derive(b"plx-reach")
 
     def _derive(self, purpose: bytes) -> bytes:

@@ -23,7 +23,9 @@ _WRITING_S, _WHOLE_BYTES = 2.0, 52
 
 
 def default_path(environment: Mapping[str, str]) -> Path:
-    """Where the user's own key lies: `phalanx/key` in the configuration folder (XDG_CONFIG_HOME, else ~/.config)."""
+    """Return the path of the user's own key: `phalanx/key` in the configuration folder (XDG_CONFIG_HOME, else
+    ~/.config).
+    """
     folder = environment.get("XDG_CONFIG_HOME", "")
     if not os.path.isabs(folder):  # as its specification asks
         folder = os.path.join(environment.get("HOME") or os.path.expanduser("~"), ".config")

@@ -13,7 +13,7 @@ from typing import Any
 from phalanx.coordination.wire import MAX_VALUE_BYTES
 
 MAX_KEY_BYTES = 64 << 10
-_OVERHEAD_BYTES = 200  # of a key, or of an item of a queue, in this process's memory
+_OVERHEAD_BYTES = 200  # a key, or an item of a queue, takes so much more of this process's memory than its bytes
 _NUMBER_BYTES = 64  # a value that is longer is no number: it need not be read
 
 
@@ -23,19 +23,20 @@ class RefusedError(ValueError):
 
 @dataclass(eq=False)
 class Waiter:
-    """Somebody who waits until all of `missing` are there, or for the next item of `queue`."""
+    """A `Waiter` waits until all of `missing` are there, or for the next item of `queue`."""
 
     owner: Any
     keys: Sequence[bytes] = ()
     queue: bytes | None = None
-    takes_queues: bool = False  # whether a queue of the name will do for a key
+    takes_queues: bool = False  # whether a queue of that name counts as the key
     missing: set[bytes] = field(default_factory=set)
 
 
 class KeyValueStore:
-    """Keys, values and queues, within `max_bytes`.
+    """A `KeyValueStore` has keys, values and queues, within `max_bytes`.
 
-    What `set` and its like return are the waiters that this call has made ready, in the order in which they came.
+    `set` and the other calls that change something return the waiters that have become ready by it, in the order in
+    which they came.
     """
 
     def __init__(self, max_bytes: int = 1 << 30) -> None:
@@ -43,27 +44,27 @@ class KeyValueStore:
         self.num_bytes = 0
         self._values: dict[bytes, bytes | bytearray] = {}  # a bytearray: something was appended since it was read
         self._queues: dict[bytes, deque[bytes]] = {}
-        self._waiters: dict[bytes, dict[Waiter, None]] = {}  # for keys and for queues: the oldest first
+        self._waiters: dict[bytes, dict[Waiter, None]] = {}  # the waiters for each key or queue, the oldest first
 
     def __len__(self) -> int:
         return len(self._values)
 
     def get(self, key: bytes) -> bytes | None:
-        """Return the value, or None."""
+        """Return the value of a key, or None."""
         value = self._values.get(key)
         if isinstance(value, bytearray):
             value = self._values[key] = bytes(value)
         return value
 
     def has(self, keys: Iterable[bytes]) -> bool:
-        """Whether all are there, as keys or as queues with something in them."""
+        """Return whether all keys are there, as keys or as queues that hold something."""
         return all(key in self._values or key in self._queues for key in keys)
 
     def _has_values(self, keys: Iterable[bytes]) -> bool:
         return all(key in self._values for key in keys)
 
     def set(self, key: bytes, value: bytes) -> list[Waiter]:
-        """Let `key` have `value`."""
+        """Set the value of `key`."""
         old = self._values.get(key)
         if old is None:
             self._room(key, len(value), len(key) + len(value) + _OVERHEAD_BYTES)
@@ -74,7 +75,7 @@ class KeyValueStore:
         return []
 
     def multi_set(self, keys: Sequence[bytes], values: Sequence[bytes]) -> list[Waiter]:
-        """Let each key have its value: all of them, or none where one is too long or there is no room."""
+        """Set the values of all keys, or of none if one is too long or there is no room."""
         for key, value in zip(keys, values, strict=True):
             _check_lengths(key, len(value))
         grows = sum(len(key) + len(value) + _OVERHEAD_BYTES for key, value in zip(keys, values, strict=True))
@@ -86,12 +87,12 @@ class KeyValueStore:
         return ready
 
     def add(self, key: bytes, amount: int) -> tuple[int, list[Waiter]]:
-        """Add to the number at `key`, zero if it is not there; the sum is kept in decimal digits."""
+        """Add to the number at `key`, which is zero if it is not there; the sum is stored as decimal digits."""
         total = self._sum(key, amount)
         return total, self.set(key, b"%d" % total)
 
     def add_items(self, counter: bytes, prefix: bytes, values: Sequence[bytes]) -> tuple[int, list[Waiter]]:
-        """Add their number to `counter`, and let the keys that `prefix` and the numbers make have the values.
+        """Add the number of `values` to `counter`, and set the keys that `prefix` and those numbers make.
 
         All of it is done, or nothing. Return the number of the first value, too.
         """
@@ -111,7 +112,7 @@ class KeyValueStore:
         return total
 
     def compare_set(self, key: bytes, expected: bytes, desired: bytes) -> tuple[bytes, list[Waiter]]:
-        """Replace the value if it is `expected`; a key that is not there counts as empty. The value afterwards.
+        """Replace the value if it is `expected`; a key that is not there counts as empty. Return the value afterwards.
 
         As in TCPStore: where the key is not there and something else was expected, the answer is what was expected.
         """
@@ -123,18 +124,18 @@ class KeyValueStore:
         return desired, self.set(key, desired)
 
     def append(self, key: bytes, value: bytes) -> list[Waiter]:
-        """Let the value of `key` end with `value`."""
+        """Append `value` to the value of `key`."""
         old = self._values.get(key)
         if old is None:
             return self.set(key, value)
         self._room(key, len(old) + len(value), len(value))
-        if not isinstance(old, bytearray):  # so that many of them do not copy a large value each
+        if not isinstance(old, bytearray):  # so that many appends do not each copy a large value
             old = self._values[key] = bytearray(old)
         old += value
         return []
 
     def delete(self, key: bytes) -> bool:
-        """Whether it was there."""
+        """Delete a key, and return whether it was there."""
         value = self._values.pop(key, None)
         if value is not None:
             self.num_bytes -= len(key) + len(value) + _OVERHEAD_BYTES
@@ -145,19 +146,19 @@ class KeyValueStore:
         return [key for key in self._values if key.startswith(prefix)]
 
     def push(self, queue: bytes, value: bytes) -> list[Waiter]:
-        """Append to a queue. Of those who wait for an item one is ready: give it `pop`."""
+        """Append to a queue. If somebody waits for an item, one waiter becomes ready: call `pop` for it."""
         self._room(queue, len(value), len(queue) + len(value) + _OVERHEAD_BYTES)
         self._queues.setdefault(queue, deque()).append(value)
         return self._came(queue) if queue in self._waiters else []
 
     def push_back(self, queue: bytes, value: bytes) -> list[Waiter]:
-        """Undo a `pop` whose taker never got it; as `push`."""
+        """Undo a `pop` whose caller never got the item; otherwise it does what `push` does."""
         self.num_bytes += len(queue) + len(value) + _OVERHEAD_BYTES
         self._queues.setdefault(queue, deque()).appendleft(value)
         return self._came(queue) if queue in self._waiters else []
 
     def pop(self, queue: bytes) -> bytes | None:
-        """Return the oldest item, or None."""
+        """Return the oldest item of a queue, or None."""
         items = self._queues.get(queue)
         if items is None:
             return None
@@ -168,7 +169,9 @@ class KeyValueStore:
         return value
 
     def restore_item(self, queue: bytes, value: bytes) -> None:
-        """Have an item of a queue that another store has, which may be beyond the limit by items that were put back."""
+        """Restore an item of another store's queue, even beyond the limit, since items that were put back may exceed
+        it.
+        """
         self.num_bytes += len(queue) + len(value) + _OVERHEAD_BYTES
         self._queues.setdefault(queue, deque()).append(value)
 
@@ -178,11 +181,11 @@ class KeyValueStore:
             yield queue, list(items)
 
     def queue_len(self, queue: bytes) -> int:
-        """How many items wait."""
+        """Return how many items are in the queue."""
         return len(self._queues.get(queue, ()))
 
     def wait(self, waiter: Waiter) -> bool:
-        """Keep `waiter` until it is ready; False, and not kept, if it is ready now."""
+        """Keep `waiter` until it is ready; return False, without keeping it, if it is ready now."""
         if waiter.queue is not None:
             if waiter.queue in self._queues:
                 return False
@@ -195,11 +198,11 @@ class KeyValueStore:
         return bool(waiter.missing)
 
     def release(self, key: bytes) -> list[Waiter]:
-        """Those who wait for a key that never comes: let them go."""
+        """Forget the waiters for a key that never comes, and return them."""
         return self._came(key) if key in self._waiters else []
 
     def forget(self, waiter: Waiter) -> None:
-        """Let `waiter` go."""
+        """Forget `waiter`."""
         for key in waiter.missing if waiter.queue is None else (waiter.queue,):
             waiters = self._waiters.get(key, {})
             waiters.pop(waiter, None)

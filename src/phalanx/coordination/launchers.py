@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Launch:
-    """Which of how many processes this is. `local_size` is 0 where the launcher does not say.
+    """A `Launch` says which of how many processes this is. `local_size` is 0 if the launcher does not say it.
 
     `job` names this job among those of a user on one host; `first_host` is where rank 0 runs, and `port` one that is
     probably free there: both empty where the launcher does not say.
@@ -42,7 +42,7 @@ _MPI = {
     "MPICH": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 }
 
-# Each says that this process is one of several, in a way from which no rendezvous follows.
+# Each of these says that this process is one of several, but not enough for a rendezvous.
 _HALF_TOLD = (
     "LOCAL_RANK", "PMIX_RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "FLUX_TASK_RANK",
     "PALS_RANKID", "ALPS_APP_PE", "JSM_NAMESPACE_RANK",
@@ -52,8 +52,8 @@ _SIZES = (
     "PALS_SIZE", "JSM_NAMESPACE_SIZE",
 )  # fmt: skip
 
-_NO_STEP = 0xFFFFFFF0  # from here on the numbers mean a batch script, an interactive shell and the like
-_PORTS = range(20000, 30000)  # below those that systems give to outgoing connections
+_NO_STEP = 0xFFFFFFF0  # larger numbers mean a batch script, an interactive shell and the like
+_PORTS = range(20000, 30000)  # these are below those that systems give to outgoing connections
 _STEPD = re.compile(r"slurmstepd: \[(\d+)\.(\w+)\]")
 
 
@@ -113,7 +113,7 @@ def slurm_launch(environment: Mapping[str, str]) -> Launch | None:
 
 
 def _tasks_of(environment: Mapping[str, str]) -> int:
-    """How many tasks of the step are on this host, of several: '2(x3),1' with SLURM_NODEID as the index."""
+    """Return how many tasks of the step are on this host. Slurm writes '2(x3),1', and SLURM_NODEID is the index."""
     counts: list[int] = []
     for part in environment.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
         if match := re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part):
@@ -125,7 +125,7 @@ def _tasks_of(environment: Mapping[str, str]) -> int:
 
 
 def _is_step(job: str, step: str) -> bool:
-    """Whether this process runs in that step: the variables are inherited further than they hold."""
+    """Return whether this process runs in that step: other processes inherit the variables, too."""
     for title in _titles_above():
         if match := _STEPD.match(title):
             return match[1] == job and match[2] == step
@@ -133,7 +133,7 @@ def _is_step(job: str, step: str) -> bool:
 
 
 def _titles_above() -> Iterator[str]:
-    """How the processes above this one call themselves, from the nearest on."""
+    """Yield the titles of the processes above this one, from the nearest on."""
     pid = os.getppid()
     while pid > 1:
         try:
@@ -146,7 +146,7 @@ def _titles_above() -> Iterator[str]:
 
 
 def _is_typed(environment: Mapping[str, str]) -> bool:
-    """Whether somebody typed this command into the shell of a `srun --pty`, of whose tasks only the first goes on.
+    """Return whether somebody typed this command into the shell of `srun --pty`, where only the first task goes on.
 
     A shell that is typed into gives each command a process group of its own, a script does not.
     """
@@ -159,7 +159,7 @@ def _is_typed(environment: Mapping[str, str]) -> bool:
 
 
 def _is_pmi_of_slurm(environment: Mapping[str, str]) -> bool:
-    """Whether it was Slurm, not an `mpiexec`, that set MPICH's variables (srun --mpi=pmi2)."""
+    """Return whether it was Slurm, not an `mpiexec`, that set MPICH's variables (srun --mpi=pmi2)."""
     return (
         "PMI_RANK" in environment
         and "MPI_LOCALRANKID" not in environment
@@ -168,7 +168,7 @@ def _is_pmi_of_slurm(environment: Mapping[str, str]) -> bool:
 
 
 def first_of(hosts: str) -> str:
-    """Return the first name of a list as Slurm writes it: 'n[03-05,9]' begins with n03."""
+    """Return the first name of a list in Slurm's form: 'n[03-05,9]' begins with n03."""
     match = re.match(r"([^\[,]*)(?:\[(\w+)[^\]]*\])?([^\[,]*)", hosts)
     return "".join(part or "" for part in match.groups()) if match else ""
 
@@ -179,13 +179,13 @@ COORDINATOR = "coordinator:"
 
 
 def describe_rank(environment: Mapping[str, str]) -> str:
-    """Which rank of which job the variables speak of, in a word; another launcher inside of a rank changes it."""
+    """Return in a word which rank of which job the variables name; another launcher inside of a rank changes it."""
     names = ("RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
     return "/".join(environment.get(name, "") for name in names)
 
 
 def find_agents_store(environment: Mapping[str, str]) -> str:
-    """Where `phalanx run` keeps the store for this rank; empty in every other process.
+    """Return the address of the store that `phalanx run` keeps for this rank; empty in every other process.
 
     What a rank starts inherits PHALANX_STORE: torchrun, or a program that is given a RANK by hand. Those ranks are of
     another job, and PHALANX_STORE_OF tells: it names the rank that was meant.
@@ -197,7 +197,7 @@ def find_agents_store(environment: Mapping[str, str]) -> str:
 def find_incomplete_environment(environment: Mapping[str, str], *, is_spawned: bool) -> str:
     """Return what says that this process is one of several, where nothing says which, or where they meet; or nothing.
 
-    `is_spawned`: it was started by `multiprocessing`.
+    `is_spawned`: this process was started by `multiprocessing`.
     """
     ranks = {name: environment[name] for name in _HALF_TOLD if environment.get(name, "") not in ("", "-1")}
     if ranks.get("LOCAL_RANK") == "0":

@@ -16,7 +16,8 @@ BACKLOG = 4096
 
 
 class LocalSocket:
-    """An address of this host that `router` listens at: no file is left on Linux when the process is killed.
+    """A `LocalSocket` is an address of this host at which `router` listens; on Linux no file is left if the process is
+    killed.
 
     The kernel vouches for the user of whoever connects, so that no key is asked for.
     """
@@ -40,7 +41,7 @@ class LocalSocket:
             undo.pop_all()
 
     def close(self) -> None:
-        """Nobody finds it any more. A second call does nothing."""
+        """Close the socket. A second call does nothing."""
         if self._path_fd != -1:
             os.close(self._path_fd)
             self._path_fd = -1

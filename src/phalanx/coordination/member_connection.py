@@ -28,12 +28,13 @@ class MemberConnection(Connection):
     """A connection whose process may join. Arguments and errors of the construction are those of `Connection`."""
 
     def join(self, facts: Mapping[str, Any], *, watch: Collection[int] | None = None) -> int:
-        """Become a member; its number. It is told of those who join and go from now on: all, or those in `watch`.
+        """Become a member, and return its number. It is told of the members in `watch`, or of all, that join and leave
+        from now on.
 
         `facts` is what the others are told: JSON, up to 64 KiB; "host" is the name by which messages call this member.
         """
         body = json.dumps(dict(facts)).encode()
-        if self._thread is not None:  # of a membership that has ended
+        if self._thread is not None:  # the thread belongs to a membership that has ended
             self._stop.set()
             self._ring()
             self._thread.join()
@@ -50,7 +51,7 @@ class MemberConnection(Connection):
         self._thread.start()
 
     def follow_member(self, member: int, address: Address, epoch: bytes, timeout: Timeout = None) -> None:
-        """Go on as this member at the coordinator that has taken over; errors are those of `redirect`."""
+        """Continue as this member at the coordinator that has taken over; errors are those of `redirect`."""
         self._stop.set()
         self._ring()
         if self._thread is not None:
@@ -61,14 +62,14 @@ class MemberConnection(Connection):
         self._begin_beating()
 
     def send_datagram(self, to: int, body: bytes) -> None:
-        """Send a member a message that nobody keeps: nothing holds it up, and it may be lost. Does not wait."""
+        """Send a member a message that nobody keeps: nothing holds it up, and it may be lost. This does not wait."""
         with self._lock:
             if self._socket is not None:
                 self._transmit_raw(pack(Op.DATAGRAM, 0, pack_number(to), body))
                 self._read()
 
     def leave(self, why: str = "it has finished") -> None:
-        """Be a member no more; the others are told why."""
+        """Leave the job; the other members are told why."""
         self._stop.set()
         self._ring()
         if self._thread is not None:
@@ -82,7 +83,9 @@ class MemberConnection(Connection):
                 self._stop.clear()
 
     def is_over(self) -> bool:
-        """Whether the coordinator has ended, as far as can be seen: its host answers, and its port is closed. Slow."""
+        """Return whether the coordinator has ended, as far as can be seen: its host answers, and its port is closed.
+        This is slow.
+        """
         if self._route is not None:
             return is_refused(self._route.address, _PROBE_S)
         return not os.path.exists(self.address.path)
@@ -94,7 +97,7 @@ class MemberConnection(Connection):
         return self._inbox.fileno()
 
     def take(self) -> list[Event]:
-        """Return the events that have come since the last call; never blocks. What is taken is not sent again."""
+        """Return the events that have come since the last call; this never blocks. What is taken is not sent again."""
         with self._lock:
             events = self._inbox.take()
             if self._inbox.is_overdue and self._socket is not None:
@@ -103,7 +106,7 @@ class MemberConnection(Connection):
         return events
 
     def wait_event(self, timeout: Timeout = None) -> list[Event]:
-        """As `take`, but waits for the first one; empty if none comes in time."""
+        """Wait for an event, and return those that have come since the last call; empty if none comes in time."""
         deadline = self._deadline(timeout)
         poll = select.poll()  # select() refuses descriptors above 1,023
         poll.register(self.fileno(), select.POLLIN)
@@ -149,7 +152,8 @@ class MemberConnection(Connection):
             self._inbox.put(Event("reachable"))
 
     def _look_for_end(self, cut_at: float) -> None:
-        """Where a connection was cut: whether the coordinator's host is there, and its port closed. Then it has ended.
+        """After a cut connection, check whether the coordinator's host answers while its port is closed: then it has
+        ended.
 
         A host that was switched off, or a link that is cut, says nothing: only silence tells of those.
         """

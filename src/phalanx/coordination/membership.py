@@ -22,7 +22,7 @@ _OVERHEAD_BYTES = 100
 
 @dataclass(eq=False)
 class Member:
-    """One process that has joined. `heard_at` is when it last said anything.
+    """A `Member` is a process that has joined. `heard_at` is when it last said anything.
 
     `watches` holds the members of which it is told that they join and go; None stands for all.
     """
@@ -36,28 +36,28 @@ class Member:
     _last: int = 0
     _sent: int = 0
     _taken: int = 0
-    _copied: int = 0  # what copies know of `_taken`
+    _copied: int = 0  # the number of the last event that copies know as taken
     num_bytes: int = 0
 
     def has_room(self, size: int) -> bool:
-        """Whether an event of `size` bytes may be put in the outbox; one always may in an empty one."""
+        """Return whether an event of `size` bytes fits in the outbox; an empty outbox takes one of any size."""
         return not self._outbox or self.num_bytes + size <= OUTBOX_BYTES
 
     def put(self, kind: bytes, member: int, detail: bytes) -> None:
-        """Tell this member, sooner or later."""
+        """Put an event into this member's outbox."""
         self._last += 1
         event = pack(Status.EVENT, self._last, kind, pack_number(member), detail)
         self._outbox.append((self._last, event))
         self.num_bytes += len(event) + _OVERHEAD_BYTES
 
     def took(self, number: int) -> None:
-        """Note that the member has all events up to `number`."""
+        """Note that the member has taken all events up to `number`."""
         self._taken = max(self._taken, min(number, self._last))
         while self._outbox and self._outbox[0][0] <= number:
             self.num_bytes -= len(self._outbox.popleft()[1]) + _OVERHEAD_BYTES
 
     def unsent(self) -> Iterator[bytes]:
-        """Yield the events that have not been sent since the last `rewind`; they are now."""
+        """Yield the events that have not been sent since the last `rewind`, and mark them as sent."""
         if not self._outbox or self._sent == self._last:
             return
         start = max(0, self._sent + 1 - self._outbox[0][0])
@@ -66,17 +66,17 @@ class Member:
         self._sent = self._last
 
     def rewind(self, number: int) -> None:
-        """Send again what came after `number`."""
+        """Mark the events after `number` as not sent, so that they are sent again."""
         self._sent = min(self._sent, max(number, 0))
 
     @property
     def sent(self) -> int:
-        """The number of the last event that was sent."""
+        """Return the number of the last event that was sent."""
         return self._sent
 
     @property
     def last(self) -> int:
-        """The number of the last event."""
+        """Return the number of the last event."""
         return self._last
 
     def waiting(self) -> list[tuple[int, bytes]]:
@@ -89,17 +89,17 @@ class Member:
         return [(unpack_number(sender), detail) for kind, sender, detail in events if kind == b"message"]
 
     def restore_last(self, number: int) -> None:
-        """Count so many events as put and taken."""
+        """Restore the count: events up to this number were put and taken."""
         self._last = self._taken = self._copied = number
 
     def restore_event(self, number: int, event: bytes) -> None:
-        """Have an event that is not taken yet; the oldest one comes first."""
+        """Restore an event that is not taken yet; call this for the oldest one first."""
         self._taken = self._copied = min(self._taken, number - 1)
         self._outbox.append((number, event))
         self.num_bytes += len(event) + _OVERHEAD_BYTES
 
     def take_progress(self) -> int | None:
-        """Return up to which number events were taken, if that was not returned before."""
+        """Return the number up to which events were taken, unless an earlier call returned it."""
         if self._copied == self._taken:
             return None
         self._copied = self._taken
@@ -129,7 +129,7 @@ class Membership:
         return self._members.get(member)
 
     def why_gone(self, member: int) -> str:
-        """Why it is not in the job any more; empty for one that never was, or went long ago."""
+        """Return why a member has gone; empty for one that never was, or that went long ago."""
         return self._gone.get(member, "")
 
     def join(self, owner: object, facts: bytes, watches: frozenset[int] | None, now: float) -> Member:
@@ -158,12 +158,12 @@ class Membership:
 
     @property
     def next(self) -> int:
-        """The number of the next member that joins."""
+        """Return the number of the next member that joins."""
         return self._next
 
     @property
     def gone(self) -> Mapping[int, str]:
-        """Why members have gone."""
+        """Return why members have gone, by number."""
         return self._gone
 
     def restore_next(self, number: int) -> None:
@@ -171,11 +171,11 @@ class Membership:
         self._next = number
 
     def restore_gone(self, member: int, why: str) -> None:
-        """Know of a member that has gone."""
+        """Restore why a member has gone."""
         self._gone[member] = why
 
     def restore(self, member: Member, last: int) -> Member:
-        """Have a member that another membership has, of whose events the last one had this number."""
+        """Restore a member of another `Membership`; `last` is the number of its last event."""
         self._members[member.id] = member
         self._heard[member.id] = None
         self._grown.add(member.id)
@@ -183,7 +183,7 @@ class Membership:
         return member
 
     def take_progress(self) -> list[int]:
-        """Return members with the number up to which each has taken its events, where that is new."""
+        """Return the members with the number up to which each has taken its events, if that is new."""
         found = []
         for member in self._members.values():
             taken = member.take_progress()
@@ -192,7 +192,7 @@ class Membership:
         return found
 
     def silent(self, now: float) -> list[Member]:
-        """Those that have not been heard for longer than they may. Costs nothing where there are none."""
+        """Return the members that have been silent for too long. It costs nothing while there are none."""
         found = []
         for number in self._heard:
             member = self._members[number]
@@ -207,7 +207,7 @@ class Membership:
         return [self._members[number] for number in grown if number in self._members]
 
     def forgive(self, pause_s: float, now: float) -> None:
-        """Nobody could be heard for so long, because the coordinator did not listen."""
+        """Note that nobody could be heard for a while because the coordinator did not listen."""
         for member in self:
             member.heard_at = min(now, member.heard_at + pause_s)
 

@@ -15,12 +15,12 @@ from phalanx.coordination.key_value import KeyValueStore, RefusedError, Waiter
 from phalanx.coordination.session import Answer, Session
 from phalanx.coordination.wire import Message, Op, Status, pack, unpack
 
-MAX_PARKED = 1024  # requests of one session that wait
-MAX_PARKED_KEYS = 1 << 16  # for which they wait, all together
+MAX_PARKED = 1024  # so many requests of one session may wait
+MAX_PARKED_KEYS = 1 << 16  # so many keys may they wait for, all together
 
 
 class PendingAnswers(ABC):
-    """Who waits for what in `store`, and what is to be sent to whom.
+    """`PendingAnswers` knows which requests wait for what in `store`, and which answers are to be sent.
 
     `outgoing` holds the sessions for which there is something to send; the service takes it from there. A copy
     (`is_copy`) sends nothing: it does what is in the journal of another one, which has granted it.
@@ -34,10 +34,10 @@ class PendingAnswers(ABC):
 
     @abstractmethod
     def _handle(self, session: Session, message: Message) -> bool:
-        """Do what a message asks for; False: it is malformed."""
+        """Do what a message asks for; return False if it is malformed."""
 
     def take_outgoing(self) -> Iterator[tuple[Session, list[Answer]]]:
-        """Yield what is to be sent, session by session."""
+        """Yield what is to be sent, one session after another."""
         outgoing, self.outgoing = self.outgoing, {}
         for session in outgoing:
             answers, session.outgoing, session.outgoing_bytes = session.outgoing, [], 0
@@ -47,7 +47,7 @@ class PendingAnswers(ABC):
                 yield session, answers
 
     def undelivered(self, session: Session, answers: Iterable[Answer]) -> None:
-        """Undo what the session was to have, as these answers did not reach it."""
+        """Undo what these answers gave to the session, since they did not reach it."""
         for answer in answers:
             for message in unpack(answer):
                 if message.what == Status.OK:
@@ -56,7 +56,9 @@ class PendingAnswers(ABC):
             session.member.rewind(0)
 
     def take_back(self, session: Session, number: int) -> None:
-        """Give the item that a request has taken from a queue, if it has, to another one that waits for it."""
+        """Give the item that a request has taken from a queue, if it has taken one, to another request that waits for
+        it.
+        """
         popped = session.take_popped(number)
         if popped is not None:
             self.journal.add(Kind.UNPOP, session.route, number)
@@ -64,7 +66,7 @@ class PendingAnswers(ABC):
             self._wake(self.store.push_back(*popped))
 
     def put_back(self, session: Session, answers: list[Answer]) -> None:
-        """Put back what was just taken and could not be sent yet."""
+        """Put answers back that were taken by `take_outgoing` and could not be sent yet."""
         session.outgoing[:0] = answers
         session.outgoing_bytes += sum(map(len, answers))
         self.outgoing[session] = None
@@ -92,7 +94,9 @@ class PendingAnswers(ABC):
         return waiter
 
     def _unpark_repeatable(self, session: Session) -> None:
-        """Let go of what the client starts anew by asking again. A barrier stays: it would be counted a second time."""
+        """Forget the requests that the client starts anew by asking again. A barrier stays: it would be counted a
+        second time.
+        """
         for number, waiter in list(session.parked.items()):
             if waiter.owner[1].what != Op.BARRIER:
                 self._unpark(session, number)

@@ -12,7 +12,7 @@ _RESEND_PARKED_S = 20.0  # the coordinator lets go of what a client that says no
 
 
 def resend_after(num_sent: int) -> float:
-    """Return after how many seconds a request is sent again that was sent so often, and not answered.
+    """Return after how many seconds to repeat a request that was sent `num_sent` times and not answered.
 
     The pauses grow: a coordinator that thousands ask at once answers late, and each request that is sent again makes it
     later.
@@ -21,7 +21,9 @@ def resend_after(num_sent: int) -> float:
 
 
 class PendingCall:
-    """Request `number`, of kind `what`. The connection's lock guards all but the reading of `is_over`."""
+    """A `PendingCall` is a request of kind `what` under way. The connection's lock guards all but the reading of
+    `is_over`.
+    """
 
     __slots__ = ("answer", "error", "fields", "is_parked", "message", "num_sent", "number", "sent_at", "wake", "what")
 
@@ -30,12 +32,12 @@ class PendingCall:
         self.what = what
         self.message = message
         self.sent_at = 0.0
-        self.num_sent = 0  # since the connection was made
+        self.num_sent = 0  # how often it was sent since the connection was made
         self.is_parked = False  # the coordinator has said that it has the request, and that it waits there
         self.answer: int | None = None
         self.fields: list[bytes] = []
         self.error: Exception | None = None
-        self.wake: threading.Lock | None = None  # held by who waits for it, and sleeps
+        self.wake: threading.Lock | None = None  # the thread that waits for the answer holds it while it sleeps
 
     @property
     def is_over(self) -> bool:
@@ -44,11 +46,11 @@ class PendingCall:
 
     @property
     def resend_at(self) -> float:
-        """When to send the request again, unless it was answered."""
+        """Return when to repeat the request if it was not answered by then."""
         return self.sent_at + (_RESEND_PARKED_S if self.is_parked else resend_after(self.num_sent))
 
     def note_sent(self, now: float) -> None:
-        """Note that the request is sent, for the first time or again."""
+        """Note that the request was sent, for the first time or again."""
         self.sent_at = now
         self.num_sent += 1
 

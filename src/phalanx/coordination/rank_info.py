@@ -18,7 +18,7 @@ from phalanx.log import get_logger, warn_once
 from phalanx.symmetric_memory.watch import ProcessId
 
 _logger = get_logger(__name__)
-PROTOCOL = 3  # of the words in the store; ranks whose installations speak differently must not guess
+PROTOCOL = 3  # the version of the words in the store; ranks whose installations speak differently must not guess
 _MOST_NAMED = 8
 
 Kind = Literal["mismatch", "missing", "lost"]
@@ -26,22 +26,23 @@ Kind = Literal["mismatch", "missing", "lost"]
 
 @dataclass(frozen=True)
 class RankInfo:
-    """One rank as the others see it."""
+    """`RankInfo` describes one rank to the others."""
 
     host: str
     hostname: str
     token: str
     process: ProcessId
     cpus: frozenset[int]
-    core: int  # version of the C core's layout; 0 without it
-    address: str = ""  # of this host, as the others can reach it; empty where the job's store has no address either
-    agreed: str = ""  # what must be the same on every rank
+    core: int  # the version of the C core's layout; 0 without the core
+    # the address of this host at which the others reach it; empty if the job's store has no address either
+    address: str = ""
+    agreed: str = ""  # settings that must be the same on every rank
     obstacle: str = ""  # why this process can share no memory
     keeps_store: bool = False  # the job's store ends with this process
-    secret: str = field(default="", repr=False)  # that of rank 0 is known to the ranks of the group alone
+    secret: str = field(default="", repr=False)  # rank 0's is told only to the ranks of the group
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data for the store."""
+        """Return the information as plain data, which the store can hold as JSON."""
         p = self.process
         return {
             "host": self.host,
@@ -75,7 +76,7 @@ class RankInfo:
         )
 
     def has_ended(self, mine: RankInfo) -> bool:
-        """Whether its process is gone, as far as the process of `mine` can see that."""
+        """Return whether the rank's process is gone, as far as the process of `mine` can see that."""
         return self.host == mine.host and self.process != mine.process and self.process.has_ended()
 
     def __str__(self) -> str:
@@ -108,7 +109,7 @@ def unpack_infos(text: str) -> list[RankInfo]:
     """Read what `pack_infos` wrote."""
     columns = json.loads(zlib.decompress(base64.b64decode(text)))
     values = {name: [json.loads(value) for value in distinct] for name, (distinct, _) in columns.items()}
-    values["cpus"] = [frozenset(cpus) for cpus in values["cpus"]]  # the same object for all ranks that have the same
+    values["cpus"] = [frozenset(cpus) for cpus in values["cpus"]]  # all ranks with the same cores share one object
     size = len(next(iter(columns.values()))[1])
     return [
         RankInfo.from_json({name: values[name][numbers[r]] for name, (_, numbers) in columns.items()})
@@ -125,10 +126,11 @@ class Arrival:
     info: RankInfo
     at: float = field(default_factory=time.time)
     protocol: int = PROTOCOL
-    is_contested: bool = False  # it is kept out: another process keeps the store that it, as rank 0, was to keep
+    # whether it is kept out, because another process keeps the store that it, as rank 0, was to keep
+    is_contested: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data for the store."""
+        """Return the arrival as plain data, which the store can hold as JSON."""
         fields = {name: getattr(self, name) for name in ("rank", "world_size", "at", "protocol", "is_contested")}
         return {**fields, "rank_info": self.info.to_json()}
 
@@ -144,7 +146,9 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a group was not formed, the same on every rank: `text`, and the ranks concerned (for each, what it is)."""
+    """A `Failure` says why a group was not formed; it is the same on every rank: `text`, and what is wrong with each
+    rank concerned.
+    """
 
     kind: Kind
     text: str
@@ -207,7 +211,7 @@ def find_dead(arrivals: Sequence[Arrival], mine: RankInfo) -> Failure | None:
 
 
 def _disagreement(arrivals: Sequence[Arrival], fact: str, say: Callable[[Arrival], str], advice: str = "") -> Failure:
-    """`fact`, and what each rank believes; of many that believe the same, a few are named."""
+    """Return a failure of `fact` and what each rank believes; of many that believe the same, a few are named."""
     beliefs: dict[str, list[Arrival]] = {}
     for one in sorted(arrivals, key=lambda one: one.rank):
         beliefs.setdefault(say(one), []).append(one)

@@ -26,8 +26,8 @@ from phalanx.coordination.local_socket import BACKLOG, LocalSocket
 from phalanx.coordination.wire import MAX_FRAME_BYTES, Op, Status, pack, pack_number, unpack
 
 _NOBLOCK, _POLLIN = int(zmq.NOBLOCK), int(zmq.POLLIN)
-_ROUND_FRAMES, _ROUND_BYTES = 256, 1 << 20  # that are read before they are sent on
-_QUEUE_FRAMES = 256  # of a rank that has yet to read
+_ROUND_FRAMES, _ROUND_BYTES = 256, 1 << 20  # so much is read before it is sent on
+_QUEUE_FRAMES = 256  # so many frames may wait for a rank that does not read
 _TICK_S = 0.25
 
 
@@ -59,7 +59,8 @@ class Relay:
             undo.pop_all()
         self.path = self._local.path
         self._epoch = b""
-        self._shown_epoch = b""  # what the ranks are told: they do not notice that another coordinator has taken over
+        # the epoch that the ranks are told: they do not notice that another coordinator has taken over
+        self._shown_epoch = b""
         self._redirected: tuple[str, bytes] | None = None  # where the coordinator is now, and its epoch
         self._former_epochs: set[bytes] = set()
         self._endpoint = endpoint
@@ -71,7 +72,7 @@ class Relay:
         self._thread.start()
 
     def close(self) -> None:
-        """End: whoever is connected finds the way cut. A second call does nothing."""
+        """Stop the relay; connected ranks see their connection cut. A second call does nothing."""
         if self._is_closed:
             return
         self._is_closed = self._stopping = True
@@ -80,7 +81,7 @@ class Relay:
         self._alarm.close()
 
     def redirect(self, endpoint: str, epoch: bytes) -> None:
-        """Go on with the coordinator that has taken over, which knows the ranks and what they were granted."""
+        """Continue with the coordinator that has taken over, which knows the ranks and what they were granted."""
         self._redirected = endpoint, epoch
         self._alarm_writer.send(b"x")
 
@@ -178,7 +179,7 @@ class Relay:
             self._undelivered(route, answers)
 
     def _undelivered(self, route: bytes, answers: bytes) -> None:
-        """Tell the coordinator of items of queues whose taker has gone: they are for another one."""
+        """Tell the coordinator which items of queues did not reach their taker, so that others get them."""
         numbers = [pack_number(message.number) for message in unpack(answers) if message.what == Status.OK]
         if numbers:
             self._waiting.append(pack(Op.UNDELIVERED, 0, route, *numbers))
@@ -198,14 +199,14 @@ class Relay:
                 self._tell_all(Status.CUT)
 
     def _tell_all(self, status: Status) -> None:
-        """Tell the ranks how the connection is, as they would see it if it were theirs."""
+        """Tell the ranks of a change of the connection, as if it were their own."""
         if self._shown_epoch:
             for route in list(self._routes):
                 self._hand_over(route, pack(status, 0))
 
 
 def _received(source: zmq.Socket[bytes]) -> Iterator[bytes]:
-    """Each message that has come."""
+    """Yield each message that has come."""
     with contextlib.suppress(zmq.Again):
         while True:
             yield b"".join(source.recv_multipart(_NOBLOCK))

@@ -13,7 +13,7 @@ from phalanx.loss_detection import HOST_TIMEOUT_S
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where hosts meet, and as which of them this one comes.
+    """A `Rendezvous` says where the hosts of a job meet, and as which of them this one comes.
 
     `endpoint` is HOST:PORT of the first host; empty where this host is the first, takes a free port and prints the line
     for the others. `leads`: whether this host starts the coordinator there; None where HOST tells: it does if that is
@@ -43,7 +43,8 @@ class Rendezvous:
 
 
 def split_endpoint(endpoint: str, default_port: int) -> tuple[str, int]:
-    """Host and port of HOST, HOST:PORT, [V6] or [V6]:PORT, as torchrun reads them; of V6::1:PORT the last is the port.
+    """Return host and port of HOST, HOST:PORT, [V6] or [V6]:PORT, as torchrun reads them; in V6::1:PORT the last part
+    is the port.
 
     Raises:
         ValueError: it is none of these.
@@ -61,5 +62,5 @@ def split_endpoint(endpoint: str, default_port: int) -> tuple[str, int]:
 
 
 def join_endpoint(host: str, port: int) -> str:
-    """HOST:PORT, with brackets around an IPv6 address."""
+    """Return HOST:PORT, with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

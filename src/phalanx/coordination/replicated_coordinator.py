@@ -20,7 +20,8 @@ from phalanx.coordination.store_requests import barrier_key
 from phalanx.coordination.wire import Message, Op, Status, WireError, pack, pack_number, unpack_number
 from phalanx.loss_detection import MEMBER_TIMEOUT_S
 
-_ENTRY_BYTES, _ENTRY_FIELDS = 1 << 20, 1 << 10  # of a state that is sent in parts, at most or one item
+# a state is sent in parts of at most so many bytes and fields, or of one item
+_ENTRY_BYTES, _ENTRY_FIELDS = 1 << 20, 1 << 10
 
 
 class ReplicatedCoordinator(Coordinator):
@@ -35,7 +36,9 @@ class ReplicatedCoordinator(Coordinator):
     # Standbys on other hosts.
 
     def take_outgoing(self) -> Iterator[tuple[Session, list[Answer]]]:
-        """Yield what is to be sent, session by session: nothing that a standby must have before and does not."""
+        """Yield what may be sent, one session after another; answers wait until the required standbys have what they
+        depend on.
+        """
         datagrams, self._datagrams = self._datagrams, []
         yield from datagrams
         followers = self.followers
@@ -49,25 +52,25 @@ class ReplicatedCoordinator(Coordinator):
                 yield session, answers
 
     def _cut(self) -> None:
-        """Have what has changed sent to the standbys."""
+        """Send the changes since the last call to the standbys."""
         for session, messages in self.followers.cut(self.journal.take()):
             for message in messages:
                 self._send(session, message)
 
     def undelivered(self, session: Session, answers: Iterable[Answer]) -> None:
-        """Undo what the session was to have, as these answers did not reach it."""
+        """Undo what these answers gave to the session, since they did not reach it."""
         if self.followers.lose(session) and not self.followers.is_followed:
             self.journal.stop()
         super().undelivered(session, answers)
 
     def tick(self, now: float) -> list[str]:
-        """Let time pass, as `Coordinator` does; standbys may be late, too."""
+        """Let time pass, as `Coordinator` does; also find standbys that are late."""
         self.followers.look(now)
         return super().tick(now)
 
     def _follow(self, session: Session, message: Message) -> None:
         (ticket,) = message.fields
-        self._cut()  # what was before is in the state
+        self._cut()  # the changes so far are in the state already
         self.journal.is_kept = True
         for part in self.followers.begin(ticket, session, self.snapshot()):
             self._send(session, part)
@@ -87,11 +90,13 @@ class ReplicatedCoordinator(Coordinator):
     # The whole state, and what changes it.
 
     def snapshot(self) -> list[Entry]:
-        """Return the whole state. A copy that replays it, and what the journal holds from now on, is as this one is."""
+        """Return the whole state. A copy that replays it, and then the journal from now on, becomes equal to this
+        coordinator.
+        """
         return list(self._describe_state())
 
     def replay(self, entry: Entry, now: float) -> None:
-        """Do what another coordinator has done; this one is a copy of it, and knows all entries before.
+        """Apply a change of another coordinator, of which this one is a copy that has all earlier entries.
 
         Raises:
             WireError: the entry makes no sense.
@@ -109,9 +114,9 @@ class ReplicatedCoordinator(Coordinator):
             raise WireError(f"an entry of kind {kind}: {error!r}") from None
 
     def take_over(self, now: float) -> None:
-        """Be the coordinator: clients that speak to this one from now on find all that was granted to them.
+        """Become the coordinator: clients that speak to it from now on find everything that was granted to them.
 
-        None of them could be heard by this one until now, which nobody is blamed for.
+        It has heard none of them until now, so no client counts as silent for that.
         """
         self.is_copy = False
         self.outgoing.clear()
@@ -245,7 +250,7 @@ def _describe_session(session: Session) -> Iterator[Entry]:
 
 
 def _grouped(items: Iterable[tuple[bytes, ...]]) -> Iterator[list[bytes]]:
-    """Yield the fields of items, of several together as long as they are small."""
+    """Yield the fields of items; small ones are combined."""
     fields: list[bytes] = []
     size = 0
     for item in items:

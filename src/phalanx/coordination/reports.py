@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-MAX_REPORTS = 1024  # of one sender
+MAX_REPORTS = 1024  # the most reports of one sender
 MAX_SENDER_BYTES = 32 << 20
 MAX_BYTES = 1 << 30
 
@@ -19,7 +19,7 @@ class Reports:
         self._sizes: Counter[int] = Counter()
 
     def add(self, sender: int, kind: bytes, body: bytes) -> bool:
-        """Keep a report; False: its sender has handed in too much, or all have."""
+        """Keep a report; return False if its sender, or all members together, have handed in too much."""
         size = len(kind) + len(body)
         full = (
             self._counts[sender] >= MAX_REPORTS
@@ -33,13 +33,13 @@ class Reports:
         return not full
 
     def __iter__(self) -> Iterator[tuple[bytes, int, bytes]]:
-        """Yield kind, sender and body of each."""
+        """Yield the kind, sender and body of each report."""
         for kind, reports in self._by_kind.items():
             for sender, body in reports:
                 yield kind, sender, body
 
     def page(self, kind: bytes, start: int, max_bytes: int) -> list[tuple[int, bytes]]:
-        """Return the reports of a kind from number `start`, as many as fit in `max_bytes`, but one at least."""
+        """Return the reports of a kind from number `start` on, as many as fit in `max_bytes`, but at least one."""
         found: list[tuple[int, bytes]] = []
         size = 0
         for sender, body in self._by_kind.get(kind, [])[max(start, 0) :]:

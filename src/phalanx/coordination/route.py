@@ -21,7 +21,7 @@ _GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x01" + b"CURVE".ljust(20, b"\0
 
 @dataclass(frozen=True)
 class Route:
-    """A numeric address that answered, and the address of ours from which it was reached."""
+    """A numeric address that answered, and the address of this host from which it was reached."""
 
     address: Address
     own_host: str
@@ -29,7 +29,7 @@ class Route:
 
 @dataclass
 class NoRouteError(Exception):
-    """Nobody answered; what came back from each address that was tried, in words."""
+    """No address answered; the message says what came back from each that was tried."""
 
     tried: dict[str, str] = field(default_factory=dict)
 
@@ -38,8 +38,8 @@ class NoRouteError(Exception):
 
 
 def find_route(place: Address, deadline: Deadline) -> Route:
-    """Return the first address of `place` that takes a connection. They are tried side by side, one a little after the
-    other.
+    """Return the first address of `place` that takes a connection. The addresses are tried in parallel, each a little
+    after the one before.
 
     Raises:
         NoRouteError: none did within the time (a few seconds for each address, or `deadline`).
@@ -99,7 +99,7 @@ def _words(code: int) -> str:
 
 
 def is_refused(address: Address, timeout_s: float) -> bool:
-    """Whether the host at a numeric address answers, and says that nothing listens at this port."""
+    """Return whether the host at a numeric address answers that nothing listens at this port."""
     try:
         socket.create_connection((address.host, address.port), timeout_s).close()
     except ConnectionRefusedError:
@@ -110,8 +110,7 @@ def is_refused(address: Address, timeout_s: float) -> bool:
 
 
 def who_answers(address: Address, timeout_s: float) -> str:
-    """Return what listens at a numeric address: 'coordinator', what it seems to be instead, or '' where nothing
-    answers.
+    """Return what listens at a numeric address: 'coordinator', what it seems to be instead, or '' if nothing answers.
 
     It takes no longer than `timeout_s`, however slowly the other end speaks.
     """

@@ -29,22 +29,22 @@ from phalanx.coordination.wire import KIND, MAX_ENVELOPE_BYTES, MAX_FRAME_BYTES,
 from phalanx.errors import AuthenticationError, CoordinationError
 from phalanx.loss_detection import MEMBER_TIMEOUT_S
 
-_QUEUE_FRAMES = 32  # of a client that we have yet to read, or that has yet to read
+_QUEUE_FRAMES = 32  # so many frames may wait in either direction for one client
 _ROUND_FRAMES, _ROUND_S = 256, 0.02  # read before answers are sent and others are heard: until the first of them
 _SENDING_S = 0.02  # answers to relays are sent before others are heard
 _TICK_S = 0.25
 # As plain numbers: pyzmq's enumerations take longer than what is done with them.
 _NOBLOCK, _POLLIN, _RCVMORE = int(zmq.NOBLOCK), int(zmq.POLLIN), int(zmq.RCVMORE)
-_BEATS_S = 0.02  # in which heartbeats may gather, where no request has come for _QUIET_S
+_BEATS_S = 0.02  # heartbeats may gather for so long if no request has come for _QUIET_S
 _QUIET_S = 0.1
-_MANY_MEMBERS = 32  # of fewer each heartbeat is answered as it comes
+_MANY_MEMBERS = 32  # with fewer members each heartbeat is answered as it comes
 _HEARTBEAT = bytes((Op.HEARTBEAT,))
 _MAX_RELAYED = 1024  # frames in one message to a relay
 _MAX_YOUNG = 256  # connections that have not sent a message yet
 
 
 class Service:
-    """A coordinator that runs, until `close`. As a context manager it closes on exit.
+    """A `Service` runs a coordinator until `close`. As a context manager it closes on exit.
 
     Arguments:
         bind: where members on other hosts find it: HOST:PORT, port 0 for a free one; None: nowhere, and no port is
@@ -87,11 +87,11 @@ class Service:
         self._guard: ConnectionGuard | None = None
         self._stopping = False
         self._unused_memory = UnusedMemory()
-        self._relayed: dict[Direct, list[tuple[Session, list[Answer]]]] = {}  # for relays, yet to be sent
-        self._asked_at = 0.0  # when something else than a heartbeat came
+        self._relayed: dict[Direct, list[tuple[Session, list[Answer]]]] = {}  # answers for relays that are not sent yet
+        self._asked_at = 0.0  # when a request other than a heartbeat last came
         self._local_socket: LocalSocket | None = None
         self._is_closed = False
-        self.local = ""  # where processes of this user on this host find it
+        self.local = ""  # the address at which processes of this user on this host find the coordinator
         self.problem: BaseException | None = None
         with contextlib.ExitStack() as undo:
             undo.callback(self._free)
@@ -106,16 +106,16 @@ class Service:
 
     @property
     def num_refused(self) -> int:
-        """How many connections were refused."""
+        """Return how many connections were refused."""
         return self._complaints.num_refused
 
     @property
     def num_open(self) -> int:
-        """The number of connections of other hosts that are open, authenticated or not yet."""
+        """Return the number of connections of other hosts that are open, authenticated or not yet."""
         return 0 if self._guard is None else self._guard.num_open
 
     def close(self) -> None:
-        """End: waiters and members are left to find out. A second call does nothing."""
+        """Stop serving; members and waiting clients are not told. A second call does nothing."""
         if self._thread.is_alive():
             self._stopping = True
             self._alarm_writer.send(b"x")
@@ -329,7 +329,7 @@ class Service:
 
 
 def _fitting(sizes: list[int]) -> int:
-    """How many frames of these sizes go into one message: at least one."""
+    """Return how many frames of these sizes fit into one message; it is at least one."""
     number, size = 1, sizes[0]
     while number < min(len(sizes), _MAX_RELAYED) and size + sizes[number] <= MAX_FRAME_BYTES:
         size += sizes[number]

@@ -26,14 +26,14 @@ THIS_HOST, OTHER_HOSTS = 0, 1  # the coordinator's listeners
 
 
 class Direct(NamedTuple):
-    """The way to a client that is connected to one of the coordinator's listeners."""
+    """The route to a client that is connected to one of the coordinator's listeners."""
 
     listener: int
     identity: bytes
 
 
 class Relayed(NamedTuple):
-    """The way to a client on the host of a relay."""
+    """The route to a client that is connected to a relay."""
 
     relay: Direct
     route: bytes
@@ -44,7 +44,7 @@ Route = Direct | Relayed
 
 @dataclass(eq=False)
 class Session:
-    """One client. `route` is what the service needs in order to answer it."""
+    """A `Session` is one client. `route` is what the service needs in order to answer it."""
 
     route: Route
     heard_at: float
@@ -54,42 +54,43 @@ class Session:
     num_parked_keys: int = 0
     outgoing: list[Answer] = field(default_factory=list)
     outgoing_bytes: int = 0
-    popped: OrderedDict[int, tuple[bytes, bytes]] = field(default_factory=OrderedDict)  # queue and item, of late
+    # by request: the queue and the item that it took lately
+    popped: OrderedDict[int, tuple[bytes, bytes]] = field(default_factory=OrderedDict)
     popped_bytes: int = 0
     _answers: OrderedDict[int, Answer] = field(default_factory=OrderedDict)
     _answer_bytes: int = 0
 
     def answered(self, number: int) -> Answer | None:
-        """Return what was answered to this request already."""
+        """Return the answer that this request got before; None if it is not known."""
         return self._answers.get(number)
 
     def answers(self) -> Iterator[tuple[int, Answer]]:
-        """Yield the requests whose answers are remembered, with these."""
+        """Yield the requests whose answers are remembered, each with its answer."""
         yield from self._answers.items()
 
     def remember(self, number: int, answer: Answer) -> None:
-        """Give the same answer if the request comes again."""
+        """Remember an answer, which is given again if the request comes again."""
         self._answers[number] = answer
         self._answer_bytes += len(answer)
         while len(self._answers) > MAX_ANSWERS or (self._answer_bytes > MAX_ANSWER_BYTES and len(self._answers) > 1):
             self._answer_bytes -= len(self._answers.popitem(last=False)[1])
 
     def note_popped(self, number: int, queue: bytes, item: bytes) -> None:
-        """Note that a request has taken an item: it is for another client if it does not get to this one."""
+        """Note that a request has taken an item, which goes to another client if it does not reach this one."""
         self.popped[number] = queue, item
         self.popped_bytes += len(item)
         while len(self.popped) > MAX_POPPED or (self.popped_bytes > MAX_POPPED_BYTES and len(self.popped) > 1):
             self.popped_bytes -= len(self.popped.popitem(last=False)[1][1])
 
     def take_popped(self, number: int) -> tuple[bytes, bytes] | None:
-        """Return the queue and the item that a request has taken, once; None if it is not known to have."""
+        """Return, once, the queue and the item that a request has taken; None if it is not known to have taken one."""
         found = self.popped.pop(number, None)
         if found is not None:
             self.popped_bytes -= len(found[1])
         return found
 
     def unanswer(self, number: int) -> None:
-        """Forget an answer that never reached the client, and is not true any more."""
+        """Forget an answer that never reached the client and is no longer true."""
         answer = self._answers.pop(number, None)
         if answer is not None:
             self._answer_bytes -= len(answer)

@@ -24,11 +24,11 @@ from phalanx.coordination.replicated_coordinator import ReplicatedCoordinator
 from phalanx.coordination.wire import Message, Op, Status, WireError, pack, unpack
 
 _NOBLOCK, _POLLIN = int(zmq.NOBLOCK), int(zmq.POLLIN)
-_AGAIN_S = 0.5  # after which the state is asked for again, where a part of it is missing
+_AGAIN_S = 0.5  # if a part of the state is missing, it is requested again after so long
 
 
 class Standby:
-    """A thread that follows the coordinator at `endpoint`, until `stop`.
+    """A `Standby` is a thread that follows the coordinator at `endpoint` until `stop`.
 
     Arguments:
         ticket: tells the coordinator which standby this is.
@@ -44,7 +44,7 @@ class Standby:
         self._dealer.connect(endpoint)
         self._alarm, self._alarm_writer = socket.socketpair()
         self._copy: ReplicatedCoordinator | None = None
-        self._next_copy: ReplicatedCoordinator | None = None  # the state that is on its way
+        self._next_copy: ReplicatedCoordinator | None = None  # the copy that the state under way is read into
         self._expected = 1  # number of the next message; 0: a part is missing
         self._asked_at = 0.0
         self._was_connected = False
@@ -53,7 +53,7 @@ class Standby:
         self._thread.start()
 
     def stop(self) -> ReplicatedCoordinator | None:
-        """Follow no more; return the copy, None if there is no whole one. A second call returns the same."""
+        """Stop following; return the copy, or None if there is no complete one. A second call returns the same."""
         if not self._stopping:
             self._stopping = True
             self._alarm_writer.close()
@@ -112,7 +112,7 @@ class Standby:
             self._put(pack(Op.FOLLOWED, 0, self._ticket, followed))
 
     def _replay(self, message: Message) -> bytes:
-        """Do what a message tells; return the number of the batch whose last one it was, if it was."""
+        """Apply a message; return the number of the batch whose last message it is, or None."""
         _, number, (batch, entries) = message
         if number == 1:
             self._next_copy, self._expected = ReplicatedCoordinator(), 1

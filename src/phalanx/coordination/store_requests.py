@@ -20,7 +20,7 @@ from phalanx.coordination.wire import (
 
 
 class StoreRequests(PendingAnswers):
-    """Requests of a session for what is in `store`."""
+    """`StoreRequests` answers a session's requests for what is in `store`."""
 
     def _set(self, session: Session, message: Message) -> Answer:
         key, value = message.fields
@@ -138,5 +138,5 @@ class StoreRequests(PendingAnswers):
 
 
 def barrier_key(key: bytes) -> bytes:
-    """Return the key that never comes, for which those wait who are at the barrier `key`."""
+    """Return a key that never comes, for which the callers of the barrier `key` wait."""
     return b"\0barrier/" + key

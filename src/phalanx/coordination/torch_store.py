@@ -7,17 +7,17 @@ from typing import Any, Protocol
 
 
 class Store(Protocol):
-    """What a bootstrap needs of torch's store."""
+    """The methods of torch's store that a bootstrap needs."""
 
     def set(self, key: str, value: str, /) -> None:
         """Store a value."""
 
     def get(self, key: str, /) -> bytes:
-        """Return the value; blocks until it is there."""
+        """Wait until the value is there, and return it."""
         ...
 
     def check(self, keys: list[str], /) -> bool:
-        """Whether all keys are there."""
+        """Return whether all keys are there."""
         ...
 
     def multi_get(self, keys: list[str], /) -> list[bytes]:
@@ -29,15 +29,15 @@ class Store(Protocol):
         ...
 
     def add(self, key: str, amount: int, /) -> int:
-        """Add to a number, which begins at zero; the sum."""
+        """Add to a number, which begins at zero, and return the sum."""
         ...
 
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
-        """Store `desired` if the value is `expected` (empty: there is none); what stands then."""
+        """Store `desired` if the value is `expected` (empty: there is none), and return the value afterwards."""
         ...
 
     def delete_key(self, key: str, /) -> bool:
-        """Forget a value."""
+        """Delete a value."""
         ...
 
 
@@ -49,12 +49,12 @@ def base_of(store: Any) -> Any:
 
 
 def address_of(store: Any) -> str:
-    """Where a store that has an address is; else nothing."""
+    """Return the address of a store that has one; else an empty string."""
     store = base_of(store)
     return f"{store.host} port {store.port}" if getattr(store, "host", "") else ""
 
 
 def file_of(store: Any) -> str:
-    """Return the path of a store in a file that has a name, and so outlives its job; else nothing."""
+    """Return the path of a store in a file that has a name, and so outlives its job; else an empty string."""
     path = str(getattr(base_of(store), "path", ""))
     return "" if path.startswith("/proc/") else path

@@ -1,4 +1,4 @@
-"""Memory that a burst of answers has left to the C library, which keeps it, given back to the system."""
+"""Return memory to the system that a burst of answers has left to the C library, which would keep it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ _WORTH_BYTES = 16 << 20
 
 
 class UnusedMemory:
-    """Counts what is sent; `give_back` frees what that has taken, once enough has been sent to be worth it.
+    """`UnusedMemory` counts what is sent; `give_back` frees the memory that it has taken, once enough was sent to be
+    worth it.
 
     Cost: `give_back` takes a hundredth of a second where hundreds of megabytes were used, and nothing otherwise.
     """
@@ -22,7 +23,7 @@ class UnusedMemory:
         self._sent_bytes += nbytes
 
     def give_back(self) -> None:
-        """Give back what is not used any more, if much was sent since the last call."""
+        """Return unused memory to the system, if much was sent since the last call."""
         if self._sent_bytes >= _WORTH_BYTES:
             self._sent_bytes = 0
             if self._trim is not None:

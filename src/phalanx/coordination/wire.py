@@ -3,7 +3,8 @@
     fields (u16) · what (u8) · number (u64) · length of each field (u32) · the fields
 
 `what` is an `Op` on the way to the coordinator, and a `Status` on the way back; `number` tells which request an answer
-belongs to. All little-endian. Nothing here is executed, and nothing is allocated for a length that is not there.
+belongs to. All numbers are little-endian. Nothing here is executed, and nothing is allocated for a length that is not
+there.
 """
 
 from __future__ import annotations
@@ -14,21 +15,21 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 VERSION = 5
-MAX_VALUE_BYTES = 8 << 20  # as TCPStore's
+MAX_VALUE_BYTES = 8 << 20  # TCPStore has the same limit
 MAX_FRAME_BYTES = MAX_VALUE_BYTES + (1 << 20)
-MAX_MESSAGES = 256  # in a frame: what a member can have done before the next one's turn
+MAX_MESSAGES = 256  # the most messages in a frame, which are handled before the next member's turn
 MAX_FIELDS = 0xFFFF
-MAX_ENVELOPE_BYTES = MAX_FRAME_BYTES + (64 << 10)  # of frames that a relay hands on together, or of one
+MAX_ENVELOPE_BYTES = MAX_FRAME_BYTES + (64 << 10)  # for frames that a relay hands on together, or for one
 WRITE_ONCE = "#once"
 """A key that ends so is set once and keeps its value as long as it is there: a host need not ask for it twice."""
 
 _HEAD = struct.Struct("<HBQ")
 _FIELD_BYTES = 4
-KIND = slice(2, 3)  # where in a frame the kind of its first message is
+KIND = slice(2, 3)  # where the kind of the first message stands in a frame
 
 
 class Op(enum.IntEnum):
-    """What is asked of the coordinator."""
+    """An `Op` says what a client asks of the coordinator."""
 
     HELLO = 1
     SET = 2
@@ -65,10 +66,10 @@ class Op(enum.IntEnum):
 
 
 class Status(enum.IntEnum):
-    """What the coordinator says."""
+    """A `Status` says what an answer is, or what the coordinator sends without being asked."""
 
     OK = 0
-    WRONG_CALL = 1  # of the caller: a value that is no number, a limit that is passed
+    WRONG_CALL = 1  # the caller is wrong: a value is no number, or a limit is passed
     EMPTY = 2  # nothing is there, and the caller did not want to wait
     BUSY = 3  # the receiver has yet to take what was sent before: ask again
     UNKNOWN = 4  # this process is no member, or not any more
@@ -83,7 +84,7 @@ class Status(enum.IntEnum):
 
 
 class Message(NamedTuple):
-    """One message of a frame."""
+    """A `Message` is one of those in a frame."""
 
     what: int
     number: int
@@ -95,7 +96,7 @@ class WireError(ValueError):
 
 
 def pack(what: int, number: int, *fields: bytes) -> bytes:
-    """One message; several of them, one after another, are a frame."""
+    """Return one message; a frame is several of them, one after another."""
     n = len(fields)
     if n == 1:
         (field,) = fields
@@ -169,7 +170,7 @@ def unpack_text(field: bytes) -> str:
 
 
 def frames(messages: Sequence[bytes]) -> list[list[bytes]]:
-    """Messages, by the frame in which they go; as few as the limits allow."""
+    """Return the messages in as few frames as the limits allow."""
     made: list[list[bytes]] = []
     size = 0
     for message in messages:

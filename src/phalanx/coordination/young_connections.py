@@ -8,17 +8,18 @@ HONEST = 8  # connections that a host of a job may open at once
 
 
 class YoungConnections:
-    """Connections in the order in which they came, each with the network from which it came.
+    """`YoungConnections` keeps connections in the order in which they came, each with its network.
 
     Cost: each method but `of` and `older_than` takes the same time, however many connections and networks there are.
     """
 
     def __init__(self) -> None:
-        self._networks: OrderedDict[int, str] = OrderedDict()  # by descriptor
-        self._since: dict[int, float] = {}  # by descriptor
-        self._crowds: dict[str, OrderedDict[int, None]] = {}  # the descriptors, by network
-        self._by_size: dict[int, OrderedDict[str, None]] = {}  # the networks, by how many they have
-        self._most = 0  # that a network has
+        self._networks: OrderedDict[int, str] = OrderedDict()  # by descriptor: its network
+        self._since: dict[int, float] = {}  # by descriptor: when it came
+        self._crowds: dict[str, OrderedDict[int, None]] = {}  # by network: its descriptors
+        # by number of descriptors: the networks that have so many
+        self._by_size: dict[int, OrderedDict[str, None]] = {}
+        self._most = 0  # the most descriptors that any network has
 
     def __len__(self) -> int:
         return len(self._networks)
@@ -48,25 +49,26 @@ class YoungConnections:
 
     @property
     def most(self) -> int:
-        """How many the network has that has the most."""
+        """Return how many connections the network with the most of them has."""
         return self._most
 
     def choose(self) -> int:
         """Return the one to close first: the oldest of the network that has the most; where no network has more than
         an honest host opens, the oldest of all.
 
-        Who comes from many addresses, few times from each, would otherwise have honest hosts closed, which open two.
+        A stranger who connects from many addresses, few times from each, would otherwise have honest hosts closed,
+        which open two.
         """
         if self._most <= HONEST:
             return next(iter(self._networks))
         return next(iter(self._crowds[next(iter(self._by_size[self._most]))]))
 
     def of(self, network: str) -> list[int]:
-        """Return those that came from there."""
+        """Return the connections that came from this network."""
         return list(self._crowds.get(network, ()))
 
     def older_than(self, age_s: float, now: float) -> list[int]:
-        """Return those that came longer ago than that."""
+        """Return the connections that came before this time."""
         found = []
         for fd in self._networks:
             if now - self._since[fd] <= age_s:

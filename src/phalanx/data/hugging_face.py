@@ -49,7 +49,7 @@ class _Read:
 
 
 class Rows:
-    """They are `length` rows of a table from number `begin` on."""
+    """`Rows` are `length` rows of a table from number `begin` on."""
 
     def __init__(self, dataset: Any, begin: int, length: int) -> None:
         self._dataset, self._begin, self._length = dataset, begin, length
@@ -70,7 +70,7 @@ class _ReadOn:
         self._dataset = dataset
 
     def __call__(self, shard: int) -> Iterator[Any]:
-        # Iterated as it is, a dataset gives each worker of a DataLoader some of its shards, and of one shard nothing.
+        # Iterated directly, a dataset gives each worker of a DataLoader some of its shards, and of one shard nothing.
         for batch in self._dataset.shard(num_shards=self._dataset.num_shards, index=shard).iter(_ROWS_AT_ONCE):
             for number in range(len(next(iter(batch.values())))):
                 yield {name: column[number] for name, column in batch.items()}

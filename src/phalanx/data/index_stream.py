@@ -15,7 +15,7 @@ BLOCK = 8192  # indices computed at once: 64 KiB an array, so that a block's ari
 
 
 class IndexStream:
-    """It is one pass of one rank over its partition of an epoch; `order` None means the dataset's own order.
+    """`IndexStream` is one pass of one rank over its partition of an epoch; `order` None means the dataset's own order.
 
     Cost: memory of one block, whatever the partition's size. Iteration runs in C between blocks: nothing is counted per
     index, because the list iterator that is being read knows how many it still has.
@@ -29,12 +29,12 @@ class IndexStream:
 
     @property
     def taken(self) -> int:
-        """How many indices have been handed out."""
+        """Return how many indices have been handed out."""
         return self._computed - operator.length_hint(self._block)
 
     @property
     def length(self) -> int:
-        """How many indices the pass has."""
+        """Return how many indices the pass has."""
         return self.partition.count
 
     @property
@@ -58,7 +58,7 @@ class IndexStream:
 
 
 class TurnStream:
-    """It is one pass over several partitions by turns: `turn` indices of the first, as many of the next ...
+    """`TurnStream` is one pass over several partitions by turns: `turn` indices of the first, as many of the next ...
 
     The first is the longest; the others may have one index fewer (without padding).
     After a turn that is shorter, at the end, it says once that it is over, and goes on when it is asked again: there
@@ -68,23 +68,25 @@ class TurnStream:
     def __init__(self, streams: Sequence[IndexStream], turn: int) -> None:
         self.partition = streams[0].partition
         self._streams, self._turn = streams, turn
-        self._number = 0  # of the turn that comes next
+        self._number = 0  # the number of the turn that comes next
         self._block: Iterator[int] = iter(())
         self._is_short = False
 
     @property
     def length(self) -> int:
-        """How many indices the pass has."""
+        """Return how many indices the pass has."""
         return sum(stream.partition.count for stream in self._streams)
 
     @property
     def turns(self) -> int:
-        """How many turns have been begun."""
+        """Return how many turns have been begun."""
         return self._number
 
     @property
     def taken(self) -> int:
-        """How many indices of each partition have been handed out, counting rounds in which all had their turn."""
+        """Return how many indices of each partition have been handed out, counting rounds in which all had their
+        turn.
+        """
         return min(self._number // len(self._streams) * self._turn, self.partition.count)
 
     @property
@@ -104,18 +106,19 @@ class TurnStream:
         self._block = iter(self._streams[which].compute(turn * self._turn, size).tolist())
         self._number += 1
         self._is_short = size < self._turn
-        while self._number % len(self._streams) and not self._size_of_turn():  # those that have no index left
+        while self._number % len(self._streams) and not self._size_of_turn():  # these have no index left
             self._number += 1
         return next(self._block)
 
     def _size_of_turn(self) -> int:
-        """How many indices the turn has that comes next."""
+        """Return how many indices the next turn has."""
         turn, which = divmod(self._number, len(self._streams))
         return max(0, min(self._turn, self._streams[which].partition.count - turn * self._turn))
 
 
 class ShareStream:
-    """It is one reader's pass if readers outnumber partitions: each step's samples are shared among all readers.
+    """`ShareStream` is one reader's pass if readers outnumber partitions: each step's samples are shared among all
+    readers.
 
     A step has `turn` samples of each partition; they stand one behind the other in the epoch's order:
 
@@ -135,18 +138,18 @@ class ShareStream:
         self._reader, self._readers = reader, readers
         self._drops_last = drops_last
         self._num_steps = partition.count // turn if drops_last else -(-partition.count // turn)
-        self._number = 0  # of the step that comes next
+        self._number = 0  # the number of the step that comes next
         self._block: Iterator[int] = iter(())
         self._is_short = False
 
     @property
     def length(self) -> int:
-        """How many indices a partition has."""
+        """Return how many indices a partition has."""
         return self.partition.count
 
     @property
     def taken(self) -> int:
-        """How many indices of each partition have been handed out, with the other readers' shares."""
+        """Return how many indices of each partition have been handed out, with the other readers' shares."""
         return min(self._number * self._turn, self.partition.count)
 
     @property
@@ -156,7 +159,7 @@ class ShareStream:
 
     @property
     def latest(self) -> int:
-        """The number of the step that was begun last."""
+        """Return the number of the step that was begun last."""
         return self._number - 1
 
     def shares(self, step: int) -> tuple[int, int]:
@@ -180,7 +183,7 @@ class ShareStream:
 
 
 def _take(first: int, step: int, size: int, length: int, order: Order | None) -> Indices:
-    """Return the indices at `size` positions of an order; those behind its end stand for its beginning again."""
+    """Return the indices at `size` positions of an order; positions behind its end stand for its beginning again."""
     positions = np.arange(size, dtype=np.uint64)
     positions *= np.uint64(step)
     positions += np.uint64(first)

@@ -34,7 +34,7 @@ def from_json_lines(
 
 
 class _Then:
-    """It is one function behind another, which can be pickled for a worker that is spawned."""
+    """`_Then` is one function behind another, which can be pickled for a worker that is spawned."""
 
     def __init__(self, first: Callable[[Any], Any], second: Callable[[Any], Any]) -> None:
         self._first, self._second = first, second
@@ -44,7 +44,7 @@ class _Then:
 
 
 class Lines(Iterator[bytes]):
-    """They are the lines of a file that are not empty."""
+    """`Lines` are the lines of a file that are not empty."""
 
     def __init__(self, name: str) -> None:
         self._file = open_for_reading(name, compression="infer")
@@ -54,7 +54,7 @@ class Lines(Iterator[bytes]):
         return next(self._lines)
 
     def skip(self, count: int) -> None:
-        """Pass over `count` lines."""
+        """Skip `count` lines."""
         next(itertools.islice(self._lines, count - 1, None), None)
 
     def close(self) -> None:

@@ -12,8 +12,8 @@ from phalanx.data.stream import Stream
 from phalanx.errors import DataError
 from phalanx.extras import require
 
-_MOST_OPEN = 64  # chunks of a process; litData keeps one, or four
-_ROWS = 1024  # of a shard, where the chunks' sizes are not those of what the dataset hands out
+_MOST_OPEN = 64  # the most open chunks of a process; litData keeps one, or four
+_ROWS = 1024  # the rows of a shard, if the sizes of chunks are not those of what the dataset hands out
 
 
 def from_litdata(dataset: Any, **options: Any) -> Stream:
@@ -47,7 +47,7 @@ def from_litdata(dataset: Any, **options: Any) -> Stream:
 
 
 class _Read:
-    """It opens the dataset once in each process. `is_own`: it was made here, and so was what reads its chunks."""
+    """`_Read` opens the dataset once in each process. `is_own`: it was made here, and so was what reads its chunks."""
 
     def __init__(self, dataset: Any, *, is_own: bool) -> None:
         self._dataset, self._is_own = dataset, is_own
@@ -57,7 +57,7 @@ class _Read:
         if self._of_process != os.getpid():
             self._dataset, self._of_process = self._closed(), os.getpid()
             if self._is_own:
-                self._dataset[shard[0]]  # it is set up with the first sample
+                self._dataset[shard[0]]  # this reads the first sample, with which it is set up
                 self._dataset.item_loader.set_posix_fast(True, keep=_MOST_OPEN)
         return Samples(self._dataset, *shard)
 
@@ -77,7 +77,7 @@ def _make_loader() -> Any:
 
 
 class Samples(Sequence[Any]):
-    """They are `length` samples of a dataset from number `begin` on."""
+    """`Samples` are `length` samples of a dataset from number `begin` on."""
 
     def __init__(self, dataset: Any, begin: int, length: int) -> None:
         self._dataset, self._begin, self._length = dataset, begin, length

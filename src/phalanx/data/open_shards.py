@@ -15,7 +15,7 @@ from phalanx.storage import is_transient, retry
 _logger = get_logger(__name__)
 _END = object()
 _FEW_JUMPS = 16
-_of_parents: list[Any] = []  # open shards that a worker has inherited: to close them is their own process's business
+_of_parents: list[Any] = []  # open shards that a worker has inherited: only their own process closes them
 
 
 class _OpenShard(Protocol):
@@ -23,15 +23,17 @@ class _OpenShard(Protocol):
         """Return the samples of these numbers."""
 
     def close(self) -> None:
-        """Let go of what it holds."""
+        """Close what the shard holds."""
 
     @property
     def is_used_up(self) -> bool:
-        """Whether nothing more can come of it."""
+        """Whether all samples were handed out."""
 
 
 class IndexedShard:
-    """It is a shard that has `len()` and `[number]`; `__getitems__(numbers)`, too, is used where it has that."""
+    """`IndexedShard` is a shard that has `len()` and `[number]`; `__getitems__(numbers)` is used as well if it has
+    that.
+    """
 
     is_used_up = False
 
@@ -48,12 +50,12 @@ class IndexedShard:
         return [self._samples[number] for number in numbers]
 
     def close(self) -> None:
-        """Let go of what the shard holds."""
+        """Close what the shard holds."""
         _close(self._samples)
 
 
 class IteratedShard:
-    """It is a shard that is read from its beginning on.
+    """`IteratedShard` is a shard that is read from its beginning on.
 
     What is passed over inside of the window of a sample is kept, as it may be asked for; what comes before the window
     is skipped: with the iterator's `skip(count)` where it has one, otherwise by reading it.
@@ -64,7 +66,7 @@ class IteratedShard:
         self._kept: dict[int, Any] = {}
         self._kept_window = -1
         self.num_jumps = 0
-        """How often it was begun again, as a sample was asked for that had been passed."""
+        """How often it was begun again, because a sample was requested that had been passed."""
         self._source = samples
         self._iterator: Iterator[Any] = iter(samples)
         self._next = 0
@@ -121,14 +123,14 @@ class IteratedShard:
         return self._next == self._length and not self._kept
 
     def close(self) -> None:
-        """Let go of what the iterator holds."""
+        """Close what the iterator holds."""
         self._kept.clear()
         _close(self._iterator)
         _close(self._source)
 
 
 class OpenShards:
-    """It opens shards when they are asked for, and holds `most` of them open.
+    """`OpenShards` opens shards when they are asked for, and holds `most` of them open.
 
     A read that fails as networks do is tried again for `retry_s` seconds: the shard is opened anew, and read on to
     where it was.
@@ -154,9 +156,10 @@ class OpenShards:
         """Return the samples of these numbers of shard number `shard`.
 
         Raises:
-            DataError: it cannot be read, or has another number of samples than was said.
+            DataError: it cannot be read, or has another number of samples than was given.
         """
-        if self._process != os.getpid():  # a DataLoader's worker: files that were open share their position with ours
+        # this is a DataLoader's worker: files that were open share their position with ours
+        if self._process != os.getpid():
             _of_parents.append(self._open)
             self._open, self._process = OrderedDict(), os.getpid()
 

@@ -11,7 +11,7 @@ from phalanx.data.permutation import Indices
 
 
 class Order(Protocol):
-    """It is a function from positions of an epoch to indices of the dataset."""
+    """`Order` is a function from positions of an epoch to indices of the dataset."""
 
     def take(self, positions: Indices) -> Indices:
         """Return the indices at `positions`.
@@ -21,7 +21,9 @@ class Order(Protocol):
 
 
 class OrderedDataset(Dataset[Any], ABC):
-    """It is a map-style dataset whose order `phalanx.DistributedSampler` asks for, in the place of one of its own."""
+    """`OrderedDataset` is a map-style dataset whose order `phalanx.DistributedSampler` uses in place of one of its
+    own.
+    """
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -32,9 +34,9 @@ class OrderedDataset(Dataset[Any], ABC):
 
     @abstractmethod
     def describe_order(self) -> dict[str, Any]:
-        """Return what makes the order: a saved position is one in the same order only."""
+        """Return what makes the order: a saved position belongs to the same order only."""
 
 
 def epoch_key(seed: int, epoch: int) -> str:
-    """Return what an epoch's shuffle is made of."""
+    """Return the values of which an epoch's shuffle is made."""
     return f"seed {seed}, epoch {epoch}"

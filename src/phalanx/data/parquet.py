@@ -44,7 +44,7 @@ class _Read:
 
 
 class ParquetShard:
-    """They are the rows of a file, by number."""
+    """`ParquetShard` is the rows of a file, by number."""
 
     def __init__(self, name: str, columns: list[str] | None) -> None:
         self._source = open_for_reading(name)
@@ -82,7 +82,7 @@ class ParquetShard:
         return self._groups[number]
 
     def close(self) -> None:
-        """Close the file, and let go of its rows."""
+        """Close the file, and release its rows."""
         self._groups.clear()
         self._file.close()
         self._source.close()

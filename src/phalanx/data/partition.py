@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Partition:
-    """It has the `count` positions `start, start + step, ...` that one rank takes from the order of one epoch.
+    """`Partition` has the `count` positions `start, start + step, ...` that one rank takes from the order of one epoch.
 
     Rank r of P takes every P-th position from the first one that nobody has consumed:
 
@@ -29,16 +29,16 @@ class Partition:
 
     @property
     def start(self) -> int:
-        """This rank's first position."""
+        """Return this rank's first position."""
         return self.consumed + self.rank
 
     @property
     def step(self) -> int:
-        """The distance from one position of this rank to its next."""
+        """Return the distance from one position of this rank to its next."""
         return self.world_size
 
     def consumed_after(self, taken: int) -> int:
-        """How many samples the whole job has consumed when every rank has taken `taken` of its partition.
+        """Return how many samples the whole job has consumed when every rank has taken `taken` of its partition.
 
         A rank whose partition is used up knows that the epoch is over, also when its partition was the shorter one.
         """
@@ -50,7 +50,7 @@ class Partition:
 def plan_partition(
     length: int, world_size: int, rank: int, *, consumed: int = 0, padding: bool = True, drop_last: bool = False
 ) -> Partition:
-    """Return the partition of `rank` of what is left of an epoch over `length` samples of which `consumed` are done.
+    """Return the partition of `rank` in the rest of an epoch over `length` samples of which `consumed` are done.
 
     With `drop_last` every rank takes the same number and the remainder is left out; otherwise with `padding` every
     rank takes the same number and the first samples are repeated; without, the first ranks take one more.

@@ -39,7 +39,8 @@ _MIX_2 = np.uint64(0xBF58476D1CE4E5B9)
 
 
 class Permutation:
-    """It is a pseudorandom permutation of [0, length), the same for the same `length` and `key` on every machine.
+    """`Permutation` is a pseudorandom permutation of [0, length), the same for the same `length` and `key` on every
+    machine.
 
     Cost: no memory that grows with `length`; some 50 ns per index when asked for thousands at a time. It is not secret:
     the rounds use a fast hash, and anyone who sees a part of the order can work out the rest.
@@ -80,7 +81,8 @@ class Permutation:
 
 
 class WindowPermutations:
-    """It is a pseudorandom permutation for each of many short ranges, its windows, which are told apart by a number.
+    """`WindowPermutations` is a pseudorandom permutation for each of many short ranges, its windows, which a number
+    tells apart.
 
     Cost: no memory; some 300 ns per index, whether the indices asked for are of one window or of thousands.
     """
@@ -89,7 +91,7 @@ class WindowPermutations:
         self._round_keys = _derive_round_keys(key, SMALL_ROUNDS)
 
     def take(self, positions: Indices, lengths: Indices, windows: Indices) -> Indices:
-        """Return what is at `positions`, each of which is below the length of its window.
+        """Return the results at `positions`, each of which is below the length of its window.
 
         Shape: all three (n), and the result.
         """
@@ -103,7 +105,7 @@ class WindowPermutations:
 
 
 def _mix(numbers: Indices) -> Indices:
-    """Return numbers of which those of neighbours have nothing in common."""
+    """Return numbers that have nothing in common for neighbours."""
     mixed: Indices = (numbers + np.uint64(1)) * _MIX_1
     mixed ^= mixed >> _HALF
     mixed *= _MIX_2
@@ -120,7 +122,7 @@ def _encrypt(
 ) -> Indices:
     """Return x after one pass through the network, on [0, a b); arithmetic is modulo 2**64 throughout.
 
-    Of arrays `a`, `b` and `tweaks` each x has its own: elements with other tweaks are of other permutations.
+    In arrays `a`, `b` and `tweaks` each x has its own: elements with other tweaks belong to other permutations.
     """
     moving_size, fixed_size = a, b
     fixed: Indices = x // a

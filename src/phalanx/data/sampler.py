@@ -65,22 +65,24 @@ class DistributedSampler(torch_sampler.DistributedSampler[int]):
         num_replicas, rank = _place(num_replicas, rank)
         super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)
         self.padding = padding
-        self._parts: Sequence[int] = (rank,)  # of `num_replicas`, those that this rank reads
+        self._parts: Sequence[int] = (rank,)  # the parts, of `num_replicas`, that this rank reads
         self._readers = num_replicas  # how many ranks read these parts; more of them than parts share each turn
-        self._turn = 1  # how many samples it reads of one before it reads the next
+        self._turn = 1  # how many samples it reads of one part before it reads the next
         self._drops_last = False
         self.num_samples = self._count(consumed=0)
         self.total_size = self.num_samples * num_replicas if padding or drop_last else self.length
-        self._consumed = 0  # of epoch `self.epoch`, before the pass to come
+        self._consumed = 0  # samples of epoch `self.epoch` that were consumed before the next pass
         self._pass: IndexStream | TurnStream | ShareStream | None = (
-            None  # the latest; None while the pass to come is to be epoch `self.epoch`
+            None  # the latest pass; None while the next one is to be epoch `self.epoch`
         )
 
     def __iter__(self) -> Iterator[int]:
         return chain.from_iterable(self._begin()) if len(self._parts) == 1 and not self.is_shared else _Turns(self)
 
     def __len__(self) -> int:
-        """How many indices this rank gets in the pass at hand, or else in the next; fewer if the epoch was taken up."""
+        """Return how many indices this rank gets in the current pass, or else in the next; fewer if the epoch is
+        resumed in the middle.
+        """
         if self._pass is None:
             return self._count(self._consumed)
         return self.num_samples if self._pass.is_over else self._pass.length
@@ -157,8 +159,8 @@ class DistributedSampler(torch_sampler.DistributedSampler[int]):
         self.total_size = self.num_samples * num_replicas if self.padding or self.drop_last else self.length
 
     def read_in_turns_of(self, batch_size: int, *, drops_last: bool = False) -> None:
-        """From the next iteration on, read so many samples of a part before those of the next, where this rank reads
-        several parts; where it has a share of all parts, take it from so many samples of each.
+        """Set how many samples of a part this rank reads before those of the next, from the next iteration on. It holds
+        if this rank reads several parts; if it has a share of all parts, it is taken from so many samples of each.
 
         With `drops_last` the loader leaves out a last batch that is shorter.
         """
@@ -166,7 +168,7 @@ class DistributedSampler(torch_sampler.DistributedSampler[int]):
 
     @property
     def num_readers(self) -> int:
-        """How many ranks read the parts."""
+        """Return how many ranks read the parts."""
         return self._readers
 
     @property
@@ -176,12 +178,12 @@ class DistributedSampler(torch_sampler.DistributedSampler[int]):
 
     @property
     def largest_share(self) -> int:
-        """How many samples of a whole turn of all parts this rank has, where it has a share."""
+        """Return how many samples of a whole turn of all parts this rank has, if it has a share."""
         return max(1, -(-(self._turn * self.num_replicas - self.rank) // self._readers))
 
     @property
     def num_parts(self) -> int:
-        """How many ranks' parts this rank reads; one, where it has a share of all."""
+        """Return how many ranks' parts this rank reads; one if it has a share of all."""
         return len(self._parts)
 
     def _begin(self) -> Iterator[Iterator[int]]:
@@ -212,7 +214,7 @@ class DistributedSampler(torch_sampler.DistributedSampler[int]):
 
     @property
     def _own_order(self) -> dict[str, Any]:
-        """What a position must have been saved with, to be one of this order."""
+        """Return what a position must have been saved with, to belong to this order."""
         own = {"length": self.length, "seed": self.seed, "shuffle": self.shuffle}
         return own | self.dataset.describe_order() if isinstance(self.dataset, OrderedDataset) else own
 
@@ -231,7 +233,7 @@ class DistributedSampler(torch_sampler.DistributedSampler[int]):
 
 
 class _Turns:
-    """It is a pass that begins when its first index is asked for."""
+    """`_Turns` is a pass that begins when its first index is asked for."""
 
     def __init__(self, sampler: DistributedSampler) -> None:
         self._sampler = sampler
@@ -257,7 +259,9 @@ def _length_of(dataset: Dataset[Any]) -> int:
 
 
 def _place(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
-    """Fill in from the default process group what was not given; without one, a job of one rank."""
+    """Return both arguments; one that was not given comes from the default process group, or from a job of one rank
+    without it.
+    """
     if dist.is_available() and dist.is_initialized():
         return (
             dist.get_world_size() if num_replicas is None else num_replicas,

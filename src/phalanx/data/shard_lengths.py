@@ -34,8 +34,8 @@ def find_lengths(
 ) -> Indices:
     """Return the length of each shard.
 
-    With `index` what that file says counts, and what is missing in it is counted and written; of several processes of
-    this machine one counts, the others wait for it.
+    With `index` the lengths in that file count, and missing ones are counted and written; of several processes of this
+    machine one counts, and the others wait for it.
 
     Raises:
         ValueError: `lengths` are not as many as shards, or no numbers.
@@ -125,7 +125,9 @@ def _write_index(name: str, lengths: Mapping[str, int]) -> None:
 
 @contextlib.contextmanager
 def _alone(name: str) -> Iterator[None]:
-    """Inside, no other process of this machine counts for the same index file; at an address, each may."""
+    """Let no other process of this machine count for the same index file while this is entered; at an address, each
+    may.
+    """
     if is_address(name):
         yield
         return

@@ -98,7 +98,7 @@ class Stream(OrderedDataset):
             return sum(1 for _ in samples)
 
     def __len__(self) -> int:
-        """How many samples all shards have."""
+        """Return how many samples all shards have."""
         return int(self._ends[-1])
 
     def __getitem__(self, index: int) -> Any:
@@ -106,7 +106,7 @@ class Stream(OrderedDataset):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """Return several samples: PyTorch's DataLoader asks so for a batch."""
+        """Return several samples: PyTorch's DataLoader calls this for a batch."""
         wanted = np.asarray(indices, dtype=np.int64)
         wanted = np.where(wanted < 0, wanted + len(self), wanted)
         if wanted.size and not (wanted.min() >= 0 and wanted.max() < len(self)):
@@ -143,7 +143,7 @@ class Stream(OrderedDataset):
         return self._latest[1]
 
     def describe_order(self) -> dict[str, Any]:
-        """Return what makes the order: a saved position is one in the same order only."""
+        """Return what makes the order: a saved position belongs to the same order only."""
         return describe_order([str(shard) for shard in self.shards], self.lengths, self.layout)
 
     def close(self) -> None:
@@ -152,5 +152,5 @@ class Stream(OrderedDataset):
             self._open.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a worker that is spawned gets: no open file."""
+        """Return the state for a worker that is spawned, without open files."""
         return {**self.__dict__, "_open": None, "_latest": None}

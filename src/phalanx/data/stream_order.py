@@ -32,12 +32,12 @@ from phalanx.data.turns import Turns
 
 @dataclass(frozen=True)
 class StreamLayout:
-    """It is what the order depends on besides the data.
+    """`StreamLayout` is everything that the order depends on besides the data.
 
     There are `interleave` lanes for each of `readers`, blocks of `block` samples, and windows of `window`.
 
     Raises:
-        ValueError: one is no number of 1 or more.
+        ValueError: one of the numbers is not 1 or more.
     """
 
     interleave: int
@@ -51,7 +51,7 @@ class StreamLayout:
             raise ValueError(f"Stream: {', '.join(wrong)}: each must be a number of 1 or more")
 
     def fit(self, num_shards: int) -> StreamLayout:
-        """Return the layout for so few shards: no more lanes in a reader than shards, and no reader without any."""
+        """Return the layout for so few shards: no reader has more lanes than shards, and none is without any."""
         interleave = max(1, min(self.interleave, num_shards))
         divisors = (d for d in range(self.readers, 0, -1) if self.readers % d == 0)
         readers = next((d for d in divisors if d * interleave <= num_shards), 1)
@@ -59,7 +59,8 @@ class StreamLayout:
 
 
 class StreamOrder:
-    """It is the order of one epoch over shards of `lengths`; without a `key` shards and samples are not shuffled.
+    """`StreamOrder` is the order of one epoch over shards of `lengths`; without a `key` shards and samples are not
+    shuffled.
 
     A sample's index is its number among all samples, shard after shard.
 
@@ -77,10 +78,10 @@ class StreamOrder:
         by_lane = np.argsort(lanes, kind="stable")
         self.length = int(lengths.sum())
         self._lengths, self._window = lengths, np.uint64(layout.window)
-        self._begins = np.cumsum(lengths) - lengths  # of each shard, among all samples
-        self._shards = shards[by_lane]  # in the order of lanes, and in each as it is read
+        self._begins = np.cumsum(lengths) - lengths  # where each shard begins, among all samples
+        self._shards = shards[by_lane]  # the shards in the order of lanes, and in each lane as it is read
         in_lanes = np.cumsum(lengths[self._shards])
-        self._rows = in_lanes - lengths[self._shards]  # at which each of them begins, counted through all lanes
+        self._rows = in_lanes - lengths[self._shards]  # where each of them begins, counted through all lanes
         totals = np.zeros(layout.readers * layout.interleave, dtype=np.uint64)
         np.add.at(totals, lanes, lengths[shards])
         self._lane_rows = (np.cumsum(totals) - totals).reshape(layout.readers, layout.interleave)
@@ -126,7 +127,7 @@ def deal(lengths: Indices, num_lanes: int) -> Indices:
 
 
 def describe_order(names: list[str], lengths: Indices, layout: StreamLayout) -> dict[str, Any]:
-    """Return what tells one order from another, as a part of a saved position."""
+    """Return what distinguishes one order from another, as a part of a saved position."""
     digest = hashlib.blake2b(lengths.tobytes(), digest_size=8)
     for name in names:
         digest.update(f"{len(name)} {name}".encode())

@@ -23,7 +23,7 @@ def list_files(fd: int) -> Iterator[tuple[str, int, int]]:
     size_of_all = os.fstat(fd).st_size
     offset, records = 0, dict[str, str]()
     while header := os.pread(fd, BLOCK, offset):
-        if not any(header):  # the end
+        if not any(header):  # the archive ends here
             return
         kind = header[156:157]
         if header[257:262] != b"ustar" or kind not in (b"0", b"\0", b"5", b"x") or header[124] & 0x80:
@@ -52,7 +52,7 @@ def _name(header: bytes) -> str:
 
 
 def _records(data: bytes) -> dict[str, str]:
-    """Return what a PAX header says, in lines of "length key=value"."""
+    """Return the entries of a PAX header, which are lines of "length key=value"."""
     found = {}
     while data and data[:1] != b"\0":
         length = int(data.partition(b" ")[0])
@@ -63,7 +63,7 @@ def _records(data: bytes) -> dict[str, str]:
 
 
 def _list_rest(fd: int, offset: int) -> Iterator[tuple[str, int, int]]:
-    """Go on with `tarfile`, which knows all kinds of headers."""
+    """Yield the rest by `tarfile`, which knows all kinds of headers."""
     with open(fd, "rb", closefd=False) as file:
         file.seek(offset)
         with tarfile.open(fileobj=file, mode="r:") as tar:

@@ -25,7 +25,7 @@ from phalanx.data.permutation import Indices, Permutation
 
 @dataclass(frozen=True)
 class Member:
-    """It is a dataset, of which a step of all ranks has `batch_size` samples."""
+    """`Member` is a dataset of which a step of all ranks has `batch_size` samples."""
 
     dataset: Any
     batch_size: int
@@ -35,7 +35,7 @@ class Member:
 
 
 class Together(OrderedDataset):
-    """It has the units of `members` by name.
+    """`Together` has the units of `members` by name.
 
     A unit of the DataLoader's batch is a list of samples of each; `collate` makes of several a dict of batches.
     """
@@ -50,7 +50,7 @@ class Together(OrderedDataset):
         self._orders: dict[tuple[str, int], Order | None] = {}
 
     def __len__(self) -> int:
-        """How many units an epoch has."""
+        """Return how many units an epoch has."""
         return self._length
 
     def __getitem__(self, index: int) -> dict[str, list[Any]]:
@@ -70,7 +70,7 @@ class Together(OrderedDataset):
     def _numbers(self, name: str, index: int) -> list[tuple[int, int]]:
         """Return (epoch, position) of each sample of a member in a unit."""
         size, length = self._sizes[name], self._lengths[name]
-        if -(-length // size) == self._length:  # an epoch of it is one of all
+        if -(-length // size) == self._length:  # an epoch of this member is one of all
             epoch, unit = divmod(index, self._length)
             return [(epoch, position) for position in range(unit * size, min((unit + 1) * size, length))]
         return [divmod(index * size + i, length) for i in range(size)]
@@ -109,11 +109,11 @@ class Together(OrderedDataset):
         }
 
     def order(self, seed: int, epoch: int, *, shuffle: bool) -> Order:
-        """Return the units of an epoch, one after the other: members are shuffled by themselves."""
+        """Return the units of an epoch, one after another: members are shuffled by themselves."""
         return _Units(epoch * self._length)
 
     def describe_order(self) -> dict[str, Any]:
-        """Return what makes the order, of all members."""
+        """Return what makes the order of all members."""
         digest = hashlib.blake2b(digest_size=8)
         for name, one in self.members.items():
             own = one.dataset.describe_order() if isinstance(one.dataset, OrderedDataset) else {}

@@ -19,7 +19,7 @@ from phalanx.data.permutation import Indices
 
 @dataclass(frozen=True)
 class _Rounds:
-    """They are rounds from number `round` on, which begin at position `first`.
+    """`_Rounds` are rounds from number `round` on, which begin at position `first`.
 
     Sequence `which[i]` gives `ends[i] - ends[i-1]` positions of each round.
     """
@@ -31,7 +31,7 @@ class _Rounds:
 
 
 class Turns:
-    """It is the order in which `lengths` are gone through, `turn` positions of each at a time.
+    """`Turns` is the order in which sequences of `lengths` are gone through, `turn` positions of each at a time.
 
     Cost: as many numbers as there are sequences, squared where all have other lengths.
     """
@@ -55,7 +55,7 @@ class Turns:
         self._firsts = np.array([one.first for one in self._rounds], dtype=np.uint64)
 
     def locate(self, positions: Indices) -> tuple[Indices, Indices]:
-        """Return the sequence that each position is of, and its number in that sequence.
+        """Return the sequence to which each position belongs, and its number in that sequence.
 
         Shape: (n), and so are both results.
         """

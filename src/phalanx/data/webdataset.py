@@ -64,7 +64,7 @@ def _path(url: str) -> str:
 
 
 class IndexedTar:
-    """It has the samples of a tar file of this machine, by number."""
+    """`IndexedTar` has the samples of a tar file of this machine, by number."""
 
     def __init__(self, url: str) -> None:
         self._fd = os.open(_path(url), os.O_RDONLY)

@@ -11,7 +11,7 @@ from phalanx.ddp.graph import tensors_in
 def call_before_backward(output: Any, function: Callable[..., None]) -> None:
     """Call `function` when gradients of `output` are about to be computed.
 
-    At once, if its tensors are hidden in an object of the user's own.
+    If the tensors of `output` are hidden in an object of the user's own, call it at once.
     """
     nodes = {tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None}
     for node in nodes:

@@ -18,7 +18,9 @@ _ALIGN = 64
 
 
 class Buffers:
-    """It finds the buffers of `layers` at each step, and plans anew only if one has come, gone or changed its form."""
+    """`Buffers` finds the buffers of `layers` at each step, and plans anew only if one has come, gone or changed its
+    form.
+    """
 
     def __init__(self, layers: Mapping[str, nn.Module]) -> None:
         self._layers = layers
@@ -29,10 +31,10 @@ class Buffers:
         self.tensors: list[Tensor] = []
         """The buffers that the latest look has found, each once."""
         self.plan = b""
-        """Their names and forms, pickled: `restore` reads it."""
+        """Their names and forms, pickled, in the form that `restore` reads."""
 
     def look(self) -> bool:
-        """Find the buffers as they are now, and return whether names and forms are those of the look before."""
+        """Find the current buffers, and return whether names and forms are those of the call before."""
         count = sum(map(len, self._dicts))
         if count == self._count == 0:
             return True
@@ -71,7 +73,7 @@ class Buffers:
 
     @property
     def nbytes(self) -> int:
-        """How many bytes `views` of them take."""
+        """Return how many bytes `views` of them take."""
         return sum(-(-t.nbytes // _ALIGN) * _ALIGN for t in self.tensors)
 
     def views(self, memory: Tensor) -> list[Tensor]:
@@ -80,7 +82,7 @@ class Buffers:
 
     @staticmethod
     def read(plan: bytes, memory: Tensor) -> list[Tensor]:
-        """Return the values that `save` has put into `memory` when `plan` was the plan."""
+        """Return the values that `save` has put into `memory` at a time when `plan` was the plan."""
         forms = {form[0]: (torch.Size(form[1]), form[3]) for *_, form in pickle.loads(plan) if form is not None}
         return views_of([forms[number] for number in range(len(forms))], memory)
 
@@ -90,14 +92,14 @@ class Buffers:
             copy_all(list(views), [t.detach() for t in self.tensors])
 
     def versions(self) -> list[int]:
-        """Return the version of each tensor, which is another one once the tensor was changed in place."""
+        """Return the version of each tensor, which changes when the tensor is changed in place."""
         if not self.tensors:
             return []
         return [0 if tensor.is_inference() else tensor._version for tensor in self.tensors]
 
     @torch.no_grad()
     def restore(self, plan: bytes, saved: Sequence[Tensor]) -> None:
-        """Have the buffers that `plan` names, with the values of `saved`, and no others.
+        """Make the layers have the buffers that `plan` names, with the values of `saved`, and no others.
 
         Raises:
             JobEndedError: it names a layer that is not here.
@@ -111,7 +113,7 @@ class Buffers:
                 )
         forms: dict[int, Any] = {form[0]: form for *_, form in entries if form is not None}
         made: dict[int, Tensor] = {}
-        for key, name, _, form in entries:  # who has a fitting one keeps it
+        for key, name, _, form in entries:  # a layer that has a fitting buffer keeps it
             mine = self._layers[key]._buffers.get(name)
             if form is not None and mine is not None and form[0] not in made and _fits(mine, form):
                 made[form[0]] = mine
@@ -138,7 +140,7 @@ def _put(layer: nn.Module, wanted: Mapping[str, tuple[Tensor | None, bool]]) -> 
 
 def _write(tensor: Tensor, saved: Tensor) -> None:
     spread = [dim for dim, step in enumerate(tensor.stride()) if step == 0 and tensor.shape[dim] > 1]
-    for dim in spread:  # an expanded one: each element once
+    for dim in spread:  # of an expanded one, each element is counted once
         tensor, saved = tensor.narrow(dim, 0, 1), saved.narrow(dim, 0, 1)
     tensor.detach().copy_(saved)
 
@@ -155,7 +157,7 @@ def _has_form(tensor: Any) -> bool:
 
 
 def views_of(forms: Sequence[tuple[torch.Size, torch.dtype]], memory: Tensor) -> list[Tensor]:
-    """Return tensors of these forms that lie one behind the other in `memory`."""
+    """Return tensors of these forms that lie one after another in `memory`."""
     views, at = [], 0
     for shape, dtype in forms:
         nbytes = shape.numel() * dtype.itemsize

@@ -28,14 +28,14 @@ from phalanx.transport.tensors import is_dense
 
 _SMALL = 1 << 16  # tensors below this are packed; the others travel as they are
 _ALIGN = 64
-_SLOWEST_BYTES_PER_S = 8 << 20  # of a link, or of a machine with more to do than it can
+_SLOWEST_BYTES_PER_S = 8 << 20  # the slowest link, or a machine with more to do than it can
 
 
 @dataclass(frozen=True)
 class Station:
-    """It is a rank that takes part: it knows whose memory can read whose, and where the pieces lie in it.
+    """A `Station` is a rank that takes part: it knows whose memory can read whose, and where the pieces lie in it.
 
-    `addresses` is None where they lie on another device.
+    `addresses` is None if they lie on another device.
     """
 
     host: str
@@ -43,7 +43,7 @@ class Station:
     addresses: tuple[int, ...] | None
 
     def can_read(self, other: Station) -> bool:
-        """Whether it is worth trying."""
+        """Return whether this rank may be able to read the other one's memory."""
         mine, theirs = self.process.namespace, other.process.namespace
         return (
             self.host == other.host
@@ -56,7 +56,7 @@ class Station:
 
 @dataclass(frozen=True)
 class Move:
-    """It is one receiver's way to the bytes in a round."""
+    """A `Move` is one receiver's way to the bytes in a round."""
 
     receiver: int
     holder: int
@@ -67,7 +67,9 @@ def plan_round(
     stations: Mapping[int, Station], source: int, holders: Collection[int], needing: Collection[int],
     refused: Collection[int],
 ) -> list[Move]:  # fmt: skip
-    """Return who gets the bytes from whom now: not nothing while ranks need them. The `refused` could not read."""
+    """Return which ranks get the bytes now, and from whom; it is empty only when no rank needs them. The `refused`
+    could not read.
+    """
     moves: list[Move] = []
     awaited: set[int] = set()
     for receiver in sorted(needing):
@@ -121,9 +123,11 @@ def carry(tensors: Sequence[Tensor], source: int, receivers: Collection[int], gr
 
 @contextlib.contextmanager
 def own_clock(group: Any, nbytes: int) -> Iterator[None]:
-    """Inside, operations of `group` may also take as long as it takes to move `nbytes`; the same on all ranks."""
+    """Let operations of `group`, while this is entered, also take as long as moving `nbytes` takes; `nbytes` is the
+    same on all ranks.
+    """
     ours = phalanx_group(group)
-    assert ours is not None  # elastic.run forms no other
+    assert ours is not None  # elastic.run forms no other groups
     timeout_s = ours._timeout_s
     ours.set_timeout(timedelta(seconds=timeout_s + nbytes / _SLOWEST_BYTES_PER_S))
     try:
@@ -139,7 +143,9 @@ def _gather(value: Any, group: Any) -> list[Any]:
 
 
 class _Cargo:
-    """It sends large tensors as they lie, and all others as one piece. Both sides know the forms of the tensors."""
+    """`_Cargo` sends large tensors as they lie, and all others as one piece. Both sides know the forms of the
+    tensors.
+    """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         large = [t for t in tensors if t.nbytes >= _SMALL and is_dense(t)]
@@ -155,23 +161,23 @@ class _Cargo:
 
     @property
     def addresses(self) -> tuple[int, ...] | None:
-        """Where the pieces lie in this process; None if not all do."""
+        """Return where the pieces lie in this process; None if not all do."""
         if any(piece.device.type != "cpu" for piece in self._pieces):
             return None
         return tuple(piece.data_ptr() for piece in self._pieces)
 
     def pack(self) -> None:
-        """Make one piece of what is small."""
+        """Pack the small tensors into one piece."""
         for place, tensor in zip(self._places, self._small, strict=True):
             place.copy_(tensor)
 
     def unpack(self) -> None:
-        """Put what is small where it belongs."""
+        """Copy the small tensors from the piece to where they belong."""
         for place, tensor in zip(self._places, self._small, strict=True):
             tensor.copy_(place)
 
     def read(self, holder: Station) -> bool:
-        """Whether all pieces could be read where `holder` has them."""
+        """Read the pieces from the memory of `holder`; return whether all could be read."""
         assert holder.addresses is not None
         copies = [
             Copy(piece.data_ptr(), address, piece.nbytes)

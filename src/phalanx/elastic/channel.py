@@ -20,12 +20,14 @@ from phalanx.loss_detection import SILENT_AGENT_S
 _ENDS = ("end", "no generation", "leave")
 _WELCOME_S = 30.0
 _AGAIN_AFTER_S = 0.01
-_POLL_EVERY_S = 0.02  # how often a commit looks whether something has come
-_ASK_EVERY_S = 5.0  # whether there will be a generation
+_POLL_EVERY_S = 0.02  # how often a commit checks whether something has come
+_ASK_EVERY_S = 5.0  # how often the agent is asked whether there will be a generation
 
 
 class AgentChannel:
-    """It is a `Generations` whose agent decides. It runs in the main thread only; only a recovery waits for it."""
+    """`AgentChannel` is a `Generations` whose agent decides. It runs in the main thread only; only a recovery waits for
+    it.
+    """
 
     def __init__(self, agent: str, rank: int, generation: int, *, min_ranks: int, wait_s: float) -> None:
         name, token = split(agent)
@@ -48,10 +50,10 @@ class AgentChannel:
             time.sleep(_AGAIN_AFTER_S)
 
     def _connect(self, name: str, hello: dict[str, Any], deadline: Deadline) -> bool:
-        """Whether we were let in; not where so many others knock that the agent has lost patience with us.
+        """Return whether the agent has accepted us; it may not, if so many others connect that it has lost patience.
 
         Raises:
-            OSError: there is no agent, it does not answer, or does not want us.
+            OSError: there is no agent, it does not answer, or it refuses.
         """
         self._channel = connect(name, max(deadline.left_s, 0.001))
         try:
@@ -79,12 +81,12 @@ class AgentChannel:
     # -- what this rank says -------------------------------------------------------------------------------------
 
     def _send(self, **message: Any) -> None:
-        if os.getpid() == self._pid:  # a fork of the rank has no say
-            with contextlib.suppress(OSError):  # the agent has ended, and with it, in a moment, this process
+        if os.getpid() == self._pid:  # a fork of the rank does not report
+            with contextlib.suppress(OSError):  # the agent has ended, and so will this process in a moment
                 self._channel.send(message)
 
     def _ask(self, after: int) -> None:
-        """Ask whether there will be a generation; an agent that takes nothing is asked no more."""
+        """Ask whether there will be a generation; an agent that reads nothing is asked no more."""
         if not self._channel.waiting:
             self._channel.put({"kind": "waiting", "generation": after})
 
@@ -93,7 +95,7 @@ class AgentChannel:
         return self._channel.peer.pid
 
     def report(self, loss: Loss) -> None:
-        """I have lost a peer, and wait."""
+        """Report that this rank has lost a peer and waits."""
         self._send(
             kind="lost",
             generation=loss.generation,
@@ -104,25 +106,25 @@ class AgentChannel:
         )
 
     def regrouped(self, number: int) -> None:
-        """I am in the group of that generation, and hold the state."""
+        """Report that this rank is in the group of that generation, and holds the state."""
         self._send(kind="regrouped", generation=number)
 
     def failed(self, step: int, error: str) -> None:
-        """Tell the launcher that an exception of the user's own is about to end this rank."""
+        """Report that an exception of the user's own is about to end this rank."""
         self._send(kind="failed", step=step, error=error[:2000])
 
     def finished(self) -> None:
-        """My training is over, and so is everybody's."""
+        """Report that the training is over on this rank, and on all others."""
         self._send(kind="finished")
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self._channel.close()
 
     # -- what it hears -------------------------------------------------------------------------------------------
 
     def next_generation(self, after: int, timeout_s: float) -> GenerationNotice:
-        """Wait for a generation later than `after`; of several the latest. The agent is asked now and then.
+        """Wait for a generation later than `after`, and return the latest. The agent is asked from time to time.
 
         Raises:
             JobEndedError: there will be none.
@@ -149,7 +151,7 @@ class AgentChannel:
                 self._ask(after)
 
     def newer_than(self, number: int) -> bool:
-        """Whether a later generation was announced, or others wait to be let in."""
+        """Return whether a later generation was announced, or other ranks wait to join."""
         now = time.monotonic()
         if now < self._next_poll and not self._arrived:
             return False
@@ -175,7 +177,7 @@ class AgentChannel:
         return latest
 
     def _receive(self, *, wait_s: float) -> bool:
-        """Whether something has come; all that has is taken."""
+        """Read everything that has come; return whether something has."""
         has_come = False
         while wait_readable([self._channel], 0.0 if has_come else wait_s):
             for message in self._channel.take():

@@ -20,7 +20,7 @@ _TORCHS = "init_process_group.<locals>._distributed_excepthook"
 
 @contextmanager
 def one_except_hook() -> Iterator[None]:
-    """Inside, a default group is made: torch's hook is there once, also behind it."""
+    """Put torch's hook around the script's only once, although a default group is made while this is entered."""
     hook = sys.excepthook
     inner = _find_inner(hook)
     sys.excepthook = hook if inner is None else inner
@@ -29,12 +29,12 @@ def one_except_hook() -> Iterator[None]:
     except BaseException:
         sys.excepthook = hook
         raise
-    if inner is None:  # the script has put its own around torch's
+    if inner is None:  # the script has put its own hook around torch's
         sys.excepthook = hook
 
 
 def _find_inner(hook: Hook) -> Hook | None:
-    """Return what torch's hook was put around; None where `hook` is not torch's."""
+    """Return the hook that torch's hook was put around; None if `hook` is not torch's."""
     if getattr(hook, "__qualname__", "") != _TORCHS:
         return None
     inner: Hook | None = inspect.getclosurevars(hook).nonlocals.get("old_hook")

@@ -12,25 +12,25 @@ from torch import Tensor
 
 
 class ForwardChanges:
-    """It watches `tensors`, which no optimizer updates; the steps show which of them forwards change.
+    """`ForwardChanges` watches `tensors`, which no optimizer updates; the steps show which of them forwards change.
 
     A change through `.data` changes no version, so that the first step compares values: one that is changed so in later
     steps only is not found.
 
-    Cost: a look at the number of changes of each, twice a step; and a copy, before each step, of those that forwards
-    change. In the first step, of all, which are compared with it.
+    Cost: a look at the number of changes of each tensor, twice a step; and a copy, before each step, of those that
+    forwards change. In the first step all are copied, and compared with the copies.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._tensors = tensors
-        self._changing: set[int] | None = None  # by place in `tensors`; None before it is known
+        self._changing: set[int] | None = None  # positions in `tensors`; None before they are known
         self._copies: dict[int, Tensor] = {}
-        self._places: dict[int, int] = {}  # the memory that was copied
-        self._versions: list[int] | None = None  # as the step began; None outside of one
+        self._places: dict[int, int] = {}  # by position: the memory that was copied
+        self._versions: list[int] | None = None  # the versions as the step began; None outside a step
 
     @torch.no_grad()
     def begin_step(self) -> None:
-        """Copy what forwards may change, as the first of a step is about to begin."""
+        """Copy what forwards may change, because the first forward of a step is about to begin."""
         if self._versions is not None or not self._tensors:
             return
         self._versions = [tensor._version for tensor in self._tensors]
@@ -44,7 +44,7 @@ class ForwardChanges:
 
     @torch.no_grad()
     def learn(self) -> None:
-        """Learn what forwards change: all that has changed as the update is about to begin."""
+        """Find out what forwards change: everything that has changed when the update is about to begin."""
         if self._versions is None:
             return
         self._changing = self._changed() | (self._changing or set())
@@ -52,12 +52,14 @@ class ForwardChanges:
             del self._copies[number], self._places[number]
 
     def end_step(self) -> None:
-        """Forget a step that is committed, or taken back."""
+        """Forget the copies of a step that is committed, or was taken back."""
         self._versions = None
 
     @torch.no_grad()
     def give_back(self) -> list[int]:
-        """All are as they were when the step began, but those that were never seen to change: their numbers."""
+        """Restore the tensors to what they were when the step began; return the positions of changed tensors that have
+        no copy.
+        """
         if self._versions is None:
             return []
         changed = self._changed() | (self._changing or set())
@@ -65,13 +67,15 @@ class ForwardChanges:
             tensor, copy = self._tensors[number], self._copies[number]
             if self._places[number] == _place(tensor) and _is_alike(copy, tensor):
                 tensor.copy_(copy)
-            else:  # the memory that it has got may be another's, too
+            else:  # the memory that it has now may be shared with another tensor
                 tensor.data = copy.clone()
         self._versions = None
         return sorted(changed - self._copies.keys())
 
     def _changed(self) -> set[int]:
-        """As far as their versions tell; of all while there are copies of all."""
+        """Return the positions of the tensors whose version has changed; as long as all have copies, compare values as
+        well.
+        """
         assert self._versions is not None
         changed = {i for i, (t, v) in enumerate(zip(self._tensors, self._versions, strict=True)) if t._version != v}
         if self._changing is None:
@@ -88,7 +92,7 @@ def _differ(copy: Tensor, tensor: Tensor) -> bool:
         return True
     try:
         return not torch.equal(copy, tensor)
-    except (RuntimeError, TypeError):  # a layout or a subclass that cannot be compared: its version must do
+    except (RuntimeError, TypeError):  # a layout or a subclass that cannot be compared: its version has to suffice
         return False
 
 

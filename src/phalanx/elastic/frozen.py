@@ -12,14 +12,14 @@ from torch import Tensor
 
 
 class Frozen(NamedTuple):
-    """A value that `freeze` has taken apart; `data` names each tensor by its number in `tensors`."""
+    """A `Frozen` is a value that `freeze` has taken apart; `data` names each tensor by its number in `tensors`."""
 
     data: bytes
     tensors: list[Tensor]
 
 
 def freeze(value: Any, named: Callable[[], Mapping[int, str]] = dict) -> Frozen:
-    """Take `value` apart, without a copy of its tensors. A tensor that `named` gives, by id, goes as its name.
+    """Take `value` apart, without a copy of its tensors. A tensor in `named` (name by id) is stored as its name.
 
     Raises:
         TypeError, AttributeError, PicklingError: something in it cannot be pickled.
@@ -31,16 +31,16 @@ def freeze(value: Any, named: Callable[[], Mapping[int, str]] = dict) -> Frozen:
 
 
 def thaw(frozen: Frozen, named: Callable[[], Mapping[str, Tensor]] = dict) -> Any:
-    """Return the value again, with copies of its tensors; for those that went as names, with what `named` gives."""
+    """Return the value again, with copies of its tensors; those that were stored as names come from `named`."""
     return _Unpickler(frozen, named).load()
 
 
 def _tensor(number: int, is_trained: bool) -> Tensor:
-    raise NotImplementedError  # stands for `_Unpickler._tensor`
+    raise NotImplementedError  # `_Unpickler._tensor` replaces it
 
 
 def _named(name: str) -> Tensor:
-    raise NotImplementedError  # stands for `_Unpickler._named`
+    raise NotImplementedError  # `_Unpickler._named` replaces it
 
 
 class _Pickler(pickle.Pickler):
@@ -58,7 +58,7 @@ class _Pickler(pickle.Pickler):
         if id(value) in self._names:
             return _named, (self._names[id(value)],)
         if type(value) is not Tensor or value.layout is not torch.strided or value.is_quantized:
-            return NotImplemented  # torch's own way, among the bytes
+            return NotImplemented  # torch pickles it in its own way, among the bytes
         self.tensors.append(value.detach())
         return _tensor, (len(self.tensors) - 1, value.requires_grad)
 

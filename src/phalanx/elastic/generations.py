@@ -11,9 +11,9 @@ from phalanx.errors import PhalanxError
 
 @dataclass(frozen=True)
 class GenerationNotice:
-    """It is one membership of the job.
+    """A `GenerationNotice` announces one membership of the job.
 
-    `environment` is what a rank of it that is started now would find, as this rank.
+    `environment` is what a rank of it that is started now would find, in this rank's place.
     """
 
     number: int
@@ -21,12 +21,14 @@ class GenerationNotice:
 
     @classmethod
     def of_message(cls, message: Mapping[str, Any]) -> GenerationNotice:
-        """Read a generation in the launcher's words."""
+        """Read a generation from the launcher's message."""
         return cls(int(message["generation"]), dict(message["environment"]))
 
 
 class JobEndedError(PhalanxError):
-    """The launcher has given the job up: fewer ranks than the minimum for too long. `exit_code` is what to end with."""
+    """The launcher has given the job up, since there were fewer ranks than the minimum for too long. `exit_code` is
+    what this process should end with.
+    """
 
     def __init__(self, message: str, *, exit_code: int = 75) -> None:
         super().__init__(message)
@@ -47,7 +49,7 @@ class SupersededError(Exception):
 
 @dataclass
 class Loss:
-    """It is what a rank reports. With `disagrees` no rank is lost: they called different operations."""
+    """A `Loss` is what a rank reports. With `disagrees` no rank is lost: they called different operations."""
 
     generation: int
     step: int
@@ -57,39 +59,41 @@ class Loss:
 
 
 class Generations(Protocol):
-    """It is this rank's connection to the process that decides."""
+    """`Generations` is this rank's connection to the process that decides."""
 
     def report(self, loss: Loss) -> None:
-        """I have lost a peer, and wait."""
+        """Report that this rank has lost a peer and waits."""
         ...
 
     def next_generation(self, after: int, timeout_s: float) -> GenerationNotice:
-        """Wait for a generation later than `after`: as long as who decides says that there may be one.
+        """Wait for a generation later than `after`, as long as the deciding process says that there may be one.
 
         Raises:
-            JobEndedError: there will be none; what is held is to be saved.
+            JobEndedError: there will be none, and this rank should save what it holds.
             LeaveError: there will be one, without this rank.
             NoGenerationError: there will be none, and the loss that was reported is this rank's failure.
-            DeadlineError: nothing was heard of who decides for `timeout_s`.
+            DeadlineError: nothing was heard of the deciding process for `timeout_s`.
         """
         ...
 
     def newer_than(self, number: int) -> bool:
-        """Whether a later generation has been announced, or is wanted (others wait to be let in); does not wait."""
+        """Return whether a later generation has been announced, or is wanted because other ranks wait to join; this
+        does not wait.
+        """
         ...
 
     def regrouped(self, number: int) -> None:
-        """I am in the group of that generation."""
+        """Report that this rank is in the group of that generation."""
         ...
 
     def failed(self, step: int, error: str) -> None:
-        """Tell the launcher that an exception of the user's own is about to end this rank."""
+        """Report that an exception of the user's own is about to end this rank."""
         ...
 
     def finished(self) -> None:
-        """My training is over, and so is everybody's."""
+        """Report that the training is over on this rank, and on all others."""
         ...
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         ...

@@ -22,11 +22,11 @@ _cuda_is_initialized: Callable[[], bool] = torch.cuda.is_initialized
 
 
 class GeneratorStates:
-    """Its `capture` returns a state that is equal to the last one as long as nothing was drawn."""
+    """`GeneratorStates` reads random states: `capture` returns an equal state as long as nothing was drawn."""
 
     def __init__(self) -> None:
         self._python = _python_words()
-        self._numpy: Any = None  # the generator that `_numpy_words` belong to
+        self._numpy: Any = None  # the generator to which `_numpy_words` belong
         self._numpy_words: Any = None
         self._last_numpy = (b"", False)  # the words, and whether half of a pair of normal numbers is kept
         self._numpy_blob = b""
@@ -63,7 +63,7 @@ class GeneratorStates:
 
 
 def restore(states: tuple[bytes, bytes, bytes, bytes]) -> None:
-    """Draw on from where `capture` was called."""
+    """Restore the generators to the state that `capture` returned."""
     torch_state, python_state, numpy_state, cuda_state = states
     if torch_state:
         torch.set_rng_state(torch.frombuffer(bytearray(torch_state), dtype=torch.uint8))
@@ -78,7 +78,9 @@ def restore(states: tuple[bytes, bytes, bytes, bytes]) -> None:
 
 
 def _python_words() -> Any:
-    """Return the words of Python's generator where they lie, if they do (CPython: after the object's header)."""
+    """Return the words of Python's generator where they lie in memory, if they do (CPython: after the object's
+    header).
+    """
     instance: Any = random._inst
     header = object.__basicsize__
     if sys.implementation.name != "cpython" or type(instance).__basicsize__ < header + 4 * (_WORDS + 1):
@@ -89,7 +91,7 @@ def _python_words() -> Any:
 
 
 def _numpy_words(generator: Any) -> Any:
-    """Return the words of NumPy's generator, if it is the one of old."""
+    """Return the words of NumPy's generator, if it is still the same one."""
     if type(generator).__name__ != "MT19937":
         return None
     address = generator.ctypes.state_address

@@ -35,7 +35,7 @@ _engine: Any = find("torch.autograd.Variable._execution_engine", loses=_LOSES)
 
 
 class GlobalBatch:
-    """It is one rank's part in it.
+    """`GlobalBatch` is one rank's part in the global batch.
 
     `followers` are schedulers and scalers, with the methods that only an update calls.
     """
@@ -60,7 +60,7 @@ class GlobalBatch:
                 "ranks would have no batch in an epoch's last step. Leave out padding=False, or give drop_last=True."
             )
         self.num_micro_batches = num_micro_batches
-        self.scale = 1.0  # of the mean over ranks, to be one over micro-batches
+        self.scale = 1.0  # the factor on the mean over ranks that makes it the mean over micro-batches
         self._world_size = num_micro_batches
         self._position = position
         position.keeps_global_batch = True
@@ -81,7 +81,9 @@ class GlobalBatch:
         return self._position.ends_step
 
     def spread(self, rank: int, world_size: int) -> None:
-        """Share the micro-batches among so many ranks; of more ranks than that each has a share of all."""
+        """Share the micro-batches among `world_size` ranks; if there are more ranks than micro-batches, each has a
+        share of all.
+        """
         self._position.sampler.regroup(self.num_micro_batches, rank, num_readers=world_size)
         self._kept.clear()
         self._has_mean = False
@@ -116,12 +118,12 @@ class GlobalBatch:
     def _after_forward(self, wrapper: Any, _inputs: Any, output: Any) -> None:
         wrapper.require_backward_grad_sync = True
         if self.scale == 1.0 or output is None or not torch.is_grad_enabled():
-            return  # None: it has raised
+            return  # the forward has raised if it is None
         call_before_backward(output, self._before_backward)
 
     @untraced
     def _before_backward(self, *_: Any) -> None:
-        """Gradients of this step's earlier micro-batches are put back, for this one's to be added to them."""
+        """Put the gradients of this step's earlier micro-batches back, so that this one's are added to them."""
         kept, self._kept = self._kept, {}
         for parameter, gradient in kept.items():
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
@@ -154,7 +156,7 @@ class GlobalBatch:
         def replacement(_owner: Any, *args: Any, **kwargs: Any) -> Any:
             return call(method, *args, **kwargs)
 
-        if isinstance(owner, LRScheduler):  # whose attributes are its state, and are saved
+        if isinstance(owner, LRScheduler):  # the attributes of a scheduler are its state, and are saved
             kind = type(owner)
             owner.__class__ = type(kind.__name__, (kind,), {name: replacement, "__module__": kind.__module__})
         else:  # a bound method, as PyTorch's schedulers expect of an optimizer's step
@@ -168,7 +170,7 @@ class GlobalBatch:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._keep()  # of a forward whose output hides its tensors, where no backward was seen
+        self._keep()  # for a forward whose output hides its tensors, so that no backward was seen
         return loss
 
     def _follow(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

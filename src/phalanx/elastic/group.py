@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class ElasticGroup:
-    """It is this rank's place in the group, and the `Runner` of `state`."""
+    """`ElasticGroup` is this rank's place in the group, and the `Runner` of `state`."""
 
     def __init__(self, state: State, group: Any, membership: Generations, keep: str | None = None) -> None:
         self._set_group(group)
@@ -61,7 +61,7 @@ class ElasticGroup:
 
     def _set_group(self, group: Any) -> None:
         self.process_group, ours = group, phalanx_group(group)
-        assert ours is not None  # elastic.run forms no other
+        assert ours is not None  # elastic.run forms no other groups
         self._ours: PhalanxProcessGroup = ours
 
     def start(self) -> None:
@@ -79,7 +79,7 @@ class ElasticGroup:
         self.ranks_differ = self._records.meet(0).differ and not self._state._objects.rounds
 
     def _keep_stages(self, records: RankRecords) -> None:
-        """Keep the stages of a group that has just come together, where they can be. Collective."""
+        """Keep the stages of a group that has just been formed, if they can be kept. Collective."""
         self._why_not_kept = why_not_kept(self._state, self.process_group, self._keep)
         stages = None if self._why_not_kept else StageRecords(self._state, self.process_group)
         if stages is not None:
@@ -87,7 +87,7 @@ class ElasticGroup:
         self._stages = stages
 
     def _new_records(self, layers: dict[str, Any], room: tuple[int, int] = (0, 0)) -> RankRecords:
-        """Return the records of a group that has just come together, or that need more room. Collective."""
+        """Return the records of a group that has just been formed, or that needs more room. Collective."""
         apart = bool(self._state._objects.rounds)
         return RankRecords(self.process_group, layers, self._random, room, apart=apart)
 
@@ -100,23 +100,25 @@ class ElasticGroup:
     # -- while it trains -----------------------------------------------------------------------------------------
 
     def before_backward(self) -> None:
-        """Write what this rank alone knows of the step to where it outlives the rank."""
+        """Write what this rank alone knows of the step to memory that outlives the rank."""
         assert self._records is not None
         self._records.prepare(self._state._latest.number + 1)
         self._prepared_seq = self.count_collectives()
 
     @property
     def timeout_s(self) -> float:
-        """How long an operation of the group may take."""
+        """Return how long an operation of the group may take."""
         return self._ours._timeout_s
 
     def count_collectives(self) -> tuple[int, int]:
-        """Of the default group; rounds of gradients are not among its collectives, and count as well."""
+        """Return the number of the default group's collectives, and of its rounds of gradients, which are counted
+        apart.
+        """
         ours = self._ours
         return ours._get_sequence_number_for_group(), ours.num_gradient_rounds
 
     def require_group(self) -> None:
-        """Wait in a barrier, which raises at once what has ended the group."""
+        """Wait in a barrier; if the group has ended, it raises the reason at once."""
         dist.barrier(group=self.process_group)
 
     def before_commit(self, number: int, small: Frozen, counted: tuple[int, int]) -> bool:
@@ -138,7 +140,8 @@ class ElasticGroup:
             records.is_late = True
         records.write_small(number, small)
         if self.process_group.size() == 1 or self._state._objects.rounds:
-            return False  # who trains apart goes on from its own step after a loss, and others may be in a round
+            # a rank that trains apart goes on from its own step after a loss, and others may be in a round
+            return False
         if is_unseen or number <= TRIAL_STEPS or self.ranks_differ or not records.is_quiet(number):
             said = records.meet(number)
             self.ranks_differ |= said.differ or said.are_late
@@ -147,7 +150,7 @@ class ElasticGroup:
         return self.ranks_differ or is_unseen
 
     def _give_room(self, number: int, small: Frozen, room: tuple[int, int]) -> None:
-        """Go on with larger records, which have this commit in them. Collective."""
+        """Continue with larger records, which have this commit in them. Collective."""
         assert self._records is not None
         fresh = self._new_records(self._layers(), room)
         fresh.is_late = self._records.is_late
@@ -157,7 +160,7 @@ class ElasticGroup:
         self._records = fresh
 
     def after_commit(self) -> None:
-        """Let others come in: here, and nowhere else, the ranks stop for them."""
+        """Let waiting ranks join: here, and nowhere else, the ranks stop for them."""
         if self._stages is not None:
             assert self._records is not None
             self._stages.keep(self._records)
@@ -165,15 +168,15 @@ class ElasticGroup:
             raise NewGenerationError("phalanx.elastic: the job takes in other ranks")
 
     def finish(self) -> None:
-        """Nobody ends before all have: one who is lost now would not find its state again."""
+        """Wait until all ranks have finished: a rank that is lost now would not find its state again."""
         reached(FINISH)
         if self.process_group.size() > 1:
             dist.barrier(group=self.process_group)
         self._membership.finished()
 
     def find_loss(self, error: BaseException) -> BaseException | None:
-        """Return the loss, if it is one; also under an error that came through torch's C++, as that of its
-        reducer does.
+        """Return the loss, if it is one, also under an error that came through torch's C++, as an error of its reducer
+        does.
         """
         if is_loss(error):
             return error
@@ -184,7 +187,7 @@ class ElasticGroup:
         return next((failure for failure in heard if failure is not None and is_loss(failure)), None)
 
     def restore_own(self) -> None:
-        """Have what this rank alone knows as it was at the latest commit."""
+        """Restore what this rank alone knows to what it was at the latest commit."""
         record = None if self._records is None else self._records.read(self._records.rank, self._state._latest.number)
         if self._records is not None and record is not None:
             self._records.restore(record)
@@ -192,7 +195,8 @@ class ElasticGroup:
     # -- in a new generation -------------------------------------------------------------------------------------
 
     def enter(self, generation: GenerationNotice) -> None:
-        """Leave the group; return in that of `generation`, with the state to go on from. Collective over the new one.
+        """Leave the group; return in the group of `generation`, with the state to go on from. Collective over the new
+        group.
 
         Raises:
             SupersededError: a later generation has come meanwhile.
@@ -297,17 +301,17 @@ class ElasticGroup:
         fresh.write_small(state._latest.number, state._latest.small)
         dist.barrier(
             group=self.process_group
-        )  # whoever is lost from here on has left its record; until then the old ones count
+        )  # a rank that is lost from here on has left its record; until then the old ones count
         self._records, self._records_generation = fresh, self.generation
         self.is_complete = True
         self._prepared_seq = (-1, -1)
-        if state._mark is not None:  # also for who has just come: a loss in its first step takes it back to here
+        if state._mark is not None:  # also on a rank that has just come: a loss in its first step takes it back to here
             record = fresh.read(rank, state._latest.number)
             assert record is not None
             state._random_again = functools.partial(restore_random, record)
 
     def _have_own_small(self, mine: Tensor | None, agreement: ResumePoint, *, is_lost: bool) -> None:
-        """Take this rank's own small state in place of the source's, which may be another."""
+        """Use this rank's own small state in place of the source's, which may differ."""
         number = agreement.number
         small = None if self._records is None else self._records.own_small(number)
         if small is None and mine is not None:
@@ -333,7 +337,9 @@ class ElasticGroup:
             )
 
     def _hand_over_sharded(self, agreement: ResumePoint, kept: list[Any] | None) -> None:
-        """Each rank's part of it went with the old group, also where the rank is a survivor: all take new ones."""
+        """Give all ranks their new parts of the sharded optimizers' states: the old parts ended with the old group, on
+        survivors as well.
+        """
         others = [rank for rank in range(self.process_group.size()) if rank != agreement.source]
         for number, optimizer in enumerate(self._state._objects.sharded):
             part = ShardedPart(optimizer, None if kept is None else kept[number])
@@ -359,7 +365,7 @@ class ElasticGroup:
         if self._records is not None and me.records_of == newest:
             mine = self._records.read(self._records.rank, step), True, False
         alive = {one.was_rank for one in standings if one.records_of == newest}
-        # Who has none: the slot of the rank of its number, from somebody who was on its host.
+        # A rank that has none reads the slot of the rank of its number, from a rank that was on that rank's host.
         for orphan in (r for r in range(size) if r not in holders):
             keeper = next((rank for rank in holders if orphan in standings[rank].reads), holders[0])
             told: list[Any] = [None]
@@ -374,7 +380,7 @@ class ElasticGroup:
         return mine
 
     def _enter_stages(self, old: Any, standings: list[RankState]) -> None:
-        """Every rank becomes what it had left of the last commit; a replacement what its number had left."""
+        """Restore each rank to what it kept of the last commit; a replacement gets what the rank of its number kept."""
         state, rank, size = self._state, self.process_group.rank(), self.process_group.size()
         require_same_stages(state, self._why_not_kept, old.size(), standings, self.process_group)
         newest = max(one.records_of for one in standings)
@@ -400,7 +406,7 @@ class ElasticGroup:
 
 
 def leave_all_groups() -> None:
-    """Without waiting for anybody: the dead do not answer, and the others hear it."""
+    """Leave all groups without waiting for any rank: lost ranks do not answer, and the others notice it."""
     for group in list_groups():
         if (ours := phalanx_group(group)) is not None:
             ours.abort()

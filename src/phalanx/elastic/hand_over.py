@@ -24,19 +24,19 @@ from phalanx.optim import ZeroRedundancyOptimizer
 
 
 class Part(Protocol):
-    """It is something that can be handed over."""
+    """A `Part` is something that can be handed over."""
 
     def show(self) -> Any:
-        """Return what it holds: tensors, and what can be pickled, in dicts, lists and tuples."""
+        """Return what the part holds: tensors, and what can be pickled, in dicts, lists and tuples."""
         ...
 
     def take(self, value: Any) -> None:
-        """Hold that."""
+        """Replace what the part holds by `value`."""
         ...
 
 
 class ModulePart:
-    """It hands over a module: parameters by name, and, where no record holds them, buffers.
+    """`ModulePart` hands over a module: parameters by name, and, where no record holds them, buffers.
 
     What wrappers that average gradients have decided by themselves (`sync_batchnorm="auto"`) goes with them.
     """
@@ -44,10 +44,10 @@ class ModulePart:
     def __init__(self, module: nn.Module, *, buffers: bool, without: frozenset[int] = frozenset()) -> None:
         self._module = module
         self._buffers = buffers
-        self._without = without  # parameters, by id, that all ranks have in one memory
+        self._without = without  # the ids of parameters that all ranks have in one memory
 
     def show(self) -> Any:
-        """Return the tensors themselves: who takes, receives into them."""
+        """Return the tensors themselves: the receiver receives into them."""
         return {
             "decided": [one.batchnorm_choice for one in self._wrappers()],
             "trains": {name: p.requires_grad for name, p in self._module.named_parameters()},
@@ -55,10 +55,10 @@ class ModulePart:
         }
 
     def take(self, value: Any) -> None:
-        """Take what was received; it lies in place already, unless it had another form.
+        """Take what was received. It lies in place already, unless it had another form.
 
         Raises:
-            JobEndedError: the other's has parameters that this one has not, or of other shapes.
+            JobEndedError: the sender's module has parameters that this one has not, or of other shapes.
         """
         for wrapper, choice in zip(self._wrappers(), value["decided"], strict=False):
             wrapper.follow_batchnorm_choice(choice)
@@ -92,10 +92,11 @@ def _word(form: Any) -> str:
 
 
 class OptimizerPart:
-    """It hands over an optimizer: its groups, and its state by the parameter's number, or by key if it belongs to none.
+    """`OptimizerPart` hands over an optimizer: its groups, and its state by the parameter's number, or by key if it
+    belongs to none.
 
-    Tensors are as they are, so that no bit is converted. By the names of `models`' parameters a group that the loop has
-    added is found.
+    Tensors are handed over as they are, so that no bit is converted. A group that the loop has added is found by the
+    names of `models`' parameters.
     """
 
     def __init__(self, optimizer: Optimizer, models: Mapping[str, nn.Module]) -> None:
@@ -115,7 +116,7 @@ class OptimizerPart:
         }
 
     def take(self, value: Any) -> None:
-        """Take groups, options and state.
+        """Set groups, options and state.
 
         Raises:
             JobEndedError: a group has parameters that no model of State has.
@@ -169,14 +170,16 @@ def _options(group: dict[str, Any]) -> dict[str, Any]:
 
 
 class ShardedPart:
-    """It hands over options and the whole state of a sharded optimizer. `state` is None on a rank that receives."""
+    """`ShardedPart` hands over options and the whole state of a sharded optimizer. `state` is None on a rank that
+    receives.
+    """
 
     def __init__(self, optimizer: ZeroRedundancyOptimizer, state: Any) -> None:
         self._optimizer = optimizer
         self._state = state
 
     def show(self) -> Any:
-        """Options of each group, and the state by the number of the parameter."""
+        """Return the options of each group, and the state by the number of the parameter."""
         groups = [{k: v for k, v in group.items() if k != "params"} for group in self._optimizer.param_groups]
         return {"groups": groups, "state": self._state}
 
@@ -184,7 +187,7 @@ class ShardedPart:
         """Set the options, and this rank's part of the state.
 
         Raises:
-            JobEndedError: there is none.
+            JobEndedError: there is no state.
         """
         _require_groups(self._optimizer, value["groups"])
         for mine, theirs in zip(self._optimizer.param_groups, value["groups"], strict=True):
@@ -206,18 +209,20 @@ def _require_groups(optimizer: ZeroRedundancyOptimizer, groups: Sequence[Any]) -
 
 
 class SlicesPart:
-    """It hands over options of an optimizer that ranks share, and this rank's slices of its state, cut as they are."""
+    """`SlicesPart` hands over options of an optimizer that ranks share, and this rank's slices of its state, cut as
+    they are.
+    """
 
     def __init__(self, optimizer: ZeroRedundancyOptimizer) -> None:
         self._optimizer = optimizer
 
     def show(self) -> Any:
-        """Options of each group, and the state of each slice by the number of the parameter."""
+        """Return the options of each group, and the state of each slice by the number of the parameter."""
         groups = [{k: v for k, v in group.items() if k != "params"} for group in self._optimizer.param_groups]
         return {"groups": groups, "state": self._optimizer.shard_state_dict()["state"]}
 
     def take(self, value: Any) -> None:
-        """Set both."""
+        """Set the options and the state."""
         _require_groups(self._optimizer, value["groups"])
         for mine, theirs in zip(self._optimizer.param_groups, value["groups"], strict=True):
             mine.update(theirs)
@@ -225,23 +230,23 @@ class SlicesPart:
 
 
 class StatefulPart:
-    """It hands over whatever has `state_dict` and `load_state_dict`."""
+    """`StatefulPart` hands over whatever has `state_dict` and `load_state_dict`."""
 
     def __init__(self, owner: Any, *, is_large: bool = False) -> None:
         self._owner = owner
         self.is_large = is_large
 
     def show(self) -> Any:
-        """Its state."""
+        """Return the owner's state."""
         return self._owner.state_dict()
 
     def take(self, value: Any) -> None:
-        """Load it."""
+        """Load the owner's state."""
         self._owner.load_state_dict(value)
 
 
 class ValuePart:
-    """It hands over plain values, which functions read and write."""
+    """`ValuePart` hands over plain values, which functions read and write."""
 
     def __init__(self, get: Callable[[], Any], put: Callable[[Any], None]) -> None:
         self._get, self._put = get, put
@@ -251,12 +256,13 @@ class ValuePart:
         return self._get()
 
     def take(self, value: Any) -> None:
-        """Set it."""
+        """Set the value."""
         self._put(value)
 
 
 def hand_over(parts: Sequence[Part], source: int, receivers: Sequence[int], group: Any) -> int:
-    """Make `source`'s parts those of `receivers`; the bytes that went to each. Collective over the group.
+    """Replace the parts of the `receivers` by those of `source`; return how many bytes went to each. Collective over
+    the group.
 
     Cost: one broadcast of the structure to all; the tensors go to receivers alone (`phalanx.elastic.carry`), on a host
     by one copy. All ranks wait until they have arrived, for as long as so many bytes may take.
@@ -290,7 +296,7 @@ def _collect(structure: Any) -> list[Leaf]:
 
 
 def _places(leaves: Sequence[Leaf], mine: Sequence[Tensor]) -> list[Tensor]:
-    """Where to receive: this rank's own tensors, as long as they have the forms of the source's, in its order."""
+    """Return the tensors to receive into: this rank's own where all have the forms of the source's, else new ones."""
     places = []
     for leaf in leaves:
         own = mine[leaf.index] if len(mine) == len(leaves) else None

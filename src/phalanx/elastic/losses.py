@@ -14,12 +14,12 @@ class NewGenerationError(PhalanxError):
 
 
 def is_mismatch(error: BaseException) -> bool:
-    """Whether this, or what it came of, is that ranks disagree: the same program will do it again."""
+    """Return whether this error, or its cause, says that ranks disagree: the same program would do it again."""
     return _has(error, (MismatchError,))
 
 
 def is_loss(error: BaseException) -> bool:
-    """Whether this, or what it came of, is the loss of a peer, and not a mistake."""
+    """Return whether this error, or its cause, is the loss of a peer, and not a mistake."""
     return _has(error, (PeerLostError, DeadlineError, NewGenerationError, dist.DistBackendError, dist.DistNetworkError))
 
 
@@ -35,7 +35,7 @@ def _has(error: BaseException, types: tuple[type[BaseException], ...]) -> bool:
 
 
 def forget(error: BaseException) -> None:
-    """Let go of the frames that the error has passed: iterators end, and so do the workers of a loader."""
+    """Forget the frames that the error has passed through: iterators end, and so do the workers of a loader."""
     seen: set[int] = set()
     now: BaseException | None = error
     while now is not None and id(now) not in seen:

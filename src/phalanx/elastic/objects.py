@@ -32,7 +32,7 @@ _SMALL = 1 << 20
 
 
 class Objects:
-    """It has `things` by name, in the order in which they were given.
+    """`Objects` keeps `things` by name, in the order in which they were given.
 
     Raises:
         TypeError: a Pipeline inside another module.
@@ -65,12 +65,14 @@ class Objects:
         self.trained = [m for m in self.modules if not optimized or any(id(p) in optimized for p in m.parameters())]
 
     def layers(self) -> Iterator[nn.Module]:
-        """All modules, and those inside them."""
+        """Return all modules, and those inside them."""
         below = (layer for module in self.modules for layer in module.modules())
         return itertools.chain(self.pipelines, below)  # a Pipeline's modules are those of the model alone
 
     def named_layers(self) -> dict[str, nn.Module]:
-        """Return all modules, and those inside them, once each by name; a Pipeline's are kept with its stages."""
+        """Return all modules, and those inside them, once each by name; a Pipeline's modules are kept with its
+        stages.
+        """
         layers: dict[str, nn.Module] = {}
         seen: set[int] = set()
         for thing, module in self.named_modules.items() if not self.pipelines else ():
@@ -81,7 +83,7 @@ class Objects:
         return layers
 
     def refuse_what_is_not_kept(self, world_size: int) -> None:
-        """Find, before a job of `world_size` ranks trains that some may be lost in, what a replacement could not have.
+        """Refuse what a replacement could not get, before a job of `world_size` ranks trains in which some may be lost.
 
         Raises:
             ValueError: a comm hook with a state of its own; a buffer whose elements do not lie in memory one by one;
@@ -90,7 +92,7 @@ class Objects:
         for name, thing in self.things.items():
             is_some = isinstance(thing, ZeroRedundancyOptimizer) and thing.world_size not in (1, world_size)
             if self.pipelines and is_some:
-                continue  # each stage is had back from what its rank kept
+                continue  # each stage is restored from what its rank kept
             if is_some or _is_of_torch_in_shards(thing):
                 raise ValueError(
                     f"phalanx.elastic: {name!r} is a ZeroRedundancyOptimizer over "
@@ -126,7 +128,8 @@ class Objects:
                 watched |= {p: f"{name}.{key}" for key, p in module.named_parameters() if p not in updated}
                 if all(module is not one for one in self.trained):
                     watched |= {b: f"{name}.{key}" for key, b in module.named_buffers()}
-        return {tensor: name for tensor, name in watched.items() if not tensor.is_inference()}  # which have no version
+        # inference tensors have no version
+        return {tensor: name for tensor, name in watched.items() if not tensor.is_inference()}
 
     # -- as parts ------------------------------------------------------------------------------------------------
 
@@ -151,8 +154,8 @@ class Objects:
         return [part for part in self.parts() if not isinstance(part, StatefulPart) or part.is_large]
 
     def own_parts(self) -> list[Part]:
-        """Return what each rank has for itself where the model is in stages: all of it, so that a rank is what
-        it has left.
+        """Return what each rank has for itself if the model is in stages: all of it, so that a rank becomes what it has
+        left.
         """
         parts: list[Part] = []
         models = self.named_modules
@@ -170,7 +173,9 @@ class Objects:
     # -- in a checkpoint -----------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of each but the sampler, under its name. Not collective, unless there is a Pipeline."""
+        """Return the state of each object but the sampler, under its name. Not collective, unless there is a
+        Pipeline.
+        """
         states: dict[str, Any] = {}
         for name, thing in self.things.items():
             if isinstance(thing, DistributedSampler):
@@ -186,7 +191,7 @@ class Objects:
         return states
 
     def load_state_dict(self, states: dict[str, Any]) -> None:
-        """Load them.
+        """Load the states of all objects.
 
         Raises:
             ValueError: they are of other objects, or of an optimizer of other parameters.
@@ -203,7 +208,7 @@ class Objects:
 
 
 def has_state(thing: Any) -> bool:
-    """Whether it is an object with a state of its own, and not a plain value.
+    """Return whether a thing is an object with a state of its own, and not a plain value.
 
     Raises:
         TypeError: a sampler that cannot say where it stands.
@@ -217,7 +222,7 @@ def has_state(thing: Any) -> bool:
 
 
 def _is_small(state: Any) -> bool:
-    """Return whether it can be copied in each step; an average of a model that is no module can't."""
+    """Return whether a thing can be copied in each step; an average of a model that is no module cannot."""
     tensors: list[Tensor] = []
     split(state, tensors)
     return sum(t.nbytes for t in tensors) <= _SMALL

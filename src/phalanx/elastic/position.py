@@ -20,24 +20,26 @@ _BATCHES = BatchSampler.__iter__
 
 @dataclass(frozen=True)
 class Mark:
-    """It is this rank's position at a commit; cheap to make, turned into the job's position when it is needed."""
+    """A `Mark` is this rank's position at a commit; it is cheap to make, and turned into the job's position when that
+    is needed.
+    """
 
     epoch: int
     partition: Partition | None
     used: int
-    """Samples of this rank's partition; without a partition, of the whole job's epoch."""
+    """The samples of this rank's partition; without a partition, those of the whole job's epoch."""
 
     @property
     def consumed(self) -> int:
-        """Of the epoch, by all ranks together, if they stand at the same step."""
+        """Return how many samples of the epoch all ranks together have used, if they stand at the same step."""
         return self.used if self.partition is None else self.partition.consumed_after(self.used)
 
     def stands_in(self, other: Mark) -> bool:
-        """Whether it is of the same pass."""
+        """Return whether both marks are in the same pass."""
         return self.partition is other.partition is not None
 
     def stands_at(self, other: Mark) -> bool:
-        """Whether it is the same place of the same pass."""
+        """Return whether both marks are at the same place of the same pass."""
         return self.stands_in(other) and self.used == other.used
 
     @property
@@ -47,7 +49,8 @@ class Mark:
 
 
 class DataPosition:
-    """It counts the batches that the loop got from the latest DataLoader over `sampler`, or its indices without one.
+    """`DataPosition` counts the batches that the loop got from the latest DataLoader over `sampler`, or its indices
+    without one.
 
     `on_iterator` is called when such a loader has begun a pass, with whether its iterator is a new one that an
     undisturbed loader would have had from an earlier pass: its workers last (`persistent_workers`).
@@ -61,7 +64,8 @@ class DataPosition:
         self._batch_size = 1
         self._drops_last = False
         self._counted: tuple[Any, int] = None, 0  # a pass, and how many samples of it the loop says that it has used
-        self._batch_sizes: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # as the script gave them
+        # the batch sizes that the script gave
+        self._batch_sizes: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self.keeps_global_batch = False
         observe_loaders(self, DataPosition._learn_batch_size, DataPosition._observe)
 
@@ -99,11 +103,14 @@ class DataPosition:
         if not self._is_over_mine(loader):
             return
         self._iterator = weakref.ref(iterator)
-        self._yielded_before = iterator._num_yielded  # of one that has loaded a state, as torchdata's do
+        # what an iterator that has loaded a state, as torchdata's do, had yielded before
+        self._yielded_before = iterator._num_yielded
         self._on_iterator(is_new and bool(getattr(loader, "persistent_workers", False)))
 
     def samples_between(self, last: Mark | None, mark: Mark) -> int:
-        """Return how many samples this rank has used from `last`, if that is of the same pass, or the pass's begin."""
+        """Return how many samples this rank has used since `last`, if that is in the same pass, or else since the
+        pass's begin.
+        """
         if mark.partition is None:
             return 0
         before = last.used if last is not None and last.partition is mark.partition else 0
@@ -112,7 +119,7 @@ class DataPosition:
         return (mark.used - before) * self.sampler.num_parts
 
     def mark(self) -> Mark:
-        """Where this rank is."""
+        """Return this rank's position."""
         sampler = self.sampler
         stream = sampler._pass
         if stream is None:
@@ -126,10 +133,11 @@ class DataPosition:
         return self._counted[0] is not None and self._counted[0] is self.sampler._pass
 
     def count(self, samples: int) -> None:
-        """Count so many more of this pass as used; no longer does all count that the loop was handed.
+        """Count so many more samples of this pass as used; from now on it does not matter what the loader has handed
+        out.
 
         Raises:
-            ValueError: it was not handed so many, or the loader is in another pass by now.
+            ValueError: the loader has not handed out so many, or is in another pass by now.
         """
         if isinstance(samples, bool) or not isinstance(samples, int) or samples < 0:
             raise ValueError(f"State.commit(samples={samples!r}): say how many samples of this rank the step has used")
@@ -154,7 +162,7 @@ class DataPosition:
         self._counted = stream, used
 
     def end_epoch(self) -> None:
-        """Leave the rest of the pass at hand, which is not going to be used."""
+        """Skip the rest of the current pass."""
         self._counted = None, 0
 
     def _handed_out(self, stream: Any) -> int:
@@ -168,7 +176,9 @@ class DataPosition:
 
     @property
     def share(self) -> float:
-        """What part of its step's samples the loop's latest batch has: 1/ranks where all ranks have equally many."""
+        """Return which part of its step's samples the loop's latest batch has: 1/ranks if all ranks have equally
+        many.
+        """
         stream = self.sampler._pass
         if not isinstance(stream, ShareStream):
             return 1.0
@@ -188,7 +198,7 @@ class DataPosition:
         return bool((iterator._num_yielded - self._yielded_before) % self.sampler.num_parts == 0)
 
     def go_to(self, epoch: int, consumed: int) -> None:
-        """Begin the next pass with the rest of that epoch."""
+        """Set the position: the next pass begins with the rest of that epoch."""
         self._iterator = lambda: None
         self.end_epoch()
         own = self.sampler.state_dict()

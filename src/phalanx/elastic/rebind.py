@@ -29,22 +29,24 @@ def rebind_module(module: nn.Module, old: Any, new: Any) -> None:
 
 
 def _find_group(layer: Any, new: Any) -> Any:
-    """Return the wrapper's own group if it was formed again, else `new`: its default group may be of any
-    generation before.
+    """Return the wrapper's own group if it was formed again, else `new`: its default group may be of any earlier
+    generation.
     """
     own = layer.process_group
     return own if is_listed(own) else new
 
 
 def _rebind_torch(ddp: Any, old: Any, new: Any) -> None:
-    """PyTorch's wrapper: a reducer is for one group and cannot be interrupted, so it gets a new one, as unpickled."""
+    """Give PyTorch's wrapper a new reducer, as if it was unpickled: a reducer belongs to one group and cannot be
+    interrupted.
+    """
     ddp.process_group = new
     hooks, ddp._comm_hooks = ddp._comm_hooks, []
     for parameter in ddp.module.parameters():
         parameter.grad = None
     parameters, expect_sparse_gradient = ddp._build_params_for_reducer()
     names = ddp._build_debug_param_to_name_mapping(parameters)
-    ddp.reducer = ddp.logger = None  # its hooks go with it, before the next one sets its own
+    ddp.reducer = ddp.logger = None  # its hooks end with it, before the next one sets its own
     ddp._ddp_init_helper(parameters, expect_sparse_gradient, names, ddp.static_graph)
     ddp._has_rebuilt_buckets = False
     for hook, state in hooks:

@@ -28,7 +28,8 @@ from phalanx.transport.authentication import OVERHEAD_BYTES, PickleStream
 NUM_COPIES = 2
 BLOCK = 256
 """So many bytes of a record are sent if one of them is new; a record's memory is some of these."""
-_HEAD = struct.Struct("qq5Q")  # the record's number, what vouches for it, how many blocks come, two spans of blocks
+# the record's number, the number that vouches for it, how many blocks come, two spans of blocks
+_HEAD = struct.Struct("qq5Q")
 _HEAD_BYTES = 64
 _NONE = (-1).to_bytes(8, "little", signed=True)
 
@@ -63,7 +64,7 @@ def hosts_of(group: Any) -> Sequence[Sequence[int]]:
 
 
 class RecordCopies:
-    """It sends this rank's records to its keepers, and keeps those of its wards. Building it is collective.
+    """`RecordCopies` sends this rank's records to its keepers, and keeps those of its wards. Building it is collective.
 
     `slots` are this rank's, `kept` those into which the records of each ward go. A record is valid only if its first
     word is its number.
@@ -88,7 +89,7 @@ class RecordCopies:
         self._slots = slots
         self._kept = kept
         self._keepers = keepers
-        self._latest = dict.fromkeys(kept, 0)  # by ward: which of its slots has what came last
+        self._latest = dict.fromkeys(kept, 0)  # by ward: in which of its slots the latest record lies
         num_blocks = slots[0].nbytes // BLOCK
         largest = OVERHEAD_BYTES + _HEAD_BYTES + num_blocks * (8 + BLOCK)
         self._messages = ours.transport.open_preceding(largest, list(kept))
@@ -98,10 +99,11 @@ class RecordCopies:
         self._number = self._announced = self._sent = -1
 
     def announce(self, number: int, spans: Sequence[Span], *, again: bool = False) -> None:
-        """Send record `number` with the next collective, unless it was announced before; with `again`, even so.
+        """Send record `number` with the next collective, unless it was announced before; with `again`, send it all the
+        same.
 
-        It is sent as it is then. `spans`: which bytes of it are used, two ranges. All ranks call this between the same
-        two collectives.
+        It is sent in the form that it has then. `spans` are the two ranges of bytes of it that are used. All ranks call
+        this between the same two collectives.
         """
         self._number, self._spans = number, [(begin // BLOCK, -(-end // BLOCK)) for begin, end in spans]
         if number != self._announced or again:
@@ -109,7 +111,7 @@ class RecordCopies:
             self._ours.precede(self._exchange)
 
     def is_stale(self, number: int) -> bool:
-        """Whether the keepers have record `number` otherwise than it is now, but for its second span."""
+        """Return whether the keepers' copy of record `number` differs from it by now, apart from its second span."""
         if self._sent != number or self._number != number:
             return False
         (begin, end), _ = self._spans

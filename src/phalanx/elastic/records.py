@@ -56,10 +56,10 @@ _SLOTS = 3
 
 
 class Said(NamedTuple):
-    """It has the answers of all ranks in a commit.
+    """A `Said` is the answers of all ranks in a commit.
 
-    They say whether the ranks' small states differ, whether one draws or changes buffers behind its backward, and how
-    much room they ask for.
+    They say whether the ranks' small states differ, whether a rank draws or changes buffers behind its backward, and
+    how much room they ask for.
     """
 
     differ: bool
@@ -68,23 +68,24 @@ class Said(NamedTuple):
 
 
 class _Slot:
-    """It is the memory for the record of one step of one rank."""
+    """A `_Slot` is the memory for the record of one step of one rank."""
 
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory
         self.bytes = memoryview(_array(memory))
-        self.plan = b""  # that the views go by
+        self.plan = b""  # the plan of the views
         self.views: list[Tensor] = []
-        self.small: Frozen | None = None  # that was written last, where it had no tensors
-        self.said: tuple[int, ...] = ()  # with it
+        self.small: Frozen | None = None  # the small state that was written last, if it had no tensors
+        self.said: tuple[int, ...] = ()  # the answers that were written with it
 
 
 class RankRecords:
-    """It has the slots of all ranks of this host, and copies of those of other hosts. Building it is collective.
+    """`RankRecords` keeps the slots of all ranks of this host, and copies of those of other hosts. Building it is
+    collective.
 
-    `room` is the bytes for buffers, and for the small state; the same on all ranks, 0 where they know of none yet. A
-    rank that needs more than half of it asks for more; what does not fit at all is kept in memory of this rank alone.
-    Ranks that train `apart` have no copies.
+    `room` is the number of bytes for buffers and for the small state; it is the same on all ranks, and 0 if they know
+    of none yet. A rank that needs more than half of it asks for more; what does not fit at all is kept in memory of
+    this rank alone. Ranks that train `apart` have no copies.
     """
 
     def __init__(
@@ -111,15 +112,15 @@ class RankRecords:
         wards = plan_wards(keepers)
         most = max(map(len, wards.values()), default=0)
         pieces = host_memory((1 + most) * _SLOTS * slot_bytes, group)
-        self._others: dict[int, list[Tensor]] = {}  # by rank, of this host's ranks and of their wards
+        self._others: dict[int, list[Tensor]] = {}  # by rank: the slots of this host's ranks and of their wards
         for rank, memory in pieces.items():
             for number, owner in enumerate((rank, *wards.get(rank, ()))):
                 slots = memory[number * _SLOTS * slot_bytes :]
                 self._others[owner] = [slots[i * slot_bytes : (i + 1) * slot_bytes] for i in range(_SLOTS)]
         self._seen = {rank: [memoryview(_array(slot)) for slot in self._others[rank]] for rank in pieces}
         self._slots = [_Slot(memory) for memory in self._others[self.rank]]
-        self._alone: dict[int, Tensor] = {}  # by the number of the step, for which there was no room
-        self._smalls: dict[int, Frozen] = {}  # of the latest commits
+        self._alone: dict[int, Tensor] = {}  # by the number of the step for which there was no room
+        self._smalls: dict[int, Frozen] = {}  # the small states of the latest commits
         self._numbers = [-1] * _SLOTS
         self._captured: Any = None
         self._versions: list[int] = []
@@ -142,7 +143,7 @@ class RankRecords:
     # -- what this rank writes -----------------------------------------------------------------------------------
 
     def prepare(self, number: int) -> None:
-        """Write the slot of step `number` as this rank is now."""
+        """Write the slot of step `number` with this rank's current state."""
         self._captured = states = self._random.capture()
         if sum(map(len, states)) > _RANDOM_BYTES:
             raise ValueError("the random states of this process do not fit")
@@ -153,7 +154,7 @@ class RankRecords:
         self._versions = buffers.versions()
         room, needed = self.room[0], _aligned(len(buffers.plan)) + buffers.nbytes
         self._ask(0, needed)
-        if self._numbers[number % _SLOTS] != number:  # in a commit ranks look at this at different times
+        if self._numbers[number % _SLOTS] != number:  # in a commit ranks check this at different times
             self._numbers[number % _SLOTS] = number
             _LACK.pack_into(slot.bytes, _LACK_AT, number, needed > room)
         if needed > room:
@@ -178,7 +179,7 @@ class RankRecords:
         self._announce(number)
 
     def _announce(self, number: int, *, again: bool = False) -> None:
-        """Have the copies of step `number` on other hosts by the end of the next collective."""
+        """Send the copies of step `number` to other hosts by the end of the next collective."""
         if self._copies is None:
             return
         slot, begin = self._slots[number % _SLOTS], _BEGIN + self.room[0]
@@ -190,11 +191,11 @@ class RankRecords:
         self._copies.announce(number, [(0, used), (begin, begin + small_bytes)], again=again)
 
     def is_copied(self, number: int) -> bool:
-        """Return whether other hosts have of step `number` what this rank has prepared, if they have anything of it."""
+        """Return whether other hosts have what this rank has prepared of step `number`, if they have anything of it."""
         return self._copies is None or not self._copies.is_stale(number)
 
     def is_prepared(self, number: int) -> bool:
-        """Whether this rank's slot is of that step, and since then nothing was drawn, and no buffer changed."""
+        """Return whether this rank's slot is of that step, and since then nothing was drawn and no buffer changed."""
         return (
             self._numbers[number % _SLOTS] == number
             and self._buffers.look()
@@ -203,15 +204,17 @@ class RankRecords:
         )
 
     def has_begun(self, number: int) -> bool:
-        """Return whether step `number` was prepared, whatever has come since."""
+        """Return whether step `number` was prepared, whatever has happened since."""
         return self._numbers[number % _SLOTS] == number
 
     def write_small(self, number: int, small: Frozen) -> None:
-        """Write the small state of commit `number`; without room this rank keeps it to itself, and asks for it."""
+        """Write the small state of commit `number`; if there is no room, this rank keeps it to itself and asks for
+        more.
+        """
         slot = self._slots[number % _SLOTS]
         self._smalls[number] = small
         self._smalls.pop(number - _SLOTS, None)
-        if small is slot.small and slot.said == (self.is_late, *self._asks):  # only the number is another
+        if small is slot.small and slot.said == (self.is_late, *self._asks):  # only the number differs
             slot.bytes[_SMALL_AT : _SMALL_AT + 8] = number.to_bytes(8, "little", signed=True)
             self._announce(number)
             return
@@ -256,13 +259,15 @@ class RankRecords:
 
     @property
     def readable(self) -> tuple[int, ...]:
-        """The ranks whose slots, or copies of them, this one can read: those of its host, and those that it keeps."""
+        """Return the ranks whose slots, or copies of them, this one can read: those of its host, and those that it
+        keeps.
+        """
         return tuple(self._others)
 
     # -- what the ranks read -------------------------------------------------------------------------------------
 
     def meet(self, number: int) -> Said:
-        """Wait until all ranks have written the small state of commit `number`; return what they say. Collective."""
+        """Wait until all ranks have written the small state of commit `number`; return their answers. Collective."""
         if self._all_are_seen:
             dist.barrier(group=self._group)
             return _summarize(
@@ -300,13 +305,13 @@ class RankRecords:
         return slot.clone() if _number_of(slot) == number else None
 
     def own_small(self, number: int) -> Frozen | None:
-        """Return the small state of commit `number` of this rank, if it has come so far."""
+        """Return this rank's small state of commit `number`, if it has come so far."""
         return self._smalls.get(number)
 
     # -- what this rank becomes: slots may be those of a group before this one ------------------------------------
 
     def restore(self, slot: Tensor, *, random: bool = True) -> None:
-        """Have the buffers that a slot says, and, with `random`, its random states."""
+        """Restore the buffers in a slot, and, with `random`, its random states."""
         if random:
             restore_random(slot)
         *_, plan_bytes, _, _ = _HEAD.unpack_from(_array(slot))
@@ -338,7 +343,7 @@ def small_of(slot: Tensor, number: int) -> Frozen | None:
 
 
 def restore_random(slot: Tensor) -> None:
-    """Draw random numbers from where a slot says."""
+    """Restore the random states in a slot."""
     _, *sizes = _HEAD.unpack_from(_array(slot))
     at, states = _RANDOM_AT, []
     for size in sizes[:4]:

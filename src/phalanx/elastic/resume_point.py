@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class RankState:
-    """It is what a rank says of itself when a generation meets.
+    """A `RankState` is what a rank reports of itself when a generation meets.
 
     `number` counts commits; -1 for a rank that has just been started. `is_whole`: parameters and optimizer are as they
     were at that commit; else the rank was between the update and its commit, or in the middle of a hand-over.
@@ -29,15 +29,17 @@ class RankState:
     differs: bool = False
     """Whether ranks differ in their small state, so that each must have its own back."""
     form: str = ""
-    """The names and kinds of what its State has: the same on all ranks, or one can't take another's."""
+    """The names and kinds of what its State has: they must be the same on all ranks, or one could not take
+    another's.
+    """
 
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """It is the step to go on from.
+    """A `ResumePoint` is the step to go on from.
 
-    `source` has its state and gives it to `receivers`; the others have it. `is_ahead` says that no rank has committed
-    it, but all have updated: it counts as done.
+    `source` has its state and gives it to `receivers`; the other ranks have it. `is_ahead` says that no rank has
+    committed it, but all have updated: it counts as done.
     """
 
     number: int
@@ -47,7 +49,7 @@ class ResumePoint:
 
 
 def describe_differing(standings: Sequence[RankState]) -> str:
-    """Which ranks train something else than the first, and what; empty if none does."""
+    """Return which ranks train something else than the first one, and what; empty if none does."""
     first = standings[0].form
     for rank, one in enumerate(standings):
         if one.form != first:
@@ -58,10 +60,10 @@ def describe_differing(standings: Sequence[RankState]) -> str:
 def decide(standings: Sequence[RankState], *, apart: bool = False) -> ResumePoint | None:
     """Return what the ranks go on from, by rank; None if nobody holds a whole state.
 
-    `apart`: they train apart (LocalSGD, DiLoCo), so each goes on from its own step, and only who is new receives.
+    `apart`: they train apart (LocalSGD, DiLoCo), so each goes on from its own step, and only new ranks receive.
 
-    The last step that a rank has completed, if that rank still holds its state. Ranks differ by one step at most: who
-    updates has everybody's gradients.
+    It is the last step that a rank has completed, if that rank still holds its state. Ranks differ by one step at most:
+    a rank that updates has everybody's gradients.
     """
     if apart:
         old = [rank for rank, one in enumerate(standings) if one.number >= 0 and (one.is_whole or one.has_stepped)]

@@ -35,13 +35,13 @@ from phalanx.log import get_logger
 
 _logger = get_logger(__name__)
 _Result = TypeVar("_Result")
-_has_returned = False  # an elastic function of this process
+_has_returned = False  # an elastic function of this process has returned
 _running: State | None = None
 Train = Callable[[State], _Result]
 
 
 def running_state() -> State | None:
-    """Return the state that this process trains inside of a function that is `elastic.run`; None outside of one."""
+    """Return the state that this process trains inside a function that is `elastic.run`; None outside one."""
     return _running
 
 
@@ -111,7 +111,7 @@ def run(
 
 
 class ElasticJob:
-    """It is one rank's part in a job that loses ranks: the loop around the user's function."""
+    """`ElasticJob` is one rank's part in a job that may lose ranks: the loop around the user's function."""
 
     def __init__(
         self,
@@ -154,7 +154,7 @@ class ElasticJob:
     def _run(self, train: Train[_Result], world: Any, membership: Generations) -> _Result:
         self._state._objects.refuse_what_is_not_kept(world.size())
         group = self._state._step.runner = ElasticGroup(self._state, world, membership, self._keep)
-        del world  # a group that is over goes when the next one comes
+        del world  # a group that is over is released when the next one comes
         try:
             if rehearses(group.process_group):
                 self._state._latest.number = -1
@@ -195,10 +195,10 @@ class ElasticJob:
     def _end(self, group: ElasticGroup, error: JobEndedError) -> NoReturn:
         """Save what is in memory, and end the process.
 
-        Each survivor of a host saves, one after another; who is behind what is there already does not.
+        The survivors of a host save one after another; a rank whose state is older than the file does not.
         """
         state = self._state
-        if state._objects.pipelines:  # what is left of the model has no other half
+        if state._objects.pipelines:  # what is left of the model lacks its other stages
             leave_all_groups()
             _logger.error("phalanx.elastic: %s", error)
             raise SystemExit(error.exit_code)
@@ -242,7 +242,7 @@ class ElasticJob:
     def _recover(
         self, group: ElasticGroup, membership: Generations, loss: Loss | None, cause: BaseException | None = None
     ) -> None:
-        """Return when this rank is in the group of a later generation, with the state to go on from.
+        """Return once this rank is in the group of a later generation, with the state to go on from.
 
         Raises:
             `cause`, or what came of a later generation: there will be no other.
@@ -252,7 +252,7 @@ class ElasticJob:
             reached(LOST)
             membership.report(loss)
         elif not membership.newer_than(group.generation):
-            generation = GenerationNotice(group.generation, {})  # the one that this process was started for
+            generation = GenerationNotice(group.generation, {})  # the generation that this process was started for
         after = group.generation
         while True:
             if generation is None:
@@ -286,7 +286,7 @@ def _name(train: Any) -> str:
 
 @contextlib.contextmanager
 def _only_one(state: State) -> Iterator[None]:
-    """Inside, this process trains `state`."""
+    """Set `state` as the one that this process trains, while this is entered."""
     global _running
     _running = state
     try:

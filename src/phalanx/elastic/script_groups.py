@@ -26,12 +26,16 @@ Named = tuple[str, tuple[int, ...]]
 
 
 def plan_groups(own: Sequence[Named], told: Sequence[Sequence[Named]]) -> list[bool]:
-    """Which of a rank's groups are formed: those that all their members, by rank in `told`, have under one name."""
+    """Return which of a rank's groups are formed again: those that all their members name alike; `told` has their names
+    by rank.
+    """
     return [all(group in told[member] for member in group[1]) for group in own]
 
 
 class ScriptGroups:
-    """It has the groups of this process but for `world`, the default one, in the order in which they were made."""
+    """`ScriptGroups` keeps the groups of this process other than `world`, the default one, in the order in which they
+    were made.
+    """
 
     def __init__(self, world: Any) -> None:
         self._rank, self._size = world.rank(), world.size()
@@ -67,7 +71,7 @@ class ScriptGroups:
         return tuple(range(size)) if self._is_of_all(kept) else kept.ranks
 
     def form(self, world: Any, told: Sequence[Sequence[Named]]) -> None:
-        """Let each group meet its members again; `told` is what the ranks of `world` have named. Collective."""
+        """Form each group again from its members; `told` is what the ranks of `world` have named. Collective."""
         rank, size = world.rank(), world.size()
         own = self.name_all(rank, size)
         formed = {named[0] for named, forms in zip(own, plan_groups(own, told), strict=True) if forms}
@@ -78,7 +82,7 @@ class ScriptGroups:
             number = ranks.index(rank) if rank in ranks else 0
             refuse = functools.partial(_RefusedTransport, kept.name, number, kept.ranks, self._size, size)
             ours = groups.phalanx_group(kept.group)
-            assert ours is not None  # no other group is kept
+            assert ours is not None  # no other groups are kept
             if kept.name in formed:
                 options = SimpleNamespace(
                     store=store, group_rank=number, group_size=len(ranks),
@@ -88,14 +92,14 @@ class ScriptGroups:
                 opened = functools.partial(open_transport, options, ours.backend_options)
                 ours.reconnect(opened, refuse(), store, number, len(ranks), ranks)
             else:
-                ranks = (rank,)  # torch asks which of them this process is, to tell of the refusal
+                ranks = (rank,)  # torch asks which rank of it this process is, for the words of the refusal
                 ours.reconnect(refuse, refuse(), store, 0, 1, ranks)
             groups.register_again(kept, store, ranks)
         groups.count_groups_from(self._count)
 
 
 class _RefusedTransport(RehearsalTransport):
-    """It carries a group that can't be formed again: it refuses the first thing that an operation does."""
+    """`_RefusedTransport` carries a group that cannot be formed again: it refuses every operation at its first step."""
 
     def __init__(self, group: str, rank: int, ranks: Sequence[int], old_size: int, size: int) -> None:
         super().__init__(group, rank, len(ranks))

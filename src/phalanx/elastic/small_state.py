@@ -23,17 +23,17 @@ from phalanx.elastic.buffers import Buffers
 from phalanx.elastic.frozen import Frozen, freeze, thaw
 from phalanx.elastic.objects import Objects
 
-_POSITION = ("epoch", "step")  # which go with the number of the commit
-_PLAIN = b"values:"  # and numbers, in the form that Python reads and writes fastest; no pickle begins so
+_POSITION = ("epoch", "step")  # they go with the number of the commit
+_PLAIN = b"values:"  # this prefix, and numbers in the form that Python reads and writes fastest; no pickle begins so
 _NUMBERS = frozenset((int, float, bool, complex, str, type(None)))
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 NO_VALUES = Frozen(_PLAIN + marshal.dumps({}, 2), [])
-"""The small state of a rank that has nothing for itself."""
+"""The small state of a rank that has nothing of its own."""
 
 
 class SmallState:
-    """It is the small state of one rank.
+    """`SmallState` captures and restores the small state of one rank.
 
     Cost: microseconds in each commit, and what the script's `get_extra_state` takes.
     """
@@ -47,10 +47,10 @@ class SmallState:
         self._extra = {key: layer for key, layer in layers.items() if type(layer).get_extra_state is not plain}
         self._users = {key: layer for key, layer in layers.items() if _is_users(type(layer))}
         averages = any(id(layer) not in trained for layer in layers.values())
-        self._is_plain = not (objects.small or self._extra or self._users or averages)  # values are all that there is
+        self._is_plain = not (objects.small or self._extra or self._users or averages)  # there is nothing but values
 
     def capture(self, values: Mapping[str, Any]) -> Frozen:
-        """Return the state as it is now, in a form that nobody changes; of `values`, those that the script has set.
+        """Return the current state, in a form that does not change; of `values`, those that the script has set.
 
         Raises:
             TypeError: a value, or the state of an object, cannot be pickled.
@@ -78,7 +78,7 @@ class SmallState:
         return Frozen(whole, [t.detach().clone() for t in (*frozen.tensors, *self._buffers.tensors)])
 
     def restore(self, kept: Frozen) -> None:
-        """Put everything back to what it was when `kept` was captured, on this rank or another."""
+        """Restore everything to what it was when `kept` was captured, on this rank or another."""
         if kept.data.startswith(_PLAIN):
             self._values.update(marshal.loads(kept.data[len(_PLAIN) :]))
             return

@@ -29,7 +29,7 @@ _STREAM = "kept stage"
 
 
 class StageCopies:
-    """It is this rank's part: it sends what it keeps to its keeper, and takes in what comes from its wards.
+    """`StageCopies` sends what this rank keeps to its keeper, and receives the copies of its wards.
 
     `hosts` are the ranks of the group by host.
     """
@@ -39,7 +39,7 @@ class StageCopies:
         authenticator = pickle_authenticator(group)
         assert authenticator is not None  # there are several hosts
         self.wards: Mapping[int, Sequence[int]] = plan_wards(keepers)
-        """By rank: the ranks of which it has copies."""
+        """By rank: the wards, whose copies it has."""
         self._group, self._authenticator = group, authenticator
         self._keeper, self._mine = keepers[group.rank()][0], self.wards[group.rank()]
 

@@ -32,24 +32,24 @@ _LOAD = "Start again, with a new Pipeline and the last checkpoint (phalanx.Check
 
 
 class OwnPart:
-    """It hands all parts of one rank over as one; a rank that gives them for another one has `value`."""
+    """`OwnPart` hands all parts of one rank over as one; a rank that gives them for another one has `value`."""
 
     def __init__(self, parts: Sequence[Part], value: Any = None) -> None:
         self._parts = parts
         self._value = value
 
     def show(self) -> Any:
-        """Return what was given, or what is there."""
+        """Return `value` if there is one, else what the parts hold."""
         return [part.show() for part in self._parts] if self._value is None else self._value
 
     def take(self, value: Any) -> None:
-        """Hold that."""
+        """Replace what the parts hold by `value`."""
         for part, one in zip(self._parts, value, strict=True):
             part.take(one)
 
 
 class StageRecords:
-    """It has this rank's two slots, and those of all ranks of its host to read. Building it is collective.
+    """`StageRecords` keeps this rank's two slots, and reads those of all ranks of its host. Building it is collective.
 
     Cost: twice the parameters, buffers and optimizer state of a stage, in shared memory; a copy of them at each commit.
     On several hosts twice that memory, for the copies of another host's rank, and one message with all of it at each
@@ -66,12 +66,12 @@ class StageRecords:
         self._kept = KeptState(group, max(n for n, _ in sizes), max(n for _, n in sizes), wards)
         self._num_steps = -1
         self.number = -1
-        """Of the last commit that all ranks have written."""
+        """The number of the last commit that all ranks have written."""
 
     def keep(self, records: RankRecords) -> None:
-        """Write this commit, as everybody does. Collective."""
+        """Write this commit, as all ranks do. Collective."""
         number, num_steps = self._state._latest.number, sum(pipe.num_steps for pipe in self._state._objects.pipelines)
-        if num_steps == self._num_steps:  # nobody has waited for the others since the last one
+        if num_steps == self._num_steps:  # the ranks have not waited for each other since the last one
             dist.barrier(group=self._group)
         self._num_steps = num_steps
         records.prepare(number)
@@ -83,12 +83,12 @@ class StageRecords:
 
     @staticmethod
     def find_givers(mine: StageRecords | None, state: State, number: int, group: Any) -> dict[int, int]:
-        """Return, by rank, who has what it kept of that commit: itself, where it was there. Collective.
+        """Return, by rank, which rank has what it kept of that commit: the rank itself, if it was there. Collective.
 
-        `mine`: this rank's, if it was there.
+        `mine` is this rank's, if it was there.
 
         Raises:
-            JobEndedError: on all ranks, where something is not there: whose, and what to do.
+            JobEndedError: on all ranks, if something is missing; the message says whose, and what to do.
         """
         size = group.size()
         held = [] if mine is None else [rank for rank in range(size) if mine._kept.holds(rank, number)]
@@ -105,7 +105,7 @@ class StageRecords:
 
     @staticmethod
     def hand_over(mine: StageRecords | None, state: State, number: int, givers: Mapping[int, int], group: Any) -> None:
-        """Every rank becomes what its number has left of that commit. Collective."""
+        """Restore each rank to what the rank of its number kept of that commit. Collective."""
         me, parts = group.rank(), state._own_parts()
         for rank, giver in sorted(givers.items()):
             if rank != giver:
@@ -117,7 +117,7 @@ class StageRecords:
 
 
 def why_not_kept(state: State, group: Any, keep: str | None) -> str:
-    """Why a stage that is lost can't be had back; empty where it can. `keep` is that of `elastic.run`."""
+    """Return why a stage that is lost cannot be restored; empty if it can. `keep` is that of `elastic.run`."""
     if state._objects.rounds:
         return "a Pipeline with LocalSGD or DiLoCo is not kept"
     if not all(pipe.spans(group) for pipe in state._objects.pipelines):
@@ -146,9 +146,9 @@ def rebind_sharded(state: State) -> None:
 
 
 def require_same_stages(state: State, why: str, size: int, standings: Sequence[RankState], group: Any) -> None:
-    """Raise, on all ranks, where the stages can't go on in this group. Collective.
+    """Raise, on all ranks, if the stages cannot go on in this group. Collective.
 
-    `why` they are not kept, and how many ranks they had, as survivors know.
+    `why` says why they are not kept, and `size` how many ranks they had, as survivors know.
 
     Raises:
         JobEndedError: which stage was lost, why it can't be had back, and what to do.
@@ -183,7 +183,7 @@ def require_same_stages(state: State, why: str, size: int, standings: Sequence[R
 
 
 def name_stages(state: State, ranks: Sequence[int]) -> str:
-    """Those of some ranks, in words."""
+    """Return the stages of some ranks in words."""
     pipe = state._objects.pipelines[0]
     named = [f"stage {', '.join(map(str, pipe.stages_of(pipe.pipeline_rank(rank))))} (rank {rank})" for rank in ranks]
     return " and ".join(named) or "no stage"

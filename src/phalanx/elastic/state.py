@@ -77,7 +77,7 @@ class State:
                 kept[name] = thing
             else:
                 setattr(self, name, thing)
-        self._page = open_page(rendezvous.agent_address())  # where `phalanx top` sees how far this rank is
+        self._page = open_page(rendezvous.agent_address())  # `phalanx top` reads here how far this rank is
         self._latest = LatestCommit()
         self._position: DataPosition | None = None
         self._mark: Mark | None = None
@@ -89,7 +89,7 @@ class State:
             self._position = DataPosition(self._objects.sampler, self._on_iterator)
         self._global = self._keep_global_batch() if batch is not None else None
         self._step = StepTracker(self._objects)
-        self._modes: list[bool] = []  # of all modules: whether they train; as at the first commit of an epoch
+        self._modes: list[bool] = []  # whether each module trains, as at the first commit of an epoch
         self._save()
 
     def _keep_global_batch(self) -> GlobalBatch:
@@ -147,11 +147,11 @@ class State:
     def commit(self, *, samples: int | None = None) -> None:
         """Commit a step that is done on this rank: what comes from here on may be lost, what was before may not.
 
-        `samples`: how many of this rank's samples were used in it, where the loop takes batches from its loader ahead
-        of those that it trains on; in each commit of an epoch, or in none. Otherwise all that the loader has handed to
-        the loop count as used.
+        `samples` is how many of this rank's samples were used in the step, for a loop that takes batches from its
+        loader ahead of those that it trains on; give it in each commit of an epoch, or in none. Otherwise all samples
+        that the loader has handed to the loop count as used.
 
-        After the optimizer's step, and where no gradient is waiting for more to be added to it. What a loop does
+        Call it after the optimizer's step, while no gradient is waiting for more to be added to it. What a loop does
         between this and the next batch is not done again after a loss; what it does before belongs to the step.
 
         Cost: where ranks wait for each other between an update and its commit (a second optimizer's backward, a loss
@@ -220,7 +220,7 @@ class State:
             runner.after_commit()
 
     def _advance(self, position: DataPosition) -> int:
-        """Note where the data stands now; return how many samples of this rank the step has used."""
+        """Note the position in the data; return how many samples of this rank the step has used."""
         last, mark = self._mark, position.mark()
         self._mark = mark
         if mark.used and not self._has_told_idle and last is not None and mark.stands_at(last):
@@ -235,7 +235,7 @@ class State:
         return position.samples_between(last, mark)
 
     def _save(self) -> None:
-        """Note what is small, and may change before the next commit."""
+        """Save what is small, and may change before the next commit."""
         latest = self._latest
         latest.small = self._small.capture(self._values)
         latest.epoch, latest.step = self._values["epoch"], self._values["step"]
@@ -245,9 +245,9 @@ class State:
         """Return what a checkpoint holds: the state of each object under its name, the plain values, and the data's
         position.
 
-        Of the latest commit, if it is called right after one. Not collective, unless there is a Pipeline. Keys of
-        models are those of the module inside a wrapper; the state of an optimizer in shards is whole, and so is that
-        of a Pipeline's stages: it loads into another split, and where there is no Pipeline.
+        It is that of the latest commit, if this is called right after one. Not collective, unless there is a Pipeline.
+        Keys of models are those of the module inside a wrapper; the state of an optimizer in shards is whole, and so is
+        that of a Pipeline's stages: it loads into another split, and into a model without a Pipeline.
         """
         whole = {
             "objects": self._objects.state_dict(),
@@ -257,14 +257,18 @@ class State:
         return whole if self._global is None else {**whole, "micro_batches": self._global.num_micro_batches}
 
     def data_position(self) -> dict[str, Any] | None:
-        """Where the data stands at the latest commit, in the form of the sampler's `state_dict`; None without one."""
+        """Return the data's position at the latest commit, in the form of the sampler's `state_dict`; None without a
+        sampler.
+        """
         if self._position is None:
             return None
         mark = self._mark or self._position.mark()
         return {**self._position.sampler.state_dict(), "epoch": mark.epoch, "consumed": mark.consumed}
 
     def load_data_position(self, position: dict[str, Any] | None) -> None:
-        """Go on there, before `phalanx.elastic.run`: `load_state_dict` does, and who keeps the rest by other means."""
+        """Set the data's position, before `phalanx.elastic.run`. `load_state_dict` does this; call it if you restore
+        the rest by other means.
+        """
         if self._position is not None and position is not None:
             self._position.sampler.load_state_dict(position)
             self._mark = Mark(position["epoch"], None, position["consumed"])
@@ -297,7 +301,7 @@ class State:
     # -- what the runner asks ------------------------------------------------------------------------------------
 
     def _count_as_done(self, number: int) -> None:
-        """Note that the update is made, and only the commit is missing."""
+        """Note that the update is made, and that only the commit is missing."""
         self._step.count(self._values["step"])
         self._latest.number = number
         self._values["step"] += 1
@@ -315,7 +319,7 @@ class State:
         return [*self._objects.parts(), ValuePart(self._get_progress, self._put_progress)]
 
     def _own_parts(self) -> list[Part]:
-        """Return what each rank has for itself where the model is in stages."""
+        """Return what each rank has for itself if the model is in stages."""
         return [*self._objects.own_parts(), ValuePart(self._get_progress, self._put_progress)]
 
     def _get_progress(self) -> Any:
@@ -344,7 +348,7 @@ class State:
         self._mark = None if where is None else Mark(where[0], None, where[1])
 
     def _settle(self, rank: int, world_size: int) -> None:
-        """After the state has arrived, or was there: everything is as at the latest commit."""
+        """Set everything to the latest commit, after the state has arrived or was there."""
         self._step.end()
         self._step.forget_backward()
         self._roll_back_values()
@@ -361,7 +365,7 @@ class State:
         if self._position is not None:
             if self._global is not None:
                 self._global.spread(rank, world_size)
-            elif not self._objects.pipelines:  # their ranks are no replicas, and read as the sampler was told
+            elif not self._objects.pipelines:  # a Pipeline's ranks are no replicas, and read as the sampler was told
                 self._position.sampler.regroup(world_size, rank)
             if self._mark is not None:
                 self._position.go_to(self._mark.epoch, self._mark.consumed)

@@ -26,11 +26,11 @@ _backward_number: Any = find("torch._C._current_graph_task_id", loses=_LOSES)
 _engine: Any = find("torch.autograd.Variable._execution_engine", loses=_LOSES)
 
 _logger = get_logger(__name__)
-TRIAL_STEPS = 100  # in so many, a copy is taken, and ranks wait for each other, until it is seen where they must
+TRIAL_STEPS = 100  # in so many steps a copy is taken, and ranks wait for each other, until it is seen where they must
 
 
 class Runner(Protocol):
-    """It is told of commits, while the job runs."""
+    """A `Runner` is told of commits while the job runs."""
 
     def before_commit(self, number: int, small: Frozen, counted: tuple[int, int]) -> bool:
         """Prepare commit `number`, with its small state; `counted` collectives came before it. Return whether the ranks
@@ -39,11 +39,11 @@ class Runner(Protocol):
         ...
 
     def after_commit(self) -> None:
-        """Hear that the commit is made."""
+        """Note that the commit is made."""
         ...
 
     def count_collectives(self) -> tuple[int, int]:
-        """Return a number that differs where the ranks have waited for each other."""
+        """Return a number that differs if the ranks have waited for each other."""
         ...
 
     def require_group(self) -> None:
@@ -51,12 +51,14 @@ class Runner(Protocol):
         ...
 
     def before_backward(self) -> None:
-        """Hear that what this rank draws for the step, and what its forward changes, is done; gradients are to come."""
+        """Note that what this rank draws for the step, and what its forward changes, is done; gradients follow."""
         ...
 
 
 class StepTracker:
-    """It hears, by hooks on `objects`, how far the loop is in its step. Without a `runner` it does nothing."""
+    """`StepTracker` learns by hooks on `objects` how far the loop is in its step. Without a `runner` it does
+    nothing.
+    """
 
     def __init__(self, objects: Objects) -> None:
         self.runner: Runner | None = None
@@ -75,12 +77,14 @@ class StepTracker:
         self.followers = Followers(objects.schedulers, objects.scalers, objects.optimizers)
         holds_apart = objects.rounds or objects.pipelines
         self._undo = None if holds_apart else StepUndo(objects.parts_of_update())
-        self._num_updates: list[int] = []  # of each optimizer in shards, before the step's first update
-        self._has_late = True  # a step may be interrupted behind its update; whether it may, the first ones tell
-        self._num_quiet = 0  # of these
+        # the number of updates of each sharded optimizer before the step's first update
+        self._num_updates: list[int] = []
+        # whether a step may be interrupted behind its update; the first steps show whether it may
+        self._has_late = True
+        self._num_quiet = 0  # how many of the first steps could not be interrupted there
         self._was_late = False
-        self._open_backward: int | None = None  # autograd's number of a backward that has begun and has not ended
-        self._has_failed = False  # one has not, and another has begun
+        self._open_backward: int | None = None  # autograd's number of a backward that has begun and not ended
+        self._has_failed = False  # a backward has not ended, and another one has begun
         self._at_update: tuple[int, int] | None = None
 
     @property
@@ -104,7 +108,8 @@ class StepTracker:
         if self.stepped == 0:
             self._forward_changes.learn()
         if self._at_update is None and self.runner is not None and self._undo is not None:
-            if self._has_late or self._objects.sharded:  # whose ranks wait for each other at the end of an update
+            # the ranks of sharded optimizers wait for each other at the end of an update
+            if self._has_late or self._objects.sharded:
                 self._undo.keep()
                 self._num_updates = [one.num_updates for one in self._objects.sharded]
             self._at_update = self.runner.count_collectives()
@@ -127,14 +132,15 @@ class StepTracker:
         if task not in (-1, self._open_backward):
             self._has_failed |= self._open_backward is not None
             self._open_backward = task
-            _after_backward(lambda: _after_backward(self._end_backward))  # behind those of wrappers, which wait there
+            # behind the callbacks of wrappers, which wait there
+            _after_backward(lambda: _after_backward(self._end_backward))
         self.runner.before_backward()
 
     def _end_backward(self) -> None:
         self._open_backward = None
 
     def require_backward(self) -> None:
-        """Refuse to go on in a loop that swallowed the error by which it was to hear of a loss: what it has done since
+        """Refuse to go on in a loop that swallowed the error by which it was told of a loss: what it has done since
         does not count.
 
         A backward that ended by an error of the loop's own, on all ranks, is the loop's business.
@@ -148,7 +154,7 @@ class StepTracker:
     # -- its end -------------------------------------------------------------------------------------------------
 
     def begin_commit(self, number: int, small: Frozen) -> None:
-        """All that the loop does for the step is done."""
+        """Prepare the commit of a step for which the loop has done everything."""
         if self.runner is not None:
             self.require_backward()
             self.is_committing = True
@@ -158,11 +164,12 @@ class StepTracker:
                 self._learn_lateness(waits or self._at_update not in (None, at_commit))
 
     def _learn_lateness(self, is_late: bool) -> None:
-        """Whether a step can be interrupted between its update and its commit: then it must be possible to undo it.
+        """Learn whether a step can be interrupted between its update and its commit: then it must be possible to undo
+        it.
 
         A loop may do so in every tenth step only, when it reduces a loss to be shown: the first steps together tell.
-        Also where the commit itself must wait for the others, as what a rank has changed behind the update, and no
-        other has the same, is not kept yet.
+        The same holds if the commit itself must wait for the others, because a rank has changed something behind the
+        update that no other rank has and that is not kept yet.
         """
         if is_late:
             self._has_late = self._was_late = True
@@ -171,7 +178,7 @@ class StepTracker:
             self._has_late = self._num_quiet < TRIAL_STEPS
 
     def end(self) -> None:
-        """End a step that is committed, or where everything is as at the latest commit."""
+        """End a step that is committed, or one after which everything is as at the latest commit."""
         self.stepped = 0
         self._forward_changes.end_step()
         self._at_update = None
@@ -180,7 +187,7 @@ class StepTracker:
             self._undo.end_step(drop=not self._has_late)
 
     def forget_backward(self) -> None:
-        """Forget what has begun before a loss, which does not count."""
+        """Forget a backward that has begun before a loss: it does not count."""
         self._open_backward, self._has_failed = None, False
 
     # -- when it was interrupted ---------------------------------------------------------------------------------
@@ -191,12 +198,12 @@ class StepTracker:
         return self.stepped == 0
 
     def take_back(self, step: int) -> None:
-        """After an error in step number `step`: as at the latest commit, where the update can be undone.
+        """Undo, after an error in step number `step`, an update whose commit is missing, if it can be undone.
 
         A sharded update that was interrupted has been undone already, or was completed by the others: it is taken back
         as well, as the loop has not done what it does behind it.
         """
-        if self.stepped == 1 and self._objects.rounds:  # its round, held behind the update, is what failed
+        if self.stepped == 1 and self._objects.rounds:  # what failed is its round, which is held behind the update
             self.stepped = 2
         if self.stepped and self._undo is not None and self._undo.is_kept and self._can_take_back_shards():
             self._undo.give_back()
@@ -208,7 +215,7 @@ class StepTracker:
             updated = {one.has_updated for one in self._objects.sharded}
             if updated == {True}:
                 self.stepped = 2
-            elif updated == {False} and self._undo is None:  # else there were others in this step before
+            elif updated == {False} and self._undo is None:  # else there were other updates in this step before
                 self.stepped = 0
         if not self.stepped:
             self.followers.give_back()
@@ -240,5 +247,5 @@ class StepTracker:
 
 
 def _after_backward(function: Callable[[], None]) -> None:
-    """Call `function` when the backward at hand has ended, if it ends well."""
+    """Call `function` when the current backward has ended, if it ends well."""
     _engine.queue_callback(function)

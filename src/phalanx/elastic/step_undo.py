@@ -24,11 +24,13 @@ from phalanx.transport.tensors import copy_all
 
 
 class StepUndo:
-    """It keeps a copy of what `parts` hold. Cost: their memory once more, and a copy in each step that takes one."""
+    """`StepUndo` keeps a copy of what `parts` hold. Cost: their memory once more, and a copy in each step that takes
+    one.
+    """
 
     def __init__(self, parts: Sequence[Part]) -> None:
         self._parts = parts
-        self._structure: Any = None  # None where nothing is kept
+        self._structure: Any = None  # None if nothing is kept
         self._copies: list[Tensor] = []
 
     @property
@@ -38,7 +40,7 @@ class StepUndo:
 
     @torch.no_grad()
     def keep(self) -> None:
-        """Everything as it is now."""
+        """Copy what the parts hold now."""
         tensors: list[Tensor] = []
         structure = split([part.show() for part in self._parts], tensors)
         forms = [(t.shape, t.stride(), t.dtype, t.device) for t in tensors]
@@ -50,14 +52,14 @@ class StepUndo:
         self._structure = structure
 
     def end_step(self, *, drop: bool) -> None:
-        """Forget what was kept and is of no use any more; with `drop`, the memory for it, too."""
+        """Forget what was kept; with `drop`, release its memory, too."""
         self._structure = None
         if drop:
             self._copies = []
 
     @torch.no_grad()
     def give_back(self) -> None:
-        """Everything is as it was."""
+        """Restore what was kept."""
         values = join(self._structure, self._copies)
         for part, value in zip(self._parts, values, strict=True):
             part.take(value)
@@ -65,7 +67,9 @@ class StepUndo:
 
 
 def _count(scheduler: LRScheduler) -> Any:
-    """Return something that differs once a scheduler has stepped; of a ChainedScheduler, from those inside of it."""
+    """Return something that differs once a scheduler has stepped; for a ChainedScheduler, also from the ones inside
+    it.
+    """
     inner = getattr(scheduler, "_schedulers", ())
     return getattr(scheduler, "last_epoch", None), [_count(one) for one in inner]
 
@@ -81,7 +85,8 @@ def _with_inner(scheduler: LRScheduler) -> list[LRScheduler]:
 
 
 class Followers:
-    """They are schedulers, gradient scalers and the options that they change, which may be ahead of the last update.
+    """`Followers` keeps schedulers, gradient scalers and the options that they change, which may be ahead of the last
+    update.
 
     This happens where a scheduler steps at the end of an epoch, and a rank is lost in the validation after it.
     """
@@ -104,7 +109,7 @@ class Followers:
         return seen
 
     def keep(self) -> None:
-        """As they are now; cheap where nothing has changed."""
+        """Keep their current states; this is cheap if nothing has changed."""
         seen = self._look()
         if seen == self._seen:
             return
@@ -120,7 +125,7 @@ class Followers:
         self._seen = seen
 
     def give_back(self) -> None:
-        """As they were."""
+        """Restore the states that were kept."""
         if self._look() == self._seen:
             return
         schedulers, scalers, options = self._kept
@@ -129,7 +134,8 @@ class Followers:
         for scaler, state in zip(self._scalers, scalers, strict=True):
             scaler.load_state_dict(copy.deepcopy(state))
         groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
-        for group, kept in zip(groups, options, strict=False):  # one that the loop has added since goes by the undo
+        # a group that the loop has added since is handled by the undo
+        for group, kept in zip(groups, options, strict=False):
             group.update(kept)
         self._seen = None
         self.keep()

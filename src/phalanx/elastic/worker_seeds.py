@@ -16,10 +16,11 @@ from phalanx.backend.torch_integration.data_loaders import call_before_fetch
 
 
 def seed_workers(loader: Any, seed: int, epoch: int) -> None:
-    """From now on what the workers of `loader` draw for a batch follows from seed, epoch and the batch's first index.
+    """Make what the workers of `loader` draw for a batch follow from the seed, the epoch and the batch's first index.
 
-    Whatever a worker has done before, and whichever rank or worker does the batch. PyTorch seeds a worker once, when it
-    is started: one that is started in the middle of an epoch would draw there what the first had drawn at its begin.
+    It does not depend on what a worker has done before, nor on which rank or worker makes the batch. PyTorch seeds a
+    worker once, when it is started: one that is started in the middle of an epoch would draw there what the first had
+    drawn at its begin.
 
     Workers that are not forked are left alone: they share no memory with us, which says the epoch to those that last.
     """
@@ -36,11 +37,11 @@ class _SeedBatches:
 
     def __init__(self, seed: int, then: Callable[[int], None] | None) -> None:
         self._seed, self._then = seed, then
-        self._memory = mmap.mmap(-1, 8)  # the epoch, where workers of `persistent_workers` see it change
+        self._memory = mmap.mmap(-1, 8)  # the epoch, in memory that workers of `persistent_workers` see change
 
     @property
     def epoch(self) -> int:
-        """Which epoch the loader is in."""
+        """Return the epoch that the loader is in."""
         return int.from_bytes(self._memory[:8], "little")
 
     @epoch.setter

@@ -19,32 +19,34 @@ from phalanx.rpc.worker_info import WorkerAddress
 
 
 class CallHook(Protocol):
-    """A call is seen at these four places: in the caller's thread, and in the one that runs the function."""
+    """`CallHook` sees each call at four places: in the caller's thread, and in the one that runs the function."""
 
     def is_inside(self) -> bool:
-        """Whether this thread's calls are part of something that ends with their worker: then none is made again."""
+        """Return whether this thread's calls belong to something that ends with their worker: then none is made
+        again.
+        """
 
     def on_request(self, to: WorkerAddress, payload: Payload) -> Any:
-        """Hear that a call is about to be sent."""
+        """Return the note for a call that is about to be sent."""
 
     def receive_request(self, note: Any, arrived: Arrived, caller: WorkerAddress) -> AbstractContextManager[Any]:
-        """Hear that a call has arrived; the function runs inside of what this returns."""
+        """Return a context manager in which the function of a call that has arrived runs."""
 
     def on_reply(self, to: WorkerAddress, payload: Payload, note: Any) -> Any:
-        """Its result is about to be sent to the caller; `note` is the request's. May run in another thread."""
+        """Return the note for a result that is about to be sent; `note` is the request's. May run in another thread."""
 
     def receive_reply(self, note: Any, arrived: Arrived, callee: WorkerAddress) -> None:
-        """Its result has arrived; `note` is the reply's."""
+        """Receive a result that has arrived; `note` is the reply's."""
 
 
 _hooks: list[CallHook] = []
 
 
 def set_call_hook(hook: CallHook | None) -> None:
-    """Let `hook` take part in all calls from now on; None: nobody does."""
+    """Set the hook that takes part in all calls from now on; with None, no hook does."""
     _hooks[:] = [] if hook is None else [hook]
 
 
 def call_hook() -> CallHook | None:
-    """Who takes part."""
+    """Return the hook that takes part in calls; None if there is none."""
     return _hooks[0] if _hooks else None

@@ -9,21 +9,21 @@ _agent: Agent | None = None
 
 
 def set_agent(agent: Agent | None) -> None:
-    """From now on, this process is that worker, or none."""
+    """Set the agent that makes this process a worker; None for no agent."""
     global _agent
     _agent = agent
 
 
 def is_set() -> bool:
-    """Whether this process is a worker."""
+    """Return whether this process is a worker."""
     return _agent is not None
 
 
 def agent() -> Agent:
-    """Return what makes this process a worker.
+    """Return the agent that makes this process a worker.
 
     Raises:
-        ClosedError: it is none.
+        ClosedError: it is not a worker.
     """
     if _agent is None:
         raise ClosedError(

@@ -10,9 +10,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def async_execution(fn: F) -> F:
-    """Mark a function that returns a `torch.futures.Future`; its value, once it has one, is the result of the call.
+    """Mark a function that returns a `torch.futures.Future`, whose value, once it is set, is the result of the call.
 
-    So the thread that ran the function serves other calls meanwhile. Works on functions, static and class methods
+    The thread that ran the function serves other calls until then. This works on functions, on static and class methods
     (outermost is then `@staticmethod`, `@classmethod`), and on methods called through a reference.
     """
 
@@ -25,14 +25,14 @@ def async_execution(fn: F) -> F:
 
 
 def idempotent(fn: F) -> F:
-    """Mark a function that may run more than once for one call, and does no harm by it.
+    """Mark a function that may run more than once for one call, without harm.
 
-    So a call of it whose worker is lost is made again, within its time-out, when a worker of that name has joined:
-    where workers join and leave, that is. Without this no call is ever made twice. `rpc_sync(..., idempotent=True)`
-    says the same of one call.
+    A call of it whose worker is lost is made again, within its time-out, when a worker of that name has joined; this
+    needs a job whose workers join and leave. Without this mark no call is ever made twice. `rpc_sync(...,
+    idempotent=True)` marks one call.
 
-    The object of a reference is gone with its worker: methods called through one are not made again. Nor is a call
-    inside of `autograd.context()`: its worker may have lost a part of the graph.
+    The object of a reference is lost with its worker: methods called through a reference are not made again. Nor is a
+    call inside `autograd.context()`: its worker may have lost a part of the graph.
     """
     fn._is_idempotent = True  # type: ignore[attr-defined]
     return fn

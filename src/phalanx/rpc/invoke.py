@@ -70,11 +70,11 @@ def rpc_async(
     *,
     idempotent: bool = False,
 ) -> Future[Any]:
-    """As `rpc_sync`, but return at once; the Future has the result, or raises.
+    """Call `func` on the worker `to`, and return a Future at once, which gets the result or the error.
 
-    Tensors among the arguments must not change until it is done.
+    Tensors among the arguments must not change until the call is done.
 
-    Waits while too many calls of this worker to `to` are under way (`RpcBackendOptions`).
+    It waits while too many calls of this worker to `to` are under way (`RpcBackendOptions`).
     """
     future = _call("rpc_async", to, func, args, kwargs, timeout, idempotent)
     futures = getattr(_thread, "futures", None)
@@ -127,7 +127,7 @@ def _drop(agent: Agent, rref_id: RRefId) -> None:
 
 
 def _event_name(what: str, func: Callable[..., Any], name: str, me: WorkerAddress, to: WorkerAddress) -> str:
-    """As PyTorch calls the call in its profiles."""
+    """Return the name that PyTorch gives to the call in its profiles."""
     name = _find_builtin(func) or name
     return f"{what}#{name}({me.info.name} -> {to.info.name})"
 
@@ -156,7 +156,7 @@ def _call(
 
 
 def _ended(event: Any, future: Answer[Any]) -> Future[Any]:
-    """Return a future that is done once the event is in the profile. What C++ hands on would take an error for
+    """Return a future that is done once the event is in the profile. A future that C++ hands on would take an error for
     a result.
     """
     made: Answer[Any] = Answer()
@@ -174,7 +174,9 @@ def _ended(event: Any, future: Answer[Any]) -> Future[Any]:
 
 
 def _profiled(key: str, work: tuple[Any, ...]) -> tuple[tuple[Any, ...], Callable[[Any], Any] | None]:
-    """Return the call, and what takes its answer: with what it took there, where this thread's profile gathers that."""
+    """Return the call, and the function that reads its answer, with the events of the callee if this thread's profile
+    gathers them.
+    """
     gathers = profiler.gatherer()
     return (work, None) if gathers is None else gathers.wrap(key, work)
 
@@ -193,7 +195,7 @@ def _call_until_answered(agent: Agent, what: str, name: str, to: To, work: Any, 
 
 
 def _heard(future: Answer[Any]) -> Answer[Any]:
-    """Return the same future; the profiler hears of its end, and Python does not see how."""
+    """Return the same future, of whose end the profiler is told."""
     future.needs_leader()
     return future
 
@@ -205,10 +207,10 @@ def _check(func: Callable[..., Any]) -> str:
 
 
 def find_worker(agent: Agent, to: To) -> WorkerAddress:
-    """Return the worker that a user means.
+    """Return the worker that `to` names.
 
     Raises:
-        ValueError: there is none, or this is no way to name one.
+        ValueError: there is none, or `to` cannot name a worker.
         PeerLostError: there was one.
     """
     if not isinstance(to, str | int | WorkerInfo):
@@ -228,7 +230,7 @@ def find_worker(agent: Agent, to: To) -> WorkerAddress:
 
 @contextmanager
 def wait_all() -> Iterator[None]:
-    """Wait at the end for all calls that this thread makes by `rpc_async` inside."""
+    """Wait at the end for all calls that this thread makes by `rpc_async` while this is entered."""
     _thread.futures = []
     try:
         yield

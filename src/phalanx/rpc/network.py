@@ -45,10 +45,10 @@ from phalanx.rpc.wire import BUFFER, HEAD, Frame
 from phalanx.rpc.worker_info import WorkerAddress
 
 _LINGER_S = 1.0
-_PIECE_BYTES = 1 << 16  # in which parts travel
-_OPEN_FILES = 4096  # or as many of them as this process may have: with its port it can be besieged
+_PIECE_BYTES = 1 << 16  # parts travel in pieces of this size
+_OPEN_FILES = 4096  # the most descriptors, within what this process may have: strangers can besiege its port
 _MAX_YOUNG = 64  # connections that have not sent a message yet
-_COPY_BYTES = 1 << 14  # below, a copy is cheaper than keeping count of who uses the memory
+_COPY_BYTES = 1 << 14  # below this a copy is cheaper than tracking who uses the memory
 _logger = get_logger(__name__)
 
 Arrive = Callable[[Any, Frame], None]
@@ -57,7 +57,9 @@ Welcome = Callable[[WorkerAddress], None]
 
 
 class NetworkConnection:
-    """It is one direction of a pair of workers: what we ask of `peer`, or, with `identity`, what we answer."""
+    """`NetworkConnection` is one direction of a pair of workers: our calls to `peer`, or, with `identity`, our
+    answers.
+    """
 
     reading = None  # the network's thread reads
 
@@ -75,11 +77,11 @@ class NetworkConnection:
     put = send
 
     def flush(self) -> None:
-        """Nothing is ever put aside."""
+        """Do nothing: this connection never holds frames back."""
 
 
 class Network:
-    """It has the sockets of one worker, at `address`.
+    """`Network` has the sockets of one worker, at `address`.
 
     `arrive(connection, frame)` is told what comes in, `lost(member, why)` who has gone, `welcome(member)` who has
     connected.
@@ -87,7 +89,7 @@ class Network:
 
     def __init__(self, address: str, key: Key, me: WorkerAddress, arrive: Arrive, lost: Lost, welcome: Welcome) -> None:
         self._key = key
-        self.me = me  # as it introduces itself
+        self.me = me  # the address as the worker introduces itself
         self._arrive = arrive
         self._lost = lost
         self._welcome = welcome
@@ -127,12 +129,12 @@ class Network:
         made.linger = int(_LINGER_S * 1000)
         made.sndhwm = made.rcvhwm = 0  # calls under way are bounded, and so is what is sent
         made.ipv6 = True
-        made.handshake_ivl = int(CONNECT_S * 1000)  # of one that connects
+        made.handshake_ivl = int(CONNECT_S * 1000)  # it concerns a socket that connects
         made.heartbeat_ivl = made.heartbeat_timeout = int(RPC_SILENT_S * 500)
         return made
 
     def connect(self, to: WorkerAddress) -> NetworkConnection:
-        """Return a connection to a worker; that it cannot be reached is heard later."""
+        """Return a connection to a worker; an error in connecting shows later."""
         connection = NetworkConnection(self, to)
         self.post(connection, None)
         return connection
@@ -151,7 +153,7 @@ class Network:
         poller.register(self._router, zmq.POLLIN)
         poller.register(self._admission.socket, zmq.POLLIN)
         poller.register(self._guard.socket, zmq.POLLIN)
-        dying: dict[Outgoing, float] = {}  # whose pulse has ended, and until when they are given
+        dying: dict[Outgoing, float] = {}  # connections whose pulse has ended, and the time until which they are kept
         while not self._closed:
             self._send_posted(poller)
             self._sleeps = True
@@ -164,7 +166,8 @@ class Network:
                 self._admission.answer(time.monotonic())
             if self._guard.socket in ready or self._guard.is_watching:
                 self._guard.read_events(time.monotonic())
-            for connection, one in list(self._outgoing.values()):  # answers first: who ends has answered before
+            # answers come first: a worker that ends has answered before
+            for connection, one in list(self._outgoing.values()):
                 if one.frames.socket in ready:
                     self._read_answers(connection, one)
                 if one.pulse.monitor in ready and one.pulse.find_end(time.monotonic()) == BROKE:
@@ -186,7 +189,9 @@ class Network:
         self._context.term()
 
     def _connect_again(self, poller: zmq.Poller) -> bool:
-        """Make connections anew that were closed before they were welcome; return whether some are to be, soon."""
+        """Reconnect the connections that were closed before they were welcome; return whether some are to be
+        reconnected soon.
+        """
         now, soon = time.monotonic(), False
         for _, one in self._outgoing.values():
             if one.is_retrying:
@@ -215,7 +220,7 @@ class Network:
                     self._router.send_multipart([connection.identity, *pieces], zmq.NOBLOCK, copy=not many)
                 elif (found := self._outgoing.get(connection.peer.uid)) is not None:
                     found[1].send(pieces, copy=not many)
-            except zmq.ZMQError as error:  # it is gone: its own connection to us hears it
+            except zmq.ZMQError as error:  # it is gone: its own connection to us notices that
                 _logger.debug("rpc: %s: %s", connection.peer, error)
 
     def _open(self, connection: NetworkConnection, poller: zmq.Poller) -> None:
@@ -263,7 +268,7 @@ class Network:
         return [part.bytes for part in parts]
 
     def _answer(self, identity: bytes, greeting: bytes) -> None:
-        """Tell a worker that its connection was read, and will not be closed for want of room any more."""
+        """Tell a worker that its connection was read, and will not be closed for lack of room any more."""
         with contextlib.suppress(zmq.ZMQError):  # it has gone
             self._router.send_multipart([identity, greeting], zmq.NOBLOCK)
 
@@ -281,7 +286,7 @@ class Network:
     def _lose(self, connection: NetworkConnection, one: Outgoing, poller: zmq.Poller, why: str) -> None:
         if self._outgoing.get(connection.peer.uid) != (connection, one):
             return
-        self._read_answers(connection, one)  # what it answered before
+        self._read_answers(connection, one)  # what it answered before comes first
         self._drop(connection, one, poller)
         self._lost(connection.peer, why)
 
@@ -294,7 +299,7 @@ class Network:
         one.close()
 
     def close(self) -> None:
-        """Send what is posted, and end."""
+        """Send what is queued, and close."""
         self._closed = True
         self._wakeup.ring()
         self._thread.join()
@@ -302,10 +307,10 @@ class Network:
 
 
 def _parse(pieces: Sequence[bytes]) -> Frame:
-    """Put a frame together; each of its parts came in pieces.
+    """Join the pieces of each part of a frame.
 
     Raises:
-        PhalanxError: they are not those of the frame that its head announces.
+        PhalanxError: the parts are not those of the frame that its head announces.
     """
     _, call, num_data, num_extras, num_buffers, kind, _ = HEAD.unpack_from(pieces[0])
     if num_buffers == 0 and len(pieces) == 3 and (len(pieces[1]), len(pieces[2])) == (num_data, num_extras):
@@ -321,7 +326,7 @@ def _parse(pieces: Sequence[bytes]) -> Frame:
 
 
 def _take(pieces: Iterator[bytes], nbytes: int) -> list[bytes]:
-    """Take the pieces of a part of `nbytes`."""
+    """Join the pieces of a part of `nbytes`."""
     found = list(itertools.islice(pieces, max(1, -(-nbytes // _PIECE_BYTES))))
     if sum(map(len, found)) != nbytes:
         raise PhalanxError(f"{sum(map(len, found))} bytes came where the head of a frame announces {nbytes}")

@@ -18,14 +18,14 @@ MOST_BYTES = 4 << 30
 
 
 class BackendType(enum.Enum):
-    """It is PyTorch's name for the choice of a transport; there is one."""
+    """`BackendType` is PyTorch's name for the choice of a transport; there is one."""
 
     TENSORPIPE = "TENSORPIPE"
     PHALANX = "PHALANX"
 
 
 class RpcBackendOptions:
-    """They are the options of a worker.
+    """`RpcBackendOptions` are the options of a worker.
 
     Arguments:
         num_worker_threads: how many calls of others are carried out at the same time.

@@ -21,8 +21,8 @@ from phalanx.loss_detection import RPC_PULSE_LOST_S, RPC_PULSE_S, RPC_SILENT_S
 
 CONNECT_S = 20.0
 RETRY_S = 0.1
-_REFUSED_S = 5.0  # of a connection that is closed again and again before it is welcome
-HELLO, PULSE = b"hello", b"pulse"  # what a connection begins with, and what it is answered
+_REFUSED_S = 5.0  # a connection that is closed before it is welcome is retried for so long
+HELLO, PULSE = b"hello", b"pulse"  # the first message of a connection, and the answer to it
 BROKE = "its connection broke: its process has ended, or its host does not answer any more."
 _EVENTS = (
     zmq.EVENT_DISCONNECTED
@@ -36,11 +36,11 @@ MakeSocket = Callable[[int], zmq.Socket[bytes]]
 
 
 class Connection:
-    """It is one connection to the port at `address`, where `hello` introduces it."""
+    """`Connection` is one connection to the port at `address`, where `hello` introduces it."""
 
     def __init__(self, make_socket: MakeSocket, key: Key, address: str, hello: list[bytes], now: float) -> None:
         self.is_welcome = False
-        self.retry_at: float | None = None  # when to `open` it anew
+        self.retry_at: float | None = None  # when to `open` it again
         self._make_socket = make_socket
         self._key = key
         self._address = address
@@ -49,7 +49,7 @@ class Connection:
         self.open()
 
     def open(self) -> None:
-        """Connect, and say hello."""
+        """Connect, and send the hello."""
         self.retry_at = None
         self.socket = self._make_socket(zmq.DEALER)
         self._set_options(self.socket)
@@ -61,13 +61,13 @@ class Connection:
         pair = self._key.member_pair()
         made.curve_publickey, made.curve_secretkey = pair.public, pair.secret
         made.curve_serverkey = self._key.coordinator_pair().public
-        made.reconnect_ivl = -1  # who was lost stays lost
+        made.reconnect_ivl = -1  # a worker that was lost stays lost
         made.connect_timeout = int(CONNECT_S * 1000)
 
     def find_end(self, now: float) -> str:
-        """Return why the worker at the other end is lost, if the connection says so; empty where it goes on.
+        """Return why the worker at the other end is lost, if the connection shows it; empty if it goes on.
 
-        Where it was closed before it was welcome, `retry_at` is set: that is no end yet.
+        If the connection was closed before it was welcome, `retry_at` is set: that is no end yet.
         """
         while True:
             try:
@@ -89,14 +89,14 @@ class Connection:
         return self.is_welcome
 
     def close(self, linger_ms: int | None = None) -> None:
-        """Let go of the sockets."""
+        """Close the sockets."""
         self.socket.disable_monitor()
         self.monitor.close(0)
         self.socket.close(linger_ms)
 
 
 class Pulse(Connection):
-    """It is a connection for heartbeats alone. It breaks when the other host acknowledges none for some time."""
+    """`Pulse` is a connection for heartbeats alone. It breaks when the other host acknowledges none for some time."""
 
     def _set_options(self, made: zmq.Socket[bytes]) -> None:
         super()._set_options(made)
@@ -114,16 +114,17 @@ class Pulse(Connection):
 
 
 class Outgoing:
-    """It has the two connections to one worker."""
+    """`Outgoing` has the two connections to one worker."""
 
     def __init__(self, make_socket: MakeSocket, key: Key, address: str, introduction: bytes, now: float) -> None:
         self.frames = Connection(make_socket, key, address, [HELLO, introduction], now)
         self.pulse = Pulse(make_socket, key, address, [PULSE], now)
-        self._waiting: list[tuple[list[Any], bool]] = []  # what is to be sent once it is welcome, and whether copied
+        # frames to send once it is welcome, and whether each was copied
+        self._waiting: list[tuple[list[Any], bool]] = []
 
     @property
     def sources(self) -> tuple[zmq.Socket[bytes], ...]:
-        """What to poll."""
+        """Return the sockets to poll."""
         return (self.frames.socket, self.frames.monitor, self.pulse.monitor)
 
     def send(self, pieces: list[Any], *, copy: bool) -> None:
@@ -142,15 +143,15 @@ class Outgoing:
                 self.send(pieces, copy=copy)
 
     def due(self, now: float) -> list[Connection]:
-        """Return the connections that are to be made anew now."""
+        """Return the connections that are to be reconnected now."""
         return [one for one in (self.frames, self.pulse) if one.retry_at is not None and one.retry_at <= now]
 
     @property
     def is_retrying(self) -> bool:
-        """Whether a connection is to be made anew soon."""
+        """Whether a connection is to be reconnected soon."""
         return self.frames.retry_at is not None or self.pulse.retry_at is not None
 
     def close(self) -> None:
-        """Let go of both."""
+        """Close both connections."""
         self.frames.close()
         self.pulse.close(0)

@@ -9,7 +9,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Event:
-    """It happened on some worker, from `start_us` to `end_us` of its profile; `fields` are those of a FunctionEvent."""
+    """`Event` happened on some worker, from `start_us` to `end_us` of its profile; `fields` are those of a
+    FunctionEvent.
+    """
 
     node_id: int
     start_us: float
@@ -20,7 +22,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Profiled:
-    """It has what a call has returned, and what it took: `duration_us` in all."""
+    """`Profiled` has what a call has returned, and its events; it took `duration_us` in all."""
 
     result: Any
     duration_us: float

@@ -29,7 +29,7 @@ _parse: Any = find("torch.autograd.profiler_legacy._parse_legacy_records", loses
 _end: Any = find("torch.autograd._disable_profiler_legacy", loses=_LOSES)
 _Future: Any = find("torch._C.Future", loses=_LOSES)
 
-_REMOTE = "#remote_op: "  # as PyTorch calls them
+_REMOTE = "#remote_op: "  # PyTorch gives them this prefix
 _THREADS = 1 << 20  # more than a process has: those of each worker are numbered apart
 _thread = threading.local()
 _FIELDS = ("id", "name", "thread", "fwd_thread", "input_shapes", "stack", "scope", "cpu_memory_usage", "sequence_nr")
@@ -37,10 +37,11 @@ _PLAIN: dict[str, Any] = {**dict.fromkeys(_FIELDS, 0), "input_shapes": [], "stac
 
 
 class profile(legacy.profile):
-    """This is `torch.autograd.profiler_legacy.profile`, with the events of the functions that this thread's calls run.
+    """`profile` is `torch.autograd.profiler_legacy.profile` with the events of the functions that this thread's calls
+    run.
 
-    A function's events are in the midst of its call: workers do not share a clock. Those of a call that is not answered
-    by the end of the profile are not in it.
+    A function's events are placed in the middle of its call, because workers do not share a clock. Events of a call
+    that is not answered by the end of the profile are missing.
     """
 
     def __init__(self, enabled: bool = True, **options: Any) -> None:
@@ -76,7 +77,9 @@ class profile(legacy.profile):
         return False
 
     def wrap(self, name: str, work: tuple[Any, ...]) -> tuple[tuple[Any, ...], Callable[[Any], Any]]:
-        """Return a call with this event's name that is profiled there, and what makes its result of what it answers."""
+        """Return a call with this event's name that is profiled by its callee, and the function that reads the result
+        from its answer.
+        """
         sent_us = self._now_us()
 
         def take(answer: Any) -> Any:
@@ -84,7 +87,7 @@ class profile(legacy.profile):
                 return answer
             begin_us = sent_us + max(0.0, self._now_us() - sent_us - answer.duration_us) / 2
             self._gathered += [_move(event, name, begin_us) for event in answer.events]
-            if self._has_ended:  # of an asynchronous function, which tells it later: the call's own event is not in it
+            if self._has_ended:  # an asynchronous function reports it later: then the call's own event is missing
                 self._gathered.append(Event(_node_id(), sent_us, self._now_us(), True, {**_PLAIN, "name": name}))
             return answer.result
 
@@ -94,7 +97,7 @@ class profile(legacy.profile):
         return (time.perf_counter() - self._began) * 1e6
 
     def told(self, result: Any) -> Profiled:
-        """Return what the caller hears, once all is there."""
+        """Return the answer to the caller, once the result is there."""
         own = [
             Event(
                 event.node_id,
@@ -113,18 +116,18 @@ def _node_id() -> int:
 
 
 def gatherer() -> profile | None:
-    """Return the profile of this thread that gathers what calls run."""
+    """Return the profile of this thread that gathers what calls run; None if there is none."""
     found: profile | None = getattr(_thread, "gathers", None)
     return found
 
 
 def run_profiled(options: Mapping[str, Any], function: Any, args: Any, kwargs: Any) -> Any:
-    """Of the callee: call it, and give what it took with what it returned."""
-    if _profiler_enabled():  # by the user, who wants these events
+    """Call the function at the callee, and return its result with the events of the call."""
+    if _profiler_enabled():  # the user has enabled it, and wants these events
         return function(*args, **kwargs)
     with profile(**options) as taken:
         result = function(*args, **kwargs)
-    if isinstance(result, _Future):  # of a function with @async_execution
+    if isinstance(result, _Future):  # the result of a function with @async_execution
         return result.then(lambda done: taken.told(done.value()))
     return taken.told(result)
 
@@ -133,7 +136,7 @@ run_profiled._calls_function = True  # type: ignore[attr-defined]
 
 
 def _move(event: Event, name: str, begin_us: float) -> Event:
-    """As the caller tells it of its call `name`, which began then."""
+    """Return an event of a callee, moved into the caller's call `name`, which began at `begin_us`."""
     fields = {**event.fields, "name": name + _REMOTE + event.fields["name"]}
     return Event(event.node_id, event.start_us + begin_us, event.end_us + begin_us, event.is_async, fields)
 

@@ -25,35 +25,36 @@ RRefId = tuple[int, int]  # the uid of the worker that made it, and its number t
 
 
 class Owned:
-    """It is an object of this worker to which there are references. `future` has it, or why there is none."""
+    """`Owned` is an object of this worker to which there are references. `future` has it, or why there is none."""
 
     __slots__ = ("forks", "future", "id", "is_made")
 
     def __init__(self, rref_id: RRefId) -> None:
         self.id = rref_id
         self.future: Future[Any] = Future()
-        self.forks: dict[RRefId, int] = {}  # the forks of other workers -> who holds it
-        self.is_made = False  # or else somebody heard of it before we did
+        self.forks: dict[RRefId, int] = {}  # by fork of another worker: the worker that holds it
+        self.is_made = False  # otherwise another worker told us of it before we made it
 
 
 class References:
-    """It has the tables of one worker."""
+    """`References` has the tables of one worker."""
 
     def __init__(self, uid: int) -> None:
         self._uid = uid
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._owned: dict[RRefId, Owned] = {}
-        self._handed_on: dict[RRefId, tuple[Any, int]] = {}  # child fork -> what must live, and to whom it went
+        # by child fork: what must live, and the worker that it was sent to
+        self._handed_on: dict[RRefId, tuple[Any, int]] = {}
         self.dropped: deque[tuple[int, RRefId, RRefId]] = deque()  # (owner, object, fork), by finalizers
         self._lost: set[int] = set()
 
     def new_id(self) -> RRefId:
-        """Return a number that nobody else has."""
+        """Return a number that no other worker uses."""
         return self._uid, next(self._numbers)
 
     def make(self, rref_id: RRefId, fork: RRefId | None = None, holder: int = 0) -> Owned:
-        """Make the object of this number; with `fork`, `holder` has a reference."""
+        """Make the object with this number; with `fork`, `holder` has a reference."""
         with self._lock:
             owned = self._owned.get(rref_id) or Owned(rref_id)
             owned.is_made = True
@@ -63,14 +64,14 @@ class References:
             return owned
 
     def find(self, rref_id: RRefId) -> Owned | None:
-        """Return the object of this number, while others hold it."""
+        """Return the object with this number, while other workers hold it."""
         with self._lock:
             return self._owned.get(rref_id)
 
     def find_or_expect(self, rref_id: RRefId) -> Owned | None:
-        """As `find`; an object of which we hear before the request to make it has arrived will be there.
+        """Return the object with this number; if the request to make it has not arrived yet, it will be there.
 
-        Whoever made it may have answered a call of ours with the reference: that comes on another connection.
+        The worker that made it may have answered a call of ours with the reference, on another connection.
         """
         with self._lock:
             owned = self._owned.get(rref_id)
@@ -79,16 +80,16 @@ class References:
             return owned
 
     def add_fork(self, owned: Owned, fork: RRefId, holder: int) -> None:
-        """`holder` has one more reference to it."""
+        """Note that `holder` has one more reference to an object."""
         with self._lock:
             if holder not in self._lost:
                 owned.forks[fork] = holder
                 self._owned[owned.id] = owned
 
     def announce_fork(self, rref_id: RRefId, fork: RRefId, holder: int) -> bool:
-        """`holder` says that it was handed a reference. Whether there is, or will be, such an object.
+        """Note that `holder` was handed a reference; return whether there is, or will be, such an object.
 
-        Whoever made it may have handed it on before its request to make it has arrived here.
+        The worker that made it may have handed it on before its request to make it has arrived here.
         """
         with self._lock:
             owned = self._owned.get(rref_id)
@@ -101,9 +102,7 @@ class References:
             return True
 
     def drop_fork(self, rref_id: RRefId, fork: RRefId) -> Owned | None:
-        """Drop a reference that is gone; return the object, if it was the last one: let go of it outside of all
-        locks.
-        """
+        """Drop a reference that is gone; return the object if that was the last one: release it outside all locks."""
         with self._lock:
             owned = self._owned.get(rref_id)
             if owned is None:
@@ -118,13 +117,13 @@ class References:
                 self._handed_on[fork] = what, to
 
     def has_arrived(self, fork: RRefId) -> Any:
-        """Hear that a reference has arrived; return what was kept for it, to be let go of outside of all locks."""
+        """Note that a reference has arrived; return what was kept for it, to be released outside all locks."""
         with self._lock:
             return self._handed_on.pop(fork, None)
 
     def lose(self, uid: int) -> tuple[list[Any], list[Owned]]:
-        """Forget a worker that is lost: return what it held, to be let go of; and what it was to make and never
-        will.
+        """Forget a worker that is lost; return what it held, to be released, and the objects that it was to make and
+        never will.
         """
         freed: list[Any] = []
         orphans: list[Owned] = []
@@ -142,7 +141,7 @@ class References:
         return freed, orphans
 
     def count(self) -> dict[str, int]:
-        """How many of each there are."""
+        """Return how many there are of each kind."""
         with self._lock:
             return {
                 "num_owner_rrefs": len(self._owned),
@@ -151,7 +150,7 @@ class References:
             }
 
     def clear(self) -> list[Owned]:
-        """Let go of everything: the worker ends."""
+        """Release everything, because the worker ends."""
         with self._lock:
             owned, self._owned = list(self._owned.values()), {}
             self._handed_on = {}

@@ -29,7 +29,9 @@ class MissingFunctionError(PhalanxError, AttributeError):
 
 
 class RemoteTraceback(Exception):
-    """It says where an exception was raised on another worker, as the cause of the one that is raised here."""
+    """`RemoteTraceback` says where an exception was raised on another worker, as the cause of the one that is raised
+    here.
+    """
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
@@ -67,9 +69,7 @@ def _dumps(obj: Any) -> bytes | None:
 
 
 def unpack(data: bytes) -> Exception:
-    """Return the exception to raise here: of its own type where that can be rebuilt, with the other worker's
-    traceback.
-    """
+    """Return the exception to raise here: of its own type if that can be rebuilt, with the other worker's traceback."""
     whole, bare, kind, message, text = pickle.loads(data)
     error = _rebuild(whole, bare)
     if error is None:
@@ -88,7 +88,7 @@ _set_cause: Callable[[BaseException, BaseException], None] = BaseException.__dic
 
 
 def _first_cause(error: BaseException) -> BaseException:
-    """Return the end of its chain of causes; of a chain that is a circle, the last one before it begins again."""
+    """Return the end of an exception's chain of causes; of a circular chain, the last one before it begins again."""
     seen = {id(error)}
     cause = _get_cause(error)
     while cause is not None and id(cause) not in seen:
@@ -111,16 +111,17 @@ def _rebuild(whole: bytes | None, bare: bytes | None) -> Exception | None:
         except BaseException:  # a class that is not here, asks for more arguments, or ends the process
             continue
         else:
-            if issubclass(type(made), Exception):  # what else it may have become, SystemExit, must not end the caller
+            # it may have become something else, such as SystemExit, which must not end the caller
+            if issubclass(type(made), Exception):
                 return made  # type: ignore[no-any-return]
     return None
 
 
 def set_error(future: Future[Any], make: Callable[[], BaseException]) -> None:
-    """Let `future` raise what `make` returns, each time anew.
+    """Set the error of `future`: it raises what `make` returns, made anew each time.
 
-    An exception that a Future holds would never die once it was raised: it holds the frames that it passed through, one
-    of them the Future, which Python's garbage collector cannot look into.
+    An exception that a Future holds would never be freed once it was raised: it holds the frames that it passed
+    through, one of them the Future, which Python's garbage collector cannot look into.
     """
 
     def fail(_: object) -> None:
@@ -131,7 +132,7 @@ def set_error(future: Future[Any], make: Callable[[], BaseException]) -> None:
 
 
 def error_of(done: Any) -> BaseException:
-    """Return what a future that has failed raises, made anew."""
+    """Return the error that a failed future raises, made anew."""
     try:
         done.value()
     except BaseException as error:

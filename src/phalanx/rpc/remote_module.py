@@ -17,7 +17,7 @@ T = TypeVar("T", bound=nn.Module)
 
 
 class RemoteModule(nn.Module):
-    """It makes and keeps `module_cls(*args, **kwargs)` on another worker; `forward` runs there.
+    """`RemoteModule` makes and keeps `module_cls(*args, **kwargs)` on another worker; `forward` runs there.
 
     Inside of `phalanx.rpc.autograd.context` a backward goes through it. It may be a part of a module of this process,
     which trains its own parameters, under DDP too: the other worker's are no part of that, and are trained by
@@ -51,7 +51,7 @@ class RemoteModule(nn.Module):
 
     @staticmethod
     def init_from_module_rref(remote_device: str, module_rref: RRef[nn.Module]) -> RemoteModule:
-        """Return one for a module that is there already, of which `module_rref` is a reference."""
+        """Return a RemoteModule for a module that exists already, of which `module_rref` is a reference."""
         made = RemoteModule.__new__(RemoteModule)
         nn.Module.__init__(made)
         made.on, made.device = _parse(remote_device)
@@ -59,11 +59,11 @@ class RemoteModule(nn.Module):
         return made
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module on its worker; waits for the result."""
+        """Run the module on its worker, and wait for the result."""
         return self.forward_async(*args, **kwargs).wait()
 
     def forward_async(self, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Begin to run the module on its worker."""
+        """Run the module on its worker, and return a Future of the result."""
         return rpc_async(self.module_rref.owner(), _forward, (self.module_rref, self.device, args, kwargs))
 
     def remote_parameters(self, recurse: bool = True) -> list[RRef[nn.Parameter]]:
@@ -85,14 +85,14 @@ class RemoteModule(nn.Module):
         return super().train(mode)
 
     def extra_repr(self) -> str:
-        """Where the module is."""
+        """Return the worker and the device of the module."""
         return f"on={self.on!r}, device={self.device!r}"
 
     def __reduce__(self) -> Any:
         return _receive, (self.on, self.device, self.module_rref)  # the reference refuses every pickle but a call's
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """Refuse: they are on the other worker."""
+        """Raise, because the parameters are on the other worker."""
         raise ValueError("Method `parameters` not supported for RemoteModule. Please use `remote_parameters` instead.")
 
 
@@ -107,7 +107,7 @@ def _refuse(name: str) -> Callable[..., Any]:
     return method
 
 
-# Those that PyTorch's refuses, but for the ones by which a module that has this as a part finds its own parameters.
+# The names that PyTorch's class refuses, except those by which a module around this one finds its own parameters.
 for _name in (
     "add_module", "apply", "bfloat16", "buffers", "cpu", "cuda", "double", "float", "half", "ipu", "load_state_dict",
     "named_buffers", "named_parameters", "register_backward_hook", "register_buffer", "register_forward_hook",

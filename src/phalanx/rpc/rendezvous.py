@@ -31,7 +31,7 @@ _starts: dict[str, int] = {}
 
 
 def find_place(rank: int, world_size: int | None) -> tuple[int, int | None]:
-    """Rank and world size: as given, else as the launcher says; the rank is -1 where nobody knows.
+    """Return rank and world size: as given, else as the launcher says; the rank is -1 if nobody knows it.
 
     `world_size` stays None for a worker that joins a job of no fixed size: then its rank has to be given.
     """
@@ -51,7 +51,7 @@ def open_store(init_method: str, rank: int, world_size: int | None, timeout: tim
     store, _, _ = next(handler)
     _kept.append(handler)
     store.set_timeout(timeout)
-    if world_size is None:  # who comes again, in this process or another, comes to the same workers
+    if world_size is None:  # a worker that comes again, in this process or another, comes to the same workers
         return PrefixStore("phalanx-rpc", store)
     number = _starts[init_method] = _starts.get(init_method, -1) + 1
     return PrefixStore(f"phalanx-rpc-{number}", store)
@@ -69,13 +69,13 @@ def _addresses(init_method: str, rank: int, world_size: int | None, timeout: tim
 
 
 def is_on_network(store: Any) -> bool:
-    """Whether workers of other hosts may meet in it."""
+    """Return whether workers of other hosts may meet in the store."""
     return bool(getattr(base_of(store), "host", ""))
 
 
 def network_address(store: Any) -> str:
-    """Return the address of this host at which the others reach it: as the agents have tried, or on the way to
-    the store.
+    """Return the address at which other hosts reach this one: the one that the agents have tried, or the one on the way
+    to the store.
     """
     if told := own_address():
         return told
@@ -89,5 +89,5 @@ def job_key() -> Key | None:
 
 
 def may_be_public() -> bool:
-    """Whether the user says that a public address is behind a firewall."""
+    """Return whether the user says that a public address is behind a firewall."""
     return os.environ.get("PHALANX_ALLOW_PUBLIC_ADDRESS") == "1"

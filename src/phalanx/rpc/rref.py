@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class RRef(Generic[T]):
-    """It is a reference to `value`, which stays on this worker and lives as long as any worker refers to it.
+    """`RRef` is a reference to `value`, which stays on this worker and lives as long as any worker refers to it.
 
     References to objects of other workers are made by `remote`, or arrive in calls.
     """
@@ -79,7 +79,7 @@ class RRef(Generic[T]):
             self._agent.serving.wake_clock(0.0)
 
     def is_owner(self) -> bool:
-        """Whether the object is on this worker."""
+        """Return whether the object is on this worker."""
         return self._owned is not None
 
     def owner(self) -> WorkerInfo:
@@ -87,18 +87,19 @@ class RRef(Generic[T]):
         return self._owner.info
 
     def owner_name(self) -> str:
-        """Its name."""
+        """Return the name of the worker that the object is on."""
         return self._owner.info.name
 
     def confirmed_by_owner(self) -> bool:
-        """Whether the owner knows of this reference."""
+        """Return whether the owner knows of this reference."""
         self._check_open()
         if self._owned is not None or self._confirmed is None:
             return True
         return self._confirmed.done() and _succeeded(self._confirmed)
 
     def to_here(self, timeout: float = UNSET_RPC_TIMEOUT) -> T:
-        """Return the object: itself on its owner, else a copy, which is fetched now. Waits until it has been made.
+        """Return the object: itself on its owner, else a copy, which is fetched now. It waits until the object has been
+        made.
 
         Raises:
             Exception: what the function raised that was to make it.
@@ -117,7 +118,7 @@ class RRef(Generic[T]):
         return self._agent.invoke(self._owner, "RRef.to_here", str(self._id), self._id, timeout, kind=wire.FETCH)
 
     def local_value(self) -> T:
-        """Return the object, on its owner. Waits until it has been made.
+        """Return the object, on its owner. It waits until the object has been made.
 
         Raises:
             RuntimeError: this worker is not the owner.
@@ -133,23 +134,23 @@ class RRef(Generic[T]):
         return value
 
     def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
-        """Return a stand-in for the object: each of its methods is called on the owner, and returns what that
-        returned.
+        """Return a stand-in for the object: each of its methods runs on the owner, and returns what it returned
+        there.
         """
         return type(self)._stand_in(self, "sync", timeout)
 
     def rpc_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
-        """As `rpc_sync`; each method returns a Future."""
+        """Return a stand-in for the object: each of its methods runs on the owner, and returns a Future."""
         return type(self)._stand_in(self, "async", timeout)
 
     def remote(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
-        """As `rpc_sync`; each method returns an RRef."""
+        """Return a stand-in for the object: each of its methods runs on the owner, and returns an RRef."""
         return type(self)._stand_in(self, "remote", timeout)
 
     def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
         """Run `phalanx.rpc.autograd.backward` from the object, on its owner. It must be a tensor with one element.
 
-        Without a context, which an owner may leave out: the object's own `backward()`.
+        Without a context, which an owner may leave out, it runs the object's own `backward()`.
 
         Raises:
             RuntimeError: the object is no such tensor, or there is no such context on its owner.
@@ -178,7 +179,7 @@ class RRef(Generic[T]):
         return self._type.wait() if blocking else self._type
 
     def _get_future(self) -> Future[Any]:
-        """Done when the owner knows of this reference."""
+        """Return a future that is done when the owner knows of this reference."""
         if self._owned is not None:
             return self._owned.future
         if self._confirmed is None:
@@ -204,7 +205,7 @@ class RRef(Generic[T]):
             )
 
     def _raise_if_failed(self) -> None:
-        """If the owner could not be told to make the object, say so."""
+        """Raise if the owner could not be told to make the object."""
         confirmed = self._confirmed
         if confirmed is not None and confirmed.done():
             try:
@@ -252,7 +253,7 @@ def _type_of(rref: RRef[Any]) -> type:
 
 
 def _run_backward(rref: RRef[Any], context_id: int, retain_graph: bool) -> None:
-    from phalanx.rpc import autograd  # which knows of agents, and they of references
+    from phalanx.rpc import autograd  # autograd imports agents, and they import references
 
     value = rref.local_value()
     if not isinstance(value, torch.Tensor):
@@ -330,7 +331,8 @@ def serve_references(agent: Agent) -> None:
                 raise PhalanxError(
                     f"RRef: {agent.me} owns no object {rref_id} (any more): the worker that sent the reference is lost."
                 )
-            if fork is not None and parent == owner_uid:  # to ourselves: it was counted on the way only
+            # the reference went to ourselves: it was counted only on the way
+            if fork is not None and parent == owner_uid:
                 agent.references.drop_fork(rref_id, fork)
             elif fork is not None:
                 _tell_parent(parent, fork)

@@ -12,7 +12,7 @@ from phalanx.rpc.rref import RRef
 
 
 def call_method(rref: RRef[Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """On the owner: call a method of the object."""
+    """Call a method of the object, on its owner."""
     return getattr(rref.local_value(), name)(*args, **kwargs)
 
 

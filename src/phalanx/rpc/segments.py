@@ -26,20 +26,22 @@ import torch
 
 from phalanx.symmetric_memory.memfd import memory
 
-FROM_BYTES = 1 << 16  # below, the socket is as fast
+FROM_BYTES = 1 << 16  # below this the socket is as fast
 MOST_FREE_BYTES = 1 << 29
 _PAGES = 1 << 16
 _STEPS = 3  # a segment is at most 1/8 larger than what lies in it
 
 
 def capacity(nbytes: int) -> int:
-    """Return the size of the segment for so many bytes: few different sizes, so that they are used again."""
+    """Return the size of the segment for so many bytes: there are few different sizes, so that segments are used
+    again.
+    """
     step = max(_PAGES, 1 << max(0, nbytes.bit_length() - 1 - _STEPS))
     return -(-nbytes // step) * step
 
 
 class Segment:
-    """It is memory that this process has made."""
+    """`Segment` is memory that this process has made."""
 
     def __init__(self, number: int, nbytes: int) -> None:
         with memory("phalanx-rpc", nbytes) as fd:
@@ -50,13 +52,13 @@ class Segment:
         self.known_to: set[int] = set()  # the connections through which its descriptor has gone
 
     def close(self) -> None:
-        """Give it back; whoever maps it still may go on."""
+        """Close it; a process that still maps it may go on."""
         os.close(self.fd)
         self.fd = -1
 
 
 class Lender:
-    """It has the segments of this process, and knows which worker has each."""
+    """`Lender` has the segments of this process, and knows which worker has each."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -67,7 +69,9 @@ class Lender:
         self._forget: dict[int, Callable[[list[int]], None]] = {}
 
     def join(self, connection: int, forget: Callable[[list[int]], None]) -> None:
-        """Let `forget` tell the process behind `connection` which segments will not come again; until it is lost."""
+        """Add the process behind `connection`; until it is lost, `forget` tells it which segments will not come
+        again.
+        """
         with self._lock:
             self._forget[connection] = forget
 
@@ -90,10 +94,10 @@ class Lender:
             return segment
 
     def take_back(self, number: int, *, arrived: bool = True) -> None:
-        """Take back a segment that is free again; those that are too many now are closed, and all who map them are
-        told.
+        """Take back a segment that is free again; if there are too many, some are closed, and the processes that map
+        them are told.
 
-        `arrived`: whether its descriptor has, or is to be sent again the next time.
+        `arrived` says whether its descriptor has arrived; else it is sent again the next time.
         """
         dropped: list[Segment] = []
         with self._lock:
@@ -115,7 +119,9 @@ class Lender:
         self._tell(dropped)
 
     def _tell(self, dropped: Iterable[Segment]) -> None:
-        """Let every receiver that has mapped these segments unmap them: else their memory would stay in use there."""
+        """Tell every receiver that has mapped these segments to unmap them: else their memory would stay in use
+        there.
+        """
         numbers: dict[int, list[int]] = {}
         for segment in dropped:
             for connection in segment.known_to:
@@ -126,8 +132,8 @@ class Lender:
                 forget(gone)
 
     def lost(self, connection: int) -> None:
-        """Use none of the segments again of a process behind `connection` that is gone, or closed it while it
-        may still read.
+        """Never use the segments again that the process behind `connection` has, since it is gone or may still read
+        them.
         """
         with self._lock:
             self._forget.pop(connection, None)
@@ -142,12 +148,12 @@ class Lender:
 
     @property
     def num_bytes(self) -> int:
-        """What all segments hold."""
+        """Return the size of all segments together."""
         with self._lock:
             return self._free_bytes + sum(segment.nbytes for segment, _ in self._lent.values())
 
     def close(self) -> None:
-        """Give everything back."""
+        """Close all segments."""
         with self._lock:
             for free in self._free.values():
                 for segment in free:
@@ -158,7 +164,7 @@ class Lender:
 
 
 class Borrower:
-    """It has the segments of the process at the other end of a connection, mapped.
+    """`Borrower` has the segments of the process at the other end of a connection, mapped.
 
     `released` is called with a segment's number when what lay in it has died: anywhere, so it must neither wait nor
     take a lock.
@@ -170,18 +176,18 @@ class Borrower:
         self._released = released
 
     def knows(self, number: int) -> bool:
-        """Whether its descriptor has come."""
+        """Return whether the segment's descriptor has come."""
         return number in self._maps
 
     def add(self, number: int, fd: int) -> None:
-        """Map a segment; closes the descriptor."""
+        """Map a segment, and close the descriptor."""
         try:
             self._maps[number] = mmap.mmap(fd, os.fstat(fd).st_size)
         finally:
             os.close(fd)
 
     def view(self, number: int, nbytes: int) -> Any:
-        """Return the first bytes of a segment, until nobody holds them any more."""
+        """Return the first bytes of a segment, which stay valid until nobody holds them any more."""
         array = numpy.frombuffer(self._maps[number], dtype=numpy.uint8, count=nbytes)
         released, alive = self._released, self._alive
 
@@ -193,5 +199,5 @@ class Borrower:
         return array
 
     def forget(self, number: int) -> None:
-        """Forget a segment that will not come again."""
+        """Unmap a segment that will not come again."""
         self._maps.pop(number, None)

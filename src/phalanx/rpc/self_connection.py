@@ -11,7 +11,7 @@ from phalanx.rpc.wire import Frame
 
 
 class SelfConnection:
-    """It delivers what is sent to this worker itself; `peer` is None."""
+    """`SelfConnection` delivers what is sent to this worker itself; `peer` is None."""
 
     peer = None
     reading = None
@@ -27,4 +27,4 @@ class SelfConnection:
     put = send
 
     def flush(self) -> None:
-        """Nothing is ever put aside."""
+        """Do nothing: this connection never holds frames back."""

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 Call = tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]
-_NBYTES = struct.Struct("<H")  # of a function's name
+_NBYTES = struct.Struct("<H")  # the size of a function's name
 _NO_NAME = _NBYTES.pack(0)
 _DTYPES = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16,
@@ -38,14 +38,15 @@ _BY_NAME = {
 _NAMES = {dtype: name for name, dtype in _BY_NAME.items()}
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _AS_IT_IS = frozenset(_CODES[one] for one in (torch.float32, torch.float64, torch.int64, torch.int32))
-_PLAIN = frozenset((int, float, complex, str, bytes, bool, type(None)))  # pickled as everybody does
-_MOST_GAPS = 4  # so many times the memory of the elements
+# types that are pickled without a reducer of ours
+_PLAIN = frozenset((int, float, complex, str, bytes, bool, type(None)))
+_MOST_GAPS = 4  # a tensor with gaps may span so many times the memory of its elements
 _CPU = torch.device("cpu")
 _MOST_NAMES, _MOST_NAME_BYTES = 4096, 4096
 
 
 class Payload:
-    """It is an object on its way out: the pickle, the memory beside it, and the tensors whose memory that is.
+    """`Payload` is an object on its way out: the pickle, the memory beside it, and the tensors whose memory that is.
 
     `to` names the worker that it goes to, and `forks` what was handed to it beside the object.
     """
@@ -54,30 +55,30 @@ class Payload:
 
     def __init__(self, to: Any = None, is_answer: bool = False) -> None:
         self.to = to
-        self.is_answer = is_answer  # of which nobody hears whether it has come
+        self.is_answer = is_answer  # nobody is told whether an answer has arrived
         self.data: bytes = b""
         self.buffers: list[Any] = []  # memory: anything with the buffer protocol
         self.tensors: list[Tensor] = []
         self.sparse: list[Tensor] = []
         self.forks: list[Any] = []
         self.kept: list[Any] = []  # must live until the answer has come
-        self.undo: list[Callable[[], Any]] = []  # if it is not sent after all
+        self.undo: list[Callable[[], Any]] = []  # calls to make if the payload is not sent after all
 
     @property
     def nbytes(self) -> int:
-        """How much of memory it holds until it is answered."""
+        """Return how much memory the payload holds until it is answered."""
         return len(self.data) + sum(memoryview(b).nbytes for b in self.buffers)
 
 
 class _Current(threading.local):
-    """It is what this thread pickles, or unpickles."""
+    """`_Current` is what this thread pickles, or unpickles."""
 
     payload: Payload | None = None
     arrived: Arrived | None = None
 
 
 class Arrived:
-    """It is an object that has come in, with the tensors that were in it, in the order of `Payload.tensors`.
+    """`Arrived` is an object that has come in, with the tensors that were in it, in the order of `Payload.tensors`.
 
     `requires_grad` tells which of them required it where they came from. They do so here as well, as leaves, but
     `without_grad`: then whoever asked for that attaches them to a graph.
@@ -94,21 +95,23 @@ class Arrived:
         self.without_grad = without_grad
 
     def that_require_grad(self) -> list[Tensor]:
-        """Those that required it where they came from, dense and then sparse ones."""
+        """Return the tensors that required grad where they came from, first the dense and then the sparse ones."""
         found = [one for one, requires in zip(self.tensors, self.requires_grad, strict=True) if requires]
         found += [one for one, requires in zip(self.sparse, self.sparse_requires_grad, strict=True) if requires]
         return found
 
 
 class _Names:
-    """It maps functions of modules to their names in a pickle, behind the name's length; as long as they are there."""
+    """`_Names` maps functions of modules to their names in a pickle, behind the name's length, as long as they are
+    there.
+    """
 
     def __init__(self) -> None:
         self._names: dict[FunctionType, bytes] = {}
         self._functions: dict[bytes, FunctionType] = {}
 
     def of(self, function: FunctionType) -> bytes | None:
-        """Return what it is called; None if it is none of a module, or another one is called so by now."""
+        """Return the pickled name of a function; None if it is in no module, or another one has its name by now."""
         if not _is_there(function):
             return None
         name = self._names.get(function)
@@ -122,7 +125,7 @@ class _Names:
         return name
 
     def find(self, name: bytes) -> FunctionType:
-        """Return the function that is called so."""
+        """Return the function with this name."""
         function = self._functions.get(name)
         if function is None or not _is_there(function):
             function = pickle.loads(memoryview(name)[_NBYTES.size :])
@@ -135,7 +138,7 @@ class _Names:
 
 
 def _is_there(function: FunctionType) -> bool:
-    """Whether its module has it, under its name."""
+    """Return whether the function's module has it, under its name."""
     module = sys.modules.get(function.__module__)
     return module is not None and module.__dict__.get(function.__qualname__) is function
 
@@ -146,11 +149,11 @@ _table: dict[type, Callable[[Any], Any]] = {}
 
 
 def register(kind: type, reduce: Callable[[Any, Payload], Any]) -> None:
-    """Pickle objects of exactly this type by `reduce`, which may add to the payload that they go into."""
+    """Register `reduce`, which pickles objects of exactly this type and may add to the payload that they go into."""
 
     def reducer(obj: Any) -> Any:
         payload = _current.payload
-        if payload is None:  # an ordinary pickle, made while we make none
+        if payload is None:  # this is an ordinary pickle, not one of ours
             raise pickle.PicklingError(f"{kind.__name__} can only be handed over by rpc")
         return reduce(obj, payload)
 
@@ -160,7 +163,7 @@ def register(kind: type, reduce: Callable[[Any, Payload], Any]) -> None:
 def serialize(obj: Any, to: Any = None, *, is_answer: bool = False) -> Payload:
     """Pickle `obj` for the worker `to`. Tensors are referred to, not copied: they must stay as they are until sent."""
     payload = Payload(to, is_answer)
-    if obj is None:  # the answer of many
+    if obj is None:  # many calls answer with None
         return payload
     payload.data = pickle.dumps(obj, 5) if type(obj) in _PLAIN else _dump(obj, payload)
     return payload
@@ -197,11 +200,11 @@ def deserialize(
 
 
 def serialize_call(work: Call, to: Any) -> Payload:
-    """As `serialize`, for a function and its arguments. What a function of a module is called is pickled once."""
+    """Pickle a function and its arguments. The name of a module's function is pickled only once."""
     function, args, kwargs = work
     payload = Payload(to)
     name = names.of(function) if type(function) is FunctionType else None
-    if name is None:  # a method, say: its object may be among the arguments
+    if name is None:  # it is a method, for example, whose object may be among the arguments
         payload.data = _NO_NAME + _dump(work, payload)
     elif not kwargs and all(type(one) in _PLAIN for one in args):
         payload.data = name + pickle.dumps((args, kwargs), 5) if args else name
@@ -227,7 +230,7 @@ def deserialize_call(
 
 
 def arriving() -> Arrived:
-    """Return what this thread unpickles at the moment."""
+    """Return what this thread is unpickling."""
     arrived = _current.arrived
     if arrived is None:
         raise pickle.UnpicklingError("this pickle was made by rpc, and only rpc can read it")
@@ -238,7 +241,7 @@ _seen: tuple[int, dict[type, Any]] = (-1, {})
 
 
 def _dispatch_table() -> dict[type, Any]:
-    """copyreg's table and ours in one; what others have registered with copyreg since is taken in."""
+    """Return copyreg's table and ours in one, with what others have registered with copyreg since the last call."""
     global _seen
     version = len(copyreg.dispatch_table) + len(_table) * 65536
     if _seen[0] != version:
@@ -260,7 +263,7 @@ def _reduce_tensor(tensor: Tensor, payload: Payload) -> Any:
     requires_grad = tensor.requires_grad
     plain = tensor.detach() if requires_grad else tensor
     if name is not None:
-        is_conj = plain.is_conj()  # which not all of these dtypes can be turned into memory
+        is_conj = plain.is_conj()  # some of these dtypes do not support resolve_conj
         plain = (plain.conj() if is_conj else plain).resolve_neg().view(_INTEGERS[plain.element_size()])
         return _tensor_by_name, (name, is_conj, requires_grad, *_lay_out(plain))
     code, shape, stride, memory = _lay_out(plain)
@@ -294,7 +297,7 @@ def _flat(tensor: Tensor) -> tuple[Tensor, tuple[int, ...] | None]:
 
 
 def _is_gapped(tensor: Tensor) -> bool:
-    """Whether no element is there twice, and the gaps between them are small enough to have them again."""
+    """Return whether no element is there twice, and the gaps between them are small enough to be made again."""
     end = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1:
@@ -364,7 +367,7 @@ def _sparse(indices: Tensor, values: Tensor, shape: tuple[int, ...], is_coalesce
 
 
 def _span(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
-    """How many elements lie from the first to the last one."""
+    """Return how many elements lie from the first to the last one."""
     return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
 
 

@@ -92,7 +92,7 @@ def init_rpc(
 def start_agent(
     name: str, number: int, size: int | None, store: Any, options: RpcBackendOptions, deadline: Deadline
 ) -> Agent:
-    """Return an agent that has joined the others in `store`."""
+    """Return an agent that has joined the other workers in `store`."""
     agent = Agent(name, number, host_identity(), options)
     membership = Workers(store, size)
     if size is None and is_on_network(store) and job_key() is not None:
@@ -113,7 +113,7 @@ def start_agent(
 
 
 def _open_network(agent: Agent, store: Any) -> WorkerAddress:
-    """Let workers of other hosts in.
+    """Accept workers of other hosts.
 
     Raises:
         AuthenticationError: the job has no key; nobody is let in without one.
@@ -169,7 +169,7 @@ def shutdown(graceful: bool = True, timeout: float = 0.0) -> None:
 def _leave_quietly(agent: Agent) -> None:
     try:
         agent.membership.leave(agent.me)
-    except RuntimeError as error:  # the job's store is gone: nobody will look for us there
+    except RuntimeError as error:  # the job's store is gone: no other worker looks for us there
         _logger.debug("rpc: %s could not take its name out of the store: %s", agent.me, error)
 
 
@@ -177,7 +177,7 @@ def get_worker_info(worker_name: str | int | WorkerInfo | None = None) -> Worker
     """Return the worker of this name; without one, this worker.
 
     Raises:
-        ValueError: there is none of this name.
+        ValueError: there is no worker of this name.
     """
     from phalanx.rpc.invoke import find_worker
 
@@ -186,17 +186,19 @@ def get_worker_info(worker_name: str | int | WorkerInfo | None = None) -> Worker
 
 
 def is_available() -> bool:
-    """Whether workers can be started on this system."""
+    """Return whether workers can be started on this system."""
     return sys.platform.startswith("linux")
 
 
 def get_rpc_timeout() -> float:
-    """Seconds after which a call of this worker fails that does not say it otherwise; 0 is never."""
+    """Return after how many seconds a call of this worker fails that sets no time-out of its own; 0 is never."""
     return current.agent().default_timeout_s
 
 
 def _close_in_child() -> None:
-    """Leave in a fork of a worker, which is no worker: it must not keep the sockets open, nor answer in its name."""
+    """Close the sockets in a fork of a worker, which is no worker: it must not keep them open, nor answer in the
+    worker's name.
+    """
     if current.is_set():
         agent = current.agent()
         current.set_agent(None)

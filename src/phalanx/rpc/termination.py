@@ -29,7 +29,7 @@ _PAUSE_S = 0.002
 
 
 class Termination:
-    """It is this worker's part in these rounds."""
+    """`Termination` is this worker's part in these rounds."""
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
@@ -43,7 +43,7 @@ class Termination:
         agent.on_lost.append(self._lose)
 
     def all_gather(self, value: Any, names: Collection[str] | None, deadline: Deadline) -> dict[str, Any]:
-        """Return the values of the workers `names` (None: of all), by name: once all of them have called this."""
+        """Return the values of the workers `names` (None: of all), by name, once all of them have called this."""
         members = self._agent.membership.members()
         chosen = sorted(names) if names else sorted(one.info.name for one in members)
         group = "\n".join(chosen)
@@ -55,7 +55,7 @@ class Termination:
         return {by_rank[rank]: one for rank, one in zip(ranks, values, strict=True)}
 
     def gather(self, key: str, value: Any, deadline: Deadline, ranks: Sequence[int] = ()) -> list[Any]:
-        """Return the values of all workers, or of `ranks`, by rank: once all of them have called this with the same
+        """Return the values of all workers, or of `ranks`, by rank, once all of them have called this with the same
         `key`.
 
         Raises:
@@ -79,7 +79,7 @@ class Termination:
         return values
 
     def _watch(self, members: Sequence[WorkerAddress]) -> None:
-        """Be connected with all of them: of the end of others nothing is heard, and they would be waited for."""
+        """Connect to all of them: otherwise their ends would go unnoticed, and they would be waited for."""
         for one in members:
             if self._agent.peer(one).connection is None:
                 self._agent.tell(one, "watch", None)
@@ -95,7 +95,7 @@ class Termination:
         return answer
 
     def _end(self, key: str) -> None:
-        """Answer all when all have come that ever will."""
+        """Answer all workers when all have come that ever will."""
         with self._lock:
             came = self._came.get(key)
             if came is None:

@@ -27,17 +27,17 @@ from phalanx.rpc.segments import FROM_BYTES, Borrower, Lender
 from phalanx.rpc.wire import BUFFER, HEAD, Frame
 
 _READ_BYTES = 1 << 18
-_MOST_PARTS = 512  # of one call; Linux takes 1024
-_DESCRIPTOR_S = 30.0  # it is sent before the frame that needs it
+_MOST_PARTS = 512  # the most parts of one system call; Linux takes 1024
+_DESCRIPTOR_S = 30.0  # a descriptor must arrive within this time; it is sent before the frame that needs it
 _NUMBER = struct.Struct("<Q")
 _numbers = itertools.count(1)
 
 
 class UnixConnection:
-    """It is one end. `peer` is what the agent says is at the other one.
+    """`UnixConnection` is one end. `peer` is what the agent says is at the other one.
 
-    `change(connection)` is called when the leader has to wait for something else: `is_full`, and it writes what is left
-    as soon as it can; `is_muted`, and it does not read. `has_release(connection)` is called when a segment died.
+    `change(connection)` is called when the leader must wait for other events: for `is_full`, it writes what is left as
+    soon as it can; for `is_muted`, it does not read. `has_release(connection)` is called when a segment died.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class UnixConnection:
         self.socket = sock
         self.number = next(_numbers)
         self.peer: Any = None
-        self.reading: Any = None  # who reads the answers, where we call
+        self.reading: Any = None  # the Reading of this connection, if we make calls over it
         self.closed = False
         self.is_full = False
         self.is_muted = False
@@ -82,7 +82,7 @@ class UnixConnection:
         self.flush()
 
     def put(self, kind: int, call: int, data: Any, extras: Any = b"", buffers: Sequence[Any] = ()) -> None:
-        """As `send`, but it goes out at the next `flush`."""
+        """Queue a frame, which is sent at the next `flush`."""
         if not buffers:
             parts: list[Any] = [wire.head(kind, call, data, extras, ()), data]
             if extras:
@@ -104,7 +104,7 @@ class UnixConnection:
         self._queue.append(parts)
 
     def _lend(self, view: memoryview) -> int:
-        """Return the number of a segment with a copy of this memory; 0 where memory cannot be shared."""
+        """Return the number of a segment with a copy of this memory; 0 if memory cannot be shared."""
         try:
             segment = self._lender.lend(view.nbytes, self.number)
         except (PhalanxError, OSError):
@@ -139,7 +139,7 @@ class UnixConnection:
                 self._writing.release()
 
     def resume(self) -> None:
-        """Go on: the socket can be written again."""
+        """Write what is left, because the socket can be written again."""
         with self._writing:
             self._write()
             if not self._rest:
@@ -147,7 +147,7 @@ class UnixConnection:
         self.flush()
 
     def mute(self, muted: bool) -> None:
-        """Let the leader read this connection no more, or again."""
+        """Stop or resume the leader's reading of this connection."""
         self._be(muted=muted)
 
     def _be(self, *, full: bool | None = None, muted: bool | None = None) -> None:
@@ -178,7 +178,7 @@ class UnixConnection:
                     sent = self.socket.sendmsg(parts[:_MOST_PARTS])
             except BlockingIOError:
                 sent = 0
-            except OSError:  # the other end is gone: whoever reads hears it
+            except OSError:  # the other end is gone: the thread that reads notices it
                 self._rest = []
                 self._queue.clear()
                 return
@@ -239,7 +239,7 @@ class UnixConnection:
             else:
                 frames.append(frame)
         self._have = have - at
-        if needs > len(received):  # room for all of it
+        if needs > len(received):  # this makes room for all of it
             grown = bytearray(needs)
             grown[: self._have] = view[at:have]
             self._received, self._view = grown, memoryview(grown)
@@ -270,7 +270,9 @@ class UnixConnection:
         return Missed()
 
     def _receive_segments(self, until: int) -> None:
-        """Take in descriptors until that of segment `until` has come: they go ahead of the frames that need them."""
+        """Receive descriptors until that of segment `until` has come: they are sent before the frames that need
+        them.
+        """
         number = 0
         while number != until:
             poll = select.poll()
@@ -281,7 +283,7 @@ class UnixConnection:
                 raise PhalanxError("rpc: no descriptor came for the memory of a tensor: the sender is gone.")
             (number,) = _NUMBER.unpack(data)
             with contextlib.suppress(OSError):  # it cannot be mapped
-                if fds:  # else the kernel has dropped it: there was no room for it
+                if fds:  # otherwise the kernel has dropped the descriptor: there was no room for it
                     self._borrower.add(number, fds[0])
 
     def _take_back(self, data: bytes, *, arrived: bool) -> None:
@@ -297,7 +299,7 @@ class UnixConnection:
         self._has_release(self)
 
     def abandon(self) -> None:
-        """In a fork: let go of this process's descriptors, without a word to the other end."""
+        """Close this process's descriptors in a fork, without a word to the other end."""
         self.closed = True
         if self.reading is not None:
             self.reading.abandon()
@@ -305,7 +307,7 @@ class UnixConnection:
         self._fd_socket.close()
 
     def close(self) -> None:
-        """Let go of the sockets. Memory that was handed over stays as it is."""
+        """Close the sockets. Memory that was handed over stays as it is."""
         if self.closed:
             return
         self.closed = True
@@ -319,7 +321,9 @@ class UnixConnection:
         self._let_go()
 
     def _let_go(self) -> None:
-        """Of the memory that it read into, at once: it is part of a circle, which would keep it until Python looks."""
+        """Release the memory that it read into at once: it is part of a reference cycle, which would keep it until
+        Python collects.
+        """
         self._borrower = Borrower(_ignore)
         self._received, self._view = bytearray(), memoryview(b"")
         self._have, self._rest, self.reading = 0, [], None
@@ -328,7 +332,7 @@ class UnixConnection:
 
 
 class Missed:
-    """It replaces tensors in memory to which there is no way; the reader of the call or answer gets the error."""
+    """`Missed` replaces tensors whose memory could not be mapped; the reader of the call or answer gets the error."""
 
     def __iter__(self) -> Any:
         raise PhalanxError(
@@ -338,7 +342,7 @@ class Missed:
 
 
 def _ignore(number: int) -> None:
-    """Nobody is there any more to whom a segment could be given back."""
+    """Ignore the release of a segment: its owner is gone."""
 
 
 def _after(parts: list[Any], sent: int) -> list[Any]:

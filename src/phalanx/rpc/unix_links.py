@@ -29,14 +29,16 @@ _MAGIC = b"PRC1"
 _MOST_PENDING = 256
 _NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _PAUSE_S = 0.05
-_NEEDED = 6  # descriptors, to connect or to let somebody in: sockets, who watches the process, bells
+_NEEDED = 6  # the descriptors needed to connect or to accept: sockets, a watch of the process, wakeups
 _MOST_BYTES = 1 << 16
 
 Welcome = Callable[[WorkerAddress, socket.socket, socket.socket], None]
 
 
 class Listener:
-    """It is the listening side. `welcome(member, socket, descriptor socket)` is called for each that has come in."""
+    """`Listener` is the listening side. `welcome(member, socket, descriptor socket)` is called for each worker that has
+    come in.
+    """
 
     def __init__(self, welcome: Welcome, serving: Any) -> None:
         self.token = secrets.token_bytes(16)
@@ -54,11 +56,11 @@ class Listener:
 
     @property
     def address(self) -> str:
-        """For the store: where, and the token."""
+        """Return the path and the token, for the store."""
         return f"{self.token.hex()}@{self.path}"
 
     def start(self) -> None:
-        """Let others in."""
+        """Start to accept workers."""
         self._serving.watch(self._listener.fileno(), self)
 
     def open_to_containers(self) -> None:
@@ -72,14 +74,15 @@ class Listener:
         self._serving.watch(listener.fileno(), self)
 
     def ready(self, events: int) -> None:
-        """Take in who has connected."""
+        """Accept the processes that have connected."""
         for listener in filter(None, (self._listener, self._abstract)):
             try:
                 self._accept(listener)
             except BlockingIOError:
                 continue
             except OSError as error:
-                if error.errno in _NO_DESCRIPTOR:  # who knocks waits; the leader would be told of it without end
+                # a process that connects waits; the leader would be told of it without end
+                if error.errno in _NO_DESCRIPTOR:
                     self._serving.forget(listener.fileno())
                     self._paused.append(listener)
                     self._serving.wake_clock(time.monotonic() + _PAUSE_S)
@@ -98,12 +101,12 @@ class Listener:
             self._serving.watch(sock.fileno(), visitor)
 
     def resume(self) -> None:
-        """Go on after a pause; another descriptor may be free. Called by the clock."""
+        """Continue after a pause, because another descriptor may be free. The clock calls this."""
         while self._paused:
             self._serving.watch(self._paused.pop().fileno(), self)
 
     def dismiss(self, visitor: _Visitor, member: WorkerAddress | None = None, fd: int = -1) -> None:
-        """Let go of a visitor that has said who it is, or is none of ours."""
+        """Forget a visitor that has said who it is, or that is not one of ours."""
         self._pending.pop(visitor.socket.fileno(), None)
         self._serving.forget(visitor.socket.fileno())
         if member is None:
@@ -113,13 +116,13 @@ class Listener:
         self._welcome(member, visitor.socket, fd_socket)
 
     def abandon(self) -> None:
-        """In a fork: let go of this process's descriptors."""
+        """Close this process's descriptors in a fork."""
         for visitor in self._pending.values():
             visitor.socket.close()
         self._open.close()
 
     def close(self) -> None:
-        """Let nobody in any more."""
+        """Stop accepting workers."""
         for listener in filter(None, (self._listener, self._abstract)):
             self._serving.forget(listener.fileno())
         for visitor in list(self._pending.values()):
@@ -129,14 +132,14 @@ class Listener:
 
 
 class _Visitor:
-    """It is a process of this user that has yet to say who it is."""
+    """`_Visitor` is a process of this user that has yet to say who it is."""
 
     def __init__(self, sock: socket.socket, listener: Listener) -> None:
         self.socket = sock
         self._listener = listener
 
     def ready(self, events: int) -> None:
-        """Its words have come: all in one piece, or it is none of ours."""
+        """Read its hello, which comes in one piece from a worker of ours."""
         fds: list[int] = []
         member = None
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, struct.error):
@@ -154,7 +157,7 @@ class _Visitor:
 
 
 def abstract_name(token: bytes) -> str:
-    """Return the name in the abstract namespace."""
+    """Return the listener's name in the abstract namespace."""
     return f"\0phalanx-rpc-{token.hex()}"
 
 
@@ -162,7 +165,7 @@ def connect(to: WorkerAddress, me: WorkerAddress, deadline: Deadline) -> tuple[s
     """Return a connection to a worker of this host: for frames, and for descriptors.
 
     Raises:
-        PeerLostError: it is gone.
+        PeerLostError: the worker is gone.
         PhalanxError: another user listens there; or this process may not have more open files.
     """
     try:
@@ -179,7 +182,9 @@ def connect(to: WorkerAddress, me: WorkerAddress, deadline: Deadline) -> tuple[s
 
 
 def _check_room(number: int) -> None:
-    """Raise OSError unless so many descriptors are free: who fails half way is lost to the other end."""
+    """Raise OSError unless so many descriptors are free: a connection that fails half way looks lost to the other
+    end.
+    """
     with contextlib.ExitStack() as stack:
         for _ in range(number):
             stack.callback(os.close, os.eventfd(0, os.EFD_CLOEXEC))

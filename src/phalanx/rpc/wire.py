@@ -22,32 +22,32 @@ MOST_BUFFERS = 0xFFFF
 
 
 class Kind(enum.IntEnum):
-    """It says what a frame is."""
+    """`Kind` says what a frame is."""
 
     REQUEST = 1  # call a function of the user
     REMOTE = 2  # the same, and keep the result: the answer says that it is kept
-    CONTROL = 3  # of the workers among themselves; a call of 0 has no answer
+    CONTROL = 3  # a message among the workers themselves; a call of 0 has no answer
     REPLY = 4
     ERROR = 5
     RELEASE = 6  # these segments are free again
     FORGET = 7  # these segments will not come again
-    FETCH = 8  # the object that a reference means
+    FETCH = 8  # ask for the object of a reference
     ORDER = 9  # as CONTROL, in bytes: the first one is an Order
     MISSED = 10  # the descriptors of these segments never arrived
 
 
 class Order(enum.IntEnum):
-    """Workers tell each other these so often that they are not pickled."""
+    """`Order` is a message among workers that is sent so often that it is not pickled."""
 
-    GRADIENTS = 1  # of a message's tensors, in a backward pass; with what is to be done about them
-    STEP = 2  # of an optimizer
+    GRADIENTS = 1  # the gradients of a message's tensors in a backward pass, and what is to be done with them
+    STEP = 2  # a step of an optimizer
 
 
 REQUEST, REMOTE, CONTROL, REPLY, ERROR, RELEASE, FORGET, FETCH, ORDER, MISSED = (int(kind) for kind in Kind)
 
 
 class Frame:
-    """It is a frame that has arrived."""
+    """`Frame` is a frame that has arrived."""
 
     __slots__ = ("buffers", "call", "data", "extras", "kind")
 
@@ -60,7 +60,7 @@ class Frame:
 
 
 def head(kind: int, call: int, data: Any, extras: Any, buffers: Sequence[tuple[int, int]]) -> bytes:
-    """Return what stands before the pickled object; `buffers` are (bytes, segment)."""
+    """Return the head, which precedes the pickled object; `buffers` are (bytes, segment)."""
     nbytes = HEAD.size + len(data) + len(extras)
     if not buffers:
         return HEAD.pack(nbytes, call, len(data), len(extras), 0, kind, 0)

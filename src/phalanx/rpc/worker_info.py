@@ -15,7 +15,7 @@ _NAME = re.compile(r"[A-Za-z0-9_:.-]{1,127}")
 
 
 class WorkerNameError(ValueError, RuntimeError):
-    """No worker can have such a name. (PyTorch raises a RuntimeError.)"""
+    """This name cannot be a worker's. (PyTorch raises a RuntimeError.)"""
 
 
 class UnknownWorkerError(ValueError, RuntimeError):
@@ -24,7 +24,7 @@ class UnknownWorkerError(ValueError, RuntimeError):
 
 @dataclass(frozen=True)
 class WorkerInfo:
-    """It is a worker's name and its number."""
+    """`WorkerInfo` is a worker's name and its number."""
 
     name: str
     id: int
@@ -42,9 +42,11 @@ class WorkerInfo:
 
 @dataclass(frozen=True)
 class WorkerAddress:
-    """It is how the others find a worker. `uid` tells it from another one of the same name, before or after it.
+    """`WorkerAddress` is how the others find a worker. `uid` distinguishes it from another one of the same name, before
+    or after it.
 
-    Workers with the same `host` can share memory. `local` is where it listens for those, `network` for others.
+    Workers with the same `host` can share memory. `local` is the address at which it listens for those, `network` the
+    one for others.
     """
 
     info: WorkerInfo
@@ -58,12 +60,12 @@ class WorkerAddress:
 
     @classmethod
     def of_self(cls, name: str, number: int, host: str, **addresses: str) -> WorkerAddress:
-        """Return this process, as the worker `name`."""
+        """Return the address of this process as the worker `name`."""
         uid = int.from_bytes(os.urandom(6), "little")
         return cls(WorkerInfo(name, number), uid, host, socket.gethostname(), ProcessId.of_self(), **addresses)
 
     def to_json(self) -> str:
-        """For the store."""
+        """Return the address as JSON, for the store."""
         process = self.process
         return json.dumps(
             {

@@ -14,13 +14,13 @@ from phalanx.deadline import Deadline
 from phalanx.errors import DeadlineError, MismatchError, PhalanxError
 from phalanx.rpc.worker_info import WorkerAddress, WorkerInfo
 
-_NOBODY = "-"  # at the name of a worker that has left
+_NOBODY = "-"  # stands under the name of a worker that has left
 _PROBE_S = 1.0
-_WAIT_S = 5.0  # at a time, in the store: Ctrl-C is heard in between
+_WAIT_S = 5.0  # the longest wait in the store at a time, so that Ctrl-C is heard in between
 
 
 class Workers:
-    """It has the job's workers, by name, number and uid. `world_size` is None where workers join and leave."""
+    """`Workers` has the job's workers, by name, number and uid. `world_size` is None if workers join and leave."""
 
     def __init__(self, store: Any, world_size: int | None) -> None:
         self._store = store
@@ -39,7 +39,8 @@ class Workers:
     def join(self, me: WorkerAddress, deadline: Deadline, open_network: Callable[[], WorkerAddress]) -> None:
         """Become a member; in a job of fixed size, wait for all others.
 
-        `open_network` is called when some of them are on other hosts; it says where they reach this worker.
+        `open_network` is called if some of them are on other hosts; it sets the address at which they reach this
+        worker.
 
         Raises:
             MismatchError: another worker has the name or the number.
@@ -86,7 +87,7 @@ class Workers:
                 self._store.wait([key], timedelta(seconds=min(max(deadline.left_s, 0.001), _WAIT_S)))
                 return WorkerAddress.from_json(self._store.get(key))
             except RuntimeError as error:
-                if not deadline.passed and "timeout" in str(error).lower():  # in the words of every store
+                if not deadline.passed and "timeout" in str(error).lower():  # every store words it like this
                     continue
                 if not deadline.passed:
                     raise PhalanxError(f"init_rpc on rank {me.info.id}: the job's store failed: {error}") from error
@@ -99,7 +100,7 @@ class Workers:
                 ) from None
 
     def _join_others(self, me: WorkerAddress) -> None:
-        """Enter the name into the store; another worker that has it, or the number, must be gone."""
+        """Enter the name into the store; another worker with the name or the number must be gone."""
         key, mine = f"name/{me.info.name}", me.to_json()
         while True:
             before = self._store.get(key).decode() if self._store.check([key]) else ""
@@ -119,7 +120,7 @@ class Workers:
             self.learn(member)
 
     def _read(self) -> list[WorkerAddress]:
-        """All that are entered in the store now."""
+        """Return all workers that are entered in the store now."""
         found = []
         for slot in range(1, self._store.add("slots", 0) + 1):
             key = f"name/{self._store.get(f'slot/{slot}').decode()}"
@@ -132,7 +133,7 @@ class Workers:
         return None if member is not None and member.uid in self._gone else member
 
     def learn(self, member: WorkerAddress) -> None:
-        """Know a worker, which may have told us of itself; unless it was lost while we read of it in the store."""
+        """Add a worker, which may have introduced itself, unless it was lost while its entry in the store was read."""
         with self._lock:
             if member.uid in self._gone:
                 return
@@ -140,7 +141,7 @@ class Workers:
             self._by_name[member.info.name] = member
 
     def forget(self, member: WorkerAddress) -> None:
-        """Forget a worker that is lost, or has left: where workers join and leave, one of the same name may come."""
+        """Forget a worker that is lost or has left: if workers join and leave, one of the same name may come."""
         with self._lock:
             self._gone.add(member.uid)
             if not self.is_static:
@@ -151,13 +152,13 @@ class Workers:
                 self._lost[member.info.name] = member
 
     def leave(self, me: WorkerAddress) -> None:
-        """Be a member no more."""
+        """Leave the members."""
         if not self.is_static:
             key = f"name/{me.info.name}"
             self._store.compare_set(key, me.to_json(), _NOBODY)
 
     def members(self) -> list[WorkerAddress]:
-        """All workers; where they join and leave, as the store has it now."""
+        """Return all workers; if they join and leave, those that are in the store now."""
         if not self.is_static:
             return sorted(self._read(), key=lambda one: one.info.id)
         with self._lock:
@@ -168,7 +169,7 @@ class Workers:
         return self._by_uid.get(uid)
 
     def host_of(self, name: str) -> str:
-        """Return what tells the host of a worker from others, also of one that was lost; empty for an unknown one."""
+        """Return what distinguishes a worker's host from others, also for a lost worker; empty for an unknown one."""
         member = self.find(name) or self.find_lost(name)
         return "" if member is None else member.host
 
@@ -178,7 +179,7 @@ class Workers:
         return next((one for one in self._lost.values() if name in (one.info.name, one.info.id)), None)
 
     def find(self, to: str | int | WorkerInfo) -> WorkerAddress | None:
-        """Return the worker of this name or number; where they join, the store is asked for one that is not
+        """Return the worker of this name or number; if workers join and leave, the store is asked for one that is not
         known yet.
         """
         name = to.name if isinstance(to, WorkerInfo) else to
@@ -201,7 +202,7 @@ class Workers:
 
 
 def _is_gone(other: WorkerAddress, me: WorkerAddress) -> bool:
-    """Whether a worker that is entered in the store has ended without leaving."""
+    """Return whether a worker that is entered in the store has ended without leaving."""
     if other.host == me.host:
         return other.process.has_ended()
     with contextlib.suppress(OSError, ValueError):

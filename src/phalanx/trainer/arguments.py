@@ -16,7 +16,7 @@ from phalanx.trainer.callbacks import Callback
 def find_problems(
     model: Any, strategy: Any, loss: Any, metrics: Any, callbacks: Any, seed: Any, scheduler: Any
 ) -> list[str]:
-    """Return what is wrong with what a Trainer was given."""
+    """Return the problems of a Trainer's arguments."""
     several = callbacks if isinstance(callbacks, Sequence) else [callbacks]
     wrong = [one for one in several if not isinstance(one, Callback)]
     name, has_model = type(strategy).__name__, isinstance(strategy, Strategy) and strategy.is_set_up
@@ -48,12 +48,12 @@ def find_problems(
 
 
 def _lacks_arguments(model: Any, name: str) -> bool:
-    """Whether the model's step of that name, if it has one, cannot be called with a batch."""
+    """Return whether the model's step of that name, if it has one, cannot be called with a batch."""
     try:
         inspect.signature(getattr(model, name)).bind(None)
     except TypeError:
         return True
-    except (AttributeError, ValueError):  # there is none, or nobody can tell
+    except (AttributeError, ValueError):  # there is none, or its signature is not known
         return False
     return False
 

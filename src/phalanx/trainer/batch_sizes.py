@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """It has the sizes of `total` batches: all have `full` samples but the last, which has `last`."""
+    """`BatchSizes` has the sizes of `total` batches: all have `full` samples but the last, which has `last`."""
 
     total: int
     full: int
@@ -19,16 +19,16 @@ class BatchSizes:
 
     @classmethod
     def of(cls, loader: DataLoader[Any]) -> BatchSizes:
-        """Those of what is left of the epoch. Samples that are batches themselves count as one each."""
+        """Return the sizes for what is left of the epoch. Samples that are batches themselves count as one each."""
         total = len(loader)
         batch_size = getattr(loader.batch_sampler, "batch_size", None)
         if batch_size is None or loader.batch_sampler.drop_last or not total:  # type: ignore[union-attr]
             return cls(total, 1, 1)
-        if getattr(loader.sampler, "num_parts", 1) > 1:  # the batches of several ranks by turns
+        if getattr(loader.sampler, "num_parts", 1) > 1:  # the batches come from several ranks by turns
             return cls(total, 1, 1)
         return cls(total, batch_size, len(cast("Sized", loader.sampler)) - (total - 1) * batch_size)
 
     def share(self, number: int, group: range) -> float:
-        """Return what part of the samples of the batches `group` are in batch `number`, which is one of them."""
+        """Return the share of the samples of the batches `group` that are in batch `number`, which is one of them."""
         together = self.full * len(group) - (self.full - self.last) * (self.total - 1 in group)
         return (self.last if number == self.total - 1 else self.full) / together

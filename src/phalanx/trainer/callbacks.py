@@ -39,32 +39,36 @@ class Callback:
     """
 
     def on_fit_begin(self, trainer: Trainer) -> None:
-        """Before the first step."""
+        """Override this to act before the first step."""
 
     def on_epoch_begin(self, trainer: Trainer) -> None:
-        """Before the first batch of an epoch, or of what is left of it."""
+        """Override this to act before the first batch of an epoch, or of what is left of it."""
 
     def on_step_end(self, trainer: Trainer, loss: Tensor) -> None:
-        """`loss` is that of this rank's last batch, detached; reading it waits for the device."""
+        """Override this to act after a step. `loss` is that of this rank's last batch, detached; reading it waits for
+        the device.
+        """
 
     def on_checkpoint(self, trainer: Trainer) -> None:
-        """Hear that a checkpoint is being saved; it is on the disk when the next one begins, or `fit` returns."""
+        """Override this to act when a save has begun; the checkpoint is on the disk when the next save begins, or `fit`
+        returns.
+        """
 
     def on_validation_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
-        """`metrics` are of all samples of all ranks, the same on each rank."""
+        """Override this to act after a validation. `metrics` are of all samples of all ranks, the same on each rank."""
 
     def on_epoch_end(self, trainer: Trainer) -> None:
-        """After validation, and the scheduler's step."""
+        """Override this to act after validation, and the scheduler's step."""
 
     def on_fit_end(self, trainer: Trainer) -> None:
-        """After the last step; the last checkpoint is on the disk."""
+        """Override this to act after the last step; the last checkpoint is on the disk."""
 
     def on_error(self, trainer: Trainer, error: BaseException) -> None:
-        """`fit` ends with `error`."""
+        """Override this to act when `fit` ends with `error`."""
 
 
 def hears_steps(callback: Callback) -> bool:
-    """Whether its `on_step_end` does something."""
+    """Return whether the callback's `on_step_end` does something."""
     return "on_step_end" in vars(callback) or type(callback).on_step_end is not Callback.on_step_end
 
 
@@ -100,7 +104,7 @@ class EarlyStopping(Callback):
         self._watch(monitor, mode)
 
     def follow(self, best: Best | None) -> None:
-        """Watch what `keep_best` says, unless this callback was given a metric of its own."""
+        """Watch the metric of `keep_best`, unless this callback was given one of its own."""
         if self._follows and best is not None:
             self._watch(best.metric, best.mode)
 
@@ -109,7 +113,7 @@ class EarlyStopping(Callback):
         self.best = math.inf if mode == "min" else -math.inf
 
     def on_fit_begin(self, trainer: Trainer) -> None:
-        """Stop a run again that had stopped, and is started again."""
+        """Stop a run again that had stopped and is started again."""
         self._stop_if_due(trainer)
 
     def on_validation_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
@@ -122,7 +126,7 @@ class EarlyStopping(Callback):
         self._stop_if_due(trainer)
 
     def on_epoch_end(self, trainer: Trainer) -> None:
-        """Refuse to wait for what never comes."""
+        """Raise if this callback waits for a validation that never comes."""
         if not trainer.metrics:
             raise ValueError(f"EarlyStopping watches {self.monitor!r} of the validation: give fit a val_loader")
 
@@ -135,7 +139,7 @@ class EarlyStopping(Callback):
         return {"best": self.best, "num_bad": self.num_bad}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on counting."""
+        """Continue to count from the state."""
         self.best, self.num_bad = state_dict["best"], state_dict["num_bad"]
 
 
@@ -150,7 +154,9 @@ class LambdaCallback(Callback):
 
 
 class CallbackStates:
-    """It has the states of callbacks, by name: a part of checkpoints, of which a callback may lack, or be left over."""
+    """`CallbackStates` has the states of callbacks, by name: a part of checkpoints. A checkpoint may lack a callback,
+    or have one that is gone.
+    """
 
     def __init__(self, callbacks: Sequence[Callback]) -> None:
         self._callbacks: dict[str, Any] = {}
@@ -161,15 +167,15 @@ class CallbackStates:
                 self._callbacks[f"{kind} {number}"] = one
 
     def __bool__(self) -> bool:
-        """Whether one has a state."""
+        """Return whether a callback has a state."""
         return bool(self._callbacks)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of each."""
+        """Return the state of each callback."""
         return {name: one.state_dict() for name, one in self._callbacks.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load that of each; one that is new begins as it is."""
+        """Load the state of each callback; a new one begins as it is."""
         if differing := sorted(state_dict.keys() ^ self._callbacks.keys()):
             _logger.warning("Trainer: %s: in one of checkpoint and callbacks only", ", ".join(differing))
         for name in state_dict.keys() & self._callbacks.keys():

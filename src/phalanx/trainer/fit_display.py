@@ -22,7 +22,8 @@ _logger = get_logger(__name__)
 
 
 class FitDisplay:
-    """It shows where a fit goes on from, its epochs, its validations and why it ended; a line each, on rank 0.
+    """`FitDisplay` shows where a fit goes on from, its epochs, its validations and why it ended; a line each, on rank
+    0.
 
     Cost: an addition on the loss's device for each batch. The sum is read when a line is drawn; on a CPU each loss is
     read at once, to name the step whose loss is no number.
@@ -41,13 +42,13 @@ class FitDisplay:
             print(line, flush=True)
 
     def batches(self, loader: Iterable[Any], epoch: str, per_step: int) -> Iterable[Any]:
-        """Return the batches of `loader`, with a line on how many there were."""
+        """Return the batches of `loader`, and end with a line on how many there were."""
         self._epoch, self._mean = epoch, RunningMean()
         self._bar = progress(loader, desc=epoch, per_step=per_step) if self._show else None
         return loader if self._bar is None else self._bar
 
     def add_loss(self, loss: Tensor, step: int) -> None:
-        """Show the loss of the batch at hand, which is part of update `step`."""
+        """Show the loss of the current batch, which is part of update `step`."""
         value = self._mean.add(loss)
         if self._bar is not None:
             self._bar.update(**{"mean loss": self._mean})
@@ -55,14 +56,14 @@ class FitDisplay:
             self._warn_if_broken(value, f"at step {step}")
 
     def end_epoch(self) -> None:
-        """Note that the batch at hand is the last one, and counts."""
+        """Note that the current batch is the last one, and counts."""
         if self._bar is not None:
             self._bar.end()
-        if self._mean.is_elsewhere:  # nobody has looked at each
+        if self._mean.is_elsewhere:  # nobody has looked at each loss
             self._warn_if_broken(float(self._mean), f"in {self._epoch}")
 
     def show_metrics(self, metrics: Mapping[str, float]) -> None:
-        """Show what a validation has measured, behind an epoch's batches."""
+        """Show the metrics of a validation, behind an epoch's batches."""
         if self._epoch:  # else a finished run that is started again measures once more
             self.say(f"{self._epoch}: validation: {values_text(metrics)}")
 
@@ -72,19 +73,19 @@ class FitDisplay:
         self.say(f"goes on from {path}, after step {trainer.step}, {place}")
 
     def show_finished(self, trainer: Trainer, folder: Path | str) -> None:
-        """There is nothing left to train."""
+        """Say that there is nothing left to train."""
         what, advice = _why_over(trainer)
         whose = f"{folder} holds a finished run" if folder else "this run is finished"
         self.say(f"{whose} ({what}): nothing to train; {advice}{', or give another folder' if folder else ''}")
 
     def show_end(self, trainer: Trainer) -> None:
-        """Say that the training has ended; there is nothing to say where that was after `max_epochs`."""
+        """Say that the training has ended; it prints nothing if that was after `max_epochs`."""
         if trainer.why_stopped or trainer.epoch < trainer.max_epochs:
             what, _ = _why_over(trainer)
             self.say(f"stopped after step {trainer.step}, {trainer.epoch} of {trainer.max_epochs} epochs: {what}")
 
     def show_interrupted(self, trainer: Trainer, saved_step: int) -> None:
-        """Ctrl-C: where a second run would begin."""
+        """Say, after Ctrl-C, where a second run would begin."""
         where = f"the last checkpoint is that of step {saved_step}: the same command goes on there"
         self.say(f"stopped at step {trainer.step}; {where if saved_step >= 0 else 'there is no checkpoint'}")
 
@@ -101,7 +102,7 @@ class FitDisplay:
 
 
 class RunningMean:
-    """It is the mean of what was added, which is read only where it is asked for, unless it is the CPU's."""
+    """`RunningMean` is the mean of what was added. It is read only when it is requested, unless it is on the CPU."""
 
     def __init__(self) -> None:
         self._sum = 0.0
@@ -109,9 +110,9 @@ class RunningMean:
         self._count = 0
 
     def add(self, value: Tensor) -> float | None:
-        """One more; its number, if it is there without waiting for a device."""
+        """Add a value; return it as a number if it is there without waiting for a device."""
         self._count += 1
-        if value.is_cpu:  # a number: each operation on a tensor takes tens of microseconds between a model's
+        if value.is_cpu:  # it is a number here: each operation on a tensor takes tens of microseconds between a model's
             number = float(value.item())
             self._sum += number
             return number
@@ -122,7 +123,7 @@ class RunningMean:
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether it lies on a device that is not the CPU."""
+        """Whether the mean lies on a device that is not the CPU."""
         return self._elsewhere is not None
 
     def __float__(self) -> float:

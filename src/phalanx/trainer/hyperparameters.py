@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 def collect_hyperparameters(
     trainer: Trainer, batch_size: int | None, settings: Mapping[str, Any], own: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return names and numbers or words; `own`, the user's, go first where two have one name.
+    """Return settings by name, as numbers or words; `own`, the user's, win if two have one name.
 
     `batch_size` is that of a replica.
     """

@@ -10,7 +10,9 @@ BAR_WIDTH = 20
 
 @dataclass(frozen=True)
 class ProgressState:
-    """It says how far a loop is: `samples` of the job in `steps` of this rank; `total_steps` None if nobody knows."""
+    """`ProgressState` says how far a loop is: `samples` of the job in `steps` of this rank; `total_steps` is None if
+    nobody knows.
+    """
 
     desc: str
     unit: str
@@ -22,19 +24,21 @@ class ProgressState:
 
     @property
     def samples_per_s(self) -> float:
-        """Samples of the whole job per second since the loop began; 0 before its first step."""
+        """Return samples of the whole job per second since the loop began; 0 before its first step."""
         return self.samples / self.elapsed_s if self.elapsed_s > 0 else 0.0
 
     @property
     def left_s(self) -> float | None:
-        """Seconds until the end at the pace so far; None if it cannot be known."""
+        """Return the seconds until the end at the pace so far; None if it cannot be known."""
         if self.total_steps is None or self.steps == 0:
             return None
         return max(0, self.total_steps - self.steps) * self.elapsed_s / self.steps
 
 
 def live_line(state: ProgressState, *, fancy: bool = True) -> str:
-    """`epoch 3  ━━━━━━━━━━──────────  50%  12,345 samples/s  0:07 left  loss 0.1234`; in ASCII unless `fancy`."""
+    """Return the moving line, `epoch 3  ━━━━━━━━━━──────────  50%  12,345 samples/s  0:07 left  loss 0.1234`; in ASCII
+    unless `fancy`.
+    """
     parts = [state.desc]
     if state.total_steps:
         done = min(1.0, state.steps / state.total_steps)
@@ -50,7 +54,7 @@ def live_line(state: ProgressState, *, fancy: bool = True) -> str:
 
 
 def final_line(state: ProgressState) -> str:
-    """`epoch 3: 50,000 samples in 4.1 s, 12,345 samples/s, loss 0.1234`."""
+    """Return the last line, `epoch 3: 50,000 samples in 4.1 s, 12,345 samples/s, loss 0.1234`."""
     facts = [f"{state.samples:,} {state.unit} in {state.elapsed_s:.1f} s", _rate(state), values_text(state.values)]
     return f"{state.desc}: {', '.join(filter(None, facts))}" if state.desc else ", ".join(filter(None, facts))
 
@@ -61,7 +65,7 @@ def _rate(state: ProgressState) -> str:
 
 
 def values_text(values: Mapping[str, float]) -> str:
-    """`loss 0.1234  accuracy 0.9`."""
+    """Return the values as text, `loss 0.1234  accuracy 0.9`."""
     return "  ".join(f"{name} {value:.4g}" for name, value in values.items())
 
 

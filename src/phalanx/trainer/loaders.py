@@ -36,28 +36,28 @@ Loaders = Any
 
 
 class FitLoader:
-    """It has the batches of this replica."""
+    """`FitLoader` has the batches of this replica."""
 
     def __init__(self, loader: Any, strategy: Strategy, *, is_own: bool = False) -> None:
         self.loader, self._strategy = loader, strategy
         self.is_own = is_own
-        """Whether a function of the script has made it: replicas may have different numbers of batches."""
+        """Whether a function of the script has made it: then replicas may have different numbers of batches."""
         sampler = getattr(loader, "sampler", None)
         self.sampler = sampler if isinstance(sampler, DistributedSampler) and not is_own else None
 
     @property
     def total(self) -> int | None:
-        """How many batches are left of the epoch; None if nobody knows."""
+        """Return how many batches are left of the epoch; None if nobody knows."""
         return len(self.loader) if self.sampler is not None else None
 
     @property
     def batch_size(self) -> int | None:
-        """Samples of this replica's batch, where that is one number."""
+        """Return the number of samples of this replica's batch, if that is one number."""
         return self.loader.batch_size if self.sampler is not None else None
 
     @property
     def samples_shown(self) -> int:
-        """How many samples a batch is taken for in the progress line, which multiplies by the ranks of the job."""
+        """Return how many samples a batch counts as in the progress line, which multiplies by the ranks of the job."""
         world_size = dist.get_world_size() if dist.is_initialized() else 1  # some of which may share a batch
         return self._num_samples() * self._strategy.num_replicas_in_sync // world_size or 1
 
@@ -70,16 +70,17 @@ class FitLoader:
         return getattr(self.loader, "batch_size", None) or 1
 
     def begin_epoch(self, epoch: int, batch_size: int | None) -> None:
-        """Before an epoch, or what is left of it: let the data know."""
+        """Tell the data that an epoch, or what is left of it, is about to begin."""
         loader = self.loader
         if self.sampler is not None:
-            # Of a rank that came later, and divided the batch by more replicas: all take what the first ones have.
+            # A rank that came later has divided the batch by more replicas: all use the number of the first ones.
             if loader.batch_sampler is not None:  # else its samples are batches
                 loader.batch_sampler.batch_size = batch_size
         elif isinstance(loader, IterableLoader):
             loader.regroup(self._strategy.num_replicas_in_sync, self._strategy.replica_id_in_sync_group)
         if isinstance(loader, DataLoader):
-            if loader.generator is None:  # it would draw from the model's, once more where an epoch is taken up
+            # else it would draw from the model's generator, once more when an epoch is resumed
+            if loader.generator is None:
                 loader.generator = torch.Generator()
             seed = 0 if self.sampler is None else self.sampler.seed
             loader.generator.manual_seed(hash((seed, epoch)) & (2**63 - 1))
@@ -116,7 +117,7 @@ class FitLoader:
                 yield batch, own / total, place == len(group), number
 
     def _skip(self, iterator: Iterator[Any], count: int) -> int:
-        """Read on to where the job stands. What is drawn in that was drawn before the job had come there."""
+        """Read on to where the job stands. Random numbers of that reading were drawn before the job had come there."""
         if not count:
             return 0
         states = generator_states.GeneratorStates().capture()
@@ -125,14 +126,16 @@ class FitLoader:
         return passed
 
     def _weigh(self, batch: Any) -> tuple[float, float]:
-        """Return how much a batch weighs in the mean over ranks, and how much those of all replicas together."""
+        """Return how much a batch weighs in the mean over ranks, and how much those of all replicas together weigh."""
         if isinstance(self.loader, IterableLoader):
             return self.loader.own * self._strategy.num_replicas_in_sync, self.loader.total
         count = num_samples(batch)
         return count, count
 
     def _all_have(self, has: bool) -> bool:
-        """Whether all replicas have a batch: where their numbers may differ, the first that has none ends the epoch."""
+        """Return whether all replicas have a batch: if their numbers may differ, the first that has none ends the
+        epoch.
+        """
         group = self._strategy.training_group
         if not self.is_own or group is None:
             return has
@@ -148,8 +151,8 @@ class FitLoader:
     # -- validation ----------------------------------------------------------------------------------------------------
 
     def validation_batches(self, most: int | None) -> Iterator[tuple[Any, bool]]:
-        """Yield the batches, at most `most`, and whether they count: where ranks must evaluate together, those with
-        fewer repeat one.
+        """Yield the batches, at most `most`, and whether they count: if ranks must evaluate together, those with fewer
+        repeat one.
         """
         together = self._strategy.evaluates_together and self._strategy.training_group is not None
         if self.sampler is not None:
@@ -175,7 +178,7 @@ class FitLoader:
         return int(agreed)
 
     def _any_batch(self) -> Any:
-        """Return a batch for a rank that has none, which does not count."""
+        """Return a batch, which does not count, for a rank that has none."""
         if self.sampler is None:
             raise PhalanxError(
                 "Trainer.validate: all ranks of this strategy evaluate together, and this rank's loader has no batch: "
@@ -191,7 +194,7 @@ def divide(strategy: Strategy, name: str, given: Any, *, padding: bool = True) -
     """Return the batches of this replica.
 
     Raises:
-        ValueError, TypeError: `given` is no loader, cannot be divided, or has no batch.
+        ValueError, TypeError: `given` is not a loader, cannot be divided, or has no batch.
     """
     if isinstance(given, FitLoader):
         return given
@@ -263,7 +266,7 @@ _OF_WORKERS = ("num_workers", "pin_memory", "timeout", "worker_init_fn", "multip
 
 
 def _set_epoch(loader: Any, epoch: int) -> None:
-    """Tell the epoch to whatever of a loader shuffles by it."""
+    """Tell the epoch to the parts of a loader that shuffle by it."""
     source = loader.source if isinstance(loader, IterableLoader) else getattr(loader, "dataset", None)
     for one in (getattr(loader, "sampler", None), source, loader):
         set_epoch = getattr(one, "set_epoch", None)

@@ -22,7 +22,7 @@ def num_samples(batch: Any) -> int:
     """Return the first dimension of the batch's first tensor.
 
     Raises:
-        ValueError: there is no tensor in it.
+        ValueError: the batch has no tensor.
     """
     for leaf in tree_leaves(batch):
         if isinstance(leaf, Tensor):
@@ -32,7 +32,8 @@ def num_samples(batch: Any) -> int:
 
 @dataclass(frozen=True)
 class SummedMetric:
-    """It is no mean over the samples: `compute` takes what `count` gives, summed over all batches of all ranks.
+    """`SummedMetric` is a metric other than a mean over samples: `compute` gets the results of `count`, summed over all
+    batches of all ranks.
 
         recall = SummedMetric(
             lambda result, target: torch.stack([(result.argmax(1) * target).sum(), target.sum()]),
@@ -47,7 +48,7 @@ class SummedMetric:
 
 
 def call_metric(name: str, function: Callable[[Any, Any], Tensor], result: Any, target: Any) -> Tensor:
-    """Return what the metric of that name gives for a batch.
+    """Return the result of the metric of that name for a batch.
 
     Raises:
         RuntimeError: it fails; with its name, from its own error.
@@ -59,7 +60,9 @@ def call_metric(name: str, function: Callable[[Any, Any], Tensor], result: Any, 
 
 
 class Sums:
-    """A validation counts these by name; exact with uneven last batches, and other numbers of them on each rank."""
+    """`Sums` are what a validation counts, by name. They are exact with uneven last batches, and with other numbers of
+    batches on each rank.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -67,7 +70,7 @@ class Sums:
         self._num_samples = 0
 
     def add_batch(self, count: int) -> None:
-        """There are `count` samples more."""
+        """Count `count` more samples."""
         self._num_samples += count
 
     def add_mean(self, name: str, value: Any, count: int) -> None:
@@ -104,7 +107,7 @@ class Sums:
         self._sums[name] = value if sum_ is None else sum_ + value
 
     def compute(self, group: dist.ProcessGroup | None) -> tuple[int, dict[str, Tensor]]:
-        """How many samples all ranks have, and the sums by name, the same on every rank. Collective.
+        """Return how many samples all ranks have, and the sums by name, the same on every rank. Collective.
 
         Raises:
             ValueError: no rank has a sample.
@@ -115,7 +118,7 @@ class Sums:
             everyone = [None] * group.size()
             dist.all_gather_object(everyone, own, group=group)
         sums: dict[str, Tensor] = {}
-        for _, theirs in everyone:  # in the order of the ranks: the same bits on all
+        for _, theirs in everyone:  # in the order of the ranks, so that all get the same bits
             for name, value in theirs.items():
                 sums[name] = sums[name] + value if name in sums else value
         count = sum(count for count, _ in everyone)

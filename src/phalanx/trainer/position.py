@@ -10,13 +10,13 @@ from phalanx.trainer.scalars import Scalars
 
 
 class Position:
-    """It says how far training is, as a part of a checkpoint."""
+    """`Position` says how far training is, as a part of a checkpoint."""
 
     def __init__(self, state: elastic.State, scalars: Scalars) -> None:
         self._state, self._scalars = state, scalars
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the run is."""
+        """Return the position of the run."""
         state = self._state
         where = {"epoch": state.epoch, "step": state.step, "data": state.data_position()}
         return where | {
@@ -27,7 +27,7 @@ class Position:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from where a run was."""
+        """Load the position of a run."""
         state = self._state
         state.epoch, state.step = state.saved = state_dict["epoch"], state_dict["step"]
         state.batches = state_dict.get("batches", 0)
@@ -37,7 +37,9 @@ class Position:
         self._scalars.load_state_dict(state_dict["scalars"])
 
     def go_on(self, before: elastic.State) -> None:
-        """Where the fit before has ended; in its data, too, if it was inside an epoch, and these are as many."""
+        """Continue where the fit before has ended; also in its data, if it was inside an epoch and the data has the
+        same length.
+        """
         where = Position(before, self._scalars).state_dict()
         data, new = where["data"] or {"consumed": 0}, self._state.data_position() or {"length": -1}
         goes_on = data["consumed"] and data["length"] == new["length"]

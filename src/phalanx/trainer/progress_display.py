@@ -22,7 +22,7 @@ REDRAW_S = 0.1  # a reader sees no more, and each drawing waits for the device t
 
 
 class Progress(Generic[T]):
-    """It is an iterable that shows how far it is; see `progress`, which makes it."""
+    """`Progress` is an iterable that shows how far it is; `progress` makes it."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Progress(Generic[T]):
         self._unit = unit
         self._per_step = per_step
         self._live = live
-        self._out = out  # None on every rank but 0: it iterates in silence
+        self._out = out  # None on every rank but 0, which iterates silently
         self._world_size = world_size
         self._clock = clock
         self._page = page or ProgressPage(bytearray(PAGE_BYTES))
@@ -68,7 +68,7 @@ class Progress(Generic[T]):
                     raise
                 self._count(item, loop)
                 self._draw_if_due()
-        finally:  # also after a break or an error: the line that stands there is finished
+        finally:  # this also finishes the line after a break or an error
             self._ended = self._clock()
             if self._out is not None:
                 self._write(final_line(self._state(self._ended)), end="\n")
@@ -80,7 +80,7 @@ class Progress(Generic[T]):
         return self._total
 
     def end(self) -> None:
-        """Leave the loop at the item at hand, which is done and counts: before a `break` or `return`."""
+        """End the loop with the current item, which is done and counts: before a `break` or `return`."""
         self._is_last = True
 
     def _count(self, item: T, loop: int) -> None:
@@ -90,13 +90,15 @@ class Progress(Generic[T]):
         self._page.count(loop, samples)
 
     def update(self, **values: SupportsFloat) -> None:
-        """Show these numbers from now on, say `update(loss=loss)`; a tensor of one element is read when it is drawn."""
+        """Show these numbers from now on, for example `update(loss=loss)`; a tensor of one element is read when the
+        line is drawn.
+        """
         for name, value in values.items():
             self._values[name] = value.detach() if isinstance(value, torch.Tensor) else value
 
     @property
     def samples_per_s(self) -> float:
-        """Samples per second of the whole job: so far, or of the loop that has ended."""
+        """Return samples per second of the whole job: so far, or of the loop that has ended."""
         return self._state(self._ended or self._clock()).samples_per_s
 
     def _state(self, now: float) -> ProgressState:
@@ -179,12 +181,14 @@ def progress(
 
 
 def _is_watched() -> bool:
-    """Whether a person sees what we write while it is written: at our own terminal or at that of `phalanx run`."""
+    """Return whether a person sees output while it is written: at our own terminal or at that of `phalanx run`."""
     return sys.stdout.isatty() or os.environ.get("PHALANX_TTY") == "1"
 
 
 def _samples_in(batch: object) -> int:
-    """How many samples a batch has: the first dimension of its first tensor, looked for in what DataLoaders make."""
+    """Return how many samples a batch has: the first dimension of its first tensor, in the containers that DataLoaders
+    make.
+    """
     if isinstance(batch, torch.Tensor):
         return batch.shape[0] if batch.dim() else 1
     if isinstance(batch, Mapping):

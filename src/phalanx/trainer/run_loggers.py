@@ -14,14 +14,14 @@ _logger = get_logger(__name__)
 
 
 def agree_on_runs(loggers: GuardedLoggers, peers: Peers) -> None:
-    """Let every rank know the runs that the loggers have begun, as it may become rank 0. Collective."""
+    """Tell every rank the runs that the loggers have begun, as any may become rank 0. Collective."""
     states = [state for state in peers.all_gather(loggers.state_dict()) if state]
     if states:
         loggers.load_state_dict(states[0])
 
 
 def end_loggers(loggers: GuardedLoggers, error: BaseException | None, *, writes: bool) -> None:
-    """Hand the report as it stands now to the loggers, if one is recorded, and tell them how the fit has ended."""
+    """Hand the current report to the loggers, if one is recorded, and tell them how the fit has ended."""
     if not (loggers and writes):
         return
     folder = recording.current_folder()

@@ -13,7 +13,9 @@ Resume = Literal["latest", "best"]
 
 @dataclass(frozen=True)
 class Saves:
-    """It saves a checkpoint each `steps` updates, or each `epochs` epochs, and of each epoch that is among the best."""
+    """`Saves` saves a checkpoint each `steps` updates, or each `epochs` epochs, and after each epoch that is among the
+    best.
+    """
 
     steps: int | None = None
     epochs: int | None = 1
@@ -21,10 +23,10 @@ class Saves:
 
     @classmethod
     def of(cls, save_every: SaveEvery | None, keep_best: KeepBest | None) -> Saves:
-        """Return what a user says.
+        """Return the `Saves` that a user means.
 
         Raises:
-            ValueError: it makes no sense.
+            ValueError: the arguments make no sense.
         """
         best = None if keep_best is None else Best.of(keep_best)
         if save_every is None or save_every == "epoch":
@@ -41,15 +43,15 @@ class Saves:
         )
 
     def is_due_at_step(self, step: int) -> bool:
-        """Whether this update is one after which to save."""
+        """Return whether a save follows this update."""
         return self.steps is not None and step % self.steps == 0
 
     def is_due_at_epoch(self, epoch: int) -> bool:
-        """Whether so many epochs are a number after which to save."""
+        """Return whether a save follows this epoch."""
         return self.epochs is not None and epoch % self.epochs == 0
 
     def judge(self, kept: tuple[float, ...], metrics: dict[str, float]) -> tuple[tuple[float, ...], bool]:
-        """Return the best values, with those of a validation, and whether it is one of them.
+        """Return the best values, including those of a new validation, and whether that is one of them.
 
         Raises:
             ValueError: the metric was not measured.

@@ -10,10 +10,10 @@ from phalanx.loggers.guarded import GuardedLoggers
 
 
 class Scalars:
-    """It writes to `folder`, unless that is None, and to `loggers`, where `writes` says that this process does.
+    """`Scalars` writes to `folder`, unless that is None, and to `loggers`, while `writes` says that this process does.
 
-    It is asked each time: where rank 0 is lost, the process that is rank 0 from then on writes into a file beside the
-    first one, and TensorBoard shows both as one run.
+    `writes` is called each time: if rank 0 is lost, the process that is rank 0 from then on writes into a file beside
+    the first one, and TensorBoard shows both as one run.
 
     It is a part of checkpoints: a run that goes on from one takes back what was written behind it, so that each point
     is there once. For that TensorBoard is told to forget all from the checkpoint's step on, and that step is written
@@ -33,14 +33,14 @@ class Scalars:
         self.loggers = loggers or GuardedLoggers((), writes)
         self._writer: Any = None
         self._step = 0
-        self._latest: dict[str, float] = {}  # of that step
+        self._latest: dict[str, float] = {}  # the values of that step
 
     def add(self, values: Mapping[str, float], step: int) -> None:
-        """One point of each curve."""
+        """Add one point to each curve."""
         if self.folder is None and not self.loggers:
             return
         here = self._latest if step == self._step else {}
-        new = {name: value for name, value in values.items() if name not in here}  # where a step is done again
+        new = {name: value for name, value in values.items() if name not in here}  # a step may be done again
         self._latest, self._step = {**here, **new}, step
         self._write(new)
         self.loggers.log_metrics(new, step)
@@ -52,7 +52,7 @@ class Scalars:
                 self._writer.add_scalar(name, value, self._step)
 
     def begin(self, *, again_from: int | None = None, params: Mapping[str, Any] | None = None) -> None:
-        """Open the folder, if this process writes; `again_from`: the step of the checkpoint, 0 if there is none.
+        """Open the folder, if this process writes; `again_from` is the step of the checkpoint, 0 if there is none.
 
         The loggers get `params`, the settings of the run.
         """
@@ -66,7 +66,8 @@ class Scalars:
         if self._writer is not None:
             return
         try:
-            from torch.utils.tensorboard import SummaryWriter  # most of a second to import: only who needs it pays
+            # its import takes most of a second, which only those pay who need it
+            from torch.utils.tensorboard import SummaryWriter
         except ModuleNotFoundError as error:
             raise ModuleNotFoundError(
                 "Trainer(log_dir=...) writes for TensorBoard, which is not installed: pip install tensorboard"
@@ -80,16 +81,16 @@ class Scalars:
             self._writer.flush()
 
     def close(self) -> None:
-        """Close the file; what was added is on the disk."""
+        """Close the file; everything that was added is on the disk."""
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the curves stand."""
+        """Return the position of the curves."""
         return {"step": self._step, "latest": dict(self._latest), "loggers": self.loggers.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from there. Before `begin`."""
+        """Load the position of the curves. Call this before `begin`."""
         self._step, self._latest = state_dict["step"], dict(state_dict["latest"])
         self.loggers.load_state_dict(state_dict.get("loggers", {}))  # a checkpoint of version 0.1 has none

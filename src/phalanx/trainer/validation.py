@@ -22,7 +22,9 @@ Metric = Callable[[Any, Any], Tensor] | SummedMetric
 
 
 class Validation:
-    """A `Trainer` measures this of `model`: with `loss`, it and `metrics`; else what its `validation_step` says."""
+    """`Validation` measures `model` for a `Trainer`: with `loss`, that and `metrics`; else what its `validation_step`
+    returns.
+    """
 
     def __init__(
         self,
@@ -37,7 +39,7 @@ class Validation:
         self._most_batches = most_batches
 
     def divide(self, loader: Any) -> Loaders:
-        """Divide a loader, or each of several by name, before the first step: an error comes then."""
+        """Divide a loader, or each of several by name. This runs before the first step, so that errors come then."""
         if isinstance(loader, Mapping):
             return {
                 name: divide(self._strategy, f"val_loader[{name!r}]", one, padding=False)
@@ -46,7 +48,7 @@ class Validation:
         return divide(self._strategy, "val_loader", loader, padding=False)
 
     def measure(self, loader: Loaders) -> dict[str, float]:
-        """Return the loss and the metrics. Collective. Of several loaders by name, those of each, as "name/metric"."""
+        """Return the loss and the metrics. Collective. With several loaders by name, the names are "name/metric"."""
         if isinstance(loader, Mapping):
             measured = {name: self.measure(one) for name, one in loader.items()}
             return {f"{name}/{metric}": value for name, of in measured.items() for metric, value in of.items()}
@@ -73,7 +75,7 @@ class Validation:
         return {name: float(summed[name](one) if name in summed else one / count) for name, one in totals.items()}
 
     def _add(self, batch: Any, sums: Sums) -> None:
-        """Add what a batch counts; nothing where another rank has the model's result."""
+        """Add what a batch counts; nothing if another rank has the model's result."""
         count = num_samples(batch)
         if self._loss is None:
             for name, value in self._own_step(batch).items():
@@ -119,5 +121,5 @@ def move_batch(batch: Any, device: torch.device) -> Any:
 
 
 def _in_full_precision(leaf: Any) -> Any:
-    """Metrics are not rounded to what autocast computes in."""
+    """Return a result in float32 if it is in a type of autocast: metrics are not rounded to that."""
     return leaf.float() if isinstance(leaf, Tensor) and leaf.dtype in (torch.bfloat16, torch.float16) else leaf

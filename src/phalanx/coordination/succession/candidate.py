@@ -16,7 +16,7 @@ from phalanx.coordination.succession.voter import Accepted, Refused, Reply
 
 @dataclass(frozen=True)
 class Candidate:
-    """Member `term[1]`, who wants to be the primary of `term`; `known` is the newest config that it has heard of."""
+    """Member `term[1]` wants to be the primary of `term`; `known` is the newest config that it has heard of."""
 
     term: Term
     known: Config
@@ -27,16 +27,16 @@ class Candidate:
 
     @property
     def electors(self) -> frozenset[int]:
-        """Who is to be asked."""
+        """Return the members whose votes it asks for."""
         return self.known.voters
 
     @property
     def is_eligible(self) -> bool:
-        """Whether it has all that was granted, as far as it knows."""
+        """Whether it has everything that was granted, as far as it knows."""
         return self.term[1] == self.known.primary or self.term[1] in self.known.standbys
 
     def hear(self, reply: Reply) -> Candidate:
-        """Follow a voter's reply."""
+        """Process a voter's reply."""
         if isinstance(reply, Refused):
             return replace(self, refused_by=reply.term) if reply.term > self.term else self
         if reply.term != self.term:
@@ -55,7 +55,7 @@ class Candidate:
 
     @property
     def elected(self) -> Primary | None:
-        """The primary that it is, once those who decide have accepted its first config."""
+        """Return the primary that it becomes once the electors have accepted its first config; None until then."""
         if self.proposed is None or not self.proposed.is_decided_by(self.accepted_by):
             return None
         return Primary(self.proposed)

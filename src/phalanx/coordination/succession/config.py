@@ -11,13 +11,13 @@ Stamp = tuple[Term, int]  # the term and the version of a config: the higher one
 
 @dataclass(frozen=True)
 class Electorate:
-    """Members of whom a majority decides; where half of them agree, that half does in which `casting` is."""
+    """An `Electorate` decides by a majority of its members; if half of them agree, the half with `casting` decides."""
 
     voters: frozenset[int]
     casting: int
 
     def is_decided_by(self, members: Collection[int]) -> bool:
-        """Whether what these members have agreed on stands. No two decisions are without a member in common."""
+        """Return whether what these members have agreed on is decided. Any two decisions have a member in common."""
         present = self.voters & frozenset(members)
         return 2 * len(present) > len(self.voters) or (
             2 * len(present) == len(self.voters) and self.casting in self.voters & present
@@ -26,7 +26,7 @@ class Electorate:
 
 @dataclass(frozen=True)
 class Config:
-    """One state of the succession.
+    """A `Config` is one state of the succession.
 
     Each of `electorates` has to agree on whatever is decided about it: one, or while members are exchanged several.
     `standbys` have all that the primary has granted, and take over in this order. `addresses` is where members listen.
@@ -46,12 +46,12 @@ class Config:
 
     @property
     def stamp(self) -> Stamp:
-        """What tells which of two configs is the newer."""
+        """Return the stamp that tells which of two configs is the newer."""
         return self.term, self.version
 
     @property
     def voters(self) -> frozenset[int]:
-        """All members of its electorates."""
+        """Return all members of its electorates."""
         return frozenset().union(*(each.voters for each in self.electorates))
 
     @property
@@ -61,11 +61,11 @@ class Config:
 
     @property
     def newest_voters(self) -> frozenset[int]:
-        """The members of the last of its electorates."""
+        """Return the members of the last of its electorates."""
         return self.electorates[-1].voters
 
     def is_decided_by(self, members: Collection[int]) -> bool:
-        """Whether what these members have agreed on stands."""
+        """Return whether what these members have agreed on is decided."""
         return all(each.is_decided_by(members) for each in self.electorates)
 
     def with_voters(self, voters: Collection[int], standbys: tuple[int, ...]) -> Config:
@@ -75,7 +75,7 @@ class Config:
         return replace(self, version=self.version + 1, standbys=standbys, electorates=electorates)
 
     def final(self) -> Config:
-        """Return the config behind a joint one."""
+        """Return the config that follows a joint one."""
         return replace(self, version=self.version + 1, electorates=self.electorates[-1:])
 
     def taken_over(self, term: Term) -> Config:

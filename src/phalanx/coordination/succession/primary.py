@@ -14,7 +14,9 @@ from phalanx.coordination.succession.voter import Accepted, Refused, Reply
 
 @dataclass(frozen=True)
 class Primary:
-    """`committed` is in force; `proposed` is to be, when `accepted_by` are enough."""
+    """A `Primary` has a config in force, `committed`; `proposed` comes into force once enough have accepted it
+    (`accepted_by`).
+    """
 
     committed: Config
     proposed: Config | None = None
@@ -23,21 +25,23 @@ class Primary:
 
     @property
     def newest(self) -> Config:
-        """The last config that was proposed or committed."""
+        """Return the last config that was proposed or committed."""
         return self.proposed or self.committed
 
     @property
     def required_standbys(self) -> frozenset[int]:
-        """Who must have a change before it is granted."""
+        """Return the members that must have a change before it is granted."""
         return frozenset(self.committed.standbys) | frozenset(self.newest.standbys)
 
     @property
     def electors(self) -> frozenset[int]:
-        """Who is to accept what is proposed."""
+        """Return the members that have to accept what is proposed."""
         return self.newest.voters
 
     def change(self, voters: Collection[int], standbys: tuple[int, ...]) -> Primary:
-        """Propose other voters and standbys; only while nothing is proposed, and the last change is complete."""
+        """Propose other voters and standbys; this is allowed only while nothing is proposed and the last change is
+        complete.
+        """
         assert self.proposed is None
         assert not self.committed.is_joint
         return self._propose(self.committed.with_voters(voters, standbys))
@@ -52,7 +56,7 @@ class Primary:
         return replace(self, proposed=config, accepted_by=frozenset())
 
     def hear(self, reply: Reply) -> Primary:
-        """Follow a voter's reply."""
+        """Process a voter's reply."""
         if isinstance(reply, Refused) and reply.term > self.committed.term:
             return replace(self, deposed_by=max(reply.term, self.deposed_by or reply.term))
         proposed = self.proposed

@@ -44,14 +44,14 @@ Reply = Accepted | Promised | Refused
 
 @dataclass(frozen=True)
 class Voter:
-    """What one member has promised and accepted."""
+    """A `Voter` keeps what one member has promised and accepted."""
 
     member: int
     promised: Term = (0, -1)
     newest: Config | None = None
 
     def propose(self, config: Config) -> tuple[Voter, Reply]:
-        """Be asked to accept a config."""
+        """Answer a request to accept a config."""
         if config.term < self.promised:
             return self, Refused(self.member, self.promised)
         if self.newest is None or config.stamp >= self.newest.stamp:
@@ -62,7 +62,7 @@ class Voter:
         return Accepted(self.member, config.term, config.version)
 
     def solicit(self, term: Term) -> tuple[Voter, Reply]:
-        """Be asked to promise a term."""
+        """Answer a request to promise a term."""
         if term < self.promised:
             return self, Refused(self.member, self.promised)
         return replace(self, promised=term), Promised(self.member, term, self.newest)

@@ -16,47 +16,47 @@ from phalanx.rpc.agent.reading import Answer
 from phalanx.rpc.remote_error import set_error
 from phalanx.rpc.worker_info import WorkerAddress
 
-_BIG_BYTES = 1 << 16  # of which it is counted how much is under way
+_BIG_BYTES = 1 << 16  # calls of so many bytes count towards the bytes under way
 
 
 class Call:
-    """It is a call that was sent, or is about to be. `kept` lives until it is answered."""
+    """A `Call` was sent, or is about to be. `kept` lives until it is answered."""
 
     __slots__ = (
         "at", "deadline", "future", "kept", "name", "nbytes", "number", "on_answer", "read", "timeout_s", "what"
     )  # fmt: skip
 
     def __init__(self, what: str, name: str, timeout_s: float, kept: Any = None) -> None:
-        self.what = what  # "rpc_async"
-        self.name = name  # of the function
+        self.what = what  # such as "rpc_async"
+        self.name = name  # the name of the function
         self.timeout_s = timeout_s
         self.deadline = math.inf
         self.future: Answer[Any] = Answer()
         self.kept = kept
         self.nbytes = 0
         self.number = 0
-        self.on_answer: Any = None  # makes the result of what has arrived, before the future has it
-        self.read: Callable[[Any], Any] | None = None  # as that, of the answer's frame: it is no pickle
+        self.on_answer: Any = None  # it makes the result of what has arrived, before the future has it
+        self.read: Callable[[Any], Any] | None = None  # it makes the result of the answer's frame, which is no pickle
 
     def fail(self, make: Callable[[], BaseException]) -> None:
-        """There will be no answer, and why."""
+        """Set an error, which `make` returns, instead of an answer."""
         set_error(self.future, make)
         self.future.rang()
 
     @property
     def described(self) -> tuple[str, str, float]:
-        """What an error says of it."""
+        """Return what an error says of the call."""
         return self.what, self.name, self.timeout_s
 
 
 class Callee:
-    """It is a worker, as far as this one calls it: it has the calls that the worker has yet to answer."""
+    """`Callee` is a worker that this one calls: it has the calls that the worker has yet to answer."""
 
     def __init__(self, member: WorkerAddress, most_calls: int, most_bytes: int) -> None:
         self.member = member
         self.calls: dict[int, Call] = {}
         self.connection: Any = None
-        self.calls_us: Any = None  # the connection on which it does
+        self.calls_us: Any = None  # the connection on which it calls us
         self.connecting = threading.Lock()
         self.lost = ""  # why it will not answer any more
         self._most_calls = most_calls
@@ -67,11 +67,11 @@ class Callee:
         self._num_waiting = 0
 
     def is_lost(self) -> bool:
-        """Whether it will not answer any more."""
+        """Return whether the worker will not answer any more."""
         return bool(self.lost)
 
     def add(self, call: Call, nbytes: int, *, waits: bool) -> None:
-        """Count a call as under way; `waits` while there are too many, as all calls of the user's do.
+        """Count a call as under way. With `waits`, wait while too many are, as all calls of the user's do.
 
         Raises:
             DeadlineError: there was no room for it in time; it was not sent.
@@ -106,7 +106,7 @@ class Callee:
                 self._nbytes += nbytes
 
     def take(self, number: int) -> Call | None:
-        """Return the call, which waits no more; None if it does not, or not any more."""
+        """Return the call with this number, and forget it; None if it is not waiting, or not any more."""
         call = self.calls.pop(number, None)
         if call is not None and (call.nbytes or self._num_waiting):
             with self._lock:
@@ -115,11 +115,11 @@ class Callee:
         return call
 
     def take_all(self) -> list[Call]:
-        """All calls, which wait no more. A lost worker gives back the room of its table, which has grown with them."""
+        """Return all calls, and forget them. A lost worker also frees its table, which has grown with them."""
         taken = [call for number in list(self.calls) if (call := self.take(number)) is not None]
         if self.lost:
             old, self.calls = self.calls, {}
-            taken += old.values()  # who adds one now finds the worker lost, and takes it back
+            taken += old.values()  # a thread that adds a call now finds the worker lost, and takes the call back
         return taken
 
     def expire(self, now: float) -> tuple[list[Call], float]:
@@ -159,5 +159,5 @@ def why_failed(peer: Callee, call: Call) -> Callable[[], BaseException]:
 
 
 def count(peers: Iterable[Callee]) -> int:
-    """How many calls wait for an answer."""
+    """Return how many calls wait for an answer."""
     return sum(len(peer.calls) for peer in peers)

@@ -19,12 +19,12 @@ from phalanx.rpc.remote_error import error_of, set_error
 
 
 def has_calls(futures: Sequence[Any]) -> bool:
-    """Whether a call is among them."""
+    """Return whether a call is among the futures."""
     return any(isinstance(one, Answer) for one in futures)
 
 
 def collect_all(futures: Sequence[Any]) -> Future[Any]:
-    """Return a future of all of them: done when they are, or when the first one fails, with its error."""
+    """Return a future of all futures, done when they are, or when the first one fails, with its error."""
     return _Collection(futures).future
 
 
@@ -33,12 +33,12 @@ class _Collection:
         self.future: Answer[Any] = Answer()
         self._futures = list(futures)
         self._left = len(self._futures)
-        self._lock = threading.Lock()  # of the count; what hears of us runs outside of it
+        self._lock = threading.Lock()  # it guards the count; callbacks run without it
         for one in self._futures:
             one.add_done_callback(self._hear)
 
     def _hear(self, done: Any) -> None:
-        """One of them is done."""
+        """Note that one of the futures is done."""
         try:
             done.value()
         except BaseException:
@@ -49,7 +49,7 @@ class _Collection:
                 self.future.set_result(self._futures)
 
     def _count_down(self, to: int | None = None) -> bool:
-        """Whether it has come to its end by that."""
+        """Count one future, or all with `to=0`; return whether the count has reached its end by that."""
         with self._lock:
             before = self._left
             self._left = max(0, before - 1 if to is None else to)

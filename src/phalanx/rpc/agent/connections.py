@@ -40,7 +40,7 @@ _CONNECT_S = 30.0
 
 
 class Connections:
-    """It has the connections of one worker, `me`."""
+    """`Connections` has the connections of one worker, `me`."""
 
     def __init__(
         self,
@@ -52,7 +52,9 @@ class Connections:
         take_answer: Callable[[Any, Frame, Any], Any],
         on_lost: Callable[[Callee], None],
     ) -> None:
-        """`take_answer` hands out an answer in the thread that reads for it; the leader calls `on_lost`."""
+        """Make the connections. `take_answer` hands out an answer in the thread that reads for it; the leader calls
+        `on_lost`.
+        """
         self._options = options
         self._serving = serving
         self._take_answer = take_answer
@@ -63,7 +65,7 @@ class Connections:
         self.membership: Workers
         self.network: Network | None = None
         self.peers: dict[int, Callee] = {}
-        self._gone: dict[int, str] = {}  # the uids of those that are lost, and why: all that is kept of them
+        self._gone: dict[int, str] = {}  # by uid: why a worker is lost; nothing else is kept of it
         self._closed = False
         self._open: set[UnixConnection] = set()
         self._releasing: deque[UnixConnection] = deque()
@@ -71,12 +73,12 @@ class Connections:
         self._watched: dict[int, WorkerAddress] = {}
 
     def start(self, membership: Workers) -> None:
-        """Let workers of this host in."""
+        """Start to accept workers of this host."""
         self.membership = membership
         self.listener.start()
 
     def peer(self, member: WorkerAddress) -> Callee:
-        """Return a worker as we call it."""
+        """Return the state of our calls to a worker."""
         peer = self.peers.get(member.uid)
         if peer is None:
             made = Callee(member, self._options.max_calls_in_flight, self._options.max_bytes_in_flight)
@@ -89,7 +91,7 @@ class Connections:
         return peer
 
     def connect(self, peer: Callee, timeout_s: float = 0.0) -> Any:
-        """Return the connection to a worker; None if there can be none: it is lost."""
+        """Return the connection to a worker; None if it is lost and there can be none."""
         with peer.connecting:
             if not peer.lost and peer.connection is None:  # another thread may have been faster
                 self._connect(peer, Deadline.after(min(timeout_s or _CONNECT_S, _CONNECT_S)))
@@ -128,7 +130,7 @@ class Connections:
         self.peer(member).calls_us = self._add(sock, fd_sock, member)
 
     def meet_containers(self) -> None:
-        """Let workers in that are on this host and do not see this process in their /proc."""
+        """Accept also workers that are on this host and do not see this process in their /proc."""
         if any(
             one.host == self.me.host and one.process.namespace != self.me.process.namespace
             for one in self.membership.members()
@@ -136,7 +138,7 @@ class Connections:
             self.listener.open_to_containers()
 
     def read(self, connection: UnixConnection, events: int) -> None:
-        """Read or write a connection that can be read, or written."""
+        """Read or write a connection that is ready for it."""
         if events & select.EPOLLOUT:
             connection.resume()
         if not events & ~select.EPOLLOUT:
@@ -161,7 +163,7 @@ class Connections:
         self._serving.wake_clock(0.0)
 
     def send_releases(self) -> None:
-        """Tell the others which of their segments have been let go of here."""
+        """Tell the other workers which of their segments are free again."""
         while self._releasing:
             self._releasing.popleft().flush()
 
@@ -171,14 +173,14 @@ class Connections:
     # -- the end of others ---------------------------------------------------------------------------------------------
 
     def _watch(self, member: WorkerAddress) -> None:
-        """Hear of the end of a process of this host even where a child of it keeps its sockets open."""
+        """Watch the process of a worker of this host, whose end shows even if a child of it keeps its sockets open."""
         process = member.process
         if process.pid == self.me.process.pid:
             return
         if process.namespace and process.namespace == self.me.process.namespace and self.me.process.has_pidfds:
             try:
                 fd = watch.acquire(process)
-            except PhalanxError:  # no descriptor is free: the connection's end tells, too
+            except PhalanxError:  # no descriptor is free: the connection's end shows it, too
                 return
             if fd in self._watched:
                 watch.release(process)
@@ -187,14 +189,16 @@ class Connections:
             self._serving.watch(fd, _EndedProcess(self, member, fd))
 
     def ended(self, member: WorkerAddress, fd: int) -> None:
-        """Take out a worker whose process has ended."""
+        """Remove a worker whose process has ended."""
         self._serving.forget(fd)
         self._watched.pop(fd, None)
         watch.release(member.process)
         self.lose_after_reading(member, "its process has ended.")
 
     def lose_after_reading(self, member: WorkerAddress, why: str) -> None:
-        """Of the leader: a worker is gone; but what it answered before is handed out first, whoever has read it."""
+        """Remove a worker that is gone, after its last answers were handed out, whoever has read them. The leader calls
+        this.
+        """
         connection = self.peer(member).connection
         if isinstance(connection, UnixConnection) and not connection.closed:
             if connection.reading is not None:
@@ -210,7 +214,7 @@ class Connections:
         self.lose(member, why)
 
     def lose(self, member: WorkerAddress, why: str) -> None:
-        """Take out a worker that is gone; the leader tells who wants to know: this thread may hold what they want."""
+        """Remove a worker that is gone. The leader runs the callbacks: this thread may hold a lock that they want."""
         peer = self.peer(member)
         if peer.lost or member.uid == self.me.uid:
             return
@@ -219,7 +223,7 @@ class Connections:
         if not self._closed:
             self.membership.forget(member)
         tell = Task(lambda lead: self._tell_lost(peer, lead), at_end=lambda: self._on_lost(peer))
-        self._serving.incoming.append(tell)  # first: `close` finds its calls here, or there
+        self._serving.incoming.append(tell)  # this comes first: `close` finds the worker's calls here, or in the peers
         self.peers.pop(member.uid, None)
         self._serving.wake()
 
@@ -230,7 +234,7 @@ class Connections:
     # -- workers of other hosts ----------------------------------------------------------------------------------------
 
     def open_network(self, address: str, key: Key) -> None:
-        """Let workers of other hosts in, who know the key; `me` says where from now on."""
+        """Accept workers of other hosts that know the key; from now on `me` has the address for them."""
         self.network = Network(address, key, self.me, self._arrive, self._lose_network_peer, self._hear_hello)
         self.me = replace(self.me, network=self.network.address)
         self.network.me = self.me
@@ -242,7 +246,7 @@ class Connections:
         self._serving.put(Task(lambda lead: self._lose_now(member, why, lead)))
 
     def _hear_hello(self, member: WorkerAddress) -> None:
-        """Connect to a worker of another host that has connected, and so hear of its end."""
+        """Connect to a worker of another host that has connected, so that its end is noticed."""
         self.membership.learn(member)
         peer = self.peer(member)
         if peer.connection is None and not peer.lost and self.network is not None:
@@ -251,17 +255,17 @@ class Connections:
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def abandon(self) -> None:
-        """In a fork of this worker: let go of its sockets, and of nothing that is shared with it."""
+        """Close this worker's sockets in a fork of it, and nothing that is shared with it."""
         for connection in list(self._open):
             connection.abandon()
         self.listener.abandon()
 
     def stop_to_learn(self) -> None:
-        """From here on who goes is not taken out of the members: this worker goes, too."""
+        """Keep lost workers among the members from now on, since this worker leaves, too."""
         self._closed = True
 
     def close(self) -> None:
-        """Let go of all of them."""
+        """Close all connections."""
         if self.network is not None:
             self.network.close()
         self.listener.close()
@@ -274,19 +278,19 @@ class Connections:
 
 
 class _ReadyConnection:
-    """It is a connection, as the leader waits for it."""
+    """`_ReadyConnection` is a connection for which the leader waits."""
 
     def __init__(self, connections: Connections, connection: UnixConnection) -> None:
         self._connections = connections
         self._connection = connection
 
     def ready(self, events: int) -> None:
-        """Read or write the connection, which can be."""
+        """Read or write the connection, which is ready for it."""
         self._connections.read(self._connection, events)
 
 
 class _EndedProcess:
-    """It is a process of this host, as the leader waits for its end."""
+    """`_EndedProcess` is a process of this host for whose end the leader waits."""
 
     def __init__(self, connections: Connections, member: WorkerAddress, fd: int) -> None:
         self._connections = connections
@@ -294,14 +298,14 @@ class _EndedProcess:
         self._fd = fd
 
     def ready(self, events: int) -> None:
-        """Hear that the process has ended."""
+        """Note that the process has ended."""
         self._connections.ended(self._member, self._fd)
 
 
 def _read_frames(connection: UnixConnection) -> list[Frame] | None:
-    """Return what has come; None at its end."""
+    """Return the frames that have come; None at the connection's end."""
     try:
         return connection.read() if not connection.closed else None
-    except Exception as error:  # frames that make no sense
+    except Exception as error:  # the frames are malformed
         _logger.error("rpc: the connection to %s is given up: %s", connection.peer, error)
         return None

@@ -20,7 +20,9 @@ _main = threading.main_thread().ident
 
 
 class _Deferral:
-    """It belongs to the main thread. `depth` is how many parts the thread is in that must not be left."""
+    """`_Deferral` belongs to the main thread. `depth` is how many nested parts the thread is in that must not be
+    interrupted.
+    """
 
     __slots__ = ("depth", "is_pending")
 
@@ -40,34 +42,36 @@ def _handle(number: int, frame: FrameType | None) -> None:
 
 
 def install() -> None:
-    """Put Ctrl-C off from now on where that is asked for."""
-    with contextlib.suppress(ValueError):  # another thread than the main one may not
+    """Put Ctrl-C off from now on in the parts that ask for it."""
+    with contextlib.suppress(ValueError):  # it is raised in any thread but the main one
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, _handle)
 
 
 def uninstall() -> None:
-    """As it was before."""
+    """Restore the handler of SIGINT."""
     with contextlib.suppress(ValueError):
         if signal.getsignal(signal.SIGINT) is _handle:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def reset() -> None:
-    """In a fork, whose only thread is its main one: it is in none of the parts that its parent was in."""
+    """Reset the state in a fork: its only thread is its main one, which is in none of the parts that its parent was
+    in.
+    """
     global _main, _state
     _main, _state = get_ident(), _Deferral()
 
 
 def defer() -> None:
-    """From here on this thread must not be left."""
+    """Begin a part in which this thread must not be interrupted."""
     if get_ident() == _main:
         _state.depth += 1
 
 
 def allow() -> None:
-    """From here on it may. Raises KeyboardInterrupt if that was put off."""
-    if get_ident() == _main and _state.depth:  # it is 0 in a fork that leaves what its parent was in
+    """End such a part. Raises KeyboardInterrupt if that was put off."""
+    if get_ident() == _main and _state.depth:  # the depth is 0 in a fork that leaves a part that its parent was in
         _state.depth -= 1
         if _state.is_pending and not _state.depth:
             _state.is_pending = False
@@ -75,18 +79,18 @@ def allow() -> None:
 
 
 def check() -> None:
-    """Raise KeyboardInterrupt if that was put off: this place may be left in good order."""
+    """Raise KeyboardInterrupt if that was put off: this place may be interrupted."""
     if _state.is_pending and get_ident() == _main:
         _state.is_pending = False
         raise KeyboardInterrupt
 
 
 def wait(until: Callable[[], object]) -> None:
-    """Call `until`, which waits and may be left at any time."""
+    """Call `until`, which waits and may be interrupted at any time."""
     if get_ident() != _main:
         until()
         return
-    state = _state  # a signal handler may fork: the child has another one
+    state = _state  # a signal handler may fork: the child has another state
     depth, state.depth = state.depth, 0
     try:
         check()

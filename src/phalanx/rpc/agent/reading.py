@@ -39,21 +39,25 @@ _Future: Any = find("torch._C.Future", loses="phalanx.rpc does not work")
 
 T = TypeVar("T")
 _logger = get_logger(__name__)
-_IDLE_S = 0.05  # a muted connection on which nothing happens is the leader's again
+_IDLE_S = 0.05  # a muted connection on which nothing happens for so long becomes the leader's again
 _CLAIM_S = 20e-6
-_LOOK_S = 0.01  # whether it is done, where a callback may keep a thread from hearing it
-_FIRST, _MOST = 4, 1 << 14  # so many threads must have waited for a call before the next one is expected to
+# how often a thread checks whether the answer is there, if a callback may keep the thread from hearing it
+_LOOK_S = 0.01
+# so many threads must have waited for a call, at first and at most, before the next one is expected to
+_FIRST, _MOST = 4, 1 << 14
 
 
 class Answer(Future[T]):
-    """It is the future of a call. `reading` is that of the connection on which the answer comes."""
+    """`Answer` is the future of a call. `reading` is that of the connection on which the answer comes."""
 
     reading: Reading | None = None
     has_callbacks = False
-    is_claimed = False  # a thread that does not lead is setting it
+    is_claimed = False  # a thread other than the leader is setting it
 
     def done(self) -> bool:
-        """Whether it is there. Who asks again and again waits for it."""
+        """Return whether the answer is there. A thread that asks again and again waits for it: then the leader
+        reads.
+        """
         if _Future.done(self):
             return True
         if self.reading is not None:
@@ -61,7 +65,7 @@ class Answer(Future[T]):
         return False
 
     def wait(self) -> T:
-        """Return the answer."""
+        """Wait for the answer, and return it."""
         reading = self.reading
         if reading is not None and not _Future.done(self):
             reading.read_until(self, self._wait)
@@ -71,48 +75,54 @@ class Answer(Future[T]):
         wait_interruptibly(self)
 
     def has_come(self) -> bool:
-        """Whether it is there; changes nothing."""
+        """Return whether the answer is there; changes nothing."""
         return bool(_Future.done(self))
 
     def hear(self, callback: Callable[[Any], Any]) -> None:
-        """As `add_done_callback`, of one who will wait for it as well, and whose callback is short."""
+        """Add a short callback of a thread that will also wait for the answer."""
         _Future.add_done_callback(self, callback)
 
     def then(self, callback: Any) -> Any:
-        """As torch's."""
+        """Call torch's `then`; the leader sets the answer from now on."""
         self.needs_leader()
         return super().then(callback)
 
     def add_done_callback(self, callback: Any) -> None:
-        """As torch's."""
+        """Call torch's `add_done_callback`; the leader sets the answer from now on."""
         self.needs_leader()
         super().add_done_callback(callback)
 
     def claim(self) -> bool:
-        """Of a thread that does not lead, which sets it at once if it may: not if a callback hears of it."""
+        """Return whether this thread, which is not the leader, may set the answer at once: not if a callback waits for
+        it.
+        """
         self.is_claimed = True
         if self.has_callbacks:
             self.is_claimed = False
         return self.is_claimed
 
     def needs_leader(self) -> None:
-        """Somebody is about to hear of the answer by a callback: it is not to run in a thread that reads for itself."""
+        """Have the leader set the answer, because a callback is about to be added: it must not run in a thread that
+        reads for itself.
+        """
         self.has_callbacks = True
         while self.is_claimed and not _Future.done(self):  # too late: it will be done, or unclaimed, at once
             time.sleep(_CLAIM_S)
-        self.rang()  # who reads for it has to look by itself from now on
+        self.rang()  # a thread that reads for it has to check by itself from now on
         if self.reading is not None:
             self.reading.unmute()
 
     def rang(self) -> None:
-        """Let a thread that reads for a call see that it is done, by another thread than the one that reads."""
+        """Wake a thread that reads for this call, because another thread has set the answer."""
         reading = self.reading
         if reading is not None:
             reading.ring(self)
 
 
 def wait_interruptibly(future: Any) -> Any:
-    """As torch's `Future.wait`, which hears no signal until the answer has come; in the main thread here it does."""
+    """Wait for the future and return its value; in the main thread, unlike torch's `Future.wait`, signals are handled
+    meanwhile.
+    """
     if not _Future.done(future) and threading.current_thread() is threading.main_thread():
         gate = threading.Lock()
         gate.acquire()
@@ -122,30 +132,32 @@ def wait_interruptibly(future: Any) -> Any:
 
 
 def _pass(gate: threading.Lock, future: Any) -> None:
-    """Until the gate is open; callbacks that came before may want what this thread holds, and keep it closed."""
+    """Wait until the gate is open; callbacks that came before may want a lock that this thread holds, and keep it
+    closed.
+    """
     while not gate.acquire(timeout=_LOOK_S if getattr(future, "has_callbacks", True) else 3600.0):
         if _Future.done(future):
             return
 
 
 class Caller(Protocol):
-    """It has made the calls that are answered on a connection."""
+    """`Caller` has made the calls that are answered on a connection."""
 
-    calls: dict[int, Any]  # that are under way
+    calls: dict[int, Any]  # the calls that are under way
 
     def take(self, number: int) -> Any:
-        """Return a call, which is under way no more; None if it is not, or not any more."""
+        """Return the call with this number, and forget it; None if it is not under way, or not any more."""
 
 
 class Awaited(Protocol):
-    """It is what a thread reads for. Code that lets it come in another thread tells the reading: `ring`."""
+    """`Awaited` is what a thread reads for. Code that completes it in another thread must call the reading's `ring`."""
 
     def has_come(self) -> bool:
-        """Whether it is there."""
+        """Return whether it is there."""
 
 
 class _Turn:
-    """It belongs to one thread. `busy_since` is when the thread began to hand out answers, or 0."""
+    """`_Turn` belongs to one thread. `busy_since` is when the thread began to hand out answers, or 0."""
 
     __slots__ = ("awaited", "busy_since", "thread")
 
@@ -156,7 +168,9 @@ class _Turn:
 
 
 class Reading:
-    """It reads one connection on which `caller` calls. `take(connection, frame, call)` hands out what has come."""
+    """`Reading` reads one connection on which `caller` calls. `take(connection, frame, call)` hands out what has
+    come.
+    """
 
     def __init__(
         self,
@@ -175,22 +189,22 @@ class Reading:
         self._wakeup = Wakeup()
         self._spin = Spin()
         self._is_muted = False
-        self._num_others = 0  # threads that wait while another one reads
-        self._num_waits = 0  # for calls that would else have been the leader's, since nobody waited for one
+        self._num_others = 0  # how many threads wait while another one reads
+        self._num_waits = 0  # how often a thread has waited for a call, so that the leader did not have to read
         self._needed_waits = _FIRST
         self._last = 0.0
-        self._left = threading.Event()  # at the end of the connection: nobody reads any more
+        self._left = threading.Event()  # set at the end of the connection: nobody reads any more
         self._is_closed = False
 
     # -- of who calls --------------------------------------------------------------------------------------------------
 
     def sent(self) -> None:
-        """Note that a call is under way for which nobody waits yet."""
+        """Note that a call is under way for which no thread waits yet."""
         if self._is_muted and self._turn is None and self._num_waits < self._needed_waits:
             self.unmute()
 
     def read_until(self, awaited: Awaited, wait: Callable[[], None]) -> None:
-        """Read until it has come, or the connection ends; `wait` for it if another thread reads."""
+        """Read until `awaited` has come, or the connection ends; call `wait` if another thread reads."""
         interrupts.defer()
         try:
             self._read_until(awaited, wait)
@@ -200,7 +214,7 @@ class Reading:
     def _read_until(self, awaited: Awaited, wait: Callable[[], None]) -> None:
         turn = self._begin(awaited, 0)
         if turn is None:
-            with self._lock:  # whoever reads sees it when it leaves; and it may just have left
+            with self._lock:  # a thread that reads sees it when it leaves; and it may just have left
                 self._num_others += 1
             try:
                 turn = self._begin(awaited, 1)
@@ -218,8 +232,8 @@ class Reading:
     # -- a turn --------------------------------------------------------------------------------------------------------
 
     def _begin(self, awaited: Awaited, most_others: int) -> _Turn | None:
-        """Return the turn of this thread; None if another one has it, or several wait: then the leader reads
-        for all.
+        """Return the turn of this thread; None if another thread has it, or several wait: then the leader reads for
+        all.
         """
         if self._turn is not None or self._num_others > most_others:
             return None
@@ -248,7 +262,7 @@ class Reading:
                     self._wakeup.drain()
                 if ready & 1:
                     frames = self._read_frames()
-                    if frames is None:  # the leader hears it as well
+                    if frames is None:  # the leader notices it as well
                         return
                     pending.extend(frames)
             turn.busy_since = time.monotonic()
@@ -257,20 +271,22 @@ class Reading:
             turn.busy_since = 0.0
 
     def _read_frames(self) -> list[Frame] | None:
-        """Return what has come; None at the end of the connection."""
+        """Return the frames that have come; None at the end of the connection."""
         connection = self._connection
         try:
             return connection.read() if not connection.closed else None
-        except Exception as error:  # frames that make no sense: no affair of the call that is waited for
+        except Exception as error:  # the frames are malformed, which does not concern the call that is waited for
             _logger.error("rpc: the connection to %s is given up: %s", connection.peer, error)
-            with contextlib.suppress(OSError):  # the leader hears that, and fails all calls
+            with contextlib.suppress(OSError):  # the leader notices the end, and fails all calls
                 connection.socket.shutdown(socket.SHUT_RDWR)
             return None
 
     def _next(self, turn: _Turn) -> tuple[Frame, Any] | None:
-        """Return what this thread hands out next, and the call that it answers; None: no more, or it has lost its turn.
+        """Return the frame that this thread hands out next, and the call that it answers; None if there is no more, or
+        if the thread has lost its turn.
 
-        Taken both at once: what a thread has read is its own to hand out, or the leader's, and never nobody's.
+        Both are taken at once: a frame that a thread has read is its own to hand out, or the leader's, and never
+        nobody's.
         """
         with self._lock:
             while self._turn is turn and self._pending:
@@ -301,7 +317,7 @@ class Reading:
                 self.unmute()
 
     def ring(self, awaited: Awaited) -> None:
-        """If another thread reads until this has come: it has."""
+        """Wake another thread that reads until `awaited` has come, because it has."""
         turn = self._turn
         if turn is not None and turn.awaited is awaited and turn.thread != threading.get_ident():
             with self._lock:
@@ -317,7 +333,7 @@ class Reading:
                     self._give_back()
 
     def _give_back(self) -> None:
-        """To the leader; with the lock held."""
+        """Give the connection back to the leader; the caller holds the lock."""
         self._is_muted = False
         self._serving.muted.pop(self, None)
         if self._pending:
@@ -327,7 +343,9 @@ class Reading:
         self._connection.mute(False)
 
     def relieve(self, now: float) -> None:
-        """Of the clock: who is stuck loses its turn; and what nobody reads is the leader's."""
+        """Take a stuck thread's turn away, and give connections that no thread reads back to the leader. The clock
+        calls this.
+        """
         turn = self._turn
         if turn is not None:
             if turn.busy_since and now - turn.busy_since > LATE_S:
@@ -346,7 +364,8 @@ class Reading:
             self.unmute()
 
     def finish(self, timeout_s: float = 1.0) -> None:
-        """Nobody but the leader reads any more; what was read and not handed out has come in to it when this returns.
+        """Let only the leader read from now on; frames that were read and not handed out are in its queue when this
+        returns.
 
         A thread that hands out what it has read goes on with the one answer that it has taken, and leaves the rest.
         """
@@ -363,7 +382,7 @@ class Reading:
             self._left.wait(timeout_s)
 
     def close(self) -> None:
-        """End the connection: a thread that reads leaves, and then its sockets can be closed."""
+        """End the connection: a thread that reads leaves, and then the sockets can be closed."""
         self.finish()
         with self._lock:
             self._turn = None
@@ -371,5 +390,5 @@ class Reading:
             self._wakeup.close()
 
     def abandon(self) -> None:
-        """In a fork."""
+        """Close the wakeup in a fork."""
         self._wakeup.close()

@@ -11,12 +11,13 @@ import select
 try:
     from phalanx._core import wait_ready as wait_ready
 except ImportError:
-    _MOST_MS = 100  # Python goes back to sleep after a signal, and nobody would look who has been interrupted
+    # Python goes back to sleep after a signal, and an interrupted thread has to check whether it may stop
+    _MOST_MS = 100
 
     def wait_ready(fd: int, bell: int, spin_ns: int, timeout_ms: int, /) -> int:
         """Return 1 if `fd` can be read, or has an end, plus 2 for `bell`, which may be -1; 0 if neither can yet.
 
-        It may return 0 before `timeout_ms` has passed; below zero that is without a bound.
+        It may return 0 before `timeout_ms` has passed; a negative `timeout_ms` sets no bound.
         """
         poll = select.poll()
         for number in (fd, bell):

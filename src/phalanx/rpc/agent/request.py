@@ -25,18 +25,18 @@ from phalanx.torch_names import find
 _Future: Any = find("torch._C.Future", loses="phalanx.rpc does not work")
 
 _MOST_REMEMBERED = 10_000
-_WEIGHT = 0.2  # of the last time, in the time that a function is expected to take
+_WEIGHT = 0.2  # the weight of the last time in the time that a function is expected to take
 _durations: dict[Any, float] = {}
 
 
 class Worker(Protocol):
-    """It is what a request needs of the worker that carries it out."""
+    """`Worker` is what a request needs of the worker that carries it out."""
 
     me: WorkerAddress
     references: References
 
     def take_forks(self, forks: Any) -> list[Any]:
-        """Return the references that came with it."""
+        """Return the references that came with a call."""
 
     def answer(
         self,
@@ -48,11 +48,13 @@ class Worker(Protocol):
         note: Any = None,
         later: bool = False,
     ) -> None:
-        """Send what came of it."""
+        """Send the answer."""
 
 
 class Request:
-    """It is one call. The leader makes requests in the order in which they came, and what is owned comes to be here."""
+    """`Request` is one call. The leader makes requests in the order in which they came, and registers objects that the
+    worker will own.
+    """
 
     __slots__ = (
         "_agent",
@@ -87,7 +89,7 @@ class Request:
                 self._owned = agent.references.make(rref_id, fork, self._caller.uid)
 
     def prepare(self) -> bool:
-        """Read it; whether the function is expected to be short."""
+        """Read the call; return whether the function is expected to be short."""
         frame = self._frame
         try:
             forks = self._agent.take_forks(self._forks) if self._forks else []
@@ -107,7 +109,7 @@ class Request:
             return True
 
     def run(self, more_follow: bool) -> None:
-        """Carry it out, and answer."""
+        """Run the function, and answer."""
         begin = time.perf_counter()
         try:
             if self._error is not None:
@@ -134,8 +136,8 @@ class Request:
             self._finish(result, later=more_follow)
 
     def _call(self) -> Any:
-        for one in self._unconfirmed:  # the function may count on it that the owners know of its references
-            with contextlib.suppress(Exception):  # who uses the reference hears it
+        for one in self._unconfirmed:  # the function may rely on the owners knowing of its references
+            with contextlib.suppress(Exception):  # whoever uses the reference gets the error
                 one.wait()
         function, args, kwargs = self._work[:3]
         hook = call_hook()
@@ -145,7 +147,7 @@ class Request:
         else:
             result = function(*args, **kwargs)
         if _is_async(function, args):
-            if not isinstance(result, _Future):  # what `then` returns is none of torch.futures
+            if not isinstance(result, _Future):  # what `then` returns is not a Future of torch.futures
                 raise RuntimeError(
                     "Functions decorated with @rpc.async_function must return a torch.futures.Future object, but "
                     f"{getattr(function, '__qualname__', function)} returned {type(result).__name__}."
@@ -165,15 +167,15 @@ class Request:
         agent, owned = self._agent, self._owned
         if owned is None:
             agent.answer(self._connection, self._frame.call, result, error=error, note=self._note, later=later)
-        else:  # the answer says that it is there; who wants it asks for it, and hears of it after this
+        else:  # the answer says that it is there; a caller that wants it asks for it later
             told = None
-            if isinstance(result, Profiled):  # the result stays here, and what it took is told
+            if isinstance(result, Profiled):  # the result stays here, and the caller is told what it took
                 told, result = Profiled(None, result.duration_us, result.events), result.result
             agent.answer(self._connection, self._frame.call, told, later=later)
             self._settle(owned.future, result, error)
 
     def _settle(self, future: Future[Any], result: Any, error: BaseException | None) -> None:
-        """Go on once the object of a reference is there, or will never be."""
+        """Continue once the object of a reference is there, or will never be."""
         if error is None:
             future.set_result(result)
         else:
@@ -182,7 +184,7 @@ class Request:
 
 
 class _Later:
-    """It is a result that a function declared as asynchronous will have."""
+    """`_Later` is a result that a function declared as asynchronous will have."""
 
     __slots__ = ("future",)
 
@@ -191,7 +193,7 @@ class _Later:
 
 
 def _is_async(function: Callable[..., Any], args: tuple[Any, ...]) -> bool:
-    """Whether it was declared with @async_execution: itself, or the method that it calls."""
+    """Return whether a function was declared with @async_execution: itself, or the method that it calls."""
     if getattr(function, "_calls_function", False):
         function, args = args[1], args[2]
     if getattr(function, "_calls_method", False):
@@ -200,7 +202,9 @@ def _is_async(function: Callable[..., Any], args: tuple[Any, ...]) -> bool:
 
 
 def _key(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Return what tells how long a call takes: the function, and of a reference's method the method."""
+    """Return the key under which the duration of a call is kept: the function, or the method of a reference's
+    object.
+    """
     code = getattr(function, "__code__", None)
     if code is None:
         return getattr(function, "__qualname__", None) or type(function)
@@ -210,7 +214,9 @@ def _key(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
 
 
 def _is_of_pickle(error: AttributeError) -> bool:
-    """Whether pickle itself raised it, or a module that was asked for a name; not what rebuilds an object."""
+    """Return whether pickle itself raised an error, or a module that was asked for a name; not the code that rebuilds
+    an object.
+    """
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

@@ -25,13 +25,14 @@ from phalanx.rpc.remote_error import error_of, set_error
 _FIRST_PAUSE_S = 0.01
 _MOST_PAUSE_S = 0.2
 
-# Makes the call, with so many seconds (0: no limit), and returns the future; PeerLostError: nobody has the name now.
+# It makes the call, with so many seconds (0: no limit), and returns the future. It raises PeerLostError if no worker
+# has the name now.
 Send = Callable[[float], Future[Any]]
 
 
 @dataclass(eq=False)
 class _Call:
-    what: str  # "rpc_sync(f) to worker s1"
+    what: str  # such as "rpc_sync(f) to worker s1"
     to: Hashable
     send: Send
     deadline: Deadline
@@ -41,7 +42,8 @@ class _Call:
 
 
 class Retries:
-    """They are those of one worker. `is_there(to)`: whether a worker of that name is there; it may ask the job's store.
+    """`Retries` makes calls of one worker again. `is_there(to)` says whether a worker of that name is there; it may ask
+    the job's store.
 
     `run_later(work)` does what may run callbacks of the user, which may block: the thread that waits for all must not.
     """
@@ -58,11 +60,13 @@ class Retries:
 
     @property
     def num_under_way(self) -> int:
-        """How many calls are neither answered nor given up."""
+        """Return how many calls are neither answered nor given up."""
         return self._num_under_way
 
     def call(self, what: str, to: Hashable, send: Send, timeout_s: float) -> Future[Any]:
-        """Make a call, again and again if it must be. Raises what `send` raises at first, a lost worker aside."""
+        """Make a call, and again if its worker is lost. At first it raises what `send` raises, unless the worker is
+        lost.
+        """
         call = _Call(f"{what} to worker {to}", to, send, Deadline.after(timeout_s or None))
         with self._lock:
             self._num_under_way += 1
@@ -87,11 +91,11 @@ class Retries:
             sent.add_done_callback(partial(self._hear, call))
 
     def _hear(self, call: _Call, done: Future[Any]) -> None:
-        """Hear that the call was answered, or has failed."""
+        """Note that the call was answered, or has failed."""
         try:
             value = done.value()
         except PeerLostError as error:
-            if error.__cause__ is None:  # else the function itself has raised it, at the callee
+            if error.__cause__ is None:  # otherwise the function itself has raised it, at the callee
                 self._lose(call, str(error))
                 return
         except DeadlineError as error:
@@ -146,13 +150,13 @@ class Retries:
                     self._send(call)
                 except ClosedError:
                     self._run_later(partial(self._close_call, call))
-                except BaseException as error:  # an argument that cannot be pickled any more
+                except BaseException as error:  # an argument cannot be pickled any more
                     self._run_later(partial(self._refuse, call, remote_error.pack(error, "this worker")))
             pause_s = _FIRST_PAUSE_S if any(there.values()) else min(2 * pause_s, _MOST_PAUSE_S)
             self._woken.wait(pause_s)
 
     def _find(self, to: Hashable) -> bool:
-        with contextlib.suppress(RuntimeError):  # the job's store is gone: nobody comes any more
+        with contextlib.suppress(RuntimeError):  # the job's store is gone: no worker joins any more
             return self._is_there(to)
         return False
 
@@ -166,7 +170,7 @@ class Retries:
         set_error(call.future, partial(ClosedError, text))
 
     def close(self) -> None:
-        """Make none again; those that wait for a worker fail."""
+        """Stop making calls again; those that wait for a worker fail."""
         with self._lock:
             self._closed = True
             thread = self._thread

@@ -29,59 +29,62 @@ from phalanx.rpc.agent.ready import wait_ready
 from phalanx.rpc.wire import Frame
 
 SHORT_S = 300e-6  # a function that takes longer is run beside the leader
-LATE_S = 5e-3  # in user code: then another thread takes the lead
-_SPIN_NS = 120_000  # before a thread sleeps until something comes, which it expects to come soon
+LATE_S = 5e-3  # after so long in user code another thread takes the lead
+_SPIN_NS = 120_000  # a thread spins for so long before it sleeps, if it expects something soon
 _SOON_S = 150e-6
 _MOST_MISSES = 8
 _AWAKE_S = 0.1  # the clock goes on looking for so long after the last call
 
 
 class Readable(Protocol):
-    """The leader waits until it can be read."""
+    """`Readable` is something for which the leader waits until it can be read."""
 
     def ready(self, events: int) -> None:
-        """Handle what can be read or written."""
+        """Read or write what is ready."""
 
 
 class Request(Protocol):
-    """It is a call of another worker."""
+    """`Request` is a call of another worker."""
 
     def prepare(self) -> bool:
-        """Read it; whether it is expected to be short. Must not raise."""
+        """Read the call; return whether it is expected to be short. Must not raise."""
 
     def run(self, more_follow: bool) -> None:
-        """Carry it out, and answer; the answer may wait for `flush` if `more_follow`. Must not raise."""
+        """Run the function, and answer; the answer may wait for `flush` if `more_follow`. Must not raise."""
 
 
 class Spin:
-    """It decides how long to look before a thread sleeps: as long as messages come soon, and otherwise now and then."""
+    """`Spin` decides how long a thread spins before it sleeps: as long as messages come soon, and otherwise now and
+    then.
+    """
 
     def __init__(self) -> None:
         self._since = 0.0
         self._misses = 0
 
     def begin(self) -> int:
-        """Begin a wait, and return for how many nanoseconds."""
+        """Begin a wait, and return for how many nanoseconds to spin."""
         self._since = time.monotonic()
         return _SPIN_NS if self._misses < _MOST_MISSES or self._misses % _MOST_MISSES == 0 else 0
 
     def end(self) -> None:
-        """End a wait."""
+        """End a wait, and learn from it."""
         self._misses = 0 if time.monotonic() - self._since < _SOON_S else self._misses + 1
 
 
 class Relieved(Protocol):
-    """The clock looks at it, as long as it is muted."""
+    """`Relieved` is something that the clock checks as long as it is muted."""
 
     def relieve(self, now: float) -> None:
-        """Give the leader what it has to do. Must not raise."""
+        """Give the leader what it has to read. Must not raise."""
 
 
 @dataclass(eq=False)
 class Lead:
-    """It is the lead of one thread, until another one has it. `busy_since`: when it went into user code, or 0.
+    """`Lead` is the lead of one thread, until another one has it. `busy_since` is when it went into user code, or 0.
 
-    It can be taken away only while the thread is in user code: what it reads and hands out stays in order.
+    It can be taken away only while the thread is in user code: frames that the thread reads and hands out stay in
+    order.
     """
 
     busy_since: float = 0.0
@@ -93,9 +96,9 @@ class Lead:
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """The leader does it when its turn among the frames that come in has come.
+    """`Task` is work that the leader does when its turn among the frames that come in has come.
 
-    `at_end` is done instead when nobody leads any more; without it nothing is done then. Neither may raise.
+    If there is no leader any more, `at_end` is done instead; without it nothing is done. Neither may raise.
     """
 
     run: Callable[[Lead], None]
@@ -104,14 +107,14 @@ class Task:
 
 @dataclass(eq=False)
 class _Seat:
-    """A thread without work waits here."""
+    """`_Seat` is where a thread without work waits."""
 
     gate: threading.Lock
     lead: Lead
 
 
 class Serving:
-    """It has the threads of one agent.
+    """`Serving` has the threads of one agent.
 
     What comes in goes into `incoming`: frames with the connection on which they came, and tasks. The leader takes one
     after the other, and gives frames to `handle`: that hands out answers, which may run the user's callbacks (it tells
@@ -148,12 +151,12 @@ class Serving:
         self._clock_wakeup = Wakeup()
         self._clock_sleeps = False
         self._due = math.inf  # the clock will tick by then; what is due later need not be told to it
-        self._wanted: deque[float] = deque()  # by others, of the clock
+        self._wanted: deque[float] = deque()  # by other threads: when the clock must tick
         self._inside = threading.local()
         self.watch(self._wakeup.fileno(), _Woken(self._wakeup))
 
     def start(self) -> None:
-        """Start to serve."""
+        """Start the threads."""
         self._start_thread("clock", self._be_clock)
         with self._lock:
             self._appoint()
@@ -167,41 +170,41 @@ class Serving:
 
     def change(self, fd: int, events: int) -> None:
         """Wait for other events of `fd`."""
-        with contextlib.suppress(OSError, ValueError):  # nobody serves any more: who waits reads for itself
+        with contextlib.suppress(OSError, ValueError):  # nobody serves any more: a thread that waits reads for itself
             self._poll.modify(fd, events)
 
     def forget(self, fd: int) -> None:
-        """Wait for it no more."""
+        """Stop waiting for `fd`."""
         if self._readable.pop(fd, None) is not None:
             with contextlib.suppress(OSError, ValueError):
                 self._poll.unregister(fd)
 
     def wake(self) -> None:
-        """Make the leader look at what was put where it looks. Takes no lock: finalizers may call it."""
+        """Make the leader check its queue. Takes no lock: finalizers may call it."""
         self._wakeup.ring()
 
     def wake_clock(self, due: float) -> None:
-        """Let the clock tick by `due`. Takes no lock: finalizers may call it."""
+        """Have the clock tick by `due`. Takes no lock: finalizers may call it."""
         if due < self._due:
             self._due = due
-            self._wanted.append(due)  # as the clock may overwrite the former at this moment
+            self._wanted.append(due)  # the clock may overwrite `_due` at this moment
             if self._clock_sleeps:
                 self._clock_wakeup.ring()
 
     def touch(self) -> None:
-        """Something happens: the clock has to look."""
+        """Wake the clock, because something happens."""
         self._last_call = time.monotonic()
         if self._clock_sleeps:
             self._clock_wakeup.ring()
 
     @property
     def due(self) -> float:
-        """When the clock will tick."""
+        """Return when the clock will tick."""
         return self._due
 
     @property
     def is_served_here(self) -> bool:
-        """Whether this thread is one of ours."""
+        """Whether this thread is one of the agent's."""
         return getattr(self._inside, "yes", False)
 
     @property
@@ -211,18 +214,18 @@ class Serving:
         return lead is not None and lead is self._leader
 
     def run_here(self, work: Callable[[], None]) -> None:
-        """Of the leader, while it hands out what came: run what is expected to be short; it must not raise."""
+        """Run work that is expected to be short, in the leader, while it hands out frames. `work` must not raise."""
         lead: Lead = self._inside.lead
         lead.busy_since = time.monotonic()
         work()
 
     @property
     def num_running(self) -> int:
-        """How many functions run."""
+        """Return how many functions run."""
         return self._running
 
     def put(self, item: tuple[Any, Frame] | Task) -> None:
-        """Let the leader take this when all has been taken that came before it."""
+        """Queue an item for the leader, behind everything that came before it."""
         self.incoming.append(item)
         self.wake()
 
@@ -234,7 +237,7 @@ class Serving:
         thread.start()
 
     def _appoint(self) -> None:
-        """Give the lead to a thread that does nothing; with the lock held."""
+        """Give the lead to a thread without work; the caller holds the lock."""
         if self._closed:
             return
         lead = self._leader = Lead()
@@ -294,7 +297,7 @@ class Serving:
                     readable.ready(events)
 
     def _run_one(self, lead: Lead | None) -> bool:
-        """Run the next request; False if there is none, or as many run as may."""
+        """Run the next request; return False if there is none, or if as many run as may."""
         if self._running >= self._num_threads or self._closed:
             return False
         try:
@@ -327,7 +330,7 @@ class Serving:
             due = self._next_due(due)
             now = time.monotonic()
             if now >= due:
-                self._due = math.inf  # first: what is wanted from here on is told
+                self._due = math.inf  # this comes first: whoever wants an earlier tick from here on tells the clock
                 due = self._tick(now)
                 self._due = min(due, self._due)
             busy = self._relieve(now)
@@ -341,13 +344,15 @@ class Serving:
             self._clock_wakeup.drain()
 
     def _next_due(self, due: float) -> float:
-        """`due`, or earlier if somebody wants that."""
+        """Return `due`, or an earlier time that another thread wants."""
         while self._wanted:
             due = min(due, self._wanted.popleft())
         return due
 
     def _relieve(self, now: float) -> bool:
-        """Give the lead to another thread if the leader has been in user code for too long; whether it is in any."""
+        """Give the lead to another thread if the leader has been in user code for too long; return whether the clock
+        has something to watch.
+        """
         for one in list(self.muted):
             one.relieve(now)
         lead = self._leader
@@ -362,7 +367,7 @@ class Serving:
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """End the threads; one that is in user code ends when it comes back, and keeps nobody waiting."""
+        """End the threads; one that is in user code ends when it comes back, and nobody waits for it."""
         with self._lock:
             self._closed = True
             parked, self._parked = self._parked, []
@@ -381,11 +386,11 @@ class Serving:
 
 
 class _Woken:
-    """It wakes the leader."""
+    """`_Woken` is the leader's wakeup."""
 
     def __init__(self, wakeup: Wakeup) -> None:
         self._wakeup = wakeup
 
     def ready(self, events: int) -> None:
-        """Somebody rang."""
+        """Drain the wakeup."""
         self._wakeup.drain()

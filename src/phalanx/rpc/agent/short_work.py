@@ -9,19 +9,19 @@ from collections.abc import Callable
 from phalanx.rpc.agent.serving import SHORT_S, Serving
 from phalanx.rpc.agent.threads import Threads
 
-_WEIGHT = 0.2  # of work that took longer than before, in the time that the next one is expected to take
+_WEIGHT = 0.2  # the weight of work that took longer than before, in the time that the next one is expected to take
 
 
 class ShortWork:
-    """It does the work of one kind."""
+    """`ShortWork` does the work of one kind."""
 
     def __init__(self, serving: Serving, threads: Threads) -> None:
         self._serving = serving
         self._threads = threads
-        self._took_s = math.inf  # of late
+        self._took_s = math.inf  # how long the work took lately
 
     def run(self, work: Callable[[bool], None], may_wait: bool = False) -> None:
-        """`work(True)`, here, if it will be short and this thread leads; or `work(False)`, in another thread."""
+        """Run `work(True)` here, if it will be short and this thread leads; else `work(False)` in another thread."""
         if not may_wait and self._took_s < SHORT_S and self._serving.is_leader:
             self._serving.run_here(lambda: self._run(work, True))
         else:

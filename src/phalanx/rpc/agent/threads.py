@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 class Threads:
-    """It has as many threads as there is work at once."""
+    """`Threads` has as many threads as there is work at a time."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -18,7 +18,7 @@ class Threads:
         self._closed = False
 
     def run(self, work: Callable[[], None]) -> None:
-        """Carry it out, in a thread; it must not raise. Never waits."""
+        """Run the work in a thread; it must not raise. This never waits."""
         with self._lock:
             if self._closed:
                 return
@@ -42,7 +42,7 @@ class Threads:
             seat.gate.acquire()
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """End those that do nothing; what is under way is waited for, so long."""
+        """End the threads that are idle; work that is under way is waited for up to `timeout_s`."""
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
@@ -55,7 +55,7 @@ class Threads:
 
 
 class _Seat:
-    """A thread waits here for work."""
+    """`_Seat` is where a thread waits for work."""
 
     def __init__(self, work: Callable[[], None]) -> None:
         self.work: Callable[[], None] | None = work

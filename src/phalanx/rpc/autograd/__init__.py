@@ -37,9 +37,10 @@ __all__ = ["BackwardError", "backward", "context", "get_gradients"]
 
 @contextmanager
 def context() -> Iterator[int]:
-    """Note what the calls of this thread, and those that they make in turn, compute; its number is for `backward`.
+    """Record what the calls of this thread compute, and the calls that those make in turn; yield the context's number
+    for `backward`.
 
-    At the end all workers let go of what they noted, gradients as well.
+    At the end all workers release what they recorded, gradients as well.
 
     Raises:
         RuntimeError: this thread is in a context already.

@@ -22,22 +22,22 @@ _ONCE: Counter[int] = Counter()
 
 
 class Context:
-    """It is one context, on one worker. `origin` is the uid of the worker that opened it."""
+    """`Context` is one context on one worker. `origin` is the uid of the worker that opened it."""
 
     def __init__(self, context_id: int, origin: int) -> None:
         self.id = context_id
         self.origin = origin
         self.lock = threading.Lock()
-        self.known: dict[int, WorkerAddress] = {}  # whom we told of it
+        self.known: dict[int, WorkerAddress] = {}  # the workers that we told of it
         self.sends: dict[MessageId, Send] = {}
         self.received: dict[MessageId, Any] = {}
         self.passes: dict[tuple[int, int], Any] = {}
         self.gradients: dict[Tensor, Tensor] = {}
 
     def accumulate(self, found: Sequence[tuple[Tensor, Tensor]], *, is_shared: bool = False) -> None:
-        """Add gradients to what is there. What nobody else has is kept as it is, without a copy.
+        """Add gradients to those that are there. A gradient that nobody else has is kept as it is, without a copy.
 
-        `is_shared`: others may have them, who are not among those found.
+        `is_shared`: memory of the gradients may be in use elsewhere, too, besides in `found`.
         """
         counts = Counter(_memory(gradient) for _, gradient in found) if len(found) > 1 else _ONCE
         with self.lock:
@@ -66,7 +66,7 @@ class Context:
 
 
 class SendFunction:
-    """The tensors of a message leave here, for which PyTorch has one node."""
+    """`SendFunction` stands for PyTorch's node of the tensors of a message that leave here."""
 
     def __init__(self, send: Send) -> None:
         nodes: list[Any] = [stub.grad_fn for stub in send.stubs]
@@ -78,19 +78,19 @@ def _memory(tensor: Tensor) -> int:
 
 
 def _is_plain(gradient: Tensor, variable: Tensor) -> bool:
-    """Whether it lies in memory as its variable does, or in a row."""
+    """Return whether a gradient lies in memory as its variable does, or in a row."""
     if gradient.is_sparse:
         return gradient._indices().is_contiguous() and gradient._values().is_contiguous()
     return gradient.is_contiguous() or (not variable.is_sparse and gradient.stride() == variable.stride())
 
 
 class Contexts:
-    """It has all contexts that this worker knows of, and knows which one a thread is in."""
+    """`Contexts` has all contexts that this worker knows of, and knows which one a thread is in."""
 
     def __init__(self, rank: int, uid: int) -> None:
         self._uid = uid
         self._first = rank << _NUMBER_BITS
-        start = int.from_bytes(os.urandom(5), "little")  # a worker that comes again begins elsewhere
+        start = int.from_bytes(os.urandom(5), "little")  # a worker that is started again begins at another number
         self._numbers = itertools.count(start)
         self._lock = threading.Lock()
         self._by_id: dict[int, Context] = {}
@@ -99,12 +99,12 @@ class Contexts:
 
     @property
     def max_id(self) -> int:
-        """The largest number that a context of this worker can have."""
+        """Return the largest number that a context of this worker can have."""
         return self._first + (1 << _NUMBER_BITS) - 1
 
     @property
     def current(self) -> Context | None:
-        """The one that this thread is in."""
+        """Return the context that this thread is in."""
         return getattr(self._thread, "context", None)
 
     def open(self) -> Context:
@@ -115,7 +115,7 @@ class Contexts:
         return context
 
     def enter(self, context: Context | None) -> Inside:
-        """Be inside of it, in this thread."""
+        """Enter a context in this thread, as a context manager."""
         return Inside(self._thread, context)
 
     def find(self, context_id: int) -> Context:
@@ -147,7 +147,7 @@ class Contexts:
             return self._by_id.setdefault(context_id, Context(context_id, origin))
 
     def release(self, context_id: int) -> Context | None:
-        """Release a context that has ended; return it with what it kept, to be let go of, unless it has ended
+        """Forget a context that has ended; return it, for the caller to release what it kept, or None if it had ended
         before.
         """
         with self._lock:
@@ -157,12 +157,12 @@ class Contexts:
             return self._by_id.pop(context_id, None)
 
     def all(self) -> list[Context]:
-        """Those that there are."""
+        """Return all contexts."""
         return list(self._by_id.values())
 
 
 class Inside:
-    """While it is entered, this thread is in a context."""
+    """`Inside` puts this thread in a context while it is entered."""
 
     __slots__ = ("_before", "_context", "_thread")
 

@@ -31,22 +31,23 @@ _engine: Any = find(
     "torch.autograd.Variable._execution_engine", loses="distributed backwards of phalanx.rpc do not work"
 )
 
-# How many messages lie before it, at most, in a row; the uid of its sender; its number there.
-# Backwards, who lies deeper comes first: all workers wait for gradients in this order, so none for another in turn.
+# The most messages in a row before this one; the uid of its sender; its number there.
+# Backwards, deeper messages come first: all workers wait for gradients in this order, so never for each other.
 MessageId = tuple[int, int, int]
-Ancestors = Mapping[MessageId, int]  # which tensors of each message: bit n for tensor n, or ALL
+Ancestors = Mapping[MessageId, int]  # the tensors of each message: bit n for tensor n, or ALL
 ALL = -1
 
-_FIRST, _LAST = 1 << 62, 0  # sequence numbers: of what is ready, the engine runs the highest first
+# sequence numbers: of the nodes that are ready, the engine runs the one with the highest first
+_FIRST, _LAST = 1 << 62, 0
 
 
 class Gradients(Protocol):
-    """It is a backward pass, as `SendRpc` and `RecvRpc` see it."""
+    """`Gradients` is a backward pass, as `SendRpc` and `RecvRpc` see it."""
 
     context_id: int
 
     def wait(self, message: MessageId) -> None:
-        """Wait until the gradients of a message's tensors are here."""
+        """Wait until the gradients of a message's tensors have come."""
 
     def take(self, message: MessageId, number: int) -> Tensor | None:
         """Return the gradient of one tensor of the message, or None."""
@@ -58,11 +59,11 @@ class Gradients(Protocol):
         """Add a leaf's gradient to the context while the engine runs."""
 
     def inside(self) -> AbstractContextManager[Any]:
-        """Return what lets this thread be inside of the context."""
+        """Return a context manager that puts this thread in the pass's context."""
 
 
 class _Current(threading.local):
-    """It is the pass that this thread runs."""
+    """`_Current` is the pass that this thread runs."""
 
     run: Gradients | None = None
 
@@ -71,11 +72,13 @@ current = _Current()
 
 
 class SendRpc(torch.autograd.Function):
-    """A tensor leaves here. The output stands for it, without its memory; in the backward, its gradient comes back."""
+    """`SendRpc` is where a tensor leaves. Its output stands for the tensor, without its memory; in the backward, its
+    gradient comes back.
+    """
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        """Return a stub."""
+        """Return a stub of the tensor."""
         ctx.set_materialize_grads(False)
         return torch.empty(0)
 
@@ -86,18 +89,20 @@ class SendRpc(torch.autograd.Function):
 
 
 class RecvRpc(torch.autograd.Function):
-    """Tensors arrive here, and become its outputs in place. In the backward, the gradients go to their sender."""
+    """`RecvRpc` is where tensors arrive, and become its outputs in place. In the backward, the gradients go to their
+    sender.
+    """
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> Any:
-        """Return the tensors themselves; the anchor lets the engine come here."""
+        """Return the tensors themselves; the anchor makes the engine come here."""
         ctx.set_materialize_grads(False)
         ctx.mark_dirty(*tensors)
         return tensors
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        """Send them."""
+        """Send the gradients."""
         run = _current_pass()
         check_context(ctx, run.context_id)
         run.send(ctx.message, gradients)
@@ -105,7 +110,7 @@ class RecvRpc(torch.autograd.Function):
 
 
 class Gate(torch.autograd.Function):
-    """It lets a message's SendRpcs of one pass go on when their gradients are here, and then the next gate.
+    """`Gate` lets a message's SendRpcs of one pass go on when their gradients are here, and then the next gate.
 
      gate ─► gate ─► gate          each waits, with the lowest priority: when nothing else is left to run
        │       │       │
@@ -114,13 +119,13 @@ class Gate(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *after: Tensor) -> Tensor:
-        """One output for some SendRpcs' and the next gate's."""
+        """Return one output for some SendRpcs' and the next gate's."""
         ctx.count = len(after)
         return torch.empty(0)
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
-        """Wait."""
+        """Wait until the message's gradients have come."""
         _current_pass().wait(ctx.message)
         return (gradient,) * ctx.count
 
@@ -153,17 +158,17 @@ _RECV: type = RecvRpc._backward_cls
 
 @dataclass(frozen=True)
 class Reached:
-    """It says where a local graph ends: the leaves, and the tensors that came from others."""
+    """`Reached` says where a local graph ends: the leaves, and the tensors that came from others."""
 
     leaves: list[Any]
-    received: dict[Any, int]  # and which of a message's tensors: bit n for tensor n
+    received: dict[Any, int]  # with which of a message's tensors: bit n for tensor n
 
     def has_hooks(self) -> bool:
-        """Whether hooks of leaves wait for gradients to be in `.grad`."""
+        """Return whether hooks of leaves wait for gradients to be in `.grad`."""
         return any(node.variable._post_accumulate_grad_hooks for node in self.leaves)
 
     def ancestors(self, context_id: int) -> Ancestors:
-        """All messages of the context from which it was computed."""
+        """Return all messages of the context from which the outputs were computed."""
         found: dict[MessageId, int] = {}
         for node, mask in self.received.items():
             if node.context_id != context_id:
@@ -179,15 +184,15 @@ class Reached:
 
 @dataclass(frozen=True)
 class Send:
-    """It is a message of this worker's, or some of its tensors: `stubs` keep its graph."""
+    """`Send` is a message of this worker's, or some of its tensors: `stubs` keep its graph."""
 
     message: MessageId
-    to: int  # the uid of who has it
+    to: int  # the uid of the worker that has it
     stubs: Sequence[Tensor]
     reached: Reached
 
     def part(self, mask: int) -> Send:
-        """Return what there is to do with gradients of these tensors alone."""
+        """Return the part of the message that has these tensors alone."""
         stubs = [stub for number, stub in enumerate(self.stubs) if mask >> number & 1]
         if len(stubs) == len(self.stubs):
             return self
@@ -212,7 +217,8 @@ def reach(edges: Iterable[tuple[Any, int]]) -> Reached:
                 if kind is _LEAF:
                     leaves.append(node)
                     continue
-                if node._sequence_nr() == _LAST:  # the first node of a thread: no gate may come before it
+                # the first node of a thread has this number: no gate may come before it
+                if node._sequence_nr() == _LAST:
                     node._set_sequence_nr(1)
                 stack.append(node.next_functions)
     return Reached(leaves, received)
@@ -222,7 +228,7 @@ def _ancestors_of_each(nodes: Sequence[Any], context_id: int) -> list[Ancestors]
     """Return the ancestors of each of these nodes. Cost: looks at each node behind them twice, however many
     they are.
     """
-    places: dict[tuple[Any, int], int] = {}  # of tensors that were received: bits of the numbers below
+    places: dict[tuple[Any, int], int] = {}  # by received tensor: its bit in the numbers below
     found: dict[Any, int] = {}
     stack = list(nodes)
     while stack:
@@ -250,9 +256,9 @@ def _ancestors_of_each(nodes: Sequence[Any], context_id: int) -> list[Ancestors]
 def make_send(
     tensors: Sequence[Tensor], context_id: int, to: int, uid: int, number: int
 ) -> tuple[Send, tuple[Ancestors, ...]] | None:
-    """Note that these tensors leave; None if nothing is being recorded (no_grad).
+    """Note that these tensors leave; return None if nothing is being recorded (no_grad).
 
-    Returns each one's ancestors as well, or those of all, if they are the same.
+    Otherwise it also returns each tensor's ancestors, or those of all, if they are the same.
     """
     stubs: list[Tensor] = [SendRpc.apply(one) for one in tensors]  # type: ignore[no-untyped-call]
     nodes: list[Any] = [one.grad_fn for one in stubs]
@@ -272,7 +278,7 @@ def make_send(
 
 
 def make_recv(tensors: Sequence[Tensor], context_id: int, message: MessageId, ancestors: Sequence[Ancestors]) -> Any:
-    """Attach tensors that have arrived to the graph; the node. `ancestors` are as of `make_send`."""
+    """Attach tensors that have arrived to the graph; return the node. `ancestors` are as `make_send` returns them."""
     with torch.enable_grad():
         RecvRpc.apply(_anchor, *tensors)  # type: ignore[no-untyped-call]
     node: Any = tensors[0].grad_fn
@@ -285,7 +291,7 @@ def make_recv(tensors: Sequence[Tensor], context_id: int, message: MessageId, an
 
 
 def chain_gates(sends: Sequence[Send]) -> Tensor:
-    """One output that lets all of them run, one after the other."""
+    """Return one output that lets all of them run, one after another."""
     after: tuple[Tensor, ...] = ()
     with torch.enable_grad():
         for send in reversed(sends):
@@ -304,7 +310,8 @@ def run_engine(
     reached: Iterable[Reached],
     retain_graph: bool,
 ) -> list[tuple[Tensor, Tensor]]:
-    """Run autograd from `outputs` to where it ends, in this thread; the leaves' gradients that `run` has not gathered.
+    """Run autograd from `outputs` to where it ends, in this thread; return the leaves' gradients that `run` has not
+    gathered.
 
     No `.grad` is touched, and hooks of the nodes that would add to it are called as if they did. But where hooks wait
     for gradients to be in `.grad` (DistributedDataParallel's do, and combine them there), they find them, and all is
@@ -325,11 +332,13 @@ def run_engine(
 def run_engine_from(
     run: Gradients, send: Send, arrived: Sequence[Tensor | None], retain_graph: bool
 ) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[MessageId, Sequence[Tensor | None]]]]:
-    """As `run_engine`, from one message alone: the leaves' gradients, and those that go on to others, by message.
+    """Run the engine from one message alone; return the leaves' gradients, and by message those that go on to other
+    workers.
 
-    No gradient that has arrived may be None.
+    No gradient in `arrived` may be None.
 
-    They go out when the engine has run, and not while it does; but none of the graph's joints has to be run in Python.
+    The gradients are sent when the engine has run, and not while it does; but none of the graph's joints has to run in
+    Python.
     """
     leaves, received = send.reached.leaves, send.reached.received
     outputs: list[Any] = []
@@ -363,7 +372,7 @@ def _run(
 ) -> tuple[list[tuple[Tensor, Tensor]], Sequence[Tensor | None]]:
     """Run the engine as torch.autograd.grad does, after checks of what a user may give.
 
-    Returns the leaves' gradients that are not gathered yet, and the gradients of `others`.
+    Return the leaves' gradients that are not gathered yet, and the gradients of `others`.
     """
     if not outputs or not (leaves or others):
         return [], [None] * len(others)
@@ -398,7 +407,7 @@ def _run_through_grad(
             for one in variables:
                 one.grad = None
             torch.autograd.backward(outputs, gradients, retain_graph=retain_graph)
-            # Copies: what combines gradients may use their memory again.
+            # These are copies: code that combines gradients may use their memory again.
             return [(one, one.grad.clone()) for one in variables if one.grad is not None]
         finally:
             for one, gradient in zip(variables, before, strict=True):

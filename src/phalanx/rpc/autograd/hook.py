@@ -13,7 +13,9 @@ from phalanx.rpc.worker_info import WorkerAddress
 
 
 class AutogradHook:
-    """Its note is (context, the uid of the worker that opened it, the message's number or None, tensors' ancestors)."""
+    """`AutogradHook` notes (context, uid of the worker that opened it, the message's number or None, tensors'
+    ancestors).
+    """
 
     def __init__(self, contexts: Contexts, me: WorkerAddress) -> None:
         self._contexts = contexts
@@ -21,11 +23,11 @@ class AutogradHook:
         self._numbers = itertools.count()
 
     def is_inside(self) -> bool:
-        """In a context: its graph may have a part on the worker that is lost."""
+        """Return whether this thread is in a context, whose graph may have a part on the worker that is lost."""
         return self._contexts.current is not None
 
     def on_request(self, to: WorkerAddress, payload: Payload) -> Any:
-        """Hear that a call leaves: whoever it goes to has to do with this thread's context from now on."""
+        """Note a call that is about to be sent: its callee belongs to this thread's context from now on."""
         context = self._contexts.current
         if context is None:
             return None
@@ -34,18 +36,18 @@ class AutogradHook:
         return self._note(context, to, payload)
 
     def receive_request(self, note: Any, arrived: Arrived, caller: WorkerAddress) -> AbstractContextManager[Any]:
-        """Hear that a call has come: its function runs inside of the caller's context."""
+        """Receive a call: its function runs inside the caller's context."""
         context = self._contexts.meet(note[0], note[1])
         _attach(context, note, arrived)
         return self._contexts.enter(context)
 
     def on_reply(self, to: WorkerAddress, payload: Payload, note: Any) -> Any:
-        """Its result leaves."""
+        """Note a result that is about to be sent."""
         context = self._contexts.meet(note[0], note[1])
         return None if context is None else self._note(context, to, payload)
 
     def receive_reply(self, note: Any, arrived: Arrived, callee: WorkerAddress) -> None:
-        """Hear that the result of a call has come."""
+        """Receive the result of a call."""
         _attach(self._contexts.get(note[0]), note, arrived)
 
     def _note(self, context: Context, to: WorkerAddress, payload: Payload) -> Any:
@@ -63,6 +65,6 @@ def _attach(context: Context | None, note: Any, arrived: Arrived) -> None:
     tensors = arrived.that_require_grad()
     if message is not None and context is not None:
         context.received[message] = make_recv(tensors, context_id, message, ancestors)
-    else:  # sent where nothing was recorded: they are leaves, as outside of a context
+    else:  # they were sent where nothing was recorded: they are leaves, as outside a context
         for one in tensors:
             one.requires_grad_()

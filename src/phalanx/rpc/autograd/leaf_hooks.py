@@ -34,7 +34,7 @@ _hanging = threading.Lock()
 
 
 class Begin(torch.autograd.Function):
-    """It is the node that the engine runs first: it tells the number of the engine's run."""
+    """`Begin` is the node that the engine runs first: it reports the number of the engine's run."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor) -> Tensor:
@@ -43,7 +43,7 @@ class Begin(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        """Tell it."""
+        """Report the number."""
         ctx.heard(_backward_number())
         return None
 
@@ -65,11 +65,11 @@ def node_hooks(node: Any) -> tuple[Hooks, Hooks]:
 
 
 def _ignore(*_: Any) -> None:
-    """Do nothing: this hook is taken out at once."""
+    """Do nothing: this hook is removed at once."""
 
 
 class _Leaf:
-    """It is a leaf whose node has hooks, during one run."""
+    """`_Leaf` is a leaf whose node has hooks, during one run."""
 
     def __init__(self, node: Any, hooks: tuple[Hooks, Hooks]) -> None:
         self.variable: Tensor = node.variable
@@ -78,7 +78,8 @@ class _Leaf:
 
 
 class LeafHooks:
-    """It has the hooks of one run of the engine, for the leaves in `nodes`; it does nothing if no node has any.
+    """`LeafHooks` has the hooks of one run of the engine, for the leaves in `nodes`; it does nothing if no node has
+    any.
 
     `gather` is called with a leaf and its gradient, and everything is called in the context manager `inside()`.
     """

@@ -36,13 +36,15 @@ _DTYPES = {"f": torch.float32, "d": torch.float64}  # by the format of a buffer
 _MOST_KNOWN = 4096
 _MOST_COPIED = 1 << 14  # bytes; larger ones that lie otherwise than in a row are pickled as they lie
 
-Kinds = tuple[Any, ...]  # of each tensor its format and its shape, one behind the other; None, None where there is none
+Kinds = tuple[Any, ...]  # the format and the shape of each tensor, one after another; None, None for a missing one
 _as_bytes: dict[Kinds, bytes] = {}
 _as_kinds: dict[bytes, Kinds] = {}
 
 
 class Said(NamedTuple):
-    """It is about a pass. `plan`: take part, with these messages; `gradients` are those of `message`, if they came."""
+    """`Said` is about a pass. `plan` means: take part, with these messages. `gradients` are those of `message`, if they
+    came.
+    """
 
     context_id: int
     pass_id: PassId
@@ -61,7 +63,7 @@ def write(
     plan: Plan | None = None,
     retain_graph: bool = False,
 ) -> tuple[bytes, Sequence[Any]]:
-    """Return the bytes, and the memory that goes beside them."""
+    """Return the bytes of an order, and the memory that is sent beside them."""
     flags, kinds, count = 0, b"", 0
     buffers: list[Any] = []
     if gradients is not None:
@@ -88,7 +90,7 @@ def write(
 
 
 def _describe(gradients: Sequence[Tensor | None], buffers: list[Any]) -> bytes | None:
-    """Return formats and shapes; None if one is something else than dense. Puts their memory into `buffers`."""
+    """Return formats and shapes, and put the tensors' memory into `buffers`; return None if a tensor is not dense."""
     kinds: list[Any] = []
     for one in gradients:
         if one is None:
@@ -118,13 +120,13 @@ def _describe(gradients: Sequence[Tensor | None], buffers: list[Any]) -> bytes |
 
 
 def read_pass(frame: Frame) -> tuple[int, PassId]:
-    """Return the context and the pass that it is of, even where its tensors cannot be read."""
+    """Return the context and the pass of an order, even if its tensors cannot be read."""
     _, _, _, _, context_id, uid, number, *_ = _HEAD.unpack_from(frame.data)
     return context_id, (uid, number)
 
 
 def read(frame: Frame) -> Said:
-    """Return what was said."""
+    """Return an order that was read."""
     data = frame.data
     _, flags, _, length, context_id, uid, number, depth, sender, sent = _HEAD.unpack_from(data)
     at = _HEAD.size
@@ -152,7 +154,7 @@ def _make(written: bytes, buffers: Sequence[Any]) -> list[Tensor | None]:
             _as_kinds.clear()
         kinds = _as_kinds[written] = pickle.loads(written)
     made: list[Tensor | None] = []
-    memory = list(buffers)  # raises if it has not come
+    memory = list(buffers)  # this raises if it has not come
     at = 0
     for number in range(0, len(kinds), 2):
         if kinds[number] is None:

@@ -40,54 +40,54 @@ from phalanx.rpc.worker_info import WorkerAddress
 
 
 class BackwardError(PhalanxError):
-    """A worker's part of a backward pass failed; its cause shows where."""
+    """A worker's part of a backward pass failed; the error's cause shows where."""
 
 
 class _Change:
-    """It is what the caller of backward reads for: something that has come, or an error."""
+    """`_Change` is what the caller of backward reads for: something that has come, or an error."""
 
     def __init__(self, run: Pass, has_come: Callable[[], bool]) -> None:
         self._run = run
         self._has_come = has_come
 
     def has_come(self) -> bool:
-        """Whether it is there."""
+        """Return whether it is there."""
         return self._run.error is not None or self._has_come()
 
     def wait(self) -> None:
-        """Another thread reads: it will tell."""
+        """Wait for it while another thread reads and reports it."""
         with self._run._changed:
             self._run._changed.wait_for(self.has_come)
 
 
 def nothing(message: MessageId) -> None:
-    """There is nobody who has to begin."""
+    """Do nothing: no other worker has to begin."""
 
 
 Going = list[tuple[MessageId, Sequence[Tensor | None]]]  # gradients of messages of other workers
 
 
 class Worker(Protocol):
-    """It is what a pass needs of the worker that it is a part of."""
+    """`Worker` is what a pass needs of the worker that it is a part of."""
 
     me: WorkerAddress
     contexts: Contexts
 
     def send_gradients(self, run: Pass, message: MessageId, gradients: Sequence[Tensor | None]) -> None:
-        """Send them to where the message came from."""
+        """Send the gradients to the worker that the message came from."""
 
     def end(self, run: Pass, asked: Any, error: BaseException | None, going: Going) -> None:
-        """Our part is over: say so to who began it and asked for it, and send what is left to send."""
+        """End our part: tell the worker that began it, and send the gradients that are left to send."""
 
     def reading_of(self, uid: int) -> Reading | None:
-        """Who reads what that worker answers."""
+        """Return the reading of the connection on which that worker answers; None if there is none."""
 
     def start(self, part: Callable[[bool], None], may_wait: bool) -> None:
         """Run our part of a pass: `part(True)` here if it will be short, or `part(False)` in a thread of its own."""
 
 
 class Pass:
-    """It is the part of one worker. It locks nothing while the engine runs."""
+    """`Pass` is the part of one worker. It locks nothing while the engine runs."""
 
     __slots__ = (
         "_arrived", "_asked", "_changed", "_is_started", "_plan", "_reads", "_retain_graph", "_worker",
@@ -100,15 +100,16 @@ class Pass:
         self.id = pass_id
         self._worker = worker
         self.error: BaseException | None = None
-        self.num_others = 0  # whose parts are not over; of who called backward
-        self.begin_others: Callable[[MessageId], None] = nothing  # those that a message's gradients may need
+        self.num_others = 0  # how many other parts are not over, in the pass of the caller of backward
+        # it begins the parts that a message's gradients may need
+        self.begin_others: Callable[[MessageId], None] = nothing
         self._reads: tuple[Reading, Awaited] | None = None
         self.send_gradients = worker.send_gradients
         self._changed = threading.Condition(threading.Lock())
         self._arrived: dict[MessageId, list[Tensor | None]] = {}
         self._plan: Plan | None = None
         self._retain_graph = False
-        self._asked: list[Any] = []  # who has begun it, and waits for its end
+        self._asked: list[Any] = []  # the workers that have begun it, and wait for its end
         self._is_started = False
 
     # -- what comes from others; in the thread that reads --------------------------------------------------------------
@@ -124,7 +125,7 @@ class Pass:
         """Take part, with these messages of ours; `asked` is told of the end. `gradients` are those of `message`."""
         with self._changed:
             self._asked.append(asked)
-            if len(self._asked) > 1:  # it is told again: Ctrl-C has come before the caller knew that it was told
+            if len(self._asked) > 1:  # the caller has repeated it: Ctrl-C came before it knew that it had asked
                 return
             if gradients is not None:
                 self._arrived[message] = list(gradients)
@@ -137,7 +138,7 @@ class Pass:
             self._start_if_ready()
 
     def put(self, message: MessageId, gradients: Sequence[Tensor | None]) -> None:
-        """Hear that the gradients of a message of ours have come."""
+        """Accept the gradients of a message of ours."""
         with self._changed:
             self._arrived[message] = list(gradients)
             self._changed.notify_all()
@@ -145,7 +146,7 @@ class Pass:
         self._start_if_ready()
 
     def fail(self, error: BaseException) -> None:
-        """Give up; the first reason is kept."""
+        """Give up; the first error is kept."""
         with self._changed:
             if self.error is None:
                 self.error = error
@@ -157,7 +158,7 @@ class Pass:
             self._finish()
 
     def other_is_over(self, done: Future[Any]) -> None:
-        """Hear that the part of another worker has ended."""
+        """Note that the part of another worker has ended."""
         try:
             done.value()
         except BaseException as error:
@@ -171,13 +172,13 @@ class Pass:
             self._ring()
 
     def _ring(self) -> None:
-        """Who called backward reads one connection: what it waits for may have come on another one."""
+        """Wake the caller of backward, which reads one connection: what it waits for may have come on another one."""
         reads = self._reads
         if reads is not None:
             reads[0].ring(reads[1])
 
     def _read_until(self, uid: int, has_come: Callable[[], bool]) -> None:
-        """Of who called backward: read the answers of a worker until that has come, or something went wrong."""
+        """Read the answers of a worker, in the caller of backward, until `has_come` or an error."""
         reading = self._worker.reading_of(uid)
         if reading is None or has_come():
             return
@@ -189,7 +190,7 @@ class Pass:
             self._reads = None
 
     def _start_if_ready(self) -> None:
-        """Start when the first gradients are here: until then the engine has nothing to do."""
+        """Start when the first gradients are here: before that the engine has nothing to do."""
         with self._changed:
             if self._is_started or not self._plan or self._plan[0][0] not in self._arrived:
                 return
@@ -218,7 +219,7 @@ class Pass:
             return gradient
 
     def send(self, message: MessageId, gradients: Sequence[Tensor | None]) -> None:
-        """Gradients of a message of another worker."""
+        """Send the gradients of a message of another worker."""
         if self.error is not None:
             raise self.error
         self.send_gradients(self, message, gradients)
@@ -228,13 +229,13 @@ class Pass:
         self.context.accumulate([(variable, gradient)], is_shared=True)
 
     def inside(self) -> AbstractContextManager[Any]:
-        """Return what lets this thread be inside of the context."""
+        """Return a context manager that puts this thread in the pass's context."""
         return self._worker.contexts.enter(self.context)
 
     # -- running -------------------------------------------------------------------------------------------------------
 
     def run(self, roots: Sequence[Tensor], reached: Reached, plan: Plan, retain_graph: bool) -> None:
-        """Do the part of who calls backward; `reached` is from the roots."""
+        """Run the part of the caller of backward; `reached` is from the roots."""
         outputs = list(roots)
         gradients = [torch.ones_like(root) for root in roots]
         all_reached = [reached]
@@ -246,7 +247,7 @@ class Pass:
         self._run_engine(outputs, gradients, all_reached, retain_graph)
 
     def wait_others(self, begun: Iterable[tuple[int, Answer[Any]]]) -> None:
-        """Until all others are done, or something went wrong."""
+        """Wait until all other parts are done, or an error has come."""
         for uid, done in begun:
             if not done.has_come():
                 self._read_until(uid, done.has_come)
@@ -255,12 +256,12 @@ class Pass:
                 self._changed.wait()
 
     def wait_all_others(self) -> None:
-        """Until all others are done."""
+        """Wait until all other parts are done."""
         with self._changed:
             self._changed.wait_for(lambda: not self.num_others)
 
     def _run_part(self, is_short: bool) -> None:
-        """Do the part of all others."""
+        """Run the part of a worker that did not call backward."""
         going: Going = []
         try:
             assert self._plan is not None
@@ -282,7 +283,9 @@ class Pass:
         return [self.context.sends[message].part(mask) for message, mask in plan]
 
     def _can_start_at(self, send: Send) -> bool:
-        """Whether the engine can begin with the gradients that have come: not with None, nor through `.grad`."""
+        """Return whether the engine can begin with the gradients that have come: it cannot with None, nor through
+        `.grad`.
+        """
         arrived = self._arrived[send.message]
         nodes: list[Any] = [stub.grad_fn for stub in send.stubs]
         return all(arrived[node.number] is not None for node in nodes) and not send.reached.has_hooks()
@@ -308,7 +311,7 @@ class Pass:
             going = []
 
     def explain(self, error: BaseException) -> BaseException:
-        """Return what to raise for it where backward was called."""
+        """Return the error to raise where backward was called."""
         if isinstance(error, PhalanxError) or not isinstance(error, Exception):
             return error
         me = self._worker.me

@@ -28,7 +28,7 @@ from phalanx.rpc.worker_info import WorkerAddress
 
 
 class AutogradWorker:
-    """It is this worker, as far as gradients go."""
+    """`AutogradWorker` is this worker's part in distributed autograd."""
 
     def __init__(self, agent: Agent) -> None:
         self.agent = agent
@@ -47,7 +47,7 @@ class AutogradWorker:
     # -- contexts ------------------------------------------------------------------------------------------------------
 
     def release(self, context_id: int) -> None:
-        """Tell whoever was told of a context that it has ended."""
+        """Tell every worker that was told of a context that it has ended."""
         context = self.contexts.release(context_id)
         if context is None:
             return
@@ -64,7 +64,9 @@ class AutogradWorker:
     # -- one pass, of who begins it ------------------------------------------------------------------------------------
 
     def backward(self, context: Context, roots: Sequence[Tensor], reached: Reached, retain_graph: bool) -> None:
-        """Run it, with all that was `reached` from the roots. What went wrong first is raised, after all have ended."""
+        """Run the pass, with all that was `reached` from the roots. The first error is raised after all parts have
+        ended.
+        """
         run = self._pass(context, (self.me.uid, next(self._numbers)))
         plans: dict[int, list[tuple[MessageId, int]]] = {}
         for planned in sorted(reached.ancestors(context.id).items(), reverse=True):
@@ -78,7 +80,8 @@ class AutogradWorker:
         ) -> None:
             to = others[uid]
             data, buffers = orders.write(to, context.id, run.id, first, gradients, plans[uid], retain_graph)
-            interrupts.defer()  # else Ctrl-C could come when it is told, and we would not know of it
+            # otherwise Ctrl-C could come just as a worker is told, and we would not know that it was
+            interrupts.defer()
             try:
                 begun[uid] = self.agent.order(to, "backward", data, buffers, 0.0, read=partial(_read_end, run))
                 begun[uid].hear(run.other_is_over)
@@ -113,7 +116,7 @@ class AutogradWorker:
         finally:
             context.passes.pop(run.id, None)
             run.error = None
-            run.begin_others, run.send_gradients = nothing, self.send_gradients  # which hold it
+            run.begin_others, run.send_gradients = nothing, self.send_gradients  # the originals hold the pass
 
     def _member(self, uid: int, context: Context) -> WorkerAddress:
         member = self.agent.membership.by_uid(uid)
@@ -136,7 +139,7 @@ class AutogradWorker:
         return context.passes.setdefault(pass_id, Pass(context, pass_id, self)) if found is None else found
 
     def reading_of(self, uid: int) -> Reading | None:
-        """Who reads what that worker answers."""
+        """Return the reading of the connection on which that worker answers; None if there is none."""
         peer = self.agent.peers.get(uid)
         connection = None if peer is None else peer.connection
         return None if connection is None else connection.reading
@@ -145,11 +148,11 @@ class AutogradWorker:
         try:
             said = orders.read(frame)
         except BaseException as error:
-            if frame.call:  # it is answered with that
+            if frame.call:  # the error is the answer
                 raise
             context_id, pass_id = orders.read_pass(frame)
             context = self.contexts.get(context_id)
-            if context is not None:  # else who waits for these gradients would do so for ever
+            if context is not None:  # otherwise the worker that waits for these gradients would wait for ever
                 run = self._pass(context, pass_id)
                 run.fail(run.explain(error))
             return
@@ -162,7 +165,7 @@ class AutogradWorker:
                 self._pass(context, said.pass_id).put(said.message, said.gradients)
 
     def send_gradients(self, run: Pass, message: MessageId, gradients: Sequence[Tensor | None]) -> None:
-        """Send them to where the message came from."""
+        """Send the gradients to the worker that the message came from."""
         uid = message[1]
         if uid == self.me.uid:
             run.put(message, gradients)
@@ -172,7 +175,7 @@ class AutogradWorker:
             self.agent.tell_order(to, data, buffers, back=uid == run.id[0])
 
     def end(self, run: Pass, asked: Any, error: BaseException | None, going: Going) -> None:
-        """Our part is over: say so to who began it and asked for it, and send what is left to send."""
+        """End our part: tell the worker that began it, and send the gradients that are left to send."""
         connection, number = asked
         data: bytes = b""
         buffers: Sequence[Any] = ()
@@ -215,7 +218,7 @@ class AutogradWorker:
 
 
 def _read_end(run: Pass, frame: Frame) -> None:
-    """Hear that the part of another worker is over; the answer may have its last gradients."""
+    """Note that the part of another worker is over; the answer may have its last gradients."""
     if frame.data:
         said = orders.read(frame)
         if said.gradients is not None:
