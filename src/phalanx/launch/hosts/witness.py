@@ -219,8 +219,8 @@ class WitnessCalls:
                 if not self._is_told:
                     why = str(error).rstrip(".")
                     self._heard.put(
-                        f"the witness at {self.witness.address} does not vote: {why}. Until it does, the job may end with "
-                        "a host that is lost"
+                        f"the witness at {self.witness.address} does not vote: {why}. Until it does, the job may end "
+                        "with a host that is lost"
                     )
                 self._is_told = True
             else:
