@@ -80,7 +80,7 @@ def _describe_place(rendezvous: Rendezvous) -> str:
 
 
 def _share_gpus(environ: Mapping[str, str], found: Allocation) -> dict[str, str]:
-    """CUDA_VISIBLE_DEVICES for one of several nodes on this host, where nobody has set it."""
+    """Return CUDA_VISIBLE_DEVICES for one of several nodes on this host, where nobody has set it."""
     if found.num_local_nodes == 1 or "CUDA_VISIBLE_DEVICES" in environ:
         return {}
     gpus, node, num_nodes = count_gpus(environ), found.local_node, found.num_local_nodes
@@ -91,6 +91,6 @@ def _share_gpus(environ: Mapping[str, str], found: Allocation) -> dict[str, str]
 
 
 def _without_process(environ: Mapping[str, str], found: Allocation) -> dict[str, str]:
-    """Without what belongs to this process alone. RANK is Kubeflow's only where that is what was found."""
+    """Return variables without those that belong to this process alone; RANK is one of them only under Kubeflow."""
     names = _OF_ONE_PROCESS if found.scheduler == "Kubeflow" else _OF_ONE_PROCESS[:-2]
     return {name: value for name, value in environ.items() if not name.startswith(names) or name == "RANKS"}

@@ -9,7 +9,7 @@ RANKS_PER_CORE = 64  # more is a slip of the finger: each rank is a process that
 
 
 def decide_num_ranks(nproc: str, cpus: int, gpus: int, ranks_per_gpu: int | None = None) -> int:
-    """How many ranks `nproc` means on a host with so many usable cores and GPUs; `ranks_per_gpu` if that was given.
+    """Return how many ranks `nproc` means on a host with so many usable cores and GPUs.
 
     Raises:
         LaunchError: gpu without a GPU, more ranks than the GPUs are to have, or than any use could explain.

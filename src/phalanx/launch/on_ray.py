@@ -113,7 +113,7 @@ def _read(agent: subprocess.Popen[bytes]) -> Iterator[tuple[int, bytes]]:
 
 
 def run_on_ray(words: Sequence[str]) -> int:
-    """`phalanx run --on ray` with the other words; returns the exit code.
+    """Do `phalanx run --on ray` with the other words; return the exit code.
 
     Raises:
         LaunchError: Ray is not installed, there is no cluster, or it has no room for the job.
@@ -135,7 +135,7 @@ def launch_on_ray(
     nnodes: int | None = None,
     **options: object,
 ) -> list[Any]:
-    """`phalanx.launch` on the Ray cluster of this driver: `fn(*args, **kwargs)` in every rank; what each returned.
+    """Call `fn(*args, **kwargs)` in every rank on the Ray cluster of this driver; return what each returned.
 
     Arguments:
         nnodes: Ray nodes to use, one agent on each (default: all that have room).
@@ -234,7 +234,7 @@ def _show_all(
 
 @contextlib.contextmanager
 def _cluster() -> Iterator[Any]:
-    """Ray, connected to its cluster; let go of again if nobody was before."""
+    """Connect Ray to its cluster; disconnect it again if nobody was connected before."""
     try:
         import ray
     except ImportError:
@@ -307,7 +307,7 @@ def _actors(ray: Any, nproc: str, nnodes: int) -> Iterator[tuple[list[Any], int]
 
 
 def plan_bundles(nodes: Sequence[Mapping[str, float]], nproc: str, nnodes: int) -> tuple[int, int, dict[str, float]]:
-    """How many nodes, how many ranks on each, and what each needs of Ray.
+    """Return how many nodes there are, how many ranks on each, and what each needs of Ray.
 
     A rank takes a GPU where there are some (or "gpu" asks for them), else a CPU; as many on each node as on the
     smallest. `nnodes` is 0 for all nodes that Ray runs tasks on.

@@ -20,7 +20,7 @@ _ETCD = ("etcd", "etcd-v2")
 
 
 def decide_rendezvous(fields: Mapping[str, Any], problems: list[str]) -> Rendezvous | None:
-    """Where the hosts meet for which these options (by their names) were given; None for a job of one host.
+    """Return where the hosts meet for which these options were given (by name); None for a job of one host.
 
     What contradicts itself, or isn't possible, is added to `problems`.
     """

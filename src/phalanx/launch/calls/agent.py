@@ -18,7 +18,7 @@ from phalanx.processes import die_with_parent
 
 
 def main() -> int:
-    """With sys.argv CALLER VERDICT WORDS…: run the job that the words describe.
+    """Run the job that the words of sys.argv describe, which is CALLER VERDICT WORDS….
 
     How the job ended goes into the file VERDICT; without one (an empty word) it is said, as on the command line.
     """

@@ -202,7 +202,7 @@ class _Pipe:
     ours: int | None = None
 
     def close_theirs(self) -> None:
-        """To be called when the agent has its own."""
+        """Close the agent's end here, once the agent has its own."""
         if self.ours is not None and self.theirs != -1:
             os.close(self.theirs)
             self.theirs = -1

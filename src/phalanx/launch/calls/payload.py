@@ -49,7 +49,7 @@ def encode_value(value: object) -> bytes:
 
 
 def encode_surroundings() -> bytes:
-    """Where this process looks for modules, and what else a call may expect to find, for `take_over`."""
+    """Return where this process looks for modules, and what else a call may expect to find, for `take_over`."""
     main = sys.modules.get("__main__")
     spec = getattr(main, "__spec__", None)
     surroundings = {

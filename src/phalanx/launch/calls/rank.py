@@ -55,15 +55,15 @@ def _run(rank: int, folder: str) -> None:
 
 
 def payload_path(folder: str) -> Path:
-    """Where the call lies."""
+    """Return where the call lies."""
     return Path(folder, "call")
 
 
 def surroundings_path(folder: str) -> Path:
-    """Where lies what the call expects to find around it."""
+    """Return where that lies which the call expects to find around it."""
     return Path(folder, "surroundings")
 
 
 def outcome_path(folder: str, rank: int) -> Path:
-    """Where the outcome of `rank` appears."""
+    """Return where the outcome of `rank` appears."""
     return Path(folder, f"outcome-{rank}")

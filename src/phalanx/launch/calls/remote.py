@@ -50,7 +50,7 @@ def put(client: Client, name: str, data: bytes) -> None:
 
 
 def find_join_timeout(client: Client) -> float:
-    """How long hosts of this job wait for each other, in seconds."""
+    """Return how long hosts of this job wait for each other, in seconds."""
     from phalanx.launch.hosts.job_spec import KEY
 
     return float(json.loads(client.get(KEY))["join_timeout_s"])
@@ -65,7 +65,7 @@ def take(client: Client, name: str, timeout_s: float | None = None) -> bytes:
 
 
 def forget(client: Client, name: str) -> None:
-    """Of an attempt before this one."""
+    """Delete what was put under that name in an attempt before this one."""
     client.delete_key(f"{_PREFIX}{name}")
 
 

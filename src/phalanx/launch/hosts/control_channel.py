@@ -55,7 +55,7 @@ class Change:
 
 
 class Notices(Mailbox[str]):
-    """Lines for a person from other threads of this process."""
+    """`Notices` takes lines for a person from other threads of this process."""
 
     def put_refusal(self, line: str) -> None:
         """Do as `put`, with the coordinator's words; those on members that are lost come from the agent, who knows
@@ -94,11 +94,11 @@ class ControlChannel:
 
     @property
     def endpoint(self) -> str:
-        """Where the coordinator was found, as ZeroMQ writes it."""
+        """Return where the coordinator was found, as ZeroMQ writes it."""
         return self._client.endpoint
 
     def fileno(self) -> int:
-        """Readable when `take` has something."""
+        """Return a descriptor that is readable when `take` has something."""
         return self._client.fileno()
 
     @property
@@ -326,7 +326,7 @@ def _read_change(event: Event) -> Change:
 
 
 def _decode(data: bytes) -> Any:
-    """JSON without numbers that are none, whether by name (Infinity) or by size (1e999).
+    """Read JSON, and refuse numbers that are none, whether by name (Infinity) or by size (1e999).
 
     Raises:
         ValueError: it is none.
@@ -342,7 +342,7 @@ def _finite(text: str) -> float:
 
 
 def encode_lines(lines: Sequence[bytes]) -> list[str]:
-    """Lines as text that JSON can hold, whatever bytes they have."""
+    """Return lines as text that JSON can hold, whatever bytes they have."""
     return [line.decode("utf-8", "surrogateescape") for line in lines]
 
 

@@ -36,7 +36,7 @@ _MAX_TRIES = 2  # the first may be in vain because the new ranks took longer to 
 
 @dataclass
 class Arrival:
-    """A host whose ranks start while the others train."""
+    """`Arrival` is a host whose ranks start while the others train."""
 
     seats: HostSeats
     members: dict[int, ElasticRank] = field(default_factory=dict)
@@ -83,12 +83,12 @@ class ElasticHosts(Elastic):
 
     @property
     def gone(self) -> frozenset[int]:
-        """Seats that were lost with their hosts, of which nothing was decided yet."""
+        """Return the seats that were lost with their hosts, of which nothing was decided yet."""
         return frozenset(self._gone)
 
     @property
     def wait_s(self) -> float:
-        """How long the ranks hold what they have when too few are left."""
+        """Return for how many seconds the ranks hold what they have when too few are left."""
         return min((member.wait_s for member in self.members.values() if member.joined), default=0.0)
 
     @property
@@ -152,7 +152,7 @@ class ElasticHosts(Elastic):
         return self._use_spares(now)
 
     def on_host_lost(self, member: int, label: str, why: str, now: float) -> list[ElasticAction] | None:
-        """Nothing more will be heard of a host; None: that is an ordinary failure."""
+        """Note that nothing more will be heard of a host; None: that is an ordinary failure."""
         if self._forget_newcomer(member):
             return self._use_spares(now)
         host = self._find_host(member)
@@ -197,7 +197,7 @@ class ElasticHosts(Elastic):
         self._untried.discard(host.member)
 
     def on_time(self, now: float) -> list[ElasticAction]:
-        """To be called when `next_due` has come."""
+        """Decide what is due when `next_due` has come."""
         actions = super().on_time(now)
         if self._waits_since is not None and self.ended is None and now >= self._waits_since + self.wait_s:
             why = f"{self._waits_for} left, and nobody has come within {self.wait_s:g} s"
@@ -207,12 +207,12 @@ class ElasticHosts(Elastic):
         return actions
 
     def silence_s(self, seat: int) -> float:
-        """For how long the process in a seat may keep the others waiting: its host may be cut off, and come back."""
+        """Return for how long the process in a seat may keep others waiting: its host may be cut off, and come back."""
         is_own = any(seat in host.seats for host in self.seating.hosts if host.member == self._own)
         return super().silence_s(seat) + (0.0 if is_own else self._host_timeout_s)
 
     def plan_refills(self, living: frozenset[int]) -> dict[int, bool]:
-        """By host: whether its empty seats get a new process. A host that has come gets all of them."""
+        """Return by host whether its empty seats get a new process. A host that has come gets all of them."""
         empty = sum(
             seat not in living for host in self.seating.hosts if host.member not in self._untried for seat in host.seats
         )
@@ -300,7 +300,7 @@ class ElasticHosts(Elastic):
         return actions
 
     def _drop_untried(self, now: float) -> list[ElasticAction]:
-        """All have left a group that nobody ever formed, with hosts that are new in it: without them it can be."""
+        """Go on without the new hosts of a group that was never formed, and that all have left."""
         why = "the others could not form a group with it (what they print says why)"
         dropped = [DropHost(member, why) for member in sorted(self._untried)]
         actions: list[ElasticAction] = [*dropped]
@@ -312,7 +312,7 @@ class ElasticHosts(Elastic):
         return [*actions, *super()._decide(now, "a host that came is sent away")]
 
     def _end(self, missing: str, now: float) -> list[ElasticAction]:
-        """Too many are missing: hosts may come."""
+        """Wait for hosts that may come, since too many are missing."""
         if self.wait_s <= 0:
             return self._save_and_end(f"{missing} left, and the ranks do not wait for more")
         if self._waits_since is not None:

@@ -21,7 +21,7 @@ def is_etcd(address: str) -> bool:
 
 
 class EtcdRegister:
-    """Values by name in the etcd at etcd://HOST:PORT.
+    """`EtcdRegister` has values by name in the etcd at etcd://HOST:PORT.
 
     Its methods raise CoordinationError where etcd refuses or does not answer.
     """

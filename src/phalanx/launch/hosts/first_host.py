@@ -86,7 +86,7 @@ def connect(
 
 
 def join_first_host(plan: JobPlan, rendezvous: Rendezvous, host: Host) -> Joined:
-    """As `connect`, while signals are heard.
+    """Call `connect` while signals are heard.
 
     Raises:
         LaunchError: as `connect`; there is no key; or a signal came.

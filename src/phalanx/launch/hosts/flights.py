@@ -11,7 +11,7 @@ from phalanx.diagnostics.observer import GroupLog, RankLog
 
 
 def logs_to_json(logs: Sequence[GroupLog]) -> list[dict[str, Any]]:
-    """As plain data."""
+    """Return it as plain data."""
     return [asdict(log) for log in logs]
 
 
@@ -36,7 +36,7 @@ def _shift(record: Record, offset_ns: int) -> Record:
 
 
 def merge_logs(logs: Sequence[GroupLog]) -> list[GroupLog]:
-    """One log for each group, with the ranks of all hosts."""
+    """Return one log for each group, with the ranks of all hosts."""
     merged: dict[tuple[str, int], GroupLog] = {}
     apart: list[GroupLog] = []
     for log in logs:

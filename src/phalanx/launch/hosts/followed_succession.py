@@ -30,7 +30,7 @@ _OF_ITSELF = ("expelled", "unreachable", "reachable")  # changes that tell of th
 
 
 class FollowedSuccession:
-    """The succession during one attempt.
+    """`FollowedSuccession` follows the succession during one attempt.
 
     Arguments:
         limits, host_timeout_s: of the job, for a host that leads it.

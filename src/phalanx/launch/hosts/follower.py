@@ -58,7 +58,7 @@ class FollowerSupervision(Supervision):
 
     @property
     def running(self) -> tuple[int, ...]:
-        """The ranks of this host that have not ended."""
+        """Return the ranks of this host that have not ended."""
         return tuple(rank for rank in self.place.ranks if self.is_running(rank))
 
     def is_running(self, rank: int) -> bool:
@@ -123,7 +123,7 @@ class FollowerSupervision(Supervision):
         return [Kill()]
 
     def on_first_host_lost(self, why: str, now: float) -> list[Action]:
-        """Nobody tells us any more what to do: what is left is to end."""
+        """End what is left, since nobody tells us any more what to do."""
         if self.abandoned_by:
             return []
         self.abandoned_by = why
@@ -208,12 +208,12 @@ class FollowerLink(HostLink):
 
     @property
     def fds(self) -> tuple[int, ...]:
-        """What to wait on."""
+        """Return descriptors that are readable when `receive` has something to do."""
         return (self._channel.fileno(), *(() if self._succession is None else self._succession.fds))
 
     @property
     def due(self) -> float | None:
-        """When to look again although nothing has come."""
+        """Return when to look again although nothing has come."""
         if self._channel.has_more:
             return time.monotonic()
         return time.monotonic() + _FULL_S if self._channel.full else None
@@ -321,7 +321,7 @@ class FollowerLink(HostLink):
                 self._attempt.do(state.sweep())
 
     def _tell_stacks(self, request: Any, what: Any) -> None:
-        """In a thread: the ranks are given a second to answer, and the agent itself is asked who they are."""
+        """Give the ranks a second to answer, and ask the agent itself who they are; this runs in a thread."""
         text = look_at_own(self._memory) if what == "top" else report_own_stacks()
         self._channel.put(self._channel.first, "stacks", attempt=self._number, request=request, text=text)
 

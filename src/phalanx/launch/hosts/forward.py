@@ -20,7 +20,7 @@ class Forward:
         self._shown: dict[tuple[int, int], bytes] = {}
 
     def connect(self, channel: ControlChannel) -> None:
-        """From now on there is a way."""
+        """Note that there is a way from now on."""
         self._channel = channel
 
     @property
@@ -31,7 +31,7 @@ class Forward:
         return self._channel is not None and self._channel.full
 
     def lead(self, display: Display) -> None:
-        """From now on lines are shown here."""
+        """Have lines shown here from now on."""
         self._display = display
         for rank, stream, lines, status, ended in self._items:
             display.show(rank, stream, decode_lines(lines), decode_lines([status])[0])

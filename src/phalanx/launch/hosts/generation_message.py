@@ -12,7 +12,7 @@ from phalanx.agent.generation import Generation, HostPart
 
 
 def generation_to_json(begun: BeginGeneration) -> dict[str, Any]:
-    """As plain data."""
+    """Return it as plain data."""
     return asdict(begun)
 
 

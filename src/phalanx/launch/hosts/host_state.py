@@ -34,7 +34,7 @@ class HostState:
         return cls(ranks, forking, ended, elastic.finished, elastic.has_trained)
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data."""
+        """Return it as plain data."""
         return {
             "ranks": [asdict(replace(rank, report=None)) for rank in self.ranks],
             "forking": list(self.forking),

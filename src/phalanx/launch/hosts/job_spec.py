@@ -55,7 +55,7 @@ class JobSpec:
 
     @classmethod
     def of(cls, settings: Settings, run_id: str, environ: Mapping[str, str]) -> JobSpec:
-        """Those of the job that was asked for here."""
+        """Return the spec of the job that was asked for here."""
         rendezvous = settings.rendezvous
         assert rendezvous is not None
         target = settings.target
@@ -69,7 +69,7 @@ class JobSpec:
         )  # fmt: skip
 
     def to_bytes(self) -> bytes:
-        """For the store."""
+        """Return it as bytes for the store."""
         return json.dumps(asdict(self)).encode()
 
     @classmethod

@@ -47,7 +47,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def read_words(words: Sequence[str]) -> tuple[str, Settings]:
-    """HOST:PORT, and what this host says of itself; options may stand before or behind it.
+    """Return HOST:PORT, and what this host says of itself; options may stand before or behind it.
 
     Raises:
         LaunchError: with what is wrong.
@@ -138,7 +138,7 @@ def _join(endpoint: str, settings: Settings) -> int:
 
 
 def _tell_first_host(joined: Joined, why: str) -> None:
-    """Whoever waits there should know that this host was here, and why it is of no use; that host waits on."""
+    """Tell whoever waits there that this host was here, and why it is of no use; that host waits on."""
     with joined.client as client, contextlib.suppress(PhalanxError):
         client.timeout = _TELL_S
         client.join(

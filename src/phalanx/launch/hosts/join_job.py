@@ -159,7 +159,7 @@ class _Followed:
         return code or (0 if self._host.display.lost is None else LOST_OUTPUT_EXIT_CODE)
 
     def _come_back(self, link: FollowerLink) -> bool:
-        """After an elastic job's ranks of this host were given up: join again, if the first host is heard in time.
+        """Join again after an elastic job's ranks of this host were given up, if the first host is heard in time.
 
         The others may have gone on without this host, or wait for it; its ranks hold nothing that is of use.
         """
@@ -336,7 +336,7 @@ class _Followed:
 
 
 def name_own_address(address: str, interface: str, environ: Any) -> dict[str, str]:
-    """Variables by which ranks and the engines between hosts use the address that was tried, unless the user chose."""
+    """Return variables by which ranks and the engines between hosts use the address that was tried."""
     told = {"PHALANX_ADDRESS": address}
     if interface:
         told |= {name: interface for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if not environ.get(name)}

@@ -98,7 +98,7 @@ class LeadGuard:
 
     @property
     def due(self) -> float | None:
-        """When to look again although nothing has come."""
+        """Return when to look again although nothing has come."""
         limits = [at + self._limit_s for _, at in self._lost.values()]
         times = [*limits, None if self._succession is None else self._succession.due]
         return min((at for at in times if at is not None), default=None)

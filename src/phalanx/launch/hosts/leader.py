@@ -12,7 +12,7 @@ from typing import Any
 from phalanx.agent.attempt import Attempt
 from phalanx.agent.elastic_actions import BeginGeneration, DropHost, PrepareHost
 from phalanx.agent.failure import Exit, Loss, Report
-from phalanx.agent.generation import Candidate, HostSeats, Seating
+from phalanx.agent.generation import HostSeats
 from phalanx.agent.host import Host
 from phalanx.agent.host_link import HostLink
 from phalanx.agent.plan import JobPlan
@@ -24,12 +24,14 @@ from phalanx.diagnostics.rank_list import name_ranks
 from phalanx.inspect.agent_socket import Request
 from phalanx.launch.hosts.control_channel import MALFORMED, Change, ControlMessage, decode_lines
 from phalanx.launch.hosts.elastic_hosts import ElasticHosts
-from phalanx.launch.hosts.flights import logs_from_json, merge_logs
 from phalanx.launch.hosts.generation_message import generation_to_json
+from phalanx.launch.hosts.host_records import KINDS as RECORD_KINDS
+from phalanx.launch.hosts.host_records import HostRecords
+from phalanx.launch.hosts.late_hosts import LateHosts
 from phalanx.launch.hosts.lead_guard import LeadGuard
 from phalanx.launch.hosts.leader_state import KEY as LEADER_STATE
 from phalanx.launch.hosts.leader_state import LeaderState
-from phalanx.launch.hosts.node_plan import HostFacts, Node, describe_unfit, find_conflict, find_node
+from phalanx.launch.hosts.node_plan import Node, find_node
 from phalanx.launch.hosts.peer_hosts import PeerHosts, tell_start
 from phalanx.launch.hosts.stacks_requests import StacksRequests
 from phalanx.loss_detection import HOST_SWEEP_S
@@ -63,16 +65,15 @@ class LeaderLink(HostLink):
         self._store_location = store
         self._number = restart_count
         self._attempt: Attempt
-        self._elastic = elastic or self._plan_elastic()
+        self._elastic = elastic or peers.plan_elastic(plan.settings.max_restarts, restart_count)
         self._guard = guard or LeadGuard(peers.channel, None)
         self._begun: BeginGeneration | None = None  # the newest generation but the first
         self._is_recorded = False
         self._swept_hosts: set[int] = set()
         self._told_to_start = set(peers.others)
-        self._told_spare: set[int] = set()
+        self._late = LateHosts(peers, host.display)
         self._sweep_limit: float | None = None
-        self._remote_logs: list[GroupLog] = []
-        self._remote_ended_ns: dict[int, int] = {}
+        self._records = HostRecords()
         self._stacks_requests = StacksRequests(peers, restart_count)
 
     def attach(self, attempt: Attempt) -> None:
@@ -85,23 +86,6 @@ class LeaderLink(HostLink):
     def make_elastic(self) -> ElasticHosts:
         """Return who decides what becomes of the job when ranks or hosts are lost."""
         return self._elastic
-
-    def _plan_elastic(self) -> ElasticHosts:
-        most = self._plan.settings.max_restarts
-        left = None if most is None else max(0, most - self._number)
-        hosts = [
-            HostSeats(
-                node.facts.member,
-                node.place.first_rank,
-                node.place.num_ranks,
-                frozenset(node.place.ranks),
-                name=node.facts.known_as,
-                role=node.facts.role,
-            )
-            for node in self._peers.nodes
-        ]
-        peers = self._peers
-        return ElasticHosts(Seating.begin(hosts), left, peers.limits, self.member, peers.host_timeout_s)
 
     def send_to_rank(self, rank: int, message: dict[str, Any]) -> bool:
         """Send a message to an elastic rank, if that is on another host; return whether it is."""
@@ -205,7 +189,7 @@ class LeaderLink(HostLink):
 
     @property
     def fds(self) -> tuple[int, ...]:
-        """What else to wait on."""
+        """Return more descriptors that are readable when `receive` has something to do."""
         # A reader who holds up our output holds up the hosts' lines, too; but not their ends.
         channel = self._peers.channel
         held_up = self._host.display.full and self._attempt.state.phase == "running"
@@ -214,7 +198,7 @@ class LeaderLink(HostLink):
 
     @property
     def due(self) -> float | None:
-        """When to look again although nothing has come."""
+        """Return when to look again although nothing has come."""
         more = time.monotonic() if self._peers.channel.has_more else None
         times = (self._sweep_limit, self._stacks_requests.due, self._guard.due, more)
         return min((at for at in times if at is not None), default=None)
@@ -289,17 +273,17 @@ class LeaderLink(HostLink):
 
     @property
     def others(self) -> set[int]:
-        """The members of the other hosts that are there, or wait."""
+        """Return the members of the other hosts that are there, or wait."""
         return {node.facts.member for node in self._peers.present} | set(self._peers.late)
 
     def merge_logs(self, logs: list[GroupLog]) -> list[GroupLog]:
         """Add what the ranks of other hosts have recorded to `logs`, group by group."""
-        return merge_logs([*logs, *self._remote_logs])
+        return self._records.merge_logs(logs)
 
     @property
     def ended_ns(self) -> dict[int, int]:
-        """When processes of other hosts ended, by process number, on CLOCK_MONOTONIC of this host."""
-        return self._remote_ended_ns
+        """Return when processes of other hosts ended, by process number, on CLOCK_MONOTONIC of this host."""
+        return self._records.ended_ns
 
     def name_host(self, rank: int) -> str:
         """Return the name and address of a rank's host."""
@@ -322,40 +306,19 @@ class LeaderLink(HostLink):
 
     def _follow_change(self, change: Change) -> None:
         if change.kind in ("left", "lost"):
-            waited = self._peers.late.pop(change.member, None)  # it is not there for the next start
-            if waited is not None and change.kind == "lost":
-                facts = HostFacts.from_json(change.member, waited.facts)
-                where = "a host" if facts is None else f"{facts.name} ({facts.address})"
-                self._host.display.say(f"phalanx run: {where}, which waited to be taken in, is lost: {change.why}")
+            self._late.on_gone(change)
             self._lose(change.member, change.why)
-        elif change.kind == "joined" and (unfit := describe_unfit(change.facts)):
-            self._host.display.say(f"phalanx run: {unfit}")
-        elif change.kind == "joined" and (facts := HostFacts.from_json(change.member, change.facts)) is not None:
-            if conflict := find_conflict([self._peers.own.facts, facts], self._peers.limits.max_hosts):
-                self._peers.send_away(change.member, conflict)
-                self._host.display.say(f"phalanx run: {conflict}. The job goes on without that host")
+        elif change.kind == "joined":
+            candidate = self._late.on_joined(change)
+            if candidate is None:
                 return
-            self._peers.late[change.member] = change
-            self._greet(change)
+            if self._attempt.state.phase == "running":
+                self._attempt.do_elastic(self._elastic.on_host_came(candidate, time.monotonic()))
+            is_spare = self._attempt.state.phase == "running" and self._elastic.active
+            self._late.tell(change.member, is_spare=is_spare)
         elif change.kind in ("expelled", "unreachable"):  # of ourselves: the coordinator's thread has ended
             for member in list(self._peers.others):
                 self._lose(member, f"the coordinator on this host has failed: {change.why}")
-
-    def _greet(self, change: Change) -> None:
-        """Decide about a host that has come while ranks run."""
-        facts = HostFacts.from_json(change.member, change.facts)
-        assert facts is not None
-        candidate = Candidate(change.member, facts.num_ranks, facts.known_as, facts.role)
-        if self._attempt.state.phase == "running":
-            self._attempt.do_elastic(self._elastic.on_host_came(candidate, time.monotonic()))
-        if change.member in self._peers.late:
-            self._tell_late(change.member)
-
-    def _tell_late(self, member: int) -> None:
-        is_spare = self._attempt.state.phase == "running" and self._elastic.active
-        if is_spare:
-            self._told_spare.add(member)
-        self._peers.channel.put(member, "late", spare=is_spare)
 
     def on_rank_message(self, rank: int, pid: int, message: dict[str, Any]) -> None:
         """Tell the hosts that wait what they wait for, once a rank has said that the job is elastic."""
@@ -364,8 +327,7 @@ class LeaderLink(HostLink):
                 self._is_recorded = True
                 self._guard.want(self._elastic.seating)
                 self._record(None)
-            for member in set(self._peers.late) - self._told_spare:
-                self._tell_late(member)
+            self._late.tell_again(is_spare=self._attempt.state.phase == "running")
 
     def _follow(self, message: ControlMessage, node: Node) -> None:
         body = message.body
@@ -394,19 +356,8 @@ class LeaderLink(HostLink):
                 self._attempt.on_signal(signum, f" on {node.label}")
         elif message.kind == "say":
             self._host.display.say(f"{printable_lines(str(body['text']))}   (on {node.label})")
-        elif message.kind == "flight":
-            offset_ns = int(self._peers.channel.to_own_clock(message.member, 0.0) * 1e9)
-            logs, ended_ns = logs_from_json(body["groups"], body["ended_ns"], offset_ns)
-            self._remote_logs += logs
-            self._remote_ended_ns.update(ended_ns)
-        elif message.kind == "rank file" and self._attempt.report_folder:
-            from phalanx.report.transfer import unpack_file  # here, because most jobs leave no report
-
-            with contextlib.suppress(OSError):  # its own end says so, too
-                unpack_file(self._attempt.report_folder, str(body["name"]), str(body["text"]))
-        elif message.kind == "report host":
-            offset_s = self._peers.channel.to_own_clock(message.member, 0.0)
-            self._attempt.report_hosts[str(body["host"])] = (offset_s, float(body["copy_bytes_per_s"]))
+        elif message.kind in RECORD_KINDS:
+            self._records.hear(message, self._peers.channel.to_own_clock(message.member, 0.0), self._attempt)
         elif message.kind == "swept":
             self._swept_hosts.add(message.member)
         elif message.kind == "stacks":

@@ -32,7 +32,7 @@ class LeaderState:
     pids: dict[int, int]  # of the processes that there were, by seat
 
     def to_bytes(self) -> bytes:
-        """For the store."""
+        """Return it as bytes for the store."""
         fields = {
             "attempt": self.attempt,
             "run_id": self.run_id,

@@ -34,7 +34,7 @@ class HostFacts:
 
     @property
     def known_as(self) -> str:
-        """By which a host that comes back is known."""
+        """Return the name by which a host that comes back is known."""
         return f"{self.name} ({self.address})"
 
     @classmethod
@@ -55,7 +55,7 @@ class HostFacts:
             return None
 
     def to_json(self) -> dict[str, Any]:
-        """As facts of a member; the coordinator calls it by `host`."""
+        """Return them as facts of a member; the coordinator calls it by `host`."""
         fields = asdict(self)
         del fields["member"]
         return {"kind": "agent", "host": fields.pop("name"), **fields}
@@ -76,7 +76,7 @@ class Node:
 
     @property
     def where(self) -> str:
-        """`node-b (10.0.0.2)`."""
+        """Return its name and address, as in `node-b (10.0.0.2)`."""
         return f"{self.label} ({self.facts.address})" if self.facts.address else self.label
 
 
@@ -88,7 +88,7 @@ def describe_unfit(facts: Mapping[str, Any]) -> str:
 
 
 def find_conflict(hosts: Sequence[HostFacts], max_nodes: int) -> str:
-    """Why these hosts cannot be in one job, in the words for the user; empty if they can. The first is the leader."""
+    """Return why these hosts cannot be in one job, in words for the user; empty if they can. The first one leads."""
     first = hosts[0]
     for host in hosts:
         if host.nnodes and first.nnodes and host.nnodes != first.nnodes:
@@ -134,7 +134,7 @@ def plan_nodes(hosts: Sequence[HostFacts]) -> list[Node]:
 
 
 def name_apart(names: Sequence[str]) -> list[str]:
-    """Names by which hosts are told apart: short where that is enough, numbered where two have the same."""
+    """Return names that tell hosts apart: short where that is enough, numbered where two have the same."""
     short = [name.partition(".")[0] for name in names]
     chosen = short if len(set(short)) == len(set(names)) else list(names)
     counts = Counter(chosen)

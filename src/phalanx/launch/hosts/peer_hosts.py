@@ -7,15 +7,16 @@ from dataclasses import asdict
 
 from phalanx.agent.elastic_actions import BeginGeneration
 from phalanx.agent.environment import Place
-from phalanx.agent.generation import HostSeats, Limits
+from phalanx.agent.generation import HostSeats, Limits, Seating
 from phalanx.launch.hosts.control_channel import Change, ControlChannel
+from phalanx.launch.hosts.elastic_hosts import ElasticHosts
 from phalanx.launch.hosts.generation_message import generation_to_json
 from phalanx.launch.hosts.node_plan import HostFacts, Node, find_node
 from phalanx.output.line_prefix import fill
 
 
 class PeerHosts:
-    """The other hosts of one attempt, by member."""
+    """`PeerHosts` has the other hosts of one attempt, by member."""
 
     def __init__(
         self, channel: ControlChannel, nodes: list[Node], own: Node, host_timeout_s: float, limits: Limits | None = None
@@ -32,7 +33,7 @@ class PeerHosts:
 
     @property
     def own_and_present(self) -> list[Node]:
-        """This host and the others that are still there, in the order of their ranks."""
+        """Return this host and the others that are still there, in the order of their ranks."""
         return [node for node in self.nodes if node is self.own or node.facts.member in self._present_members]
 
     @property
@@ -41,7 +42,7 @@ class PeerHosts:
 
     @property
     def present(self) -> list[Node]:
-        """The other hosts that are still there."""
+        """Return the other hosts that are still there."""
         return [node for member, node in self.others.items() if member not in self.lost]
 
     def name_host(self, ranks: Iterable[int]) -> str:
@@ -66,6 +67,26 @@ class PeerHosts:
     def send_away(self, member: int, conflict: str) -> None:
         """End the command of a host that has come while the job runs, and cannot be in it."""
         self.channel.put(member, "end", code=2, why=f"phalanx run: {conflict}.")
+
+    def plan_elastic(self, max_restarts: int | None, restart_count: int) -> ElasticHosts:
+        """Return who decides what becomes of an elastic job on these hosts, of which it has all ranks.
+
+        Restarts of the whole job count as replacements of ranks that are lost.
+        """
+        hosts = [
+            HostSeats(
+                node.facts.member,
+                node.place.first_rank,
+                node.place.num_ranks,
+                frozenset(node.place.ranks),
+                name=node.facts.known_as,
+                role=node.facts.role,
+            )
+            for node in self.nodes
+        ]
+        own = self.own.facts.member
+        max_replacements = None if max_restarts is None else max(0, max_restarts - restart_count)
+        return ElasticHosts(Seating.begin(hosts), max_replacements, self.limits, own, self.host_timeout_s)
 
     def take_in(self, seats: HostSeats, place: Place) -> Node | None:
         """Give a host that has come these seats; None if it has gone. `place` has their numbers."""

@@ -42,7 +42,7 @@ TRY_S = 5.0
 
 @dataclass(frozen=True)
 class Target:
-    """Another host: its number in the job, what people call it, and where it answers."""
+    """`Target` is another host: its number in the job, what people call it, and where it answers."""
 
     node: int
     label: str
@@ -118,7 +118,7 @@ class Responder:
 
 
 def choose_targets(node: int, nodes: Sequence[int]) -> set[int]:
-    """Which of `nodes`, in ascending order, other hosts and perhaps itself, host `node` tries: all, if they are few.
+    """Return which of `nodes`, in ascending order, host `node` tries: all other hosts, if they are few.
 
     With more than 32 it tries those that are 1, 2, 4, ... places behind it in the row. So each is tried by as many
     others, in all parts of the row, and a job of a thousand hosts makes ten thousand trials and not a million.

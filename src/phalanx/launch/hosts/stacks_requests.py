@@ -23,7 +23,7 @@ class _Pending:
 
 
 class StacksRequests:
-    """The requests of one attempt that wait."""
+    """`StacksRequests` keeps the requests of one attempt that wait."""
 
     def __init__(self, peers: PeerHosts, attempt: int) -> None:
         self._peers, self._attempt = peers, attempt
@@ -32,7 +32,7 @@ class StacksRequests:
 
     @property
     def due(self) -> float | None:
-        """When to call `answer` although nobody has said anything."""
+        """Return when to call `answer` although nobody has said anything."""
         return min((pending.due for pending in self._pending.values()), default=None)
 
     def ask(self, request: Request) -> None:

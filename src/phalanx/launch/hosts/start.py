@@ -198,7 +198,7 @@ def find_or_make_key(plan: JobPlan, rendezvous: Rendezvous) -> Key:
 
 
 def decide_addresses(rendezvous: Rendezvous) -> tuple[str, list[OwnAddress]]:
-    """Where the coordinator listens, and the addresses of this host that others may try, the likeliest in front.
+    """Return where the coordinator listens, and the addresses of this host that others may try, likeliest first.
 
     Raises:
         LaunchError: the host that was named is not this one, or this one has no address.

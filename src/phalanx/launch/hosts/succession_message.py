@@ -10,7 +10,7 @@ from phalanx.coordination.succession.voter import Accepted, Promised, Refused, R
 
 
 def config_to_json(config: Config) -> dict[str, Any]:
-    """As plain data."""
+    """Return it as plain data."""
     return {
         "term": list(config.term),
         "version": config.version,
@@ -51,7 +51,7 @@ def term_from_json(fields: Any) -> Term:
 
 
 def reply_to_json(reply: Reply) -> dict[str, Any]:
-    """As plain data."""
+    """Return it as plain data."""
     body: dict[str, Any] = {"voter": reply.voter, "term": list(reply.term)}
     if isinstance(reply, Accepted):
         return {**body, "reply": "accepted", "version": reply.version}

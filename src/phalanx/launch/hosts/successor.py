@@ -62,7 +62,7 @@ class Elected:
     master_port: int  # MASTER_PORT of the ranks
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data."""
+        """Return it as plain data."""
         return {
             "member": self.member,
             "address": self.address,

@@ -69,7 +69,7 @@ class CoordinatorRegister:
 
 
 class Witness:
-    """A job's witness. Its methods wait for the register, two seconds for each answer.
+    """`Witness` is that of one job. Its methods wait for the register, two seconds for each answer.
 
     Arguments:
         address: HOST:PORT of a `phalanx coordinator` that has the job's key, or etcd://HOST:PORT.
