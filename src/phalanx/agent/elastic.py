@@ -36,6 +36,7 @@ from phalanx.agent.elastic_actions import (
 from phalanx.agent.elastic_rank import ElasticRank
 from phalanx.agent.failure import Exit, Failure, Report, summarise
 from phalanx.agent.generation import Limits, Seating, plan_generation
+from phalanx.agent.loss_text import describe_loss, describe_regrouped
 from phalanx.agent.repetition import Repetition
 from phalanx.diagnostics.rank_list import name_ranks
 from phalanx.loss_detection import DYING_S, ENDING_S, SILENT_RANK_S
@@ -266,27 +267,18 @@ class Elastic:
             return []
         if any(other.generation != generation for other in self.members.values()):
             return []
-        return [Say(self._describe_regrouped(now))] if self._newest_told else []
+        lost = self._newest_told
+        return [Say(describe_regrouped(lost, len(self.members), now))] if lost else []
 
     @property
     def _newest_told(self) -> tuple[LostRank, ...]:
         number = self.generation.number
         return tuple(lost for lost in self.losses if lost.generation == number - 1)
 
-    def _describe_regrouped(self, now: float) -> str:
-        lost = self._newest_told
-        count = len(self.members)
-        return (
-            f"phalanx run: {count} rank{'s' * (count > 1)} go{'es' * (count == 1)} on, "
-            f"{now - min(each.at for each in lost):.2f} s after the loss"
-        )
-
     def _on_told_loss(
         self, member: ElasticRank, generation: int, told: tuple[bool, str], now: float
     ) -> list[ElasticAction]:
-        """Note that a rank has left a generation. If no process has ended, the other ranks must leave it as well: one
-        that does not is what the rank waits for.
-        """
+        """Note that a rank has left a generation. If no process has ended, it waits for those that have not left it."""
         member.has_lost = max(member.has_lost, generation)
         if why := self._find_no_generation():
             return [_refuse(member, why)]
@@ -313,9 +305,7 @@ class Elastic:
                 self._set_due(other.seat, now + span_s, why)
 
     def _on_waiting(self, member: ElasticRank, generation: int, now: float) -> list[ElasticAction]:
-        """Answer a rank that waits for a generation after this one, so that it does not wait for one that never
-        comes.
-        """
+        """Answer a rank that waits for a generation after this one, so that it does not wait in vain."""
         if generation < self.generation.number and not self._exits:
             return [TellGeneration(member.seat)]
         if why := self._find_no_generation():
@@ -434,13 +424,8 @@ class Elastic:
     def _describe_loss(self, lost: list[LostRank], forked: set[int], without_loss: str) -> str:
         if not lost:
             return f"phalanx run: {without_loss or 'a process is missing'}: they form it again"
-        said = [f"rank {each.rank} (pid {each.pid}) is lost: {each.why}" for each in lost]
-        if not forked:
-            then = f"{self.generation.world_size} ranks go on without"
-        else:
-            left = "" if self.max_replacements is None else f" (of {self.max_replacements}: {self.num_replaced})"
-            then = f"a replacement is started{left}" if len(forked) == 1 else f"{len(forked)} are replaced{left}"
-        return f"phalanx run: {'; '.join(said)}. {then[0].upper()}{then[1:]}"
+        replaced = "" if self.max_replacements is None else f"of {self.max_replacements}: {self.num_replaced}"
+        return describe_loss(lost, len(forked), self.generation.world_size, replaced)
 
     def _forget(self, seat: int) -> None:
         self.members.pop(seat, None)
