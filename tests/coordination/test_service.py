@@ -192,3 +192,58 @@ def test_an_address_where_nothing_listens_is_told_with_what_came_back():
         Client("no-such-host.invalid:1", KEY)
     with pytest.raises(CoordinationError, match="there is no coordinator at /nowhere"):
         Client("/nowhere")
+
+
+def test_a_member_in_the_coordinators_own_process_may_be_late_on_a_machine_that_is_too_busy():
+    """A first host whose heartbeats were not sent in time counted itself out, and ended its job."""
+    with service(lost_after_s=1.0) as (running, connect, _):
+        own, other, watching = connect(local=True), connect(local=True), connect(local=True)
+        for client in (own, other):
+            client.join({}, watch=())
+        watching.join({})
+        running.keep(own)
+        for client in (own, other):
+            client._stop.set()  # its thread gets no turn
+        lost = watching.wait_event(30.0)
+        assert [(event.kind, event.member) for event in lost] == [("lost", other.member)]
+        assert watching.wait_event(3.0) == []
+        assert sorted(watching.members()) == sorted([own.member, watching.member])
+
+
+def test_a_member_in_the_coordinators_own_process_waits_for_it_as_long_as_its_thread_runs():
+    with service(lost_after_s=1.0) as (running, connect, _):
+        own, other = connect(local=True), connect(local=True)
+        begun, go_on = threading.Event(), threading.Event()
+        handle = running.coordinator.handle
+
+        def handle_late(route, frame, now):
+            begun.set()
+            go_on.wait()
+            return handle(route, frame, now)
+
+        for client in (own, other):
+            client.join({}, watch=())
+        running.keep(own)
+        running.coordinator.handle = handle_late
+        assert begun.wait(30.0)
+        assert [event.kind for event in other.wait_event(30.0)] == ["unreachable"]
+        assert own.wait_event(3.0) == []
+        go_on.set()
+        assert [event.kind for event in other.wait_event(30.0)] == ["reachable"]
+        assert own.wait_event(0.5) == []
+
+
+def test_a_member_in_the_coordinators_own_process_is_told_when_its_thread_has_ended(monkeypatch):
+    monkeypatch.setattr(threading, "excepthook", lambda args: None)
+    with service(lost_after_s=1.0) as (running, connect, said):
+        own = connect(local=True)
+        own.join({}, watch=())
+        running.keep(own)
+
+        def fail():
+            raise ZeroDivisionError
+
+        running._unused_memory.give_back = running._send = fail
+        assert [event.kind for event in own.wait_event(30.0)] == ["unreachable"]
+        assert not running.is_serving
+        assert "the coordinator has ended: ZeroDivisionError()" in said

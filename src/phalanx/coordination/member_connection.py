@@ -10,7 +10,7 @@ import os
 import select
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from phalanx.coordination.address import Address
@@ -26,6 +26,9 @@ _REFUSED_EVERY_S, _PROBE_S = 0.25, 0.3
 
 class MemberConnection(Connection):
     """A connection whose process may join. Arguments and errors of the construction are those of `Connection`."""
+
+    is_served: Callable[[], bool] | None = None
+    """Whether the coordinator, if it is one of this process, serves; then its silence means nothing."""
 
     def join(self, facts: Mapping[str, Any], *, watch: Collection[int] | None = None) -> int:
         """Become a member, and return its number. It is told of the members in `watch`, or of all, that join and leave
@@ -144,7 +147,8 @@ class MemberConnection(Connection):
     def _judge(self, now: float) -> None:
         """Say once when the coordinator falls silent, and once when it is back."""
         silent_s = now - self._heard_at
-        if silent_s > self._lost_after_s and not self._is_silent:
+        is_served = self.is_served is not None and self.is_served()
+        if silent_s > self._lost_after_s and not self._is_silent and not is_served:
             self._is_silent = True
             self._inbox.put(Event("unreachable", -1, f"nothing was heard from it for {silent_s:.1f} s".encode()))
         elif silent_s <= self._lost_after_s and self._is_silent:

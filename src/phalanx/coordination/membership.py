@@ -117,6 +117,7 @@ class Membership:
         self._told: list[Member] = []
         self._heard: OrderedDict[int, None] = OrderedDict()  # the members; who was heard last is the last
         self._grown: set[int] = set()  # members whose outboxes have grown since they were looked at
+        self._own: set[int] = set()  # members in the coordinator's own process
 
     def __len__(self) -> int:
         return len(self._members)
@@ -198,8 +199,13 @@ class Membership:
             member = self._members[number]
             if now - member.heard_at <= self.lost_after_s:
                 break
-            found.append(member)
+            if number not in self._own:
+                found.append(member)
         return found
+
+    def keep(self, member: int) -> None:
+        """Never take a member for silent, since it lives and ends with the coordinator's own process."""
+        self._own.add(member)
 
     def take_grown(self) -> list[Member]:
         """Return the members whose outboxes have grown since the last call."""

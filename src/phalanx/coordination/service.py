@@ -22,6 +22,7 @@ from phalanx.coordination.admission import Admission, Complaints
 from phalanx.coordination.connection_guard import ConnectionGuard, connections_allowed, cut, protect
 from phalanx.coordination.key import Key
 from phalanx.coordination.local_socket import BACKLOG, LocalSocket
+from phalanx.coordination.member_connection import MemberConnection
 from phalanx.coordination.replicated_coordinator import ReplicatedCoordinator
 from phalanx.coordination.session import OTHER_HOSTS, THIS_HOST, Answer, Direct, Relayed, Session
 from phalanx.coordination.unused_memory import UnusedMemory
@@ -113,6 +114,19 @@ class Service:
     def num_open(self) -> int:
         """Return the number of connections of other hosts that are open, authenticated or not yet."""
         return 0 if self._guard is None else self._guard.num_open
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether its thread runs: what it does not answer in time it will answer."""
+        return self._thread.is_alive()
+
+    def keep(self, client: MemberConnection) -> None:
+        """Let a member in this process and this coordinator never take each other for lost by silence alone.
+
+        They live and end together, and on a machine that is too busy either may be late.
+        """
+        self.coordinator.members.keep(client.member)
+        client.is_served = lambda: self.is_serving
 
     def close(self) -> None:
         """Stop serving; members and waiting clients are not told. A second call does nothing."""

@@ -19,6 +19,7 @@ from typing import Any
 from phalanx.coordination.address import Address
 from phalanx.coordination.client import Client
 from phalanx.coordination.event import Event
+from phalanx.coordination.service import Service
 from phalanx.errors import PhalanxError
 from phalanx.ipc.wakeup import Mailbox
 
@@ -215,6 +216,10 @@ class ControlChannel:
             with self._lock:
                 self._is_held = False
                 self._lock.notify()
+
+    def keep_at(self, service: Service) -> None:
+        """Be a member in the process of this coordinator: neither takes the other for lost by its silence."""
+        service.keep(self._client)
 
     def _readdress(self, first: int) -> None:
         with self._lock:

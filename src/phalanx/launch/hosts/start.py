@@ -119,6 +119,7 @@ def _first_member(
     client = Client(service.local)
     # In this order: others join once the job spec is there, and this agent hears only of those that join after it.
     client.join({"kind": "first", "host": socket.gethostname(), "pid": os.getpid()})
+    service.keep(client)
     channel = ControlChannel(client, notices)
     try:
         client.set(KEY, JobSpec.of(plan.settings, plan.run_id, plan.environ).to_bytes())

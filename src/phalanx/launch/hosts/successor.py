@@ -330,6 +330,7 @@ class Successor:
         self.office = Office(state, service, primary, self._voter, unread, self._witness)
         elected = Elected(primary.committed.primary, str(service.address), copy.epoch, find_free_port())
         self._follow(elected)
+        self._channel.keep_at(service)
         self._ask(client, elected=elected.to_json())
         self._finish(over, elected)
 
