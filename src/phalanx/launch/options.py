@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from phalanx.agent.environment import RANK_VARIABLES
-from phalanx.coordination.rendezvous import join_endpoint, split_endpoint
 from phalanx.output.streams import Streams
 
 _MAX_SECONDS = 365 * 24 * 3600
@@ -73,6 +72,8 @@ def _read_host_timeout(text: str) -> float:
 
 
 def _read_witness(text: str) -> str:
+    from phalanx.coordination.rendezvous import join_endpoint, split_endpoint  # here: most jobs are on one host
+
     scheme, colon, place = text.rpartition("://")
     if scheme not in ("", "etcd", "etcds"):
         raise ValueError(f"must be HOST:PORT or etcd://HOST:PORT, got {text!r}")
