@@ -179,7 +179,7 @@ class WitnessCalls:
     def __init__(self, witness: Witness, *, is_new: bool) -> None:
         self.witness = witness
         self._is_new = is_new
-        self._config: Config | None = None  # what to propose next
+        self._next: Config | None = None  # what to propose next
         self._changed = threading.Condition()
         self._is_closed = False
         self._is_told = False  # that it does not answer
@@ -194,7 +194,7 @@ class WitnessCalls:
     def propose(self, config: Config) -> None:
         """Have this config proposed, in place of an earlier one that waits."""
         with self._changed:
-            self._config = config
+            self._next = config
             self._changed.notify()
 
     def take(self) -> list[Reply | str]:
@@ -204,9 +204,9 @@ class WitnessCalls:
     def _run(self) -> None:
         while True:
             with self._changed:
-                while self._config is None and not self._is_closed:
+                while self._next is None and not self._is_closed:
                     self._changed.wait()
-                config, self._config = self._config, None
+                config, self._next = self._next, None
             if config is None or self._is_closed:
                 break
             try:
