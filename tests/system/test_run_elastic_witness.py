@@ -65,7 +65,7 @@ def witnessed(folder: Path, *sizes: int, late: bool = False) -> Iterator[tuple[C
 
 
 def list_keys(made: Cluster) -> list[str]:
-    """What the witness keeps, asked from its own host."""
+    """Return the keys that the witness keeps, asked from its own host."""
     script = (
         "import sys; from phalanx.coordination.client import Client; from phalanx.coordination.key import Key; "
         "print(*Client(sys.argv[1], Key(bytes(32))).list_keys('phalanx/witness/'))"

@@ -15,9 +15,8 @@ from phalanx.coordination.rank_info import Arrival, find_dead
 from phalanx.coordination.torch_store import Store, base_of, file_of
 from phalanx.coordination.wire import WRITE_ONCE
 
-OUTCOME = (
-    f"ranks{WRITE_ONCE}"  # the key of every rank's information, or of the failure; ranks of one host fetch it once
-)
+# The key of every rank's information, or of the failure; ranks of one host fetch it once.
+OUTCOME = f"ranks{WRITE_ONCE}"
 
 
 class Arrivals:
@@ -99,7 +98,7 @@ class Arrivals:
         self._store.set(self.key(f"rank/{self.index}"), words)
 
     def _is_left_behind(self) -> str:
-        """How this start has ended, if it has, and concerns nobody who comes now; else nothing."""
+        """Return how this start has ended, if it has and concerns nobody who comes now; else nothing."""
         if self._store.check([self.key(OUTCOME)]):
             failure = json.loads(self._store.get(self.key(OUTCOME))).get("failure")
             if failure is None:

@@ -39,7 +39,7 @@ class StageCopies:
         authenticator = pickle_authenticator(group)
         assert authenticator is not None  # there are several hosts
         self.wards: Mapping[int, Sequence[int]] = plan_wards(keepers)
-        """By rank: the wards, whose copies it has."""
+        """It maps each rank to its wards, the ranks whose copies that rank keeps."""
         self._group, self._authenticator = group, authenticator
         self._keeper, self._mine = keepers[group.rank()][0], self.wards[group.rank()]
 
