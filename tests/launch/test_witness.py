@@ -20,7 +20,9 @@ from phalanx.coordination.succession.config import Config, Electorate, Stamp, Te
 from phalanx.coordination.succession.voter import Accepted, Promised, Refused, Reply
 from phalanx.errors import AuthenticationError, CoordinationError
 from phalanx.launch.hosts.etcd_register import EtcdRegister
-from phalanx.launch.hosts.witness import WITNESS, CoordinatorRegister, Register, Witness, WitnessCalls
+from phalanx.launch.hosts.witness import WITNESS, Witness
+from phalanx.launch.hosts.witness_calls import WitnessCalls
+from phalanx.launch.hosts.witness_register import CoordinatorRegister, open_register
 
 KEY = Key(bytes(32))
 
@@ -32,11 +34,12 @@ def find_free_ports(count: int) -> list[int]:
 
 
 @contextlib.contextmanager
-def run_etcd(folder: Path) -> Iterator[str]:
+def run_etcd(folder: Path, port: int = 0) -> Iterator[str]:
     """An etcd of one member, and its address."""
     if shutil.which("etcd") is None:
         pytest.skip("there is no etcd here (Debian: etcd-server)")
-    port, peers = find_free_ports(2)
+    free, peers = find_free_ports(2)
+    port = port or free
     url, peer_url = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{peers}"
     words = ["--listen-client-urls", url, "--advertise-client-urls", url, "--listen-peer-urls", peer_url,
              "--initial-advertise-peer-urls", peer_url, "--initial-cluster", f"default={peer_url}"]  # fmt: skip
@@ -146,11 +149,47 @@ def test_it_takes_nothing_back_whoever_asks_at_the_same_time(address: str, seed:
             assert newest.setdefault(stamp, reply.newest) == reply.newest
 
 
-def test_of_two_that_write_in_place_of_the_same_value_one_succeeds(address: str) -> None:
-    def open_register() -> Register:
-        return EtcdRegister(address) if "://" in address else CoordinatorRegister(address, KEY)
+def test_a_coordinator_that_may_have_voted_and_forgot_it_is_not_asked_to_begin_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The answer to the first write was lost, another host was promised something, and the coordinator restarted."""
+    (port,) = find_free_ports(1)
+    witness = Witness(f"127.0.0.1:{port}", KEY, "job")
+    write = CoordinatorRegister.write
 
-    one, two = open_register(), open_register()
+    def write_without_an_answer(self: CoordinatorRegister, name: str, expected: bytes, value: bytes) -> bool:
+        write(self, name, expected, value)
+        raise CoordinationError("no answer")
+
+    with Service(f"127.0.0.1:{port}", KEY):
+        with monkeypatch.context() as patched:
+            patched.setattr(CoordinatorRegister, "write", write_without_an_answer)
+            with pytest.raises(CoordinationError, match="no answer"):
+                witness.begin()
+        with contextlib.closing(Witness(f"127.0.0.1:{port}", KEY, "job")) as other:
+            assert other.solicit((2, 1)) == Promised(WITNESS, (2, 1), None)
+        witness.close()
+    with Service(f"127.0.0.1:{port}", KEY):
+        witness.begin()
+        with pytest.raises(CoordinationError, match="it knows nothing of this job"):
+            witness.propose(make_config((1, 0), 1))
+        witness.close()
+
+
+def test_a_job_begins_at_an_etcd_that_did_not_answer_at_first(tmp_path: Path) -> None:
+    (port,) = find_free_ports(1)
+    witness = Witness(f"etcd://127.0.0.1:{port}", KEY, "job")
+    with pytest.raises(CoordinationError, match="etcd does not answer"):
+        witness.begin()
+    with run_etcd(tmp_path, port) as address:
+        assert address == witness.address
+        witness.begin()
+        assert witness.propose(make_config((1, 0), 1)) == Accepted(WITNESS, (1, 0), 1)
+        witness.forget()
+
+
+def test_of_two_that_write_in_place_of_the_same_value_one_succeeds(address: str) -> None:
+    one, two = open_register(address, KEY), open_register(address, KEY)
     assert one.write("name", b"", b"1")
     assert not two.write("name", b"", b"2")
     assert two.read("name") == b"1"

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 import zmq
 
@@ -22,13 +23,15 @@ from phalanx.coordination.admission import Admission, Complaints
 from phalanx.coordination.connection_guard import ConnectionGuard, connections_allowed, cut, protect
 from phalanx.coordination.key import Key
 from phalanx.coordination.local_socket import BACKLOG, LocalSocket
-from phalanx.coordination.member_connection import MemberConnection
 from phalanx.coordination.replicated_coordinator import ReplicatedCoordinator
 from phalanx.coordination.session import OTHER_HOSTS, THIS_HOST, Answer, Direct, Relayed, Session
 from phalanx.coordination.unused_memory import UnusedMemory
 from phalanx.coordination.wire import KIND, MAX_ENVELOPE_BYTES, MAX_FRAME_BYTES, Op, Status, frames, pack
 from phalanx.errors import AuthenticationError, CoordinationError
 from phalanx.loss_detection import MEMBER_TIMEOUT_S
+
+if TYPE_CHECKING:
+    from phalanx.coordination.member_connection import MemberConnection
 
 _QUEUE_FRAMES = 32  # so many frames may wait in either direction for one client
 _ROUND_FRAMES, _ROUND_S = 256, 0.02  # read before answers are sent and others are heard: until the first of them

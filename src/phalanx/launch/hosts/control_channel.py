@@ -14,14 +14,16 @@ import time
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from phalanx.coordination.address import Address
 from phalanx.coordination.client import Client
 from phalanx.coordination.event import Event
-from phalanx.coordination.service import Service
 from phalanx.errors import PhalanxError
 from phalanx.ipc.wakeup import Mailbox
+
+if TYPE_CHECKING:
+    from phalanx.coordination.service import Service
 
 FIRST = 0  # the first host's member: it joins before anybody else can
 _POST_S = 5.0  # of one try; while the link is cut the next one follows

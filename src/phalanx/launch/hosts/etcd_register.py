@@ -26,6 +26,8 @@ class EtcdRegister:
     Its methods raise CoordinationError where etcd refuses or does not answer.
     """
 
+    is_durable = True
+
     def __init__(self, address: str) -> None:
         scheme, _, place = address.partition("://")
         self._url = f"{_SCHEMES[scheme]}://{place.rstrip('/')}/v3/kv/"

@@ -13,7 +13,8 @@ from phalanx.coordination.followers import Followers
 from phalanx.errors import LaunchError, PhalanxError
 from phalanx.launch.hosts.control_channel import ControlChannel, ControlMessage
 from phalanx.launch.hosts.succession import FEWEST_VOTERS, Succession
-from phalanx.launch.hosts.witness import Witness, WitnessCalls
+from phalanx.launch.hosts.witness import Witness
+from phalanx.launch.hosts.witness_calls import WitnessCalls
 
 _FEWEST_S = 3.0  # that the others may take to agree, however short the hosts' timeout is
 

@@ -22,7 +22,8 @@ from phalanx.coordination.succession.voter import Accepted, Reply, Voter
 from phalanx.ipc.wakeup import Mailbox
 from phalanx.launch.hosts.control_channel import ControlChannel
 from phalanx.launch.hosts.succession_message import config_to_json, reply_from_json
-from phalanx.launch.hosts.witness import WITNESS, WitnessCalls
+from phalanx.launch.hosts.witness import WITNESS
+from phalanx.launch.hosts.witness_calls import WitnessCalls
 
 FEWEST_VOTERS = 3  # of two none is a majority without the first
 _MOST_STANDBYS = 2

@@ -28,7 +28,7 @@ from phalanx.launch.hosts.leader_state import LeaderState
 from phalanx.launch.hosts.peer_hosts import PeerHosts
 from phalanx.launch.hosts.succession import Succession
 from phalanx.launch.hosts.successor import Office
-from phalanx.launch.hosts.witness import WitnessCalls
+from phalanx.launch.hosts.witness_calls import WitnessCalls
 from phalanx.output.display import Display
 
 if TYPE_CHECKING:
