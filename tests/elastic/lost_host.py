@@ -17,13 +17,17 @@ _NAME = "host-lost-"
 
 
 def lose_own_host(folder: str) -> NoReturn:
-    """Kill every process of the host that this one is on, this one last, and leave word of it in `folder`."""
+    """Kill every process of the host that this one is on, this one last, and leave word of it in `folder`.
+
+    All are stopped before the first one is killed: otherwise one that still runs tells the first host of its loss.
+    """
     here = os.readlink("/proc/self/ns/net")
     Path(folder, f"{_NAME}{os.getpid()}").write_text(here)
-    for name in os.listdir("/proc"):
-        with contextlib.suppress(OSError):
-            if name.isdecimal() and int(name) != os.getpid() and os.readlink(f"/proc/{name}/ns/net") == here:
-                os.kill(int(name), signal.SIGKILL)
+    for sent in (signal.SIGSTOP, signal.SIGKILL):
+        for name in os.listdir("/proc"):
+            with contextlib.suppress(OSError):
+                if name.isdecimal() and int(name) != os.getpid() and os.readlink(f"/proc/{name}/ns/net") == here:
+                    os.kill(int(name), sent)
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError("this process was killed")
 
