@@ -193,9 +193,18 @@ def test_a_spare_takes_the_place_of_a_host_that_leaves_and_too_few_wait_for_one(
     assert job.seats == [0, 1]
 
 
+def test_the_host_that_leads_leaves_as_others_do() -> None:
+    job = Job(1, 1, 1, limits=Limits(1, 3))
+    assert job.leave(0)
+    assert job.seats == [1, 2]
+    assert "n0, with rank 0, leaves after this step (SIGTERM); 2 ranks on 2 hosts go on" in job.said
+    assert not job.elastic.is_regrouped
+    job.regroup()
+    assert job.elastic.is_regrouped
+
+
 def test_a_host_does_not_leave_in_order_where_nobody_else_could_go_on() -> None:
     job = Job(1, 1, limits=Limits(1, 2))
-    assert not job.leave(0)  # the first host, on which the others depend
     assert not Job(1, 1, limits=Limits(1, 2), joins=False).leave(1)  # nobody has said that it trains
     job.elastic.members[0].holds_state = False  # it has just been replaced
     assert not job.leave(1)

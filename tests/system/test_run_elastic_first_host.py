@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from tests.system import elastic_training
 from tests.system.test_run_elastic import Job
-from tests.system.test_run_elastic_hosts import Cluster, cluster, samples_of_epochs
+from tests.system.test_run_elastic_hosts import SCRIPT, Cluster, cluster, samples_of_epochs, wait_for_files
 
 from phalanx.testing import why_no_hosts
 from phalanx.testing.namespaces import Host, hosts
@@ -121,7 +121,68 @@ def test_a_link_that_is_cut_for_a_moment_changes_nothing(tmp_path: Path) -> None
     assert ", is lost: " not in ends[0].out
 
 
-def train(machines: list[Host], folder: Path, *, loses_first: bool) -> list[str]:
+def test_a_spare_takes_the_place_of_the_first_host_and_another_one_goes_on_waiting(tmp_path: Path) -> None:
+    """They ended with the first host, and the job went on with fewer ranks."""
+    with cluster(tmp_path, 1, 1, 1, nnodes="2:3", spare=2, env=WAITS) as made:
+        await_standbys(made, 0)
+        for number in (3, 4):
+            made.start(number, 1)
+            made.wait_for(number, "this one waits, to take the place of one that is lost")
+        made.kill(0)
+        leader = find_leader(made, 1, 2)
+        made.jobs[leader].wait(r"generation [12] as \d of 3 ", 3)  # at once, or a moment after the others go on
+        for number in (3, 4):
+            made.wait_for(number, "leads the job now; this host waits there")
+        made.jobs[leader].order("finish")
+        ends = made.ended(leader, 3 - leader, 3, 4)
+    assert [end.code for end in ends] == [0, 0, 0, 0], ends[0].out
+    assert "3 ranks on 3 hosts go on" in ends[0].out
+
+
+def test_a_spare_that_took_the_place_of_a_lost_host_goes_on_when_the_first_is_lost(tmp_path: Path) -> None:
+    """The host that leads then did not know of it; or it was elected itself, and ended with an error."""
+    with cluster(tmp_path, 1, 1, 1, nnodes="2:3", spare=1, env=WAITS) as made:
+        await_standbys(made, 0)
+        made.start(3, 1)
+        made.wait_for(3, "this one waits, to take the place of one that is lost")
+        made.kill(1)  # which would have led
+        made.first.wait_generation(1, 3)
+        while sum("without this host, " in line for line in made.first.lines) < 2:
+            made.first.lines.append(made.first.running.read_until("").rstrip("\n"))
+        made.kill(0)
+        leader = find_leader(made, 2, 3)
+        made.jobs[leader].wait_generation(2, 2)
+        made.jobs[leader].order("finish")
+        ends = made.ended(leader, 5 - leader)
+    assert [end.code for end in ends] == [0, 0], ends[0].out
+
+
+def test_a_host_whose_ranks_start_as_the_first_host_is_lost_comes_to_the_one_that_leads_then(tmp_path: Path) -> None:
+    """It ended with the first host."""
+    slow = tmp_path / "slow.py"
+    slow.write_text(
+        "import os, runpy, sys, time\n"
+        "open(os.path.join(sys.argv[1], 'starts'), 'w').close()\n"
+        "while not os.path.exists(os.path.join(sys.argv[1], 'come')):\n"
+        "    time.sleep(0.01)\n"
+        f"runpy.run_path({SCRIPT!r}, run_name='__main__')\n"
+    )
+    with cluster(tmp_path, 1, 1, 1, nnodes="2:4", spare=1, env=WAITS) as made:
+        await_standbys(made, 0)
+        made.start(3, 1, str(slow))
+        wait_for_files(made.first, [tmp_path / "starts"])
+        made.kill(0)
+        leader = find_leader(made, 1, 2)
+        made.wait_for(3, "leads the job now; this host waits there")
+        made.jobs[leader].order("come")
+        made.wait_for(leader, "taken in; 3 ranks on 3 hosts go on")
+        made.wait_for(leader, "as 2 of 3")
+        made.jobs[leader].order("finish")
+        ends = made.ended(leader, 3 - leader, 3)
+    assert [end.code for end in ends] == [0, 0, 0], ends[0].out
+
+
+def train(machines: list[Host], folder: Path, *, loses_first: bool = False, lets_first_go: bool = False) -> list[str]:
     """Return the weights of three ranks on three hosts, whose first is lost at step 3; another host replaces it."""
     folder.mkdir()
     made = Cluster(machines, folder, "3", {"OMP_NUM_THREADS": "1", "OPERATION_S": "200"}, ())
@@ -130,14 +191,19 @@ def train(machines: list[Host], folder: Path, *, loses_first: bool) -> list[str]
             made.start(number, 1, elastic_training.__file__)
         made.first.wait(r"rank \d is at step 3, pid \d+", 3)
         leader = 0
-        if loses_first:
+        if loses_first or lets_first_go:
             await_standbys(made, 0)
-            made.kill(0)
+            made.jobs[0].running.process.send_signal(signal.SIGTERM if lets_first_go else signal.SIGKILL)
+            if lets_first_go:
+                made.wait_for(0, "the ranks of this host finish their step and end")
+                made.first.order("go-3")
+                made.first.order("go-6")
             leader = find_leader(made, 1, 2)
             made.join(3, address_of(made.jobs[leader]))
+            assert not lets_first_go or made.ended_one(0).code == 128 + signal.SIGTERM
         made.jobs[leader].order("go-3")
         made.jobs[leader].order("go-6")
-        numbers = (leader, *({1, 2, 3} - {leader})) if loses_first else (0, 1, 2)
+        numbers = (leader, *({1, 2, 3} - {leader})) if loses_first or lets_first_go else (0, 1, 2)
         ends = made.ended(*numbers)
         assert [end.code for end in ends] == [0] * len(numbers), "\n".join(end.out for end in ends)
     finally:
@@ -146,10 +212,10 @@ def train(machines: list[Host], folder: Path, *, loses_first: bool) -> list[str]
     return [(folder / f"weights-{rank}").read_text() for rank in range(3)]
 
 
-def test_training_that_loses_its_first_host_has_the_bits_of_an_undisturbed_run_and_each_sample_once(
+def test_training_whose_first_host_is_lost_or_leaves_has_the_bits_of_an_undisturbed_run_and_each_sample_once(
     tmp_path: Path,
 ) -> None:
     with hosts(4) as machines:
-        lost = train(machines, tmp_path / "lost", loses_first=True)
-        quiet = train(machines, tmp_path / "quiet", loses_first=False)
-    assert lost == quiet
+        quiet = train(machines, tmp_path / "quiet")
+        assert train(machines, tmp_path / "lost", loses_first=True) == quiet
+        assert train(machines, tmp_path / "left", lets_first_go=True) == quiet

@@ -94,7 +94,7 @@ class Attempt:
         try:
             self.ranks.fork_some()
             loop = self._make_loop()
-            self._run_until(loop, lambda: self.state.finished)
+            self._run_until(loop, lambda: self.state.finished or self.link.has_left)
             self._sweep()
             self._run_until(loop, lambda: self.ranks.is_swept and self.link.is_swept)
             if not self.ranks.zygote_lost:
@@ -233,6 +233,9 @@ class Attempt:
 
     def on_exit(self, exit: Exit) -> None:
         """Process the end of a rank's process on any host, after reading all that it sent."""
+        if self.link.has_let_go(exit.pid):
+            self.ranks.processes.lose(exit)
+            return
         # these come first, or the last known holder of the state ends before others have said that they hold it
         self.hear_ranks()
         for pid in self.ranks.processes.pids.values():
@@ -251,6 +254,8 @@ class Attempt:
 
     def on_report(self, report: Report) -> None:
         """Process the failure that a rank has reported: a loss in an elastic job, or a failure of the job."""
+        if self.link.has_let_go(report.pid):
+            return
         actions = self.elastic.on_report(report, time.monotonic()) if self.state.phase == "running" else None
         if actions is not None:
             self.do_elastic(actions)
@@ -283,6 +288,8 @@ class Attempt:
             os.kill(os.getpid(), signal.SIGSTOP)
             return
         if number in ENDING_SIGNALS:
+            if not where and self.link.take_signal(number):
+                return
             is_again, self._asked = where in self._asked, {*self._asked, where}
             # a scheduler signals all hosts itself
             is_told_everywhere = number == signal.SIGTERM == self.state.interrupted

@@ -109,6 +109,19 @@ class HostLink:
     def send_signal(self, signum: int, ranks: tuple[int, ...], *, group: bool) -> None:
         """Send a signal to those of `ranks` that are on other hosts."""
 
+    def take_signal(self, signum: int) -> bool:
+        """Take a signal that has come at this host and would end the job; return whether nothing else is to be done."""
+        return False
+
+    def has_let_go(self, pid: int) -> bool:
+        """Whether an elastic job goes on without this process of a rank of this host, which leaves the job."""
+        return False
+
+    @property
+    def has_left(self) -> bool:
+        """Whether this host has left the job, which goes on under the lead of another one."""
+        return False
+
     def sweep(self) -> None:
         """Kill every process of the job on other hosts."""
 

@@ -183,6 +183,8 @@ def _run_attempts(
         for report in reports:
             report.add_attempt(state, attempt.elastic.losses, attempt.place.world_size, attempt.report_hosts)
         losses += attempt.elastic.losses
+        if attempt.link.has_left:
+            return 128 + signal.SIGTERM
         left = max(0, left - attempt.elastic.num_replaced)
         failed = state.interrupted is None and bool(state.failures) and not state.overdue
         early = attempt.elastic.lost_early and attempt.place.num_nodes == 1 and left_early > 0

@@ -92,6 +92,12 @@ class ElasticHosts(Elastic):
         return min((member.wait_s for member in self.members.values() if member.joined), default=0.0)
 
     @property
+    def is_regrouped(self) -> bool:
+        """Whether all ranks have come to the newest generation, and none is on its way."""
+        number = self.generation.number
+        return not self._forking and all(member.generation == number for member in self.members.values())
+
+    @property
     def is_waiting(self) -> bool:
         """Whether too few are left, and hosts are awaited."""
         return self._waits_since is not None and self.ended is None
@@ -170,7 +176,7 @@ class ElasticHosts(Elastic):
         if self._forget_newcomer(member):
             return self._use_spares(now)
         host = self._find_host(member)
-        if host is None or not self.active or member == self._own:
+        if host is None or not self.active:
             return None
         if not any(other.holds_state for seat, other in self.members.items() if seat not in host.seats):
             return None

@@ -84,6 +84,9 @@ class FollowedSuccession:
         elif message.kind == "datagram":
             with contextlib.suppress(*MALFORMED):
                 self._successor.hear(message.member, message.body)
+        elif message.kind == "standbys":
+            with contextlib.suppress(*MALFORMED):
+                self._successor.hear_standbys(message.body)
         elif message.kind == "stand by":
             with contextlib.suppress(PhalanxError, OSError, *MALFORMED):  # then another one does
                 self._successor.stand_by(self._channel.endpoint, message.body)
@@ -91,13 +94,17 @@ class FollowedSuccession:
             return False
         return True
 
-    def begin(self, why: str) -> bool:
-        """Begin to choose another host that leads; False: there is none that could, or no majority."""
+    def begin(self, why: str, *, leaves: bool = False) -> bool:
+        """Begin to choose another host that leads, because that one is lost or `leaves`.
+
+        False: there is none that could, or no majority.
+        """
         if not self._successor.begin_election():
             return False
         self._lost, self._why = self._channel.first, why
+        what = "leaves (SIGTERM)" if leaves else f"is lost: {why}"
         self._host.display.say(
-            f"phalanx run: the host that leads the job is lost: {why}. The others choose another one; the ranks wait"
+            f"phalanx run: the host that leads the job {what}. The others choose another one; the ranks wait"
         )
         return True
 

@@ -32,6 +32,7 @@ from phalanx.inspect.stacks.report import report_own_stacks
 from phalanx.inspect.top.look import look_at_own
 from phalanx.inspect.top.memory import MemoryReader
 from phalanx.launch.hosts.control_channel import Change, ControlChannel, ControlMessage
+from phalanx.launch.hosts.departure import LEAVE
 from phalanx.launch.hosts.flights import logs_to_json
 from phalanx.launch.hosts.followed_succession import FollowedSuccession
 from phalanx.launch.hosts.forward import Forward
@@ -41,7 +42,7 @@ from phalanx.output.display import Display
 from phalanx.processes import ENDING_SIGNALS
 
 _FULL_S = 0.02  # how soon to look again whether lines may be sent
-_LEAVE, _WAIT = {"kind": "leave"}, {"kind": "wait"}  # what ranks are told
+_WAIT = {"kind": "wait"}  # what ranks are told
 
 
 @dataclass
@@ -52,6 +53,8 @@ class FollowerSupervision(Supervision):
     channel: ControlChannel | None = None
     attempt: int = 0
     times_asked: int = 0
+    asked_for: int = 0  # the signal of which the leading host was told last
+    asked_member: int = -1  # which one that was
     is_elastic: bool = False  # a rank of this host has said that it survives the loss of others
     abandoned_by: str = ""  # why the first host is not there any more
     leaves: bool = False  # the others go on without this host, whose ranks finish their step and end
@@ -107,8 +110,20 @@ class FollowerSupervision(Supervision):
         if self.times_asked > 2:  # the first host did not answer to the first two
             self.interrupted = signum
             return self._kill(now)
-        self._tell("signal", signum=signum)  # the first host decides, for all
+        self._ask(signum)
         return []
+
+    def _ask(self, signum: int) -> None:
+        """Tell the host that leads of a signal: it decides, for all."""
+        if self.channel is not None:
+            self.asked_for, self.asked_member = signum, self.channel.first
+        self._tell("signal", signum=signum)
+
+    def ask_again(self) -> None:
+        """Ask the host that leads now what another one was asked, which may not have heard it."""
+        is_undecided = self.asked_for and self.phase == "running" and not self.leaves
+        if is_undecided and self.channel is not None and self.channel.first != self.asked_member:
+            self._ask(self.asked_for)
 
     def on_remote_signal(self, signum: int, ranks: Iterable[int], group: bool) -> list[Action]:
         """Send `signum`, as the first host wants."""
@@ -191,6 +206,7 @@ class FollowerLink(HostLink):
         self._forward.attempt = number
         self._memory = MemoryReader()
         self._succession = succession
+        self._is_led_by_another = False  # the host that led the job has left it, and another one is to lead
 
     def attach(self, attempt: Attempt) -> None:
         """Learn whose link this is."""
@@ -224,9 +240,14 @@ class FollowerLink(HostLink):
             for message in self._channel.take():
                 self._read(message)
         if self._succession is not None and self._succession.receive(ready, self._attempt):
+            asked_for = self.supervision.asked_for  # of a leader that could not answer any more
+            if asked_for and not self.supervision.leaves:
+                self._attempt.on_signal(asked_for)
             return  # this host leads the job now, by another link
         if self._succession is not None and self._succession.failed:
             self._give_up(self._succession.failed)
+        if self._succession is not None and not self._succession.is_electing:
+            self.supervision.ask_again()
         self._forward.flush()
 
     def create_store(self) -> tuple[int | None, str]:
@@ -244,7 +265,7 @@ class FollowerLink(HostLink):
             wait_s = message.get("wait_s")
             self.wait_s = float(wait_s) if isinstance(wait_s, int | float) else 0.0
         if self.supervision.leaves and message.get("kind") in ("elastic", "waiting"):  # it was not there to be told
-            self._attempt.links.send(rank, _LEAVE)
+            self._attempt.links.send(rank, LEAVE)
         if self._succession is not None and self._succession.is_electing and message.get("kind") == "waiting":
             self._attempt.links.send(rank, _WAIT)
         self._channel.put(self._channel.first, "rank says", attempt=self._number, rank=rank, pid=pid, message=message)
@@ -292,6 +313,9 @@ class FollowerLink(HostLink):
         elif message.member == self._channel.first and message.kind == "host lost":
             say_host_lost(message, self._host.display)
             self._tell_ranks(message.body["gone"], describe_loss(message.body["host"], message.body["why"]))
+        elif message.member == self._channel.first and message.kind == "hands over":
+            self._is_led_by_another = state.leaves
+            self._lose_first("it leaves (SIGTERM)", leaves=True)
         elif message.member == self._channel.first and message.kind == "end":
             self.ended = message.body
             self._attempt.do(state.sweep() if not state.finished else [])
@@ -299,7 +323,7 @@ class FollowerLink(HostLink):
             if message.kind == "leave":
                 state.leaves = True
                 for rank in self.place.ranks:
-                    self._attempt.links.send(rank, _LEAVE)
+                    self._attempt.links.send(rank, LEAVE)
                 text = "SIGTERM: the ranks of this host finish their step and end; the others go on (again: stop them)"
                 self._host.display.say(f"phalanx run: {text}")
             elif message.kind == "signal":
@@ -325,12 +349,12 @@ class FollowerLink(HostLink):
         text = look_at_own(self._memory) if what == "top" else report_own_stacks()
         self._channel.put(self._channel.first, "stacks", attempt=self._number, request=request, text=text)
 
-    def _lose_first(self, why: str) -> None:
-        if self.supervision.abandoned_by or self.ended is not None:
+    def _lose_first(self, why: str, *, leaves: bool = False) -> None:
+        if self.supervision.abandoned_by or self.ended is not None or self._is_led_by_another:
             return
         goes_on = self.supervision.phase == "running" and not self.supervision.leaves
         succession = self._succession if goes_on else None
-        if succession is None or not (succession.is_electing or succession.begin(why)):
+        if succession is None or not (succession.is_electing or succession.begin(why, leaves=leaves)):
             self._give_up(why)
 
     def _give_up(self, why: str) -> None:

@@ -71,6 +71,7 @@ class Gathering:
         self._gone: set[int] = set()  # the members that have gone since it began
         self._peers: PeerHosts | None = None
         self.guard: LeadGuard | None = None
+        self._link: LeaderLink | None = None  # of the newest attempt
         self._loop = EventLoop(
             host.watch_signals(self._on_signal),
             Source(self._hear_zygote, lambda: (host.zygote.control.fileno(),)),
@@ -119,11 +120,18 @@ class Gathering:
             f"phalanx run: {len(nodes)} hosts: "
             + "; ".join(f"{node.where} {describe_ranks(node.place)}" for node in nodes)
         )
-        link = LeaderLink(plan, self._host, restart_count, peers, (local_store, str(self._key)), self.guard)
+        self._link = link = LeaderLink(
+            plan, self._host, restart_count, peers, (local_store, str(self._key)), self.guard
+        )
         attempt = Attempt(plan, self._host, restart_count, link)
         for node in peers.others.values():
             tell_start(peers, node, restart_count, plan.run_id, plan.run, (address, plan.master_port))
         return attempt
+
+    @property
+    def has_left(self) -> bool:
+        """Whether this host has left the job, which goes on under the lead of another one."""
+        return self._link is not None and self._link.has_left
 
     def end(self, code: int, why: str) -> None:
         """Tell all that the job is over, and wait a moment until they have heard it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -18,13 +19,15 @@ from phalanx.agent.host import Host
 from phalanx.agent.job import LOST_OUTPUT_EXIT_CODE, end_taken_over
 from phalanx.agent.orphaned import describe_membership
 from phalanx.agent.plan import JobPlan
+from phalanx.coordination.address import Address
 from phalanx.coordination.relay import Relay
 from phalanx.coordination.rendezvous import Rendezvous
+from phalanx.descriptors import wait_readable
 from phalanx.diagnostics.printable import printable, printable_lines
 from phalanx.errors import LaunchError, PhalanxError
 from phalanx.host_addresses import find_interface
 from phalanx.ipc.event_loop import EventLoop, Source
-from phalanx.launch.hosts.control_channel import FIRST, Change, ControlChannel, ControlMessage
+from phalanx.launch.hosts.control_channel import FIRST, MALFORMED, Change, ControlChannel, ControlMessage
 from phalanx.launch.hosts.first_host import Joined, while_listening
 from phalanx.launch.hosts.followed_succession import FollowedSuccession
 from phalanx.launch.hosts.follower import FollowerLink, say_host_lost, tells_first_lost
@@ -148,7 +151,11 @@ class _Followed:
         return Successor(self._channel, self._joined.key, self._own, self._joined.job_spec.host_timeout_s)
 
     def _end_led(self, attempt: Attempt, link: LeaderLink) -> int:
-        """End a job that this host has led to its end: say how, and tell the others."""
+        """End a job that this host has led to its end: say how, and tell the others; or leave it to another host."""
+        if link.has_left:
+            self.is_alone = True
+            link.end_succession()
+            return 128 + signal.SIGTERM
         code = 1
         try:
             code = end_taken_over(attempt.plan, self._host, attempt, self._began_at)
@@ -163,6 +170,8 @@ class _Followed:
 
         The others may have gone on without this host, or wait for it; its ranks hold nothing that is of use.
         """
+        if self._follow_election(link.supervision.abandoned_by):
+            return True
         if not link.supervision.is_elastic or link.wait_s <= 0 or self._channel.is_over:
             return False
         self._host.display.say(f"phalanx run: waiting up to {link.wait_s:g} s for the first host, to be taken in again")
@@ -181,12 +190,46 @@ class _Followed:
 
         if not while_listening(self._host, over, join, "while the first host was awaited"):
             return False
+        self._renew_membership()
+        self._host.display.say("phalanx run: the first host is heard again")
+        return True
+
+    def _follow_election(self, why: str) -> bool:
+        """Come as a new host to the one that is elected to lead the job; False where none is, or it can't be known.
+
+        This host has no vote: it waits to be taken in, or its ranks were starting.
+        """
+        successor = self._successor
+        if successor is None or not successor.observe_election():
+            return False
+        say = self._host.display.say
+        say(f"phalanx run: this host waits while the others choose another one that leads the job: {why}")
+        over = threading.Event()
+
+        def hear(say: Callable[[str], None]) -> Elected | None:
+            while not over.is_set():
+                if wait_readable([successor], _PAUSE_S):
+                    return successor.take_result()[0]
+            return None
+
+        elected = while_listening(self._host, over, hear, "while another host was chosen that leads the job")
+        if elected is None:
+            return False
+        try:
+            self._channel.join_again(self._facts, _REJOIN_TRY_S, (self._channel.first,))
+        except PhalanxError:
+            return False
+        self._move(elected)
+        self._renew_membership()
+        say(f"phalanx run: the host at {Address.parse(elected.address).host} leads the job now; this host waits there")
+        return True
+
+    def _renew_membership(self) -> None:
+        """Have all who name this host's member know the new one."""
         self._host.zygote.remember(describe_membership(self._joined.client))
         if self._successor is not None:
             self._successor.close()
             self._successor = self._make_successor()
-        self._host.display.say("phalanx run: the first host is heard again")
-        return True
 
     def _open_relay(self) -> str:
         """Return the path at which this host's ranks reach the job's store, over one connection for all of them."""
@@ -247,8 +290,11 @@ class _Followed:
 
         def hear(ready: set[int]) -> None:
             messages = self._channel.take() if self._channel.fileno() in ready or self._channel.has_more else []
+            first = self._channel.first
             for number, message in enumerate(messages):
                 order = self._read(message)
+                if first != self._channel.first:
+                    return  # the rest was said by the host that is lost
                 if order is not None:  # what has come behind it is for the ranks that it starts
                     self._channel.give_back(messages[number + 1 :])
                     orders.append(order)
@@ -266,11 +312,16 @@ class _Followed:
 
     def _read(self, message: ControlMessage | Change) -> ControlMessage | None:
         if isinstance(message, Change):
-            if tells_first_lost(message, self._channel.first):
+            if tells_first_lost(message, self._channel.first) and not self._follow_election(message.why):
                 self._raise_lost(message.why)
             return None
         if message.member != self._channel.first:
             return None
+        if message.kind == "hands over" and not self._follow_election("it leaves (SIGTERM)"):
+            self._raise_lost("it has left (SIGTERM)")
+        if message.kind == "standbys" and self._successor is not None:
+            with contextlib.suppress(*MALFORMED):
+                self._successor.hear_standbys(message.body)
         if message.kind == "late":
             self._host.display.say(_AS_A_SPARE if message.body.get("spare") else _TOO_LATE)
         if message.kind == "host lost":

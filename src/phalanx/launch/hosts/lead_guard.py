@@ -59,7 +59,23 @@ class LeadGuard:
         """Have the hosts of a generation vote, which were told of it before."""
         self.begin(seating)
         if self._succession is not None:
-            self._succession.want([host.member for host in seating.hosts if host.member not in self._lost])
+            members = [host.member for host in seating.hosts if host.member not in self._lost]
+            own = self._channel.member  # one that leaves has no ranks, and a vote as long as it leads
+            self._succession.want(members if own in members else [own, *members])
+
+    @property
+    def has_standbys(self) -> bool:
+        """Whether another host takes over when this one is lost."""
+        return self._succession is not None and self._succession.has_standbys
+
+    def may_go_on_with(self, num_others: int) -> bool:
+        """Whether one of so many other hosts could lead them."""
+        return 1 + num_others + (self._witness is not None) >= FEWEST_VOTERS and num_others > 0
+
+    def hand_over(self) -> None:
+        """Grant nothing any more that the standbys don't have, to the end: another host is to lead."""
+        if self._succession is not None:
+            self._succession.hand_over()
 
     def defer(self, member: int, why: str, seating: Seating) -> bool:
         """Ask whether the others go on without a host; False: there is nobody to be asked."""
@@ -107,6 +123,11 @@ class LeadGuard:
     def take_standbys(self) -> tuple[int, ...] | None:
         """Return who takes over if this host is lost, if that has changed since the last call."""
         return None if self._succession is None else self._succession.take_standbys()
+
+    @property
+    def polling_places(self) -> tuple[str, ...]:
+        """Return the addresses at which hosts hear who leads if this one is lost; none where nobody does."""
+        return () if self._succession is None else self._succession.polling_places
 
     def receive(self) -> list[str]:
         """Repeat what was not answered, and do without standbys that hold the others up; return lines for the user."""

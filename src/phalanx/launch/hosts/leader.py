@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import signal
 import time
 from dataclasses import replace
@@ -11,7 +10,7 @@ from typing import Any
 
 from phalanx.agent.attempt import Attempt
 from phalanx.agent.elastic_actions import BeginGeneration, DropHost, PrepareHost
-from phalanx.agent.failure import Exit, Loss, Report
+from phalanx.agent.failure import Loss
 from phalanx.agent.generation import HostSeats
 from phalanx.agent.host import Host
 from phalanx.agent.host_link import HostLink
@@ -22,7 +21,8 @@ from phalanx.diagnostics.observer import GroupLog
 from phalanx.diagnostics.printable import printable, printable_lines
 from phalanx.diagnostics.rank_list import name_ranks
 from phalanx.inspect.agent_socket import Request
-from phalanx.launch.hosts.control_channel import MALFORMED, Change, ControlMessage, decode_lines
+from phalanx.launch.hosts.control_channel import MALFORMED, Change, ControlMessage
+from phalanx.launch.hosts.departure import Departure
 from phalanx.launch.hosts.elastic_hosts import ElasticHosts
 from phalanx.launch.hosts.generation_message import generation_to_json
 from phalanx.launch.hosts.host_records import KINDS as RECORD_KINDS
@@ -33,6 +33,7 @@ from phalanx.launch.hosts.leader_state import KEY as LEADER_STATE
 from phalanx.launch.hosts.leader_state import LeaderState
 from phalanx.launch.hosts.node_plan import Node, find_node
 from phalanx.launch.hosts.peer_hosts import PeerHosts, tell_start
+from phalanx.launch.hosts.remote_ranks import RemoteRanks
 from phalanx.launch.hosts.stacks_requests import StacksRequests
 from phalanx.loss_detection import HOST_SWEEP_S
 from phalanx.output.line_prefix import find_template
@@ -75,6 +76,8 @@ class LeaderLink(HostLink):
         self._sweep_limit: float | None = None
         self._records = HostRecords()
         self._stacks_requests = StacksRequests(peers, restart_count)
+        self._remote_ranks = RemoteRanks(peers, self._elastic, host.display)
+        self._departure = Departure(peers, self._elastic, self._guard, host.display, self._let_go)
 
     def attach(self, attempt: Attempt) -> None:
         """Learn whose link this is, and have its display name the hosts of all ranks."""
@@ -104,7 +107,6 @@ class LeaderLink(HostLink):
     def begin_generation(self, begun: BeginGeneration) -> None:
         """Tell every other host to do its part of a generation, or to start, if it has none yet."""
         self._guard.begin(self._elastic.seating)
-        self._record(begun)
         state, seats = self._attempt.state, begun.generation.seats
         state.world_size = max(state.world_size, max(seats) + 1)
         for seat in range(state.world_size):
@@ -115,6 +117,7 @@ class LeaderLink(HostLink):
         for host in self._elastic.seating.hosts:
             if host.member not in self._peers.others and host.member != self.member:
                 self._admit_host(host, begun)
+        self._record(begun)  # with the hosts that have just come, before any of them is told
         for node in self._peers.present:
             part = begun.generation.part_of(node.facts.member)
             for seat in () if part is None else part.forked:
@@ -200,7 +203,7 @@ class LeaderLink(HostLink):
     def due(self) -> float | None:
         """Return when to look again although nothing has come."""
         more = time.monotonic() if self._peers.channel.has_more else None
-        times = (self._sweep_limit, self._stacks_requests.due, self._guard.due, more)
+        times = (self._sweep_limit, self._stacks_requests.due, self._guard.due, self._departure.due, more)
         return min((at for at in times if at is not None), default=None)
 
     def receive(self, ready: set[int]) -> None:
@@ -215,6 +218,7 @@ class LeaderLink(HostLink):
         self._say_standbys()
         for member, why in self._guard.take_agreed():
             self._lose_now(member, why)
+        self._departure.go_on(self._attempt)
         self._stacks_requests.answer()
         if self._sweep_limit is not None and time.monotonic() >= self._sweep_limit:
             self._sweep_limit = None
@@ -230,6 +234,7 @@ class LeaderLink(HostLink):
         if standbys:
             names = " or ".join(self._peers.others[member].where for member in standbys)
             self._host.display.say(f"phalanx run: without this host, {names} would lead the job")
+            self._peers.channel.put(-1, "standbys", addresses=self._guard.polling_places)
 
     def create_store(self) -> tuple[int | None, str]:
         """Return the coordinator, by the way that leads there from this host."""
@@ -243,8 +248,23 @@ class LeaderLink(HostLink):
             if theirs:
                 self._put(node, "signal", signum=signum, ranks=theirs, group=group)
 
+    def take_signal(self, signum: int) -> bool:
+        """Take a signal that has come at this host, if it asks this host to leave and not the job to end."""
+        return signum == signal.SIGTERM and self._departure.ask(self._attempt)
+
+    def has_let_go(self, pid: int) -> bool:
+        """Whether the others go on without this process of a rank of this host, which leaves."""
+        return self._departure.has_let_go(pid)
+
+    @property
+    def has_left(self) -> bool:
+        """Whether this host is in the job no more, and another one is to lead."""
+        return self._departure.has_left
+
     def sweep(self) -> None:
         """Have every process of the job on other hosts killed."""
+        if self.has_left:
+            return
         if self._sweep_limit is None:
             self._sweep_limit = time.monotonic() + HOST_SWEEP_S
         for node in self._peers.present:
@@ -253,7 +273,7 @@ class LeaderLink(HostLink):
     @property
     def is_swept(self) -> bool:
         """Whether no process of the job is left on any other host that is still there."""
-        return all(node.facts.member in self._swept_hosts for node in self._peers.present)
+        return self.has_left or all(node.facts.member in self._swept_hosts for node in self._peers.present)
 
     def ask_for_stacks(self, request: Request) -> None:
         """Ask the agents of the other hosts, and answer when they have."""
@@ -316,6 +336,7 @@ class LeaderLink(HostLink):
                 self._attempt.do_elastic(self._elastic.on_host_came(candidate, time.monotonic()))
             is_spare = self._attempt.state.phase == "running" and self._elastic.active
             self._late.tell(change.member, is_spare=is_spare)
+            self._peers.channel.put(change.member, "standbys", addresses=self._guard.polling_places)
         elif change.kind in ("expelled", "unreachable"):  # of ourselves: the coordinator's thread has ended
             for member in list(self._peers.others):
                 self._lose(member, f"the coordinator on this host has failed: {change.why}")
@@ -328,31 +349,17 @@ class LeaderLink(HostLink):
                 self._guard.want(self._elastic.seating)
                 self._record(None)
             self._late.tell_again(is_spare=self._attempt.state.phase == "running")
+        self._departure.remind(self._attempt, rank, pid, message.get("kind"))
 
     def _follow(self, message: ControlMessage, node: Node) -> None:
         body = message.body
-        if message.kind == "lines":
-            self._show(body["items"], node)
-        elif message.kind == "started":
-            self._attempt.on_started(_rank_of(body, node), int(body["pid"]))
-        elif message.kind == "abandoned":
-            self._attempt.state.on_abandoned(_rank_of(body, node))
-        elif message.kind == "exit":
-            at = self._peers.channel.to_own_clock(message.member, float(body["at"]))
-            rank, pid = _rank_of(body, node), int(body["pid"])
-            # A host that was given up, and has come again, may still tell of processes that were there before.
-            is_known = self._elastic.pid_of(rank) == pid
-            if is_known and (self._attempt.state.phase == "running" or not self._elastic.is_arriving(rank)):
-                self._attempt.on_exit(Exit(rank, pid, int(body["status"]), at, str(body["dump"])))
-        elif message.kind == "rank says":
-            self._attempt.on_rank_message(_rank_of(body, node), int(body["pid"]), dict(body["message"]))
-        elif message.kind == "report":
-            self._hear_report(message, node)
-        elif message.kind == "signal":
+        if self._remote_ranks.hear(message, node, self._attempt):
+            return
+        if message.kind == "signal":
             signum = int(body["signum"])
             if signum not in ENDING_SIGNALS:  # others are for the ranks of the host where they came
                 raise ValueError(f"signal {signum} does not end a job")
-            if signum != signal.SIGTERM or not self._let_go(node):
+            if signum != signal.SIGTERM or not (self._departure.hear(node) or self._let_go(node)):
                 self._attempt.on_signal(signum, f" on {node.label}")
         elif message.kind == "say":
             self._host.display.say(f"{printable_lines(str(body['text']))}   (on {node.label})")
@@ -377,20 +384,6 @@ class LeaderLink(HostLink):
         self._peers.lose(node.facts.member, "it has left")
         self._attempt.do_elastic(actions)
         return True
-
-    def _show(self, items: list[Any], node: Node) -> None:
-        for rank, stream, lines, status, ended in items:
-            if rank in node.place.ranks and stream in (1, 2):
-                self._host.display.show(rank, stream, decode_lines(lines), decode_lines([status])[0])
-                if ended:
-                    self._host.display.end(rank)
-
-    def _hear_report(self, message: ControlMessage, node: Node) -> None:
-        fields = message.body["report"]
-        fields["at"] = self._peers.channel.to_own_clock(message.member, float(fields["at"]))
-        report = Report.from_bytes(json.dumps(fields).encode())
-        if report is not None and self._elastic.pid_of(_rank_of(fields, node)) == report.pid:
-            self._attempt.on_report(report)
 
     def lose_first(self, member: int, why: str) -> None:
         """Go on without the host that has led the job, as its successor."""
@@ -440,10 +433,3 @@ class LeaderLink(HostLink):
         """Have the display await lines of the ranks of all hosts."""
         for node in self._peers.nodes:
             self._host.display.begin(node.place.ranks)
-
-
-def _rank_of(body: dict[str, Any], node: Node) -> int:
-    rank = int(body["rank"])
-    if rank not in node.place.ranks:
-        raise ValueError(f"rank {rank} is not on {node.label}")
-    return rank

@@ -94,6 +94,8 @@ def _lead(
         finally:
             if gathering.guard is not None:
                 gathering.guard.close()
+        if gathering.has_left:
+            return code
         gathering.end(code, "")
         if gathering.guard is not None:
             gathering.guard.forget()

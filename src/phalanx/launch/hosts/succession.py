@@ -63,6 +63,7 @@ class Succession:
         self._told: tuple[int, ...] = ()  # the standbys that were returned last
         self._ask_at: float | None = None  # when a standby that was late is asked again
         self.due: float | None = None
+        self._is_handed_over = False
         followers.leader = channel.member
         followers.on_stalled = self._stalled.put
 
@@ -86,6 +87,17 @@ class Succession:
             return None
         self._told = config.standbys
         return config.standbys
+
+    @property
+    def has_standbys(self) -> bool:
+        """Whether a host takes over if this one is lost, and all hosts know which one."""
+        config = self._primary.committed
+        return not config.is_joint and bool(config.standbys) and not self._find_behind(config)
+
+    @property
+    def polling_places(self) -> tuple[str, ...]:
+        """Return the addresses at which the standbys say whether they were elected."""
+        return tuple(address for _, address in self._primary.committed.addresses)
 
     def has_left(self, member: int) -> bool:
         """Whether a majority has agreed to go on without this host, if it had a vote."""
@@ -206,9 +218,14 @@ class Succession:
         self._proposed_at = 0.0
         return True
 
+    def hand_over(self) -> None:
+        """Hold back what the standbys don't have even after `close`: one of them is to take over."""
+        self._is_handed_over = True
+
     def close(self) -> None:
         """Let go of the descriptors, and hold nothing back any more."""
-        self._followers.required = frozenset()
+        if not self._is_handed_over:
+            self._followers.required = frozenset()
         self._followers.on_stalled = lambda ticket: None
         if self._witness is not None:
             self._witness.close()

@@ -50,6 +50,7 @@ _FEWEST_S = 3.0  # that an election may take, however short the hosts' timeout i
 _TURN_S = 1.0  # after which the next standby stands, too
 _TRY_S, _PAUSE_S, _LOOK_S = 2.0, 0.1, 0.25
 _REDIRECT_S = 5.0
+_OBSERVE_S = 5.0  # a host that waits hears of the loss earlier than those who look whether the leader has gone
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,7 @@ class Successor:
         self._standby_term: Term | None = None
         self._witness: Witness | None = None  # of the job, once this host stands by
         self._place: Service | None = None  # the polling place
+        self._polling_places: tuple[str, ...] = ()  # of the standbys, for a host that has no vote
         self._num_asked = 0
         self._results: Mailbox[Elected | None] = Mailbox()
         self._threads: list[threading.Thread] = []
@@ -137,6 +139,14 @@ class Successor:
             self._voter, reply = self._voter.propose(config)
         self._channel.survives = self.may_elect
         self._channel.put_datagram(leader, **reply_to_json(reply))
+
+    def hear_standbys(self, body: Mapping[str, Any]) -> None:
+        """Learn where a host without a vote hears who was elected: one that waits, or starts its ranks.
+
+        Raises:
+            KeyError, TypeError: it makes no sense.
+        """
+        self._polling_places = tuple(map(str, body["addresses"]))
 
     def stand_by(self, endpoint: str, body: Mapping[str, Any]) -> None:
         """Follow the leader's coordinator at `endpoint`, and open the polling place.
@@ -183,11 +193,23 @@ class Successor:
         member = self._channel.member
         for place, (standby, address) in enumerate(config.addresses):
             if standby != member:
-                self._start(self._vote_for, address, end, over)
+                self._start(self._vote_for, address, over, True)
             elif self._standby is not None and self._place is not None and self._standby_term == config.term:
                 self._start(self._stand, config, end, over, _TURN_S * place)
         self._start(self._give_up, end, over)
         return bool(order)
+
+    def observe_election(self) -> bool:
+        """Begin to hear whom the hosts that vote elect; False where this host does not know where to ask."""
+        if not self._polling_places or self._channel.is_counted_out or self.is_electing:
+            return False
+        self.is_electing = True
+        self._over = over = threading.Event()
+        end = time.monotonic() + max(_FEWEST_S, 2 * self._host_timeout_s) + _OBSERVE_S
+        for address in self._polling_places:
+            self._start(self._vote_for, address, over, False)
+        self._start(self._give_up, end, over)
+        return True
 
     def take_result(self) -> list[Elected | None]:
         """Return who was elected; None: nobody, in the time that there was."""
@@ -213,8 +235,8 @@ class Successor:
         if not over.wait(end - time.monotonic()):
             self._finish(over, None)
 
-    def _vote_for(self, address: str, end: float, over: threading.Event) -> None:
-        """Vote at a standby's polling place, as soon as it stands."""
+    def _vote_for(self, address: str, over: threading.Event, votes: bool) -> None:
+        """Vote at a standby's polling place as soon as it stands, or only hear there whether it is elected."""
         asked = 0
         while not over.is_set():
             try:
@@ -225,7 +247,7 @@ class Successor:
                         except DeadlineError:
                             continue
                         asked += 1
-                        if self._answer(client, ask, over):
+                        if (votes or "elected" in ask) and self._answer(client, ask, over):
                             return
             except (PhalanxError, *MALFORMED):
                 over.wait(_PAUSE_S)

@@ -88,6 +88,8 @@ class TakeOver:
         nodes = list(state.nodes)
         own = next(node for node in nodes if node.facts.member == channel.member)
         peers = PeerHosts(channel, nodes, own, host_timeout_s, limits)
+        if all(host.member != self._lost for host in state.seating.hosts):
+            peers.lose(self._lost, "it has left")  # in order: the others have gone on without its ranks
         elastic = restore_elastic(state, self._states, channel.member, limits, host_timeout_s)
         followers, witness = office.service.coordinator.followers, office.witness
         calls = None if witness is None else WitnessCalls(witness, is_new=False)
