@@ -1,6 +1,7 @@
 # Every target does its own set-up: it needs Python 3.10 to 3.13, make and a C compiler, and nothing else.
 #
 #   make demo PYTHON=python3.12                use this Python
+#   make test ARGS=--slow                      run the slow tests, too
 #   make test ARGS="tests/ddp -k bucket"       hand arguments to pytest (or to the demo, or to each benchmark)
 #   make test WORKERS=0                        one test after another, in one process (ARGS="-x --pdb" wants that)
 #   make freeze TEST=tests/rpc N=10 SEED=7     ten times, with the seeds 7 to 16
@@ -54,7 +55,7 @@ help: ## Show this list
 demo: same-python $(VENV)/package.stamp ## Train a small network on two ranks, evaluate it, write a checkpoint
 	@$(BIN)/python examples/demo.py $(ARGS)
 
-test: setup ## Run all tests
+test: setup ## Run the tests but the slow ones (ARGS=--slow: all)
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 freeze: setup ## Run the tests in TEST N times while their processes freeze for moments (as root)

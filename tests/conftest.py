@@ -15,6 +15,9 @@ USUAL_RESUMPTIONS = (25, 57, 102)  # cases of tests/trainer/resumption.py
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):  # whoever names tests wants them, whatever they take; workers are told so
+        names_tests = config.args_source != pytest.Config.ArgsSource.TESTPATHS
+        config.option.slow = config.option.slow or names_tests or bool(config.option.keyword or config.option.markexpr)
     # `nohup` ignores the one, a shell that puts us into the background the other, for all that a test starts as well.
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
@@ -26,6 +29,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="run the slow tests, too, where no tests are named")
     parser.addoption("--kills", type=int, default=3, help="ranks killed at random moments, in the update or in a save")
     parser.addoption("--frames", type=int, default=10_000, help="frames that the coordinator is fuzzed with")
     parser.addoption("--copies", type=int, default=5, help="random jobs whose coordinator is copied, for each seed")
@@ -35,6 +39,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--trees", type=int, default=15, help="random states saved and loaded beside torch.save")
     parser.addoption("--host-losses", type=int, default=2, help="ranks, hosts and links lost at random in one job")
     parser.addoption("--host-losses-seed", type=int, default=0, help="by which they are drawn")
+    parser.addoption("--any-host-losses", type=int, default=4, help="hosts lost at random, also the one that leads")
     parser.addoption("--strikes", type=int, default=30, help="kills and stops at random in one elastic job")
     parser.addoption("--strikes-seed", type=int, default=0, help="by which they are drawn")
     parser.addoption(
@@ -69,6 +74,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "kill" in metafunc.fixturenames:
         metafunc.parametrize("kill", range(metafunc.config.getoption("kills")))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is marked as slow, unless it is wanted."""
+    if config.option.slow:
+        return
+    slow = [item for item in items if is_slow(item)]
+    config.hook.pytest_deselected(items=slow)
+    items[:] = [item for item in items if item not in set(slow)]
+
+
+def is_slow(item: pytest.Item) -> bool:
+    """Whether a test is marked as slow, and not with parameters that are to run every time."""
+    mark = item.get_closest_marker("slow")
+    called = item.name.partition("[")[2].rstrip("]")
+    return mark is not None and called not in mark.kwargs.get("but", ())
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -132,6 +153,12 @@ def resumptions(request: pytest.FixtureRequest) -> Iterable[int]:
     """Which random jobs of a Trainer are ended and taken up again."""
     first, count = (request.config.getoption(name) for name in ("resumptions_seed", "resumptions"))
     return range(first, first + count) if count else USUAL_RESUMPTIONS
+
+
+@pytest.fixture
+def num_any_host_losses(request: pytest.FixtureRequest) -> int:
+    """How many hosts of an elastic job are lost at random, also the one that leads."""
+    return int(request.config.getoption("any_host_losses"))
 
 
 @pytest.fixture

@@ -133,7 +133,7 @@ def try_pair(python: str, torch: str, options: argparse.Namespace) -> Row:
         print(f"== Python {version}, PyTorch {torch}: programs, then all tests", flush=True)
         programs = counts(_output_of([*make, "test", "ARGS=tests/programs"]))
         begin = time.monotonic()
-        output = _output_of([*make, "test", f"ARGS={options.tests}"])
+        output = _output_of([*make, "test", f"ARGS=--slow {options.tests}"])
         minutes = (time.monotonic() - begin) / 60
     finally:
         if not options.keep:

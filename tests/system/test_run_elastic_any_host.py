@@ -1,0 +1,161 @@
+"""Any host of an elastic job is lost, leaves, is stopped or cut off, drawn at random: the one that leads, too.
+
+The others go on each time, never two halves at once, and whoever is out comes back. By hand: --any-host-losses 200.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tests.system.test_run_elastic_first_host import WAITS, await_standbys
+from tests.system.test_run_elastic_hosts import Cluster, cluster
+
+from phalanx.testing import why_no_hosts
+
+pytestmark = [pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts()), pytest.mark.slow]
+
+NUM_HOSTS = 5  # a majority of which is left, also where the last loss is not agreed on yet
+WAYS = ("killed", "told to leave", "stopped", "cut off", "cut off for a moment")
+IS_OUT = ("waiting up to", "this host leads the job, and does not go on")
+
+
+class Job:
+    """What the commands on all hosts say, read as it comes: who leads, and which ranks are in which generation."""
+
+    def __init__(self, made: Cluster) -> None:
+        self.made = made
+        self.leader = 0
+        self.address = ""  # where hosts join a leader that was elected; the first host's stands in the command line
+        self.changed = threading.Condition()
+        self.lines: dict[int, list[str]] = {}
+        self.threads: dict[int, threading.Thread] = {}
+        self.ranks: dict[int, set[int]] = {}  # by generation
+        self.sizes: dict[int, int] = {}
+        self.halves: list[str] = []
+        for number in range(NUM_HOSTS):
+            self.listen(number)
+
+    def listen(self, number: int) -> None:
+        job = self.made.jobs[number]
+        lines = self.lines[number] = list(job.lines)
+        stdout = job.running.process.stdout
+        assert stdout is not None
+
+        def read() -> None:
+            for line in stdout:
+                with self.changed:
+                    lines.append(line)
+                    self.note(number, line)
+                    self.changed.notify_all()
+
+        for line in lines:
+            self.note(number, line)
+        self.threads[number] = threading.Thread(target=read)
+        self.threads[number].start()
+
+    def note(self, number: int, line: str) -> None:
+        if match := re.search(r"this host leads the job now.* phalanx join (\S+)$", line):
+            self.leader, self.address = number, match[1]
+        if match := re.search(r"generation (\d+) as (\d+) of (\d+) ", line):
+            generation, rank, size = map(int, match.groups())
+            self.ranks.setdefault(generation, set()).add(rank)
+            if self.sizes.setdefault(generation, size) != size:
+                self.halves.append(line)
+
+    def wait(self, what: str, ready: Callable[[], object]) -> None:
+        with self.changed:
+            if not self.changed.wait_for(ready, 90.0):
+                everything = "".join(f"--- host {n}\n{''.join(lines)}" for n, lines in self.lines.items())
+                raise AssertionError(f"{what}: this has not come; the commands said:\n{everything}")
+
+    def is_whole(self, after: int, num_ranks: int) -> bool:
+        """Whether so many ranks are in one generation, the newest, later than `after`."""
+        newest = max(self.ranks, default=0)
+        return newest > after and self.sizes[newest] == num_ranks == len(self.ranks[newest])
+
+    def signal_host(self, number: int, signum: int) -> None:
+        """Send a signal to every process of a host."""
+        machine = self.made.machines[number]
+        inode = f"net:[{os.stat(f'/run/netns/{machine.name}').st_ino}]"
+        for name in filter(str.isdecimal, os.listdir("/proc")):
+            try:
+                if os.readlink(f"/proc/{name}/ns/net") == inode:
+                    os.kill(int(name), signum)
+            except OSError:
+                continue
+
+    def lose(self, number: int, way: str, what: str) -> None:
+        """Lose a host; return once the others go on without it, and it is out or has ended."""
+        process, before = self.made.jobs[number].running.process, max(self.ranks, default=0)
+        told = len(self.lines[number])
+        if way == "killed":
+            process.kill()
+        elif way == "told to leave":
+            process.terminate()
+        elif way == "stopped":
+            self.signal_host(number, signal.SIGSTOP)
+        else:
+            self.made.machines[number].cut_off()
+        self.wait(f"{what}: the others go on", lambda: self.is_whole(before, NUM_HOSTS - 1))
+        if way == "stopped":
+            self.signal_host(number, signal.SIGCONT)
+        elif way == "cut off":
+            self.made.machines[number].plug_in()
+
+        def is_out() -> bool:
+            said = "".join(self.lines[number][told:])
+            return process.poll() is not None or any(text in said for text in IS_OUT)
+
+        self.wait(f"{what}: it is out", is_out)
+        if way == "told to leave":
+            assert process.wait() == 128 + signal.SIGTERM, "".join(self.lines[number])
+
+    def bring_back(self, number: int, what: str) -> None:
+        """Have a host that has ended join again, unless it comes by itself; return once the job is whole."""
+        process = self.made.jobs[number].running.process
+        said = "".join(self.lines[number])
+        if process.poll() is not None or IS_OUT[1] in said:
+            process.wait()
+            self.threads[number].join()
+            assert self.made.jobs[number].running.survivors() == []
+            before = max(self.ranks)
+            if self.address:
+                self.made.join(number, self.address)
+            else:
+                self.made.start(number, 1)
+            self.listen(number)
+            self.wait(f"{what}: it comes back", lambda: self.is_whole(before, NUM_HOSTS))
+        else:
+            self.wait(f"{what}: it is taken in again", lambda: self.is_whole(0, NUM_HOSTS))
+
+
+def test_whichever_host_is_lost_the_others_go_on_and_it_comes_back(tmp_path: Path, num_any_host_losses: int) -> None:
+    draw = random.Random(num_any_host_losses)
+    options = ("--host-timeout", "3")
+    with cluster(tmp_path, *(1,) * NUM_HOSTS, nnodes=f"1:{NUM_HOSTS}", env=WAITS, options=options) as made:
+        await_standbys(made, 0)
+        job = Job(made)
+        for number in range(num_any_host_losses):
+            way = draw.choice(WAYS)
+            host = job.leader if draw.random() < 0.5 else draw.randrange(NUM_HOSTS)
+            what = f"loss {number}: host {host}{', which leads,' * (host == job.leader)} is {way}"
+            if way == "cut off for a moment":
+                made.machines[host].cut_off()
+                made.machines[host].plug_in()
+                continue
+            job.lose(host, way, what)
+            job.bring_back(host, what)
+            assert job.halves == [], what
+        made.jobs[job.leader].order("finish")
+        for thread in job.threads.values():
+            thread.join()
+        codes = {number: one.running.process.wait() for number, one in made.jobs.items()}
+        assert codes == dict.fromkeys(codes, 0), "".join(job.lines[job.leader][-20:])
+        assert [one.running.survivors() for one in made.jobs.values()] == [[]] * NUM_HOSTS
