@@ -17,12 +17,12 @@ def sum_of(redop: int) -> int:
 
 
 def sum_type(tensor: Tensor) -> Tensor:
-    """`tensor` in the type in which it is added up."""
+    """Return `tensor` in the type in which it is added up."""
     return tensor.float() if tensor.dtype in HALF else tensor
 
 
 def divide(total: Tensor, redop: int, world_size: int) -> None:
-    """Divide a sum over so many ranks, in place, if that was asked for; of whole numbers without the rest."""
+    """Divide a sum over so many ranks, in place, if `redop` is a mean; whole numbers are divided without the rest."""
     if redop != AVG:
         return
     if total.is_floating_point() or total.is_complex():
