@@ -32,7 +32,9 @@ _INPUTS_FIRST = frozenset({
 
 
 def stays_on_device(name: str, arguments: tuple[Any, ...], from_bytes: int) -> bool:
-    """Whether c10d's collective `name` of dense tensors is carried out on the device: from so many bytes on."""
+    """Return whether c10d's collective `name` of dense tensors is carried out on the device, as it is from so many
+    bytes on.
+    """
     if name in _INPUTS_FIRST:
         tensor: Tensor | None = first_tensor(arguments[1:])
     else:

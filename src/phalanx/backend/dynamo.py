@@ -25,7 +25,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def untraced(marked: _Marked) -> _Marked:
-    """Have Dynamo leave a function, or a class's own methods, and all that they call to the interpreter."""
+    """Have Dynamo leave a function, or a class's own methods, and all that they call, to the interpreter."""
     for member in vars(marked).values() if isinstance(marked, type) else [marked]:
         for function in _functions(member):
             _leave_alone(function)
@@ -39,10 +39,10 @@ def skipped(function: _Function) -> _Function:
 
 
 def undecorated(function: Any) -> Any:
-    """Return a method of torch's optimizers without what torch puts around it for Dynamo's sake, for `untraced`
-    callers.
+    """Return a method of torch's optimizers without the decorators that torch adds for Dynamo; only `untraced` code may
+    call it.
 
-    Each would import Dynamo at its first call: half a second, and 30 to 70 MB in every process.
+    Each decorator would import Dynamo at its first call: half a second, and 30 to 70 MB in every process.
     """
     while hasattr(function, "__wrapped__") and function.__globals__["__name__"] in _DYNAMOS_DECORATORS:
         function = function.__wrapped__

@@ -22,13 +22,13 @@ class FakeCall(Exception):
 
 
 def is_fake(tensor: Any) -> bool:
-    """Whether it belongs to a FakeTensorMode, which traces programs without running them."""
+    """Return whether a tensor belongs to a FakeTensorMode, which traces programs without running them."""
     module = sys.modules.get("torch._subclasses.fake_tensor")  # where nobody imported it, there are none
     return module is not None and isinstance(tensor, module.FakeTensor)
 
 
 def address_of(tensor: Tensor) -> int:
-    """Where its elements lie; 0 where they lie nowhere."""
+    """Return where the tensor's elements lie; 0 if they lie nowhere."""
     if is_fake(tensor):  # which would warn
         return 0
     try:

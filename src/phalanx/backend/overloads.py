@@ -101,7 +101,9 @@ _LISTED = (list, tuple)
 
 @functools.cache
 def plain_form(name: str) -> tuple[int, type]:
-    """How many arguments the method `name` has in the form that torch's functions call, and the last one's type."""
+    """Return how many arguments the method `name` has in the form that torch's functions call, and the last one's
+    type.
+    """
     first = _parsed(name)[0]
     return len(first), _OPTIONS.get(name, int)
 
@@ -115,7 +117,7 @@ def first_form(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> t
 
 
 def resolve(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return the arguments of `group.<name>(*args, **kwargs)` in the first form of that method, every one in its place.
+    """Return the arguments of `group.<name>(*args, **kwargs)` in the first form of that method, each in its place.
 
     Raises:
         TypeError: it is none of PyTorch's overloads.
@@ -212,7 +214,7 @@ def _as_field(name: str, value: Any) -> Any:
 
 
 def _listed(value: Any) -> Any:
-    """Return what torch takes for a list, beside lists and tuples, as one; anything else as it is."""
+    """Return what torch takes for a list, beside lists and tuples, as a list; return anything else as it is."""
     if isinstance(value, (*_LISTED, Tensor, str, bytes, Mapping)):
         return value
     is_sequence = hasattr(type(value), "__getitem__") and hasattr(type(value), "__len__")
@@ -241,8 +243,8 @@ def _kind_of(value: Any) -> str:
 
 
 def arguments_of_allreduce(tensors: Any, opts: Any, timeout: Any, op: Any, tensor: Any) -> tuple[Any, Any]:
-    """Return the list of tensors and the options of a call of `allreduce`, in whichever of PyTorch's forms it
-    was made.
+    """Return the list of tensors and the options of a call of `allreduce`, in whichever of PyTorch's forms it was
+    made.
     """
     if type(opts) is c10d.AllreduceOptions and isinstance(tensors, list) and timeout is op is tensor is None:
         return tensors, opts

@@ -46,7 +46,7 @@ def open_store(place: StoreAddress, *, keep: bool, libuv: bool = True) -> Any:
 
 
 def _connect(place: StoreAddress, libuv: bool, slice_s: float) -> tuple[Any, str]:
-    """Return a connection to the store, or what torch says. In a thread, for torch may never come back."""
+    """Return a connection to the store, or what torch says. This runs in a thread, for torch may never come back."""
     answers: list[Any] = []
     errors: list[str] = []
 
@@ -95,7 +95,7 @@ def keeps(store: Any) -> None:
 
 
 def is_kept_here(store: Any) -> bool:
-    """Whether this process keeps the store, as far as it was opened here."""
+    """Return whether this process keeps the store, as far as it was opened here."""
     return (os.getpid(), getattr(store, "port", -1)) in _kept
 
 
@@ -109,7 +109,9 @@ def _is_taken(port: int) -> bool:
 
 
 def _contest(place: StoreAddress, libuv: bool) -> str:
-    """If another rank 0 of this job keeps a store there, let it and all others hear it; what they hear, or nothing."""
+    """Tell another rank 0 of this job that keeps a store there, and all others, of the contest; return what they are
+    told, or "".
+    """
     store, _ = _connect(place, libuv, 2.0)
     if store is None:
         return ""

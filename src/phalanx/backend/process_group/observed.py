@@ -77,7 +77,9 @@ _EVENTS = {
 
 
 def is_recorded() -> bool:
-    """Whether who looks on has been told of the call, or nobody does in this thread; then it is carried out."""
+    """Return whether PyTorch's tools have been told of the call, or none looks on in this thread; then it is carried
+    out.
+    """
     if getattr(_this_thread, "is_recorded", False):
         _this_thread.is_recorded = False  # of this call alone
         return True
@@ -85,12 +87,12 @@ def is_recorded() -> bool:
 
 
 def record(group: Any, name: str, args: tuple[Any, ...]) -> Any:
-    """Carry `group.<name>` out before the eyes of the modes, or of the profiler."""
+    """Carry out `group.<name>` where the modes or the profiler see it."""
     return (_through_dispatcher if _is_dispatched() else _profiled)(group, name, args)
 
 
 def _is_dispatched() -> bool:
-    """Whether the dispatcher has something to do here with the operator of a call."""
+    """Return whether the dispatcher has something to do here with the operator of a call."""
     if getattr(_this_thread, "below", False):
         return False
     return bool(num_modes()) or early_modes[0] is not None or transform() is not None
@@ -103,7 +105,7 @@ _this_thread = threading.local()  # told; below: it carries an operator out; red
 
 
 def _profiled(group: Any, name: str, args: tuple[Any, ...]) -> Any:
-    """Return an event as those of torch's backends: asynchronous, entered where called and left where done."""
+    """Return an event like those of torch's backends: it is asynchronous, entered where called and left where done."""
     title, position = _EVENTS[name]
     read = list(_tensors(args[position])) if 0 <= position < len(args) else []
     event = _begin_event(f"{group.getBackendName()}:{title}", *read)
@@ -205,7 +207,7 @@ def _kernel(operator: str, carry_out: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _group_behind(process_group: Any) -> Any:
-    """Return the group of ours whose face this is, or None."""
+    """Return our group whose face this is, or None."""
     reference = _groups.get(c10d.ProcessGroup.unbox(process_group))
     return reference() if reference is not None else None
 
@@ -223,7 +225,7 @@ def _options(kind: Callable[[], Any], given: dict[str, Any]) -> Any:
 
 
 def _boxed(group: Any, work: Any) -> Any:
-    """Return the work as operators return it: torch's half alone, so somebody must keep ours."""
+    """Return the work as operators return it: that is torch's half alone, so another reference must keep ours."""
     _this_thread.work = work
     group._recent.append(work)
     return work.boxed()

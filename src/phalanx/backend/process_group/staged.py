@@ -66,7 +66,7 @@ class StagedProcessGroup(PhalanxProcessGroup):
         self._opening = threading.Lock()
 
     def _open_host_memory(self, kind: str) -> None:
-        """Open the host's memory for this kind of device. Collective, where ranks share memory."""
+        """Open the host's memory for this kind of device. All ranks call it, where ranks share memory."""
         piece = None
         if self.shares_memory and self._size > 1:
             nbytes = staging_bytes(self.symm_mem.heap_bytes)
@@ -77,14 +77,14 @@ class StagedProcessGroup(PhalanxProcessGroup):
         self._host_memory[kind] = HostMemory(kind, piece)
 
     def _open_device_memory(self, device: torch.device, memory: DeviceMemory) -> None:
-        """Let this group's ranks map each other's memory of their devices, if all of them can. Collective."""
+        """Let this group's ranks map each other's memory of their devices, if all of them can. All ranks call it."""
         assert self._shared_memory is not None
         if areas := open_areas(self._tell_all, self._rank, device, memory, Deadline.after(self._timeout_s)):
             with self._opening:
                 self._on_device[device] = DeviceCollectives(self._shared_memory, areas, self._stream_of(device)[0])
 
     def _tell_all(self, mine: bytes, nbytes: int) -> list[bytes]:
-        """Return what each rank tells, by rank: up to `nbytes` without zeros at the end. Collective.
+        """Return what each rank tells, by rank: up to `nbytes` without zeros at the end. All ranks call it.
 
         Raises:
             DeadlineError, PeerLostError, MismatchError: not every rank came.
@@ -115,18 +115,18 @@ class StagedProcessGroup(PhalanxProcessGroup):
 
     @property
     def carrier(self) -> Collectives:
-        """As `ProcessGroupCollectives` says."""
+        """Return the object that carries out a collective, as `ProcessGroupCollectives` says."""
         return self._calling.carrier or super().carrier
 
     def _await_device(self, device: torch.device) -> None:
-        """Return when all is over that this thread has queued there."""
+        """Return when all is over that this thread has queued on the device."""
         stream = self._new_call(device).stream
         stream.await_on_host(stream.mark())
 
     def _on_ranks_devices(
         self, name: str, here: Callable[..., dist.Work], device: torch.device, args: tuple[Any, ...]
     ) -> dist.Work:
-        """Return the operation `here` of the CPU with tensors of a device that no engine carries."""
+        """Return the CPU's operation `here` as one that takes tensors of a device that no engine carries."""
         on_device = device in self._on_device and self._uneven_inputs is None
         call = self._new_call(device, on_device=on_device and stays_on_device(name, args, self.on_device_from_bytes))
         try:

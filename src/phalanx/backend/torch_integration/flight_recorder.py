@@ -39,7 +39,7 @@ _originals: dict[str, _Original] = {}
     loses="PyTorch's flight recorder does not show our groups; `phalanx stacks` does",
 )
 def serve_dumps() -> None:
-    """Let torch's functions that dump its flight recorder answer for our groups too; each that this torch has."""
+    """Let torch's functions that dump its flight recorder answer for our groups too, each that this torch has."""
     c10d = _bindings()
     is_new = _names_backends(c10d._dump_fr_trace)
     for name, ours in (
@@ -77,7 +77,9 @@ def _answering(original: _Original, ours: _Original) -> _Original:
 
 
 def _names_backends(dump: Any) -> bool:
-    """Whether this function of torch's takes a backend's name (2.15); older analysers refuse names new to them."""
+    """Return whether this function of torch's takes a backend's name (2.15); older analysers refuse names new to
+    them.
+    """
     return "backend" in (getattr(dump, "__doc__", "") or "")
 
 
@@ -109,7 +111,7 @@ def take_dump(
 
 
 def is_recording() -> bool:
-    """Whether torch's recorder is on, by the variables that say so: then its dumps hold something."""
+    """Return whether torch's recorder is on, by the variables that say so: then its dumps hold something."""
     sizes = (os.environ.get(name) for name in _SIZE_VARIABLES)
     return int(next((size for size in sizes if size), "2000")) > 0
 

@@ -16,7 +16,7 @@ _hooks: list[Any] = []  # of optimizers, which tell its log
 def observe_steps(recorder: Any) -> None:
     """Tell `recorder` (a `phalanx.diagnostics.step_recorder.StepRecorder`) of batches, backwards and updates.
 
-    Where torch has not been imported, from its import on; the one before hears nothing any more.
+    If torch has not been imported, this begins with its import. The recorder before is told nothing any more.
     """
     _recorders[:] = [recorder]
     _marks[:] = [recorder.log.mark]
@@ -34,7 +34,7 @@ def begin_to_observe() -> None:
 
 
 def _hook_optimizers() -> None:
-    """Let torch call the log itself as the optimizers' hooks: a function of ours in between costs more than what it
+    """Let torch call the log itself as the optimizers' hooks: a function of ours in between costs more than its work
     does.
     """
     from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -51,7 +51,9 @@ def _hook_optimizers() -> None:
     loses="a run report does not hear of a DataLoader's batches",
 )
 def _observe_batches() -> None:
-    """Every line of this runs with cold caches, beside a step that streams its parameters through them: few lines."""
+    """Tell the report of batches, in few lines: each line runs with cold caches, beside a step that streams its
+    parameters through them.
+    """
     import torch
     from torch.utils.data import dataloader
 
@@ -134,8 +136,8 @@ _has_scaled = [False]  # a GradScaler has, since the last backward
 def _observe_scaler() -> None:
     """Let what `GradScaler.scale` returns know the loss that it was: the backward begins from a scaled one.
 
-    Those of subclasses, too: FSDP's ShardedGradScaler has a `scale` of its own. One that is imported later is seen when
-    the first of its kind is made.
+    Scalers of subclasses do so, too: FSDP's ShardedGradScaler has a `scale` of its own. One that is imported later is
+    seen when the first of its kind is made.
     """
     import torch
 
