@@ -33,18 +33,18 @@ _storage_use_count: Any = find("torch._C._storage_Use_Count", loses=_LOSES)
 
 
 def storage_holders(tensor: Tensor) -> int:
-    """How many tensors, and other holders, the storage of `tensor` has."""
+    """Return how many tensors, and other holders, the storage of `tensor` has."""
     count: int = _storage_use_count(tensor.untyped_storage()._cdata)
     return count
 
 
 def view_holders(views: Sequence[Tensor]) -> list[tuple[int, int]]:
-    """How many hold each of `views`; a number that is the same as long as nobody comes or goes."""
+    """Return how many references hold each of `views`; the number stays the same as long as none comes or goes."""
     return list(zip(map(getrefcount, views), map(_use_count, views), strict=True))
 
 
 def is_alone(parameter: Tensor) -> bool:
-    """Whether nothing leads to the memory of `parameter.grad` but `parameter.grad`. The caller holds no reference."""
+    """Return whether only `parameter.grad` leads to its memory. The caller holds no reference."""
     return _count(parameter) == _count_of_one_alone()
 
 

@@ -52,7 +52,7 @@ class Reducer:
     """It averages the gradients of `parameters` over the ranks of `group`, once per backward.
 
     `specs` describe `parameters`, one for one. `watch` looks at the first rounds; all ranks have one, or none has.
-    Collective where the group's memory is shared: all ranks build theirs.
+    Where the group's memory is shared, all ranks build theirs together.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Reducer:
             weakref.finalize(self, self._set.pool.close).atexit = False  # tensors may outlive the exit hooks
 
     def close(self) -> None:
-        """See no more gradients; whoever comes next is free to."""
+        """See no more gradients; another wrapper may take them from here on."""
         for finalizer in self._finalizers:
             finalizer()
         self.end_watch()
@@ -113,13 +113,14 @@ class Reducer:
             self._set.pool.close()
 
     def learn_graph(self) -> None:
-        """As static_graph=True; RuntimeError if there has been a round, or half of one."""
+        """Go on as with static_graph=True; raise RuntimeError if there has been a round, or half of one."""
         if self._num_rounds or self._round.started:
             raise RuntimeError("_set_static_graph() should be called before training loop starts")
         self._find_unused, self._learning, self.rebuild_pending = False, True, True
 
     def use_exchange(self, exchange: Exchange) -> None:
-        """Let `exchange` combine the buckets, of this plan and the next. Collective, and before the first backward.
+        """Let `exchange` combine the buckets, of this plan and the next. All ranks call it, before the first
+        backward.
 
         It gets PyTorch's buckets: each one piece of memory, with as many gradients as the caps let in.
         """
@@ -130,22 +131,22 @@ class Reducer:
 
     @property
     def plan(self) -> BucketPlan:
-        """Which gradient lies in which bucket."""
+        """Return the plan, which says which gradient lies in which bucket."""
         return self._set.plan
 
     @property
     def watch(self) -> FirstSteps | None:
-        """Who looks at the first rounds; None once they are over."""
+        """Return what looks at the first rounds; None once they are over."""
         return self._watch
 
     @property
     def in_round(self) -> bool:
-        """Whether this rank has begun a round that has not ended."""
+        """Return whether this rank has begun a round that has not ended."""
         return self._round.started
 
     @property
     def rounds(self) -> list[int]:
-        """How many rounds have ended, and how many the exchange has begun: what `catch_up` takes."""
+        """Return how many rounds have ended, and how many the exchange has begun: `catch_up` takes these."""
         exchange = self._set.exchange
         return [self._num_rounds, exchange.reducer.round if isinstance(exchange, SharedExchange) else 0]
 
@@ -207,7 +208,7 @@ class Reducer:
             self._fresh = [parameter.grad is None for parameter in self._parameters]
 
     def on_gradient(self, index: int) -> None:
-        """Autograd has written a parameter's gradient."""
+        """Note that autograd has written a parameter's gradient."""
         self._used[index] = True
         syncs = self._syncs_unannounced() if self._backward_syncs is None else self._backward_syncs
         if not syncs:
@@ -232,7 +233,7 @@ class Reducer:
             self._mark_ready(index)
 
     def _syncs_unannounced(self) -> bool:
-        """Return what a backward does that came past no output that we saw: of outputs that hide their tensors, or of
+        """Return what a backward does that passed no output that we saw: one of outputs that hide their tensors, or of
         none.
 
         A penalty on the parameters, after the backward of the loss, is of none: as in PyTorch it adds to this rank's
@@ -250,7 +251,9 @@ class Reducer:
             _engine.queue_callback(self._leave)
 
     def _skip_unused(self) -> None:
-        """At the first gradient: parameters that this backward can't reach shall not hold up their buckets."""
+        """Skip the parameters that this backward can't reach, at the first gradient, so that their buckets need not
+        wait.
+        """
         if self._learning:
             return
         if any(expected == 0 for expected in self._fires_expected):
@@ -341,7 +344,7 @@ class Reducer:
         )
 
     def _is_hopeless(self) -> bool:
-        """Whether no further backward could bring the missing gradients, as far as anyone has looked."""
+        """Return whether no further backward could bring the missing gradients, as far as has been looked."""
         if self._reach is None or not self._reach.complete:
             return False
         return not any(
@@ -409,7 +412,7 @@ class Reducer:
             self._rebuild(list(range(len(self._parameters))))
 
     def _agree_on_unused(self) -> frozenset[int]:
-        """Parameters that no rank has used since the last round: their `.grad` stays as it is."""
+        """Return the parameters that no rank has used since the last round: their `.grad` stays as it is."""
         if not (self._learning or self._find_unused):
             return self._idle
         used = torch.tensor(self._used, dtype=torch.int32, device=self._parameters[0].device)

@@ -25,7 +25,7 @@ from phalanx.ddp.hooks.stages import Pipeline, Stages
 
 
 class PowerSGDState:
-    """It is the state of `powerSGD_hook`, for one model: PyTorch's arguments.
+    """This is the state of `powerSGD_hook`, for one model; it takes PyTorch's arguments.
 
     Arguments:
         process_group: the default group if None.
@@ -92,7 +92,9 @@ class PowerSGDState:
         return int(self._rng.randint(1_000_000_000))
 
     def state_dict(self, named_parameters: Named) -> dict[str, Any]:
-        """All that a later run needs, by name, with `model.named_parameters()`; the residual is this rank's own."""
+        """Return all that a later run needs, by name, with `model.named_parameters()`; the residual is this rank's
+        own.
+        """
         named = list(named_parameters)
         return {
             "iter": self.iter,
@@ -102,10 +104,10 @@ class PowerSGDState:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any], named_parameters: Named) -> None:
-        """Go on where `state_dict` was taken. All ranks must load the same but for "residual".
+        """Go on where `state_dict` was taken. All ranks must load the same, except for "residual".
 
         Raises:
-            ValueError: it is of another model.
+            ValueError: it is the state of another model.
         """
         parameters = dict(named_parameters)
         strangers = [name for name in state_dict["factors"] if name not in parameters]
@@ -127,7 +129,9 @@ class PowerSGDState:
 
 @dataclass
 class _Factored:
-    """It is one matrix on its way. `value` is a view of the bucket's values; `p` and `q` are the thin ones."""
+    """A `_Factored` is one matrix on its way. `value` is a view of the bucket's values; `p` and `q` are the thin
+    ones.
+    """
 
     parameter: Tensor
     value: Tensor
@@ -136,7 +140,7 @@ class _Factored:
 
 
 def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket, its large matrices in rank `state.matrix_approximation_rank`.
+    """Average a bucket, with its large matrices approximated in rank `state.matrix_approximation_rank`.
 
     Cost: two all_reduces, of r·n numbers per matrix and all that is not compressed, then of r·m.
     Numerics: bitwise equal on all ranks. P and Q travel in the gradient's dtype, and are computed in float32 or double

@@ -22,7 +22,7 @@ from phalanx.ddp.hooks.stages import Pipeline, Stages
 
 
 class QuantizationState:
-    """It is the state of `quantize_hook`, for one model.
+    """This is the state of `quantize_hook`, for one model.
 
     Arguments:
         process_group: the default group if None.
@@ -57,7 +57,7 @@ class QuantizationState:
         """Go on from saved residuals. Without them, or on other ranks, training is right, but the residual is lost.
 
         Raises:
-            ValueError: they are of another model.
+            ValueError: the residuals are of another model.
         """
         self.residual.load_state_dict(state_dict["residual"], named_parameters)
 
