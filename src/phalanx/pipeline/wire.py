@@ -74,7 +74,7 @@ class PipelineNumbers:
 
 
 class Wire:
-    """A wire is this rank's end of all edges of a pipeline. Sends never wait for receivers; at the end `settle` does."""
+    """A wire is this rank's end of all edges of a pipeline. Sends never wait for receivers; `settle` does."""
 
     def __init__(self, group: dist.ProcessGroup, rank_of: Sequence[int], device: torch.device, number: int = 0) -> None:
         """Take the rank of each stage in `rank_of`; the numbers after those of stages are further ends of edges, as the
