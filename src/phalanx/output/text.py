@@ -6,9 +6,7 @@ import os
 
 
 def encode(text: str, encoding: str = "utf-8") -> bytes:
-    r"""Return `text` as bytes; what has none in `encoding` (half a surrogate pair, a file name's raw bytes) becomes
-    `\udc80`.
-    """
+    """Return `text` as bytes; what `encoding` lacks (half a surrogate pair, raw bytes) becomes `\\udc80` or the like."""
     return text.encode(encoding, "backslashreplace")
 
 
