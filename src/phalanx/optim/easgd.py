@@ -98,7 +98,9 @@ class EASGD(Rounds):
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Stop counting steps and take part in the last rounds; afterwards all ranks have the center. Collective."""
+        """Stop counting steps and take part in the last rounds; afterwards all ranks have the center. All ranks call
+        it.
+        """
         super().finish()
         self._center.flat.give()
 

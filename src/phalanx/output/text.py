@@ -6,7 +6,7 @@ import os
 
 
 def encode(text: str, encoding: str = "utf-8") -> bytes:
-    """Return `text` as bytes; what `encoding` lacks (half a surrogate pair, raw bytes) becomes `\\udc80` or the like."""
+    """Return `text` as bytes; what `encoding` lacks (half a surrogate pair, raw bytes) becomes `\\udc80` or such."""
     return text.encode(encoding, "backslashreplace")
 
 
