@@ -38,19 +38,19 @@ class ReplicatedStrategy(Strategy):
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """The ranks of the job."""
+        """Return the number of ranks in the job."""
         group = world()
         return 1 if group is None else group.size()
 
     @property
     def replica_id_in_sync_group(self) -> int:
-        """This rank."""
+        """Return the number of this rank."""
         group = world()
         return 0 if group is None else group.rank()
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
-        """All ranks."""
+        """Return the group of all ranks."""
         return world()
 
     def _check_place(self, job: Job, wanted: int | None) -> None:
@@ -107,7 +107,7 @@ class MirroredStrategy(ReplicatedStrategy):
 
     @property
     def bare_model(self) -> nn.Module:
-        """The model inside of DistributedDataParallel."""
+        """Return the model inside of DistributedDataParallel."""
         model = super().bare_model
         return model.module if isinstance(model, DistributedDataParallel) else model
 
