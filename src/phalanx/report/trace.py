@@ -23,7 +23,7 @@ _COLOURS = {"data": "yellow", "forward": "thread_state_running", "backward": "ra
 
 
 def plan_trace(job: JobRecord, files: Sequence[RankFile]) -> dict[str, Any]:
-    """Return the trace as plain data; of long runs the last part of it."""
+    """Return the trace as plain data; of a long run it is the last part."""
     events: list[dict[str, Any]] = []
     share = max(64, MAX_EVENTS // max(1, len(files)))
     for number, file in enumerate(files, start=1):
@@ -92,5 +92,5 @@ def _name(kind: str, pid: int, tid: int, args: dict[str, Any]) -> dict[str, Any]
 
 
 def _number(value: float) -> float | str:
-    """JSON has no infinities."""
+    """Return `value`, or text if it is infinite, since JSON has no infinities."""
     return value if abs(value) < float("inf") else str(value)
