@@ -31,12 +31,12 @@ _WAITED = len(PHASES)  # among the parts: not a phase, but in one
  END_WAIT) = range(14)  # how long it was  # fmt: skip
 WORKERS = 16  # the kind of END_DATA has the DataLoader's number of workers, times this, besides
 
-_NUM_MARKS = 1024  # of phases: as far back as operations are assigned to one
+_NUM_MARKS = 1024  # so many marks of phases are kept: an operation of an earlier time is assigned to none
 _MOST_OPTIMIZERS = 64  # of a step, told apart in a state that is kept; some have one for each parameter
 
 
 class FinishedStep(NamedTuple):
-    """It has seconds of CLOCK_MONOTONIC, of each phase, and, behind these, of waiting for other ranks."""
+    """It has seconds of CLOCK_MONOTONIC, of each phase, and after these the seconds of waiting for other ranks."""
 
     begin: float
     end: float
@@ -78,7 +78,7 @@ class StepMachine:
         )  # fmt: skip
 
     def feed(self, kind: float, now: float, value: float) -> None:
-        """One event."""
+        """Take one event."""
         event = int(kind)
         if event >= WORKERS:
             self.num_workers, event = divmod(event, WORKERS)
@@ -86,14 +86,14 @@ class StepMachine:
         self._events[event](now, value)
 
     def end(self) -> None:
-        """No more events come: a step that has its update is done."""
+        """End the last step, if it has its update, since no more events come."""
         if self._has_update:
             self._end_step()
 
     # -- what a reader needs to go on from here ------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """All that `resume` needs, for JSON."""
+        """Return all that `resume` needs, for JSON."""
         state = {name: value for name, value in vars(self).items() if name not in ("_on_step", "_events", "marks")}
         state["_stepped"] = list(self._stepped)[:_MOST_OPTIMIZERS]
         state["_open"] = self._open[:_MOST_OPTIMIZERS]
@@ -162,7 +162,7 @@ class StepMachine:
                 self._loss = loss + (self._loss or 0.0)
 
     def _begin_update(self, now: float, optimizer: float) -> None:
-        """If it has stepped before, that was another step."""
+        """Begin an update; if this optimizer has stepped before, that was another step."""
         if self._open and self._open[0] == UPDATE and self._updating == optimizer:
             self._open.clear()  # it has raised the last time
         if not self._enters(UPDATE):
@@ -208,7 +208,7 @@ class StepMachine:
         self._end_step()
 
     def _end_wait(self, now: float, seconds: float) -> None:
-        """So much of the time until now is not the phase's, whichever it will be."""
+        """Note that so much of the time until now is not the phase's, whichever it will be."""
         waited = min(max(0.0, seconds), max(0.0, now - self.since))
         self._parts[_WAITED] += waited
         self.since += waited
@@ -216,12 +216,12 @@ class StepMachine:
     # -- inside --------------------------------------------------------------------------------------------------------
 
     def _enters(self, phase: int) -> bool:
-        """Whether this begins a phase: what another phase does inside of itself does not."""
+        """Return whether this begins a phase: what another phase does inside of itself does not."""
         self._open.append(phase)
         return len(self._open) == 1
 
     def _leaves(self) -> bool:
-        """Whether this ends one."""
+        """Return whether this ends a phase."""
         if not self._open:
             return False
         self._open.pop()

@@ -28,13 +28,13 @@ _told: set[str] = set()
 
 
 def listen(listener: _Listener) -> None:
-    """In place of the one before."""
+    """Listen in place of the listener before."""
     _listeners[:] = [listener]
     _told.clear()
 
 
 def stop_listening() -> None:
-    """There is nobody any more."""
+    """Let nothing listen any more."""
     _listeners.clear()
 
 
