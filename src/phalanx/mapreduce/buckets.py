@@ -13,8 +13,8 @@ from phalanx.mapreduce.keys import partitions_of
 from phalanx.mapreduce.map_reduce_job import MapReduceJob
 from phalanx.mapreduce.sums import TextSums
 
-_BUCKETS = 32  # a bucket holds at most such a part of the memory
-_PAIR_BYTES = 150  # of a short text and an integer in a dict, the text itself not counted
+_BUCKETS = 32  # a bucket holds at most this part of the memory
+_PAIR_BYTES = 150  # the bytes of a short text and an integer in a dict, without the text itself
 
 
 @dataclass
@@ -30,9 +30,9 @@ class Values:
 
 
 def pack_buckets(contents: Values | TextSums, types: set[type], job: MapReduceJob) -> Iterator[tuple[int, int, bytes]]:
-    """Return the partition, a number within it, and the bucket, partition after partition. Empties `contents`.
+    """Yield the partition, a number within it, and the bucket, partition after partition. This empties `contents`.
 
-    `types`: of the keys. A partition has several buckets if it holds more than a part of the memory.
+    `types` are those of the keys. A partition has several buckets if it holds more than a part of the memory.
     """
     most = job.memory_bytes // _BUCKETS
     if isinstance(contents, Values):
@@ -72,7 +72,7 @@ def _pack_values(
 
 
 def _cut(keys: list[Any], values: list[Any], most: int, *, listed: bool) -> Iterator[tuple[list[Any], list[Any]]]:
-    """Parts of at most so many pairs each; of a key with many values, too."""
+    """Yield parts of at most so many pairs each, also of a key with many values."""
     if not listed:
         for start in range(0, len(keys), most):
             yield keys[start : start + most], values[start : start + most]

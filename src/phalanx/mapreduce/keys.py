@@ -69,7 +69,7 @@ def stable_hash(key: Any) -> int:
 
 
 def _require_plain_equality(key: Any) -> None:
-    """Raise where a class derived from str, bytes or tuple has its own idea of what is equal."""
+    """Raise where a class derived from str, bytes or tuple defines its own equality."""
     for base in (str, bytes, tuple):
         if isinstance(key, base) and type(key).__eq__ is not base.__eq__ and not isinstance(key, np.generic):
             raise TypeError(
@@ -80,7 +80,7 @@ def _require_plain_equality(key: Any) -> None:
 
 
 def _mix(number: int) -> int:
-    """Spread what differs in high bits alone (1/2 and 1/4, as floats hash) over the low ones."""
+    """Spread what differs only in high bits (1/2 and 1/4, as floats hash) over the low ones."""
     number = (number & _MASK) * _MIX & _MASK
     return number >> 32
 
@@ -111,7 +111,7 @@ def _kind_of(one: type) -> str:
 
 
 def require_order(kinds: Collection[str]) -> None:
-    """All ranks ask this of the kinds on all ranks, so that either all of them go on or none.
+    """Raise if keys of these kinds have no order. All ranks ask this of the kinds on all ranks, so all go on or none.
 
     Raises:
         TypeError: keys of several kinds have no order.

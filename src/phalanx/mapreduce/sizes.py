@@ -53,7 +53,7 @@ def quick_size(value: Any) -> int:
 
 
 def cut_by_size(values: list[Any], most: int, most_bytes: int) -> Iterator[list[Any]]:
-    """Parts of at most `most` values, and of about as many bytes as may be, or of one value that is larger."""
+    """Yield parts of at most `most` values, and of about as many bytes as may be, or of one value that is larger."""
     kinds = set(map(type, values))
     if kinds <= _PLAIN:
         most = min(most, max(1, most_bytes // _PLAIN_BYTES))
@@ -79,7 +79,7 @@ def _scaled(sizes: Any, count: int) -> int:
 
 
 def size_of_table(table: dict[Any, Any]) -> int:
-    """Return the bytes that a dict and all in it hold; of keys and values those of a hundred are looked at."""
+    """Return the bytes that a dict and all in it hold; a hundred of its keys and values are looked at."""
     if not table:
         return 0
     step = max(1, len(table) // _SAMPLE)
@@ -88,9 +88,7 @@ def size_of_table(table: dict[Any, Any]) -> int:
 
 
 def size_of_lists(table: dict[Any, Any]) -> int:
-    """Return the bytes of a dict of lists of values, and of values that are no list, of which a few keys may
-    have most.
-    """
+    """Return the bytes of a dict of lists of values, and of single values; a few keys may have most of the values."""
     if not table:
         return 0
     lists = list(table.values())
@@ -106,8 +104,8 @@ def size_of_lists(table: dict[Any, Any]) -> int:
 
 
 def plan_next_look(count: int, room: float) -> int:
-    """At how many pairs the size is to be looked at again, with `count` there and room for about as many as `room`.
+    """Return at how many pairs to look at the size again, with `count` there and room for about as many as `room`.
 
-    Half of what would fill it, because those that come may be larger; and no later than when it has doubled.
+    It is half of what would fill the room, because later pairs may be larger; and it is at most twice what is there.
     """
     return count + max(1, count // 64, min(count, int(room / 2)))

@@ -40,7 +40,7 @@ class Survivors:
     number: int = 0  # of memberships since
 
     def regroup(self, team: Team, lost: Collection[int]) -> Team:
-        """Return the team of those who are left of `team`, of whom `lost` (its ranks) are known not to be.
+        """Return the team of the ranks that are left of `team`, of which `lost` (its ranks) are known not to be.
 
         Raises:
             PeerLostError: the others go on without this rank.
