@@ -23,7 +23,7 @@ _first_place: str | None = None
 
 
 def use_place(folder: str) -> None:
-    """Make the files of listeners in `folder` from now on, which somebody removes with all that is in it."""
+    """Make the files of listeners in `folder` from now on; the caller removes it with all that is in it."""
     global _first_place
     _first_place = folder or None
 
@@ -69,7 +69,7 @@ def _listen_in(folder: str, backlog: int) -> tuple[socket.socket, int]:
 
 
 def listen_at(path: str, backlog: int) -> socket.socket:
-    """Return a listening socket at `path` in `folder()`; what a process that was killed has left there makes room.
+    """Return a listening socket at `path` in `folder()`; it replaces what a process that was killed has left there.
 
     Raises:
         OSError: it cannot be made; EADDRINUSE: a process that lives listens there.
