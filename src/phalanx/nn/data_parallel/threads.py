@@ -71,7 +71,7 @@ class _Modes:
 
     @contextmanager
     def entered(self, num_calls: int) -> Iterator[None]:
-        """Yield the modes, in a thread that is one of `num_calls`."""
+        """Enter the modes, in a thread that is one of `num_calls`."""
         share = max(1, self._num_threads // num_calls)
         if share != self._num_threads:
             torch.set_num_threads(share)  # of this thread, and of those that begin until it is restored
