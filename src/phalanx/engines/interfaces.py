@@ -14,7 +14,9 @@ _INET6 = Path("/proc/net/if_inet6")
 
 
 def interface_addresses() -> dict[str, tuple[str, ...]]:
-    """By interface: its IPv4 address, if it has one, then its IPv6 addresses. Linux's; elsewhere empty."""
+    """Return, by interface, its IPv4 address, if it has one, then its IPv6 addresses. It is empty on systems other than
+    Linux.
+    """
     found: dict[str, list[str]] = {name: [] for _, name in socket.if_nameindex()}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
         for name, addresses in found.items():
@@ -29,7 +31,9 @@ def interface_addresses() -> dict[str, tuple[str, ...]]:
 
 
 def is_public(address: str) -> bool:
-    """Whether an address is one of the internet's; not the loopback's, a private network's or a single link's."""
+    """Return whether an address is one of the internet's; not the loopback's, a private network's or a single
+    link's.
+    """
     try:
         return ipaddress.ip_address(address.partition("%")[0]).is_global
     except ValueError:  # a name, or nothing
