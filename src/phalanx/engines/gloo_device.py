@@ -46,7 +46,7 @@ class GlooDevice:
 
     @property
     def ports(self) -> list[tuple[str, int]]:
-        """The addresses and ports at which it listens, as far as the system tells."""
+        """Return the addresses and ports at which it listens, as far as the system tells."""
         places = (_place(descriptor, inode) for descriptor, inode in self._listening.items())
         return [place for place in places if place is not None]
 
