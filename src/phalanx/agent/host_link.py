@@ -127,7 +127,7 @@ class HostLink:
 
     @property
     def is_swept(self) -> bool:
-        """Whether no process of the job is left on any other host."""
+        """Return whether no process of the job is left on any other host."""
         return True
 
     def ask_for_stacks(self, request: Request) -> None:

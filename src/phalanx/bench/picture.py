@@ -29,7 +29,7 @@ def draw(comparisons: Sequence[Comparison]) -> str:
 
 
 def _bars(drawing: Drawing, comparison: Comparison, top: float) -> float:
-    """One comparison's bars from `top` on; returns where they end."""
+    """Draw one comparison's bars from `top` on; return where they end."""
     medians = comparison.medians
     scale = _WIDTH / max(sample.step for sample in medians.values())
     drawing.text(24, top + 18, comparison.workload.title, size=13, anchor="start", bold=True)

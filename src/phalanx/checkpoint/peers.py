@@ -46,7 +46,7 @@ class Peers:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0 of the group, which decides and tells the others."""
+        """Return whether this is rank 0 of the group, which decides and tells the others."""
         return self.rank == 0
 
     def all_gather(self, value: T) -> list[T]:

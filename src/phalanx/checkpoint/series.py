@@ -167,11 +167,11 @@ class CheckpointManager:
 
     @property
     def is_saving(self) -> bool:
-        """Whether this rank still writes."""
+        """Return whether this rank still writes."""
         return self._saving is not None and not self._saving.is_finished()
 
     def close(self) -> None:
-        """`wait`, and let go of the memory for copies. Collective."""
+        """Wait as `wait` does, and let go of the memory for copies. All ranks call it."""
         try:
             self.wait()
         finally:
@@ -303,7 +303,7 @@ class CheckpointManager:
     # -- loading -------------------------------------------------------------------------------------------------------
 
     def checkpoints(self) -> list[Path | str]:
-        """All checkpoints of the folder, the latest first, as this rank sees it."""
+        """Return all checkpoints of the folder, the latest first, as this rank sees it."""
         return [self._history.shown(entry.path.name) for entry in self._history.entries()]
 
     def latest(self) -> Path | str | None:

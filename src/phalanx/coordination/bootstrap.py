@@ -60,7 +60,7 @@ _check: ContextVar[Callable[[], None] | None] = ContextVar("check", default=None
 
 @contextlib.contextmanager
 def checked_while_meeting(check: Callable[[], None]) -> Iterator[None]:
-    """Inside, every wait for ranks to come calls `check` again and again; what it raises ends the wait."""
+    """Let every wait for ranks call `check` again and again, inside; what it raises ends the wait."""
     token = _check.set(check)
     try:
         yield
@@ -85,7 +85,7 @@ class Bootstrap:
         self.infos: list[RankInfo] = []
 
     def join(self) -> list[RankInfo]:
-        """Every rank's information, by rank; the same list on every rank.
+        """Return every rank's information, by rank; the list is the same on every rank.
 
         Raises:
             ValueError: this rank does not exist in a group of this size.
@@ -147,9 +147,9 @@ class Bootstrap:
         )
 
     def forget(self) -> None:
-        """All have met: the keys go, so that a later group of the same name can meet here. For rank 0.
+        """Remove the keys, on rank 0, when all have met, so that a later group of the same name can meet here.
 
-        Before the first barrier: whoever has passed that may begin to meet anew.
+        This comes before the first barrier: a rank that has passed it may begin to meet anew.
         """
         members = [[r, {**info.to_json(), "secret": ""}] for r, info in enumerate(self.infos)]
         how = f"a group of this name was formed here at {time.strftime('%H:%M:%S')}"
@@ -221,7 +221,9 @@ class Bootstrap:
         return is_first and min(arrivals.known) == arrivals.index
 
     def _find_holder(self, num_arrived: int) -> Failure | None:
-        """Alone for a while, at a store where a group was formed whose rank of this number still runs: a stranger."""
+        """Return a failure if this rank is alone for a while, and the rank of its number in the group that met here
+        still runs.
+        """
         members = {r: RankInfo.from_json(info) for r, info in self._arrivals.before.get("members", ())}
         mine = self._me.info
         waited_s = self._deadline.timeout_s - self._deadline.left_s
@@ -239,7 +241,7 @@ class Bootstrap:
         )
 
     def _give_up(self) -> None:
-        """Time is up: say who is missing."""
+        """Say who is missing, since the time is up."""
         missing = self._arrivals.missing()
         if missing:
             size = self._me.world_size

@@ -186,17 +186,19 @@ class Connection:
 
     @property
     def endpoint(self) -> str:
-        """Where the coordinator was found, as ZeroMQ writes it."""
+        """Return where the coordinator was found, as ZeroMQ writes it."""
         return self.address.endpoint if self._route is None else self._route.address.endpoint
 
     @property
     def own_host(self) -> str:
-        """The address of this host from which the coordinator was reached; empty on the coordinator's own socket."""
+        """Return this host's address from which the coordinator was reached; it is "" on the coordinator's own
+        socket.
+        """
         return self._route.own_host if self._route is not None else ""
 
     @property
     def is_closed(self) -> bool:
-        """Whether `close` was called."""
+        """Return whether `close` was called."""
         return self._is_closed
 
     @property
@@ -434,7 +436,7 @@ class Connection:
             self._wakeup.ring()
 
     def _revive(self, deadline: Deadline) -> None:
-        """In a forked child: a connection of its own. It is no member, and has nothing under way."""
+        """Make a connection of its own in a forked child, which is no member, and has nothing under way."""
         self._reset()
         self.member = -1
         self._given_context = None

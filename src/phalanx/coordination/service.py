@@ -120,7 +120,7 @@ class Service:
 
     @property
     def is_serving(self) -> bool:
-        """Whether its thread runs: what it does not answer in time it will answer."""
+        """Return whether its thread runs: what it does not answer in time it will answer."""
         return self._thread.is_alive()
 
     def keep(self, client: MemberConnection) -> None:

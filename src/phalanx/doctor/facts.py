@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Probe:
-    """It is something that was tried. `detail` says what came of it, or why it failed."""
+    """A probe is something that was tried. `detail` says what came of it, or why it failed."""
 
     works: bool
     detail: str = ""

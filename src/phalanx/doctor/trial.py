@@ -58,8 +58,8 @@ def try_training(python: str = sys.executable) -> tuple[Torch | str, Probe]:
 
 
 def main() -> None:
-    """Be the process that tries PyTorch: print one line for PyTorch, one for the training, and where PyTorch uses a GPU
-    one for that.
+    """Be the process that tries PyTorch: print one line for PyTorch, one for the training, and one for a GPU if PyTorch
+    uses one.
     """
     _say(torch=_examine_torch())
     _say(training=_train())
@@ -178,7 +178,7 @@ def _train() -> dict[str, Any]:
 
 
 def _step(rank: int, world_size: int) -> float:
-    """Fit w in y = w x, each rank on its own x, for one step; then the median seconds of an all_reduce."""
+    """Fit w in y = w x, each rank on its own x, for one step; return the median seconds of an all_reduce."""
     import torch
     import torch.distributed as dist
 
@@ -201,7 +201,7 @@ def _seconds(call: Callable[..., Any], *args: Any) -> float:
 
 
 def _summarise(failure: RankFailed) -> str:
-    """One line where every rank says the same, everything that is known otherwise."""
+    """Return one line if every rank says the same, else everything that is known."""
     said = {f"{type(error).__name__}: {error}" for error in failure.errors.values()}
     if len(failure.errors) == 2 and len(said) == 1:
         return f"every rank raised {said.pop()}"

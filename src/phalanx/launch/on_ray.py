@@ -262,7 +262,9 @@ def _cluster() -> Iterator[Any]:
 
 
 def _try(address: str) -> None:
-    """Whether anybody listens there, if it is HOST:PORT: where nobody does, Ray ends this process after a while."""
+    """Return whether anybody listens there, if it is HOST:PORT: where nobody does, Ray ends this process after a
+    while.
+    """
     host, _, port = address.rpartition(":")
     if host and "/" not in address and port.isdecimal():
         socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()

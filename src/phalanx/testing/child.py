@@ -25,7 +25,7 @@ SHOW_STACK = signal.SIGUSR2
 
 @dataclass(frozen=True)
 class Task:
-    """It is what a rank is told. `folder` is the run's own: the store, the outcomes and the stacks lie in it."""
+    """A task is what a rank is told. `folder` is the run's own: the store, the outcomes and the stacks lie in it."""
 
     call: tuple[Callable[..., Any], tuple[Any, ...]] | bytes  # the bytes of one that was not forked together with us
     rank: int
@@ -37,12 +37,12 @@ class Task:
 
     @property
     def outcome_path(self) -> Path:
-        """Where the outcome appears, whole or not at all."""
+        """Return where the outcome appears, whole or not at all."""
         return self.folder / f"outcome-{self.rank}"
 
     @property
     def stack_path(self) -> Path:
-        """Where the stack appears when the rank crashes or is asked for it."""
+        """Return where the stack appears when the rank crashes or is asked for it."""
         return self.folder / f"stack-{self.rank}"
 
 

@@ -35,7 +35,9 @@ _Inode = str
 
 @dataclass(frozen=True)
 class Snapshot:
-    """It is what this process held at one moment. Without Linux only Python's threads and variables are seen."""
+    """A snapshot is what this process held at one moment. Without Linux only Python's threads and variables are
+    seen.
+    """
 
     processes: dict[int, str]
     threads: frozenset[str]
@@ -46,7 +48,7 @@ class Snapshot:
 
     @classmethod
     def take(cls) -> Snapshot:
-        """Return what is held now. Reads a few files under /proc; takes a millisecond or two."""
+        """Return what is held now. It reads a few files under /proc, and takes a millisecond or two."""
         return cls(
             processes=_processes(),
             threads=frozenset(thread.name for thread in threading.enumerate()),
@@ -105,7 +107,7 @@ def mark_descendants() -> None:
 
 
 def _processes() -> dict[int, str]:
-    """Our children, and marked orphans. Zombies count: somebody did not wait for them."""
+    """Return our children, and marked orphans. Zombies count: their parent did not wait for them."""
     mark = f"{MARK}={os.environ[MARK]}".encode() if MARK in os.environ else None
     me, found = str(os.getpid()), {}
     for entry in _list("/proc"):

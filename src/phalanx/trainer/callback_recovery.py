@@ -23,7 +23,7 @@ class CallbackRecovery:
         self._kept: tuple[int, bytes] | None = None  # an epoch, and the callbacks behind its last step
 
     def keep(self, callbacks: CallbackStates, state: elastic.State) -> None:
-        """Keep the states behind the last step of an epoch: what comes now is done again if a rank is lost in it."""
+        """Keep the states after the last step of an epoch: what comes now is done again if a rank is lost in it."""
         if rendezvous.agent_address() and callbacks:
             self._kept = state.epoch, pickle.dumps(callbacks.state_dict())
 

@@ -195,17 +195,17 @@ class Trainer:
 
     @property
     def step(self) -> int:
-        """Updates that are done."""
+        """Return how many updates are done."""
         return 0 if self._state is None else int(self._state.step)
 
     @property
     def epoch(self) -> int:
-        """Epochs that are done."""
+        """Return how many epochs are done."""
         return 0 if self._state is None else int(self._state.epoch)
 
     @property
     def metrics(self) -> dict[str, float]:
-        """What the latest validation measured."""
+        """Return what the latest validation measured."""
         return {} if self._state is None else self._state.metrics
 
     @property
@@ -221,13 +221,13 @@ class Trainer:
 
     @property
     def why_stopped(self) -> str:
-        """What `stop` was given; empty if nobody has called it, also where `max_epochs` or `max_steps` was the end."""
+        """Return what `stop` was given; "" if it was not called, also if `max_epochs` or `max_steps` was the end."""
         return "" if self._state is None else str(self._state.why_stopped)
 
     # -- the loop ------------------------------------------------------------------------------------------------------
 
     def fit(self, loader: Loaders, val_loader: Loaders | None = None, *, resume: Resume = "latest") -> None:
-        """Train until `max_epochs` or `max_steps`, from the latest checkpoint on if there is one. Collective.
+        """Train until `max_epochs` or `max_steps`, from the latest checkpoint on if there is one. All ranks call it.
 
         Arguments:
             loader: its batch size is that of all replicas together: the strategy divides it. One that
@@ -325,7 +325,7 @@ class Trainer:
             state.batches = 0
 
     def _train_epoch(self, state: elastic.State, loader: FitLoader, epoch: int) -> bool:
-        """Train on what is left of the epoch; whether to its end."""
+        """Train on what is left of the epoch; return whether its end was reached."""
         loader.begin_epoch(epoch, state.batch_size)
         total, begun = loader.total, self.step
         if self._is_over:  # a run that ended inside of it, and is started again
@@ -356,7 +356,7 @@ class Trainer:
         return True
 
     def _after_step(self, state: elastic.State, loss: Tensor) -> None:
-        """Behind the commit: nothing of this is done again when a rank is lost."""
+        """Do what follows the commit: nothing of this is done again when a rank is lost."""
         if self.strategy.scaler is not None and (recorder := recording.current()) is not None:
             recorder.note_loss(recorder.read_loss(loss))  # the backward began from the scaled one
         if self._has_log and state.step % self._log_every == 0:

@@ -106,7 +106,7 @@ class ControlChannel:
 
     @property
     def full(self) -> bool:
-        """Whether so much is still to be sent that nothing more should be printed."""
+        """Return whether so much is still to be sent that nothing more should be printed."""
         return self._waiting_bytes > MAX_WAITING_BYTES
 
     def put(self, member: int, kind: str, **body: Any) -> None:
@@ -142,7 +142,7 @@ class ControlChannel:
 
     @property
     def has_more(self) -> bool:
-        """Whether `take` has something that was given back."""
+        """Return whether `take` has something that was given back."""
         return bool(self._given_back)
 
     def take(self) -> list[ControlMessage | Change]:
@@ -199,7 +199,7 @@ class ControlChannel:
 
     @property
     def is_counted_out(self) -> bool:
-        """Whether the coordinator itself has said that this host is no member any more."""
+        """Return whether the coordinator itself has said that this host is no member any more."""
         return self._client.is_counted_out
 
     def redirect(self, first: int, address: Address, epoch: bytes, timeout_s: float) -> None:
@@ -232,7 +232,7 @@ class ControlChannel:
 
     @property
     def is_over(self) -> bool:
-        """Whether the coordinator has ended, as far as can be seen. Slow."""
+        """Return whether the coordinator has ended, as far as can be seen. Slow."""
         return self._client.is_over()
 
     def flush(self, timeout_s: float) -> bool:

@@ -44,7 +44,7 @@ class Arrival:
 
     @property
     def is_ready(self) -> bool:
-        """Whether all its ranks have come as far as training."""
+        """Return whether all its ranks have come as far as training."""
         return len(self.members) == self.seats.num_seats and all(member.joined for member in self.members.values())
 
 
@@ -99,7 +99,7 @@ class ElasticHosts(Elastic):
 
     @property
     def is_waiting(self) -> bool:
-        """Whether too few are left, and hosts are awaited."""
+        """Return whether too few are left, and hosts are awaited."""
         return self._waits_since is not None and self.ended is None
 
     def on_started(self, seat: int, pid: int) -> None:
@@ -238,7 +238,7 @@ class ElasticHosts(Elastic):
         return None if member is None else member.pid
 
     def is_arriving(self, seat: int) -> bool:
-        """Whether the rank in this seat has yet to be taken in."""
+        """Return whether the rank in this seat has yet to be taken in."""
         return self._arrival_of(seat) is not None
 
     def _arrival_of(self, seat: int) -> Arrival | None:

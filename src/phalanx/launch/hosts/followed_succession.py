@@ -70,7 +70,7 @@ class FollowedSuccession:
 
     @property
     def is_electing(self) -> bool:
-        """Whether it is not decided yet who leads."""
+        """Return whether it is not decided yet who leads."""
         return self._successor.is_electing or self._take_over is not None
 
     def take(self, message: Change | ControlMessage) -> bool:

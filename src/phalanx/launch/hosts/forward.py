@@ -25,7 +25,7 @@ class Forward:
 
     @property
     def full(self) -> bool:
-        """Whether so much is still to be sent that the ranks should wait."""
+        """Return whether so much is still to be sent that the ranks should wait."""
         if self._display is not None:
             return self._display.full
         return self._channel is not None and self._channel.full

@@ -202,7 +202,7 @@ class Gathering:
 
     @property
     def _is_inviting(self) -> bool:
-        """Whether others can only know from us where to come."""
+        """Return whether others can only know from us where to come."""
         return not self._rendezvous.endpoint or self._rendezvous.endpoint.startswith(":")
 
     def _invite(self, count: int) -> str:

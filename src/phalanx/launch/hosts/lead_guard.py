@@ -45,7 +45,7 @@ class LeadGuard:
 
     @property
     def is_begun(self) -> bool:
-        """Whether another host may take over."""
+        """Return whether another host may take over."""
         return self._succession is not None
 
     def begin(self, seating: Seating) -> None:

@@ -272,7 +272,7 @@ class LeaderLink(HostLink):
 
     @property
     def is_swept(self) -> bool:
-        """Whether no process of the job is left on any other host that is still there."""
+        """Return whether no process of the job is left on any other host that is still there."""
         return self.has_left or all(node.facts.member in self._swept_hosts for node in self._peers.present)
 
     def ask_for_stacks(self, request: Request) -> None:

@@ -131,7 +131,7 @@ def choose_targets(node: int, nodes: Sequence[int]) -> set[int]:
 
 
 def check_own(address: str) -> None:
-    """Whether a port can be opened at `address`: whether it is one of this host's.
+    """Return whether a port can be opened at `address`: whether it is one of this host's.
 
     Raises:
         OSError: it cannot.

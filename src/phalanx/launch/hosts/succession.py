@@ -74,7 +74,7 @@ class Succession:
 
     @property
     def is_deposed(self) -> bool:
-        """Whether the hosts have agreed on another leader."""
+        """Return whether the hosts have agreed on another leader."""
         return self._primary.deposed_by is not None
 
     def take_standbys(self) -> tuple[int, ...] | None:
@@ -100,7 +100,7 @@ class Succession:
         return tuple(address for _, address in self._primary.committed.addresses)
 
     def has_left(self, member: int) -> bool:
-        """Whether a majority has agreed to go on without this host, if it had a vote."""
+        """Return whether a majority has agreed to go on without this host, if it had a vote."""
         return member not in self._primary.committed.newest_voters
 
     def describe_lack(self) -> str:

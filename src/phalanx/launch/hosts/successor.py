@@ -175,7 +175,7 @@ class Successor:
 
     @property
     def may_elect(self) -> bool:
-        """Whether the hosts could agree on another leader, as far as this one knows."""
+        """Return whether the hosts could agree on another leader, as far as this one knows."""
         config = self._voter.newest
         return config is not None and self._channel.member in config.voters and bool(config.addresses)
 

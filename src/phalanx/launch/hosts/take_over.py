@@ -69,7 +69,7 @@ class TakeOver:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all have said it, or are lost."""
+        """Return whether all have said it, or are lost."""
         return self._others <= self._states.keys()
 
     def begin(

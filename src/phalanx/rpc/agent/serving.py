@@ -204,12 +204,12 @@ class Serving:
 
     @property
     def is_served_here(self) -> bool:
-        """Whether this thread is one of the agent's."""
+        """Return whether this thread is one of the agent's."""
         return getattr(self._inside, "yes", False)
 
     @property
     def is_leader(self) -> bool:
-        """Whether this thread leads."""
+        """Return whether this thread leads."""
         lead = getattr(self._inside, "lead", None)
         return lead is not None and lead is self._leader
 
