@@ -60,10 +60,9 @@ _NO_CORE = "the C core is not there (reinstall with a C compiler at hand)"
 
 
 def create_process_group(options: Any, backend_options: Any = None) -> Any:
-    """Return the process group that `init_process_group("phalanx")` and `new_group` ask for. All ranks of it call
-    this.
+    """Return the process group that `init_process_group("phalanx")` and `new_group` ask for.
 
-    Collective over the group's ranks. `backend_options` is what the user gave as `pg_options`: a `phalanx.Options`, or
+    All ranks of the group call it. `backend_options` is what the user gave as `pg_options`: a `phalanx.Options`, or
     None. The group is a `PhalanxProcessGroup`, over the memory of one host or across several. Where memory can't be
     shared even inside a host (no C core) torch's Gloo carries everything, and the log says so once.
 

@@ -352,9 +352,9 @@ def exchange(store: Store, rank: int, world_size: int, mine: RankInfo, group: st
 
 
 def contest(store: Store, rank: int, world_size: int) -> str:
-    """Show those who wait at `store` for a start that this process takes itself for `rank`, too, and keeps out.
+    """Show the ranks that wait at `store` for a start that this process takes itself for `rank`, too, and keeps out.
 
-    Returns what all of them are told; nothing if nobody waits there. Takes two seconds at most.
+    It returns what all of them are told, or "" if no rank waits there. It takes two seconds at most.
     """
     info = RankInfo(host_identity(), os.uname().nodename, "", ProcessId.of_self(), frozenset(), 0)
     bootstrap = Bootstrap(store, rank, world_size, info, "0", Deadline.after(_PATIENCE_S))

@@ -13,7 +13,7 @@ _EVENT_BYTES, _TELL_BYTES = 100, 1 << 20
 class EventInbox:
     """An `EventInbox` returns each event once and in order, and has a descriptor that is readable while there are some.
 
-    Not for several threads at once: the connection's lock guards it.
+    Several threads must not use it at once: the connection's lock guards it.
     """
 
     def __init__(self) -> None:

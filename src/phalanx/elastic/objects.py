@@ -173,7 +173,7 @@ class Objects:
     # -- in a checkpoint -----------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of each object but the sampler, under its name. Not collective, unless there is a
+        """Return the state of each object but the sampler, under its name. A rank may call it alone, unless there is a
         Pipeline.
         """
         states: dict[str, Any] = {}

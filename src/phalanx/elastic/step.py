@@ -47,7 +47,7 @@ class Runner(Protocol):
         ...
 
     def require_group(self) -> None:
-        """Raise if the group is over, because a rank is lost. Collective."""
+        """Raise if the group is over, because a rank is lost. All ranks call it."""
         ...
 
     def before_backward(self) -> None:

@@ -53,9 +53,9 @@ def map_reduce(
         )
         for word, count in counts: ...
 
-    Collective; without a group one process does all the work. The result is the same, bit by bit, with any number of
-    ranks: it depends on the inputs, the functions, how inputs are split, and `memory_bytes`, which decides when a
-    table is emptied and so how `combine` groups values.
+    All ranks of the group call it; without a group one process does all the work. The result is the same, bit by bit,
+    with any number of ranks: it depends on the inputs, the functions, how inputs are split, and `memory_bytes`, which
+    decides when a table is emptied and so how `combine` groups values.
 
     Arguments:
         inputs: a file, a pattern, a list of these (a record is a line), or a sequence (a record is an item; for strings

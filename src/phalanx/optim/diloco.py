@@ -71,7 +71,7 @@ class DiLoCo(Rounds):
         self._outer = self._common = OuterParameters("DiLoCo", self._named, outer_optimizer, backup_device)
 
     def outer_parameters(self) -> dict[str, Tensor]:
-        """Return the outer parameters by name: the model to evaluate or save between rounds. Not copies.
+        """Return the outer parameters by name: the model to evaluate or save between rounds. They are no copies.
 
         Shape: as the model's parameters.
         """

@@ -137,7 +137,7 @@ class StreamingDiLoCo(Rounds):
         return [self._parameters[one] for one in fragment] + (self._buffers if is_last else [])
 
     def outer_parameters(self) -> dict[str, Tensor]:
-        """Return the outer parameters by name: the model to evaluate or save between rounds. Not copies.
+        """Return the outer parameters by name: the model to evaluate or save between rounds. They are no copies.
 
         Shape: as the model's parameters.
         """

@@ -255,7 +255,7 @@ class ParameterServer:
                 All trainers of a synchronous step clip to the same.
             norm_type: which norm.
 
-        Returns the norm before clipping, if it clips.
+        It returns the norm before clipping, if it clips.
 
         Shape: any; that of what was pulled. Of the norm ().
         Cost: of a synchronous step of several trainers that is clipped, two more calls to each server, behind the last

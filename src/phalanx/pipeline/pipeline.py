@@ -234,9 +234,9 @@ class Pipeline(StageModule):
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> Tensor:
         """Run forward and backward of a mini-batch, add to the parameters' `grad`, and return the loss on every rank.
 
-        Collective. The first rank needs the model's arguments, the last one the target; others may pass them or None.
-        The loss is the mean over all samples (their sum, with loss_reduction="sum"), and over replicas if there are
-        any.
+        All ranks call it together. The first rank needs the model's arguments, the last one the target; others may pass
+        them or None. The loss is the mean over all samples (their sum, with loss_reduction="sum"), and over replicas if
+        there are any.
 
         Shape: inputs and targets (N, ...), the loss ().
         Cost: beside the model's own work, a message per micro-batch and cut; where ranks share memory, without the

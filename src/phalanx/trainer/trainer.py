@@ -371,9 +371,9 @@ class Trainer:
             self._save(state)
 
     def validate(self, loader: Loaders) -> dict[str, float]:
-        """Return the loss and the metrics over all samples of all ranks, each counted once. Collective.
+        """Return the loss and the metrics over all samples of all ranks, each counted once. All ranks call it.
 
-        Of several loaders by name, those of each, as "name/metric".
+        With several loaders by name, the names are "name/metric".
         """
         return self._validation.measure(loader)
 

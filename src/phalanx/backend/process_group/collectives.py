@@ -167,7 +167,7 @@ class ProcessGroupCollectives(ProcessGroupBase):
         For a broadcast that is made again and again, as of a module's buffers before each forward: no rank waits for
         the slowest there. Whether all ranks called it is asked when the next collective of the group begins, so a
         mismatch, a rank that is gone or late is told then, of this call; by then `tensor` may be the root's already.
-        Only where ranks share memory.
+        Ranks must share memory.
 
         Arguments:
             tensor: any shape, the same number of bytes on all ranks; best contiguous.

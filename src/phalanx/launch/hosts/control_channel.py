@@ -232,7 +232,7 @@ class ControlChannel:
 
     @property
     def is_over(self) -> bool:
-        """Return whether the coordinator has ended, as far as can be seen. Slow."""
+        """Return whether the coordinator has ended, as far as can be seen. This is slow."""
         return self._client.is_over()
 
     def flush(self, timeout_s: float) -> bool:

@@ -75,7 +75,7 @@ class Agreement(HierarchicalSession):
         """Bring what this rank has to the leader of its host. sizes[i] bytes come from local rank i; a number is every
         rank's size.
 
-        Returns, on the leader, where the local ranks' bytes lie until the next operation.
+        On the leader it returns where the local ranks' bytes lie until the next operation.
         """
         count = len(self.layout.local_ranks)
         if count == 1:
