@@ -38,7 +38,7 @@ def class_of(error: BaseException) -> str:
     """Return the name of an exception's class, with its module; never raises."""
     try:
         return f"{type(error).__module__}.{type(error).__qualname__}"
-    except BaseException:  # a metaclass of the user's
+    except BaseException:  # a metaclass of the user's may raise anything
         return type.__dict__["__name__"].__get__(type(error))  # type: ignore[no-any-return]
 
 

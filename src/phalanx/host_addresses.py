@@ -83,7 +83,8 @@ def _distance(own: OwnAddress) -> int:
 
 def _routed_address() -> str:
     """Return the address from which this host reaches the rest of the world, if it does; nothing is sent."""
-    for family, target in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):  # of no host: RFC 5737
+    # no host has these: RFC 5737
+    for family, target in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as sock:
             sock.connect((target, 9))
             return str(sock.getsockname()[0])

@@ -18,7 +18,7 @@ STACKS_SIGNAL = signal.SIGURG
 
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGPIPE)  # they end a job
 
-_AUTOGRAD = b"pt_autograd"  # how torch calls the threads that run backward for devices
+_AUTOGRAD = b"pt_autograd"  # torch calls the threads that run backward for devices so
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 

@@ -26,7 +26,7 @@ class Missing:
     __call__ = __instancecheck__ = __mro_entries__ = _fail
 
     def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("__"):  # Python's own questions, as those of `inspect`
+        if name.startswith("__"):  # Python asks for these itself, as `inspect` does
             raise AttributeError(self.__dict__["_sentence"])
         self._fail()
 

@@ -57,7 +57,8 @@ def build_engine(group: MetGroup, settings: Options, deadline: Deadline, failure
         PeerLostError: another rank was interrupted meanwhile.
     """
     if settings.engine == "mpi":
-        from phalanx.backend.mpi.start import start_together  # not at the top: it is for those who have mpi4py
+        # it is not imported at the top, since it is for those who have mpi4py
+        from phalanx.backend.mpi.start import start_together
         from phalanx.engines.mpi import MpiEngine
 
         rank, size = group.rank, len(group.infos)

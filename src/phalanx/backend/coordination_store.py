@@ -212,7 +212,7 @@ class CoordinationStore(Store):
         """Return another store of the same keys, with a timeout of its own."""
         return CoordinationStore(str(self._client.address), timeout=self.timeout, client=self._client)
 
-    # What torch's C++ calls these, when a PrefixStore asks us.
+    # torch's C++ calls these when a PrefixStore asks us.
     getNumKeys = num_keys
     deleteKey = delete_key
 

@@ -52,7 +52,7 @@ from phalanx.transport.unconnected import UnconnectedTransport
 
 try:
     from phalanx import _core
-except ImportError:  # no compiler at installation, or no futex on this platform
+except ImportError:  # there was no compiler at installation, or the platform has no futex
     _core = None  # type: ignore[assignment]
 
 _logger = get_logger(__name__)
@@ -72,7 +72,7 @@ def create_process_group(options: Any, backend_options: Any = None) -> Any:
         DeadlineError: some rank never came; the message names it, on every rank that did.
         PhalanxError: hosts cannot reach each other.
     """
-    # Of "cuda:nccl,cpu:phalanx" torch hands the options that it has filled in for NCCL to us, too.
+    # For "cuda:nccl,cpu:phalanx" torch hands us, too, the options that it has filled in for NCCL.
     if backend_options is not None and getattr(backend_options, "group_name", None) == options.group_id:
         backend_options = None
     if backend_options is not None and not isinstance(backend_options, Options):
@@ -278,7 +278,8 @@ def _descriptors_told(here: str) -> Iterator[None]:
 
 def _connect(server: FdServer, bootstrap: Bootstrap, options: Any, settings: Options, deadline: Deadline) -> Transport:
     """Share memory on each host, and build the engine between all ranks."""
-    from phalanx.transport.hierarchical.transport import HierarchicalTransport  # as above
+    # it is imported here, since it needs the C core
+    from phalanx.transport.hierarchical.transport import HierarchicalTransport
 
     rank, name, infos = options.group_rank, options.group_id, bootstrap.infos
     layout = Layout.of([info.host for info in infos], rank)
@@ -338,7 +339,7 @@ def _open_failure_store(
     )
 
 
-_signals: WeakValueDictionary[tuple[int, int], FailureSignals] = WeakValueDictionary()  # by process and store
+_signals: WeakValueDictionary[tuple[int, int], FailureSignals] = WeakValueDictionary()  # keyed by process and store
 
 
 def _signals_of(store: Any) -> FailureSignals:
@@ -358,7 +359,8 @@ def _over_gloo(bootstrap: Bootstrap, options: Any, settings: Options, deadline: 
     key = hashlib.blake2b(infos[0].secret.encode(), digest_size=16).hexdigest()
     failure_store = _open_failure_store(options, key, infos, processes)
     group = MetGroup(name, key, options.store, infos, layout)
-    engine = open_gloo(group, settings, deadline, failure_store, num_threads=1)  # one at a time
+    # it carries out one collective at a time
+    engine = open_gloo(group, settings, deadline, failure_store, num_threads=1)
     transport = GlooTransport(name, engine, failure_store, processes, lambda r: infos[r].has_ended(infos[rank]))
     transport.pickles = PickleAuthenticator(infos[0].secret, name)
     return _begin(transport, bootstrap, options, deadline)

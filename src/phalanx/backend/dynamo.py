@@ -18,7 +18,7 @@ _LOSES = "torch.compile looks into a group's operations; keep them out of what i
 _set_strategy: Any = find("torch._C._dynamo.eval_frame.set_code_exec_strategy", loses=_LOSES, instead=None)
 _FrameAction: Any = find("torch._C._dynamo.eval_frame._FrameAction", loses=_LOSES, instead=None)
 _FrameExecStrategy: Any = find("torch._C._dynamo.eval_frame._FrameExecStrategy", loses=_LOSES, instead=None)
-_DYNAMOS_DECORATORS = ("torch._compile", "torch.optim.optimizer")  # where they are defined
+_DYNAMOS_DECORATORS = ("torch._compile", "torch.optim.optimizer")  # the decorators are defined in these modules
 
 _Marked = TypeVar("_Marked", bound=type | Callable[..., Any])
 _Function = TypeVar("_Function", bound=Callable[..., Any])

@@ -23,13 +23,13 @@ class FakeCall(Exception):
 
 def is_fake(tensor: Any) -> bool:
     """Return whether a tensor belongs to a FakeTensorMode, which traces programs without running them."""
-    module = sys.modules.get("torch._subclasses.fake_tensor")  # where nobody imported it, there are none
+    module = sys.modules.get("torch._subclasses.fake_tensor")  # if it was not imported, there are no fake tensors
     return module is not None and isinstance(tensor, module.FakeTensor)
 
 
 def address_of(tensor: Tensor) -> int:
     """Return where the tensor's elements lie; 0 if they lie nowhere."""
-    if is_fake(tensor):  # which would warn
+    if is_fake(tensor):  # a fake tensor would warn
         return 0
     try:
         return tensor.data_ptr()

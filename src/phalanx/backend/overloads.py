@@ -20,7 +20,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-c10d: Any = dist.distributed_c10d  # whose stubs lack what is used here
+c10d: Any = dist.distributed_c10d  # its stubs lack what is used here
 
 # The overloads in torch's order and with its names. T is a tensor, T* a list of tensors, T** a list of such lists;
 # what ends in ? may be left out. `Backend`, which people get from `group._get_backend(device)`, has some other names.
@@ -95,7 +95,8 @@ _OPTIONS: Mapping[str, type] = {
     **{name: c10d.ReduceScatterOptions for name in _OVERLOADS if name.startswith(_REDUCE_SCATTERS)},
 }
 
-_FIELDS = {"root": "rootRank", "op": "reduceOp", "timeout": "timeout"}  # of the options, by an overload's argument
+# the field of the options, by an overload's argument
+_FIELDS = {"root": "rootRank", "op": "reduceOp", "timeout": "timeout"}
 _LISTED = (list, tuple)
 
 
@@ -248,7 +249,7 @@ def arguments_of_allreduce(tensors: Any, opts: Any, timeout: Any, op: Any, tenso
     """
     if type(opts) is c10d.AllreduceOptions and isinstance(tensors, list) and timeout is op is tensor is None:
         return tensors, opts
-    if isinstance(tensors, Tensor) and tensor is None:  # by position
+    if isinstance(tensors, Tensor) and tensor is None:  # they were given by position
         tensors, tensor = None, tensors
     if op is None and opts is not None and not isinstance(opts, c10d.AllreduceOptions):
         op, opts = opts, None

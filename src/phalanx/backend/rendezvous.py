@@ -151,7 +151,7 @@ def find_lost_host() -> LostHost | None:
 
 def agents_key() -> Key | None:
     """Return the job's key, in a rank of `phalanx run` on several hosts; None elsewhere."""
-    from phalanx.coordination.key import Key  # not at the top: a job on one host needs none
+    from phalanx.coordination.key import Key  # it is not imported at the top, since a job on one host needs none
 
     key = read_store(_agent_file)[1] if _agent_file >= 0 else ""
     return Key.parse(key) if key else None
@@ -226,7 +226,7 @@ def _open_coordinator(path: str) -> Any:
     """Return the store of a job on several hosts."""
     from phalanx.backend.coordination_store import (
         CoordinationStore,
-    )  # not at the top: a job on one host needs none of it
+    )  # these are not imported at the top, since a job on one host needs none of them
     from phalanx.coordination.key import Key
 
     global _agent_file

@@ -21,7 +21,7 @@ from phalanx.coordination.bootstrap import contest
 from phalanx.deadline import Deadline
 
 _SLICE_S = 8.0  # a store answers within milliseconds; torch's client asks again and again until its time is up
-_GRACE_S = 4.0  # beyond which torch hangs: before a process that takes connections and says nothing, for ever
+_GRACE_S = 4.0  # after this torch hangs: before a process that takes connections and says nothing, for ever
 _PAUSE_S = 0.1
 
 
@@ -116,7 +116,7 @@ def _contest(place: StoreAddress, libuv: bool) -> str:
     if store is None:
         return ""
     with contextlib.suppress(RuntimeError):
-        for prefix in ("default_pg", "0/", "cpu/"):  # what torch puts before the keys of a job's first group
+        for prefix in ("default_pg", "0/", "cpu/"):  # torch puts these before the keys of a job's first group
             store = PrefixStore(prefix, store)
         return contest(store, place.rank, place.world_size)
     return ""

@@ -87,7 +87,7 @@ class PhalanxWork(dist.Work):
             executor.help(self)
         try:
             over = self._done.wait(limit)
-        except BaseException as error:  # Ctrl-C, or a signal handler that raised
+        except BaseException as error:  # it is Ctrl-C, or a signal handler that raised
             if executor is not None and executor.interrupted is not None:
                 executor.interrupted(error)
             raise
@@ -196,7 +196,7 @@ class PhalanxWork(dist.Work):
 
 
 def _nbytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()  # not Tensor.nbytes, which sparse tensors do not have
+    return tensor.numel() * tensor.element_size()  # sparse tensors do not have Tensor.nbytes
 
 
 @untraced
@@ -354,7 +354,7 @@ class SerialExecutor:
         finally:
             self._put_postponed()
             self._postponing = 0
-            self._put_postponed()  # what a handler brought in between
+            self._put_postponed()  # these are what a handler brought in between
 
     def _put_postponed(self) -> None:
         while self._postponed:

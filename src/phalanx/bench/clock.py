@@ -55,7 +55,7 @@ class ClockedForward(nn.Module):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
-        self._runs: list[tuple[float, float, int]] = []  # one list for all replicas
+        self._runs: list[tuple[float, float, int]] = []  # all replicas share the list
 
     def forward(self, *args: Any) -> Any:
         """Return what `module` returns."""
@@ -71,7 +71,7 @@ class ClockedForward(nn.Module):
         return slowest
 
 
-COUNTS_STOPS = hasattr(resource, "RUSAGE_THREAD")  # Linux
+COUNTS_STOPS = hasattr(resource, "RUSAGE_THREAD")  # only Linux has it
 
 
 def _stops() -> int:

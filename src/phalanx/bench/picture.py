@@ -11,7 +11,7 @@ from phalanx.svg import FAINT, INK, RULE, Drawing, colour
 
 _LEFT, _WIDTH, _RIGHT = 300.0, 520.0, 100.0
 _BAR, _ROW, _HEAD = 20.0, 32.0, 56.0
-_REST = "#c3cad2"  # what lies between the parts
+_REST = "#c3cad2"  # it stands for what lies between the parts
 
 
 def draw(comparisons: Sequence[Comparison]) -> str:

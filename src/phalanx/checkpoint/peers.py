@@ -77,7 +77,7 @@ class Peers:
         """Copy `tensor`, contiguous and on the CPU, from rank `src` to every rank."""
         if self.world_size == 1 or tensor.numel() == 0:
             return
-        # Not reshape: the stride of a single element is anything, and a view of it as bytes wants 1.
+        # reshape would not do: the stride of a single element is anything, and a view of it as bytes wants 1.
         content = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
         carried = content.to(self._device)
         self._told(lambda: dist.broadcast(carried, group=self.group, group_src=src))

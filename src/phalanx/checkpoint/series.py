@@ -95,7 +95,7 @@ class CheckpointManager:
         if not retry_s >= 0:
             raise ValueError(f"CheckpointManager: retry_s must be zero seconds or more, got {retry_s!r}")
         place = place_of(folder)
-        # Of now: a script may change its directory.
+        # It is that of now, since a script may change its directory.
         self.folder: Path | str = Path(os.path.abspath(place)) if isinstance(place, Path) else place
         self.keep = keep
         try:
@@ -214,7 +214,7 @@ class CheckpointManager:
             raise TypeError(f"{peers.what}: parts must be a dict of what to save by name, got a {type(parts).__name__}")
         if wrong := [name for name in parts if not isinstance(name, str)]:
             raise TypeError(f"{peers.what}: parts are saved by name, and {wrong[0]!r} is no string")
-        step = operator.index(step)  # also of NumPy's numbers
+        step = operator.index(step)  # NumPy's numbers have an index, too
         measured = {name: float(value) for name, value in (metrics or {}).items() if math.isfinite(value)}
         self._settle(peers)
         collected = collect(peers, parts, sharded=self.sharded)

@@ -28,7 +28,7 @@ class Arrivals:
     def __init__(self, store: Store, me: Arrival) -> None:
         self._store = store
         self.me = me
-        self.number = 0  # of the start
+        self.number = 0  # the number of the start
         self.index = 0  # the place of `me`
         self.before: dict[str, Any] = {}  # how the start before ended, and with which members
         self.known: dict[int, Arrival] = {}

@@ -44,7 +44,7 @@ from phalanx.symmetric_memory.watch import ProcessId
 
 _logger = get_logger(__name__)
 _LONGEST_PAUSE_S = 0.02
-_CHECKS_PER_S = 256  # of processes, by all ranks together, while the first decides
+_CHECKS_PER_S = 256  # so many processes a second are checked, by all ranks together, while the first decides
 _LONGEST_UNCHECKED_S = 30.0
 _LONGEST_WAIT_S = 5.0
 _MOST_DESCRIBED = 64  # ranks of a group of which each says who is missing; of more, only the first that came does
@@ -99,7 +99,7 @@ class Bootstrap:
             with contextlib.suppress(_Superseded):
                 outcome = self._wait()
         if failure := outcome.get("failure"):
-            # Those who are still to come fit no better; those who are missing will not come.
+            # Ranks that are still to come fit no better; ranks that are missing will not come.
             self.acknowledge_failure(expected=self._me.world_size - 1 if failure["kind"] == "mismatch" else 0)
             raise self._error(Failure(failure["kind"], failure["text"], failure["ranks"]))
         self.infos = unpack_infos(outcome["ranks"])
@@ -175,7 +175,7 @@ class Bootstrap:
             if outcome.has_come():
                 return True
             if is_first:
-                outcome.stop_waiting()  # what this rank decides it need not be told
+                outcome.stop_waiting()  # this rank need not be told what it decides
                 self._decide()
             if next_check.passed:
                 next_check = Deadline.after(_CHECK_PROCESSES_S if is_first else check_s, clock)

@@ -44,11 +44,11 @@ from phalanx.ipc.wakeup import Wakeup
 from phalanx.loss_detection import MEMBER_TIMEOUT_S, heartbeat_s
 
 _LONGEST_POLL_S = 3.0  # then what was not answered is looked through
-_MAX_CALLS = 400  # at a time; the coordinator remembers more answers than that
+_MAX_CALLS = 400  # so many calls wait at a time; the coordinator remembers more answers than that
 _HANDSHAKES, _HANDSHAKES_S = 2, 1.0  # that must fail, and for so long, before we believe it is not by accident
 _DIAGNOSIS_S = 2.0
 
-# As plain numbers: pyzmq's enumerations take longer than what is done with them.
+# These are plain numbers: pyzmq's enumerations take longer than what is done with them.
 _NOBLOCK, _POLLIN, _READY = int(zmq.NOBLOCK), int(zmq.POLLIN), int(zmq.EVENTS)
 
 Timeout = float | timedelta | None
@@ -97,17 +97,17 @@ class Connection:
 
     def _reset(self) -> None:
         self._pid = os.getpid()
-        self._lock = threading.Lock()  # of the socket, and of all that follows
+        self._lock = threading.Lock()  # it guards the socket, and all that follows
         self._room = threading.BoundedSemaphore(_MAX_CALLS)
         self._calls: dict[int, PendingCall] = {}
         self._number = 0
         self._epoch = b""
-        self._former_epochs: set[bytes] = set()  # of coordinators that this connection was redirected from
+        self._former_epochs: set[bytes] = set()  # the epochs of coordinators that this connection was redirected from
         self._was_connected = False
         self._cut_at: float | None = None
         self._refused_at: float | None = None  # since when the coordinator's port is closed
         self._failed, self._failed_at = 0, 0.0
-        self._suspect: Route | None = None  # where handshakes fail: to be looked into
+        self._suspect: Route | None = None  # handshakes with it fail: it is to be looked into
         self._heard_at = time.monotonic()
         self._socket: zmq.Socket[bytes] | None = None
         self._monitor: zmq.Socket[bytes] | None = None
@@ -397,7 +397,8 @@ class Connection:
         elif event == zmq.EVENT_DISCONNECTED:
             if self._was_connected and self._cut_at is None:
                 self._cut_at = time.monotonic()
-        elif event != zmq.EVENT_CONNECTED and not self._was_connected:  # who was let in once has the right key
+        # a connection that was let in once has the right key
+        elif event != zmq.EVENT_CONNECTED and not self._was_connected:
             self._failed += 1
             now = time.monotonic()
             if self._failed == 1:

@@ -64,7 +64,7 @@ class BatchWatch:
     def _compare(self) -> None:
         """Warn of ranks that get the same batches, once all have left what they got."""
         self._looks += 1
-        if self._looks & (self._looks - 1):  # not a power of two
+        if self._looks & (self._looks - 1):  # the number is not a power of two
             return
         if self._looks > _MOST_LOOKS:
             self._compared = True

@@ -189,9 +189,9 @@ class DenseBucket:
         self._as_view = as_view
         self._pool = pool if as_view and _is_pooled(plan, pool) else None
         self._group = group
-        self.needed: NeededSlice | None = None  # in this round; None for all of it
+        self.needed: NeededSlice | None = None  # the slice of this round; None for all of it
         self.in_place: Tensor | None = None  # this round's gradient, if the pool holds it
-        # What was given out last, where it is not a view of a buffer.
+        # These were given out last, where they are not views of a buffer.
         self._published: list[weakref.ref[Tensor] | None] = [None] * len(plan.slots)
         self._current = self._make_buffer(buffer)
         self._spare: GradientBuffer | Tensor | None = spare  # a tensor while it has not been used

@@ -11,7 +11,7 @@ from torch import Tensor
 from phalanx.ddp.bucket import DenseBucket
 from phalanx.torch_names import find
 
-# What `then` of a work returns is of this class alone.
+# `then` of a work returns an object of this class.
 _Future: Any = find(
     "torch._C.Future", loses="a communication hook must return a torch.futures.Future", instead=torch.futures.Future
 )
@@ -122,7 +122,7 @@ class HookExchange:
         future: object = self._hook(
             self._state, GradBucket(bucket, is_last=bucket.plan.index == self._num_buckets() - 1)
         )
-        if not isinstance(future, _Future):  # what a work's `then` returns is only the base class
+        if not isinstance(future, _Future):  # `then` of a work returns only the base class
             name = getattr(self._hook, "__qualname__", repr(self._hook))
             raise TypeError(
                 f"The communication hook {name} returned {type(future).__name__} for bucket {bucket.plan.index}; "

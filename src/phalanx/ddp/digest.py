@@ -26,7 +26,7 @@ _LANE_BYTES = 8
 
 @functools.cache
 def _weights(device: torch.device) -> Tensor:
-    with torch.inference_mode(False):  # what is kept must serve everywhere
+    with torch.inference_mode(False):  # the weights are kept, and must serve everywhere
         generator = torch.Generator().manual_seed(0x5048414C)
         weights = torch.randint(-(2**63), 2**63 - 1, (_LANES + _LANE_BYTES,), generator=generator, device="cpu")
         return (weights | 1).to(device)

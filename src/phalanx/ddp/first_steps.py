@@ -74,7 +74,7 @@ class FirstSteps:
 
     def after_forward(self, outputs: Iterable[Tensor]) -> None:
         """Look at what a forward returned, and whether it drew random numbers."""
-        if self._draws is None and self._generator is not None:  # after the first forward
+        if self._draws is None and self._generator is not None:  # this is after the first forward
             self._draws = not torch.equal(self._generator, self._generator_state())
         self._nan_outputs += _nans(outputs)
 

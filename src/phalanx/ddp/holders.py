@@ -28,7 +28,7 @@ from torch import Tensor
 from phalanx.torch_names import find
 
 _LOSES = "phalanx.DistributedDataParallel does not know who holds a gradient"
-_use_count: Any = find("torch.Tensor._use_count", loses=_LOSES)  # what torch.utils.swap_tensors asks as well
+_use_count: Any = find("torch.Tensor._use_count", loses=_LOSES)  # torch.utils.swap_tensors asks for it as well
 _storage_use_count: Any = find("torch._C._storage_Use_Count", loses=_LOSES)
 
 
@@ -57,7 +57,7 @@ def separate_gradient(parameter: Tensor) -> None:
 
 def _count(parameter: Tensor) -> tuple[int, int, int]:
     grad = parameter.grad
-    assert grad is not None  # asked before
+    assert grad is not None  # the caller has asked
     return getrefcount(grad), _use_count(grad), storage_holders(grad)
 
 

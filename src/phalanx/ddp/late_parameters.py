@@ -36,7 +36,7 @@ class LateParameters:
         """Return the names of the parameters that need a gradient now and did not when `module` was wrapped."""
         if not self._arrived and not any(parameter.requires_grad for parameter in self._frozen):
             return []
-        # What was trained all along arrives too, when the model becomes a part of another, or is compiled.
+        # Parameters that were trained all along arrive too, when the model becomes a part of another, or is compiled.
         watched = {id(parameter) for parameter in (*self._frozen, *self._list_arrived())} - self._trained
         candidates = [
             (name, parameter)

@@ -169,7 +169,7 @@ class DistributedDataParallel(JoinInterface, TorchInterface):
         if sync_batchnorm is True:
             span_ranks(module, self.process_group)
         self._batchnorm_undecided = sync_batchnorm == "auto"
-        self._batchnorm_synced = False  # by that decision
+        self._batchnorm_synced = False  # whether that decision has been to sync them
         self._inputs_to = decide_device({parameter.device for _, parameter in named}, device_ids, output_device)
         self.device = device
         if init_sync:
@@ -265,7 +265,7 @@ class DistributedDataParallel(JoinInterface, TorchInterface):
             self._look_at(inputs)
         if self.broadcast_buffers and self._buffers_stale:
             self._broadcast_buffers(source, grad_enabled)
-        # As in PyTorch: the forward after one that trained starts from rank 0's buffers, in evaluation as well.
+        # In PyTorch, too, the forward after one that trained starts from rank 0's buffers, in evaluation as well.
         self._buffers_stale = sync
         return sync if grad_enabled else None
 

@@ -87,8 +87,8 @@ class Reducer:
         self._backward_writes = False  # whether it would write the gradient of every parameter that it reaches
         self._fresh: list[bool] | None = None  # in a backward that only accumulates: whose gradient it makes
         self.in_backward = False
-        self._reach: Reach | None = None  # of all forwards since the last round; None where nobody looked
-        self._used = [False] * len(self._parameters)  # since the last round, local backwards included
+        self._reach: Reach | None = None  # what forwards since the last round reach; None if not looked for
+        self._used = [False] * len(self._parameters)  # whether each was used since the last round
         self._num_rounds = 0
         self.rescale = 1.0  # what the mean is multiplied by
         self.weight = 1.0  # what this rank's gradients are multiplied by before; their mean over ranks is one
@@ -298,10 +298,10 @@ class Reducer:
         if reached_none and (self._find_unused or self._learning or 0 in self._fires_expected):
             self._round.started = True  # the other ranks wait for this one's part all the same
             self._skip_unused()
-        if not self._round.started:  # torch.autograd.grad, or a backward that only accumulates
+        if not self._round.started:  # it is torch.autograd.grad, or a backward that only accumulates
             return
         if self._learning or self._find_unused:
-            # What did not come will not come. That holds even for a forward with several backwards: each is a round of
+            # Missing gradients will not come. That holds even for a forward with several backwards: each is a round of
             # its own, and the mean of values that are already equal, plus new local ones, is what it should be.
             for index, ready in enumerate(self._round.ready):
                 if not ready:
@@ -309,7 +309,7 @@ class Reducer:
         try:
             self._launch()
         except BaseException:
-            self.in_backward = True  # as in a gradient's hook: the next forward begins anew, or says that it can't
+            self.in_backward = True  # as in a gradient's hook the next forward begins anew, or says that it can't
             raise
         if self._round.num_launched == len(self._set.buckets):
             self._finish()

@@ -15,7 +15,7 @@ from phalanx.ddp.structure import describe, verify_same
 from phalanx.errors import MismatchError
 from phalanx.transport.tensors import flat
 
-_SHOWN = 8  # ranks in a message
+_SHOWN = 8  # so many ranks stand in a message
 
 
 def check_replicas(model: nn.Module, group: dist.ProcessGroup | None = None, *, buffers: bool | None = None) -> None:

@@ -16,7 +16,7 @@ from phalanx.errors import MismatchError
 from phalanx.torch_names import find
 from phalanx.transport.tensors import copy_all
 
-# torch's own DDP packs with them.
+# torch's own DDP packs with these.
 _LOSES = "parameters and buffers are not made equal on all ranks"
 _flatten: Any = find("torch._utils._flatten_dense_tensors", loses=_LOSES)
 _unflatten: Any = find("torch._utils._unflatten_dense_tensors", loses=_LOSES)
@@ -85,7 +85,7 @@ class BufferBroadcast:
         self._forms: list[_Form] = []
         self._digest = 0
         self._packed = torch.empty(0, dtype=torch.uint8)
-        self._places: list[Tensor] = []  # in `_packed`, one for each tensor
+        self._places: list[Tensor] = []  # there is one in `_packed` for each tensor
 
     def from_first(self, tensors: Iterable[Tensor], num_rounds: int = 0) -> None:
         """Overwrite `tensors` with rank 0's, bit by bit; version counters stay, as in `replicate`.

@@ -73,9 +73,9 @@ class FailureReport:
     calls: Mapping[int, RankCall] = field(default_factory=dict)  # of a mismatch: what each rank called
     reason: str = ""  # how the rank ended, what interrupted it, or what failed
     timeout_s: float = 0.0  # the timeout of the rank that gave up waiting; 0 if it is not known
-    waiter: int = -1  # that rank
-    is_collective: bool = True  # else a message
-    earlier: str = ""  # of ranks in different lines of the program: where that began
+    waiter: int = -1  # the number of that rank
+    is_collective: bool = True  # else the operation is a message
+    earlier: str = ""  # where the ranks began to be in different lines of the program
     remarks: tuple[str, ...] = ()  # further sentences
 
     def message(self, operation: Operation | str) -> str:

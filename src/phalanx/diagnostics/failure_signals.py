@@ -53,7 +53,7 @@ class FailureSignals:
     """
 
     def __init__(self, store: Any, suffix: str = "") -> None:
-        self.store = store  # as the groups know it
+        self.store = store  # the groups know the store by this object
         self._suffix = suffix
         self.connection = store.clone()  # a call that waits in one keeps those of the other waiting
         self._next: int | None = None
@@ -79,7 +79,8 @@ class FailureSignals:
 
     def _send(self, group_key: str) -> None:
         number, mine = self._first(), f"{os.urandom(8).hex()} {group_key}"
-        while self.connection.compare_set(self._key(number), "", mine).decode() != mine:  # somebody else's
+        # another rank took this number
+        while self.connection.compare_set(self._key(number), "", mine).decode() != mine:
             number += 1
         self.connection.set(_NEXT, str(number + 1))
 

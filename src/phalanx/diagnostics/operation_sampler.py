@@ -43,7 +43,8 @@ class OperationSampler:
     def __init__(self, file: StepFile, tell_groups: Callable[[list[dict[str, object]]], None]) -> None:
         self._file = file
         self._tell_groups = tell_groups
-        self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # of groups, by their memory
+        # the numbers of groups, by their memory
+        self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._groups: list[dict[str, object]] = []
         self._seen: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # when its last line was entered
         self._read_step = 0

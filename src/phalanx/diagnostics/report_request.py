@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from phalanx.ipc.agent import tell
 
-KIND = "report"  # of the message
+KIND = "report"  # the kind of the message
 
 
 def ask_for_report(agent: str, folder: str) -> bool:

@@ -36,7 +36,7 @@ _EVENT_FIELDS, _EVENTS_BEGIN = 3, 64  # a word that counts them, and what keeps 
 FILE_BYTES = -(-(_EVENTS_AT + _EVENTS_BEGIN + 8 * _EVENT_FIELDS * NUM_EVENTS) // 4096) * 4096
 WINDOW = 32  # so many operations are kept or left out together, so that all ranks keep the same
 
-# Words of the header, all doubles but the first.
+# These are the words of the header, all doubles but the first.
 (_MAGIC_AT, _ENDED, _PEAK_BYTES, _STEP_TABLE, _STEP_COUNT, _STEP_STRIDE, _OPERATION_TABLE, _OPERATION_COUNT,
  _OPERATION_STRIDE, _FACTS_LENGTH, _BEGUN, _UNIX_OFFSET, _OPERATIONS_SEEN, _COST, _STATE,
  _STATE_LENGTHS) = range(16)  # fmt: skip
@@ -60,15 +60,15 @@ class StepRecord(NamedTuple):
     samples: float
     loss: float  # sum over the steps that have one
     num_losses: float
-    longest: float  # step
+    longest: float  # the longest step
     resident_bytes: float
-    shared_bytes: float  # of these
-    cpu_s: float  # of the process so far
-    preemptions: float  # so far
+    shared_bytes: float  # how much of these bytes is shared
+    cpu_s: float  # of the process so far, in all
+    preemptions: float  # how many there were so far
     device_bytes: float
     rank: float  # it may get another one when others are lost
     generation: float
-    waited: float = 0.0  # for other ranks, outside of collectives; in none of the phases
+    waited: float = 0.0  # seconds of waiting for other ranks, outside of collectives; they are in none of the phases
 
 
 class OperationRecord(NamedTuple):

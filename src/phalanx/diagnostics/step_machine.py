@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 OTHER, DATA, FORWARD, BACKWARD, UPDATE = range(5)
 PHASES = ("other", "data", "forward", "backward", "update")
-_WAITED = len(PHASES)  # among the parts: not a phase, but in one
+_WAITED = len(PHASES)  # its place among the parts: it is not a phase, but lies in one
 
 # Events; what each has as its value.
 (BEGIN_DATA, END_DATA, NO_DATA,  # nothing; samples; nothing
@@ -32,7 +32,8 @@ _WAITED = len(PHASES)  # among the parts: not a phase, but in one
 WORKERS = 16  # the kind of END_DATA has the DataLoader's number of workers, times this, besides
 
 _NUM_MARKS = 1024  # so many marks of phases are kept: an operation of an earlier time is assigned to none
-_MOST_OPTIMIZERS = 64  # of a step, told apart in a state that is kept; some have one for each parameter
+# so many optimizers of a step are told apart in a state that is kept; some have one for each parameter
+_MOST_OPTIMIZERS = 64
 
 
 class FinishedStep(NamedTuple):
@@ -55,20 +56,21 @@ class StepMachine:
     def __init__(self, now: float, on_step: Callable[[FinishedStep], None]) -> None:
         self._on_step = on_step
         self.phase, self.num_workers = OTHER, -1
-        self.marks: deque[tuple[int, int]] = deque([(0, OTHER)], maxlen=_NUM_MARKS)  # when which phase began
+        # the time at which each phase began
+        self.marks: deque[tuple[int, int]] = deque([(0, OTHER)], maxlen=_NUM_MARKS)
         self._parts = [0.0] * (len(PHASES) + 1)
         self.since = self._begin = self._updated_at = now
         self._batch_s = 0.0  # a batch of which nobody knows yet whether it is for training
         self._batch_samples = 0.0
         self._has_batch = self._has_update = self._has_loader = self._has_begun = False
         self._has_backward = self._has_ended_one = False
-        self._stepped: set[float] = set()  # optimizers, in this step
+        self._stepped: set[float] = set()  # the optimizers that have stepped in this step
         # The step as it was at its latest update, which may have been its last: parts, samples, loss, when.
         self._split: tuple[list[float], float, float | None, float] | None = None
         self._samples = 0.0
         self._loss: float | None = None
         self._is_own_loss = False
-        self._open: list[int] = []  # phases, each inside of the one before
+        self._open: list[int] = []  # the phases that are open, each inside of the one before
         self._updating = 0.0  # the outermost optimizer of these
         self._events: tuple[Callable[[float, float], None], ...] = (
             self._begin_data, self._end_data, self._no_data,
@@ -142,7 +144,7 @@ class StepMachine:
         if self._has_update and not (self._has_batch or self._batch_s):
             self._has_loader = False
             self._end_step()
-        elif self._has_update:  # of another optimizer, or of the next step, with the same batch
+        elif self._has_update:  # it is the update of another optimizer, or of the next step, with the same batch
             self._split = (list(self._parts), self._samples, self._loss, self._updated_at)
         self._has_backward = True
         self._take_batch()

@@ -23,7 +23,7 @@ class _Listener(Protocol):
     def note_loss(self, loss: float | None) -> None: ...
 
 
-_listeners: list[_Listener] = []  # one, or none
+_listeners: list[_Listener] = []  # there is one, or none
 _told: set[str] = set()
 
 

@@ -94,13 +94,13 @@ class StepRecorder:
         self.rank_now: Callable[[], int] = lambda: self.rank
         """Asked when the ranks have formed their group anew: this one may have got another number."""
         self.on_first_step: Callable[[StepRecorder], None] = lambda recorder: None
-        self._taken = 0  # events
+        self._taken = 0  # the number of events that were taken
         self._events_per_step = 6.0
         self._pending: StepRecord | None = None
-        self._in_records = 0  # steps
-        self._in_records_already = 0  # of the next steps: they come again
+        self._in_records = 0  # the number of steps that are in records
+        self._in_records_already = 0  # so many of the next steps are there: they come again
         self._is_whole = True  # nothing was broken off
-        self._is_learning = False  # its place in a new generation
+        self._is_learning = False  # whether it is learning its place in a new generation
         self._loss_due = 0.0
         self._looked = self._cost_s = 0.0
         self._kept = ""  # the state, as JSON
@@ -146,7 +146,7 @@ class StepRecorder:
         """Note that autograd is done; `loss` is the tensor that it began from, None if that is no loss."""
         try:
             value = None if loss is None else self.read_loss(loss)
-        except BaseException:  # of a signal's handler
+        except BaseException:  # a signal's handler raised it
             self.mark(END_BACKWARD)
             raise
         if value is None:
@@ -168,14 +168,14 @@ class StepRecorder:
         """
         if loss.is_cuda and sys.modules["torch"].cuda.is_current_stream_capturing():
             return None
-        loss = getattr(loss, "unscaled_loss", loss)  # before a GradScaler's factor
+        loss = getattr(loss, "unscaled_loss", loss)  # the loss before a GradScaler's factor
         if not loss.is_cpu:
             now = self._clock()
             if now < self._loss_due:
                 return None
             self._loss_due = now + _LOSS_S
         value = None
-        with Quiet():  # a tensor without a value, of a tracer
+        with Quiet():  # a tracer's tensor has no value
             value = loss.item()
         return float(value) if isinstance(value, (float, int)) else None
 
@@ -286,7 +286,7 @@ class StepRecorder:
 
     def _give_up(self, error: Exception) -> None:
         self.log.close()
-        with Quiet():  # no stderr
+        with Quiet():  # there may be no stderr
             why = f"{type(error).__name__}: {error}"
             print(f"phalanx: the run's report will lack what could not be recorded: {why}", file=sys.stderr)
 
@@ -338,7 +338,7 @@ class StepRecorder:
         if tally.num_steps == 0:
             with Quiet():
                 self.on_first_step(self)
-            tally.generation = self._operations.generation = own_generation()  # of one that has come later
+            tally.generation = self._operations.generation = own_generation()  # the rank may have come later
             if committed := own_step():  # later it could not be told: a loop may commit more seldom
                 tally.ahead = committed - 1
         if step.end >= self._looked + _LOOK_S:

@@ -312,7 +312,7 @@ def _judge_open_files(soft: int, hard: int | None, cores: int) -> Finding:
         return Finding(
             "limits", Status.WARNING, fact, f"{advice}ulimit -n {min(4 * _OPEN_FILES, hard or 4 * _OPEN_FILES)}"
         )
-    # What `ulimit -n` may raise is no way out here.
+    # Raising the soft limit with `ulimit -n` is no way out here.
     fact += f", and no more than {hard} are allowed"
     elsewhere = (
         f"raise the hard limit to {4 * _OPEN_FILES} (Docker: --ulimit nofile=; systemd: LimitNOFILE=; else"

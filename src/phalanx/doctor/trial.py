@@ -39,7 +39,7 @@ def try_training(python: str = sys.executable) -> tuple[Torch | str, Probe]:
         how, output, complaint = _describe(run.returncode), run.stdout, run.stderr
     except subprocess.TimeoutExpired as expired:
         how, output, complaint = f"it was stopped after {expired.timeout:.0f} s", _text(expired.stdout), ""
-    except OSError as error:  # of descriptors, processes or memory there are too few for one more process
+    except OSError as error:  # there are too few descriptors, processes or memory for one more process
         reason = f"no process could be started to try it: {error.strerror or error}"
         return reason, Probe(False, reason)
     said = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
@@ -169,7 +169,8 @@ def _train() -> dict[str, Any]:
         total = time.perf_counter() - begin
     except RankFailed as failure:
         return {"works": False, "detail": _summarise(failure)}
-    except OSError as error:  # as in `try_training`: this interpreter may open a descriptor more than another version
+    # it is as in `try_training`: this interpreter may open a descriptor more than another version
+    except OSError as error:
         return {"works": False, "detail": f"no process could be started for a rank: {error.strerror or error}"}
     return {
         "works": True,

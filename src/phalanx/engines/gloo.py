@@ -20,7 +20,7 @@ from phalanx.engines.gloo_addresses import GlooAddresses
 from phalanx.engines.gloo_device import GlooDevice, gloo_device
 from phalanx.torch_names import find
 
-c10d: Any = dist.distributed_c10d  # whose stubs lack what is used here
+c10d: Any = dist.distributed_c10d  # its stubs lack what is used here
 _Options: Any = find(
     "torch.distributed.ProcessGroupGloo._Options", loses="ranks of several hosts do not reach each other through Gloo"
 )
@@ -32,7 +32,7 @@ _ProcessGroupGloo: Any = ProcessGroupGloo
 _PORT_OF_NOTHING = 9  # "discard": a route is looked up, nothing is sent
 
 
-# What each collective is told in.
+# Each collective is told in these.
 _OPTIONS: dict[str, Any] = {
     "allreduce": c10d.AllreduceOptions,
     "reduce": c10d.ReduceOptions,

@@ -79,7 +79,7 @@ class GlooAddresses(Store):
             return self._found
 
     def _put_together(self, timeout: timedelta | None) -> None:
-        keys = [f"{_EACH}{number}" for number in range(self._world_size)]  # in whatever order
+        keys = [f"{_EACH}{number}" for number in range(self._world_size)]  # they may be in any order
         self._wait(keys, timeout)
         self._store.set(_TOGETHER, pack_all(self._store.multi_get(keys)))
 

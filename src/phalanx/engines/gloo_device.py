@@ -39,10 +39,11 @@ class GlooDevice:
             for descriptor, inode in open_sockets().items()
             if before.get(descriptor) != inode and _place(descriptor, inode) is not None
         }
-        # Of two nobody can tell which one another thread has opened meanwhile: that must stay as it is.
+        # If there are two, it is not known which one another thread has opened meanwhile: that must stay as it is.
         self._listening = new if len(new) == 1 else {}
         self._lock = threading.Lock()
-        self._connecting: dict[object, frozenset[str]] = {}  # whom each group that connects expects; nothing: anybody
+        # the addresses that each connecting group expects; none means any
+        self._connecting: dict[object, frozenset[str]] = {}
 
     @property
     def ports(self) -> list[tuple[str, int]]:

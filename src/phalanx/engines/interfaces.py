@@ -23,7 +23,7 @@ def interface_addresses() -> dict[str, tuple[str, ...]]:
             with contextlib.suppress(OSError):  # it has none
                 answer = fcntl.ioctl(s, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
                 addresses.append(socket.inet_ntoa(answer[20:24]))
-    with contextlib.suppress(OSError):  # no IPv6
+    with contextlib.suppress(OSError):  # the host has no IPv6
         for line in _INET6.read_text().splitlines():
             digits, *_, name = line.split()
             found.setdefault(name, []).append(str(ipaddress.IPv6Address(int(digits, 16))))
@@ -36,5 +36,5 @@ def is_public(address: str) -> bool:
     """
     try:
         return ipaddress.ip_address(address.partition("%")[0]).is_global
-    except ValueError:  # a name, or nothing
+    except ValueError:  # it is a name, or empty
         return False

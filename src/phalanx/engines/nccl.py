@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from phalanx.diagnostics.rank_list import name_ranks
 
-c10d: Any = dist.distributed_c10d  # whose stubs lack what is used here
+c10d: Any = dist.distributed_c10d  # its stubs lack what is used here
 
 _ProcessGroup: Any = dist.ProcessGroup  # torch's stub knows only some of what the class has
 
@@ -25,7 +25,7 @@ def open_nccl(
     store: Any, rank: int, world_size: int, timeout: timedelta, name: str, global_ranks: Sequence[int]
 ) -> Any:
     """Return a process group of torch's whose CUDA tensors NCCL carries. It sends nothing until it is first used."""
-    nccl: Any = vars(c10d)["ProcessGroupNCCL"]  # not in a CPU build
+    nccl: Any = vars(c10d)["ProcessGroupNCCL"]  # a CPU build does not have it
     options = nccl.Options()
     options._timeout = timeout
     options.group_name = name

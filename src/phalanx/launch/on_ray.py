@@ -249,7 +249,7 @@ def _cluster() -> Iterator[Any]:
     try:
         _try(address)
         ray.init(address=address, log_to_driver=False, logging_level="ERROR")
-    except OSError as error:  # ConnectionError among them
+    except OSError as error:  # ConnectionError is one of them
         raise LaunchError(
             f"phalanx run --on ray: no Ray cluster answers: {str(error).splitlines()[0]}\n"
             "Run this on one of its nodes, or set RAY_ADDRESS; `ray start --head` starts one.",

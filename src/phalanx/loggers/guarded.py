@@ -22,7 +22,7 @@ class GuardedLoggers:
 
     def __init__(self, loggers: Sequence[LogsMetrics], writes: Callable[[], bool]) -> None:
         self._loggers, self._writes = list(loggers), writes
-        self._failures: dict[int, int] = {}  # by position, in a row
+        self._failures: dict[int, int] = {}  # how many in a row, by position
         self._told: set[int] = set()
 
     def __bool__(self) -> bool:

@@ -10,8 +10,8 @@ from typing import Any
 from phalanx.loggers.interface import Logger, Params, as_scalar, require_installed
 
 _STATUS = {"success": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
-_MOST_PARAMS = 100  # in one request, by MLflow's limit
-_MOST_CHARACTERS = 500  # of a parameter's value
+_MOST_PARAMS = 100  # MLflow takes so many in one request
+_MOST_CHARACTERS = 500  # a parameter's value may have so many
 
 
 class MLflowLogger(Logger):

@@ -34,7 +34,7 @@ from phalanx.mapreduce.table import NotPairsError
 from phalanx.mapreduce.team import Person, Team
 
 _logger = get_logger(__name__)
-_LOOK_EVERY = 64  # keys
+_LOOK_EVERY = 64  # this many keys lie between two looks
 _RAISED = {"TypeError": TypeError, "ValueError": ValueError, "FileNotFoundError": FileNotFoundError}
 
 
@@ -216,7 +216,7 @@ def _do_map_task(board: Board, job: MapReduceJob, held: Held, split: Split, task
     except NotPairsError as error:
         board.give_up("TypeError", f"map_reduce: {message_of(error)}", error.__cause__)
         return
-    except (TypeError, ValueError) as error:  # of a key; the map function's own make a record bad
+    except (TypeError, ValueError) as error:  # it came from a key; the map function's own errors make a record bad
         board.give_up(type(error).__name__, message_of(error), error)
         return
     except Exception as error:
@@ -356,7 +356,7 @@ def _write(folder: str, held: Held, partition: int, partitions: int) -> None:
 def _reduced(job: MapReduceJob, grouper: Grouper, board: Board) -> Iterator[tuple[Any, Any]]:
     for number, (key, values) in enumerate(grouper.groups()):
         if not number % _LOOK_EVERY:
-            board.team.check_peers()  # who goes on while others have given up on the group is taken for stuck
+            board.team.check_peers()  # a rank that goes on while others have given up on the group is taken for stuck
         try:
             value = job.reduce(key, values)
         except Exception as error:

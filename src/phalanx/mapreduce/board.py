@@ -61,7 +61,7 @@ class Board:
     _idle_since: float = 0.0
     _took_s: list[float] = field(default_factory=list)
     num_backups: int = 0
-    cause: BaseException | None = None  # of this rank's problem
+    cause: BaseException | None = None  # the cause of this rank's problem
 
     def _key(self, *words: object) -> str:
         return "/".join([self.prefix, *map(str, words)])

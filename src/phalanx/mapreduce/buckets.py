@@ -60,7 +60,7 @@ def _pack_values(
     theirs = np.fromiter(values.values(), object, len(values))[order]
     values.clear()
     counts = np.fromiter(map(len, theirs), np.int64, len(theirs)) if listed else np.ones(len(theirs))
-    most = max(1, int(most_bytes * counts.sum() / contents.held_bytes))  # pairs of a bucket
+    most = max(1, int(most_bytes * counts.sum() / contents.held_bytes))  # a bucket has at most so many pairs
     start = 0
     for partition, end in enumerate(np.cumsum(np.bincount(partitions, minlength=job.partitions)).tolist()):
         parts: Iterable[tuple[list[Any], list[Any]]] = ((keys[start:end].tolist(), theirs[start:end].tolist()),)

@@ -73,7 +73,7 @@ def _pack_column(items: Sequence[Any]) -> tuple[bytes, bytes]:
                 kind, data = pack_one(items)
                 if data is not None:
                     return kind, data
-        except OverflowError:  # an integer of more than 64 bits
+        except OverflowError:  # an integer has more than 64 bits
             pass
     try:
         return b"p", pickle.dumps(list(items), protocol=5)

@@ -106,7 +106,7 @@ class Grouper:
         self._listed = listed
         self._adds = adds and not listed
         self._values: dict[Any, Any] = {}  # lists, and sums that are no list
-        self._sums = new_sums() if self._adds else None  # until a bucket comes that is no text with integers
+        self._sums = new_sums() if self._adds else None  # it is used until a bucket comes that is no text with integers
         self._added = 0
         self._next_look = 1
         self._block_bytes = max(4096, min(limit_bytes // (2 * _FAN_IN), _BLOCK_BYTES))

@@ -24,7 +24,7 @@ def give_back(held_bytes: int, count: int) -> None:
 def _find_trim() -> Callable[[int], int] | None:
     try:
         trim = ctypes.CDLL(None).malloc_trim
-    except (AttributeError, OSError, TypeError):  # not of glibc
+    except (AttributeError, OSError, TypeError):  # it is not glibc's
         return None
     trim.argtypes = [ctypes.c_size_t]
     found: Callable[[int], int] = trim

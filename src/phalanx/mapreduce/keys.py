@@ -42,7 +42,7 @@ def stable_hash(key: Any) -> int:
     if isinstance(key, numbers.Number) and key != key:
         raise ValueError("map_reduce: NaN cannot be a key: it is not equal to itself")
     if isinstance(key, numbers.Real):
-        return _mix(hash(key))  # of numbers it is not randomised, and equal across their types
+        return _mix(hash(key))  # the hash of numbers is not randomised, and is equal across their types
     if key is None:
         return 1
     if isinstance(key, tuple):
@@ -56,7 +56,7 @@ def stable_hash(key: Any) -> int:
         return _mix(key.toordinal())
     if isinstance(key, uuid.UUID):
         return _mix(key.int)
-    if isinstance(key, PureWindowsPath):  # equal in any case
+    if isinstance(key, PureWindowsPath):  # such paths are equal in any case
         return crc32(str(key).lower().encode("utf-8", "surrogatepass"))
     if isinstance(key, PurePath):
         return crc32(str(key).encode("utf-8", "surrogateescape"))
@@ -91,7 +91,7 @@ def partitions_of(keys: Collection[Any], types: set[type], count: int) -> npt.ND
     if types == {str}:
         try:
             hashes = np.fromiter(map(crc32, map(str.encode, keys)), np.uint32, len(keys))
-        except UnicodeEncodeError:  # half a surrogate pair
+        except UnicodeEncodeError:  # it has half a surrogate pair
             pass
     if hashes is None:
         hashes = np.fromiter(map(stable_hash, keys), np.uint32, len(keys))

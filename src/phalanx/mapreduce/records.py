@@ -73,7 +73,7 @@ def read_lines(piece: Piece, block_bytes: int) -> Iterator[tuple[int, bytes]]:
                 return
             file.seek(start)
         pending: list[bytes] = []
-        at = start  # of the next read
+        at = start  # the offset of the next read
         while data := file.read(block_bytes):
             begin, at = at, at + len(data)
             if at >= stop and (end := data.find(b"\n", max(stop - 1 - begin, 0))) >= 0:
@@ -122,7 +122,7 @@ def _decode(path: str, offset: int, data: bytes, encoding: str | None) -> Block:
     if "\r" in text:
         text = text.replace("\r\n", "\n")
     lines = text.split("\n")
-    if not lines[-1]:  # behind the last line's end, which only the end of a file lacks
+    if not lines[-1]:  # it is empty after the last line's end, which only the end of a file lacks
         lines.pop()
     return Block(lines, locate, len(data))
 
@@ -142,7 +142,7 @@ def _decode_by_line(path: str, offset: int, data: bytes, encoding: str) -> Block
 
 
 def _split_bytes(data: bytes, *, keep_ends: bool = False) -> list[bytes]:
-    lines = data.split(b"\n")  # not splitlines(), to which "\r" alone ends a line
+    lines = data.split(b"\n")  # splitlines() would not do, to which "\r" alone ends a line
     last = lines.pop()
     whole = [line + b"\n" for line in lines] if keep_ends else [_without_end(line + b"\n") for line in lines]
     return [*whole, last] if last else whole

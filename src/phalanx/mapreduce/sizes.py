@@ -16,11 +16,11 @@ import numpy as np
 import torch
 
 _SAMPLE = 128
-_LIST, _SLOT = 64, 10  # bytes of a list, and of an item's place in it
+_LIST, _SLOT = 64, 10  # the bytes of a list, and of an item's place in it
 _PLAIN = {int, float, bool, type(None)}
-_PLAIN_BYTES = 32  # of a number
-_TEXT_BYTES = 56  # of a text, its letters not counted
-_ITEMS = 16  # of a container, which stand for all
+_PLAIN_BYTES = 32  # the bytes of a number
+_TEXT_BYTES = 56  # the bytes of a text without its letters
+_ITEMS = 16  # so many items of a container stand for all
 _DEPTH = 4
 
 
@@ -28,7 +28,8 @@ def size_of(value: Any, depth: int = _DEPTH) -> int:
     """Return the bytes that `value` holds, those of what it contains included."""
     if isinstance(value, torch.Tensor):
         return 200 + value.element_size() * value.numel()
-    if isinstance(value, np.ndarray | memoryview):  # what was unpickled, or is a part of another, says it had nothing
+    # what was unpickled, or is a part of another array, says that it has nothing
+    if isinstance(value, np.ndarray | memoryview):
         return 120 + value.nbytes
     size = sys.getsizeof(value, 64)
     if depth == 0 or isinstance(value, str | bytes | bytearray):

@@ -22,7 +22,7 @@ COMPRESSED = (".gz", ".bz2", ".xz")
 _LEAST_SPLIT_BYTES = 1 << 20
 _MOST_SPLIT_BYTES = 32 << 20
 _MOST_SPLIT_RECORDS = 1000
-_USUAL_SPLITS = 32  # of a small input: enough to spread over ranks of any number
+_USUAL_SPLITS = 32  # a small input has so many: enough to spread over ranks of any number
 
 
 class Indexable(Protocol[Item]):

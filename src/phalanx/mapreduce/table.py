@@ -70,7 +70,7 @@ class Table:
             elif self._is_due():
                 self._look()
             elif start < stop and is_new:
-                # What ends a loop without a word is an exception as well.
+                # A StopIteration of the function ends the loop silently; it is an error as well.
                 problem = problem or RuntimeError("map raised StopIteration")
                 self._counters.count_bad(block.locate(start), block.items[start], problem)
                 start += 1

@@ -151,7 +151,7 @@ class Team:
             return [memoryview(parts[0])]
         device, pickles = self._device(), pickle_authenticator(self.group)
         due: list[tuple[PickleStream, int]] = []
-        if pickles is not None:  # what travels are pickles, and pieces of them
+        if pickles is not None:  # pickles, and pieces of them, travel here
             parts = [pickles.send(part, PickleStream("map_reduce", self.rank, peer)) for peer, part in enumerate(parts)]
             lengths = [length + OVERHEAD_BYTES for length in lengths]
             streams = [PickleStream("map_reduce", peer, self.rank) for peer in range(self.size)]

@@ -59,7 +59,7 @@ class SyncBatchNorm(_BatchNorm):
         bias: bool = True,
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
-        if not bias:  # not an argument of every torch that we support
+        if not bias:  # not every torch that we support has the argument
             self.register_parameter("bias", None)
         self.process_group = process_group
 

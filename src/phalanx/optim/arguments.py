@@ -165,7 +165,7 @@ def list_parameters(params: Any) -> tuple[Any, list[Tensor]]:
             one["params"] = list(one["params"])
         members = one.get("params")
         found += members if isinstance(members, list) else [members]
-    tensors = [one[1] if isinstance(one, tuple) and len(one) == 2 else one for one in found]  # named, or not
+    tensors = [one[1] if isinstance(one, tuple) and len(one) == 2 else one for one in found]  # they may be named
     return params, [one for one in tensors if isinstance(one, Tensor)]
 
 

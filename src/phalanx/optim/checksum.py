@@ -14,7 +14,8 @@ from torch import Tensor
 
 _BLOCK = 1 << 16
 _BLOCKS_AT_ONCE = 64  # so the products take 32 MB
-# As integers. Of 8 bytes none: scaling by a power of two adds the same to each, and could be lost above 64 bits.
+# They are read as integers. None has 8 bytes: scaling by a power of two adds the same to each, and could be lost above
+# 64 bits.
 _WORDS = {1: torch.int8, 2: torch.int16}
 
 
@@ -48,7 +49,7 @@ def _sums(words: Tensor) -> tuple[Tensor, Tensor]:
     return plain, placed
 
 
-_FACTOR = 0x2545F4914F6CDD1D  # odd
+_FACTOR = 0x2545F4914F6CDD1D  # it is odd
 
 
 @functools.lru_cache(maxsize=32)

@@ -90,7 +90,7 @@ class DiLoCo(Rounds):
 
     @torch.no_grad()
     def _catch_up_without_round(self, root: int) -> None:
-        self._flat.take()  # of the root, which has not stepped: the outer parameters, and its buffers
+        self._flat.take()  # these are of the root, which has not stepped: the outer parameters, and its buffers
         self._flat.broadcast(self.process_group, root)
         self._flat.give()
 

@@ -21,7 +21,7 @@ from phalanx.rpc.wire import Frame, Order
 from phalanx.torch_names import find
 
 _SLOWER = "small steps of a DistributedOptimizer take longer"
-# Where one is missing there is something to call, as far as we know, so that the whole step is called.
+# If torch lacks one of these names, we take it that there is a hook to call, so that the whole step is called.
 _GLOBAL_HOOKS = (
     find("torch.optim.optimizer._global_optimizer_pre_hooks", loses=_SLOWER, instead=True),
     find("torch.optim.optimizer._global_optimizer_post_hooks", loses=_SLOWER, instead=True),
@@ -29,13 +29,13 @@ _GLOBAL_HOOKS = (
 _profiler_enabled: Any = find("torch.autograd._profiler_enabled", loses=_SLOWER, instead=lambda: True)
 _set_grad: Any = find("torch._C._set_grad_enabled", loses=_SLOWER, instead=torch.set_grad_enabled)
 
-_ORDER = struct.Struct("<B3Q")  # of a step: the optimizer's number, the context's
+_ORDER = struct.Struct("<B3Q")  # an order of a step has the optimizer's number and the context's
 
 # Optimizers read `.grad`, which is the parameter's only one: while one of this process has put its gradients there, no
 # other may.
 _grads_are_ours = threading.Lock()
 
-# The optimizers of this worker, by the number of the reference to them: they live as long as that.
+# The optimizers of this worker are kept by the number of the reference to them, and live as long as that.
 _ours: weakref.WeakValueDictionary[Any, LocalOptimizer] = weakref.WeakValueDictionary()
 
 
@@ -193,7 +193,7 @@ def _hear_step(agent: Agent, connection: Any, frame: Frame) -> None:
 
     optimizer = _ours.get((uid, number))
     if optimizer is None:
-        work(True)  # which says so
+        work(True)  # it raises an error that says so
     else:
         optimizer.work.run(work)
 

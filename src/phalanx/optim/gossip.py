@@ -88,7 +88,7 @@ class GossipSGD(Rounds):
             swaps.append(dist.P2POp(dist.irecv, received, group=self.process_group, group_peer=partner))
         for work in dist.batch_isend_irecv(swaps):
             work.wait()
-        # What a lost partner could interrupt is over, and no parameter has changed yet.
+        # Everything that a lost partner could interrupt is over, and no parameter has changed yet.
         if (rank in counting) == (partner in counting):
             for mine, received in zip(self._flat.numbers, theirs.numbers, strict=True):
                 mine.add_(received).div_(2)

@@ -28,7 +28,7 @@ from phalanx.transport.tensors import copy_all
 _logger = get_logger(__name__)
 _HEAD = struct.Struct("qQ")  # the number of the step, and how long the pickled structure is
 _ALIGN = 64
-_TIMES = 8  # as many bytes of state as four bytes for each element: Adam has two, in the parameter's own type
+_TIMES = 8  # there is room for so many times four bytes for each element: Adam has two, in the parameter's own type
 
 
 class Content(NamedTuple):
@@ -93,7 +93,8 @@ class KeptState:
             copy_all(places, tensors)
         _HEAD.pack_into(self._bytes, start, -1, len(pickled))
         self._ends[slot] = offsets[-1]
-        self._bytes[start : start + 8] = number.to_bytes(8, "little", signed=True)  # last: it vouches for the rest
+        # it comes last, since it vouches for the rest
+        self._bytes[start : start + 8] = number.to_bytes(8, "little", signed=True)
 
     @staticmethod
     def _places(memory: Tensor, tensors: list[Tensor], offsets: list[int]) -> list[Tensor]:
@@ -160,7 +161,7 @@ class KeptState:
         held = memoryview(_array(self._slot(ward, number)))
         held[_HEAD.size : _HEAD.size + len(structure)] = structure
         _HEAD.pack_into(held, 0, -1, len(structure))
-        held[:8] = number.to_bytes(8, "little", signed=True)  # last: it vouches for the rest
+        held[:8] = number.to_bytes(8, "little", signed=True)  # it comes last, since it vouches for the rest
 
     def _slot(self, rank: int, number: int) -> Tensor:
         return self._by_rank[rank][number % 2 * self.slot_bytes :][: self.slot_bytes]

@@ -54,8 +54,10 @@ class MasterParameters(SharedBlock):
             self._rounded = SharedBlock(parameters, [p.dtype for p in parameters], group, in_pages=True)
         self._masters = [self.shaped(number) for number in range(len(self.parameters))]
         self._parts: dict[int, Slice] = {}  # this rank's slices
-        self._notes: dict[int, _Note] = {}  # of those whose master says what the parameter did when it was noted
-        self._keep = [True] * len(self.parameters)  # whether what the master has beyond the parameter's precision is so
+        # the notes on slices whose master said what the parameter did when it was noted
+        self._notes: dict[int, _Note] = {}
+        # whether what the master has beyond the parameter's precision is to be kept
+        self._keep = [True] * len(self.parameters)
         self._live = [p.requires_grad for p in parameters]
         frozen = None if all(self._live) else SharedBlock(parameters, [p.dtype for p in parameters], group)
         if group.rank() == source:

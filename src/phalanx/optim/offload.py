@@ -70,7 +70,7 @@ class Offload:
         self._states: list[SharedState] = []
         self._num_with_state = 0
         self._copies: dict[tuple[torch.device, torch.dtype], Tensor] = {}  # copies of gradients
-        self._wide: dict[torch.dtype, Tensor] = {}  # where a wave's gradients of half types are widened
+        self._wide: dict[torch.dtype, Tensor] = {}  # a wave's gradients of half types are widened here
 
     def share(
         self,

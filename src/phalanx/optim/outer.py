@@ -53,7 +53,7 @@ def check_optimizers(name: str, model: nn.Module, inner: Optimizer, outer: Optim
 def _find_why_it_cannot_step(outer: Optimizer) -> str | None:
     if isinstance(outer, torch.optim.SparseAdam):
         return "it takes sparse gradients only, and how far ranks have moved is a dense one"
-    # Of the class: a scheduler puts a function in the instance.
+    # It is asked of the class, since a scheduler puts a function in the instance.
     _, *arguments = inspect.signature(type(outer).step).parameters.values()
     if any(one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD) for one in arguments):
         return "its step computes the loss again by a closure, and how far ranks have moved is no gradient of a loss"

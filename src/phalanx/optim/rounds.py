@@ -256,7 +256,7 @@ def _broadcast_once(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None
     flat = Flat(tensors)
     flat.take()
     for block in flat.blocks:
-        dist.broadcast(block.view(torch.uint8), group=group, group_src=0)  # of any dtype
+        dist.broadcast(block.view(torch.uint8), group=group, group_src=0)  # the bytes may be of any dtype
     flat.give()
 
 

@@ -121,7 +121,7 @@ class ShardedState(Optimizer):
         Raises:
             ValueError: it is the state of other groups or parameters.
         """
-        with self._as_masters() as parameter_of:  # whose dtype and device the state takes
+        with self._as_masters() as parameter_of:  # the state takes their dtype and device
             # Checks, converts dtypes, calls the user's hooks; the state is all there.
             undecorated(Optimizer.load_state_dict)(self, state_dict)
         self._consolidated = False

@@ -12,7 +12,7 @@ from torch import Tensor
 from phalanx.optim.plan import LINE, Extent, Plan
 from phalanx.transport.tensors import is_dense
 
-# Of the optimizers in torch.optim the hungriest (centered RMSprop, Adam with amsgrad) keep three numbers an element.
+# The hungriest optimizers in torch.optim (centered RMSprop, Adam with amsgrad) keep three numbers an element.
 _STATES = 4
 
 

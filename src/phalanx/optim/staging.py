@@ -130,7 +130,7 @@ def lock(memory: Tensor, ranges: Iterable[tuple[int, int]]) -> None:
     """
     for start, stop in plan_pages(memory.data_ptr(), ranges):
         cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        status = cudart.cudaHostRegister(start, stop - start, 1)  # portable: for every device of this process
+        status = cudart.cudaHostRegister(start, stop - start, 1)  # portable: it holds for every device of this process
         if int(status) != 0:
             warn_once(_logger, f"offload: memory of the host can't be page-locked ({status}): copies take longer")
             with contextlib.suppress(RuntimeError):  # else the next kernel's launch would report this error as its own

@@ -276,7 +276,7 @@ class StreamingDiLoCo(Rounds):
         if saved is None:
             return
         if saved["said"].numel() != self.process_group.size() + 1 or not self._rooms:
-            self.num_rounds += 1  # as of a round in which nobody counted
+            self.num_rounds += 1  # it counts as a round in which no rank counted
             return
         self._in_flight = _InFlight(saved["fragment"], saved["said"].clone())
         for block, sums in zip(self._rooms[saved["fragment"]].blocks, saved["sums"], strict=True):
@@ -312,7 +312,7 @@ def _decide_fragments(model: nn.Module, fragments: int | Sequence[nn.Module]) ->
         if fragments < 1:
             raise ValueError(f"StreamingDiLoCo: fragments must be 1 or more, got {fragments}")
         if not trained:
-            return ((),)  # which Rounds refuses
+            return ((),)  # Rounds refuses this
         return plan_fragments([parameter.nbytes for _, parameter in trained], fragments)
     if not (isinstance(fragments, Sequence) and all(isinstance(module, nn.Module) for module in fragments)):
         raise TypeError(

@@ -43,8 +43,8 @@ from phalanx.optim.plan import Plan
 from phalanx.optim.shared_parameters import SharedBlock
 
 _ARRIVED, _SAVED, _DONE, _GAVE_UP = range(4)
-_OLD, _NEW = range(2)  # decisions
-_WORDS_APART = 16  # 64-bit words: each rank's in lines of its own
+_OLD, _NEW = range(2)  # the two decisions
+_WORDS_APART = 16  # in 64-bit words: each rank's word has cache lines of its own
 _LOOK_S = 0.001
 # A survivor that is still updating needs as long as an update takes; one that let the timeout pass has had its time.
 _PATIENCE_S = 30.0
@@ -243,7 +243,7 @@ class Undo:
 
         address = self._address(self._world_size)
         before = _core.load_word(address)
-        if before < 2 * self._world_size * self._number:  # who loses this race finds the winner's
+        if before < 2 * self._world_size * self._number:  # a rank that loses this race finds the winner's decision
             word = 2 * self._world_size * self._number + decision * self._world_size + self._rank
             _core.compare_exchange_word(address, before, word)
         decided = self._decision()
@@ -254,7 +254,7 @@ class Undo:
         """Make all parameters those of one step, together with the other survivors, after `error` at a sync."""
         words = [self._word(rank) for rank in range(self._world_size)]
         if min(words) < 4 * self._number:
-            return  # somebody never arrived, so nobody passed sync A
+            return  # some rank never arrived, so none passed sync A
         self._await_others(error.missing if isinstance(error, DeadlineError) else ())
         completed = all(_completed(self._word(rank), self._number) for rank in range(self._world_size))
         if self._decide(_NEW if completed else _OLD) == _NEW:

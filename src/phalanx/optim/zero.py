@@ -138,14 +138,14 @@ class ZeroRedundancyOptimizer(ShardedState):
         self._given = dict(defaults)  # AdamW's own have one that its constructor does not take
         self._undo = Undo(self.process_group) if self.world_size > 1 else None
         self._offload = self._new_offload()
-        self._fuses: list[bool] = []  # of each group, whether we have chosen to
+        self._fuses: list[bool] = []  # for each group, whether we have chosen to
         self._shared: list[SharedParameters | MasterParameters] = []
-        self._shards: list[list[ParameterShard] | list[OffloadedShard]] = []  # of each group, this rank's
+        self._shards: list[list[ParameterShard] | list[OffloadedShard]] = []  # this rank's shards of each group
         self._local: Optimizer | None = None
         self._kept: KeptState | None = None
         self._moving: tuple[int, dict[int, Any] | None] | None = None  # updates and state, on the way to another group
         self._consolidated = False
-        params, self._given_parameters = list_parameters(params)  # of all groups, before any has moved
+        params, self._given_parameters = list_parameters(params)  # these are of all groups, before any has moved
         super().__init__(params, defaults)  # adds the groups
         self._given_parameters = []
 
@@ -197,7 +197,7 @@ class ZeroRedundancyOptimizer(ShardedState):
             self.defaults = self._local.defaults  # with those that nobody gave: schedulers look for momentum and betas
         else:
             self._local.add_param_group(local_group)
-        self._show_options(len(self._fuses) - 1)  # of others the user may have set some since the last step
+        self._show_options(len(self._fuses) - 1)  # the user may have set some of the others since the last step
 
     def _refuse_moved(self) -> None:
         for number, shared in enumerate(self._shared):
@@ -304,7 +304,7 @@ class ZeroRedundancyOptimizer(ShardedState):
             raise ValueError(f"clip_grad_norm_: norm_type must be above zero, or infinity, got {norm_type}")
         if self._offload is not None:
             norm = self._norm(self._offload.gradient_slices(), norm_type, error_if_nonfinite, foreach)
-            factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as clip_grads_with_norm_
+            factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # clip_grads_with_norm_ computes it so
             parameters = [parameter for group in self.param_groups for parameter in group["params"]]
             self._offload.scale_gradients(factor, parameters, foreach)
         else:

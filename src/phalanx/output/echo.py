@@ -33,7 +33,7 @@ class Echo:
             if not line.endswith(expected):
                 return [line]
             self._at = 1
-            before = line.removesuffix(expected)  # what stood on the line already: a progress bar
+            before = line.removesuffix(expected)  # this stood on the line already: a progress bar
             tag = _TAG.search(before)
             if tag is not None:
                 self._tag, before = tag.group(), before[: tag.start()]

@@ -19,7 +19,7 @@ class LogFile:
         self.path = path
         # it is unbuffered: the last words of a rank must be on disk when everything dies
         self._file = FileIO(path, "w")
-        self.problem: OSError | None = None  # the latest
+        self.problem: OSError | None = None  # the latest problem
         self._gap = False
 
     def put(self, lines: Sequence[bytes]) -> None:

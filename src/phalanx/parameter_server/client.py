@@ -125,7 +125,7 @@ class ParameterServer:
             len(self._servers) > 1 if replicate is None else replicate,
             described,
         )
-        self._load = [0] * len(self._servers)  # bytes of dense parameters
+        self._load = [0] * len(self._servers)  # the bytes of dense parameters on each
         self._place = plan_dense(
             {key: one.nbytes for key, one in self._parameters.dense.items()}, len(self._servers), self._load
         )
@@ -301,7 +301,7 @@ class ParameterServer:
         rows = {key: (ids, grads.detach()) for key, (ids, grads) in rows.items()}
         total, for_servers = None, None
         if clip is not None and self._spec.synchronous and len(self._spec.trainers) > 1:
-            for_servers = clip  # which alone have the mean
+            for_servers = clip  # only the servers have the mean
         elif clip is not None:
             norms = {key: clip.norm_of(grad) for key, grad in dense.items()}
             total = self._total_norm(clip, [norms], [{key: clip.norm_of(grads) for key, (_, grads) in rows.items()}])

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-Norms = Mapping[str, Tensor]  # of each gradient, by name
+Norms = Mapping[str, Tensor]  # the norms of gradients, by name
 
 
 @dataclass(frozen=True)

@@ -95,7 +95,7 @@ class HeldGroups:
         if self.optimizer is not None or not self.parameters:
             return
         members = [self._members(number) for number in range(len(self._names))]
-        if len(members) == 1:  # of a list, which any function takes that makes an optimizer
+        if len(members) == 1:  # one group becomes a list, which any function takes that makes an optimizer
             self.optimizer = self._make(members[0])
             self.optimizer.param_groups[0].update(options_of(self.said[0]))
         else:

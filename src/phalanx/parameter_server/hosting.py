@@ -29,7 +29,7 @@ from phalanx.rpc.agent.agent import Agent
 from phalanx.rpc.functions import async_execution
 from phalanx.rpc.worker_info import WorkerAddress
 
-_WAIT = object()  # in the place of a result: not yet
+_WAIT = object()  # it takes the place of a result: there is none yet
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Hosted:
         self._primary: int | None = None  # the uid of the server that this one is the replica of
         self._replica: str | None = None
         self._installed: Future[Any] | None = None
-        self._number = 0  # of the last entry applied
+        self._number = 0  # the number of the last entry applied
         self._early: dict[int, tuple[tuple[Any, ...], Future[Any]]] = {}
         self._waiting: list[_Waiting] = []
         self._asked: dict[str, int] = {}  # by trainer: the number of the load that it waits for
@@ -75,7 +75,7 @@ class Hosted:
         answered: list[tuple[Future[Any], Any]] = []
         with self._lock:
             changed = True
-            while changed:  # what one request changes may be what another waits for
+            while changed:  # another request may wait for what one request changes
                 changed = False
                 for one in list(self._waiting):
                     try:
@@ -242,9 +242,9 @@ class Hosted:
             self._failure = None
         try:
             shard.apply(entry)
-        except MismatchError as error:  # what trainers have said of a step, of which nothing was applied
+        except MismatchError as error:  # trainers have said different things of a step; nothing of it was applied
             self._failure = error
-        except Exception as error:  # of an optimizer: here and on the replica, and nothing takes it back
+        except Exception as error:  # an optimizer raised it, here and on the replica, and nothing takes it back
             self._failure = PhalanxError(
                 f"ParameterServer {shard.spec.name!r}: server {self._agent.me.info.name!r} could not make step "
                 f"{shard.step}: {summary_of(error)}\nThe parameters are as the optimizer left them; go on "
@@ -325,7 +325,7 @@ class Hosted:
         future: Future[Any] = Future()
         applied = []
         with self._lock:
-            if self._is_primary:  # who sends this is not: it is lost, and nobody was told of this entry
+            if self._is_primary:  # the sender is not the primary: it is lost, and no trainer was told of this entry
                 raise NotHeldError("this server has taken over the shard.")
             if number is not None and entry is not None:
                 self._early[number] = (entry, future)

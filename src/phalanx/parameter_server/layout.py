@@ -37,7 +37,7 @@ def ring(servers: Sequence[str], index: int, host_of: Callable[[str], str]) -> l
 
 def take_rows(table: Tensor, index: int, num_servers: int) -> Tensor:
     """Return the rows that are on server `index`."""
-    if table.is_sparse:  # the momentum of SGD
+    if table.is_sparse:  # it is the momentum of SGD
         ids, values = table._indices(), table._values()
         here = ids[0] % num_servers == index
         shape = (len(range(index, len(table), num_servers)), *table.shape[1:])
@@ -106,7 +106,7 @@ def join_states(shards: Sequence[State]) -> State:
             }
     tables = {name: join_rows([shard["tables"][name] for shard in shards]) for name in first["tables"]}
     joined = {"step": first["step"], "dense": dense, "tables": tables, "optimizer": kept}
-    if "groups" in first:  # of a server with a dense parameter, whose optimizer may have set some by itself
+    if "groups" in first:  # it is of a server with a dense parameter, whose optimizer may have set some by itself
         with_dense = next((shard for shard in shards if shard["dense"]), first)
         joined["groups"] = {"dense": with_dense["groups"]["dense"], "tables": first["groups"]["tables"]}
     return joined

@@ -68,7 +68,7 @@ class Shard:
             kind: HeldGroups(make, _groups_in(state)[kind], state[kind])
             for kind, make in zip(KINDS, (spec.optimizer, spec.row_optimizer), strict=True)
         }
-        self._added: list[tuple[str, str]] = []  # of groups that came later: their kind, and what they are in words
+        self._added: list[tuple[str, str]] = []  # the groups that came later: their kind, and what they are in words
         self.left: set[str] = set()
         self._total: Tensor | None = None  # the norm for the next step
         self.load(load_number, state)
@@ -128,7 +128,7 @@ class Shard:
         self._pending: dict[int, dict[str, Gradients]] = {}
         self._total = None
         self._is_reduced = False  # whether the parameters have the gradients of the next step
-        self._norms: dict[str, Norms] = {}  # of the last step that was clipped
+        self._norms: dict[str, Norms] = {}  # the norms of the last step that was clipped
         with torch.no_grad():
             for kind, held in self._held.items():
                 held.load(state[kind], state["optimizer"], state.get("groups", {}).get(kind))
@@ -152,7 +152,7 @@ class Shard:
         while self.is_complete():
             pushed = self._next_step()
             if refused := self._find_mismatch(pushed):
-                del self._pending[self.step]  # as of a step at which an optimizer fails
+                del self._pending[self.step]  # a step at which an optimizer fails is deleted, too
                 raise refused
             if any(one.clip for one in pushed.values()) and self._total is None:
                 return

@@ -25,7 +25,7 @@ class ShardCalls:
         self._servers = servers
         self._trainer = trainer
         self._first = first
-        self._hosts = [self._ring(index) for index in range(len(servers))]  # those not yet seen lost
+        self._hosts = [self._ring(index) for index in range(len(servers))]  # the servers that are not known to be lost
 
     def _ring(self, index: int) -> list[str]:
         return ring(self._servers, index, current.agent().membership.host_of)
@@ -67,7 +67,7 @@ class ShardCalls:
     ) -> Any:
         """Return the answer; if the server is lost, that of the server which has taken over."""
         cause: PhalanxError | None = None
-        without: set[str] = set()  # who has said that it has no copy
+        without: set[str] = set()  # the servers that have said that they have no copy
         while not without.issuperset(self._hosts[index]):
             host = self._hosts[index][0]
             try:

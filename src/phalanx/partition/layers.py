@@ -121,7 +121,7 @@ def _chain(module: nn.Module) -> fx.Graph:
 
 
 def _leaves(module: nn.Module, prefix: str) -> Iterator[str]:
-    for name, child in module._modules.items():  # not named_children, which gives a layer that is there twice once
+    for name, child in module._modules.items():  # named_children would give a layer that is there twice only once
         if child is None:
             continue
         if _is_plain_sequential(child):
@@ -177,7 +177,7 @@ def _trace(module: nn.Module, split_points: Sequence[str], defaults: dict[str, A
         texts.append(_without_names(graphs[-1], made))
         constants.append([getattr(module, name) for name in made])
     for name in made:
-        delattr(module, name)  # of the second graph, which is not used
+        delattr(module, name)  # these are of the second graph, which is not used
     train = graphs[0]
     if any(not _same(one, other) for one, other in zip(*constants, strict=False)):
         raise ValueError(

@@ -99,7 +99,7 @@ def bind(layers: LayerList, args: Sequence[Any], kwargs: Mapping[str, Any]) -> d
     for node, name in zip(layers.inputs, names, strict=True):
         if name in given:
             values[node] = given[name]
-        elif node.args:  # its default
+        elif node.args:  # the node has its default
             values[node] = node.args[0]
         else:
             raise ValueError(f"{type(layers.root).__name__} needs the argument {name!r}")

@@ -61,7 +61,8 @@ class _Entry(NamedTuple):
     owner: Callable[[], PartOwner | None]
 
 
-_entries: MutableMapping[torch.Tensor, _Entry] = WeakIdKeyDictionary()  # a Parameter compares its elements
+# a Parameter compares its elements, so it is no key of a plain dict
+_entries: MutableMapping[torch.Tensor, _Entry] = WeakIdKeyDictionary()
 
 
 def register(name: str, parameter: nn.Parameter, owner: PartOwner) -> None:

@@ -92,7 +92,7 @@ class Executor:
             first = min(self.stages)
             step.act(Action("F", first, 0))
             micro_batches = len(work.inputs)
-            if first:  # how many micro-batches there are comes with the first
+            if first:  # the first micro-batch says how many there are
                 received = self._receive(first - 1, first)
                 micro_batches = received[1].micro_batches
                 self._local[Edge(first - 1, first)].append(received)
@@ -155,7 +155,7 @@ class Executor:
                     self._unpack(stage, source, values, inputs, leaves)
         assert self.step.schedule is not None
         if work.grad:
-            for source in stage.part.receives:  # what came was sent after these gradients were there
+            for source in stage.part.receives:  # the values that came were sent after these gradients were there
                 if source not in self.stages:
                     count = self.step.schedule.backwards_before[source, micro_batch]
                     with self.step.talk_to(source):

@@ -62,14 +62,14 @@ def grid(
                 line.append(("." * (begin - at), "."))
             begin = max(begin, at)
             if span.action == failed:
-                end = max(end, begin + 2)  # be it ever so short
+                end = max(end, begin + 2)  # it is seen however short it is
             width = end - begin
             if width <= 0:
                 continue
             text = _label(schedule, span.action)[: width - 1] if width > 1 else ""
             mark = "!" if span.action == failed else span.action.kind
             if mark == "!" and len(text) == width - 1:
-                text = ""  # no room for both
+                text = ""  # there is no room for both
             fill = "x" if mark == "!" else "-"
             line.append(((text + fill * (width - 1 - len(text)) + " ")[:width], mark))
             at = end

@@ -12,7 +12,7 @@ from phalanx.pipeline.stage import Stage
 
 _DOING = {"F": "forward", "B": "backward", "I": "backward (of its inputs)", "W": "backward (of its weights)"}
 _COLUMNS, _ROWS = 150, 8  # a larger drawing hides the error
-_MARK = "x"  # in no other cell
+_MARK = "x"  # no other cell has it
 
 
 def describe_failure(step: StepProgress, stages: Mapping[int, Stage], rank: int) -> str:

@@ -146,7 +146,8 @@ class Outcome:
         dist.all_gather_object(told, mine, group=group)
         if error is not None:
             return numbers, error
-        _, text, kind = min(one for one in told if one is not None)  # what came of itself first
+        # an error that did not follow from another comes first
+        _, text, kind = min(one for one in told if one is not None)
         return numbers, StageFailedError(text if kind == StageFailedError.__name__ else f"{kind}: {text}")
 
 

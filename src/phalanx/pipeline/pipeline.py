@@ -152,7 +152,8 @@ class Pipeline(StageModule):
             own.to(device)
         self._hold(own)
         dist.all_gather_object(left, (without, PipelineNumbers.next), group=self._group)
-        self._without_values = [name for names, _ in left for name in names]  # of all ranks: all shall refuse a step
+        # names of all ranks: all shall refuse a step
+        self._without_values = [name for names, _ in left for name in names]
         number = PipelineNumbers.take(number for _, number in left)
         self._device = next((t.device for t in (*own.parameters(), *own.buffers())), torch.device(device or "cpu"))
         if self._device.type == "cpu":
@@ -351,7 +352,8 @@ class Pipeline(StageModule):
             seen = (stage.seen[mode] for stage in self._executor.stages.values() if mode in stage.seen)
             self._copies.require_current(mode, seen, self._group)
             with self._step_end.together():
-                self._wire.settle()  # not before all ranks have done their part: one that failed takes no messages
+                # this waits until all ranks have done their part: one that failed takes no messages
+                self._wire.settle()
             self._wire.learn()
             return loss
         except Exception as failure:

@@ -54,11 +54,11 @@ class StageModule(nn.Module):
         self._places = {name: at for at, name in enumerate(first.values())}
         self._without_values: list[str] = []
         self._data_group: dist.ProcessGroup | None = None
-        # What an optimizer has of a stage without parameters, which it would refuse; not one of the module.
+        # An optimizer has this of a stage without parameters, which it would refuse; it is none of the module's.
         object.__setattr__(self, "_no_parameter", nn.Parameter(torch.empty(0)))
 
     def _hold(self, own: OwnModules) -> None:
-        object.__setattr__(self, "_own", own)  # not as a child: names would begin with it
+        object.__setattr__(self, "_own", own)  # it is no child, since names would begin with it
         for name, parameter in self.named_parameters():
             register(name, parameter, self)
         register("", self._no_parameter, self)
@@ -69,7 +69,7 @@ class StageModule(nn.Module):
         """Yield the parameters of this rank's stages, with their names in the whole model."""
         found = self._own.named_parameters("", recurse, remove_duplicate)
         named = {self._first_names[name] if remove_duplicate else name: parameter for name, parameter in found}
-        for name in self._first_names:  # in the order of the whole model
+        for name in self._first_names:  # they are in the order of the whole model
             if name in named:
                 yield prefix + "." * bool(prefix) + name, named[name]
 
@@ -251,7 +251,7 @@ class StageModule(nn.Module):
         names = _names(optimizer)
         entries: dict[tuple[Any, ...], Any] = {}
         for at, saved in optimizer.state_dict()["state"].items():
-            if not isinstance(at, int):  # of no parameter
+            if not isinstance(at, int):  # it belongs to no parameter
                 entries[at,] = saved
             elif names[at]:
                 entries.update({(numbers[names[at]], key): value for key, value in saved.items()})

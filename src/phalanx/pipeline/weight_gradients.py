@@ -302,7 +302,7 @@ def _leave_some(products: list[Any], room: float) -> list[Any]:
         room += max(
             _nbytes(product.weight) for _, product, _ in products
         )  # autograd would make it in memory of its own
-        products.sort(key=lambda item: item[0]._sequence_nr())  # those of the first layers are made last
+        products.sort(key=lambda item: item[0]._sequence_nr())  # the products of the first layers are made last
         kept: set[int] = set()
         for node, product, _ in products:
             room -= _output_bytes(node)

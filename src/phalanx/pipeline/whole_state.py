@@ -50,7 +50,7 @@ def _describe(value: Any) -> tuple[str, Any, Any, Strides | None]:
 
 
 def _fetch(mine: Any, entry: tuple[str, Any, Any, Any], source: int, rank: int, group: Any, rank0_only: bool) -> Any:
-    kind, shape, dtype, strides = entry  # or the object
+    kind, shape, dtype, strides = entry  # an entry may also be the object itself
     if kind == "object":
         return mine if rank == source else shape
     if rank0_only and (source == 0 or rank not in (0, source)):

@@ -42,12 +42,12 @@ if TYPE_CHECKING:
 
 _FIXED = 8
 _MOST = (WORDS - _FIXED) // 2
-_TAG = 1_000_000  # above what programs use on the same group
-_STAGES, _NUMBERS = 512, 1023  # stages and ranks, and pipelines, with tags of their own: all fit into 30 bits
-_EDGE_TAGS = 4 * _STAGES**2  # there and back, and beside frames
+_TAG = 1_000_000  # programs use lower tags on the same group
+_STAGES, _NUMBERS = 512, 1023  # stages and ranks, and pipelines, have tags of their own: all fit into 30 bits
+_EDGE_TAGS = 4 * _STAGES**2  # edges go there and back, in frames and beside them
 _VALUES, _FAILED, _LOST = 0, 1, 2
 _BY_MESSAGE, _ABSENT = -1, -2
-_LENT_BYTES = 16 * 1024  # tensors below travel in messages
+_LENT_BYTES = 16 * 1024  # smaller tensors travel in messages
 AHEAD = 2
 """So many messages beyond those of the present action have a receive that is posted: so many actions hide how long a
 notice of it takes to come to the sender. On one host one does it; each takes memory of a message."""

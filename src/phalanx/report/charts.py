@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from phalanx.report.axes import Axis, plain
 from phalanx.svg import Drawing
 
-WIDTH, HEIGHT = 480, 230  # of a chart: half a page's width, and all of a telephone's
+WIDTH, HEIGHT = 480, 230  # a chart takes half a page's width, and all of a telephone's
 _LEFT, _RIGHT, _TOP, _BOTTOM = 68, 22, 14, 40
 _INK, _FAINT, _RULE = "var(--ink)", "var(--faint)", "var(--rule)"
 _LABEL_GAP = 15

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-_BYTES = 64 << 20  # far more than a core's own cache
+_BYTES = 64 << 20  # it is far more than a core's own cache
 _ROUNDS = 4
 
 

@@ -17,7 +17,7 @@ from phalanx.report.measurements import PARTS, Curve, Measurements, RankRun
 from phalanx.report.records import is_running, run_of
 
 MAX_POINTS = 240  # a curve has at most so many points: more than a screen can show
-_CLOCKS_APART_S = 60.0  # what hosts' clocks may differ by; older files are of a run before
+_CLOCKS_APART_S = 60.0  # hosts' clocks may differ by so much; older files are of a run before
 _WARM_STEPS, _WARM_SHARE = 5, 0.1  # the first steps, in which memory is found and code compiled, are left out of means
 
 
@@ -240,7 +240,8 @@ def _mean_loss(files: Sequence[RankFile]) -> Curve:
     """Return the mean loss of one attempt. Ranks' records may be of unlike lengths: those that end within the longest
     go together.
     """
-    once = [{record.first: record for record in _thin(file.steps)} for file in files]  # done again: the last
+    # of steps that were done again the last counts
+    once = [{record.first: record for record in _thin(file.steps)} for file in files]
     records = [record for those in once for record in those.values() if record.num_losses]
     width = max((record.num_steps for record in records), default=1.0)
     found: dict[float, list[StepRecord]] = defaultdict(list)

@@ -61,8 +61,9 @@ class LivePage:
         self._lock = threading.Lock()
         self._latest: JobView | None = None
         self._looked_at = 0.0
-        self._paces: deque[tuple[float, float]] = deque(maxlen=_MOST_POINTS)  # elapsed, samples or steps a second
-        self._memory: deque[tuple[float, float]] = deque(maxlen=_MOST_POINTS)  # of all ranks
+        # seconds that have elapsed, and samples or steps a second
+        self._paces: deque[tuple[float, float]] = deque(maxlen=_MOST_POINTS)
+        self._memory: deque[tuple[float, float]] = deque(maxlen=_MOST_POINTS)  # the memory of all ranks
         self._report, self._reported_at = "", 0.0
 
     @property

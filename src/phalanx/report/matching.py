@@ -35,7 +35,7 @@ class Sampled:
     groups: Sequence[tuple[str, int, int]]  # name, generation, how often there was one of that name before
     operations: Sequence[OperationRecord]
     warm_ns: float
-    end_ns: float  # of the last step
+    end_ns: float  # the end of the last step
     num_steps: int
     offset_ns: float = 0.0
     recoveries: Sequence[

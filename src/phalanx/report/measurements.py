@@ -35,7 +35,7 @@ class RankRun:
     end: float
     first_step: float | None  # when its first step began
     steps: int
-    first_number: int  # of its first step in the run; 1 where nobody has told
+    first_number: int  # the number of its first step in the run; 1 if nothing has told it
     step_s: float
     longest_s: float
     parts: Mapping[str, float]
@@ -43,7 +43,7 @@ class RankRun:
     num_workers: int | None
     last_phase: str
     ended: bool
-    cpu_share: float | None  # of one core
+    cpu_share: float | None  # the share of one core
     preemptions_per_s: float | None
     resident_bytes: float
     shared_bytes: float
@@ -51,7 +51,7 @@ class RankRun:
     device_bytes: float
     step_curve: Curve = ()  # time, seconds of a step
     memory_curve: Curve = ()
-    generations: tuple[tuple[int, float], ...] = ()  # number, when its first step in it ended
+    generations: tuple[tuple[int, float], ...] = ()  # its number, and when the first step in it ended
 
     @property
     def reached(self) -> int:
@@ -69,8 +69,8 @@ class Collectives:
     num_bytes: float
     num_ranks: int
     count: float
-    duration_s: float  # from the last rank's coming to the end; median
-    waiting_s: float  # of a rank for the last one to come; mean
+    duration_s: float  # median time from the last rank's coming to the end
+    waiting_s: float  # mean time for which a rank waits for the last one
     bandwidth: float | None
     overlapped: bool = False  # most of it was done before, beside the backward
 

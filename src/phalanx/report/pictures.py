@@ -17,8 +17,8 @@ from phalanx.report.units import percent, rate, seconds, size
 _MAX_LINES = 8  # a chart can tell so many ranks apart
 _MAX_DOT_LABELS = 8
 MANY_RANKS = 16  # of more ranks those that are alike are shown as one
-_ALIKE = 0.05  # of a step: by which two are the same to a reader
-_MOST_LETTERS = 24  # before a bar
+_ALIKE = 0.05  # two steps that differ by this part are the same to a reader
+_MOST_LETTERS = 24  # so many letters stand before a bar
 _ON_DARK = ("backward", "update", "waiting")
 
 

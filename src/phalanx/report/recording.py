@@ -28,9 +28,9 @@ from phalanx.report.job_record import RANKS, JobRecord
 from phalanx.report.records import find_other_run, remove_old_records
 
 _recorder: StepRecorder | None = None
-_folder = ""  # of the report that it records for
+_folder = ""  # the folder of the report that it records for
 _is_given = False  # the folder by the launcher, whatever the program says
-_writers: list[Callable[[], None]] = []  # what this process writes as the job's own launcher: one, or none
+_writers: list[Callable[[], None]] = []  # this process writes these as the job's own launcher: one, or none
 
 
 def current() -> StepRecorder | None:
@@ -155,7 +155,7 @@ def _run_id(environ: Mapping[str, str], world_size: int) -> str:
     if own := environ.get("PHALANX_RUN", ""):
         return own
     given = environ.get("TORCHELASTIC_RUN_ID", "")
-    if given not in ("", "none"):  # torchrun's word for no id
+    if given not in ("", "none"):  # "none" is torchrun's word for no id
         return given
     return "" if world_size > 1 else uuid.uuid4().hex
 

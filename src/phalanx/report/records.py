@@ -73,13 +73,13 @@ def is_alive(pid: int, since: float) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except OSError:  # somebody else's
+    except OSError:  # the process is another user's
         pass
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()
         ticks = int(fields[19])
-    except (OSError, IndexError, ValueError):  # no Linux
+    except (OSError, IndexError, ValueError):  # this is not Linux
         return True
     if fields[0] in (b"Z", b"X"):
         return False

@@ -71,7 +71,7 @@ class RunLoggers:
         self._loggers.finalize(self._status)
 
 
-_run_loggers: list[RunLoggers] = []  # of this process: one, or none
+_run_loggers: list[RunLoggers] = []  # the loggers of this process: one, or none
 
 
 def begin_loggers(given: Any, hyperparameters: Mapping[str, Any] | None) -> None:

@@ -10,14 +10,14 @@ from phalanx.report.finding import FEW_STEPS, Finding
 from phalanx.report.measurements import Measurements, RankRun
 from phalanx.report.units import percent, seconds
 
-DATA_SHARE = 0.10  # of a step
+DATA_SHARE = 0.10  # data may take so much of a step
 OTHER_SHARE = 0.15
 UPDATE_SHARE = 0.30
 COMMUNICATION_SHARE = 0.20
 WAITING_SHARE = 0.20
-LATE_OFTEN, LATE_SHARE = 0.6, 0.05  # of the collectives; of a step
+LATE_OFTEN, LATE_SHARE = 0.6, 0.05  # a rank is late that often among the collectives, and for so much of a step
 _SLICE_S = 0.004  # for which a rank is usually off its core when it is thrown off
-_MOST_NOISE = 0.2  # of a step: who takes more than that longer is slow, whatever else the cores do
+_MOST_NOISE = 0.2  # a rank that takes more of a step longer than that is slow, whatever else the cores do
 
 
 def _timed(run: Measurements) -> Sequence[RankRun]:

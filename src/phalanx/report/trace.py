@@ -16,7 +16,7 @@ from phalanx.diagnostics.step_reader import RankFile
 from phalanx.report.job_record import JobRecord
 from phalanx.report.units import size
 
-MAX_EVENTS = 200_000  # of all ranks: what a browser opens without complaint
+MAX_EVENTS = 200_000  # all ranks together have at most so many: a browser opens them without complaint
 _STEPS, _PHASES, _COLLECTIVES = 1, 2, 3
 _ORDER = ("data", "forward", "backward", "waited", "update", "other")
 _COLOURS = {"data": "yellow", "forward": "thread_state_running", "backward": "rail_animation", "update": "good"}

@@ -46,7 +46,7 @@ def write_report(folder: str, *, keep_records: bool = False) -> Measurements:
     _write(events, file_name(run.begun_unix), encode(plan_scalars(run), run.begun_unix))
     if not keep_records:
         remove_records(folder, lambda file: is_of_run(job, file))
-        with suppress(OSError):  # not empty, or never made
+        with suppress(OSError):  # the folder is not empty, or was never made
             os.rmdir(os.path.join(folder, RANKS))
     return run
 

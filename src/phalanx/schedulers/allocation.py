@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from phalanx.errors import LaunchError
 
-_PORTS = range(20000, 30000)  # below those that systems give to outgoing connections
+_PORTS = range(20000, 30000)  # they are below those that systems give to outgoing connections
 _NUM_CANDIDATES = 8
 _STEP = 1009  # prime: the candidates of two jobs that begin alike go on differently only by chance, so jump far
 
@@ -49,7 +49,7 @@ class Allocation:
     nproc: str = ""
     # it is set if the variables leave open where node 0 is, or which job this is; MPI itself knows
     asks_mpi: bool = False
-    hint: str = ""  # how to start the command on every host, for whoever has started it on one
+    hint: str = ""  # how to start the command on every host, if it was started on one
 
     @property
     def is_on_one_host(self) -> bool:

@@ -11,7 +11,7 @@ from phalanx.errors import LaunchError
 from phalanx.schedulers.allocation import Allocation, read_port
 
 _PORT = 29400  # a pod has its ports for itself
-_EQUAL = (  # what is said twice must be the same
+_EQUAL = (  # two variables that say the same must be equal
     ("RANK", "PET_NODE_RANK"),
     ("JOB_COMPLETION_INDEX", "PET_NODE_RANK"),
     ("JOB_COMPLETION_INDEX", "RANK"),

@@ -15,7 +15,7 @@ from phalanx.storage.retry import is_transient, retry
 
 T = TypeVar("T")
 
-# What no waiting mends, of errors that are none of the operating system's.
+# Waiting does not mend these; they are none of the operating system's errors.
 _LASTING = (ValueError, TypeError, NotImplementedError, AttributeError, KeyError, ImportError, AssertionError)
 _OF_CREDENTIALS = frozenset(("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "TokenRetrievalError"))
 

@@ -119,7 +119,7 @@ def decide_strategy(now: Situation) -> Choice:
 
 def _advise(name: str) -> str:
     """Return what to write instead, if that can be guessed."""
-    word = str(name).rpartition(".")[2]  # of tf.distribute.MirroredStrategy, say
+    word = str(name).rpartition(".")[2]  # the name may be tf.distribute.MirroredStrategy, say
     classes = {kind.__name__.lower(): repr(known) for known, kind in STRATEGIES.items() if isinstance(kind, type)}
     meant = _ELSEWHERE.get(word.lower()) or classes.get(word.lower()) or classes.get(f"{word.lower()}strategy")
     close = difflib.get_close_matches(word.lower(), ["auto", *STRATEGIES], n=1)

@@ -153,7 +153,7 @@ def require_divided(loader: DataLoader[Any], place: tuple[int, int], *, padding:
 def why_empty(loader: DataLoader[Any]) -> str:
     """Return why no replica has a batch of `loader`, which is divided; it is empty if one has."""
     sampler: Any = loader.sampler
-    samples = -(-sampler.length // sampler.num_replicas)  # of the first replica, which has most
+    samples = -(-sampler.length // sampler.num_replicas)  # the number of samples of the first replica, which has most
     if sampler.drop_last:
         samples = sampler.length // sampler.num_replicas
     if samples >= ((loader.batch_size or 1) if loader.drop_last else 1):

@@ -34,7 +34,7 @@ class ReplicatedStrategy(Strategy):
         """Return the hosts of the job, where something other than its launcher says them."""
         return None
 
-    # Not what they were at the start: an elastic job forms its group anew, with fewer ranks perhaps.
+    # They are not kept from the start: an elastic job forms its group anew, with fewer ranks perhaps.
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -103,7 +103,7 @@ class MirroredStrategy(ReplicatedStrategy):
         wrapped = DistributedDataParallel(model, **self._options) if has_or_may_get_others() else model
         return wrapped, optimizer if isinstance(optimizer, Optimizer) else optimizer(model.parameters())
 
-    _broadcasts_buffers = True  # as the next step would
+    _broadcasts_buffers = True  # the next step would do so, too
 
     @property
     def bare_model(self) -> nn.Module:
@@ -113,7 +113,7 @@ class MirroredStrategy(ReplicatedStrategy):
 
 
 def _check_options(called: str, options: Mapping[str, Any]) -> None:
-    known = list(inspect.signature(DistributedDataParallel).parameters)[1:]  # without the module
+    known = list(inspect.signature(DistributedDataParallel).parameters)[1:]  # the module is left out
     for name in options:
         if name not in known:
             close = difflib.get_close_matches(name, ["devices", "launch", "timeout", *known], n=1)

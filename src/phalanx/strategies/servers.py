@@ -41,7 +41,7 @@ class ParameterServerStrategy(Strategy):
 
     name = "parameter_server"
 
-    is_elastic = False  # who calls whom is fixed when the job starts
+    is_elastic = False  # which rank calls which is fixed when the job starts
 
     def __init__(
         self,

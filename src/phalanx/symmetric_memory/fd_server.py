@@ -275,7 +275,7 @@ def _connect(address: FdAddress, deadline: Deadline, wait: bool, look_around: Ca
             return s
         except OSError as error:
             s.close()
-            # Of a process in another container, and for ordinary users of one that has ended, /proc may not be read.
+            # /proc may not be read of a process in another container, and for ordinary users of one that has ended.
             if address.path and error.errno in (errno.EACCES, errno.EPERM):
                 address, wait = FdAddress(address.token), True
             elif error.errno not in _QUEUE_FULL and not (wait and error.errno in _NOT_YET):

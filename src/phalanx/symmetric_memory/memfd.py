@@ -127,9 +127,9 @@ def _warn_where(folder: str, problems: Sequence[str]) -> None:
 
 
 def _folders() -> Iterator[str]:
-    yield ""  # a memfd
+    yield ""  # it is a memfd
     yield "/dev/shm"
-    import tempfile  # here, for the same reason
+    import tempfile  # it is imported here for the same reason
 
     try:
         folder = tempfile.gettempdir()

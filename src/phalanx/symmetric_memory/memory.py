@@ -28,13 +28,13 @@ STAGE_BYTES = 128 * 1024
 # How long a rank looks at memory before it sleeps: a few times what waking it up costs.
 SPIN_NS = 100_000
 
-# What all ranks' heaps together may take of the address space, on a machine with less than half as much memory.
+# All ranks' heaps together may take so much of the address space, on a machine with less than half as much memory.
 _HEAPS_BYTES = 1 << 42
 
 Buffer: TypeAlias = "ctypes.Array[ctypes.c_char]"
 
 _BLOCK = struct.Struct("=qQQq")
-_NO_ROOM, _DISK_FULL = -1, -2  # in place of a block's index
+_NO_ROOM, _DISK_FULL = -1, -2  # they take the place of a block's index
 
 
 @dataclass(frozen=True)
@@ -278,7 +278,7 @@ class SymmetricMemory:
 
     def _let_go(self, index: int) -> None:
         self.one_memory.pop(index, None)
-        self.core.release(index)  # which does nothing once the group is closed
+        self.core.release(index)  # it does nothing once the group is closed
         self._put_back()
 
     def _put_back(self) -> None:

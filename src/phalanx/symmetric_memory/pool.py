@@ -44,7 +44,7 @@ class SharedPool:
         self._gives = True
         try:
             self._pool = _core.Pool(begin, nbytes, classes)
-        except OSError as error:  # another build of torch, or too many pools
+        except OSError as error:  # this is another build of torch, or there are too many pools
             self._step_aside(error)
 
     def _step_aside(self, why: OSError) -> None:

@@ -42,7 +42,7 @@ def new_listener(backlog: int) -> tuple[socket.socket, int]:
     own = (_first_place,) if _first_place else ()
     for place in (*own, None, *_PLACES):  # a TMPDIR may be read-only, or of a kind that takes no sockets
         try:
-            return _listen_in(tempfile.mkdtemp(prefix="phalanx-", dir=place), backlog)  # 0700
+            return _listen_in(tempfile.mkdtemp(prefix="phalanx-", dir=place), backlog)  # its mode is 0700
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 raise

@@ -70,7 +70,7 @@ def _read(pid: int, piece: Copy) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     try:
         call = libc.process_vm_readv
-    except AttributeError:  # not Linux
+    except AttributeError:  # this is not Linux
         raise OSError(38, "this system has no process_vm_readv") from None
     call.restype = ctypes.c_ssize_t
     done = 0

@@ -67,7 +67,7 @@ def _namespace() -> str:
 def _has_pidfds() -> bool:
     try:
         os.close(os.pidfd_open(os.getpid()))
-    except (AttributeError, OSError):  # another system; an old kernel, or a filter
+    except (AttributeError, OSError):  # this is another system, or there is an old kernel, or a filter
         return False
     return True
 

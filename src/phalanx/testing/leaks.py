@@ -23,11 +23,12 @@ MARK = "PHALANX_LEAK_WATCH"
 
 # Started once per process by the standard library, and kept on purpose.
 _KEPT_PROGRAMS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
-# PyTorch's and gloo's own, never joined: autograd's device threads, c10d's watchdogs, the pin-memory thread.
+# These are PyTorch's and gloo's own, and never joined: autograd's device threads, c10d's watchdogs, the pin-memory
+# thread.
 _KEPT_THREADS = ("pt_", "pin_memory")
 # The first import of these starts thread pools (OpenMP, OpenBLAS) and sets variables that stay for good.
 _POOLS = ("torch", "numpy", "scipy", "sklearn")
-# Rewritten by pytest for each phase of a test.
+# pytest rewrites these for each phase of a test.
 _KEPT_VARIABLES = ("PYTEST_CURRENT_TEST", MARK)
 
 _Inode = str
@@ -148,7 +149,7 @@ def _descriptors() -> dict[int, str]:
     for fd in _list("/proc/self/fd"):
         try:
             target = os.readlink(f"/proc/self/fd/{fd}")
-        except OSError:  # the one that listed the folder
+        except OSError:  # it is the descriptor that listed the folder
             continue
         if target.startswith("socket:["):
             ports = _listening() if ports is None else ports
@@ -167,7 +168,7 @@ def _listening() -> dict[_Inode, str]:
         except OSError:
             continue
         for columns in map(str.split, lines):
-            if columns[3] == "0A":  # TCP_LISTEN
+            if columns[3] == "0A":  # it is TCP_LISTEN
                 found[columns[9]] = f", listening on {table} port {int(columns[1].rpartition(':')[2], 16)}"
     return found
 

@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from phalanx.errors import PhalanxError
 
 _CLONE_NEWNET = 0x40000000
-_LONGEST_PACKET = 65536 + 256  # what TCP hands to an interface at once, and the headers that the bucket counts
+# TCP hands so much to an interface at once; the headers that the bucket counts are included
+_LONGEST_PACKET = 65536 + 256
 
 
 @dataclass(frozen=True)

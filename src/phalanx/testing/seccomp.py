@@ -17,7 +17,7 @@ import struct
 import sys
 from collections.abc import Sequence
 
-# Numbers by machine: (AUDIT_ARCH, {name: number}).
+# The numbers are by machine: (AUDIT_ARCH, {name: number}).
 _MACHINES = {
     "x86_64": (
         0xC000003E,

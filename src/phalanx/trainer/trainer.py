@@ -255,7 +255,7 @@ class Trainer:
                 f"Trainer.fit: keep_best goes by {self._saves.best.metric!r} of the validation: give a val_loader"
             )
         group = self.strategy.training_group
-        if group is None or not rehearses(group):  # who comes to a job that runs finds them
+        if group is None or not rehearses(group):  # a rank that comes to a running job finds them
             folders = {"checkpoint": self._manager.folder if self._manager else None, "log_dir": self._scalars.folder}
             make_folders(Peers(self.strategy.checkpoint_group, what="Trainer.fit"), folders)
         before, self._state = self._state, self._make_state(batches)
@@ -299,7 +299,7 @@ class Trainer:
             agree_on_runs(self._scalars.loggers, Peers(self.strategy.training_group))
         for epoch in state.epochs(self.max_epochs):
             if epoch and (self._saves.is_due_at_epoch(epoch) or state.measured == (state.step, True)):
-                self._save(state)  # of the epoch before, which has been counted now
+                self._save(state)  # it is of the epoch before, which has been counted now
             is_inside = bool((state.data_position() or {"consumed": 0})["consumed"] or state.batches)
             if self._is_over and not is_inside:
                 return
@@ -384,9 +384,9 @@ class Trainer:
         if self.scheduler is not None:
             things["scheduler"] = self.scheduler
         things |= {"why_stopped": "", "saved": (-1, -1), "metrics": {}, "batch_size": loader.batch_size}
-        things["batches"] = 0  # of the epoch, where no sampler says how far it is
+        things["batches"] = 0  # the batches of the epoch, where no sampler says how far it is
         things["best"] = ()  # values of the validations
-        things["measured"] = -1, False  # of which step the metrics are, and whether they are among the best
+        things["measured"] = -1, False  # the step that the metrics are of, and whether they are among the best
         return elastic.State(**things)
 
     def _parts(self, state: elastic.State) -> dict[str, Any]:
@@ -417,7 +417,7 @@ class Trainer:
         self._recovery.called_step = state.step
         self.optimizer._opt_called = state.step > 0  # type: ignore[attr-defined]  # a scheduler's question
         group = self.strategy.training_group
-        if group is None or not rehearses(group):  # who comes to a job that runs has nothing to take back
+        if group is None or not rehearses(group):  # a rank that comes to a running job has nothing to take back
             params = collect_hyperparameters(self, state.batch_size, self._settings, self._hyperparameters)
             self._scalars.begin(again_from=None if self._manager is None else state.step, params=params)
 

@@ -125,7 +125,7 @@ class _Worker:
                 operation()
             except BaseException as raised:  # whatever it was, the waiter must hear it
                 error = raised
-            del operation, task  # what they hold may go while this thread waits for the next
+            del operation, task  # their objects may go while this thread waits for the next
             goes_on = self._workers.take_back(self)  # before it is told: who goes on at once finds this thread
             outcome.put(error)
             del error, outcome
@@ -149,7 +149,7 @@ class Background:
 
     def __init__(self) -> None:
         self.caller = 0  # the thread that is inside `run`
-        self._underway: dict[int, queue.SimpleQueue[BaseException | None]] = {}  # by identity
+        self._underway: dict[int, queue.SimpleQueue[BaseException | None]] = {}  # keyed by identity of the queue
         self._workers = _workers
         self._workers.enter()
         self._is_closed = False
@@ -191,7 +191,7 @@ class Background:
         except Exception:
             self.over(outcome)
             raise
-        except BaseException as raised:  # Ctrl-C
+        except BaseException as raised:  # it may be Ctrl-C
             interrupted(raised)
             raise
         finally:

@@ -13,7 +13,7 @@ from torch import Tensor
 from phalanx.diagnostics.failure_report import RankCall
 from phalanx.dtypes import dtype_name, dtype_of, reduction_name
 
-# A head: the digest, the number in the sequence, the words.
+# A head has the digest, the number in the sequence, and the words.
 HEAD_BYTES = 256
 _DIGEST_BYTES = 16
 _SEQ_BYTES = 4

@@ -44,7 +44,8 @@ def combined(tensors: Sequence[Tensor], redop: int) -> Tensor:
     dtype = tensors[0].dtype
     combine = COMBINE[redop]
     with torch.no_grad():
-        if dtype == torch.uint64:  # which torch cannot reduce: as signed numbers, of which the smallest was 0
+        # torch cannot reduce these: they are shifted to signed numbers, of which the smallest was 0
+        if dtype == torch.uint64:
             flip = _SIGN if redop in (MIN, MAX) else 0
             signed = tensors[0].view(torch.int64) ^ flip
             for tensor in tensors[1:]:
@@ -103,7 +104,7 @@ def unshared_steps(inputs: Sequence[Tensor], outputs: Sequence[Sequence[Tensor]]
         return inputs
     extents = [_extent(tensor) for tensor in inputs]
     steps = [[_extent(tensor) for tensor in step] for step in outputs]
-    # What is read and written in one step, at one place, counts once.
+    # A place that one step reads and writes counts once.
     apart = [extent for own, step in zip(extents, steps, strict=True) for extent in step if extent != own]
     if not _overlap(extents, apart):
         return inputs

@@ -37,7 +37,7 @@ def add_up(transport: Transport, mine: Tensor, ctx: CallContext, *, divisor: flo
     return torch.sparse_coo_tensor(all_indices.t(), all_values, mine.shape, check_invariants=False).coalesce()
 
 
-_Entries = tuple[Tensor, Tensor]  # indices, one entry a row, and values
+_Entries = tuple[Tensor, Tensor]  # the indices, one entry a row, and the values
 _HEAD_BYTES = 16  # how many entries there are, and a digest of the form; what follows is aligned for any dtype
 
 

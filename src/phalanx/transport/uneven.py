@@ -62,7 +62,8 @@ class UnevenInputs:
 
     def __init__(self, group: Any) -> None:
         self._group = weakref.ref(group)
-        self._participants: list[weakref.ref[Participant]] = []  # in the order of construction, as on all ranks
+        # they are in the order of construction, which is the same on all ranks
+        self._participants: list[weakref.ref[Participant]] = []
         self.role = WAITS
         self.apart = False
         """Whether some rank was out of a step of this rank's since all met, and nobody has been brought up to date."""

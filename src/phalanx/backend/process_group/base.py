@@ -62,7 +62,7 @@ class ProcessGroupBase(TorchGroup):
         name: str,
         global_ranks: Sequence[int] = (),
     ) -> None:
-        # Not (store, rank, size), which is all that the stub knows: torch would look for backends of its own.
+        # It is not (store, rank, size), all that the stub knows: torch would look for backends of its own.
         super().__init__(rank, size)  # type: ignore[call-arg]
         self._store = store
         self._timeout_s = timeout.total_seconds()
@@ -100,10 +100,10 @@ class ProcessGroupBase(TorchGroup):
         self._recent: deque[PhalanxWork] = deque(maxlen=4096)  # see PhalanxWork.finish: C++ may hold half of one
         self._closed = False
         self._splits = Splits()
-        self._scratch: Scratch | None = None  # memory for `allocate_tensor`, once somebody asked
+        self._scratch: Scratch | None = None  # memory for `allocate_tensor`; None until it was asked for
         self.num_gradient_rounds = 0
         """How many rounds of gradients have ended, which are not among the transport's collectives."""
-        self._uneven_inputs: UnevenInputs | None = None  # once somebody trains over the group
+        self._uneven_inputs: UnevenInputs | None = None  # None until a module trains over the group
         self.forms_again = True
         """Whether an elastic job forms the group again after a loss; False where its owner makes a new one."""
 
@@ -243,7 +243,7 @@ class ProcessGroupBase(TorchGroup):
             )
         return self
 
-    # What torch asks of a backend object; the group answers for itself.
+    # torch asks these of a backend object; the group answers for itself.
     supports_splitting = TORCH_SPLITS_ON_CPU
     supports_coalescing = False
     supports_time_estimate = False
@@ -321,7 +321,7 @@ class ProcessGroupBase(TorchGroup):
 
     def _is_free(self) -> bool:
         """Return whether a call that is waited for can be carried out without asking any further."""
-        executor = self._executor  # its `idle`, spelt out
+        executor = self._executor  # this is its `idle`, spelt out
         return (
             not (executor._busy or executor._items or executor._postponing)
             and not self._closed

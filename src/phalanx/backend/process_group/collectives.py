@@ -37,7 +37,7 @@ from phalanx.transport.base import CallContext, Collectives
 from phalanx.transport.several import can_combine, combined, copy_to_others, unshared, unshared_one
 from phalanx.transport.tensors import is_plain, nbytes, write_back
 
-c10d: Any = dist.distributed_c10d  # whose stubs lack what is used here
+c10d: Any = dist.distributed_c10d  # its stubs lack what is used here
 
 Work = dist.Work
 _SUM: Any = dist.ReduceOp.SUM

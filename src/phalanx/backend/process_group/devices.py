@@ -30,12 +30,12 @@ from phalanx.backend.rendezvous import ranks_share_gpus
 from phalanx.diagnostics.failure_report import closed
 from phalanx.log import get_logger, warn_once
 
-_IDENTITY_BYTES = 128  # of a device, in UTF-8
+_IDENTITY_BYTES = 128  # a device's name has at most so many bytes in UTF-8
 _IDENTITY_TAG = -(
     1 << 20
-)  # of the messages in which two ranks tell each other their devices; PyTorch's are not below 0
+)  # these tags are for the messages in which two ranks tell each other their devices; PyTorch's are not below 0
 
-# What torch calls with tensors first. Names that mean the same are passed on as they come.
+# torch calls these with tensors first. Names that mean the same are passed on as they come.
 _COLLECTIVES = (
     "allreduce", "allreduce_coalesced", "broadcast", "reduce", "allgather", "all_gather_single", "_allgather_base",
     "all_gather_single_coalesced", "allgather_into_tensor_coalesced", "allgather_coalesced", "gather", "scatter",
@@ -71,7 +71,7 @@ class RoutedProcessGroup(StagedProcessGroup):
         self._inside: dict[str, Any] = {}
         self._agreed: set[str] = set()
         self._asking = threading.Lock()
-        self._one_device: dict[tuple[str, int], _Once] = {}  # by type of device and rank
+        self._one_device: dict[tuple[str, int], _Once] = {}  # keyed by type of device and rank
         self._staged: set[str] = set()  # types of device whose tensors NCCL, or its like, does not carry
 
     @property

@@ -38,5 +38,5 @@ def entry_point(method: Callable[..., Any]) -> Callable[..., Any]:
             resolve(name, args, {})  # a TypeError, if it is no call of PyTorch's at all
             raise
 
-    del call.__wrapped__  # what looks through decorators, as `untraced` does, shall find this function
+    del call.__wrapped__  # code that looks through decorators, as `untraced` does, shall find this function
     return call

@@ -81,7 +81,7 @@ class Inbox:
         """
         receive = self._memory.post(tensor, src, tag, ctx)
         if self._works:
-            self._reap()  # what came may have ended others
+            self._reap()  # the messages that came may have ended other receives
         if receive.was_here:
             receive.conclude()
             return DoneWork([tensor], source=receive.source)

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from phalanx.torch_names import find
 
-c10d: Any = dist.distributed_c10d  # whose stubs lack what is used here
+c10d: Any = dist.distributed_c10d  # its stubs lack what is used here
 
 _library_of: Any = torch.library.Library
 _UNSEEN = "PyTorch's tools (modes of the dispatcher, make_fx, torch.func) do not see our operations"
@@ -37,7 +37,7 @@ num_modes: Any = find("torch._C._len_torch_dispatch_stack", loses=_UNSEEN, inste
 transform: Any = find("torch._C._functorch.maybe_current_level", loses=_UNSEEN, instead=lambda: None)
 _is_profiling: Any = find("torch._C._autograd._profiler_enabled", loses=_UNPROFILED, instead=bool)
 _keyset_after: Any = find("torch._C._dispatch_keyset_full_after", loses=_UNSEEN)
-_place: Any = find("torch._C.DispatchKey.BackendSelect", loses=_UNSEEN)  # of our kernels
+_place: Any = find("torch._C.DispatchKey.BackendSelect", loses=_UNSEEN)  # our kernels sit here
 _begin_event: Any = find("torch._C._autograd._record_function_with_args_enter", loses=_UNPROFILED)
 _end_event: Any = find("torch.ops.profiler._call_end_callbacks_on_jit_fut._RecordFunction", loses=_UNPROFILED)
 _has_flag = find("torch.autograd.profiler._is_profiler_enabled", loses=_UNPROFILED, instead=None) is not None
@@ -50,7 +50,7 @@ early_modes: list[Any] = getattr(
     "_ModeStackStateForPreDispatch__infra_modes",
     [None, None],
 )
-_Kernel = Callable[[Any, dict[str, Any]], Any]  # of the group and the operator's arguments, by name
+_Kernel = Callable[[Any, dict[str, Any]], Any]  # it takes the group, and the operator's arguments by name
 
 # By the method: the event in the profiler, and which argument holds what the operation reads.
 _EVENTS = {
@@ -81,7 +81,7 @@ def is_recorded() -> bool:
     out.
     """
     if getattr(_this_thread, "is_recorded", False):
-        _this_thread.is_recorded = False  # of this call alone
+        _this_thread.is_recorded = False  # it holds for this call alone
         return True
     return not _is_dispatched() and not _is_profiling()
 
@@ -145,7 +145,7 @@ def _tensors(value: Any) -> Any:
 
 _library: list[Any] = []
 _faces: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # a group's face, kept as long as the group
-_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # by the face, a reference to its group
+_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # a reference to the group, by its face
 
 
 def _through_dispatcher(group: Any, name: str, args: tuple[Any, ...]) -> Any:
@@ -165,7 +165,7 @@ def _through_dispatcher(group: Any, name: str, args: tuple[Any, ...]) -> Any:
         _this_thread.reduce_op = _this_thread.work = None
 
 
-# As torch called them up to 2.12.
+# Torch called them so up to 2.12.
 _OLDER_NAMES = {
     "all_gather_single": "_allgather_base",
     "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
@@ -180,7 +180,7 @@ def _reduction(argument: Any) -> Any:
 
 
 def _offer_kernels() -> Any:
-    library: Any = _library_of("c10d", "IMPL")  # for good: graphs outlive their makers
+    library: Any = _library_of("c10d", "IMPL")  # it stays for good, since graphs outlive their makers
     for operator, carry_out in _KERNELS.items():
         library.impl(operator, _kernel(operator, carry_out), "BackendSelect", with_keyset=True)
     return library

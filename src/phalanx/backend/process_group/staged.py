@@ -37,11 +37,11 @@ from phalanx.transport.staging import CopyStream, HostMemory, StagedCall, open_c
 from phalanx.transport.staging.host_memory import staging_bytes
 from phalanx.transport.staging.staged_call import InFlight
 
-c10d: Any = dist.distributed_c10d  # whose stubs lack what is used here
+c10d: Any = dist.distributed_c10d  # its stubs lack what is used here
 
 _PATIENCE_S = 5.0
 _MESSAGES = ("send", "recv", "recv_anysource")
-# Those whose first argument is both read and written; the others have their outputs first and their inputs second.
+# The first argument of these is both read and written; the others have their outputs first and their inputs second.
 _IN_PLACE = frozenset({"allreduce", "allreduce_coalesced", "broadcast", "reduce"})
 
 
@@ -72,7 +72,7 @@ class StagedProcessGroup(PhalanxProcessGroup):
             nbytes = staging_bytes(self.symm_mem.heap_bytes)
             try:
                 piece = self.allocate_symmetric((nbytes,), torch.uint8, calling_site())
-            except PhalanxError:  # of memory that lies in a file system there is not as much; on all ranks
+            except PhalanxError:  # memory that lies in a file system may not suffice; all ranks see that
                 piece = None
         self._host_memory[kind] = HostMemory(kind, piece)
 

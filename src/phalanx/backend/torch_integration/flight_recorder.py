@@ -27,7 +27,7 @@ BACKEND = "phalanx"
 _FILE_VARIABLES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 _SIZE_VARIABLES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 _OLDEST_FORMAT = "2.10"
-_since_ns = [0]  # what began before is not dumped any more
+_since_ns = [0]  # entries that began before are not dumped any more
 
 _Original = Callable[..., Any]
 _originals: dict[str, _Original] = {}
@@ -130,7 +130,7 @@ def _dump(
 
 def _dump_json(includeCollectives: bool | None = None, onlyActive: bool | None = None) -> bytes:
     dump = take_dump(includeCollectives, False, onlyActive)
-    for entry in dump.get("entries", ()):  # as torch's, which has no null there
+    for entry in dump.get("entries", ()):  # it is as in torch's, which has no null there
         entry["time_discovered_completed_ns"] = entry["time_discovered_completed_ns"] or 0
     if not dump.get("entries", True):
         del dump["entries"]

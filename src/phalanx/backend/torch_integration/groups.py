@@ -58,7 +58,7 @@ class Registration:
     """A registration is a group, and what torch has noted of it in its tables."""
 
     group: Any
-    name: Any  # a string; for mypy a type of torch's
+    name: Any  # it is a string; for mypy it is a type of torch's
     ranks: tuple[int, ...]
     backend: str
     config: str

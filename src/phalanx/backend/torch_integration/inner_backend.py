@@ -20,7 +20,7 @@ from phalanx.torch_names import describe_missing, find
 
 _torch: Any = find("torch._C._distributed_c10d", loses="hooks of our groups are not called")
 
-# What torch's C++ calls on a `Backend`, by the name that a Python override has, and a group of ours answers.
+# Torch's C++ calls these on a `Backend`, by the name that a Python override has, and a group of ours answers.
 _OPERATIONS = (
     "allreduce", "allreduce_coalesced", "broadcast", "reduce", "allgather", "allgather_coalesced",
     "all_gather_single", "all_gather_single_coalesced", "gather", "scatter", "reduce_scatter",

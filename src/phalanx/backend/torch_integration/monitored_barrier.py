@@ -51,6 +51,6 @@ def monitored_barrier(group: Any, timeout: timedelta | float | None, wait_all_ra
     if ours is None:
         _originals["monitored_barrier"](group, timeout, wait_all_ranks)
         return
-    if isinstance(timeout, (int, float)):  # as torch's own takes it
+    if isinstance(timeout, (int, float)):  # torch's own takes it so, too
         timeout = timedelta(seconds=timeout)
     ours.monitored_barrier(timeout, wait_all_ranks)

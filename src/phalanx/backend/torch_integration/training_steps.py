@@ -8,9 +8,9 @@ from typing import Any
 
 from phalanx.backend.torch_integration.patch import patch
 
-_recorders: list[Any] = []  # one, or none
+_recorders: list[Any] = []  # there is one, or none
 _marks: list[Any] = []  # its log's `mark`, by which a batch or a backward is told
-_hooks: list[Any] = []  # of optimizers, which tell its log
+_hooks: list[Any] = []  # the optimizers' hooks, which tell its log
 
 
 def observe_steps(recorder: Any) -> None:
@@ -108,14 +108,14 @@ def _observe_backward() -> None:
         if type(tensors) is tensor and tensors.is_cpu and not has_scaled:
             try:
                 loss = tensors.item()
-            except BaseException as error:  # more than one number, or a tracer's tensor without any
+            except BaseException as error:  # it has more than one number, or is a tracer's tensor without any
                 mark(END_BACKWARD)
                 if is_interruption(error):
                     raise
             else:
                 mark(END_BACKWARD_WITH_LOSS, loss) if type(loss) is float else mark(END_BACKWARD)
         elif not isinstance(tensors, tensor) or (has_scaled and not hasattr(tensors, "unscaled_loss")):
-            mark(END_BACKWARD)  # of several, or of what was made of a scaled loss
+            mark(END_BACKWARD)  # there are several, or it was made of a scaled loss
         else:
             _recorders[0].end_backward(tensors)
 

@@ -189,7 +189,7 @@ def _compress(state: PowerSGDState, bucket: Any) -> Stages:
 
     _unpack(first, [*(m.p for m in matrices), *whole])
     for matrix in matrices:
-        matrix.p = torch.linalg.qr(matrix.p).Q  # of a zero matrix as well: no epsilon needed
+        matrix.p = torch.linalg.qr(matrix.p).Q  # this serves for a zero matrix as well, and no epsilon is needed
         torch.matmul(matrix.value.t(), matrix.p, out=matrix.q)
         matrix.q /= size
     second = _pack([m.q for m in matrices], buffer)
@@ -234,7 +234,7 @@ def _divide(state: PowerSGDState, bucket: Any, values: Tensor) -> tuple[list[_Fa
         state.total_numel_after_compression += after
         q = state.factors.get(parameter) if state.warm_start else None
         if q is None or q.shape != (columns, rank) or not bool(q.isfinite().all()):
-            if seed is None:  # one per bucket and step, drawn alike on every rank
+            if seed is None:  # one is drawn per bucket and step, alike on every rank
                 seed = torch.Generator().manual_seed(state.draw_seed())
             q = torch.randn(columns, rank, generator=seed).to(values)
         q = torch.linalg.qr(q).Q

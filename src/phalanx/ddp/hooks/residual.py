@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 Named = Iterable[tuple[str, Tensor]]
-_Layout = tuple[tuple[int, int, int], ...]  # of each slot: the parameter's id, its offset and its number of elements
+# it has of each slot the parameter's id, its offset and its number of elements
+_Layout = tuple[tuple[int, int, int], ...]
 
 
 class Residual:

@@ -48,7 +48,7 @@ class Runtime:
     failed: bool = False
     # Operations that will never end, with their memory: MPI may still write there.
     abandoned: list[Any] = field(default_factory=list)
-    # What is left to do for groups that this process has left; each says whether it is done.
+    # These remain to be done for groups that this process has left; each says whether it is done.
     pending_frees: list[Callable[[], bool]] = field(default_factory=list)
     _listeners: list[Callable[[], bool]] = field(default_factory=list)
     _guard: Any = field(default_factory=threading.Lock)

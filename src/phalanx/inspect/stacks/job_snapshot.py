@@ -45,7 +45,7 @@ class JobSnapshot:
     restart_count: int = 0
     max_restarts: int = 0
     generation: int = 0
-    started_ns: int = 0  # of this attempt; CLOCK_MONOTONIC
+    started_ns: int = 0  # when this attempt started; CLOCK_MONOTONIC
     lost: tuple[tuple[int, int, int, str], ...] = ()  # ranks that an elastic job has lost: process, when (ns), why
     report: str = ""  # the folder for which its ranks record
 

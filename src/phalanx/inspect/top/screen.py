@@ -28,7 +28,7 @@ from phalanx.inspect.top.watch import Watch
 from phalanx.ipc.signals import caught_signals, read_signals
 from phalanx.ipc.wakeup import Mailbox
 
-_SHARE = 1 / 50  # of a core, at most: with many ranks there are fewer looks
+_SHARE = 1 / 50  # looks take at most so much of a core: with many ranks there are fewer looks
 _SIGNALS = (signal.SIGWINCH, signal.SIGTERM, signal.SIGINT, signal.SIGTSTP)
 _KEYS = {"\x1b[A": -1, "\x1b[B": 1, "k": -1, "j": 1, "\x1b[5~": -10, "\x1b[6~": 10, "\x1b[H": -(10**9), "g": -(10**9)}
 

@@ -113,7 +113,8 @@ def measure(
         come_ns = _everybody_there(call)
         for who, operation in call.operations.items():
             leave_ns = operation.leave_ns or now_ns
-            # who is still inside waits for somebody; of one that is over nobody knows when the others came
+            # a process that is still inside waits for others; of an operation that is over it is not known when they
+            # came
             alone_ns = operation.enter_ns if operation.leave_ns else now_ns
             spans[who].append((operation.enter_ns, min(alone_ns if come_ns is None else come_ns, leave_ns), leave_ns))
         if come_ns is None or call.kind in _ONE_WAY or call.world_size < 2 or come_ns < begin_ns:

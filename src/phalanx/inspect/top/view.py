@@ -11,10 +11,10 @@ from phalanx.diagnostics.progress_page import Track
 from phalanx.inspect.top.look import HostLook, Operation, RankLook
 from phalanx.inspect.top.times import HostPid, Measured, Times
 
-RECENT_NS = 10_000_000_000  # what "per second" is taken over
+RECENT_NS = 10_000_000_000  # "per second" is taken over this time
 _OFTEN = 0.5  # a rank must come last to this part of the operations, to be called the slowest
 _FEW = 5  # so few operations say nothing about which rank is slow
-_COSTLY = 0.01  # of the time
+_COSTLY = 0.01  # so much of the time is worth a remark
 _STUCK_NS = 1_000_000_000
 
 COMMITTED, COUNTED, ROUNDS = "phalanx.elastic.State", "phalanx.progress", "rounds of gradients"

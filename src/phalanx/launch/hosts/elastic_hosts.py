@@ -65,7 +65,7 @@ class ElasticHosts(Elastic):
         self.spares: dict[int, Candidate] = {}  # by number, in the order of coming
         self.arrivals: dict[int, Arrival] = {}
         self._untried: set[int] = set()  # hosts that are new in this generation, in which no rank is yet
-        self._tries = 0  # in vain, with them
+        self._tries = 0  # how many tries with them were in vain
         self._waits_since: float | None = None
         self._waits_for = ""
 
@@ -121,7 +121,7 @@ class ElasticHosts(Elastic):
                 self._tries = 0
             if kind in ("regrouped", "elastic"):
                 actions += self._take_in_arrivals(now)
-            if kind == "elastic":  # from now on, perhaps, there is something to come to
+            if kind == "elastic":  # from now on there may be something to come to
                 actions += self._use_spares(now)
             return actions
         member = arrival.members.get(seat)
@@ -265,7 +265,7 @@ class ElasticHosts(Elastic):
             del self.spares[candidate.member]
             seats = self._find_seats(candidate)
             self.arrivals[candidate.member] = Arrival(seats)
-            # As it would be if it were taken in now: its ranks need numbers to start with.
+            # It is as it would be if it were taken in now: its ranks need numbers to start with.
             generation = plan_generation(self.generation.number + 1, self._with_arrivals())
             actions.append(PrepareHost(seats, BeginGeneration(generation, (), ())))
         return actions
@@ -339,7 +339,7 @@ class ElasticHosts(Elastic):
             self.next_due = limit if self.next_due is None else min(self.next_due, limit)
 
     def _describe_loss(self, lost: list[LostRank], forked: set[int], without_loss: str) -> str:
-        host_losses = [each for each in lost if each.host]  # of which it was said
+        host_losses = [each for each in lost if each.host]  # of these a host was said
         rest = [each for each in lost if not each.host]
         if rest or not (host_losses or without_loss):
             return super()._describe_loss(rest, forked, without_loss)

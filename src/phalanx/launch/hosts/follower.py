@@ -298,7 +298,7 @@ class FollowerLink(HostLink):
             if not self.supervision.abandoned_by:
                 with contextlib.suppress(OSError):  # a folder that nobody may write to any more
                     os.unlink(os.path.join(folder, RANKS, name))
-        with contextlib.suppress(OSError):  # not empty, or shared
+        with contextlib.suppress(OSError):  # the folder is not empty, or shared
             os.rmdir(os.path.join(folder, RANKS))
         host, speed = socket.gethostname(), measure_copy_speed()
         self._channel.put(self._channel.first, "report host", attempt=self._number, host=host, copy_bytes_per_s=speed)

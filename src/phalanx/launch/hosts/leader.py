@@ -337,7 +337,7 @@ class LeaderLink(HostLink):
             is_spare = self._attempt.state.phase == "running" and self._elastic.active
             self._late.tell(change.member, is_spare=is_spare)
             self._peers.channel.put(change.member, "standbys", addresses=self._guard.polling_places)
-        elif change.kind in ("expelled", "unreachable"):  # of ourselves: the coordinator's thread has ended
+        elif change.kind in ("expelled", "unreachable"):  # it is about ourselves: the coordinator's thread has ended
             for member in list(self._peers.others):
                 self._lose(member, f"the coordinator on this host has failed: {change.why}")
 
@@ -395,7 +395,7 @@ class LeaderLink(HostLink):
             self._lose_now(member, why)
 
     def _lose_now(self, member: int, why: str) -> None:
-        self._attempt.hear_ranks()  # first, as in on_exit
+        self._attempt.hear_ranks()  # this comes first, as in on_exit
         node = self._peers.lose(member, why)
         now = time.monotonic()
         if node is None:

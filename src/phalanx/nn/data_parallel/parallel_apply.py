@@ -31,7 +31,7 @@ _keeps_graph: Any = find(
     loses="a backward through phalanx.nn.DataParallel keeps its graph",
     instead=lambda: True,
 )
-# Where the count is not known, a storage is taken for shared, and copied.
+# If the count is not known, a storage is taken for shared, and copied.
 _storage_use_count: Any = find(
     "torch._C._storage_Use_Count", loses="phalanx.nn.DataParallel copies gradients", instead=lambda storage: 3
 )

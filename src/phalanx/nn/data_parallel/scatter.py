@@ -23,7 +23,7 @@ def scatter(value: Any, num_replicas: int, dim: int) -> list[Any]:
         ValueError: a tensor has no dimension `dim`, or tensors come in different numbers of parts.
     """
     parts: dict[int, tuple[Tensor, ...]] = {}
-    shapes: dict[int, tuple[int, ...]] = {}  # by number of parts, one example
+    shapes: dict[int, tuple[int, ...]] = {}  # one example by number of parts
     for tensor in tensors_in(value):
         if not -tensor.dim() <= dim < tensor.dim():
             raise ValueError(

@@ -135,9 +135,9 @@ def attach(
     graph = insert_transfers(layers, placement.devices, tensors, output)
     code = graph.python_code("self")
     name = f"<placed {type(module).__name__} {id(graph)}>"
-    linecache.cache[name] = (len(code.src), None, code.src.splitlines(keepends=True), name)  # for tracebacks
+    linecache.cache[name] = (len(code.src), None, code.src.splitlines(keepends=True), name)  # tracebacks read it
     namespace: dict[str, Any] = dict(code.globals)
-    exec(compile(code.src, name, "exec"), namespace)  # as torch.fx does
+    exec(compile(code.src, name, "exec"), namespace)  # torch.fx does the same
     module.__class__ = _placed_class(type(module))
     way = _Way(placement, split_points, given, output, namespace["forward"])
     object.__setattr__(module, "_phalanx_way", way)

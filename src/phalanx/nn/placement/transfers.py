@@ -42,7 +42,7 @@ def transfer(value: Any, device: torch.device, source: str) -> Any:
         return value.to(device, non_blocking=value.device.type == device.type != "cpu")
     if isinstance(value, _AS_THEY_ARE):
         return value
-    if callable(getattr(value, "to", None)):  # a packed sequence, a batch of a tokenizer
+    if callable(getattr(value, "to", None)):  # it may be a packed sequence, or a batch of a tokenizer
         return value.to(device)
     if isinstance(value, list | tuple | dict):
         return tree_map(lambda item: transfer(item, device, source), value)

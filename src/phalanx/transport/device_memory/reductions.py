@@ -28,7 +28,7 @@ def can_combine_on_device(dtype: torch.dtype, redop: int) -> bool:
 
 def combine(out: Tensor, sources: Sequence[Tensor], redop: int) -> None:
     """Write the reduction of `sources`, in their order, to `out`; all contiguous, of one dtype, on one device."""
-    if out.dtype in _SIGNED:  # which wrap alike
+    if out.dtype in _SIGNED:  # these wrap alike
         signed = _SIGNED[out.dtype]
         out, sources = out.view(signed), [source.view(signed) for source in sources]
     apply = COMBINE[SUM if redop == AVG else redop]

@@ -71,7 +71,7 @@ class GlooSession(EngineSession):
         self._engine = engine
         self._failure_store = failure_store
         self._has_ended = has_ended
-        self._has_said = False  # how this rank ends
+        self._has_said = False  # whether it has said how this rank ends
         self._holder = 0  # the thread that has `lock`; a signal handler runs in that very thread
         self._background, self._background_messages = Background(), Background()
         self._process = os.getpid()

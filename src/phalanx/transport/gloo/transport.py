@@ -45,7 +45,7 @@ class GlooTransport(GlooSession):
 
     def _reduced(self, data: Tensor, redop: int, deadline: Deadline, root: int = -1) -> Tensor:
         """Return the reduction of all ranks' `data`, everywhere or on `root`."""
-        if not is_reducible(redop, data.dtype):  # a product of complex numbers
+        if not is_reducible(redop, data.dtype):  # it is a product of complex numbers
             parts = self._all_gather(bytes_of(data), [nbytes(data)] * self.world_size, deadline)
             return torch.stack([part.view(data.dtype) for part in parts]).prod(0).view(data.shape)
         work = summand(data, redop)

@@ -57,7 +57,7 @@ class Agreement(HierarchicalSession):
     _envelopes: list[_Envelope] | None = None
     _gathered: tuple[int, ...] | None = None  # on a leader: where the envelopes lie, and what is in them
     _payloads: tuple[int, ...] = ()
-    _heads: Sequence[bytes] = ()  # on a leader: of this host's ranks
+    _heads: Sequence[bytes] = ()  # on a leader: the heads of this host's ranks
 
     @property
     def _data(self) -> int:

@@ -15,7 +15,7 @@ from phalanx.log import get_logger, warn_once
 
 _logger = get_logger(__name__)
 
-# Of this host's memory, for each rank: so much as eight ranks may take half of it.
+# Each rank may take this part of the host's memory, so that eight ranks take at most half of it.
 _SHARE = 1 / 16
 # A tensor that has not come while so many times all others have is not expected any more.
 _ROUNDS = 4
@@ -24,7 +24,7 @@ _ROUNDS = 4
 @dataclass
 class _Residual:
     values: Tensor
-    met: int  # when it was last asked for, in tensors
+    met: int  # the number of tensors at which it was last asked for
 
 
 class Compression:

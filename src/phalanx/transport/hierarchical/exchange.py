@@ -35,13 +35,13 @@ from phalanx.transport.hierarchical.rails import (
     timedelta_of,
 )
 
-# What a rank may bring to, or take from, an operation whose data travel with its heads, for each other host.
+# A rank may bring so much to, or take so much from, an operation whose data travel with its heads, for each other host.
 SMALL_BYTES = 2**18
 _AHEAD = 8  # operations for which receives are posted; a peer may be one further than this host
 _TOGETHER = 6  # so many are posted at once: the peer's threads wake up once for them
 _SENT = 2
 _LOOKS = 200  # at memory, for a message's first bytes, before a thread is asked to wait for it
-_PREFIX = struct.Struct("<II")  # how many different heads, and the payload's bytes
+_PREFIX = struct.Struct("<II")  # the number of different heads, and the payload's bytes
 _ALIGNED = 64
 
 
@@ -109,7 +109,7 @@ class LeaderExchange:
         for host, peer in self._peers.items():
             outbox = self._outboxes[host][slot]
             with talking_to(peer):
-                if outbox.pending is not None:  # of the operation before the last: it is over, most likely
+                if outbox.pending is not None:  # it is of the operation before the last, and most likely over
                     outbox.pending.wait(timedelta_of(deadline))
                 end = end_of_heads
                 for address, size in payloads.get(host, ()):
@@ -168,7 +168,7 @@ class LeaderExchange:
             except queue.Empty:
                 if deadline.passed:
                     raise ConnectionBroken(peer, "nothing came in time") from None
-            if inbox.first_word.value:  # what has begun to come may never end, and Gloo would not tell
+            if inbox.first_word.value:  # a message that has begun to come may never end, and Gloo would not tell
                 try:
                     look()
                 except ConnectionBroken:

@@ -89,7 +89,8 @@ class Reports(ABC):
             return self._late(ctx.timeout_s, peer)
         if cause.status == PEER_LOST:
             local = self._core.poison()[1]
-            if local != self.layout.local_rank:  # our own number: the monitor ended the memory for another cause
+            # if it is our own number, the monitor ended the memory for another cause
+            if local != self.layout.local_rank:
                 # It may have ended this memory for a cause that it could tell nobody, without the store.
                 silence = self._server_lost(ctx.timeout_s, deadline)
                 return silence or self._lost(self.layout.local_ranks[local], how_it_ended(self.symm_mem, local), peer)
@@ -113,7 +114,7 @@ class Reports(ABC):
     def _told_here(self) -> FailureReport | None:
         """Return the report that a rank of this host has left."""
         text = ""
-        with contextlib.suppress(ClosedError):  # meanwhile, by another thread
+        with contextlib.suppress(ClosedError):  # another thread may have closed it meanwhile
             text = self._core.failure()
         return FailureReport.from_json(text) if text else None
 

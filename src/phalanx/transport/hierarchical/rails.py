@@ -21,10 +21,10 @@ from phalanx.dtypes import dtype_of
 from phalanx.engines.engine import DATA, Engine, Pending
 from phalanx.transport.hierarchical.compression import Compression, Widening
 
-# Tags: below DATA those of the user's messages; from it those of collectives' data; behind these those of messages that
-# precede a collective; last of all the fingerprints'.
+# Tags below DATA are those of the user's messages; from it on come those of collectives' data, then those of messages
+# that precede a collective, and last of all those of the fingerprints.
 FINGERPRINT = 0x7FFFFFFE
-_NUMBERS = 4000  # of messages that are told apart within one collective
+_NUMBERS = 4000  # so many messages are told apart within one collective
 _LONGEST_WAIT_S = 1e8  # three years: what a timeout of "for ever" becomes in milliseconds
 FOR_EVER = timedelta(seconds=_LONGEST_WAIT_S)
 

@@ -130,7 +130,7 @@ class HierarchicalSession(Reports):
         self._memory = SharedMemoryTransport(group)
         self._seq = 0
         self._said_seq = -1
-        self._has_said = False  # how this rank ends
+        self._has_said = False  # whether it has said how this rank ends
         self._current: Call | None = None  # the call under way, or (unless `_inside`) the last
         self._inside = False
         self._entered_s = 0.0
@@ -141,7 +141,7 @@ class HierarchicalSession(Reports):
         self._monitor: HealthMonitor | None = None
         self._rail: Rail | None = None
         self._leaders: LeaderExchange | None = None
-        self._head = b""  # of the call that is under way
+        self._head = b""  # the head of the call that is under way
         self._holder = 0  # the thread that has `lock`, or waits for the one that has it; a signal handler runs in it
         self._background, self._background_messages = Background(), Background()
         self._preceding = Preceding()
@@ -194,7 +194,7 @@ class HierarchicalSession(Reports):
 
     def idle(self, waited_s: float) -> None:
         """Say once per operation that ranks of this host are waited for; the core calls this meanwhile."""
-        # What the others do is told when time runs out; to ask them now would cost a question where everybody is.
+        # The ranks' positions are told when time runs out; to ask for them now would cost a question to everybody.
         if waited_s >= NOTICE_S and self._said_seq != self._seq and not self.closed:
             self._said_seq = self._seq
             operation, where = self._position.operation or "operation", "ranks of this host"
@@ -413,7 +413,7 @@ class HierarchicalSession(Reports):
             raise self._report.error(operation) from None
         if isinstance(error, Exception):
             self._broke(error)
-        else:  # Ctrl-C
+        else:  # it is Ctrl-C
             self.interrupted(error)
 
     def _broke(self, error: BaseException) -> None:

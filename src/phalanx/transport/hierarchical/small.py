@@ -26,7 +26,7 @@ from phalanx.transport.hierarchical.exchange import SMALL_BYTES
 from phalanx.transport.numerics import HALF, divide, sum_of, sum_type
 from phalanx.transport.tensors import dense, is_plain, nbytes, scaled, write_back
 
-ALWAYS_SMALL_BYTES = 256  # of a sum that travels with the heads although the options name an algorithm
+ALWAYS_SMALL_BYTES = 256  # a sum of so many bytes travels with the heads although the options name an algorithm
 
 
 class SmallCollectives(Agreement):

@@ -74,7 +74,7 @@ class SharedMemoryCollectives(SharedMemorySession):
         me = threading.get_ident()
         if self.lock.locked():
             self._await_lock(timeout_s)
-        with self.lock:  # `exclusive`, spelt out
+        with self.lock:  # this is `exclusive`, spelt out
             self._holder = me
             try:
                 status = self.core.all_reduce(
@@ -377,7 +377,7 @@ class SharedMemoryCollectives(SharedMemorySession):
 
     def _allocate(self, nbytes: int, ctx: CallContext, owner: int | None = None) -> Buffer:
         if self.uneven is not None:
-            self.barrier(ctx)  # where all meet again, if some were out of training steps
+            self.barrier(ctx)  # all meet again here, if some were out of training steps
         deadline = Deadline.after(ctx.timeout_s)
         with self.exclusive(ctx.timeout_s):
             return self.symm_mem.allocate(

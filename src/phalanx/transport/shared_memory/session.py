@@ -37,11 +37,11 @@ class SharedMemorySession:
         self.group = group
         self.lock = threading.Lock()  # held while the core runs a collective
         self._holder = 0  # the thread that has it; a signal handler runs in that very thread
-        self.uneven: UnevenInputs | None = None  # of those who train over the group
+        self.uneven: UnevenInputs | None = None  # the participants that train over the group
         self.symm_mem: SymmetricMemory = None  # type: ignore[assignment]  # set by `attach`: it needs our `idle`
         self._sites: dict[tuple[str, int], int] = {}
         self._places: dict[int, str] = {}
-        self._areas: dict[int, list[Buffer]] = {}  # for `broadcast_buffers`, by their size
+        self._areas: dict[int, list[Buffer]] = {}  # the areas for `broadcast_buffers`, by their size
         self._said_at = 0
         self._say_again_s = 0.0
 

@@ -43,7 +43,7 @@ class StagedCall:
         self._memory = memory
         self._in_flight = in_flight
         self._written: list[tuple[Tensor, Tensor]] = []
-        self._arriving: list[Tensor] = []  # where the device writes to, until somebody has waited for it
+        self._arriving: list[Tensor] = []  # the device writes to these until somebody has waited for it
         self._read_mark: Any = None
         self._done_mark: Any = None
         stream.follow_caller()
