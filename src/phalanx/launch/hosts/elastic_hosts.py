@@ -93,7 +93,7 @@ class ElasticHosts(Elastic):
 
     @property
     def is_regrouped(self) -> bool:
-        """Whether all ranks have come to the newest generation, and none is on its way."""
+        """Return whether all ranks have come to the newest generation, and none is on its way."""
         number = self.generation.number
         return not self._forking and all(member.generation == number for member in self.members.values())
 

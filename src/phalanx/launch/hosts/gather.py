@@ -130,7 +130,7 @@ class Gathering:
 
     @property
     def has_left(self) -> bool:
-        """Whether this host has left the job, which goes on under the lead of another one."""
+        """Return whether this host has left the job, which goes on under the lead of another one."""
         return self._link is not None and self._link.has_left
 
     def end(self, code: int, why: str) -> None:

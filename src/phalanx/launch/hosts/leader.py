@@ -253,12 +253,12 @@ class LeaderLink(HostLink):
         return signum == signal.SIGTERM and self._departure.ask(self._attempt)
 
     def has_let_go(self, pid: int) -> bool:
-        """Whether the others go on without this process of a rank of this host, which leaves."""
+        """Return whether the others go on without this process of a rank of this host, which leaves."""
         return self._departure.has_let_go(pid)
 
     @property
     def has_left(self) -> bool:
-        """Whether this host is in the job no more, and another one is to lead."""
+        """Return whether this host is in the job no more, and another one is to lead."""
         return self._departure.has_left
 
     def sweep(self) -> None:

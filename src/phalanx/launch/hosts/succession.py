@@ -91,7 +91,7 @@ class Succession:
 
     @property
     def has_standbys(self) -> bool:
-        """Whether a host takes over if this one is lost, and all hosts know which one."""
+        """Return whether a host takes over if this one is lost, and all hosts know which one."""
         config = self._primary.committed
         return not config.is_joint and bool(config.standbys) and not self._find_behind(config)
 
