@@ -22,7 +22,7 @@ static size_t direct_limit(const struct plx_group *g) {
   return g->oversubscribed ? 65536 : 16384;
 }
 
-/* What a staged way returns when, after the first sync, some rank's tensor turned out to lie in its heap. All ranks see
+/* A staged way returns this when, after the first sync, some rank's tensor turned out to lie in its heap. All ranks see
  * the same calls, so all come to the same answer. */
 #define IN_HEAP (-1)
 
@@ -43,7 +43,7 @@ static int reduce_direct(struct plx_group *g, struct plx_wait *w, const struct p
   do {
     size_t n = plx_min(chunk, bytes - at);
     if (at == 0) plx_publish(g, call);
-    /* A rank that only gives needs not stage for itself; everybody else reads us. */
+    /* A rank that only gives need not stage for itself; all others read its stage. */
     plx_copy(plx_stage_of(g, g->rank, g->phase), in + at, n);
     int code = at == 0 ? plx_sync_calls(g, w, call) : plx_sync(g, w);
     if (code == PLX_OK && at == 0 && any_in_heap(g)) code = IN_HEAP;
@@ -74,7 +74,7 @@ static int reduce_sliced(struct plx_group *g, struct plx_wait *w, const struct p
     unsigned char *mine = plx_stage_of(g, g->rank, g->phase);
     size_t start = slice_start(n, g->rank, g->world), end = slice_start(n, g->rank + 1, g->world);
     if (at == 0) plx_publish(g, call);
-    plx_copy(mine, in + at, start); /* our own slice nobody else reads */
+    plx_copy(mine, in + at, start); /* no other rank reads our own slice */
     plx_copy(mine + end, in + at + end, n - end);
     int code = at == 0 ? plx_sync_calls(g, w, call) : plx_sync(g, w);
     if (code == PLX_OK && at == 0 && any_in_heap(g)) code = IN_HEAP;
@@ -97,7 +97,7 @@ static int reduce_sliced(struct plx_group *g, struct plx_wait *w, const struct p
   return PLX_OK;
 }
 
-/* After the first sync: rank r's tensor lies at offset[r] of its heap. */
+/* This comes after the first sync: rank r's tensor lies at offset[r] of its heap. */
 static int reduce_in_place(struct plx_group *g, struct plx_wait *w, const uint64_t *offset, size_t bytes, size_t width,
                            plx_reduce_fn kernel) {
   const void *src[PLX_MAX_WORLD];
@@ -141,7 +141,7 @@ int plx_all_reduce(struct plx_group *g, struct plx_wait *w, const struct plx_ori
     uint64_t offset[PLX_MAX_WORLD];
     if (code == PLX_OK) code = plx_all_in_heap(g, offset) ? reduce_in_place(g, w, offset, bytes, width, kernel) : IN_HEAP;
   }
-  if (code == IN_HEAP) { /* some in the heap, some not: all begin again, through the stage */
+  if (code == IN_HEAP) { /* some lie in the heap, some do not: all begin again, through the stage */
     g->phase++;
     call.heap = PLX_NO_HEAP;
     code = reduce_staged(g, w, &call, in, out, bytes, width, kernel);

@@ -28,7 +28,8 @@ static inline int plx_begin(struct plx_group *g, struct plx_wait *w, const struc
   return PLX_OK;
 }
 
-/* A digest of uneven sizes; 0 when they are all the same, so that even calls need none. FNV-1a over the sizes. */
+/* Return a digest of uneven sizes; 0 when they are all the same, so that even calls need none. It is FNV-1a over the
+ * sizes. */
 static inline uint64_t plx_digest(const size_t *sizes, uint32_t n) {
   uint64_t hash = 0xcbf29ce484222325ull;
   int even = 1;
@@ -53,15 +54,15 @@ static inline int plx_finish(struct plx_group *g, const struct plx_origin *o, st
   return code;
 }
 
-/* The offset of `data` in our heap, or PLX_NO_HEAP. */
+/* Return the offset of `data` in our heap, or PLX_NO_HEAP. */
 static inline uint64_t plx_heap_offset(const struct plx_group *g, const void *data, size_t bytes) {
   if (g->heaps == NULL) return PLX_NO_HEAP;
   uintptr_t base = (uintptr_t)g->heaps[g->rank], at = (uintptr_t)data;
   return at >= base && at + bytes <= base + g->heap_bytes ? at - base : PLX_NO_HEAP;
 }
 
-/* After the first sync: where each rank's tensor lies, if all of them lie in their ranks' heaps; the offsets need not be
- * the same. All ranks come to the same answer. */
+/* Find, after the first sync, where each rank's tensor lies, if all of them lie in their ranks' heaps; the offsets need
+ * not be the same. All ranks come to the same answer. */
 static inline int plx_all_in_heap(const struct plx_group *g, uint64_t *offset) {
   for (uint32_t r = 0; r < g->world; r++)
     if ((offset[r] = plx_rank_of(g, r)->call[g->phase & 1].heap) == PLX_NO_HEAP) return 0;

@@ -18,7 +18,7 @@
 #define FROM_BYTES 12288u /* up to here the C library takes as long or less */
 #define AHEAD 1024u       /* 512 to 2048 are equal; hints, so it does not matter what lies behind the end */
 
-/* Whole lines; `to` starts one. Processors that do not know "prefetch for writing" take it for no operation. */
+/* Copy whole lines; `to` starts one. Processors that do not know "prefetch for writing" take it for no operation. */
 __attribute__((target("prfchw"))) static void copy_lines(unsigned char *to, const unsigned char *from, size_t n) {
   for (size_t at = 0; at < n; at += LINE) {
     __builtin_prefetch((const void *)((uintptr_t)from + at + AHEAD), 0, 3);

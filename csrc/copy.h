@@ -4,10 +4,10 @@
 
 #include <stddef.h>
 
-/* As memcpy; `to` may be `from`, and n may be zero with any pointers. */
+/* Copy as memcpy does; `to` may be `from`, and n may be zero with any pointers. */
 void plx_copy(void *to, const void *from, size_t n);
 
-/* One of its ways, whatever the processor: plain stores from a few kilobytes on. */
+/* Copy in one of its ways, whatever the processor: by plain stores from a few kilobytes on. */
 void plx_copy_by_stores(void *to, const void *from, size_t n);
 
 #endif

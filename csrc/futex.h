@@ -5,9 +5,9 @@
 #include <stdatomic.h>
 #include <stdint.h>
 
-/* CLOCK_MONOTONIC. */
+/* Return the time of CLOCK_MONOTONIC. */
 uint64_t plx_now_ns(void);
-/* Between two looks at memory. */
+/* Pause between two looks at memory. */
 static inline void plx_relax(void) {
 #if defined(__x86_64__) || defined(__i386__)
   __builtin_ia32_pause();
@@ -16,10 +16,10 @@ static inline void plx_relax(void) {
 #endif
 }
 
-/* Sleep until somebody wakes the word, if it still holds `seen`, and at most for a while; may return early. */
+/* Sleep until some thread wakes the word, if it still holds `seen`, and at most for a while; it may return early. */
 void plx_futex_wait(_Atomic uint32_t *word, uint32_t seen, uint64_t timeout_ns);
 void plx_futex_wake_all(_Atomic uint32_t *word);
-/* The futex word of a 64-bit counter is its low half. */
+/* Return the futex word of a 64-bit counter, which is its low half. */
 static inline _Atomic uint32_t *plx_low_half(_Atomic uint64_t *word) {
 #if defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
   return (_Atomic uint32_t *)word + 1;

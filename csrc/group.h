@@ -5,22 +5,22 @@
 #include "layout.h"
 
 struct plx_mailbox; /* messages in both directions; see p2p.h */
-struct plx_policy;  /* who need not take part; see agreement.h */
+struct plx_policy;  /* it says which ranks need not take part; see agreement.h */
 
-/* The processor's counter, set by the kernel's clock every few milliseconds; see recorder.c. */
+/* This is the processor's counter, set by the kernel's clock every few milliseconds; see recorder.c. */
 struct plx_stopwatch {
-  uint64_t ticks;    /* when it was set */
-  uint64_t ns;       /* CLOCK_MONOTONIC then */
+  uint64_t ticks;    /* the counter when it was set */
+  uint64_t ns;       /* CLOCK_MONOTONIC at that time */
   uint64_t scale;    /* nanoseconds per tick, times 2^32; 0 while it is not known */
   uint32_t distrust; /* the counter did not run as the clock does: ask the clock every time */
 };
 
-/* A phase whose sync this rank has reached and not waited at (early.h). */
+/* This is a phase whose sync this rank has reached and not waited at (early.h). */
 struct plx_open_phase {
   uint64_t step; /* 0: there is none */
   struct plx_call call;
   struct plx_record *record;
-  uint64_t recorded; /* lines that this rank had written when that was its last */
+  uint64_t recorded; /* lines that this rank had written when the phase's line was its last */
 };
 
 struct plx_group {
@@ -32,15 +32,16 @@ struct plx_group {
   uint64_t step;  /* syncs that this rank has reached */
   uint64_t phase; /* stages that this rank has used */
   uint64_t seq;   /* collectives that this rank has begun */
-  /* Collectives that another thread of this rank carries out: while these differ, step, phase, seq and what follows from
-   * the calls (the policy's fields) are that thread's, and tell less than what this rank's program has issued. */
+  /* These count collectives that another thread of this rank carries out: while they differ, step, phase, seq and what
+   * follows from the calls (the policy's fields) are that thread's, and tell less than what this rank's program has
+   * issued. */
   _Atomic uint64_t issued;
   _Atomic uint64_t carried_out;
   uint64_t spin_ns;
   int oversubscribed;
   int over;  /* this rank has begun a collective after the group's end */
   int quiet; /* collectives here are steps of operations that the caller records itself */
-  struct plx_record unseen; /* what they write instead */
+  struct plx_record unseen; /* they write this line instead */
   int *pidfds;              /* world entries; -1 where the process cannot be watched */
   unsigned char **heaps;    /* world entries: where each rank's heap is mapped here; NULL without any */
   uint64_t heap_bytes;      /* of each heap */
@@ -50,13 +51,13 @@ struct plx_group {
   struct plx_stopwatch stopwatch;
 };
 
-/* Where an operation was called, and as what. */
+/* It says where an operation was called, and as what. */
 struct plx_origin {
   uint32_t call_site; /* index of "file:line" in the rank's table */
   uint32_t flags;     /* PLX_FLAG_*: the role of the call */
   uint32_t ndim;
   const uint64_t *shape;
-  /* For a call that may have to be made again: here its line of the recorder is kept meanwhile. Else NULL. */
+  /* For a call that may have to be made again, its line of the recorder is kept here meanwhile; else it is NULL. */
   struct plx_record **retried;
 };
 
@@ -71,22 +72,23 @@ static inline struct plx_channel *plx_channel_of(const struct plx_group *g, uint
 
 unsigned char *plx_stage_of(const struct plx_group *g, uint32_t rank, uint64_t phase);
 
-/* Whether the process of `peer` is there, and has not left. */
+/* Return whether the process of `peer` is there, and has not left. */
 int plx_peer_alive(struct plx_group *g, uint32_t peer);
-/* Whether `rank` had left in order before `step`, the sync that we have just passed. */
+/* Return whether `rank` had left in order before `step`, the sync that we have just passed. */
 int plx_left_before(const struct plx_group *g, uint32_t rank, uint64_t step);
-/* No rank may miss us from now on. */
+/* Leave in order: no rank may miss us from now on. */
 void plx_leave_in_order(struct plx_group *g);
 
-/* End the group for everybody; the first cause wins. Wakes all sleepers. Returns the cause that holds. */
+/* End the group for everybody; the first cause wins. Wake all sleepers. Return the cause that holds. */
 int plx_poison(struct plx_group *g, int code, uint32_t rank);
 
-/* The program goes on, and another thread of this rank will carry out what it has called, in the order of the calls. */
+/* Note that the program goes on, and that another thread of this rank will carry out what it has called, in the order of
+ * the calls. */
 void plx_issue(struct plx_group *g);
-/* That thread has carried one out. */
+/* Note that that thread has carried one out. */
 void plx_carried_out(struct plx_group *g);
-/* Whether that thread owes something: then this rank has issued more than its counters tell. Only the program issues, so
- * once it waits, and this says no, the counters are what it has issued. */
+/* Return whether that thread owes something: then this rank has issued more than its counters tell. Only the program
+ * issues, so once it waits, and this says no, the counters are what it has issued. */
 int plx_is_behind(struct plx_group *g);
 
 #endif

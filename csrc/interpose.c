@@ -13,7 +13,7 @@
 #elif defined(__aarch64__)
 #define IS_IMPORT(type) ((type) == R_AARCH64_JUMP_SLOT || (type) == R_AARCH64_GLOB_DAT)
 #else
-#define IS_IMPORT(type) 0 /* no slots are found, and whoever asks does without */
+#define IS_IMPORT(type) 0 /* no slots are found, and the caller does without */
 #endif
 
 struct search {

@@ -9,20 +9,21 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* Where a library keeps the addresses of one function that it calls: one slot for calls, one for its address taken. */
+/* It says where a library keeps the addresses of one function that it calls: one slot for calls, one for its address
+ * taken. */
 struct plx_slots {
   void **at[4];
   size_t count;
-  uintptr_t sealed_from, sealed_to; /* of the table, what the loader has made read-only; page by page */
+  uintptr_t sealed_from, sealed_to; /* the part of the table that the loader has made read-only, page by page */
   void *definition; /* the function itself, where the library is the one that defines it; else NULL */
 };
 
-/* Find the slots of `symbol` in the first loaded library whose file name is `library`. Slots may be none. */
+/* Find the slots of `symbol` in the first loaded library whose file name is `library`. There may be none. */
 void plx_find_slots(const char *library, const char *symbol, struct plx_slots *slots);
-/* Write `function` into all slots; pages that are read-only are so again afterwards. Returns 0, or -1 with errno where the
- * system does not let us. */
+/* Write `function` into all slots; pages that are read-only are so again afterwards. Return 0, or -1 with errno where
+ * the system does not let us. */
 int plx_fill_slots(const struct plx_slots *slots, void *function);
-/* Whether all slots still hold `function`: nobody else has written them since. */
+/* Return whether all slots still hold `function`: no other code has written them since. */
 int plx_slots_hold(const struct plx_slots *slots, const void *function);
 
 #endif

@@ -37,7 +37,7 @@ int plx_group_format(void *base, uint32_t world, size_t stage_bytes, size_t chan
 int plx_group_check(const void *base, size_t bytes) {
   const struct plx_header *h = base;
   if (bytes < PLX_PAGE || h->magic != PLX_MAGIC || h->version != PLX_VERSION || h->total_bytes > bytes) return PLX_INVALID;
-  /* Everything else follows from three numbers: who reads from outside is not led astray by a rank that wrote wildly. */
+  /* Everything else follows from three numbers, so that a rank that wrote wildly leads no reader from outside astray. */
   if (plx_group_bytes(h->world, h->stage_bytes, h->channel_bytes) != h->total_bytes || h->rank_offset != PLX_PAGE ||
       h->rank_stride != rank_stride(h->stage_bytes) || h->channel_offset != PLX_PAGE + h->world * h->rank_stride ||
       h->channel_stride != channel_stride(h->channel_bytes))

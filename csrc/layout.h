@@ -37,11 +37,11 @@
 #define PLX_MAX_DIMS 5u
 #define PLX_BLOCKS 4096u
 #define PLX_FAILURE_BYTES 3072u
-#define PLX_UNTOLD 0u /* of `failure_state` */
+#define PLX_UNTOLD 0u /* a value of `failure_state` */
 #define PLX_TELLING 1u
 #define PLX_TOLD 2u
 
-/* One operation as a rank sees it. All ranks' calls of one sequence number must agree in the fields marked (=). */
+/* This is one operation as a rank sees it. All ranks' calls of one sequence number must agree in the fields marked (=). */
 struct plx_call {
   uint64_t seq;    /* (=) number of the operation in the group, from 1 */
   uint64_t count;  /* (=) elements per rank, as the operation counts them */
@@ -65,7 +65,7 @@ _Static_assert(sizeof(struct plx_call) == 64, "a call is one cache line");
 #define PLX_FLAG_SHADOW 8u  /* zeros, of a rank that is out of the step */
 #define PLX_FLAG_ON_DEVICE 16u /* the tensor lies in memory of a device, from where the other ranks read it */
 
-/* One line of the flight recorder. */
+/* This is one line of the flight recorder. */
 struct plx_record {
   _Atomic uint64_t seq; /* 0: never used; written last on entry */
   uint64_t count;
@@ -90,7 +90,7 @@ struct plx_header {
   uint32_t version;
   uint32_t world;
   uint64_t total_bytes;
-  uint64_t rank_offset; /* of rank 0's block; a multiple of the page */
+  uint64_t rank_offset; /* the offset of rank 0's block; a multiple of the page */
   uint64_t rank_stride;
   uint64_t stage_bytes;
   uint64_t channel_offset;
@@ -99,17 +99,18 @@ struct plx_header {
   uint32_t oversubscribed; /* more ranks than cores: sleep at once, wake everybody once */
   uint32_t reserved;
 
-  /* 0, or what ended the group: code in the low byte, the rank that caused or saw it above. Set once. */
+  /* This is 0, or what ended the group: the code in the low byte, above it the rank that caused or saw it. It is set
+   * once. */
   _Alignas(PLX_LINE) _Atomic uint64_t poison;
 
-  /* The sync for oversubscribed groups: the last of `world` arrivals opens it. */
+  /* This is the sync for oversubscribed groups: the last of `world` arrivals opens it. */
   _Alignas(PLX_LINE) _Atomic uint64_t arrivals;
   _Alignas(PLX_LINE) _Atomic uint32_t synced; /* low half of the last step that everybody reached; a futex */
   _Atomic uint32_t sync_sleepers;
   _Atomic uint32_t gone; /* ranks that left in order, and for whom no sync waits */
 
-  /* Why the group is over, in words, of the first rank that said so: whoever hears of the end hears the same, also when
-   * that rank has gone. Written before `poison`, by whoever took `failure_state` from PLX_UNTOLD. */
+  /* This says why the group is over, in words of the first rank that said so: all that hear of the end hear the same,
+   * also when that rank has gone. It is written before `poison`, by the rank that took `failure_state` from PLX_UNTOLD. */
   _Alignas(PLX_LINE) _Atomic uint32_t failure_state;
   char failure[PLX_FAILURE_BYTES]; /* UTF-8, zero-terminated */
 };
@@ -128,8 +129,8 @@ struct plx_rank {
   uint64_t start_ticks; /* /proc/PID/stat field 22: tells a reused pid */
   _Atomic uint64_t left_after; /* 0, or 1 + the syncs that it had reached when it left in order */
   _Atomic uint64_t finished; /* sequence number of the last collective that returned */
-  /* While the rank's program waits for long at the end of a round of gradients: 1 + where its reducer lies, and above the
-   * round's number that of the reducer's buckets, which is written first. Else 0. */
+  /* While the rank's program waits for long at the end of a round of gradients, this is 1 + where its reducer lies;
+   * above the round's number stands that of the reducer's buckets, which is written first. Else it is 0. */
   _Atomic uint64_t ending;
   _Atomic uint64_t ending_round;
   _Atomic uint64_t next_record;
@@ -141,8 +142,8 @@ struct plx_rank {
 };
 
 struct plx_channel {
-  _Alignas(PLX_LINE) _Atomic uint64_t head; /* bytes ever written; by src */
-  _Alignas(PLX_LINE) _Atomic uint64_t tail; /* bytes ever read; by dst */
+  _Alignas(PLX_LINE) _Atomic uint64_t head; /* bytes ever written, by src */
+  _Alignas(PLX_LINE) _Atomic uint64_t tail; /* bytes ever read, by dst */
   _Alignas(PLX_LINE) _Atomic uint32_t head_sleepers;
   _Atomic uint32_t tail_sleepers;
   _Alignas(PLX_LINE) unsigned char data[];
@@ -197,7 +198,7 @@ enum plx_redop {
   PLX_NUM_REDOPS
 };
 
-/* What an operation returns; also the low byte of `poison`. */
+/* An operation returns one of these; it is also the low byte of `poison`. */
 enum plx_status {
   PLX_OK = 0,
   PLX_MISMATCH = 1,    /* ranks called different things; nothing was changed */
@@ -207,14 +208,14 @@ enum plx_status {
   PLX_INVALID = 5,     /* arguments that no world could make right; nothing was published */
   PLX_NO_MEMORY = 6,
   PLX_CLOSED = 7, /* this process left the group, or is a fork of a rank */
-  /* never in `poison`: what the calls of one phase tell of uneven inputs (uneven.h) */
+  /* these are never in `poison`: the calls of one phase tell them of uneven inputs (uneven.h) */
   PLX_RETRY_UNEVEN = 8, /* some ranks are in a training step, some wait at something else: call again */
   PLX_REJOIN = 9 /* all wait here, and some were out of training steps: bring them up to date, call again */
 };
 
-/* Bytes of shared memory for a group; 0 when the arguments make no sense. */
+/* Return the bytes of shared memory for a group; 0 when the arguments make no sense. */
 size_t plx_group_bytes(uint32_t world, size_t stage_bytes, size_t channel_bytes);
-/* Write the header into zeroed memory. Leader only, before anybody else maps it. */
+/* Write the header into zeroed memory. Only the leader does, before any other rank maps it. */
 int plx_group_format(void *base, uint32_t world, size_t stage_bytes, size_t channel_bytes, int oversubscribed);
 /* Check a mapping's magic, version and size. */
 int plx_group_check(const void *base, size_t bytes);

@@ -20,32 +20,32 @@ struct plx_envelope {
 
 #define PLX_MESSAGE_LINE 64u
 
-/* A message that came before its receive, or is coming. */
+/* This is a message that came before its receive, or is coming. */
 struct plx_message {
   struct plx_message *next;
   struct plx_envelope head;
   unsigned char data[];
 };
 
-/* The reading end of a channel. */
+/* This is the reading end of a channel. */
 struct plx_recv_channel {
-  struct plx_envelope head; /* of the message that is being read, if `open` */
-  uint64_t at;              /* bytes of it that were read, padding included */
+  struct plx_envelope head; /* the header of the message that is being read, if `open` */
+  uint64_t at;              /* so many bytes of it were read, padding included */
   int open;
   int wanted;                     /* some posted receive could take its next message; written by who makes progress */
   struct plx_receive *into;       /* where the message goes: to a receive, */
   struct plx_message *arriving;   /* or to the unexpected queue */
-  struct plx_message *unexpected; /* in the order in which they came */
+  struct plx_message *unexpected; /* they are in the order in which they came */
 };
 
 struct plx_mailbox {
-  pthread_mutex_t lock;       /* of all but the send_locks */
-  pthread_cond_t changed;     /* nobody makes progress any more, or a receive is over */
+  pthread_mutex_t lock;       /* it guards all but the send_locks */
+  pthread_cond_t changed;     /* no thread makes progress any more, or a receive is over */
   pthread_cond_t work;        /* there is something for the progress thread */
-  struct plx_receive *posted; /* in the order of posting */
+  struct plx_receive *posted; /* they are in the order of posting */
   uint64_t finished;          /* receives that are over */
   uint64_t looked_ns;
-  int progressing; /* somebody makes progress */
+  int progressing; /* a thread makes progress */
   int waiting;     /* how many wait for receives */
   int resting;     /* the progress thread has nothing to do */
   int stopped;
@@ -60,17 +60,17 @@ static inline uint64_t plx_next_record(const struct plx_group *g) {
   return 1 + atomic_load_explicit(&plx_rank_of(g, g->rank)->next_record, memory_order_relaxed);
 }
 
-/* Under `lock`; see match.c. */
+/* The caller holds `lock`; see match.c. */
 
-/* Take in one piece of every channel that somebody wants something from; whether there was any. */
+/* Take in one piece of every channel from which a receive wants something; return whether there was any. */
 int plx_take_in(struct plx_group *g);
 /* Give `r` what has come for it from `src` before it was posted, whole or begun. */
 void plx_take_unexpected(struct plx_group *g, struct plx_receive *r, uint32_t src);
-/* The group is over, and with it every posted receive. `failed`, if any, is the one that did not fit. Returns `code`. */
+/* End every posted receive, since the group is over. `failed`, if any, is the one that did not fit. Return `code`. */
 int plx_finish_all(struct plx_group *g, int code, const struct plx_receive *failed);
-/* Whether waiting still makes sense; if not, all receives are over. */
+/* Return whether waiting still makes sense; if not, all receives are over. */
 int plx_check_receives(struct plx_group *g, struct plx_wait *w);
-/* Whether something lies in the channel from `src`. */
+/* Return whether something lies in the channel from `src`. */
 int plx_has_bytes(struct plx_group *g, uint32_t src);
 
 #endif

@@ -25,7 +25,7 @@ static void finish(struct plx_group *g, struct plx_receive *r, int code, int rec
   if (g->mailbox->waiting != 0) pthread_cond_broadcast(&g->mailbox->changed);
 }
 
-/* The group is over, and with it every posted receive. `failed_rank`, if any, is the one that did not fit. */
+/* End every posted receive, since the group is over. `failed_rank`, if any, is the one that did not fit. */
 int plx_finish_all(struct plx_group *g, int code, const struct plx_receive *failed_rank) {
   for (uint32_t r = 0; r < g->world; r++) g->mailbox->recv_channels[r].into = NULL;
   while (g->mailbox->posted != NULL) {
@@ -51,7 +51,7 @@ static void match(struct plx_group *g, struct plx_receive *r, uint32_t src) {
   r->matched = 1;
 }
 
-/* A message begins: where will it go? */
+/* Decide where a message goes that begins. */
 static int begin(struct plx_group *g, uint32_t src, const struct plx_envelope *head) {
   struct plx_recv_channel *in = &g->mailbox->recv_channels[src];
   struct plx_receive *r = g->mailbox->posted;
@@ -75,7 +75,7 @@ static int begin(struct plx_group *g, uint32_t src, const struct plx_envelope *h
   return PLX_OK;
 }
 
-/* Take one piece out of the channel from `src`, if one is there; whether there was. */
+/* Take one piece out of the channel from `src`, if one is there; return whether there was. */
 static int advance(struct plx_group *g, uint32_t src) {
   struct plx_recv_channel *in = &g->mailbox->recv_channels[src];
   struct plx_channel *c = plx_channel_of(g, src, g->rank);
@@ -113,7 +113,7 @@ static int is_wanted(const struct plx_mailbox *mailbox, uint32_t src) {
   return 0;
 }
 
-/* Take in one piece of every channel that somebody wants something from; whether there was any. */
+/* Take in one piece of every channel from which a receive wants something; return whether there was any. */
 int plx_take_in(struct plx_group *g) {
   int moved = 0;
   for (uint32_t r = 0; r < g->world; r++) {
@@ -147,7 +147,7 @@ void plx_take_unexpected(struct plx_group *g, struct plx_receive *r, uint32_t sr
   free(m);
 }
 
-/* Whether nobody who could still send for `r` lives, and all that they sent has been read. */
+/* Return whether no living rank could still send for `r`, and all that was sent has been read. */
 static int is_hopeless(struct plx_group *g, const struct plx_receive *r, uint32_t *failed_rank) {
   for (uint32_t p = 0; p < g->world; p++) {
     if (p == g->rank || (r->matched ? p != r->from : r->src >= 0 && p != (uint32_t)r->src)) continue;
@@ -157,7 +157,7 @@ static int is_hopeless(struct plx_group *g, const struct plx_receive *r, uint32_
   return 1;
 }
 
-/* Whether waiting still makes sense; if not, all receives are over. */
+/* Return whether waiting still makes sense; if not, all receives are over. */
 int plx_check_receives(struct plx_group *g, struct plx_wait *w) {
   uint64_t now = g->mailbox->looked_ns = plx_now_ns();
   int code = plx_poisoned(g, w);

@@ -45,7 +45,7 @@ int plx_broadcast(struct plx_group *g, struct plx_wait *w, const struct plx_orig
   return plx_finish(g, o, record, &call, code);
 }
 
-/* All inputs lie in their ranks' heaps: what is left of them, from `at` on, is read where it lies. */
+/* All inputs lie in their ranks' heaps: the rest of them, from `at` on, is read where it lies. */
 static int gather_in_heap(struct plx_group *g, struct plx_wait *w, const void *in, void *const *out, const size_t *bytes,
                           size_t at, const uint64_t *offset, int keep) {
   for (uint32_t i = 0; keep && i < g->world; i++) {
@@ -53,7 +53,7 @@ static int gather_in_heap(struct plx_group *g, struct plx_wait *w, const void *i
     const void *from = i == 0 ? in : g->heaps[r] + offset[r];
     if (at < bytes[r]) plx_copy((char *)out[r] + at, (const char *)from + at, bytes[r] - at);
   }
-  return plx_sync(g, w); /* nobody writes into its input again before all have read it */
+  return plx_sync(g, w); /* no rank writes into its input again before all have read it */
 }
 
 int plx_gather(struct plx_group *g, struct plx_wait *w, const struct plx_origin *o, const void *in, void *const *out,

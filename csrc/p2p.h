@@ -16,16 +16,16 @@
 #define PLX_PENDING (-1)
 #define PLX_WOULD_WAIT (-2)
 
-/* A receive, from its posting until its status is no longer PLX_PENDING; it and `data` must stay that long. */
+/* This is a receive, from its posting until its status is no longer PLX_PENDING; it and `data` must stay that long. */
 struct plx_receive {
   void *data;
   uint64_t bytes;
   uint64_t deadline_ns; /* the group ends when it passes */
-  int32_t src;          /* below zero: anybody */
+  int32_t src;          /* below zero: any rank */
   uint32_t tag;
   uint32_t dtype;
 
-  uint32_t from; /* who sent it, once it is over */
+  uint32_t from; /* the rank that sent it, once it is over */
   _Atomic int status;
   int matched; /* its message has begun; `from` holds */
   struct plx_receive *next;
@@ -33,28 +33,28 @@ struct plx_receive {
   uint64_t recorded; /* records that this rank had written when it was posted */
 };
 
-/* Both directions of one rank. NULL when there is no memory. */
+/* Open both directions of one rank; the result is NULL when there is no memory. */
 struct plx_mailbox *plx_mailbox_open(uint32_t world);
-/* When no thread uses it any more. */
+/* Close them when no thread uses them any more. */
 void plx_mailbox_close(struct plx_mailbox *mailbox, uint32_t world);
 
 /* Write a message into the channel to `dst`; messages of one thread keep their order. */
 int plx_send(struct plx_group *g, struct plx_wait *w, const struct plx_origin *o, const void *data, size_t bytes,
              uint32_t dst, uint32_t tag, int dtype);
-/* The same if it can be done without waiting, else PLX_WOULD_WAIT and nothing has happened. */
+/* Write it if that can be done without waiting; else return PLX_WOULD_WAIT, and nothing has happened. */
 int plx_send_now(struct plx_group *g, struct plx_wait *w, const struct plx_origin *o, const void *data, size_t bytes,
                  uint32_t dst, uint32_t tag, int dtype);
 
-/* Post `r`, whose first seven fields are filled; returns its status. Never waits. */
+/* Post `r`, whose first seven fields are filled, and return its status. It never waits. */
 int plx_post(struct plx_group *g, const struct plx_origin *o, struct plx_receive *r);
 /* Wait until `r` or any other posted receive is over, or w's deadline passes, which ends nothing. */
 int plx_progress(struct plx_group *g, struct plx_wait *w, struct plx_receive *r);
-/* Take in what has come, without waiting. */
+/* Take in the messages that have come, without waiting. */
 void plx_poll_messages(struct plx_group *g);
 /* Take in messages while nobody waits for them; returns when that has ended a receive, or after plx_stop_progress_thread. */
 void plx_progress_thread(struct plx_group *g);
 void plx_stop_progress_thread(struct plx_group *g);
-/* This process leaves: what is posted ends with PLX_CLOSED, and nobody waits any longer. */
+/* Leave with this process: posted receives end with PLX_CLOSED, and no thread waits any longer. */
 void plx_mailbox_end(struct plx_group *g);
 
 #endif

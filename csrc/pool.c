@@ -8,7 +8,7 @@
 #include "interpose.h"
 #include "layout.h"
 
-#define MAX_POOLS 64 /* in one process */
+#define MAX_POOLS 64 /* so many in one process */
 
 struct plx_class { /* blocks of one size */
   size_t size;
@@ -26,19 +26,19 @@ struct plx_block {
 struct plx_pool {
   _Atomic uintptr_t base;
   _Atomic size_t bytes; /* 0: no pool */
-  size_t end;           /* of the last block */
+  size_t end;           /* the end of the last block */
   size_t used;
   size_t num_classes, num_blocks;
   struct plx_class *classes;
-  struct plx_block *blocks; /* by offset; room for the sum of all `most` */
+  struct plx_block *blocks; /* they are by offset; there is room for the sum of all `most` */
   atomic_flag lock;         /* held for a few instructions */
 };
 
-/* Process-wide, because what is interposed is: torch's allocator knows no pool. The pools themselves are never freed:
- * another thread may be looking whether its block is one of theirs. */
+/* These are of the whole process, because what is interposed is: torch's allocator knows no pool. The pools themselves
+ * are never freed: another thread may be looking whether its block is one of theirs. */
 static struct {
   struct plx_pool pools[MAX_POOLS];
-  _Atomic size_t num_pools; /* that were ever used: the first ones */
+  _Atomic size_t num_pools; /* so many were ever used: the first ones */
   int interposed;
   struct plx_slots allocated, freed[2]; /* of libc10, which defines both functions; of libtorch_cpu, which also frees */
   void *(*alloc_cpu)(size_t);
@@ -108,11 +108,11 @@ static void our_free_cpu(void *block) {
   process.free_cpu(block);
 }
 
-/* c10::alloc_cpu(unsigned long) and c10::free_cpu(void*), as the Itanium C++ ABI spells them. */
+/* These are c10::alloc_cpu(unsigned long) and c10::free_cpu(void*), as the Itanium C++ ABI spells them. */
 #define ALLOC_CPU "_ZN3c109alloc_cpuEm"
 #define FREE_CPU "_ZN3c108free_cpuEPv"
 
-/* Called under Python's lock, so by one thread at a time. */
+/* This is called under Python's lock, so by one thread at a time. */
 static int interpose(void) {
   if (process.interposed) return 0;
   plx_find_slots("libc10.so", ALLOC_CPU, &process.allocated);
@@ -122,15 +122,15 @@ static int interpose(void) {
   process.free_cpu = (void (*)(void *))(uintptr_t)process.freed[0].definition;
   errno = ENOSYS;
   if (process.alloc_cpu == NULL || process.free_cpu == NULL) return -1;
-  /* First whoever frees: it must know our blocks before there are any. Without a pool both do what torch's own do, so
-   * nothing is lost if the second can't be filled. */
+  /* The libraries that free come first: they must know our blocks before there are any. Without a pool both do what
+   * torch's own do, so nothing is lost if the second can't be filled. */
   process.interposed = plx_fill_slots(&process.freed[0], (void *)(uintptr_t)our_free_cpu) == 0 &&
                        plx_fill_slots(&process.freed[1], (void *)(uintptr_t)our_free_cpu) == 0 &&
                        plx_fill_slots(&process.allocated, (void *)(uintptr_t)our_alloc_cpu) == 0;
   return process.interposed ? 0 : -1;
 }
 
-/* A few loads. A block that is given out while somebody else is called to free it would end the process. */
+/* This costs a few loads. A block that is given out while other code is called to free it would end the process. */
 static int is_interposed(void) {
   return plx_slots_hold(&process.allocated, (void *)(uintptr_t)our_alloc_cpu) &&
          plx_slots_hold(&process.freed[0], (void *)(uintptr_t)our_free_cpu) &&

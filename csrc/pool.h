@@ -21,18 +21,19 @@
 
 struct plx_pool;
 
-/* A pool over `bytes` of memory at `base` that serves tensors of the `count` given sizes, each as often as `most`
- * says at the same time. NULL with errno: ENOSYS where torch's allocator can't be interposed, else ENOMEM. */
+/* Make a pool over `bytes` of memory at `base` that serves tensors of the `count` given sizes, each as often as `most`
+ * says at the same time. The result is NULL with errno: ENOSYS where torch's allocator can't be interposed, else ENOMEM. */
 struct plx_pool *plx_pool_new(void *base, size_t bytes, const size_t *sizes, const size_t *most, size_t count);
-/* From here to `leave`, this thread's tensors may come from the pool. One pool at a time. Returns whether the thread was
- * inside already; -1, and it is inside no pool, when somebody else has taken our place in torch's libraries since. */
+/* From here to `leave`, let this thread's tensors come from the pool. Only one pool serves at a time. Return whether the
+ * thread was inside already; -1, and it is inside no pool, when other code has taken our place in torch's libraries
+ * since. */
 int plx_pool_enter(struct plx_pool *pool);
 void plx_pool_leave(void);
-/* Blocks that tensors use. */
+/* Return the number of blocks that tensors use. */
 size_t plx_pool_used(struct plx_pool *pool);
-/* Free the pool's bookkeeping, if no tensor uses a block. Returns whether it did. */
+/* Free the pool's bookkeeping, if no tensor uses a block. Return whether it did. */
 int plx_pool_delete(struct plx_pool *pool);
-/* In a forked child: no lock is held, no thread is inside a backward. */
+/* Note, in a forked child, that no lock is held and no thread is inside a backward. */
 void plx_pools_after_fork(void);
 
 #endif

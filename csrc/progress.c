@@ -6,7 +6,7 @@
 #include "mailbox.h"
 #include "recorder.h"
 
-/* Make whoever makes progress look again. */
+/* Make the thread that makes progress look again. */
 static void nudge(struct plx_group *g) {
   struct plx_rank *me = plx_rank_of(g, g->rank);
   atomic_fetch_add_explicit(&me->bell, 1, memory_order_seq_cst);
@@ -19,7 +19,7 @@ static int has_arrival(struct plx_group *g) {
   return 0;
 }
 
-/* Without the lock: wait for bytes or for the bell to move from `bell`, at most one slice. Whether that came. */
+/* Wait, without the lock, for bytes or for the bell to move from `bell`, at most one slice. Return whether that came. */
 static int await_arrival(struct plx_group *g, struct plx_wait *w, uint32_t bell) {
   struct plx_rank *me = plx_rank_of(g, g->rank);
   uint64_t since = plx_now_ns();
@@ -35,7 +35,7 @@ static int await_arrival(struct plx_group *g, struct plx_wait *w, uint32_t bell)
   return has_arrival(g);
 }
 
-/* Whether the caller wants to go on waiting; it is asked without the lock. */
+/* Return whether the caller wants to go on waiting; it is asked without the lock. */
 static int ask(struct plx_group *g, struct plx_wait *w, uint64_t since_ns) {
   if (w->idle == NULL) return PLX_OK;
   pthread_mutex_unlock(&g->mailbox->lock);
@@ -44,10 +44,10 @@ static int ask(struct plx_group *g, struct plx_wait *w, uint64_t since_ns) {
   return code == PLX_OK ? PLX_OK : plx_finish_all(g, code, NULL);
 }
 
-/* Make progress, once: take in what is there, else wait for more. The lock is let go meanwhile. */
+/* Make progress once: take in what is there, else wait for more. The lock is let go meanwhile. */
 static int progress_once(struct plx_group *g, struct plx_wait *w, uint64_t since_ns) {
   struct plx_mailbox *mailbox = g->mailbox;
-  /* Before we look: a receive posted from here on moves the bell. */
+  /* This is read before we look: a receive posted from here on moves the bell. */
   uint32_t bell = atomic_load_explicit(&plx_rank_of(g, g->rank)->bell, memory_order_seq_cst);
   mailbox->progressing = 1;
   int moved = plx_take_in(g), code = PLX_OK;

@@ -24,14 +24,14 @@ static inline int py_to_address(PyObject *o, void **v) {
   return 0;
 }
 
-/* As many arguments as needed. */
+/* Check that there are as many arguments as needed. */
 int py_want(Py_ssize_t have, Py_ssize_t need, const char *name);
-/* `world` numbers from a tuple; NULL with an error set. None gives zeros. */
+/* Return `world` numbers from a tuple; NULL with an error set. None gives zeros. */
 uint64_t *py_to_array(PyObject *o, uint32_t world);
-/* Whether there is memory at an address. A tensor without any (fake, wrapped, freed) has address 0; to go there would end
- * the process. */
+/* Return whether there is memory at an address. A tensor without any (fake, wrapped, freed) has address 0; to go there
+ * would end the process. */
 int py_has_memory(const void *at, uint64_t size);
-/* The same for `world` addresses; `given` is the tuple that they came from, or None where this rank has none. */
+/* Check the same for `world` addresses; `given` is the tuple that they came from, or None where this rank has none. */
 int py_have_memory(PyObject *given, const uint64_t *at, const uint64_t *sizes, uint32_t world);
 
 #endif

@@ -5,12 +5,12 @@
 #include <unistd.h>
 
 int py_is_main(void) {
-  static _Thread_local int answer = -1; /* asked once per thread: two system calls */
+  static _Thread_local int answer = -1; /* each thread asks once: two system calls */
   if (answer < 0) answer = syscall(SYS_gettid) == getpid();
   return answer;
 }
 
-/* After close(): let the memory go, if nobody is inside. Keeps the error that is set. */
+/* Let the memory go after close(), if no thread is inside. This keeps the error that is set. */
 void py_let_go(PyGroup *self) {
   PyObject *call = self->let_go, *type, *value, *trace;
   if (!self->closed || self->inside != 0 || call == NULL) return;

@@ -17,22 +17,23 @@ typedef struct {
   PyObject *idle; /* called with the seconds waited, from the first second on; may raise */
   int failed_rank;
   int closed;
-  uint64_t background_spin_ns; /* for threads other than the main one */
+  uint64_t background_spin_ns; /* the spin time of threads other than the main one */
   int awaited; /* the main thread waits for what another does here */
-  /* Counted with the GIL held. The memory goes with the last who is inside, whoever closes the group meanwhile. */
+  /* This is counted with the GIL held. The memory goes with the last thread that is inside, whichever closes the group
+   * meanwhile. */
   int inside;           /* threads in an operation; a signal handler's own operation counts again */
-  int main_inside;      /* of these, the main thread, which alone runs signal handlers */
-  PyObject *let_go;     /* called once, when the group is closed and nobody is inside */
-  _Atomic int parked;   /* the process ends: who is inside stays there */
+  int main_inside;      /* the main thread among these, which alone runs signal handlers */
+  PyObject *let_go;     /* called once, when the group is closed and no thread is inside */
+  _Atomic int parked;   /* the process ends: threads that are inside stay there */
 } PyGroup;
 
-/* Whether this is the thread that runs signal handlers. */
+/* Return whether this is the thread that runs signal handlers. */
 int py_is_main(void);
-/* After close(): let the memory go, if nobody is inside. Keeps the error that is set. */
+/* Let the memory go after close(), if no thread is inside. This keeps the error that is set. */
 void py_let_go(PyGroup *self);
 
-/* How long this thread may spin. One in the background must not take the core from the one that computes, where a rank has
- * no core to spare. */
+/* Return how long this thread may spin. A background thread must not take the core from the one that computes, where a
+ * rank has no core to spare. */
 static inline uint64_t py_spin_of(const PyGroup *self, int is_main) {
   return is_main || self->awaited ? self->g.spin_ns : self->background_spin_ns;
 }
@@ -48,20 +49,20 @@ static inline void py_leave(PyGroup *self, int is_main) {
   if (self->closed) py_let_go(self);
 }
 
-/* Take the GIL, on the way out or to ask something. At the end of the process never again: the interpreter would end this
- * thread in the middle of whatever C++ called it, which aborts the process, or its error would be printed to streams
- * that are going. The threads that come here are daemons; the rest was joined before. */
+/* Take the GIL, on the way out or to ask something. At the end of the process this never returns: the interpreter would
+ * end this thread in the middle of the C++ code that called it, which aborts the process, or its error would be printed
+ * to streams that are going. The threads that come here are daemons; the rest was joined before. */
 static inline void py_come_back(PyGroup *self, PyThreadState *thread) {
   while (atomic_load_explicit(&self->parked, memory_order_acquire)) pause();
   PyEval_RestoreThread(thread);
 }
 
-/* Waiting: every slice, take the GIL for a moment so that Ctrl-C works and the user hears about long waits. */
+/* While waiting, every slice, take the GIL for a moment so that Ctrl-C works and the user hears about long waits. */
 struct patience {
   PyThreadState *thread;
   PyGroup *group;
   uint64_t said_ns;
-  const int32_t *failed_rank; /* whom it waits for, as far as is known */
+  const int32_t *failed_rank; /* the rank that it waits for, as far as is known */
 };
 
 int py_idle(void *context, uint64_t waited_ns);
@@ -73,12 +74,12 @@ struct tail {
   uint64_t shape[PLX_MAX_DIMS];
 };
 
-/* Whether the group is open; if not, with ClosedError set. */
+/* Return whether the group is open; if not, ClosedError is set. */
 int py_is_open(PyGroup *self);
-/* The last three arguments of a message, the last four of a collective. */
+/* Read the last three arguments of a message, or the last four of a collective. */
 int py_to_tail(PyGroup *self, PyObject *const *args, struct tail *t);
 int py_to_collective_tail(PyGroup *self, PyObject *const *args, struct tail *t);
-/* A rank of the group. */
+/* Check that it is a rank of the group. */
 int py_to_rank(PyGroup *self, PyObject *o, uint32_t *rank);
 
 #define ANSWER_IF_CLOSED(self) \
@@ -94,7 +95,7 @@ int py_to_rank(PyGroup *self, PyObject *o, uint32_t *rank);
   py_enter(self, is_main);                                                                \
   patience.thread = PyEval_SaveThread();
 
-/* Whoever was inside when this process left hears that, and not what woke it. */
+/* Threads that were inside when this process left hear that, and not what woke them. */
 #define END(self, code)                                                  \
   py_come_back(self, patience.thread);                                   \
   (self)->failed_rank = wait.failed_rank;                                \
@@ -103,7 +104,7 @@ int py_to_rank(PyGroup *self, PyObject *o, uint32_t *rank);
   if ((code) == PLX_INTERRUPTED && PyErr_Occurred()) return NULL;        \
   return PyLong_FromLong(answer);
 
-/* What asks nobody while it waits, if it waits at all. */
+/* This is for calls that ask nothing while they wait, if they wait at all. */
 #define OUTSIDE_GIL(self, call)                  \
   {                                              \
     int is_main = py_is_main();                  \
@@ -114,8 +115,8 @@ int py_to_rank(PyGroup *self, PyObject *o, uint32_t *rank);
     py_leave(self, is_main);                     \
   }
 
-/* A collective's `code` is the call's, made again for as long as the ranks find some out of a step; that they come further
- * in between is a sign of life, so each attempt has the whole time. */
+/* `code` is a collective's call, made again for as long as the ranks find some out of a step; that they come further in
+ * between is a sign of life, so each attempt has the whole time. */
 #define COLLECTIVE(self, t, call)                                                                               \
   int code = (call);                                                                                            \
   while (code == PLX_RETRY_UNEVEN) {                                                                            \

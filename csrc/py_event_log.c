@@ -49,7 +49,7 @@ static int log_init(PyObject *object, PyObject *args, PyObject *kwargs) {
   return 0;
 }
 
-/* The events that are new, by `on_due`. What it raises is whoever marks's, too. */
+/* Hand the new events to `on_due`. What it raises is raised by the mark, too. */
 static PyObject *take(EventLog *self) {
   self->inside = 1;
   PyObject *done = PyObject_CallObject(self->on_due, NULL);
@@ -73,7 +73,8 @@ static PyObject *note(EventLog *self, double kind, double value, double now) {
   return take(self);
 }
 
-/* take(): now; not within itself, as a signal's handler may come while it runs, nor once closed, nor by another thread. */
+/* take(): hand the new events to `on_due` now; but not within itself, as a signal's handler may come while it runs, nor
+ * once closed, nor on another thread. */
 static PyObject *log_take(EventLog *self, PyObject *unused) {
   (void)unused;
   if (self->count == NULL || self->inside || PyThread_get_thread_ident() != self->thread) Py_RETURN_NONE;
@@ -92,7 +93,7 @@ static PyObject *log_mark(EventLog *self, PyObject *const *args, Py_ssize_t coun
   return note(self, kind, value, now);
 }
 
-/* Hooks of torch's optimizers: (optimizer, args, kwargs). The event's value tells optimizers apart. */
+/* These are hooks of torch's optimizers: (optimizer, args, kwargs). The event's value tells optimizers apart. */
 static PyObject *log_begin_update(EventLog *self, PyObject *const *args, Py_ssize_t count) {
   return note(self, self->begin_update, count > 0 ? (double)(uintptr_t)args[0] : 0.0, now_s());
 }
@@ -113,7 +114,7 @@ static PyObject *log_took(EventLog *self, PyObject *args) {
   Py_RETURN_NONE;
 }
 
-/* Nothing is noted any more; the memory may go. */
+/* After this nothing is noted any more; the memory may go. */
 static PyObject *log_close(EventLog *self, PyObject *unused) {
   (void)unused;
   self->count = NULL;

@@ -19,7 +19,7 @@ static int put(PyObject *values, PyObject *key, PyObject *value, int how, PyObje
   } else if (old == NULL) {
     return PyDict_SetItem(values, key, value);
   } else {
-    Py_INCREF(old); /* `combine` is anybody's code */
+    Py_INCREF(old); /* `combine` may run any code */
     new = how == ADD ? PyNumber_Add(old, value) : PyObject_CallFunctionObjArgs(combine, old, value, NULL);
     Py_DECREF(old);
     if (new == NULL) return -1;
@@ -29,7 +29,7 @@ static int put(PyObject *values, PyObject *key, PyObject *value, int how, PyObje
   return status;
 }
 
-/* All of one record, or, with an exception, what is before the mistake. */
+/* Put all pairs of one record, or, with an exception, those before the mistake. */
 static int put_all(PyObject *values, const Pairs *pairs, int how, PyObject *combine) {
   for (Py_ssize_t i = 0; i < pairs->count; i++) {
     PyObject *key = pairs->items[i].key, *value = pairs->items[i].value;

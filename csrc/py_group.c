@@ -6,7 +6,7 @@
 #include "py_group.h"
 #include "py_types.h"
 
-/* The ranks that were out of the latest step. */
+/* Return the ranks that were out of the latest step. */
 static PyObject *py_group_get_absent(PyObject *object, void *unused) {
   const PyGroup *self = (PyGroup *)object;
   (void)unused;
@@ -19,7 +19,7 @@ static PyObject *py_group_get_absent(PyObject *object, void *unused) {
   return list;
 }
 
-/* How many steps some ranks were out of, since all met. */
+/* Return how many steps some ranks were out of, since all met. */
 static PyObject *py_group_get_missed(PyObject *self, void *unused) {
   (void)unused;
   return PyLong_FromUnsignedLongLong(((PyGroup *)self)->uneven.missed);
@@ -67,7 +67,7 @@ static PyObject *py_group_settle(PyGroup *self, PyObject *arg) {
   return PyBool_FromLong(self->inside == 0);
 }
 
-/* In a forked child: forget, touch nothing that is shared. */
+/* Forget the group in a forked child, and touch nothing that is shared. */
 static PyObject *py_group_abandon(PyGroup *self, PyObject *unused) {
   (void)unused;
   self->closed = 1;

@@ -74,7 +74,7 @@ static PyObject *core_can_reduce(PyObject *module, PyObject *args) {
   return PyBool_FromLong(plx_reduce_kernel(dtype, redop) != NULL);
 }
 
-/* dst = src[0] op src[1] op ...: the kernel alone, for tests and for measurement. */
+/* Compute dst = src[0] op src[1] op ...: the kernel alone, for tests and for measurement. */
 static PyObject *core_reduce(PyObject *module, PyObject *args) {
   unsigned long long dst, count;
   PyObject *sources;
@@ -96,7 +96,7 @@ static PyObject *core_reduce(PyObject *module, PyObject *args) {
   Py_RETURN_NONE;
 }
 
-/* The word at that address, or NULL with an error set. */
+/* Return the word at that address, or NULL with an error set. */
 static _Atomic uint64_t *word_at(unsigned long long address) {
   if (address == 0 || address % sizeof(uint64_t) != 0) {
     PyErr_SetString(PyExc_ValueError, "a word lies at a multiple of 8, and not at 0");

@@ -16,7 +16,7 @@ PyObject *py_group_send(PyGroup *self, PyObject *const *a, Py_ssize_t n) {
   END(self, code)
 }
 
-/* The same without waiting; None where that cannot be done. */
+/* Send without waiting; return None where that cannot be done. */
 PyObject *py_group_send_now(PyGroup *self, PyObject *const *a, Py_ssize_t n) {
   ANSWER_IF_CLOSED(self)
   struct tail t;
@@ -36,7 +36,7 @@ PyObject *py_group_send_now(PyGroup *self, PyObject *const *a, Py_ssize_t n) {
   END(self, code)
 }
 
-/* A posted receive. Whoever posts it keeps it, and the tensor, until it is over. */
+/* This is a posted receive. The caller that posts it keeps it, and the tensor, until it is over. */
 typedef struct {
   PyObject_HEAD
   struct plx_receive r;
@@ -119,7 +119,7 @@ PyObject *py_group_poll(PyGroup *self, PyObject *unused) {
   Py_RETURN_NONE;
 }
 
-/* Take in messages while nobody waits; returns when a receive is over, or after stop_progress_thread(). */
+/* Take in messages while no thread waits; this returns when a receive is over, or after stop_progress_thread(). */
 PyObject *py_group_progress_thread(PyGroup *self, PyObject *unused) {
   (void)unused;
   if (!py_is_open(self)) return NULL;

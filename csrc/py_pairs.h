@@ -4,22 +4,23 @@
 
 #include "py_arguments.h"
 
-/* What is no tuple of two stands there whole as `key`, and `value` is NULL. */
+/* A thing that is no tuple of two stands here whole as `key`, and `value` is NULL. */
 typedef struct {
   PyObject *key, *value;
 } Pair;
 
-/* A tuple is taken apart as it comes, so that its memory is that of the next. */
+/* A tuple is taken apart as it comes, so that the next one uses its memory. */
 typedef struct {
   Pair *items;
   Py_ssize_t count, room;
 } Pairs;
 
-/* What iterates over one record's pairs, to its end. 0, or -1 with an exception; those that came are there. */
+/* Take what iterates over one record's pairs, to its end. Return 0, or -1 with an exception; the pairs that came are
+ * there. */
 int py_pairs_collect(Pairs *pairs, PyObject *mapped);
 void py_pairs_clear(Pairs *pairs);
 void py_pairs_free(Pairs *pairs);
-/* As Python has them. */
+/* Return the pairs as Python has them. */
 PyObject *py_pairs_list(const Pairs *pairs);
 /* Set the list `progress` to how many records and pairs there were, and `other`, whose reference it takes. */
 int py_pairs_report(PyObject *progress, Py_ssize_t records, Py_ssize_t count, PyObject *other);

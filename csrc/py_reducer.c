@@ -9,7 +9,7 @@ typedef struct {
   PyObject_HEAD
   struct plx_reducer b;
   PyGroup *group;
-  struct plx_record *retried; /* of a round whose end is called again */
+  struct plx_record *retried; /* the line of a round whose end is called again */
 } PyReducer;
 
 static int reducer_open(PyReducer *self) { return py_is_open(self->group); }
@@ -66,7 +66,7 @@ static PyObject *reducer_finish(PyReducer *self, PyObject *const *a, Py_ssize_t 
   END(self->group, code)
 }
 
-/* After finish() returned RETRY_UNEVEN: the mean over the ranks that are in this round. A collective. */
+/* Reduce after finish() returned RETRY_UNEVEN: the mean over the ranks that are in this round. All of these call it. */
 static PyObject *reducer_finish_uneven(PyReducer *self, PyObject *const *a, Py_ssize_t n) {
   ANSWER_IF_CLOSED(self->group)
   struct tail t;
@@ -76,7 +76,7 @@ static PyObject *reducer_finish_uneven(PyReducer *self, PyObject *const *a, Py_s
   END(self->group, code)
 }
 
-/* How many rounds have begun; a rank that was out of some takes the others' number before the next one begins. */
+/* Return how many rounds have begun; a rank that was out of some takes the others' number before the next one begins. */
 static PyObject *reducer_get_round(PyObject *self, void *unused) {
   (void)unused;
   return PyLong_FromUnsignedLong(((PyReducer *)self)->b.round);

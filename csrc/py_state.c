@@ -15,8 +15,9 @@ PyObject *py_group_join(PyGroup *self, PyObject *args) {
   Py_RETURN_NONE;
 }
 
-/* The string that is the one argument, as UTF-8; NULL with an exception set if it is none, or the group is closed. Not
- * "s#": its symbol has changed, so a core that Python 3.13 has built would refuse it in an older Python. */
+/* Return the string that is the one argument, as UTF-8; NULL with an exception set if it is none, or the group is
+ * closed. It is not read by "s#", whose symbol has changed: a core that Python 3.13 has built would refuse it in an
+ * older Python. */
 static const char *py_text_argument(PyGroup *self, PyObject *args, Py_ssize_t *length) {
   PyObject *text;
   if (!PyArg_ParseTuple(args, "U", &text) || !py_is_open(self)) return NULL;
@@ -54,21 +55,21 @@ static PyObject *py_text_of(const char *bytes, size_t limit) {
   return PyUnicode_DecodeUTF8(bytes, (Py_ssize_t)strnlen(bytes, limit), "replace");
 }
 
-/* (life, pid, start_ticks, step, finished, exit_reason) of a rank. */
+/* Return (life, pid, start_ticks, step, finished, exit_reason) of a rank. */
 PyObject *py_group_state(PyGroup *self, PyObject *arg) {
   uint32_t rank;
   if (py_to_rank(self, arg, &rank) != 0) return NULL;
   struct plx_rank *r = plx_rank_of(&self->g, rank);
   PyObject *exit_reason = py_text_of(r->exit_reason, sizeof r->exit_reason);
   if (exit_reason == NULL) return NULL;
-  /* Who leaves in order says so in two words, this one first. */
+  /* A rank that leaves in order says so in two words, this one first. */
   unsigned life = atomic_load(&r->left_after) != 0 ? PLX_LEFT : atomic_load(&r->life);
   return Py_BuildValue("IiKKKN", life, (int)r->pid, (unsigned long long)r->start_ticks,
                        (unsigned long long)atomic_load(&r->step), (unsigned long long)atomic_load(&r->finished), exit_reason);
 }
 
-/* The flight recorder of a rank, oldest first: tuples
- * (seq, kind, dtype, redop, root, peer, count, shape, enter_ns, leave_ns, status, call_site, flags). */
+/* Return the flight recorder of a rank, oldest first: tuples (seq, kind, dtype, redop, root, peer, count, shape,
+ * enter_ns, leave_ns, status, call_site, flags). */
 PyObject *py_group_records(PyGroup *self, PyObject *arg) {
   uint32_t rank;
   if (py_to_rank(self, arg, &rank) != 0) return NULL;
@@ -94,14 +95,14 @@ PyObject *py_group_records(PyGroup *self, PyObject *arg) {
   return list;
 }
 
-/* From now on collectives are steps of operations that the caller records with begin_record and end_record. */
+/* From now on take collectives for steps of operations that the caller records with begin_record and end_record. */
 PyObject *py_group_hide_steps(PyGroup *self, PyObject *unused) {
   (void)unused;
   self->g.quiet = 1;
   Py_RETURN_NONE;
 }
 
-/* Whether the main thread waits for what comes next, on whatever thread that is: then it may spin. */
+/* Set whether the main thread waits for what comes next, on whatever thread that is: then it may spin. */
 PyObject *py_group_set_awaited(PyGroup *self, PyObject *arg) {
   int awaited = PyObject_IsTrue(arg);
   if (awaited < 0) return NULL;
@@ -135,7 +136,7 @@ PyObject *py_group_end_record(PyGroup *self, PyObject *args) {
   Py_RETURN_NONE;
 }
 
-/* (code, rank) that ended the group, or (0, 0). */
+/* Return the (code, rank) that ended the group, or (0, 0). */
 PyObject *py_group_get_poison(PyGroup *self, PyObject *unused) {
   (void)unused;
   if (!py_is_open(self)) return NULL;
@@ -150,7 +151,7 @@ PyObject *py_group_set_poison(PyGroup *self, PyObject *args) {
   return PyLong_FromLong(plx_poison(&self->g, code, rank));
 }
 
-/* Why the group is over, as the first rank that said so put it; empty: nobody has, or it has yet to finish. */
+/* Return why the group is over, as the first rank that said so put it; it is empty if none has, or has yet to finish. */
 PyObject *py_group_get_failure(PyGroup *self, PyObject *unused) {
   (void)unused;
   if (!py_is_open(self)) return NULL;
@@ -159,7 +160,7 @@ PyObject *py_group_get_failure(PyGroup *self, PyObject *unused) {
   return py_text_of(h->failure, sizeof h->failure);
 }
 
-/* Whether it could be said: False where it is too long. What is said first stands. */
+/* Say why the group is over; return False if the text is too long. What is said first stands. */
 PyObject *py_group_set_failure(PyGroup *self, PyObject *args) {
   Py_ssize_t length;
   const char *text = py_text_argument(self, args, &length);
@@ -176,14 +177,15 @@ PyObject *py_group_set_failure(PyGroup *self, PyObject *args) {
   Py_RETURN_TRUE;
 }
 
-/* The program has called a collective that another thread will carry out; see plx_issue. Also on a closed group. */
+/* Note that the program has called a collective that another thread will carry out; see plx_issue. This works on a
+ * closed group, too. */
 PyObject *py_group_issue(PyGroup *self, PyObject *unused) {
   (void)unused;
   plx_issue(&self->g);
   Py_RETURN_NONE;
 }
 
-/* That thread has carried it out, well or not. */
+/* Note that that thread has carried it out, well or not. */
 PyObject *py_group_carried_out(PyGroup *self, PyObject *unused) {
   (void)unused;
   plx_carried_out(&self->g);
@@ -208,7 +210,7 @@ PyObject *py_group_set_heaps(PyGroup *self, PyObject *args) {
   Py_RETURN_NONE;
 }
 
-/* Heap blocks: a rank lets block `index` go; a block is free when all have. */
+/* A rank lets block `index` of the heap go; a block is free when all ranks have. */
 PyObject *py_group_release(PyGroup *self, PyObject *arg) {
   uint64_t index;
   if (py_to_u64(arg, &index) != 0) return NULL;
@@ -234,7 +236,7 @@ PyObject *py_group_is_released(PyGroup *self, PyObject *arg) {
   return PyBool_FromLong(all);
 }
 
-/* From now on training steps may do without ranks that wait at another collective. All ranks say so together. */
+/* From now on let training steps do without ranks that wait at another collective. All ranks say so together. */
 PyObject *py_group_allow_uneven(PyGroup *self, PyObject *unused) {
   (void)unused;
   plx_allow_uneven(&self->g, &self->uneven);

@@ -7,13 +7,13 @@
 #include "sums.h"
 
 #define BATCH 32
-#define HEADER 10 /* of packed columns: their kinds, and the length of the first (columns.py) */
+#define HEADER 10 /* the header of packed columns: their kinds, and the length of the first (columns.py) */
 
 typedef struct {
   PyObject_HEAD
   struct plx_sums sums;
-  char kind; /* of the column of keys: t, text; B, bytes; 0, none yet */
-  struct plx_sums_key *keys; /* of a record, on their way in */
+  char kind; /* the kind of the column of keys: t, text; B, bytes; 0, none yet */
+  struct plx_sums_key *keys; /* the keys of a record, on their way in */
   Py_ssize_t room;
 } TextSums;
 
@@ -23,7 +23,7 @@ static int check(int status) {
   return -1;
 }
 
-/* TextSums(seed). In tp_new, so that there is no table without memory. */
+/* TextSums(seed) is made in tp_new, so that there is no table without memory. */
 static PyObject *sums_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
   unsigned long long seed;
   (void)kwargs;
@@ -56,7 +56,7 @@ static int make_room(TextSums *self, Py_ssize_t count) {
 
 static uint64_t weight_of(int64_t value) { return value < 0 ? -(uint64_t)value : (uint64_t)value; }
 
-/* The key and the value of a pair. 1; 0 if it is none that can be here; -1 with an exception. */
+/* Take the key and the value of a pair. Return 1; 0 if it is none that can be here; -1 with an exception. */
 static int take_apart(const Pair *pair, char kind, struct plx_sums_key *key) {
   int overflow = 0;
   Py_ssize_t length;
@@ -67,7 +67,7 @@ static int take_apart(const Pair *pair, char kind, struct plx_sums_key *key) {
   if (kind == 't') {
     key->text = PyUnicode_AsUTF8AndSize(pair->key, &length);
     if (key->text == NULL) {
-      if (!PyErr_ExceptionMatches(PyExc_UnicodeEncodeError)) return -1; /* half a surrogate pair */
+      if (!PyErr_ExceptionMatches(PyExc_UnicodeEncodeError)) return -1; /* it has half a surrogate pair */
       PyErr_Clear();
       return 0;
     }
@@ -80,7 +80,7 @@ static int take_apart(const Pair *pair, char kind, struct plx_sums_key *key) {
   return 1;
 }
 
-/* Add the pairs of a record, all or none. 1; 0 if one cannot be here; -1 with an exception. */
+/* Add the pairs of a record, all or none. Return 1; 0 if one cannot be here; -1 with an exception. */
 static int add_pairs(TextSums *self, const Pairs *pairs) {
   if (pairs->count == 0) return 1;
   if (make_room(self, pairs->count) != 0) return -1;
@@ -160,7 +160,7 @@ static int64_t read_number(const char *at, size_t width) {
 }
 
 static void write_number(char *at, size_t width, int64_t number) {
-  memcpy(at, &number, width); /* its low bytes, which come first where this runs */
+  memcpy(at, &number, width); /* these are its low bytes, which come first where this runs */
 }
 
 static int refuse(const char *why) {
@@ -168,7 +168,8 @@ static int refuse(const char *why) {
   return -1;
 }
 
-/* The keys of packed columns, into what has been checked for room. -1 with an exception: there was no memory. */
+/* Write the keys of packed columns into what has been checked for room. Return -1 with an exception if there was no
+ * memory. */
 static int add_columns(TextSums *self, const char *text, const char *numbers, size_t width, size_t count) {
   struct plx_sums_key batch[BATCH];
   for (size_t start = 0; start < count; start += BATCH) {
@@ -185,15 +186,15 @@ static int add_columns(TextSums *self, const char *text, const char *numbers, si
   return 0;
 }
 
-/* Whether columns have as many keys as numbers, `count`; else -1 with an exception. */
+/* Return whether columns have as many keys as numbers, `count`; else -1 with an exception. */
 static int check_columns(const char *text, const char *numbers, size_t count) {
   size_t keys = 1;
   for (const char *at = text; (at = memchr(at, '\n', (size_t)(numbers - at))) != NULL; at++) keys++;
   return keys == count ? 0 : refuse("packed columns have another number of keys than of numbers");
 }
 
-/* add(packed): columns of keys and integers, as pack() gives them. How many; 0 if they can't be here. Nothing is added
- * then, nor of columns that are damaged, a ValueError. Cost: the borders between keys are counted first. */
+/* add(packed): add columns of keys and integers, as pack() gives them. Return how many; 0 if they can't be here. Then
+ * nothing is added, nor of columns that are damaged, a ValueError. Cost: the borders between keys are counted first. */
 static PyObject *sums_add(TextSums *self, PyObject *packed) {
   char *data;
   Py_ssize_t size;
@@ -224,7 +225,7 @@ static PyObject *sums_sort(TextSums *self, PyObject *unused) {
   return check(plx_sums_sort(&self->sums)) != 0 ? NULL : Py_NewRef(Py_None);
 }
 
-/* partition(partitions): the places behind the last key of each partition. */
+/* partition(partitions): return the places after the last key of each partition. */
 static PyObject *sums_partition(TextSums *self, PyObject *args) {
   Py_ssize_t partitions;
   if (!PyArg_ParseTuple(args, "n", &partitions)) return NULL;
@@ -250,7 +251,7 @@ static int parse_places(TextSums *self, PyObject *args, Py_ssize_t *start, Py_ss
   return -1;
 }
 
-/* pack(start, stop): the keys at these places and their sums as columns (columns.py). */
+/* pack(start, stop): return the keys at these places and their sums as columns (columns.py). */
 static PyObject *sums_pack(TextSums *self, PyObject *args) {
   Py_ssize_t start, stop;
   if (parse_places(self, args, &start, &stop) != 0) return NULL;
@@ -288,7 +289,7 @@ static PyObject *sums_pack(TextSums *self, PyObject *args) {
   return packed;
 }
 
-/* items(start, stop): the keys at these places, and their sums, as two lists. */
+/* items(start, stop): return the keys at these places, and their sums, as two lists. */
 static PyObject *sums_items(TextSums *self, PyObject *args) {
   Py_ssize_t start, stop;
   if (parse_places(self, args, &start, &stop) != 0) return NULL;

@@ -17,7 +17,7 @@
 #define SCALE_TICKS (1ull << 22) /* a shorter span does not tell the scale to 1e-4 */
 
 #if defined(__x86_64__)
-/* Whether the counter runs at one speed, whatever the core does (CPUID 8000_0007h, EDX bit 8). */
+/* Return whether the counter runs at one speed, whatever the core does (CPUID 8000_0007h, EDX bit 8). */
 static int counter_is_steady(void) {
   unsigned a, b, c, d;
   return __get_cpuid(0x80000007u, &a, &b, &c, &d) && (d & 1u << 8);
@@ -44,7 +44,7 @@ static uint64_t set_stopwatch(struct plx_stopwatch *s, uint64_t ticks) {
 }
 #endif
 
-/* The time for a collective, of which a group runs one at a time. */
+/* Return the time for a collective, of which a group runs one at a time. */
 static uint64_t read_stopwatch(struct plx_stopwatch *s) {
 #if defined(__x86_64__)
   if (!s->distrust) {
@@ -103,7 +103,7 @@ struct plx_record *plx_record_enter(struct plx_group *g, const struct plx_call *
                                     int32_t peer) {
   uint64_t number;
   if (g->quiet || (o->flags & PLX_FLAG_SHADOW)) return &g->unseen;
-  if (o->retried != NULL && *o->retried != NULL) { /* the same call, made again: one line */
+  if (o->retried != NULL && *o->retried != NULL) { /* the same call is made again: it has one line */
     struct plx_record *same = *o->retried;
     *o->retried = NULL;
     if (call->kind != PLX_GRADIENTS) atomic_store_explicit(&same->seq, call->seq, memory_order_release);

@@ -8,18 +8,19 @@
  * call that is made again goes on in its line (o->retried). Times are CLOCK_MONOTONIC, to a microsecond or so. */
 struct plx_record *plx_record_enter(struct plx_group *g, const struct plx_call *call, const struct plx_origin *o,
                                     int32_t peer);
-/* It is over, with this enum plx_status. */
+/* End the operation with this enum plx_status. */
 void plx_record_leave(struct plx_group *g, struct plx_record *record, int status);
-/* What was to be made again will not be. */
+/* Note that what was to be made again will not be. */
 void plx_record_give_up(struct plx_group *g, const struct plx_origin *o, int status);
-/* The same long after: by now the line may tell of another operation, and then stays as it is. `recorded`: how many lines
- * this rank had written when that was its last. */
+/* End the operation long after: by now the line may tell of another one, and then stays as it is. `recorded` says how
+ * many lines this rank had written when that was its last. */
 void plx_record_leave_late(struct plx_group *g, struct plx_record *record, uint64_t recorded, int status);
-/* As `enter`, in a quiet group too; `number` is that of the record, to pass to `end`, which may come much later. */
+/* Begin as `enter` does, in a quiet group too; `number` is that of the record, to pass to `end`, which may come much
+ * later. */
 struct plx_record *plx_record_begin(struct plx_group *g, const struct plx_call *call, const struct plx_origin *o,
                                     int32_t peer, uint64_t *number);
 void plx_record_end(struct plx_group *g, uint64_t number, int status);
-/* Whether the line that was this rank's last after `recorded` ones is still that operation's. */
+/* Return whether the line that was this rank's last after `recorded` ones is still that operation's. */
 int plx_record_is_kept(struct plx_group *g, uint64_t recorded);
 /* Copy the record that `owner` wrote as its `number`th, counted from 0; 0 if it is being written, or never was. */
 int plx_record_read(const struct plx_rank *owner, uint64_t number, struct plx_record *copy);

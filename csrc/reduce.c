@@ -14,7 +14,7 @@
 #define PLX_IVDEP _Pragma("GCC ivdep")
 #endif
 
-/* IEEE 754 half and single precision, in integers: exact, and the same on every machine. */
+/* These convert IEEE 754 half and single precision in integers: exactly, and alike on every machine. */
 static inline float half_to_float(uint16_t half) {
   uint32_t sign = (uint32_t)(half & 0x8000u) << 16, exponent = (half >> 10) & 0x1fu, fraction = half & 0x3ffu, bits;
   if (exponent == 0x1f) {
@@ -41,8 +41,8 @@ static inline uint16_t float_to_half(float value) {
   memcpy(&bits, &value, 4);
   uint32_t sign = (bits >> 16) & 0x8000u, magnitude = bits & 0x7fffffffu;
   if (magnitude > 0x7f800000u) return (uint16_t)(sign | 0x7e00u | ((magnitude >> 13) & 0x1ffu)); /* NaN, made quiet */
-  if (magnitude >= 0x477ff000u) return (uint16_t)(sign | 0x7c00u);                             /* rounds to infinity */
-  if (magnitude < 0x33000001u) return (uint16_t)sign;                                          /* rounds to zero */
+  if (magnitude >= 0x477ff000u) return (uint16_t)(sign | 0x7c00u);                             /* it rounds to infinity */
+  if (magnitude < 0x33000001u) return (uint16_t)sign;                                          /* it rounds to zero */
   if (magnitude >= 0x38800000u) {
     uint32_t rounded = magnitude + 0xfffu + ((magnitude >> 13) & 1u);
     return (uint16_t)(sign | ((rounded - 0x38000000u) >> 13));

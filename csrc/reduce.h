@@ -8,7 +8,7 @@
  * any alignment works. Half types accumulate in float32 and round once; small integers average in 64 bits. */
 typedef void (*plx_reduce_fn)(void *dst, const void *const *src, uint32_t n, size_t count);
 
-/* The kernel for this machine, or NULL where the combination has no meaning (MIN of complex, BAND of floats). */
+/* Return the kernel for this machine, or NULL where the combination has no meaning (MIN of complex, BAND of floats). */
 plx_reduce_fn plx_reduce_kernel(int dtype, int redop);
 
 size_t plx_dtype_size(int dtype);

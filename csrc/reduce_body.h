@@ -2,7 +2,7 @@
  * processor converts half floats itself. Plain loops: the compiler vectorises them, and -ffp-contract=off keeps the
  * bits the same on every instruction set. */
 
-#define BLOCK 512 /* elements that are accumulated at a time: a few KiB, well inside the first-level cache */
+#define BLOCK 512 /* so many elements are accumulated at a time: a few KiB, well inside the first-level cache */
 
 #define OP_SUM(a, b) ((a) + (b))
 #define OP_PRODUCT(a, b) ((a) * (b))
@@ -15,7 +15,8 @@
 #define MEAN(x, n) ((x) / (n))
 #define SIGNED_MEAN(x, n) ((int64_t)(x) / (n))
 
-/* T in memory, W while accumulating (at least as wide), N the type of the divisor, END what happens to the total. */
+/* T is the type in memory, W while accumulating (at least as wide), N the type of the divisor; END is what happens to
+ * the total. */
 #define KERNEL(name, T, W, N, OP, END)                                                                                \
   static void PLX_ISA(name)(void *dst_, const void *const *src_, uint32_t n, size_t count) {                           \
     const T *a = src_[0];                                                                                             \
@@ -100,7 +101,7 @@ FLOAT_KERNELS(f64, double)
 COMPLEX_KERNELS(c64, float, f32)
 COMPLEX_KERNELS(c128, double, f64)
 
-/* Half types: widen a block, accumulate in float32, round once. */
+/* Half types are widened by blocks, accumulated in float32 and rounded once. */
 static void PLX_ISA(widen_bf16)(float *to, const uint16_t *from, size_t n) {
   for (size_t i = 0; i < n; i++) {
     uint32_t bits = (uint32_t)from[i] << 16;
@@ -112,7 +113,7 @@ static void PLX_ISA(narrow_bf16)(uint16_t *to, const float *from, size_t n) {
   for (size_t i = 0; i < n; i++) {
     uint32_t bits;
     memcpy(&bits, &from[i], 4);
-    uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16; /* to nearest, ties to even */
+    uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16; /* it rounds to nearest, ties to even */
     uint32_t quiet = (bits >> 16) | 0x40u;                           /* a NaN stays one */
     to[i] = (uint16_t)((bits & 0x7fffffffu) > 0x7f800000u ? quiet : rounded);
   }
@@ -165,7 +166,7 @@ static void PLX_ISA(narrow_f16)(uint16_t *to, const float *from, size_t n) {
 HALF_KERNELS(f16)
 HALF_KERNELS(bf16)
 
-/* bool: 0 or not. SUM and MAX say whether any, PRODUCT and MIN whether all; the result is 0 or 1. */
+/* A bool is 0 or not. SUM and MAX say whether any is set, PRODUCT and MIN whether all are; the result is 0 or 1. */
 #define OP_ANY(a, b) (((a) | (b)) != 0)
 #define OP_ALL(a, b) (((a) != 0) & ((b) != 0))
 #define OP_ODD(a, b) (((a) != 0) ^ ((b) != 0))

@@ -13,8 +13,8 @@ static struct plx_flags *flags_of(const struct plx_reducer *b, uint32_t rank, ui
   return (struct plx_flags *)(b->g->heaps[rank] + b->flags) + bucket;
 }
 
-/* The last line is a bell: its `ready` word changes whenever this rank changed any flag; its `done` word counts those
- * asleep on it. */
+/* The last line is a bell: its `ready` word changes whenever this rank has changed any flag; its `done` word counts the
+ * threads that sleep on it. */
 static struct plx_flags *bell_of(const struct plx_reducer *b, uint32_t rank) { return flags_of(b, rank, b->num_buckets); }
 
 static void ring(struct plx_reducer *b) {
@@ -85,7 +85,7 @@ void plx_reducer_reduce(struct plx_reducer *b, uint32_t bucket, const uint32_t *
   }
 }
 
-/* The slice that this rank alone needs, into its own memory. */
+/* Reduce the slice that this rank alone needs, into its own memory. */
 static void reduce_needed(struct plx_reducer *b, uint32_t bucket) {
   struct plx_group *g = b->g;
   const struct plx_bucket *k = &b->buckets[bucket];
@@ -132,8 +132,8 @@ static int is_done(const struct plx_reducer *b, uint32_t rank) {
   return 1;
 }
 
-/* Whom to wait for: a rank whose gradients are missing, else one that has not reduced all its slices, else nobody: our
- * own rank. Those who wait for gradients all wake when they come; waiting for slices first would wake one by one. */
+/* Return the rank to wait for: one whose gradients are missing, else one that has not reduced all its slices, else our
+ * own. All that wait for gradients wake when they come; waiting for slices first would wake one by one. */
 static uint32_t find_late(const struct plx_reducer *b) {
   for (int want_done = 0; want_done < 2; want_done++)
     for (uint32_t i = 1; i < b->g->world; i++) {
@@ -152,16 +152,16 @@ static uint32_t find_late(const struct plx_reducer *b) {
 
 static int is_complete(const struct plx_reducer *b, uint32_t rank) { return is_ready(b, rank) && is_done(b, rank); }
 
-/* Tell those who wait for us elsewhere that our program stands at the end of this round. */
+/* Tell the ranks that wait for us elsewhere that our program stands at the end of this round. */
 static void tell_ending(const struct plx_reducer *b) {
   struct plx_rank *me = plx_rank_of(b->g, b->g->rank);
-  /* Release: whoever sees it sees, too, that no other reducer's round is told of any more. */
+  /* This is a release: a rank that sees it sees, too, that no other reducer's round is told of any more. */
   atomic_store_explicit(&me->ending_round, (uint64_t)b->num_buckets << 32 | b->round, memory_order_release);
   atomic_store_explicit(&me->ending, b->flags + 1, memory_order_release);
 }
 
-/* Whether the program of `rank` stands at the end of another reducer's round, in which a slice of ours is missing: we shall
- * not come to it before this round has ended, nor `rank` to this one before that. */
+/* Return whether the program of `rank` stands at the end of another reducer's round, in which a slice of ours is
+ * missing: we shall not come to it before this round has ended, nor `rank` to this one before that. */
 static int ends_another(const struct plx_reducer *b, uint32_t rank) {
   const struct plx_group *g = b->g;
   struct plx_rank *p = plx_rank_of(g, rank);
@@ -175,14 +175,14 @@ static int ends_another(const struct plx_reducer *b, uint32_t rank) {
   return 0;
 }
 
-/* Whether `rank` may still come to the end of this round: the proof is in reducer.h. */
+/* Return whether `rank` may still come to the end of this round: the proof is in reducer.h. */
 static int judge(struct plx_reducer *b, uint32_t rank) {
   struct plx_group *g = b->g;
   struct plx_rank *p = plx_rank_of(g, rank);
   int gone = g->policy != NULL && plx_left_before(g, rank, UINT64_MAX);
   int alive = plx_peer_alive(g, rank), another = ends_another(b, rank);
   uint64_t theirs = atomic_load_explicit(&p->step, memory_order_acquire);
-  if (is_complete(b, rank)) return PLX_OK; /* read last: what was read above, it did before the end of its round */
+  if (is_complete(b, rank)) return PLX_OK; /* this is read last: what was read above, it did before the end of its round */
   if (another) return plx_poison(g, PLX_MISMATCH, g->rank);
   if (plx_is_behind(g)) return alive || gone ? PLX_OK : plx_poison(g, PLX_PEER_LOST, rank);
   if (gone) return PLX_RETRY_UNEVEN;
@@ -196,7 +196,7 @@ static int wait_for_round(struct plx_reducer *b, struct plx_wait *w) {
   const struct plx_policy *policy = g->policy;
   uint64_t since = plx_now_ns(), judged = since;
   for (uint32_t looks = 1;; looks++) {
-    /* Who was out of the last step still waits where it was. */
+    /* A rank that was out of the last step still waits where it was. */
     if (policy != NULL && !plx_is_behind(g) && (policy->apart || policy->num_gone != 0)) return PLX_RETRY_UNEVEN;
     uint32_t owed = plx_reducer_poll(b), late = find_late(b);
     if (owed == 0 && late == g->rank) return PLX_OK;
@@ -229,7 +229,7 @@ static int wait_for_round(struct plx_reducer *b, struct plx_wait *w) {
       code = judge(b, (uint32_t)w->failed_rank);
     }
     if (code == PLX_OK) {
-      w->failed_rank = (int32_t)late; /* whom we wait for: the caller may be told of it */
+      w->failed_rank = (int32_t)late; /* this is the rank that we wait for: the caller may be told of it */
       code = plx_check_wait(g, w, late, since);
     }
     if (code != PLX_OK) return code;

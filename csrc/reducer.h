@@ -46,7 +46,7 @@
 #include "reduce.h"
 #include "wait.h"
 
-struct plx_flags { /* in the heap, one per bucket and rank */
+struct plx_flags { /* they lie in the heap, one per bucket and rank */
   _Alignas(PLX_LINE) _Atomic uint32_t ready;
   _Atomic uint32_t done;
   uint64_t offset; /* where in its heap this rank has the bucket in this round; written before `ready` */
@@ -56,31 +56,31 @@ struct plx_bucket {
   uint64_t count; /* elements */
   size_t width;    /* bytes per element */
   plx_reduce_fn kernel;
-  int reduced; /* our slice, in this round */
-  /* In this round: which elements this rank needs, and nobody else; where `all` is set, every rank needs all. */
+  int reduced; /* our slice is reduced in this round */
+  /* These say which elements this rank alone needs in this round; where `all` is set, every rank needs all. */
   int all;
   uint64_t start, stop;
 };
 
 struct plx_reducer {
   struct plx_group *g;
-  uint64_t flags; /* offset of num_buckets struct plx_flags, then of one bell, in the heap; zeroed at first */
+  uint64_t flags; /* the offset of num_buckets struct plx_flags, then of one bell, in the heap; zeroed at first */
   uint32_t num_buckets;
   uint32_t round;
-  uint32_t left;  /* buckets of this round whose slice we still owe */
+  uint32_t left;  /* the buckets of this round whose slice we still owe */
   struct plx_bucket *buckets;
 };
 
 size_t plx_reducer_bytes(uint32_t num_buckets);
 
-/* Begin a round: all buckets are ours to fill. Only after the last round has finished. */
+/* Begin a round: all buckets are ours to fill. Call it only after the last round has finished. */
 void plx_reducer_begin(struct plx_reducer *b);
-/* Our part of the bucket is complete, and lies at `offset` of our heap, until the round has finished. */
+/* Note that our part of the bucket is complete, and lies at `offset` of our heap, until the round has finished. */
 int plx_reducer_ready(struct plx_reducer *b, uint32_t bucket, uint64_t offset);
-/* The same, where this rank needs elements `start` to `stop` of the result only. All ranks say so, or none: together
- * they need every element once. */
+/* Note the same, where this rank needs only elements `start` to `stop` of the result. All ranks say so, or none:
+ * together they need every element once. */
 int plx_reducer_ready_slice(struct plx_reducer *b, uint32_t bucket, uint64_t offset, uint64_t start, uint64_t stop);
-/* Reduce our slice of every bucket that all ranks have. Never waits. Returns how many slices we still owe. */
+/* Reduce our slice of every bucket that all ranks have. It never waits. Return how many slices we still owe. */
 uint32_t plx_reducer_poll(struct plx_reducer *b);
 /* Reduce slice `index` of a bucket over `n` ranks, which all have it: into the memory of each. */
 void plx_reducer_reduce(struct plx_reducer *b, uint32_t bucket, const uint32_t *ranks, uint32_t n, uint32_t index);
@@ -88,7 +88,7 @@ void plx_reducer_reduce(struct plx_reducer *b, uint32_t bucket, const uint32_t *
  * policy lets ranks be out of calls: some rank is out of this round; nothing is reduced, and the policy's own way goes on
  * (uneven.h). What the program has issued is carried out by then. */
 int plx_reducer_finish(struct plx_reducer *b, struct plx_wait *w);
-/* Whether `rank` has given a bucket of this round. */
+/* Return whether `rank` has given a bucket of this round. */
 int plx_reducer_has_begun(const struct plx_reducer *b, uint32_t rank);
 
 #endif

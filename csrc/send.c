@@ -54,7 +54,8 @@ static int put(struct plx_group *g, struct plx_wait *w, uint32_t dst, const stru
       piece = PLX_MESSAGE_LINE;
       room -= PLX_MESSAGE_LINE;
     }
-    /* Header and first bytes in one go; no more than an eighth of the ring: the receiver reads while we write on. */
+    /* Send the header and the first bytes in one go, but no more than an eighth of the ring: the receiver reads while we
+     * write on. */
     size_t from = at + piece - PLX_MESSAGE_LINE, to = head + piece;
     size_t more = min(min(room, size - to % size), min(end - at - piece, size / 8));
     /* The receiver has these lines in its cache, and memcpy's string instruction writes them without asking for what

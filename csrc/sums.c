@@ -27,7 +27,7 @@ static uint64_t mix(uint64_t a, uint64_t b) {
   return (uint64_t)product ^ (uint64_t)(product >> 64);
 }
 
-/* As wyhash has it: two words folded by a multiplication, eight bytes at a time. */
+/* This hashes as wyhash does: two words are folded by a multiplication, eight bytes at a time. */
 static uint32_t hash_of(const char *text, size_t length, uint64_t seed) {
   uint64_t a = 0, b = 0;
   if (length > 16) {
@@ -138,8 +138,8 @@ int plx_sums_add(struct plx_sums *sums, const struct plx_sums_key *key) {
   return 0;
 }
 
-/* Entries count as far as they are written: memory that nobody has touched is none. An order is made at the end,
- * and takes as much again while it is. */
+/* Entries count as far as they are written: untouched memory is none. An order is made at the end, and takes as much
+ * again while it is. */
 static size_t bytes_with(const struct plx_sums *sums, size_t num_slots) {
   return num_slots * sizeof *sums->slots + sums->used + 2 * sums->count * sizeof *sums->order;
 }
@@ -152,7 +152,7 @@ size_t plx_sums_peak_bytes(const struct plx_sums *sums) {
 }
 
 static int make_order(struct plx_sums *sums) {
-  sums->ordered = 0; /* until all stand in it: whoever fails on the way leaves none */
+  sums->ordered = 0; /* it stays 0 until all stand in it: a failure on the way leaves none */
   free(sums->order);
   sums->order = malloc((sums->count + 1) * sizeof *sums->order);
   return sums->order == NULL ? -ENOMEM : 0;
@@ -219,7 +219,7 @@ int plx_sums_partition(struct plx_sums *sums, size_t partitions, size_t *ends) {
   size_t start = 0;
   for (size_t i = 0; i < partitions; i++) {
     size_t size = ends[i];
-    ends[i] = start; /* where its next stands, until all do */
+    ends[i] = start; /* its next stands there, until all do */
     start += size;
   }
   for (size_t i = 0; i < sums->count; i++) sums->order[ends[came[i].rank]++] = came[i];

@@ -18,7 +18,7 @@ struct plx_sums_slot {
 };
 
 struct plx_sums_order {
-  uint64_t rank; /* by which it stands here: a partition, or how its text begins */
+  uint64_t rank; /* it stands here by this: a partition, or how its text begins */
   uint32_t at;
 };
 
@@ -31,7 +31,7 @@ struct plx_sums {
   int has_border;        /* a key contains "\n", which lies between keys where they are packed */
 };
 
-/* A key on its way in. */
+/* This is a key on its way in. */
 struct plx_sums_key {
   const char *text;
   size_t length;
@@ -39,26 +39,26 @@ struct plx_sums_key {
   uint32_t hash;
 };
 
-/* `seed`: whoever makes up the keys must not know it. Returns 0, or -ENOMEM. */
+/* The source of the keys must not know `seed`. Return 0, or -ENOMEM. */
 int plx_sums_init(struct plx_sums *sums, uint64_t seed);
 void plx_sums_free(struct plx_sums *sums);
 
-/* The hash of a key, and its slot on the way to the cache. */
+/* Compute the hash of a key, and bring its slot on the way to the cache. */
 void plx_sums_meet(const struct plx_sums *sums, struct plx_sums_key *key);
-/* Whether `values` of such a weight can be added to any sum, and `length` bytes more be held. */
+/* Return whether `values` of such a weight can be added to any sum, and `length` bytes more be held. */
 int plx_sums_has_room(const struct plx_sums *sums, uint64_t weight, size_t length, size_t count);
 /* Add a key that has been met. Returns 0, or -ENOMEM: nothing was added. */
 int plx_sums_add(struct plx_sums *sums, const struct plx_sums_key *key);
-/* What it holds, in bytes; and what it holds for a moment when it grows next. */
+/* Return the bytes that it holds; and those that it holds for a moment when it grows next. */
 size_t plx_sums_bytes(const struct plx_sums *sums);
 size_t plx_sums_peak_bytes(const struct plx_sums *sums);
 
 /* Bring the keys into the order of their bytes, which is that of Python's text, too. Returns 0, or -ENOMEM. */
 int plx_sums_sort(struct plx_sums *sums);
-/* Bring them into that of their partitions, zlib's crc32 modulo `partitions`, and within one as they came. `ends`:
- * where each partition ends. Returns 0, or -ENOMEM. */
+/* Bring the keys into the order of their partitions, zlib's crc32 modulo `partitions`, and within one as they came.
+ * `ends` is where each partition ends. Return 0, or -ENOMEM. */
 int plx_sums_partition(struct plx_sums *sums, size_t partitions, size_t *ends);
-/* The key and the sum at a place of that order. */
+/* Return the key and the sum at a place of that order. */
 const char *plx_sums_at(const struct plx_sums *sums, size_t place, size_t *length, int64_t *sum);
 
 #endif

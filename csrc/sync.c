@@ -86,7 +86,8 @@ static int wait_oversubscribed(struct plx_group *g, struct plx_wait *w, uint64_t
     atomic_fetch_sub_explicit(&g->header->sync_sleepers, 1, memory_order_relaxed);
     seen = atomic_load_explicit(&g->header->synced, memory_order_acquire);
     if ((int32_t)(seen - (uint32_t)step) >= 0) return PLX_OK;
-    /* Who should have opened the sync may have died between its arrival and that; or it left, and arrives no more. */
+    /* The rank that should have opened the sync may have died between its arrival and that; or it left, and arrives no
+     * more. */
     if (all_reached(g, step)) return PLX_OK;
     uint32_t late = g->rank;
     for (uint32_t r = 0; r < g->world; r++) {
@@ -100,10 +101,10 @@ static int wait_oversubscribed(struct plx_group *g, struct plx_wait *w, uint64_t
   }
 }
 
-/* Whether this rank was the last, and has opened the sync of an oversubscribed group. */
+/* Return whether this rank was the last, and has opened the sync of an oversubscribed group. */
 static inline int arrive(struct plx_group *g, uint64_t step) {
   struct plx_rank *me = plx_rank_of(g, g->rank);
-  /* seq_cst: the store must be seen before we look for sleepers, or both sides would miss each other. */
+  /* This is seq_cst: the store must be seen before we look for sleepers, or both sides would miss each other. */
   atomic_store_explicit(&me->step, step, memory_order_seq_cst);
   if (g->world == 1) return 1;
   if (atomic_load_explicit(&me->sleepers, memory_order_seq_cst) != 0) plx_futex_wake_all(plx_low_half(&me->step));

@@ -7,7 +7,7 @@
 #include "call.h"
 #include "collectives.h"
 
-/* In a group that has the policy. */
+/* Return what a group with this policy knows of the ranks. */
 static struct plx_uneven *of(const struct plx_group *g) { return (struct plx_uneven *)g->policy; }
 
 static int check_participation(struct plx_group *g, const struct plx_call *mine) {
@@ -30,7 +30,7 @@ static int check_participation(struct plx_group *g, const struct plx_call *mine)
       if (first == g->world) first = r;
     }
   }
-  if (first == g->world) /* nobody steps: the ranks that are left can't do what needs everybody */
+  if (first == g->world) /* no rank steps: the ranks that are left can't do what needs all of them */
     return num_gone == 0 ? PLX_OK : plx_poison(g, PLX_PEER_LOST, last_gone);
   if (num_waiting == 0 && num_gone == u->policy.num_gone) return PLX_OK;
   if (background || (mine->flags & PLX_FLAG_SHADOW)) return plx_poison(g, PLX_MISMATCH, g->rank);
@@ -43,14 +43,15 @@ static int check_participation(struct plx_group *g, const struct plx_call *mine)
   return PLX_RETRY_UNEVEN;
 }
 
-/* "file:line" of the call of `rank`; empty where it is not known. */
+/* Return the "file:line" of the call of `rank`; it is empty where it is not known. */
 static const char *place_of(const struct plx_group *g, uint32_t rank) {
   const struct plx_rank *r = plx_rank_of(g, rank);
   return r->call_sites[r->call[g->phase & 1].call_site % PLX_CALL_SITES];
 }
 
-/* Who ran out of data leaves its loop and waits at the line to which the others come. Who waits at another, under `if
- * rank == 0` say, has not run out, even where the others come to a call of the same kind in the end. */
+/* A rank that ran out of data leaves its loop and waits at the line to which the others come. A rank that waits at
+ * another line, under `if rank == 0` say, has not run out, even if the others come to a call of the same kind in the
+ * end. */
 static int at_one_place(const struct plx_group *g) {
   const char *first = place_of(g, 0);
   for (uint32_t r = 1; r < g->world; r++) {
@@ -85,8 +86,8 @@ int plx_present_root(const struct plx_group *g, int root) {
   return root;
 }
 
-/* Zeros from a rank that is no more. Behind the sync of phase t everybody has read what it needed of phase t - 1, and in
- * this phase nobody reads a stage: all found themselves apart. */
+/* Write zeros for a rank that is no more. After the sync of phase t all have read what they needed of phase t - 1, and
+ * in this phase none reads a stage: all found themselves apart. */
 static void clear_stages(struct plx_group *g) {
   for (uint32_t r = 0; r < g->world; r++)
     if (plx_left_before(g, r, g->step))
@@ -96,7 +97,7 @@ static void clear_stages(struct plx_group *g) {
       }
 }
 
-/* What a rank that is out of the step calls in the place of those who are not. */
+/* Return the call that a rank makes that is out of the step, in the place of those who are not. */
 static const struct plx_origin shadow = {.flags = PLX_FLAG_STEP | PLX_FLAG_SHADOW};
 
 static int gather_nothing(struct plx_group *g, struct plx_wait *w, const struct plx_call *c, void *zeros, void *scratch) {
@@ -106,7 +107,7 @@ static int gather_nothing(struct plx_group *g, struct plx_wait *w, const struct 
   return plx_gather(g, w, &shadow, zeros, out, bytes, c->dtype, c->root);
 }
 
-/* A round of gradients: the syncs of plx_reducer_finish_uneven. */
+/* Carry out a round of gradients: the syncs are those of plx_reducer_finish_uneven. */
 static int watch_round(struct plx_group *g, struct plx_wait *w, const struct plx_call *theirs) {
   struct plx_call call;
   int code = plx_begin(g, w, &shadow, &call, PLX_GRADIENTS, theirs->count, PLX_BYTES, PLX_SUM, -1);

@@ -37,22 +37,22 @@
 #include "agreement.h"
 #include "reducer.h"
 
-/* What a rank knows of who takes part; all zeros at first. */
+/* It is what a rank knows of which ranks take part; it is all zeros at first. */
 struct plx_uneven {
-  struct plx_policy policy; /* first: the group's policy is this */
+  struct plx_policy policy; /* it comes first: the group's policy is this */
   int newly_gone;
   uint64_t missed;                     /* rounds of gradients without everybody, since all met */
-  unsigned char absent[PLX_MAX_WORLD]; /* out of the latest step */
-  struct plx_call step_call;           /* what those in the step called when we found that some are not */
+  unsigned char absent[PLX_MAX_WORLD]; /* whether each was out of the latest step */
+  struct plx_call step_call;           /* the call of those in the step when we found that some are not */
 };
 
-/* From now on training steps may do without ranks that wait at another collective. All ranks say so together. */
+/* From now on let training steps do without ranks that wait at another collective. All ranks say so together. */
 void plx_allow_uneven(struct plx_group *g, struct plx_uneven *u);
-/* After PLX_RETRY_UNEVEN, before the same call again: what this rank does meanwhile, in the step or out of it. */
+/* Do, after PLX_RETRY_UNEVEN and before the same call again, what this rank does meanwhile, in the step or out of it. */
 int plx_shadow_step(struct plx_group *g, struct plx_wait *w);
-/* Root of a broadcast in a step: `root` itself, or the lowest rank that steps. */
+/* Return the root of a broadcast in a step: `root` itself, or the lowest rank that steps. */
 int plx_present_root(const struct plx_group *g, int root);
-/* The end of a round of gradients while somebody is out: the mean over those who step. All buckets are ready here. */
+/* End a round of gradients while some rank is out: take the mean over those that step. All buckets are ready here. */
 int plx_reducer_finish_uneven(struct plx_reducer *b, struct plx_wait *w, const struct plx_origin *o);
 
 #endif

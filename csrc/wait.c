@@ -5,7 +5,7 @@
 
 int plx_fail(struct plx_group *g, struct plx_wait *w, int code, uint32_t failed) {
   w->failed_rank = (int32_t)failed;
-  /* Lost is the rank that is lost; all else is told with the rank that saw it. */
+  /* For a lost peer this is the rank that is lost; all else is told with the rank that saw it. */
   return plx_poison(g, code, code == PLX_PEER_LOST ? failed : g->rank);
 }
 

@@ -15,7 +15,7 @@
 
 static inline void plx_word_store(_Atomic uint64_t *word, uint64_t value) {
   atomic_store_explicit(word, value, memory_order_release);
-#if !defined(__SANITIZE_THREAD__) /* it knows no fences, and needs none to see what is released */
+#if !defined(__SANITIZE_THREAD__) /* ThreadSanitizer knows no fences, and needs none to see what is released */
   atomic_thread_fence(memory_order_seq_cst);
 #endif
 }
@@ -24,7 +24,7 @@ static inline uint64_t plx_word_load(const _Atomic uint64_t *word) {
   return atomic_load_explicit(word, memory_order_acquire);
 }
 
-/* What the word held; if that was `expected`, it holds `desired` from now on. Of several who try, one succeeds. */
+/* Return what the word held; if that was `expected`, it holds `desired` from now on. Of several that try, one succeeds. */
 static inline uint64_t plx_word_compare_exchange(_Atomic uint64_t *word, uint64_t expected, uint64_t desired) {
   atomic_compare_exchange_strong_explicit(word, &expected, desired, memory_order_seq_cst, memory_order_seq_cst);
   return expected;

@@ -34,7 +34,7 @@ _KINDS = (
 ) = _read(*_KINDS)
 KIND_NAMES = dict(zip(_read(*_KINDS), map(str.lower, _KINDS), strict=True))
 
-# What it was of. The core's names are short; torch's are those that people know.
+# These are the types of its elements. The core's names are short; torch's are those that people know.
 _DTYPES = {
     "BYTES": "bytes", "BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16", "U32": "uint32",
     "I32": "int32", "U64": "uint64", "I64": "int64", "F16": "float16", "BF16": "bfloat16", "F32": "float32",
@@ -49,7 +49,7 @@ _REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR = _read(*_REDUCTIONS)
 REDUCTION_NAMES = dict(zip(_read(*_REDUCTIONS), _REDUCTIONS, strict=True))
 
-# How it ended.
+# This is how it ended.
 _STATUSES = (
     "OK", "MISMATCH", "PEER_LOST", "DEADLINE", "INTERRUPTED", "INVALID", "NO_MEMORY", "CLOSED", "RETRY_UNEVEN",
     "REJOIN",

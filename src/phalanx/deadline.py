@@ -34,15 +34,15 @@ class Deadline:
 
     @property
     def left_s(self) -> float:
-        """Seconds that are left, never below zero."""
+        """Return the seconds that are left, never below zero."""
         return max(0.0, self.at - self.clock())
 
     @property
     def passed(self) -> bool:
-        """Whether the time has come."""
+        """Return whether the time has come."""
         return self.clock() >= self.at
 
 
 def timeout_ns(timeout_s: float) -> int:
-    """Seconds as the core counts them; "for ever" is 292 years."""
+    """Return seconds as the core counts them; "for ever" is 292 years."""
     return int(timeout_s * 1e9) if timeout_s < 9e9 else (1 << 63) - 1

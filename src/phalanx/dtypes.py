@@ -34,7 +34,7 @@ class DType:
 
     @property
     def reducible(self) -> bool:
-        """False for types that are only ever moved, such as the 8-bit floats."""
+        """Return whether the core can combine such elements; it only moves some, such as the 8-bit floats."""
         return self.code != BYTES
 
 
@@ -106,5 +106,5 @@ def reduction_name(code: int) -> str:
 
 
 def can_reduce(dtype: torch.dtype, redop: int) -> bool:
-    """Whether tensors of the type can be combined by the reduction with this number."""
+    """Return whether tensors of the type can be combined by the reduction with this number."""
     return (dtype, redop) in _REDUCED

@@ -38,7 +38,7 @@ def class_of(error: BaseException) -> str:
     """Return the name of an exception's class, with its module; never raises."""
     try:
         return f"{type(error).__module__}.{type(error).__qualname__}"
-    except BaseException:  # a metaclass of the user's
+    except BaseException:  # a metaclass of the user's may raise anything
         return type.__dict__["__name__"].__get__(type(error))  # type: ignore[no-any-return]
 
 
@@ -48,7 +48,7 @@ def summary_of(error: BaseException) -> str:
 
 
 class PhalanxError(RuntimeError):
-    """The root of the tree: an operation failed, and the message says where, why and what to do.
+    """This is the root of the tree: an operation failed, and the message says where, why and what to do.
 
     If an operation of a group failed, these fields have the facts: `operation` ('all_reduce'), `seq` (its number),
     `group` (its name), `rank` (the number of this process in the group), `call_site` ('train.py:88') and `positions`
@@ -188,7 +188,7 @@ if TYPE_CHECKING:
 
 
 def _define_torch_errors() -> None:
-    """Create the two classes that are also torch's `DistBackendError`; costs one import of torch, once."""
+    """Create the two classes that are also torch's `DistBackendError`; this costs one import of torch, once."""
     try:
         from torch.distributed import DistBackendError
     except ImportError:  # a torch without torch.distributed, or no torch at all: the names still exist

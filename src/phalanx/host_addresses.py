@@ -20,13 +20,13 @@ class OwnAddress:
 
     @property
     def is_global(self) -> bool:
-        """Whether it means the same to every host: it is no loopback's, and not only valid on one link."""
+        """Return whether it means the same to every host: it is no loopback's, and not only valid on one link."""
         ip = ipaddress.ip_address(self.address.partition("%")[0])
         return not (ip.is_loopback or (ip.is_link_local and ip.version == 6))
 
     @property
     def is_loopback(self) -> bool:
-        """Whether no other host can reach it."""
+        """Return whether no other host can reach it."""
         return ipaddress.ip_address(self.address.partition("%")[0]).is_loopback
 
 
@@ -47,9 +47,7 @@ _IFF_UP = 1
 
 
 def own_addresses() -> list[OwnAddress]:
-    """Return this host's addresses: those that lead far in front, IPv4 before IPv6, link-local ones and
-    loopback last.
-    """
+    """Return this host's addresses: those that lead far first, IPv4 before IPv6, link-local ones and loopback last."""
     found = []
     if sys.platform == "linux":
         libc = ctypes.CDLL(None, use_errno=True)
@@ -85,7 +83,8 @@ def _distance(own: OwnAddress) -> int:
 
 def _routed_address() -> str:
     """Return the address from which this host reaches the rest of the world, if it does; nothing is sent."""
-    for family, target in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):  # of no host: RFC 5737
+    # no host has these: RFC 5737
+    for family, target in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as sock:
             sock.connect((target, 9))
             return str(sock.getsockname()[0])
@@ -93,7 +92,9 @@ def _routed_address() -> str:
 
 
 def resolve(host: str) -> list[str]:
-    """Return the addresses that a name leads to; itself for an address; empty where it leads nowhere."""
+    """Return the addresses that a name leads to; an address leads to itself; the list is empty if the name leads
+    nowhere.
+    """
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
@@ -102,7 +103,7 @@ def resolve(host: str) -> list[str]:
 
 
 def is_own(host: str) -> bool:
-    """Whether `host` is this one: its name, or one of its addresses. Asked of the kernel: they can be bound."""
+    """Return whether `host` is this one: its name, or one of its addresses. The kernel is asked: they can be bound."""
     if host in ("localhost", socket.gethostname()):
         return True
     for address in resolve(host):
@@ -115,6 +116,6 @@ def is_own(host: str) -> bool:
 
 
 def find_interface(address: str) -> str:
-    """Return the interface that has this address of ours; empty where that is unknown."""
+    """Return the interface that has this address of ours; it is empty if that is unknown."""
     plain = address.partition("%")[0]
     return next((own.interface for own in own_addresses() if own.address.partition("%")[0] == plain), "")

@@ -26,16 +26,16 @@ the job's store, and by agents to their ranks (`phalanx.coordination.agent_file`
 
 from __future__ import annotations
 
-LOOK_S = 0.2  # how often one who waits asks whether the group is over
+LOOK_S = 0.2  # a thread that waits asks so often whether the group is over
 
-AFTER_BREAK_S = 0.5  # in which a process that was killed is gone, or a rank that saw more has posted its report
+AFTER_BREAK_S = 0.5  # a killed process is gone by then, or a rank that saw more has posted its report
 MAP_REDUCE_AFTER_BREAK_S = 5.0  # the same where the rest of the work depends on who it was
 
 REPORT_S = 0.4
 COLLECT_REPORT_S = 1.5
 
-HOST_TIMEOUT_S = 9.0  # of an agent; --host-timeout
-MEMBER_TIMEOUT_S = 10.0  # of a coordinator without a job
+HOST_TIMEOUT_S = 9.0  # the timeout of an agent; --host-timeout
+MEMBER_TIMEOUT_S = 10.0  # the timeout of a coordinator without a job
 COORDINATOR_SILENT_S = 30.0  # a coordinator that is asked answers sooner, also who waits for a key
 COORDINATOR_REFUSED_S = 1.0  # a port that refuses for so long has nobody behind it any more
 
@@ -44,7 +44,7 @@ RPC_PULSE_LOST_S = 0.7
 RPC_SILENT_S = 30.0
 RPC_LAST_ANSWERS_S = 0.1  # after the pulse: if the process has ended, the other connection ends behind its answers
 
-SETTLE_S = 0.2  # in which other ranks can say what they saw before they are stopped
+SETTLE_S = 0.2  # other ranks can say in this time what they saw, before they are stopped
 HOST_LOSS_SETTLE_S = 3.0  # ranks look every LOOK_S whether a host is lost, and then ask a store that may be gone, too
 SILENT_DEATH_LAG_S = 0.5  # a death without a word is dated back by so much
 ENDING_S = 5.0  # what a process may take to end after its exception, while the others wait

@@ -20,7 +20,7 @@ _LOAD, _LOAD_BYTE = 0x20, 0x30  # BPF_LD|BPF_W|BPF_ABS, BPF_LD|BPF_B|BPF_ABS
 _JUMP, _JUMP_IF_EQUAL, _JUMP_UNLESS_LESS = 0x05, 0x15, 0x35  # BPF_JMP with BPF_JA, BPF_JEQ|BPF_K, BPF_JGE|BPF_K
 _RETURN = 0x06  # BPF_RET|BPF_K
 _NETWORK_HEADER = 0xFFF00000  # SKF_NET_OFF
-_SOURCE = {4: 12, 6: 8}  # where a header of IPv4 or IPv6 has the sender's address
+_SOURCE = {4: 12, 6: 8}  # a header of IPv4 or IPv6 has the sender's address there
 _FIRST_BYTE_OF_IPV6 = 0x60  # and a header of IPv4 begins with 0x45 or a little more
 _TAKE, _DROP = 0xFFFFFFFF, 0
 _MOST_INSTRUCTIONS = 4096
@@ -47,7 +47,7 @@ def _program(networks: Iterable[str], for_these: int, for_others: int) -> bytes 
     for text in sorted(networks):
         try:
             network = ipaddress.ip_network(text.partition("%")[0])
-        except ValueError:  # a name
+        except ValueError:  # it is a name
             return None
         sections[network.version] += _compare(network, for_these)
     for section in sections.values():
@@ -70,7 +70,8 @@ def _compare(network: Network, found: int) -> list[Instruction]:
     words = struct.unpack(f">{num_words}I", network.network_address.packed[: 4 * num_words])
     code: list[Instruction] = []
     for number, word in enumerate(words):
-        left = 2 * (num_words - number - 1) + 1  # what is skipped where one word differs, the return included
+        # so many instructions are skipped if one word differs, the return included
+        left = 2 * (num_words - number - 1) + 1
         code.append((_LOAD, 0, 0, _NETWORK_HEADER + _SOURCE[network.version] + 4 * number))
         code.append((_JUMP_IF_EQUAL, 0, left, word))
     return [*code, (_RETURN, 0, 0, found)]

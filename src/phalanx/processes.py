@@ -18,7 +18,7 @@ STACKS_SIGNAL = signal.SIGURG
 
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGPIPE)  # they end a job
 
-_AUTOGRAD = b"pt_autograd"  # how torch calls the threads that run backward for devices
+_AUTOGRAD = b"pt_autograd"  # torch calls the threads that run backward for devices so
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -37,7 +37,7 @@ _MEANINGS = {
 
 
 def name_signal(number: int) -> str:
-    """`SIGSEGV (segmentation fault)`; the bare name where nothing is to add, the number where it has no name."""
+    """Return `SIGSEGV (segmentation fault)`; only the name if there is nothing to add, the number if it has no name."""
     try:
         name = signal.Signals(number).name
     except ValueError:
@@ -46,7 +46,7 @@ def name_signal(number: int) -> str:
 
 
 def has_working_directory() -> bool:
-    """Whether the folder in which this process runs is still there."""
+    """Return whether the folder in which this process runs is still there."""
     try:
         os.getcwd()
     except OSError:
@@ -61,7 +61,7 @@ def adopt_orphans() -> None:
 
 
 def die_with_parent(parent: int, signum: int = signal.SIGKILL) -> None:
-    """Have the kernel send `signum` to this process when `parent`, its parent, dies; exits if it is dead already."""
+    """Have the kernel send `signum` to this process when `parent`, its parent, dies; exit if it is dead already."""
     if SUPPORTED:
         _prctl(_PR_SET_PDEATHSIG, signum)
     if os.getppid() != parent:
@@ -76,7 +76,7 @@ def outlive_parent() -> None:
 
 def read_state(pid: int) -> str:
     """Return the letter of /proc/PID/stat: R running, S sleeping, D in a system call that can't be interrupted, T
-    stopped by a signal, t by a debugger, Z ended; empty where it can't be known.
+    stopped by a signal, t by a debugger, Z ended; it is empty if it can't be known.
     """
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
@@ -87,9 +87,10 @@ def read_state(pid: int) -> str:
 
 
 def read_processor_ns(pid: int) -> int | None:
-    """How long a processor has worked for the main thread of a process, and for those in which autograd runs backward.
+    """Return how long a processor has worked for the main thread of a process, and for the threads in which autograd
+    runs backward.
 
-    In steps of the system's clock (10 ms, as a rule); None where it can't be known.
+    It comes in steps of the system's clock (10 ms, as a rule); None if it can't be known.
     """
     ticks = 0
     try:
@@ -104,7 +105,7 @@ def read_processor_ns(pid: int) -> int | None:
 
 
 def find_session(session: int) -> list[int]:
-    """Every process of a session, zombies included. One scan of /proc."""
+    """Return every process of a session, zombies included. Cost: one scan of /proc."""
     found = []
     for entry in os.listdir("/proc") if SUPPORTED else ():
         if entry.isdigit():
@@ -117,7 +118,9 @@ def find_session(session: int) -> list[int]:
 
 
 def kill_sessions(sessions: Iterable[int]) -> None:
-    """SIGKILL every process of these sessions, none of which is ours; repeats while it finds one that is not dead."""
+    """Kill every process of these sessions by SIGKILL, none of which is ours; repeat while one is found that is not
+    dead.
+    """
     for session in sessions:
         for _ in range(1000):
             living = [pid for pid in find_session(session) if read_state(pid) not in ("Z", "")]
@@ -132,9 +135,9 @@ def kill_sessions(sessions: Iterable[int]) -> None:
 
 
 def find_descendants(ancestor: int, spared: int | None = None) -> list[int]:
-    """Every process below `ancestor`, zombies included, parents before children. One scan of /proc.
+    """Return every process below `ancestor`, zombies included, parents before children. Cost: one scan of /proc.
 
-    Without `spared`, one of its children, and all that is below that.
+    `spared`, one of its children, and all that is below that, are left out.
     """
     children: dict[int, list[int]] = {}
     for entry in os.listdir("/proc") if SUPPORTED else ():
@@ -157,13 +160,14 @@ def find_descendants(ancestor: int, spared: int | None = None) -> list[int]:
 
 
 def kill_descendants(groups: Iterable[int] = (), limit_s: float = 5.0, *, spared: int | None = None) -> dict[int, int]:
-    """SIGKILL and reap every descendant of this process; returns the wait status of each that it reaped.
+    """Kill by SIGKILL, and reap, every descendant of this process; return the wait status of each that it reaped.
 
     `spared`, a child, lives on, and all that is below it.
 
-    Repeats until none is left, because a process can fork between the scan and its death; for that to find orphans this
-    process must have called `adopt_orphans`. Gives up after `limit_s` on processes that the kernel doesn't let die (a
-    hung disk). Where there is no /proc, only the process groups `groups`, led by children of this process, are killed.
+    It repeats until none is left, because a process can fork between the scan and its death; for that to find orphans
+    this process must have called `adopt_orphans`. It gives up after `limit_s` on processes that the kernel doesn't let
+    die (a hung disk). If there is no /proc, only the process groups `groups`, led by children of this process, are
+    killed.
     """
     reaped: dict[int, int] = {}
     end = time.monotonic() + limit_s
@@ -187,8 +191,8 @@ def kill_descendants(groups: Iterable[int] = (), limit_s: float = 5.0, *, spared
 def signal_children(pids: Iterable[int], signum: int, *, group: bool) -> None:
     """Send `signum` to children of this process, or to the process groups of which they are the first.
 
-    Only the parent can do it safely: nobody else has the number of a child that was not reaped. One that is stopped
-    goes on if the signal is to end it, or it would hear of its end only when it is killed.
+    Only the parent can do it safely: no other process has the number of a child that was not reaped. A child that is
+    stopped is continued if the signal is to end it, or it would hear of its end only when it is killed.
     """
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -201,7 +205,8 @@ def reap_children(spared: int | None = None) -> Iterator[tuple[int, int]]:
     """Yield the process number and exit code (minus the signal) of each child that has ended.
 
     A child is reaped only when the caller asks for the next one, so that its number, and that of its process group,
-    belong to nobody else meanwhile (on Linux). `spared` is a child whose end somebody else waits for; it ends the list.
+    belong to no other process meanwhile (on Linux). `spared` is a child whose end other code waits for; it ends the
+    list.
     """
     while True:
         try:

@@ -13,7 +13,7 @@ _HUES = (211, 12, 145, 276, 38, 186, 330, 95, 245, 60, 165, 300)
 
 
 def colour(index: int, lightness: int = 42) -> str:
-    """One of twelve hues that stay apart on paper; lighter with a higher `lightness` (0 to 100)."""
+    """Return one of twelve hues that stay apart on paper; it is lighter with a higher `lightness` (0 to 100)."""
     return f"hsl({_HUES[index % len(_HUES)]}, 62%, {lightness}%)"
 
 
@@ -111,5 +111,5 @@ class Drawing:
 
 
 def _n(value: float) -> str:
-    """At most one decimal: a tenth of a pixel, and half the file."""
+    """Return a number with at most one decimal: that is a tenth of a pixel, and half the file."""
     return f"{value:.1f}".removesuffix(".0")

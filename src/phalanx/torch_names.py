@@ -26,7 +26,7 @@ class Missing:
     __call__ = __instancecheck__ = __mro_entries__ = _fail
 
     def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("__"):  # Python's own questions, as those of `inspect`
+        if name.startswith("__"):  # Python asks for these itself, as `inspect` does
             raise AttributeError(self.__dict__["_sentence"])
         self._fail()
 
@@ -35,7 +35,8 @@ _ERROR = object()
 
 
 def find(path: str, *, loses: str, instead: Any = _ERROR) -> Any:
-    """Return what torch has under `path`; where it has nothing, `instead`, and say once that this `loses` something.
+    """Return what torch has under `path`; if it has nothing, return `instead`, and say once that this `loses`
+    something.
 
     Without `instead` what is returned then is a `Missing`, which says it in an error when it is used.
 
@@ -65,7 +66,7 @@ def _sentence(problem: str, loses: str) -> str:
 
 
 def describe_missing(path: str) -> str:
-    """Return what is wrong with a path as `find` takes it, as the end of a sentence about torch; or nothing."""
+    """Return what is wrong with a path as `find` takes it, as the end of a sentence about torch; or ""."""
     name, _, parameters = path.partition("(")
     try:
         found = resolve(name)

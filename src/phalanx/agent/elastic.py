@@ -78,7 +78,7 @@ class Elastic:
 
     @property
     def active(self) -> bool:
-        """Whether a loss would be survived: every process that was started is elastic, and none has finished."""
+        """Return whether a loss would be survived: every process that was started is elastic, and none has finished."""
         return (
             not self.finished
             and not self.given_up

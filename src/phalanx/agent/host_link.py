@@ -114,12 +114,12 @@ class HostLink:
         return False
 
     def has_let_go(self, pid: int) -> bool:
-        """Whether an elastic job goes on without this process of a rank of this host, which leaves the job."""
+        """Return whether an elastic job goes on without this process of a rank of this host, which leaves the job."""
         return False
 
     @property
     def has_left(self) -> bool:
-        """Whether this host has left the job, which goes on under the lead of another one."""
+        """Return whether this host has left the job, which goes on under the lead of another one."""
         return False
 
     def sweep(self) -> None:
@@ -127,7 +127,7 @@ class HostLink:
 
     @property
     def is_swept(self) -> bool:
-        """Whether no process of the job is left on any other host."""
+        """Return whether no process of the job is left on any other host."""
         return True
 
     def ask_for_stacks(self, request: Request) -> None:

@@ -88,7 +88,7 @@ class HostRanks:
 
     @property
     def awaits_start(self) -> bool:
-        """Whether a process of this host may have been forked that the zygote has not announced yet."""
+        """Return whether a process of this host may have been forked that the zygote has not announced yet."""
         return any(rank not in self.processes.pids and self._state.is_running(rank) for rank in self._place.ranks)
 
     def rank_of(self, pid: int) -> int | None:

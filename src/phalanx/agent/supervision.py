@@ -86,7 +86,7 @@ class Supervision:
 
     @property
     def has_running(self) -> bool:
-        """Whether a rank is left. It costs nothing as long as the rank that was found last still runs."""
+        """Return whether a rank is left. It costs nothing as long as the rank that was found last still runs."""
         if not self.is_running(self._witness):
             others = itertools.chain(range(self._witness, self.world_size), range(self._witness))
             self._witness = next(filter(self.is_running, others), self._witness)
@@ -94,7 +94,7 @@ class Supervision:
 
     @property
     def finished(self) -> bool:
-        """Whether no rank is left."""
+        """Return whether no rank is left."""
         return not self.has_running
 
     @property

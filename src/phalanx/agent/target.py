@@ -53,7 +53,9 @@ def _read_source(target: Target) -> bytes:
 
 
 def find_problem(target: Target) -> str | None:
-    """Return why `target` cannot run, in words for the user; None if no reason is found. Runs nothing of it."""
+    """Return why `target` cannot run, in words for the user; None if no reason is found. It runs nothing of
+    `target`.
+    """
     if target.kind == "script":
         return _find_script_problem(target.name)
     if target.kind == "program":

@@ -30,7 +30,7 @@ class ArgumentError(ValueError, RuntimeError):
 
 
 def timeout_of(options: Any, default_s: float) -> float:
-    """Seconds of `options.timeout`; -1 ms there means that nobody set it."""
+    """Return the seconds of `options.timeout`, or `default_s` where it is -1 ms: that means that nobody set it."""
     timeout: timedelta | None = getattr(options, "timeout", None)
     if timeout is None or timeout <= _UNSET:
         return default_s
@@ -81,7 +81,7 @@ def carried_on(device: torch.device) -> Iterator[None]:
 
 
 def check_tensor(tensor: Any, operation: str, *, written: bool = False) -> Tensor:
-    """Return a dense tensor that this call carries, or raise an error that says what it is instead. `written`: it
+    """Return a dense tensor that this call carries, or raise an error that says what it is instead. A `written` tensor
     receives the result.
     """
     if not isinstance(tensor, Tensor):
@@ -118,7 +118,7 @@ def one(
 
 
 def check_alike(tensors: Sequence[Any], operation: str, *, written: bool = False) -> list[Tensor]:
-    """Several tensors of one call that mean one: of the same dtype and shape."""
+    """Check several tensors of one call that stand for one: they must have the same dtype and shape."""
     checked = [check_tensor(t, operation, written=written) for t in tensors]
     for i, tensor in enumerate(checked if len(checked) > 1 else ()):
         _check_dtype(operation, i, f"tensor {i}", tensor, checked[0], "tensor 0")
@@ -131,7 +131,7 @@ def check_alike(tensors: Sequence[Any], operation: str, *, written: bool = False
 
 
 def check_one_type(tensors: Sequence[Any], operation: str, *, written: bool = False) -> list[Tensor]:
-    """Tensors of one dtype and any shapes, which torch's backends reduce as one."""
+    """Check tensors of one dtype and any shapes, which torch's backends reduce as one."""
     for at, tensor in enumerate(tensors):
         if isinstance(tensor, Tensor) and tensor.layout != tensors[0].layout:
             raise _layouts_differ(operation, at, tensors)
@@ -169,7 +169,7 @@ def check_list(
     uneven: bool = False,
     written: bool = False,
 ) -> list[Tensor]:
-    """One tensor per rank, of the dtype of `like` and, unless `uneven`, of its number of elements."""
+    """Check one tensor per rank, of the dtype of `like` and, unless `uneven`, of its number of elements."""
     if len(tensors) != world_size:
         raise ArgumentError(_wrong_length(operation, "output" if written else "input", name, len(tensors), world_size))
     checked = [check_tensor(t, operation, written=written) for t in tensors]
@@ -194,7 +194,7 @@ def _wrong_length(operation: str, side: str, name: str, found: int, world_size: 
 
 
 def check_sparse(tensors: Sequence[Tensor], op: Any) -> None:
-    """Only sums of CPU tensors, all of them sparse and of one shape: what else would the missing entries be?"""
+    """Allow only sums of CPU tensors that are all sparse and of one shape: what else would the missing entries be?"""
     if getattr(op, "op", op) != ReduceOp.SUM:
         raise ArgumentError(
             f"all_reduce: unsupported reduction operation: sparse tensors can only be summed, not reduced with {op}"
@@ -213,7 +213,7 @@ def check_sparse(tensors: Sequence[Tensor], op: Any) -> None:
 
 
 def check_parts(whole: Tensor, part: Tensor, world_size: int, operation: str, names: tuple[str, str]) -> None:
-    """`whole` holds `world_size` times what `part` holds, of the same dtype."""
+    """Check that `whole` holds `world_size` times what `part` holds, of the same dtype."""
     if whole.dtype != part.dtype:
         raise ArgumentError(
             f"{operation}: invalid tensor type: {names[0]} is {whole.dtype}, {names[1]} is {part.dtype}"
@@ -226,7 +226,7 @@ def check_parts(whole: Tensor, part: Tensor, world_size: int, operation: str, na
 
 
 def check_rank(rank: int, world_size: int, operation: str, name: str) -> int:
-    """Return a rank of the group."""
+    """Return `rank`, which must be a rank of the group."""
     if not 0 <= rank < world_size:
         raise ArgumentError(f"{operation}: {name} is {rank}, the group has ranks 0 to {world_size - 1}")
     return rank

@@ -41,7 +41,7 @@ class MetGroup:
 
     @property
     def rank(self) -> int:
-        """The rank of this process."""
+        """Return the rank of this process."""
         return self.layout.rank
 
     def prefixed(self, what: str) -> PrefixStore:
@@ -50,14 +50,15 @@ class MetGroup:
 
 
 def build_engine(group: MetGroup, settings: Options, deadline: Deadline, failure_store: FailureStore) -> Engine:
-    """Build the engine that the group's options ask for. Collective over the group's ranks.
+    """Build the engine that the group's options ask for. All ranks of the group call it.
 
     Raises:
         PhalanxError: the ranks cannot reach each other in this way; the message says where they are.
         PeerLostError: another rank was interrupted meanwhile.
     """
     if settings.engine == "mpi":
-        from phalanx.backend.mpi.start import start_together  # not at the top: it is for those who have mpi4py
+        # it is not imported at the top, since it is for those who have mpi4py
+        from phalanx.backend.mpi.start import start_together
         from phalanx.engines.mpi import MpiEngine
 
         rank, size = group.rank, len(group.infos)
@@ -75,7 +76,9 @@ def build_engine(group: MetGroup, settings: Options, deadline: Deadline, failure
 def open_gloo(
     group: MetGroup, settings: Options, deadline: Deadline, failure_store: FailureStore, *, num_threads: int = 0
 ) -> GlooEngine:
-    """Gloo between all ranks, whatever engine is asked for; as `build_engine`. `num_threads` carry out collectives."""
+    """Connect all ranks by Gloo, whatever engine is asked for; errors are `build_engine`'s. `num_threads` carry out
+    collectives.
+    """
     rank, infos, name = group.rank, group.infos, group.name
     size = len(infos)
 
@@ -166,7 +169,9 @@ def _timedelta_of(deadline: Deadline) -> timedelta:
 
 
 def _unreachable(error: RuntimeError, group: MetGroup) -> PhalanxError:
-    """Gloo could not connect this rank with all others: who was to be reached where."""
+    """Return the error of a rank that Gloo could not connect with all others: it says which ranks it should reach, and
+    where.
+    """
     infos = group.infos
     hosts = "\n".join(
         f"  {name_ranks(list(host))}: {infos[host[0]].hostname} at {infos[host[0]].address or 'an unknown address'}"

@@ -21,7 +21,7 @@ from phalanx.errors import CoordinationError, DeadlineError
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_DEFAULT_TIMEOUT = timedelta(seconds=300)  # as that of PyTorch's stores
+_DEFAULT_TIMEOUT = timedelta(seconds=300)  # PyTorch's stores have this one
 
 # torch's C++ holds a store without the Python object that does its work, which would go with the last name for it.
 _kept: set[CoordinationStore] = set()
@@ -78,16 +78,16 @@ class CoordinationStore(Store):
 
     @property
     def host(self) -> str:
-        """Where the coordinator is, as TCPStore says it; empty on its own host's socket."""
+        """Return where the coordinator is, as TCPStore says it; the name is empty on its own host's socket."""
         return self._client.address.host
 
     @property
     def port(self) -> int:
-        """Where the coordinator is, as TCPStore says it; 0 on its own host's socket."""
+        """Return where the coordinator is, as TCPStore says it; the port is 0 on its own host's socket."""
         return self._client.address.port
 
     def leads_to(self, address: str) -> bool:
-        """Whether this is a way, still open, to the coordinator at `address`."""
+        """Return whether this is a way, still open, to the coordinator at `address`."""
         return not self._client.is_closed and str(self._client.address) == address
 
     def begin_get(self, key: str) -> PendingGet:
@@ -101,29 +101,29 @@ class CoordinationStore(Store):
 
     @_in_torchs_words
     def set(self, key: str, value: str | bytes) -> None:
-        """Let `key` have `value`."""
+        """Set the value of `key`."""
         self._client.set(key, value)
 
     @_in_torchs_words
     def get(self, key: str) -> bytes:
-        """Return the value of `key`; waits until it is there."""
+        """Wait until `key` is there, and return its value."""
         return self._client.get(key, self.timeout)
 
     @_in_torchs_words
     def add(self, key: str, value: int) -> int:
-        """Add to the number at `key`; the sum."""
+        """Add to the number at `key`, and return the sum."""
         return self._client.add(key, value)
 
     @_in_torchs_words
     def add_item(self, counter: str, prefix: str, value: str | bytes) -> int:
-        """Add one to the number at `counter`, and let the key of `prefix` and that number have `value`; the number
+        """Add one to the number at `counter`, set the key of `prefix` and that number to `value`, and return the number
         before.
         """
         return self._client.add_item(counter, prefix, value)
 
     @_in_torchs_words
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all of `keys` are there."""
+        """Return whether all of `keys` are there."""
         if (asked := getattr(self._asked, "keys", None)) is not None:
             asked += keys
             return False
@@ -136,22 +136,22 @@ class CoordinationStore(Store):
 
     @_in_torchs_words
     def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
-        """Let `key` have the desired value if it has the expected one; what it has then."""
+        """Set `key` to the desired value if it has the expected one; return the value that it has then."""
         return self._client.compare_set(key, expected_value, desired_value)
 
     @_in_torchs_words
     def append(self, key: str, value: str | bytes) -> None:
-        """Let the value of `key` end with `value`."""
+        """Append `value` to the value of `key`."""
         self._client.append(key, value)
 
     @_in_torchs_words
     def delete_key(self, key: str) -> bool:
-        """Whether it was there."""
+        """Delete `key`, and return whether it was there."""
         return self._client.delete_key(key)
 
     @_in_torchs_words
     def delete_prefix(self, prefix: str) -> int:
-        """Delete the keys that start with `prefix`; how many they were."""
+        """Delete the keys that start with `prefix`, and return how many they were."""
         return self._client.delete_prefix(prefix)
 
     @_in_torchs_words
@@ -161,17 +161,17 @@ class CoordinationStore(Store):
 
     @_in_torchs_words
     def num_keys(self) -> int:
-        """How many keys there are."""
+        """Return how many keys there are."""
         return self._client.num_keys()
 
     @_in_torchs_words
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """Return the values of `keys`; waits until all are there."""
+        """Wait until all of `keys` are there, and return their values."""
         return self._client.multi_get(keys, self.timeout)
 
     @_in_torchs_words
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        """Let each key have its value."""
+        """Set the value of each key."""
         if len(keys) != len(values):
             raise dist.DistStoreError(f"multi_set: {len(keys)} keys, and {len(values)} values")
         self._client.multi_set(keys, values)
@@ -196,23 +196,23 @@ class CoordinationStore(Store):
 
     @_in_torchs_words
     def queue_len(self, key: str) -> int:
-        """How many items are in the queue `key`."""
+        """Return how many items are in the queue `key`."""
         return self._client.queue_len(key)
 
     @_in_torchs_words
     def list_keys(self, prefix: str = "") -> list[str]:
-        """All keys, or those that start with `prefix`."""
+        """Return all keys, or those that start with `prefix`."""
         return self._client.list_keys(prefix)
 
     def has_extended_api(self) -> bool:
-        """Whether `append`, `multi_get` and `multi_set` are there."""
+        """Return whether `append`, `multi_get` and `multi_set` are there."""
         return True
 
     def clone(self) -> CoordinationStore:
-        """Another store of the same keys, with a time-out of its own."""
+        """Return another store of the same keys, with a timeout of its own."""
         return CoordinationStore(str(self._client.address), timeout=self.timeout, client=self._client)
 
-    # What torch's C++ calls these, when a PrefixStore asks us.
+    # torch's C++ calls these when a PrefixStore asks us.
     getNumKeys = num_keys
     deleteKey = delete_key
 

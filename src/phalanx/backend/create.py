@@ -52,7 +52,7 @@ from phalanx.transport.unconnected import UnconnectedTransport
 
 try:
     from phalanx import _core
-except ImportError:  # no compiler at installation, or no futex on this platform
+except ImportError:  # there was no compiler at installation, or the platform has no futex
     _core = None  # type: ignore[assignment]
 
 _logger = get_logger(__name__)
@@ -62,7 +62,7 @@ _NO_CORE = "the C core is not there (reinstall with a C compiler at hand)"
 def create_process_group(options: Any, backend_options: Any = None) -> Any:
     """Return the process group that `init_process_group("phalanx")` and `new_group` ask for.
 
-    Collective over the group's ranks. `backend_options` is what the user gave as `pg_options`: a `phalanx.Options`, or
+    All ranks of the group call it. `backend_options` is what the user gave as `pg_options`: a `phalanx.Options`, or
     None. The group is a `PhalanxProcessGroup`, over the memory of one host or across several. Where memory can't be
     shared even inside a host (no C core) torch's Gloo carries everything, and the log says so once.
 
@@ -72,7 +72,7 @@ def create_process_group(options: Any, backend_options: Any = None) -> Any:
         DeadlineError: some rank never came; the message names it, on every rank that did.
         PhalanxError: hosts cannot reach each other.
     """
-    # Of "cuda:nccl,cpu:phalanx" torch hands the options that it has filled in for NCCL to us, too.
+    # For "cuda:nccl,cpu:phalanx" torch hands us, too, the options that it has filled in for NCCL.
     if backend_options is not None and getattr(backend_options, "group_name", None) == options.group_id:
         backend_options = None
     if backend_options is not None and not isinstance(backend_options, Options):
@@ -107,7 +107,9 @@ def _unconnected_group(options: Any, backend_options: Any) -> Any:
 
 
 def open_transport(options: Any, backend_options: Options | None) -> Transport:
-    """Meet the group's other ranks, and return what reaches them. Collective; raises as `create_process_group`."""
+    """Meet the group's other ranks, and return the transport that reaches them. All ranks call it; errors are
+    `create_process_group`'s.
+    """
     settings = _with_variables(backend_options if backend_options is not None else Options())
     timeout: timedelta = options.timeout
     if timeout <= timedelta(0):
@@ -150,14 +152,16 @@ def open_transport(options: Any, backend_options: Options | None) -> Transport:
 
 
 def _with_variables(settings: Options) -> Options:
-    """Return what a variable says where the options say nothing."""
+    """Return `settings`, filled with what a variable says where the options say nothing."""
     interface = settings.interface or os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0] or None
     allowed = settings.allow_public_address or os.environ.get("PHALANX_ALLOW_PUBLIC_ADDRESS", "") == "1"
     return replace(settings, interface=interface, allow_public_address=allowed)
 
 
 def _exposed(infos: Sequence[RankInfo], settings: Options) -> str:
-    """Why tensors must not travel between these ranks by an engine, or nothing. The same answer on every rank."""
+    """Return why tensors must not travel between these ranks by an engine, or "". The answer is the same on every
+    rank.
+    """
     if settings.allow_public_address or settings.engine != "gloo":
         return ""
     public = {info.address: info.hostname for info in infos if is_public(info.address)}
@@ -175,7 +179,7 @@ def _exposed(infos: Sequence[RankInfo], settings: Options) -> str:
 
 
 def _open_fd_server() -> tuple[FdServer | None, str]:
-    """Where the ranks of this host can fetch memory; or why this process can share none."""
+    """Return the server at which the ranks of this host can fetch memory, or why this process can share none."""
     if reason := memfd.obstacle():
         return None, reason
     try:
@@ -203,8 +207,10 @@ def _rank_info(server: FdServer | None, obstacle: str, store: Any, settings: Opt
 
 
 def _my_address(store: Any, settings: Options) -> str:
-    """Where other hosts reach this rank: the address of the interface that is asked for, else the one on the way to the
-    job's store, which every rank has reached; empty for a store in a file.
+    """Return the address at which other hosts reach this rank; it is empty for a store in a file.
+
+    It is the address of the interface that is asked for, else the one on the way to the job's store, which every rank
+    has reached.
     """
     if settings.interface and (addresses := interface_addresses().get(settings.interface)):
         return next(filter(is_public, addresses), addresses[0])  # the engine may take any of them
@@ -225,7 +231,7 @@ def _differing_options(infos: Sequence[RankInfo]) -> str:
 
 
 def _cannot_share(infos: Sequence[RankInfo]) -> str:
-    """Why these ranks can't share memory, or nothing. The same answer on every rank."""
+    """Return why these ranks can't share memory, or "". The answer is the same on every rank."""
     hindered: dict[str, list[int]] = {}
     for r, info in enumerate(infos):
         if info.obstacle:
@@ -249,7 +255,9 @@ def _share(server: FdServer, bootstrap: Bootstrap, options: Any, deadline: Deadl
 
 
 def _group_class() -> Any:
-    """With a detour for tensors of other devices only in processes that can have such tensors."""
+    """Return the class of groups, which looks for tensors of other devices only in processes that can have such
+    tensors.
+    """
     if device_backends.available():
         from phalanx.backend.process_group.devices import RoutedProcessGroup
 
@@ -259,7 +267,7 @@ def _group_class() -> Any:
 
 @contextlib.contextmanager
 def _descriptors_told(here: str) -> Iterator[None]:
-    """Whatever finds no free descriptor inside says how many there may be, and what to do."""
+    """Say how many descriptors there may be, and what to do, in any error inside that found no free one."""
     try:
         yield
     except OSError as error:
@@ -270,7 +278,8 @@ def _descriptors_told(here: str) -> Iterator[None]:
 
 def _connect(server: FdServer, bootstrap: Bootstrap, options: Any, settings: Options, deadline: Deadline) -> Transport:
     """Share memory on each host, and build the engine between all ranks."""
-    from phalanx.transport.hierarchical.transport import HierarchicalTransport  # as above
+    # it is imported here, since it needs the C core
+    from phalanx.transport.hierarchical.transport import HierarchicalTransport
 
     rank, name, infos = options.group_rank, options.group_id, bootstrap.infos
     layout = Layout.of([info.host for info in infos], rank)
@@ -330,7 +339,7 @@ def _open_failure_store(
     )
 
 
-_signals: WeakValueDictionary[tuple[int, int], FailureSignals] = WeakValueDictionary()  # by process and store
+_signals: WeakValueDictionary[tuple[int, int], FailureSignals] = WeakValueDictionary()  # keyed by process and store
 
 
 def _signals_of(store: Any) -> FailureSignals:
@@ -343,14 +352,15 @@ def _signals_of(store: Any) -> FailureSignals:
 
 
 def _over_gloo(bootstrap: Bootstrap, options: Any, settings: Options, deadline: Deadline) -> Transport:
-    """Where memory can't be shared: Gloo between all ranks, also those of one host."""
+    """Connect the ranks by Gloo where memory can't be shared, also those of one host."""
     rank, name, infos = options.group_rank, options.group_id, bootstrap.infos
     layout = Layout.of([info.host for info in infos], rank)
     processes = [f"{info} {info.address}".rstrip() for info in infos]
     key = hashlib.blake2b(infos[0].secret.encode(), digest_size=16).hexdigest()
     failure_store = _open_failure_store(options, key, infos, processes)
     group = MetGroup(name, key, options.store, infos, layout)
-    engine = open_gloo(group, settings, deadline, failure_store, num_threads=1)  # one at a time
+    # it carries out one collective at a time
+    engine = open_gloo(group, settings, deadline, failure_store, num_threads=1)
     transport = GlooTransport(name, engine, failure_store, processes, lambda r: infos[r].has_ended(infos[rank]))
     transport.pickles = PickleAuthenticator(infos[0].secret, name)
     return _begin(transport, bootstrap, options, deadline)
@@ -361,10 +371,12 @@ _exit_reason = ""
 
 
 def leave_at_exit() -> None:
-    """Whoever ends without `destroy_process_group` tells its peers how; before MPI, if there is one, waits for all."""
+    """Tell the peers at exit how this process ended without `destroy_process_group`, before MPI, if there is one, waits
+    for all.
+    """
     global _exit_watched
     atexit.unregister(_leave)
-    atexit.register(_leave)  # the last to come is the first to run
+    atexit.register(_leave)  # the last function registered is the first to run
     if _exit_watched:
         return
     _exit_watched = True

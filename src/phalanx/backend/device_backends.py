@@ -18,8 +18,8 @@ from phalanx.engines.device_memory import DeviceMemory
 class DeviceBackend:
     """This is an engine for the tensors of one type of device.
 
-    `open(store, rank, world_size, timeout, name, global_ranks)` gives one of torch's process groups; None where only
-    the host's memory leads from rank to rank. `identify` names a device for all ranks, and `obstacle` says why the
+    `open(store, rank, world_size, timeout, name, global_ranks)` returns one of torch's process groups; it is None where
+    only the host's memory leads from rank to rank. `identify` names a device for all ranks, and `obstacle` says why the
     engine cannot carry tensors between ranks that use these, by rank, or nothing. `memory` makes memory of the device
     that ranks of one host can all map; without it what the engine does not carry goes through the host's.
     """
@@ -38,7 +38,7 @@ DEVICE_BACKENDS = {
 
 
 def available() -> dict[str, DeviceBackend]:
-    """Those that work in this process, by type of device."""
+    """Return the backends that work in this process, by type of device."""
     return {
         device: device_backend for device, device_backend in DEVICE_BACKENDS.items() if device_backend.is_available()
     }
@@ -55,14 +55,16 @@ def first_tensor(arguments: Sequence[Any]) -> Tensor | None:
 
 
 def find_device(arguments: Sequence[Any]) -> torch.device | None:
-    """Where the first tensor among a collective's outputs and inputs is; None for the CPU, or no tensor at all."""
+    """Return the device of the first tensor among a collective's outputs and inputs; None for the CPU, or no tensor at
+    all.
+    """
     tensor = first_tensor(arguments)
     return None if tensor is None or tensor.is_cpu else tensor.device
 
 
 def no_backend_for(device: torch.device, operation: str, other: torch.device | None = None) -> str:
-    """Return the error for a tensor that is where no engine reaches, with the ways out; `other`: where one of its call
-    is.
+    """Return the error for a tensor on a device that no engine reaches, with the ways out; `other` is the device of
+    another tensor of the call.
     """
     device_backend = DEVICE_BACKENDS.get(device.type)
     here = f"{operation}: the tensor is on {device}; "

@@ -35,7 +35,8 @@ def open_areas(
     deadline: Deadline,
     area_bytes: int = AREA_BYTES,
 ) -> Areas | None:
-    """Return all ranks' areas on their devices, mapped here; None, on all ranks, where one of them cannot. Collective.
+    """Return all ranks' areas on their devices, mapped here; return None on all ranks if one of them cannot. All ranks
+    call it.
 
     `tell_all(words, nbytes)` returns what each rank tells.
 

@@ -19,8 +19,8 @@ from phalanx.transport.tensors import nbytes
 ON_DEVICE_FROM_BYTES = 4 << 20
 """Ranks take turns on a device: up to here the host's memory answers sooner (benchmarks/gpu)."""
 
-# Not all_to_all: two ranks may give its sizes in different ways. Those that scatter have each rank's input alike, and
-# perhaps outputs of different sizes.
+# all_to_all is not among them: two ranks may give its sizes in different ways. In those that scatter, each rank's
+# inputs are alike, and the outputs perhaps of different sizes.
 _OUTPUTS_FIRST = frozenset({
     "allreduce", "allreduce_coalesced", "broadcast", "reduce", "allgather", "all_gather_single", "_allgather_base",
     "all_gather_single_coalesced", "allgather_into_tensor_coalesced", "allgather_coalesced", "gather", "scatter",
@@ -32,7 +32,9 @@ _INPUTS_FIRST = frozenset({
 
 
 def stays_on_device(name: str, arguments: tuple[Any, ...], from_bytes: int) -> bool:
-    """Whether c10d's collective `name` of dense tensors is carried out on the device: from so many bytes on."""
+    """Return whether c10d's collective `name` of dense tensors is carried out on the device, as it is from so many
+    bytes on.
+    """
     if name in _INPUTS_FIRST:
         tensor: Tensor | None = first_tensor(arguments[1:])
     else:

@@ -18,14 +18,14 @@ _LOSES = "torch.compile looks into a group's operations; keep them out of what i
 _set_strategy: Any = find("torch._C._dynamo.eval_frame.set_code_exec_strategy", loses=_LOSES, instead=None)
 _FrameAction: Any = find("torch._C._dynamo.eval_frame._FrameAction", loses=_LOSES, instead=None)
 _FrameExecStrategy: Any = find("torch._C._dynamo.eval_frame._FrameExecStrategy", loses=_LOSES, instead=None)
-_DYNAMOS_DECORATORS = ("torch._compile", "torch.optim.optimizer")  # where they are defined
+_DYNAMOS_DECORATORS = ("torch._compile", "torch.optim.optimizer")  # the decorators are defined in these modules
 
 _Marked = TypeVar("_Marked", bound=type | Callable[..., Any])
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def untraced(marked: _Marked) -> _Marked:
-    """Have Dynamo leave a function, or a class's own methods, and all that they call to the interpreter."""
+    """Have Dynamo leave a function, or a class's own methods, and all that they call, to the interpreter."""
     for member in vars(marked).values() if isinstance(marked, type) else [marked]:
         for function in _functions(member):
             _leave_alone(function)
@@ -39,10 +39,10 @@ def skipped(function: _Function) -> _Function:
 
 
 def undecorated(function: Any) -> Any:
-    """Return a method of torch's optimizers without what torch puts around it for Dynamo's sake, for `untraced`
-    callers.
+    """Return a method of torch's optimizers without the decorators that torch adds for Dynamo; only `untraced` code may
+    call it.
 
-    Each would import Dynamo at its first call: half a second, and 30 to 70 MB in every process.
+    Each decorator would import Dynamo at its first call: half a second, and 30 to 70 MB in every process.
     """
     while hasattr(function, "__wrapped__") and function.__globals__["__name__"] in _DYNAMOS_DECORATORS:
         function = function.__wrapped__

@@ -29,15 +29,15 @@ class NeededSlice:
         self._version = 0
 
     def mark(self, gradient: Tensor) -> None:
-        """`gradient` holds the mean in the slice, and this rank's own values elsewhere."""
+        """Note that `gradient` holds the mean in the slice, and this rank's own values elsewhere."""
         self._mean, self._version = weakref.ref(gradient), gradient._version
 
     def is_mean(self, gradient: Tensor) -> bool:
-        """Whether this very tensor was marked."""
+        """Return whether this very tensor was marked."""
         return self._mean is not None and self._mean() is gradient
 
     def is_touched(self, gradient: Tensor) -> bool:
-        """Whether somebody changed or replaced the gradient that was marked, while that one lives."""
+        """Return whether a program changed or replaced the gradient that was marked, while that one lives."""
         marked = None if self._mean is None else self._mean()
         return marked is not None and (marked is not gradient or gradient._version != self._version)
 
@@ -46,7 +46,10 @@ _needed: MutableMapping[Tensor, NeededSlice] = WeakIdKeyDictionary()
 
 
 def need_slice(parameter: Tensor, start: int, stop: int, group: dist.ProcessGroup) -> None:
-    """From the next backward on, this rank needs elements `start` to `stop` of the parameter's mean gradient only.
+    """From the next backward on, average only elements `start` to `stop` of the parameter's gradient for this rank.
+
+    All ranks take part in this sense: every rank of `group` says so for the same parameters before the next backward,
+    and every element is needed by one of them.
 
     Collective in this sense: every rank of `group` says so for the same parameters before the next backward, and every
     element is needed by one of them.
@@ -55,7 +58,7 @@ def need_slice(parameter: Tensor, start: int, stop: int, group: dist.ProcessGrou
 
 
 def need_all(parameter: Tensor) -> None:
-    """From the next backward on, this rank needs the whole mean. Collective as `need_slice`."""
+    """From the next backward on, give this rank the whole mean. All ranks call it, as `need_slice`."""
     _needed.pop(parameter, None)
 
 

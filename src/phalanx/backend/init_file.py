@@ -36,7 +36,7 @@ def file_rendezvous(
 def check_init_file(url: str, deadline: Deadline) -> None:
     """Refuse a `file://` URL that leads to something else than a FileStore's file; a file that is not there may come.
 
-    Waits for the file's folder, which another rank may be making.
+    It waits for the file's folder, which another rank may be making.
 
     Raises:
         ValueError: no FileStore has written this file; the message says what to do.
@@ -73,7 +73,9 @@ def check_init_file(url: str, deadline: Deadline) -> None:
 
 
 def is_written_by_store(file: int) -> bool:
-    """Whether an open file holds whole records of a FileStore, or nothing. Cost: reads the length of each field."""
+    """Return whether an open file holds whole records of a FileStore, or nothing. Cost: it reads the length of each
+    field.
+    """
     size = os.fstat(file).st_size
     position, fields = 0, 0
     while position < size:

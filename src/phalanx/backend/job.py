@@ -32,7 +32,7 @@ class Job:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the rank that prints and saves."""
+        """Return whether this is the rank that prints and saves."""
         return self.rank == 0
 
     def close(self) -> None:
@@ -96,7 +96,7 @@ def init(
 
 
 def _join_as(name: str, rank: int, world_size: int, init_method: str | None, limit: timedelta) -> None:
-    """As `rank`, which the program itself gave us."""
+    """Join as `rank`, which the program itself gave us."""
     if not 0 <= rank < world_size:
         raise ValueError(f"phalanx.init: rank {rank} of {world_size}: ranks are 0 to world_size - 1")
     if init_method is not None or all(variable in os.environ for variable in ("MASTER_ADDR", "MASTER_PORT")):
@@ -115,7 +115,7 @@ def _join_as(name: str, rank: int, world_size: int, init_method: str | None, lim
 
 
 def _join_environment(name: str, init_method: str | None, limit: timedelta) -> None:
-    """As the rank that the environment tells, at `init_method` if given."""
+    """Join as the rank that the environment tells, at `init_method` if given."""
     rank, world_size = -1, -1
     if init_method is not None and not init_method.startswith("env://"):
         launch = find_launch(os.environ)
@@ -132,7 +132,7 @@ def _join_environment(name: str, init_method: str | None, limit: timedelta) -> N
 
 
 def _join_launch(name: str, launch: Launch, limit: timedelta) -> None:
-    """As the rank that mpiexec or Slurm has started; also with a backend of torch's, which knows neither."""
+    """Join as the rank that mpiexec or Slurm has started, also with a backend of torch's, which knows neither."""
     if name == "phalanx":
         dist.init_process_group(name, timeout=limit)
     else:
@@ -177,7 +177,7 @@ def _device(local_rank: int) -> torch.device:
 
 
 def _ranks_here() -> int | None:
-    """How many ranks of the job this host has; None if we know this rank's place among them only."""
+    """Return how many ranks of the job this host has; None if we know only this rank's place among them."""
     told = os.environ.get("LOCAL_WORLD_SIZE", "")
     launch = find_launch(os.environ)
     if told.isdecimal():
@@ -193,7 +193,7 @@ def _backend_of_cuda() -> str | None:
 
 
 def find_cuda_backend(config: str) -> str | None:
-    """Which backend of a group carries tensors of CUDA devices: "nccl" of "cpu:gloo,cuda:nccl"; None if there is none.
+    """Return which backend of a group carries CUDA tensors: "nccl" of "cpu:gloo,cuda:nccl"; None if there is none.
 
     A group whose configuration names no devices has one backend for all that it can carry.
     """
@@ -206,9 +206,9 @@ def decide_device(
 ) -> torch.device:
     """Return the device for a rank of a host with `gpus`: `ranks_per_gpu` neighbours share one.
 
-    Where there are more ranks than that leaves room for, they were not counted by GPUs, and get the CPU; with NCCL,
-    which knows nothing else, a GPU in turn. Over Gloo and MPI, `backend` of CUDA's tensors, whoever wants a GPU takes
-    one. If `ranks_here` is unknown, each rank that has room for itself gets a GPU.
+    If there are more ranks than the GPUs have room for, they were not counted by GPUs, and get the CPU; with NCCL,
+    which carries nothing else, they get a GPU in turn. Over Gloo and MPI, `backend` of CUDA's tensors, a rank that
+    wants a GPU takes one itself. If `ranks_here` is unknown, each rank that has room for itself gets a GPU.
     """
     room = gpus * ranks_per_gpu
     fits = local_rank < room if ranks_here is None else ranks_here <= room

@@ -22,15 +22,15 @@ from phalanx.backend.process_group import PhalanxProcessGroup
 from phalanx.backend.shared import shared_empty
 from phalanx.symmetric_memory.pool import SharedPool
 
-_PIECES = 1024  # that a rank has lent at the same time
-_WORD = 40  # bits of a place that say where; those above are the number of the piece
+_PIECES = 1024  # a rank may have lent so many tensors at the same time
+_WORD = 40  # so many bits of a place say where; those above are the number of the piece
 
 
 class Lending:
-    """This is a rank's part in lending. It is collective: all ranks of `group` build theirs with the same `sizes`.
+    """This is a rank's part in lending. All ranks of `group` build theirs together with the same `sizes`.
 
     Arguments:
-        sizes: of the tensors that will be lent, in bytes, and how many there may be of each at the same time.
+        sizes: the bytes of the tensors that will be lent, and how many there may be of each size at the same time.
     """
 
     def __init__(self, group: PhalanxProcessGroup, sizes: Mapping[int, int]) -> None:
@@ -59,7 +59,7 @@ class Lending:
 
     @contextlib.contextmanager
     def making(self) -> Iterator[None]:
-        """Tensors of the sizes to be lent that this thread makes meanwhile lie where others can read them."""
+        """Let the tensors of the sizes to be lent that this thread makes inside lie where others can read them."""
         was_inside = self._pool._enter()
         try:
             yield
@@ -68,7 +68,7 @@ class Lending:
                 self._pool.leave()
 
     def lend(self, tensor: Tensor) -> int | None:
-        """Return a place that tells a borrower where `tensor` is. None where it lies elsewhere and can't be copied to
+        """Return a place that tells a borrower where `tensor` is; None if it lies elsewhere and can't be copied to
         us.
 
         Cost: nothing if it was made in `making()`; else one copy.
@@ -90,7 +90,7 @@ class Lending:
         return piece << _WORD | self._symm_mem.heap_offset(tensor.data_ptr())
 
     def collect(self) -> None:
-        """Let go of what borrowers have let go."""
+        """Let go of the tensors that borrowers have let go."""
         words = self._words[self._rank]
         for piece in [piece for piece in self._lent if words[piece]]:
             del self._lent[piece]

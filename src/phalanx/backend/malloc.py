@@ -6,7 +6,7 @@ import ctypes
 import functools
 import os
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # malloc.h
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # the numbers are those of malloc.h
 _LARGEST_MMAP_THRESHOLD = 32 * 1024 * 1024  # that glibc takes
 
 

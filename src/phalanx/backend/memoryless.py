@@ -22,14 +22,14 @@ class FakeCall(Exception):
 
 
 def is_fake(tensor: Any) -> bool:
-    """Whether it belongs to a FakeTensorMode, which traces programs without running them."""
-    module = sys.modules.get("torch._subclasses.fake_tensor")  # where nobody imported it, there are none
+    """Return whether a tensor belongs to a FakeTensorMode, which traces programs without running them."""
+    module = sys.modules.get("torch._subclasses.fake_tensor")  # if it was not imported, there are no fake tensors
     return module is not None and isinstance(tensor, module.FakeTensor)
 
 
 def address_of(tensor: Tensor) -> int:
-    """Where its elements lie; 0 where they lie nowhere."""
-    if is_fake(tensor):  # which would warn
+    """Return where the tensor's elements lie; 0 if they lie nowhere."""
+    if is_fake(tensor):  # a fake tensor would warn
         return 0
     try:
         return tensor.data_ptr()

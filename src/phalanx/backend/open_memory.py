@@ -27,7 +27,7 @@ def open_symmetric_memory(
     deadline: Deadline,
     idle: Callable[[float], None],
 ) -> Any:
-    """Return the memory of one host: `local_ranks` are the ranks that share it, the first of them leads."""
+    """Return the memory of one host: `local_ranks` are the ranks that share it, and the first of them creates it."""
     from phalanx.symmetric_memory.memory import LocalRank, open_as_leader, open_as_member
 
     rank, name = options.group_rank, options.group_id
@@ -37,7 +37,7 @@ def open_symmetric_memory(
     here = f"init_process_group of group {name!r} on rank {rank}"
 
     def look_after(which: Iterable[int]) -> None:
-        """Of the ranks that have not come for the memory, one may never come."""
+        """Look whether the ranks live that have not come for the memory: one that is dead never comes."""
         for who in (local_ranks[i] for i in sorted(which)):
             if infos[who].process.has_ended():
                 how = f"rank {who} ({infos[who]}) came, and ended before the group was formed"
@@ -70,7 +70,7 @@ def open_symmetric_memory(
 
 
 def _sees_processes(leader: RankInfo, member: RankInfo) -> bool:
-    """Whether the leader's number leads `member` to its process."""
+    """Return whether the leader's process number leads `member` to its process."""
     return bool(leader.process.namespace) and leader.process.namespace == member.process.namespace
 
 
@@ -98,8 +98,8 @@ def advice(number: int | None) -> str:
 
 
 def _showing(infos: Sequence[RankInfo], local_ranks: Sequence[int], options: Any) -> Callable[[int], object] | None:
-    """Return what shows the group's memory to the agent of `phalanx run`, if there is one: it reads the flight
-    recorder.
+    """Return a function that shows the group's memory to the agent of `phalanx run`, which reads the flight recorder;
+    None if there is no agent.
     """
     agent = agent_address()
     if not agent:

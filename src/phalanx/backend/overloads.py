@@ -20,7 +20,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-c10d: Any = dist.distributed_c10d  # whose stubs lack what is used here
+c10d: Any = dist.distributed_c10d  # its stubs lack what is used here
 
 # The overloads in torch's order and with its names. T is a tensor, T* a list of tensors, T** a list of such lists;
 # what ends in ? may be left out. `Backend`, which people get from `group._get_backend(device)`, has some other names.
@@ -95,13 +95,16 @@ _OPTIONS: Mapping[str, type] = {
     **{name: c10d.ReduceScatterOptions for name in _OVERLOADS if name.startswith(_REDUCE_SCATTERS)},
 }
 
-_FIELDS = {"root": "rootRank", "op": "reduceOp", "timeout": "timeout"}  # of the options, by an overload's argument
+# the field of the options, by an overload's argument
+_FIELDS = {"root": "rootRank", "op": "reduceOp", "timeout": "timeout"}
 _LISTED = (list, tuple)
 
 
 @functools.cache
 def plain_form(name: str) -> tuple[int, type]:
-    """How many arguments the method `name` has in the form that torch's functions call, and the last one's type."""
+    """Return how many arguments the method `name` has in the form that torch's functions call, and the last one's
+    type.
+    """
     first = _parsed(name)[0]
     return len(first), _OPTIONS.get(name, int)
 
@@ -115,7 +118,7 @@ def first_form(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> t
 
 
 def resolve(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return the arguments of `group.<name>(*args, **kwargs)` in the first form of that method, every one in its place.
+    """Return the arguments of `group.<name>(*args, **kwargs)` in the first form of that method, each in its place.
 
     Raises:
         TypeError: it is none of PyTorch's overloads.
@@ -212,7 +215,7 @@ def _as_field(name: str, value: Any) -> Any:
 
 
 def _listed(value: Any) -> Any:
-    """Return what torch takes for a list, beside lists and tuples, as one; anything else as it is."""
+    """Return what torch takes for a list, beside lists and tuples, as a list; return anything else as it is."""
     if isinstance(value, (*_LISTED, Tensor, str, bytes, Mapping)):
         return value
     is_sequence = hasattr(type(value), "__getitem__") and hasattr(type(value), "__len__")
@@ -241,12 +244,12 @@ def _kind_of(value: Any) -> str:
 
 
 def arguments_of_allreduce(tensors: Any, opts: Any, timeout: Any, op: Any, tensor: Any) -> tuple[Any, Any]:
-    """Return the list of tensors and the options of a call of `allreduce`, in whichever of PyTorch's forms it
-    was made.
+    """Return the list of tensors and the options of a call of `allreduce`, in whichever of PyTorch's forms it was
+    made.
     """
     if type(opts) is c10d.AllreduceOptions and isinstance(tensors, list) and timeout is op is tensor is None:
         return tensors, opts
-    if isinstance(tensors, Tensor) and tensor is None:  # by position
+    if isinstance(tensors, Tensor) and tensor is None:  # they were given by position
         tensors, tensor = None, tensors
     if op is None and opts is not None and not isinstance(opts, c10d.AllreduceOptions):
         op, opts = opts, None

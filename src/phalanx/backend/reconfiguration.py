@@ -34,15 +34,15 @@ class Handle:
     token: str
 
     def __str__(self) -> str:
-        """In the form of Gloo's: 'phalanx:0:17:0:d3b0'."""
+        """Return the handle in the form of Gloo's: 'phalanx:0:17:0:d3b0'."""
         return f"phalanx:{self.rank}:{self.uuid}:{self.first_rank}:{self.token}"
 
     @classmethod
     def parse(cls, text: str) -> Handle:
-        """Read what `str` made.
+        """Return the handle of which `str` made `text`.
 
         Raises:
-            PhalanxError: it did not make this.
+            PhalanxError: `str` did not make it.
         """
         try:
             kind, rank, uuid, first_rank, token = text.split(":")

@@ -49,7 +49,7 @@ Handler = Callable[..., Iterator[StoreAddress]]
 
 
 def launcher() -> Launcher | None:
-    """Who started this process, as far as MPI is concerned; None if nobody says so."""
+    """Return the launcher that started this process, as far as MPI is concerned; None if nothing says so."""
     launch = mpi_launch(os.environ)
     if launch is not None:
         return Launcher(launch.launcher, launch.world_size, is_mpi=True)
@@ -90,7 +90,7 @@ _NOT_AGAIN = "env:// cannot rendezvous again; destroy the group and initialise a
 
 
 def address_rendezvous(original: Handler, url: str, timeout: timedelta, **kwargs: Any) -> Iterator[StoreAddress]:
-    """`tcp://`, or `env://` with an address: its errors say who waited where.
+    """Yield the handler of `tcp://`, or of `env://` with an address: its errors say which rank waited where.
 
     torch's `original` has rank 0 wait until as many processes have come as it believes in, and so hear too late of
     those that believe something else. Here all go on to the bootstrap of the group, which compares.
@@ -114,9 +114,7 @@ def address_rendezvous(original: Handler, url: str, timeout: timedelta, **kwargs
 
 
 def _place(url: str, timeout: timedelta) -> store_errors.StoreAddress:
-    """Return what the URL says of the rendezvous, or else the environment; torch has yet to find out what is wrong with
-    it.
-    """
+    """Return what the URL says of the rendezvous, or else the environment; torch has yet to find out what is wrong."""
     parts = urlsplit(url)
     asked = {name: values[0] for name, values in parse_qs(parts.query).items()}
 
@@ -142,7 +140,7 @@ def attempt() -> str:
 
 
 def agent_address() -> str:
-    """Where the agent of `phalanx run` looks on while groups work; empty in a process that is none of its ranks."""
+    """Return where the agent of `phalanx run` looks on while groups work; "" in a process that is none of its ranks."""
     return os.environ.get("PHALANX_AGENT", "") if find_agents_store(os.environ) else ""
 
 
@@ -153,7 +151,7 @@ def find_lost_host() -> LostHost | None:
 
 def agents_key() -> Key | None:
     """Return the job's key, in a rank of `phalanx run` on several hosts; None elsewhere."""
-    from phalanx.coordination.key import Key  # not at the top: a job on one host needs none
+    from phalanx.coordination.key import Key  # it is not imported at the top, since a job on one host needs none
 
     key = read_store(_agent_file)[1] if _agent_file >= 0 else ""
     return Key.parse(key) if key else None
@@ -176,12 +174,15 @@ def generation() -> int:
 
 
 def is_rehearsing() -> bool:
-    """Whether this process replaces a rank, and has not met the others: until then its groups are of itself alone."""
+    """Return whether this process replaces a rank, and has not met the others: till then its groups are of itself
+    alone.
+    """
     return not _rehearsal_over and generation() > 0
 
 
 def enter_generation(environment: Mapping[str, str]) -> StoreAddress:
-    """Become the rank of a generation that `environment` describes; where its ranks meet. From now on groups are real.
+    """Become the rank of a generation that `environment` describes; return where its ranks meet. From now on groups are
+    real.
 
     Without variables it is the generation that this process was started for.
     """
@@ -225,7 +226,7 @@ def _open_coordinator(path: str) -> Any:
     """Return the store of a job on several hosts."""
     from phalanx.backend.coordination_store import (
         CoordinationStore,
-    )  # not at the top: a job on one host needs none of it
+    )  # these are not imported at the top, since a job on one host needs none of them
     from phalanx.coordination.key import Key
 
     global _agent_file
@@ -245,7 +246,9 @@ def _open_coordinator(path: str) -> Any:
 
 
 def _is_memfd(path: str) -> bool:
-    """Whether the agent's file is what this path leads to: in another pid namespace the number is somebody else's."""
+    """Return whether the agent's file is what this path leads to: in another pid namespace the number is somebody
+    else's.
+    """
     try:
         status = os.stat(path)
     except OSError:
@@ -254,7 +257,7 @@ def _is_memfd(path: str) -> bool:
 
 
 def _store_of_agent(path: str) -> str:
-    """Return the store from the hands of the agent, for a rank that does not see the agent's process."""
+    """Return the store that the agent hands over, for a rank that does not see the agent's process."""
     fd = fetch_store(agent_address())
     if fd is None:
         raise PhalanxError(
@@ -267,13 +270,13 @@ def _store_of_agent(path: str) -> str:
 
 
 def mpi_rendezvous(deadline: Deadline) -> StoreAddress | None:
-    """Where the ranks of an `mpiexec` meet; None in a process that none has started."""
+    """Return where the ranks of an `mpiexec` meet; None in a process that none has started."""
     launch = mpi_launch(os.environ)
     return None if launch is None else join(launch, deadline)
 
 
 def join(launch: Launch, deadline: Deadline) -> StoreAddress:
-    """Where the processes of this launch meet, without an address from the user.
+    """Return where the processes of this launch meet, without an address from the user.
 
     Raises:
         ValueError: WORLD_SIZE says something else than the launcher.
@@ -289,7 +292,7 @@ def join(launch: Launch, deadline: Deadline) -> StoreAddress:
 
 
 def join_siblings(rank: int, world_size: int, secret: bytes, deadline: Deadline) -> StoreAddress:
-    """Where the processes meet that one process has started with `multiprocessing`, which share its `secret`.
+    """Return where the processes meet that one process has started with `multiprocessing`, which share its `secret`.
 
     Raises:
         DeadlineError: some rank never came.
@@ -393,7 +396,7 @@ def _across_hosts(launch: Launch, deadline: Deadline) -> Any:
 
 
 def store_through_mpi(here: str, deadline: Deadline) -> Any:
-    """Return a store for all ranks of MPI_COMM_WORLD, at a free port of rank 0's host. Collective over them.
+    """Return a store for all ranks of MPI_COMM_WORLD, at a free port of rank 0's host. All of them call it.
 
     Raises:
         DeadlineError: rank 0 did not come.
@@ -434,11 +437,11 @@ def _missing(launch: Launch, error: DeadlineError) -> DeadlineError:
 
 
 def ranks_per_gpu() -> int:
-    """How many ranks the launcher has put on a GPU, as `phalanx run --ranks-per-gpu` does."""
+    """Return how many ranks the launcher has put on a GPU, as `phalanx run --ranks-per-gpu` does."""
     text = os.environ.get(_RANKS_PER_GPU, "")
     return max(1, int(text)) if text.isdecimal() else 1
 
 
 def ranks_share_gpus() -> bool:
-    """Whether the launcher has put several ranks on a GPU."""
+    """Return whether the launcher has put several ranks on a GPU."""
     return ranks_per_gpu() > 1

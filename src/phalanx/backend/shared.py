@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 
 def shares_memory(group: dist.ProcessGroup) -> bool:
-    """Whether all ranks of `group` share memory. The backend's name does not tell: they may be on several hosts."""
+    """Return whether all ranks of `group` share memory. The backend's name does not tell: they may be on several
+    hosts.
+    """
     return sharing_group(group) is not None
 
 
@@ -29,7 +31,9 @@ def sharing_group(group: dist.ProcessGroup) -> PhalanxProcessGroup | None:
 
 
 def rehearses(group: dist.ProcessGroup) -> bool:
-    """Whether this process is alone in `group`: it replaces a rank that was lost, and has not met the others yet."""
+    """Return whether this process is alone in `group`: it replaces a rank that was lost, and has not met the others
+    yet.
+    """
     ours = phalanx_group(group)
     return ours is not None and isinstance(ours.transport, RehearsalTransport)
 
@@ -81,10 +85,10 @@ def shared_empty(
 
 
 def host_memory(nbytes: int, group: dist.ProcessGroup) -> dict[int, Tensor]:
-    """Return `nbytes` of memory of each rank of this host, by its rank in `group`: write its own, read the others'.
+    """Return `nbytes` of memory of each rank of this host, by its rank in `group`: write this rank's, read the others'.
 
-    What a rank has written there outlives it, while another rank of its host holds what it got. Collective: every rank
-    gives the same size. Other hosts' ranks have none here; where no memory is shared, this rank's is private.
+    What a rank has written there outlives it, while another rank of its host holds what it got. All ranks call it, with
+    the same size. Ranks of other hosts are not in the result; where no memory is shared, this rank's is private.
 
     Shape: `(nbytes,)`, uint8, uninitialised.
 

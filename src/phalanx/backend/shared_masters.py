@@ -17,6 +17,6 @@ def note_master(parameter: Tensor, owner: object) -> None:
 
 
 def has_master(parameter: Tensor) -> bool:
-    """Whether somebody who lives updates a master of the parameter."""
+    """Return whether an optimizer that lives updates a master of the parameter."""
     owner = _owners.get(parameter)
     return owner is not None and owner() is not None

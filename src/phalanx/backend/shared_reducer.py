@@ -21,11 +21,11 @@ from phalanx.transport.base import CallContext
 
 
 class SharedReducer:
-    """It reduces the same tensors in place in every round. Collective: all ranks build theirs with the same tensors.
+    """It reduces the same tensors in place in every round. All ranks build theirs together, with the same tensors.
 
-    A round: `begin`, then `ready(i)` once for each tensor, in any order and with anything in between, then `finish`.
-    From `ready(i)` to the end of `finish` tensor i belongs to the reducer. Another tensor of the group's heap, of the
-    same size and dtype, may stand in for tensor i in a round, on any rank, wherever it lies there.
+    In a round `begin` is called, then `ready(i)` once for each tensor, in any order and with anything in between, then
+    `finish`. From `ready(i)` to the end of `finish` tensor i belongs to the reducer. Another tensor of the group's
+    heap, of the same size and dtype, may stand in for tensor i in a round, on any rank, wherever it lies there.
     """
 
     def __init__(self, group: Any, tensors: Sequence[Tensor], op: Any) -> None:
@@ -44,7 +44,7 @@ class SharedReducer:
         )
 
     def _offset(self, tensor: Tensor) -> int:
-        """Where in the heap the tensor lies; it is the same on every rank."""
+        """Return where in the heap the tensor lies; it is the same on every rank."""
         return int(self._memory.symm_mem.heap_offset(tensor.data_ptr()))
 
     def _call_context(self, role: int = STEP) -> CallContext:
@@ -62,10 +62,10 @@ class SharedReducer:
     def ready(self, number: int, instead: Tensor | None = None, needed: tuple[int, int] | None = None) -> None:
         """Hand in this rank's tensor, or the one `instead` of it, which is complete.
 
-        `needed`: this rank needs these elements (start, stop) of the result only, and what lies elsewhere stays as it
-        is. All ranks say so, or none does; together they need each element once.
+        If `needed` is given, this rank needs only these elements (start, stop) of the result, and what lies elsewhere
+        stays as it is. All ranks give it, or none does; together they need each element once.
 
-        Also reduces, without waiting, every tensor that all ranks have.
+        It also reduces, without waiting, every tensor that all ranks have.
         """
         if self._memory.symm_mem.closed:
             raise closed(self._memory.group)
@@ -78,7 +78,7 @@ class SharedReducer:
     def finish(self) -> None:
         """Return when every tensor holds the reduction on every rank, or on every rank that is in this round.
 
-        Others are out of it (see `uneven`): then the reduction is over those that are in.
+        Ranks may be out of it (see `uneven`): then the reduction is over those that are in.
         """
         if self._memory.symm_mem.closed:
             raise closed(self._memory.group)
@@ -98,7 +98,7 @@ class SharedReducer:
 
     @property
     def round(self) -> int:
-        """How many rounds have begun; to be set where all ranks meet, by a rank that was out of some."""
+        """Return how many rounds have begun; a rank that was out of some sets it where all ranks meet."""
         return self._reducer.round
 
     @round.setter

@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Leaf:
-    """It stands for tensor number `index` in a structure that travels without its tensors."""
+    """A leaf stands for tensor number `index` in a structure that travels without its tensors."""
 
     index: int
     shape: tuple[int, ...]

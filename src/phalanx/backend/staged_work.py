@@ -28,7 +28,7 @@ class StagedWork(PhalanxWork):
         self._call = call
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until the host's part is over; what the caller queues afterwards sees the results."""
+        """Block until the host's part is over; operations that the caller queues afterwards see the results."""
         over = super().wait(timeout)
         self._call.order_caller()
         return over
@@ -50,7 +50,7 @@ class StagedDone(DoneWork):
         self._call = call
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Return True; another stream than the one that called may wait, too."""
+        """Return True; a stream other than the one that called may wait, too."""
         self._call.order_caller()
         return True
 
@@ -82,18 +82,18 @@ class StagedReceive(dist.Work):
         return True
 
     def synchronize(self) -> None:
-        """As `wait`."""
+        """Block as `wait` does."""
         self.wait()
 
     def is_completed(self) -> bool:
-        """Whether it is over, well or not."""
+        """Return whether it is over, well or not."""
         over: bool = self._work.is_completed()
         if over and self._work.is_success():
             self._copy()
         return over
 
     def is_success(self) -> bool:
-        """Whether it is over and went well."""
+        """Return whether it is over and went well."""
         return self.is_completed() and bool(self._work.is_success())
 
     def exception(self) -> Any:
@@ -106,7 +106,7 @@ class StagedReceive(dist.Work):
         return self._outputs
 
     def source_rank(self) -> int:
-        """Who sent."""
+        """Return the rank that sent."""
         rank: int = self._work.source_rank()
         return rank
 

@@ -21,7 +21,7 @@ _ENV = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def init_process_group(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """torch's `original`, for a call that names no backend: under `phalanx run` it names this one."""
+    """Call torch's `original`, for a call that names no backend: under `phalanx run` it names this one."""
     call = inspect.signature(original).bind(*args, **kwargs)
     if is_default(os.environ, call.arguments.get("device_id"), _accelerator(), _carried()):
         call.arguments["backend"] = NAME
@@ -29,7 +29,7 @@ def init_process_group(original: Callable[..., None], *args: Any, **kwargs: Any)
 
 
 def refuse_unknown_backend(backend: object, called: str = "init_process_group") -> None:
-    """Refuse the name of a backend that nobody has registered: torch ends at it with an AssertionError.
+    """Refuse the name of a backend that nobody has registered, at which torch fails with an AssertionError.
 
     Arguments:
         backend: a name, or pairs such as "cpu:gloo,cuda:nccl"; nothing else is looked at.
@@ -54,7 +54,7 @@ def refuse_unknown_backend(backend: object, called: str = "init_process_group") 
 
 @contextlib.contextmanager
 def launched(url: str) -> Iterator[None]:
-    """Around torch's rendezvous at `url`: where no launcher has started this process, its error says how to start it.
+    """Let an error of torch's rendezvous at `url` say how to start this process, if no launcher has started it.
 
     Raises:
         ValueError: as torch does.
@@ -68,7 +68,7 @@ def launched(url: str) -> Iterator[None]:
 
 
 def is_default(environ: Mapping[str, str], device_id: object, accelerator: str, carried: Sequence[str]) -> bool:
-    """Whether a start that names no backend means ours: under `phalanx run`, unless it names a device.
+    """Return whether a start that names no backend means ours: under `phalanx run`, unless it names a device.
 
     torch's own choice is an engine for `accelerator` alone; ours carries the CPU's tensors as well, and `carried`
     says which others it hands to an engine that can.
@@ -90,15 +90,13 @@ def explain_unlaunched(missing: Sequence[str], argv: Sequence[str], torch_error:
 
 
 def _missing(url: str, environ: Mapping[str, str]) -> list[str]:
-    """Return the variables that `env://` would have read and that are not there; rank and world size may be in
-    the URL.
-    """
+    """Return the variables that `env://` would have read and that are not set; the URL may have rank and world size."""
     query = parse_qs(urlsplit(url).query)
     return [name for name in _ENV if name.lower() not in query and not environ.get(name)]
 
 
 def _accelerator() -> str:
-    """Return the type of device that torch would choose a backend for; initialises nothing on it."""
+    """Return the type of device that torch would choose a backend for, without initialising one."""
     accelerator = torch.accelerator.current_accelerator()
     return "cpu" if accelerator is None else accelerator.type
 

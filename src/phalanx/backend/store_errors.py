@@ -57,7 +57,7 @@ def probe(host: str, port: int) -> str:
 
 
 def explain(address: StoreAddress, seen: str, torch_error: str) -> str:
-    """Return the message. `seen` is what `probe` says, `torch_error` what torch says."""
+    """Return the message of an error: `seen` is what `probe` says, `torch_error` what torch says."""
     who = f" on rank {address.rank} of {address.world_size}" if address.rank >= 0 else ""
     place = f"{address.host} port {address.port}"
     span = f"within {address.timeout.total_seconds():.1f} s"
@@ -79,7 +79,7 @@ def explain(address: StoreAddress, seen: str, torch_error: str) -> str:
 
 
 def explain_taken(address: StoreAddress, contested: str, torch_error: str) -> str:
-    """Return the message of a rank 0 whose port another process has; `contested` is what ranks that wait there are
+    """Return the message of a rank 0 whose port another process has; `contested` is what the ranks that wait there are
     told.
     """
     fact = f"\n{contested}" if contested else " It is no start of a group: another program's, or a job that goes on."

@@ -19,13 +19,13 @@ _LONGEST_PAUSE_S = 0.02
 
 
 def push(store: Any, key: str, value: str | bytes) -> None:
-    """As `Store.queue_push`: append `value` to the queue `key`."""
+    """Append `value` to the queue `key`, as `Store.queue_push` does."""
     number = store.add(_pushed(key), 1) - 1
     store.set(_item(key, number), value)
 
 
 def pop(store: Any, key: str, timeout: timedelta, block: bool = True) -> bytes:
-    """As `Store.queue_pop`: the oldest value of the queue `key`, which nobody else gets.
+    """Return the oldest value of the queue `key`, which no other process gets, as `Store.queue_pop` does.
 
     Raises:
         QueueEmptyError: it is empty, and `block` is False.
@@ -51,13 +51,13 @@ def pop(store: Any, key: str, timeout: timedelta, block: bool = True) -> bytes:
 
 
 def length(store: Any, key: str) -> int:
-    """As `Store.queue_len`."""
+    """Return how many values are in the queue, as `Store.queue_len` does."""
     popped = int(_read(store, _popped(key)).partition(" ")[0] or 0)
     return int(_read(store, _pushed(key)) or 0) - popped
 
 
 def _read(store: Any, key: str) -> str:
-    """Return a value, or nothing; unlike `add(key, 0)` it lets the file not grow."""
+    """Return a value, or an empty string; unlike `add(key, 0)` this does not let the file grow."""
     return str(store.get(key).decode()) if store.check([key]) else ""
 
 

@@ -21,7 +21,7 @@ from phalanx.coordination.bootstrap import contest
 from phalanx.deadline import Deadline
 
 _SLICE_S = 8.0  # a store answers within milliseconds; torch's client asks again and again until its time is up
-_GRACE_S = 4.0  # beyond which torch hangs: before a process that takes connections and says nothing, for ever
+_GRACE_S = 4.0  # after this torch hangs: before a process that takes connections and says nothing, for ever
 _PAUSE_S = 0.1
 
 
@@ -46,7 +46,7 @@ def open_store(place: StoreAddress, *, keep: bool, libuv: bool = True) -> Any:
 
 
 def _connect(place: StoreAddress, libuv: bool, slice_s: float) -> tuple[Any, str]:
-    """Return a connection to the store, or what torch says. In a thread, for torch may never come back."""
+    """Return a connection to the store, or what torch says. This runs in a thread, for torch may never come back."""
     answers: list[Any] = []
     errors: list[str] = []
 
@@ -95,7 +95,7 @@ def keeps(store: Any) -> None:
 
 
 def is_kept_here(store: Any) -> bool:
-    """Whether this process keeps the store, as far as it was opened here."""
+    """Return whether this process keeps the store, as far as it was opened here."""
     return (os.getpid(), getattr(store, "port", -1)) in _kept
 
 
@@ -109,12 +109,14 @@ def _is_taken(port: int) -> bool:
 
 
 def _contest(place: StoreAddress, libuv: bool) -> str:
-    """If another rank 0 of this job keeps a store there, let it and all others hear it; what they hear, or nothing."""
+    """Tell another rank 0 of this job that keeps a store there, and all others, of the contest; return what they are
+    told, or "".
+    """
     store, _ = _connect(place, libuv, 2.0)
     if store is None:
         return ""
     with contextlib.suppress(RuntimeError):
-        for prefix in ("default_pg", "0/", "cpu/"):  # what torch puts before the keys of a job's first group
+        for prefix in ("default_pg", "0/", "cpu/"):  # torch puts these before the keys of a job's first group
             store = PrefixStore(prefix, store)
         return contest(store, place.rank, place.world_size)
     return ""

@@ -15,9 +15,9 @@ from phalanx.transport.uneven import Participant, UnevenInputs
 
 
 def take_part(group: Any, participant: Participant) -> bool:
-    """Let steps over `group` do without ranks that wait elsewhere, where that is possible; whether it is.
+    """Let steps over `group` do without ranks that wait elsewhere, where that is possible; return whether it is.
 
-    Collective, in the sense that all ranks do it for the same participants in the same order.
+    All ranks do this for the same participants in the same order.
     """
     ours = sharing_group(group)
     if ours is None or ours.size() == 1:
@@ -32,7 +32,7 @@ def take_part(group: Any, participant: Participant) -> bool:
 
 @contextlib.contextmanager
 def training_step(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Make collectives of `group` inside part of a training step: whoever is out of it takes part with zeros.
+    """Make collectives of `group` inside part of a training step: a rank that is out of it takes part with zeros.
 
     They must be such that zeros are neutral: a sum, a maximum of what is not negative, an all_gather whose receivers
     know empty rows, a broadcast that any rank's tensor serves. On groups without a participant nothing changes.
@@ -55,7 +55,7 @@ def absent_ranks(group: Any) -> list[int]:
 
 
 def can_be_uneven(group: Any) -> bool:
-    """Whether some participant has made steps over `group` that do without ranks (see `take_part`)."""
+    """Return whether some participant has made steps over `group` that do without ranks (see `take_part`)."""
     return _uneven_inputs(group) is not None
 
 

@@ -78,7 +78,7 @@ class PhalanxWork(dist.Work):
         self.executor: SerialExecutor | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until the operation is over; True, or its error."""
+        """Block until the operation is over; return True, or raise its error."""
         limit = timeout.total_seconds() if timeout is not None and timeout > timedelta(0) else None
         executor = self.executor
         if not self._done.is_set():
@@ -87,7 +87,7 @@ class PhalanxWork(dist.Work):
             executor.help(self)
         try:
             over = self._done.wait(limit)
-        except BaseException as error:  # Ctrl-C, or a signal handler that raised
+        except BaseException as error:  # it is Ctrl-C, or a signal handler that raised
             if executor is not None and executor.interrupted is not None:
                 executor.interrupted(error)
             raise
@@ -98,7 +98,7 @@ class PhalanxWork(dist.Work):
         return True
 
     def _check_end_is_near(self) -> None:
-        """Whether this process, and this thread, can wait for its end at all.
+        """Check that this process, and this thread, can wait for its end at all.
 
         Raises:
             ClosedError: this process is a fork of the one that called the operation.
@@ -117,15 +117,15 @@ class PhalanxWork(dist.Work):
             )
 
     def synchronize(self) -> None:
-        """As `wait`."""
+        """Block as `wait` does."""
         self.wait()
 
     def is_completed(self) -> bool:
-        """Whether it is over, well or not."""
+        """Return whether it is over, well or not."""
         return self._done.is_set()
 
     def is_success(self) -> bool:
-        """Whether it is over and went well."""
+        """Return whether it is over and went well."""
         return self._done.is_set() and self._error is None
 
     def exception(self) -> BaseException | None:
@@ -138,7 +138,7 @@ class PhalanxWork(dist.Work):
         return list(self._values())
 
     def source_rank(self) -> int:
-        """Of a receive from anybody: who sent."""
+        """Return the rank that sent, of a receive from any rank."""
         return self._source
 
     _source_rank = source_rank
@@ -169,13 +169,13 @@ class PhalanxWork(dist.Work):
         return [ref() for ref in self._weak]
 
     def settle(self, error: BaseException | None) -> Callable[[], None] | None:
-        """Take the outcome, which nobody has been told yet. The thread that carried it out calls this once.
+        """Take the outcome, which no waiter has been told yet. The thread that carried it out calls this once.
 
-        Returns what tells the future's callbacks, if anybody has asked for a future; `release` comes after that.
+        It returns what tells the future's callbacks, if anybody has asked for a future; `release` comes after that.
 
         From here on tensors are held weakly: torch's C++ side may keep a Work for long, and the group keeps it alive
-        for that (a Work whose Python half is collected would make C++ wait for ever). Only small ones stay: DDP's
-        count of the ranks that have not joined lives nowhere else.
+        for that (a Work whose Python half is collected would make C++ wait for ever). Only small ones stay: DDP's count
+        of the ranks that have not joined lives nowhere else.
         """
         outputs = self._outputs or ()
         with self._lock:
@@ -191,12 +191,12 @@ class PhalanxWork(dist.Work):
         return lambda: self._fulfil(future, list(outputs))
 
     def release(self) -> None:
-        """Wake up whoever waits."""
+        """Wake up all waiters."""
         self._done.set()
 
 
 def _nbytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()  # not Tensor.nbytes, which sparse tensors do not have
+    return tensor.numel() * tensor.element_size()  # sparse tensors do not have Tensor.nbytes
 
 
 @untraced
@@ -209,7 +209,7 @@ class DoneWork(dist.Work):
         self._source = source
 
     def source_rank(self) -> int:
-        """Of a receive: who sent."""
+        """Return the rank that sent, of a receive."""
         return self._source
 
     _source_rank = source_rank
@@ -241,7 +241,7 @@ class Closable(Protocol):
     """A group must see these to their end before it leaves: its executors, its inbox."""
 
     def close(self, timeout_s: float) -> bool:
-        """Let what is queued end; whether it did within `timeout_s`."""
+        """Let what is queued end; return whether it did within `timeout_s`."""
 
 
 class Ledger(Protocol):
@@ -299,16 +299,16 @@ class SerialExecutor:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is queued or running, and what is called now need not wait."""
+        """Return whether nothing is queued or running, and what is called now need not wait."""
         return not (self._busy or self._items or self._postponing)
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing is queued or running, and no thread waits for more."""
+        """Return whether nothing is queued or running, and no thread waits for more."""
         return self.idle and self._thread is None
 
     def put(self, action: Action, work: PhalanxWork) -> PhalanxWork:
-        """Queue `action`; `work` finishes when it has run."""
+        """Queue `action`; `work` finishes when the action has run."""
         if self._callbacks_first and self._in_callbacks == threading.get_ident():
             self._carry_out((action, work), nested=True)
             return work
@@ -335,13 +335,16 @@ class SerialExecutor:
         return work
 
     def is_below(self) -> bool:
-        """Whether what is queued waits for the calling thread, which runs a signal handler in the middle of it."""
+        """Return whether what is queued waits for the calling thread, which runs a signal handler in the middle of
+        it.
+        """
         me = threading.get_ident()
         return (self._busy and self._running_thread == me) or self._postponing == me or self._interrupts()
 
     @contextlib.contextmanager
     def postponing(self) -> Iterator[None]:
-        """Hold back until the end what this thread queues inside, as a signal handler does that interrupts it.
+        """Hold back until the end what this thread queues inside, such as what a signal handler queues that interrupts
+        it.
 
         What was queued before is carried out meanwhile, and so is what other threads queue.
         """
@@ -351,7 +354,7 @@ class SerialExecutor:
         finally:
             self._put_postponed()
             self._postponing = 0
-            self._put_postponed()  # what a handler brought in between
+            self._put_postponed()  # these are what a handler brought in between
 
     def _put_postponed(self) -> None:
         while self._postponed:
@@ -407,7 +410,7 @@ class SerialExecutor:
         work.release()
 
     def close(self, timeout_s: float) -> bool:
-        """Let the thread end after what is queued; whether it did within `timeout_s`."""
+        """Let the thread end after what is queued; return whether it did within `timeout_s`."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()

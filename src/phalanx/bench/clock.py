@@ -21,7 +21,7 @@ class Clock:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """One step."""
+        """Clock one step."""
         self._steps.append(defaultdict(float))
         with self.part("step"):
             yield
@@ -34,7 +34,7 @@ class Clock:
         self._steps[-1][name] += time.perf_counter() - begin
 
     def add(self, **amounts: float) -> None:
-        """Add what was measured elsewhere."""
+        """Add `amounts` that were measured elsewhere to the parts of these names."""
         for name, amount in amounts.items():
             self._steps[-1][name] += amount
 
@@ -55,7 +55,7 @@ class ClockedForward(nn.Module):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
-        self._runs: list[tuple[float, float, int]] = []  # one list for all replicas
+        self._runs: list[tuple[float, float, int]] = []  # all replicas share the list
 
     def forward(self, *args: Any) -> Any:
         """Return what `module` returns."""
@@ -65,15 +65,15 @@ class ClockedForward(nn.Module):
         return output
 
     def take(self) -> tuple[float, float, int]:
-        """Wall and processor seconds and stops of the slowest forward since the last call."""
+        """Return wall and processor seconds and stops of the slowest forward since the last call."""
         slowest = max(self._runs)
         self._runs.clear()
         return slowest
 
 
-COUNTS_STOPS = hasattr(resource, "RUSAGE_THREAD")  # Linux
+COUNTS_STOPS = hasattr(resource, "RUSAGE_THREAD")  # only Linux has it
 
 
 def _stops() -> int:
-    """How often this thread has given up its core to wait for something."""
+    """Return how often this thread has given up its core to wait for something."""
     return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw if COUNTS_STOPS else 0

@@ -23,7 +23,7 @@ Seconds = dict[str, dict[int, float]]
 
 
 def refuse(device: str, cuda: bool, gpus: int) -> str:
-    """Why nothing can be measured on `device`, or nothing."""
+    """Return why nothing can be measured on `device`, or ""."""
     if device == "cuda" and not (cuda and gpus):
         return (
             f"--device cuda: this PyTorch ({torch.__version__}) sees no CUDA device. `phalanx doctor` says why; "
@@ -33,10 +33,10 @@ def refuse(device: str, cuda: bool, gpus: int) -> str:
 
 
 def measure(world_size: int, device: str, rounds: int) -> Seconds:
-    """Median seconds of each collective, by its name and the bytes of its tensor; of the slowest rank.
+    """Return the median seconds of each collective, by its name and the bytes of its tensor, on the slowest rank.
 
     Raises:
-        RankFailed: a rank did.
+        RankFailed: a rank failed.
     """
     start: Any = "spawn" if device == "cuda" else None  # a fork cannot use a GPU that this process has asked for
     by_rank: list[Seconds] = run_ranks(_rank, world_size, device, rounds, start=start, timeout=_PATIENCE_S)

@@ -13,15 +13,16 @@ from phalanx.bench.sample import PARTS, Sample, median_of
 from phalanx.bench.workloads import WORKLOADS, Workload
 from phalanx.collectives.units import format_seconds
 
-_NOTABLE = 0.05  # of a time: what is less is not worth a sentence
-_NOTABLE_STOPS = 10  # in one forward; one in a process of its own has one or none
+_NOTABLE = 0.05  # a part of a time that is smaller is not worth a sentence
+_NOTABLE_STOPS = 10  # so many stops in one forward are notable; in a process of its own it has one or none
 _BUSY = 0.25  # cores' worth of other programs: from there on, who waits for whom cannot be told
 _QUARTILES_FROM = 4  # rounds; of fewer, the extremes say more
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Its samples[contestant] has one entry per round, all of `workload` with `world_size` ranks, replicas or threads.
+    """Its samples[contestant] has one entry per round, all of `workload` with `world_size` ranks, replicas or
+    threads.
 
     `others` is how many cores' worth of time other programs took meanwhile; None where the system does not tell.
     """
@@ -33,11 +34,11 @@ class Comparison:
 
     @property
     def medians(self) -> dict[str, Sample]:
-        """Of each contestant, over the rounds."""
+        """Return the medians of each contestant, over the rounds."""
         return {name: median_of(samples) for name, samples in self.samples.items()}
 
     def range_of(self, contestant: str) -> tuple[float, float]:
-        """Where the steps of most rounds lie: between the quartiles, or the extremes of a few."""
+        """Return where the steps of most rounds lie: between the quartiles, or the extremes of a few."""
         steps = sorted(sample.step for sample in self.samples[contestant])
         if len(steps) < _QUARTILES_FROM:
             return steps[0], steps[-1]
@@ -70,7 +71,7 @@ def compare(
 
 
 def explain(comparison: Comparison, usable_cores: int) -> Iterator[str]:
-    """Sentences with where DataParallel's and DistributedDataParallel's time went, from what was measured."""
+    """Yield sentences that say where DataParallel's and DistributedDataParallel's time went, from what was measured."""
     medians, count = comparison.medians, comparison.world_size
     dp, ddp = medians[DP], medians[DDP]
     doubts = list(_doubts(comparison, usable_cores))
@@ -112,7 +113,7 @@ def explain(comparison: Comparison, usable_cores: int) -> Iterator[str]:
 
 
 def _doubts(comparison: Comparison, usable_cores: int) -> Iterator[str]:
-    """Sentences on what keeps the figures from saying anything; none where they can be trusted."""
+    """Yield sentences on what keeps the figures from saying anything; there are none if they can be trusted."""
     if comparison.others is not None and comparison.others > _BUSY:
         yield (
             f"This machine was busy: other programs took {comparison.others:.1f} of the {usable_cores} cores "
@@ -134,7 +135,7 @@ def _forward(sample: Sample) -> str:
 
 
 def _stands_still(thread: Sample, process: Sample) -> bool:
-    """Whether a forward in a thread waits, or is stopped, notably more than in a process of its own."""
+    """Return whether a forward in a thread waits, or is stopped, notably more than in a process of its own."""
     waited = thread.parts["waiting"] - process.parts["waiting"]
     stopped = (thread.stops or 0) - (process.stops or 0)
     return waited > _NOTABLE * thread.parts["computing"] or stopped > _NOTABLE_STOPS

@@ -18,7 +18,7 @@ from phalanx.nn import DataParallel
 from phalanx.testing import run_ranks
 from phalanx.torch_names import find
 
-# Every optimizer imports it at its first step: once here, not once in each process.
+# Every optimizer imports it at its first step: importing it here happens once, and not in each process.
 find("torch._dynamo", loses="the first step of each process takes longer", instead=None)
 
 WARM_UP = 5  # steps: buckets are planned anew, and DistributedDataParallel watches the first three for mistakes
@@ -87,7 +87,7 @@ def _alone(_rank: int, _world_size: int, workload: Workload, num_threads: int, n
 
 
 def _replicas(_rank: int, _world_size: int, workload: Workload, num_replicas: int, num_steps: int) -> Sample:
-    torch.set_num_threads(num_replicas)  # one for each replica
+    torch.set_num_threads(num_replicas)  # each replica has one
     forward, clock = ClockedForward(workload.build()), Clock()
     model = _ClockedDataParallel(forward, num_replicas, clock)
     return _train(model, forward, clock, workload.inputs(), num_steps)

@@ -41,7 +41,7 @@ class Measured:
 
 
 def measure(transport: HierarchicalTransport, names: Sequence[str], rounds: int) -> list[Measured]:
-    """Measure the link between each two hosts. Collective over the group's ranks; the result is the same on all.
+    """Measure the link between each two hosts. All ranks of the group call it; the result is the same on all.
 
     Arguments:
         names: how people call each rank's host.
@@ -64,7 +64,7 @@ def measure(transport: HierarchicalTransport, names: Sequence[str], rounds: int)
 
 
 def find_link(seconds: Mapping[int, float]) -> Link:
-    """Return the link by which exchanges of so many bytes take so long: at least two sizes.
+    """Return the link by which exchanges of so many bytes take so long; there must be at least two sizes.
 
     A few bytes tell the latency. The two largest sizes tell the bandwidth, by what the one takes longer than the other:
     switches and clouds let a burst through faster than they go on.
@@ -96,19 +96,19 @@ def _exchange(transport: HierarchicalTransport, pair: tuple[int, int], rounds: i
 
 
 def slowest(measured: Sequence[Measured]) -> Link:
-    """Return what to reckon with where links differ: a collective is as slow as its slowest link."""
+    """Return the link to reckon with where links differ: a collective is as slow as its slowest link."""
     latency_s = max(one.link.latency_s for one in measured)
     return Link(latency_s, min(one.link.bytes_per_s for one in measured))
 
 
 def as_option(link: Link) -> str:
-    """Return what to type, with as many digits as a measurement deserves."""
+    """Return the option to type, with as many digits as a measurement deserves."""
     numbers = f"latency_s={link.latency_s:.2g}, bytes_per_s={link.bytes_per_s:.3g}"
     return f"phalanx.Options(link=phalanx.collectives.Link({numbers}))"
 
 
 def _own_name() -> str:
-    """'node3 (10.0.0.3)': hosts may have equal names."""
+    """Return 'node3 (10.0.0.3)': hosts may have equal names."""
     addresses = [of_one[0] for name, of_one in interface_addresses().items() if name != "lo"]
     return f"{os.uname().nodename} ({addresses[0]})" if addresses else os.uname().nodename
 

@@ -17,7 +17,8 @@ class Load:
         self._busy, self._own = self._busy_seconds(), _own_seconds()
 
     def others(self) -> float | None:
-        """How many cores' worth of time other programs took since, of those that we may use; None if nobody tells.
+        """Return how many cores' worth of time other programs took since, of the cores that we may use; None if it is
+        not known.
 
         Time that a virtual machine was not given counts as theirs.
         """

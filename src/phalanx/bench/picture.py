@@ -11,7 +11,7 @@ from phalanx.svg import FAINT, INK, RULE, Drawing, colour
 
 _LEFT, _WIDTH, _RIGHT = 300.0, 520.0, 100.0
 _BAR, _ROW, _HEAD = 20.0, 32.0, 56.0
-_REST = "#c3cad2"  # what lies between the parts
+_REST = "#c3cad2"  # it stands for what lies between the parts
 
 
 def draw(comparisons: Sequence[Comparison]) -> str:
@@ -29,7 +29,7 @@ def draw(comparisons: Sequence[Comparison]) -> str:
 
 
 def _bars(drawing: Drawing, comparison: Comparison, top: float) -> float:
-    """One comparison's bars from `top` on; returns where they end."""
+    """Draw one comparison's bars from `top` on; return where they end."""
     medians = comparison.medians
     scale = _WIDTH / max(sample.step for sample in medians.values())
     drawing.text(24, top + 18, comparison.workload.title, size=13, anchor="start", bold=True)

@@ -16,7 +16,9 @@ from phalanx.bench.sample import PARTS
 
 
 def as_json(comparisons: Sequence[Comparison], usable_cores: int) -> str:
-    """Every round's figures in seconds, their medians, the sentences, and what they were measured with."""
+    """Return every round's figures in seconds, their medians, the sentences, and what they were measured with, as
+    JSON.
+    """
     words: dict[str, Any] = {
         "machine": {
             "usable_cores": usable_cores,
@@ -43,7 +45,7 @@ def as_json(comparisons: Sequence[Comparison], usable_cores: int) -> str:
 
 
 def as_text(comparisons: Sequence[Comparison], usable_cores: int) -> Iterator[str]:
-    """Plain lines."""
+    """Yield the results as plain lines."""
     for comparison in comparisons:
         yield _headline(comparison)
         rows = [_header(), *_rows(comparison)]

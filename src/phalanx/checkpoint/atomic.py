@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 _PARTIAL = re.compile(r"\..+\.[0-9a-f]{8}\.partial")
-# What the kernel says where a file system has no files without a name, or no way to name one later.
+# The kernel says these if a file system has no files without a name, or no way to name one later.
 _NAMELESS_REFUSED = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT, errno.EPERM, errno.EXDEV)
-# What it says where a folder cannot be synchronised, or not by this user: then there is nothing more to do.
+# It says these if a folder cannot be synchronised, or not by this user: then there is nothing more to do.
 _NO_SYNC = (errno.EINVAL, errno.EOPNOTSUPP, errno.EACCES, errno.EPERM, errno.EBADF, errno.EROFS)
 # the most characters that are taken from a name, which may itself be as long as a file system allows
 _NAME_CHARACTERS = 50

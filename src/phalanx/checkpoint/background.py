@@ -65,7 +65,7 @@ class Saving:
 
     @property
     def is_background(self) -> bool:
-        """Whether a thread does the work."""
+        """Return whether a thread does the work."""
         return self._thread is not None
 
     def start(self) -> None:

@@ -30,7 +30,7 @@ def best_entries(history: History | RemoteHistory, what: str) -> list[Entry]:
 
 
 def choose(peers: Peers, history: History | RemoteHistory, place: object, step: int | None, *, best: bool) -> list[str]:
-    """Return the names of the checkpoints to try, in order, on every rank; rank 0's folder counts. Collective.
+    """Return the names of the checkpoints to try, in order, on every rank; rank 0's folder counts. All ranks call it.
 
     Arguments:
         place: the folder or the address, for errors.

@@ -27,7 +27,7 @@ class Collected:
 
 
 def collect(peers: Peers, parts: Mapping[str, Any], *, sharded: bool | None) -> Collected:
-    """Return the state of all parts, and how all ranks write it. Collective.
+    """Return the state of all parts, and how all ranks write it. All ranks call it.
 
     Arguments:
         sharded: whether every rank writes its part; None lets the state decide.

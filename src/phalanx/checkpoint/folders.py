@@ -12,7 +12,7 @@ from phalanx.storage import is_address
 
 
 def make_folders(peers: Peers, folders: Mapping[str, str | os.PathLike[str] | None]) -> None:
-    """Make each folder on rank 0; the keys are the arguments that name them, and None is skipped. Collective.
+    """Make each folder on rank 0; the keys are the arguments that name them, and None is skipped. All ranks call it.
 
     Raises:
         ValueError: a folder cannot be made, or not written into; on every rank, with all of them.

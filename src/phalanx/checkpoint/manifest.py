@@ -107,7 +107,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def find_damaged_file(folder: Path, name: str, record: FileRecord) -> str:
-    """Return in words how a file differs from what the manifest says; empty if it does not. Reads all of it."""
+    """Return in words how a file differs from what the manifest says; empty if it does not. It reads the whole file."""
     path = folder / name
     try:
         if (size := path.stat().st_size) != record.nbytes:

@@ -130,7 +130,7 @@ def module_state(module: nn.Module) -> dict[str, Any]:
 
 def fit_stages(parts: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, tuple[dict[str, Any], list[str]]]:
     """Return, for optimizers that update a part of a model, their own part of the whole state, and what does not fit.
-    Collective.
+    All ranks call it.
     """
     found = {}
     for name, part in parts.items():
@@ -268,7 +268,7 @@ def load_part(part: Any, saved: Any, *, strict: bool) -> None:
 
 
 def _cut_like(mine: Any, value: Any) -> Any:
-    """Return `value`, which was saved whole, as this rank's shard if `mine` is sharded. Not collective."""
+    """Return `value`, which was saved whole, as this rank's shard if `mine` is sharded. A rank may call it alone."""
     if not is_dtensor(mine) or not isinstance(value, Tensor) or is_dtensor(value) or value.shape != mine.shape:
         return value
     from torch.distributed.tensor import distribute_tensor

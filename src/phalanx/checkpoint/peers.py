@@ -46,7 +46,7 @@ class Peers:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0 of the group, which decides and tells the others."""
+        """Return whether this is rank 0 of the group, which decides and tells the others."""
         return self.rank == 0
 
     def all_gather(self, value: T) -> list[T]:
@@ -77,7 +77,7 @@ class Peers:
         """Copy `tensor`, contiguous and on the CPU, from rank `src` to every rank."""
         if self.world_size == 1 or tensor.numel() == 0:
             return
-        # Not reshape: the stride of a single element is anything, and a view of it as bytes wants 1.
+        # reshape would not do: the stride of a single element is anything, and a view of it as bytes wants 1.
         content = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
         carried = content.to(self._device)
         self._told(lambda: dist.broadcast(carried, group=self.group, group_src=src))

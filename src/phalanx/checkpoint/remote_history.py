@@ -207,7 +207,8 @@ class RemoteHistory:
 
     @contextlib.contextmanager
     def opened(self, peers: Peers, name: str) -> Iterator[Path]:
-        """Yield a folder of this machine with the files that its ranks read; it is removed at the end. Collective.
+        """Yield a folder of this machine with the files that its ranks read; it is removed at the end. All ranks call
+        it.
 
         Of a whole checkpoint only rank 0 has the file; of a sharded one each host has all files, once.
         """

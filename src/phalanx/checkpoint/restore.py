@@ -159,7 +159,8 @@ def find_latest(path: Path) -> Path | None:
 
 
 def read_moved(peers: Peers, path: Path, map_location: str | torch.device) -> tuple[dict[str, Any], OptimizerNotes]:
-    """Return the whole state of the checkpoint at `path`, on a device, and the notes on its optimizers. Collective.
+    """Return the whole state of the checkpoint at `path`, on a device, and the notes on its optimizers. All ranks call
+    it.
 
     Raises:
         DamagedError: a file is not what was written.
@@ -169,7 +170,7 @@ def read_moved(peers: Peers, path: Path, map_location: str | torch.device) -> tu
 
 
 def read_state(peers: Peers, path: Path, parts: Mapping[str, Any]) -> tuple[Manifest, dict[str, Any]]:
-    """Return a checkpoint's manifest and its state, on the CPU, with shards if a part has shards. Collective.
+    """Return a checkpoint's manifest and its state, on the CPU, with shards if a part has shards. All ranks call it.
 
     Raises:
         DamagedError: a file is not what was written; on every rank.

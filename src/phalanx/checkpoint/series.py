@@ -54,10 +54,9 @@ class CheckpointManager:
             manager.async_save(step, parts)         # waits for a copy in memory only
     manager.wait()
 
-    Works on any backend, and without a process group in one process. Collective: `save`, `async_save`, `wait`, `load`
-    and `close` are called by all ranks of the group. What is saved appears whole or not at all
-    (see `phalanx docs checkpoints`).
-    An error is raised on every rank, and what is in training is untouched by it.
+    It works on any backend, and without a process group in one process. Collective: `save`, `async_save`, `wait`,
+    `load` and `close` are called by all ranks of the group. What is saved appears whole or not at all (see `phalanx
+    docs checkpoints`). An error is raised on every rank, and what is in training is untouched by it.
 
     A part is anything with `state_dict` and `load_state_dict` (a model is saved under the names that it has without
     DistributedDataParallel), or a plain value: a tensor, a number, a string, dicts and lists of them.
@@ -96,7 +95,7 @@ class CheckpointManager:
         if not retry_s >= 0:
             raise ValueError(f"CheckpointManager: retry_s must be zero seconds or more, got {retry_s!r}")
         place = place_of(folder)
-        # Of now: a script may change its directory.
+        # It is that of now, since a script may change its directory.
         self.folder: Path | str = Path(os.path.abspath(place)) if isinstance(place, Path) else place
         self.keep = keep
         try:
@@ -122,7 +121,8 @@ class CheckpointManager:
     # -- saving --------------------------------------------------------------------------------------------------------
 
     def save(self, step: int, parts: Mapping[str, Any], *, metrics: Mapping[str, float] | None = None) -> Path | str:
-        """Write a checkpoint of now; when this returns, on any rank, it is on the disk. Returns where. Collective.
+        """Write a checkpoint of now; when this returns, on any rank, it is on the disk. Return where. All ranks call
+        it.
 
         Arguments:
             metrics: what was measured of the parts as they are now, by name; rank 0's counts.
@@ -140,7 +140,7 @@ class CheckpointManager:
         return path
 
     def async_save(self, step: int, parts: Mapping[str, Any], *, metrics: Mapping[str, float] | None = None) -> None:
-        """Begin to write a checkpoint of now, and return when training may go on. Collective.
+        """Begin to write a checkpoint of now, and return when training may go on. All ranks call it.
 
         One is written at a time: with the one before still on its way, this waits for it first.
 
@@ -158,7 +158,7 @@ class CheckpointManager:
 
     def wait(self) -> Path | str | None:
         """Wait until what `async_save` began is on the disk, and return where it is; None if there was nothing to wait
-        for. Collective.
+        for. All ranks call it.
 
         Raises:
             CheckpointError: it could not be written; on every rank.
@@ -167,11 +167,11 @@ class CheckpointManager:
 
     @property
     def is_saving(self) -> bool:
-        """Whether this rank still writes."""
+        """Return whether this rank still writes."""
         return self._saving is not None and not self._saving.is_finished()
 
     def close(self) -> None:
-        """`wait`, and let go of the memory for copies. Collective."""
+        """Wait as `wait` does, and let go of the memory for copies. All ranks call it."""
         try:
             self.wait()
         finally:
@@ -187,7 +187,9 @@ class CheckpointManager:
             self.give_up()
 
     def give_up(self) -> None:
-        """End what is being written, without the other ranks; what is complete on the disk stays. Not collective."""
+        """End what is being written, without the other ranks; what is complete on the disk stays. A rank may call it
+        alone.
+        """
         saving, self._saving, self._saving_group = self._saving, None, None
         if saving is not None:
             saving.give_up()
@@ -212,7 +214,7 @@ class CheckpointManager:
             raise TypeError(f"{peers.what}: parts must be a dict of what to save by name, got a {type(parts).__name__}")
         if wrong := [name for name in parts if not isinstance(name, str)]:
             raise TypeError(f"{peers.what}: parts are saved by name, and {wrong[0]!r} is no string")
-        step = operator.index(step)  # also of NumPy's numbers
+        step = operator.index(step)  # NumPy's numbers have an index, too
         measured = {name: float(value) for name, value in (metrics or {}).items() if math.isfinite(value)}
         self._settle(peers)
         collected = collect(peers, parts, sharded=self.sharded)
@@ -303,7 +305,7 @@ class CheckpointManager:
     # -- loading -------------------------------------------------------------------------------------------------------
 
     def checkpoints(self) -> list[Path | str]:
-        """All checkpoints of the folder, the latest first, as this rank sees it."""
+        """Return all checkpoints of the folder, the latest first, as this rank sees it."""
         return [self._history.shown(entry.path.name) for entry in self._history.entries()]
 
     def latest(self) -> Path | str | None:
@@ -329,9 +331,9 @@ class CheckpointManager:
         strict: bool = True,
         fallback: bool = False,
     ) -> Restored | None:
-        """Let `parts` go on from the latest checkpoint, from that of `step`, or from the best one. Collective.
+        """Let `parts` go on from the latest checkpoint, from that of `step`, or from the best one. All ranks call it.
 
-        Returns what was loaded; None if there is no checkpoint at all.
+        It returns what was loaded; None if there is no checkpoint at all.
 
         One rank reads each piece, verifies its checksum and hands it on to the others; shards of a DTensor are read
         where they are needed, from the files of any number of ranks. A rank whose host has not got the folder gets

@@ -66,7 +66,7 @@ class Plan:
 
 
 def plan_save(tree: Tree, pinned: Collection[str], peers: Peers, before: Plan | None) -> Plan:
-    """Share out the work of saving `tree`; `pinned` are the names of values that rank 0 saves. Collective."""
+    """Share out the work of saving `tree`; `pinned` are the names of values that rank 0 saves. All ranks call it."""
     signature = (peers.rank, peers.world_size, *_signature(tree))
     if all(peers.all_gather(before is not None and before.signature == signature)):
         assert before is not None

@@ -76,8 +76,8 @@ def read_tensors(
     shards: Mapping[str, DTensor],
     seers: Sequence[int],
 ) -> tuple[dict[str, Tensor], str | None]:
-    """Return the tensors of these names, whole, or filled into `shards`; and the problems of reading them here.
-    Collective.
+    """Return the tensors of these names, whole, or filled into `shards`; and the problems of reading them here. All
+    ranks call it.
 
     `shards` are tensors to fill, of which this rank has a part. `seers` are the ranks that see the folder.
     """

@@ -26,7 +26,7 @@ class UnreadableError(Exception):
 
 
 def refuse_unreadable(saved: bytes | BinaryIO) -> None:
-    """Return if torch.load would open the file with weights_only. Reads its small index only.
+    """Return if torch.load would open the file with weights_only. It reads only the file's small index.
 
     Raises:
         UnreadableError: it would not.
@@ -59,7 +59,7 @@ def write_whole(folder: Path, state: Mapping[str, Any]) -> dict[str, FileRecord]
 
 def hand_on(peers: Peers, path: Path, record: FileRecord) -> tuple[str | None, BinaryIO | None]:
     """Return what is wrong with the file at `path`, or else the file: rank 0's own, and the other ranks' copy of it.
-    Collective.
+    All ranks call it.
 
     Cost: rank 0 reads it once, and broadcasts it in pieces of 16 MiB; where all ranks are on one machine and see that
     very file, the system has it in memory for all of them by then, and nothing is sent.

@@ -11,7 +11,7 @@ if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
 
 
 def main() -> None:
-    """Entry point of the `phalanx` script."""
+    """Run the `phalanx` script."""
     words = sys.argv[1:]
     if words[:1] == ["run"]:
         # The one command whose start people wait for does not wait for click.

@@ -62,7 +62,7 @@ def _dp_vs_ddp(
     many threads inside each operation, are measured beside them. All train the same model on the same batch.
     """
     if svg is not None and not (svg.absolute().parent.is_dir() and os.access(svg.absolute().parent, os.W_OK)):
-        # Before the first minute, not after it.
+        # This is checked before the first minute, not after it.
         raise click.UsageError(f"cannot write {svg}: there is no folder {svg.absolute().parent} to write into.")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 

@@ -13,7 +13,7 @@ import phalanx.cli
 
 _NOT_COMMANDS = ("commands", "launch_options", "__main__")
 
-# What `phalanx --help` shows under which title.
+# `phalanx --help` shows these commands under these titles.
 SECTIONS = {
     "Run a job": ("run", "join", "manifest", "key", "coordinator"),
     "Look at a job": ("top", "stacks", "report", "checkpoint"),

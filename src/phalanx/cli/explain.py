@@ -33,7 +33,7 @@ F = TypeVar("F", bound=Callable[..., object])
 
 
 def _amount(name: str, parse: Callable[[str], T]) -> Callable[[str], T]:
-    """`parse` as the type of an option: what it raises becomes a usage error that names the option."""
+    """Return `parse` as the type of an option: what it raises becomes a usage error that names the option."""
 
     def convert(text: str) -> T:
         try:
@@ -52,7 +52,7 @@ def _parse_world_size(text: str) -> int:
 
 
 def _parse_world_sizes(text: str) -> tuple[int, ...]:
-    """8, or 2,4,8, or 2..64."""
+    """Parse numbers of ranks: 8, or 2,4,8, or 2..64."""
     first, dots, last = text.partition("..")
     if not dots:
         sizes = tuple(sorted({_parse_world_size(part) for part in text.split(",")}))

@@ -11,7 +11,7 @@ import click
 if TYPE_CHECKING:
     from phalanx.inspect.top.watch import Watch
 
-_LOOK_S = 0.5  # whether the job has ended
+_LOOK_S = 0.5  # so often it looks whether the job has ended
 
 
 @click.command("top", short_help="Watch a running job: ranks, steps, time, memory.")

@@ -12,13 +12,15 @@ from phalanx.collectives.schedule import OPERATIONS, Operation, Schedule
 
 Build = Callable[[Topology, int], Schedule]
 
-# No machine has more, and each step of the schedule lists P·(P-1) transfers.
+# No machine has more ranks, and each step of the schedule lists P·(P-1) transfers.
 _MOST_DIRECT = 1024
 
 
 @dataclass(frozen=True)
 class Algorithm:
-    """It is a family of schedules; `operations` maps what it can do to how it is built from topology and root."""
+    """An algorithm is a family of schedules; `operations` maps what it can do to how it is built from topology and
+    root.
+    """
 
     name: str
     title: str
@@ -97,9 +99,7 @@ ALGORITHMS: dict[str, Algorithm] = {
 
 
 def find(name: str) -> Algorithm:
-    """Return the algorithm called `name`; dashes and underscores are one. Raises ValueError that lists the
-    valid names.
-    """
+    """Return the algorithm called `name`; dashes and underscores mean the same. ValueError lists the valid names."""
     algorithm = ALGORITHMS.get(name.replace("-", "_").lower())
     if algorithm is None:
         raise ValueError(f"algorithm {name!r} is unknown{_close(name, ALGORITHMS)} Valid: {', '.join(ALGORITHMS)}")
@@ -107,7 +107,7 @@ def find(name: str) -> Algorithm:
 
 
 def offering(operation: str) -> list[Algorithm]:
-    """Return the algorithms that can do `operation`. Raises ValueError that lists the valid operations."""
+    """Return the algorithms that can do `operation`. ValueError lists the valid operations."""
     if operation not in OPERATIONS:
         close = _close(operation, OPERATIONS)
         raise ValueError(f"operation {operation!r} is unknown{close} Valid: {', '.join(OPERATIONS)}")
@@ -137,7 +137,7 @@ def build(name: str, operation: Operation, topology: Topology, root: int = 0) ->
 
 
 def fits(algorithm: Algorithm, topology: Topology) -> bool:
-    """Whether the algorithm can run on this topology."""
+    """Return whether the algorithm can run on this topology."""
     return not algorithm.one_host or (len(topology.hosts) == 1 and topology.world_size <= _MOST_DIRECT)
 
 

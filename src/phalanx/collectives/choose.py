@@ -16,7 +16,7 @@ _CLOSE = 1.1
 
 @dataclass(frozen=True)
 class Choice:
-    """It has the algorithm, the predicted seconds of every candidate (fastest first), and the reason in words."""
+    """A choice has the algorithm, the predicted seconds of every candidate (fastest first), and the reason in words."""
 
     algorithm: str
     predicted: tuple[tuple[str, float], ...]

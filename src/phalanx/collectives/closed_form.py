@@ -86,18 +86,20 @@ def _uniform(algorithm: str, operation: Operation, p: int, s: float, link: Link,
 
 
 def _cost(steps: int, nbytes: float, combined: float, link: Link, gamma: float) -> Cost:
-    """`nbytes` pass the busiest rank in the one direction that counts, one message a step."""
+    """Return the cost of `nbytes` that pass the busiest rank in the one direction that counts, one message a step."""
     return Cost(steps, nbytes, steps * link.latency_s + nbytes / link.bytes_per_s + combined * gamma)
 
 
 def _both_ways(half: int, s: float, link: Link, gamma: float) -> Cost:
-    """`half` whole buffers into one rank and as many out of it, one after the other."""
+    """Return the cost of `half` whole buffers into one rank and as many out of it, one after the other."""
     seconds = 2 * half * (link.latency_s + s / link.bytes_per_s) + half * s * gamma
     return Cost(2 * half, half * s, seconds)
 
 
 def _folded(p: int, steps: int, nbytes: float, combined: float, s: float, link: Link, gamma: float) -> Cost:
-    """Return what the Q ranks do among themselves, and a step before and after it for those that are folded."""
+    """Return the cost of what the Q ranks do among themselves, and of a step before and after it for the folded
+    ranks.
+    """
     among = _cost(steps, nbytes, combined, link, gamma)
     if p & (p - 1) == 0:
         return among

@@ -26,7 +26,7 @@ from phalanx.collectives.schedule import Phase, Schedule, Transfer
 
 @dataclass(frozen=True)
 class Cost:
-    """It has the steps, the bytes that the busiest rank sends or receives (the larger), and the predicted time."""
+    """A cost has the steps, the bytes that the busiest rank sends or receives (the larger), and the predicted time."""
 
     steps: int
     busiest_bytes: float
@@ -34,8 +34,8 @@ class Cost:
 
 
 def of_schedule(schedule: Schedule, nbytes: float, topology: Topology, links: Links) -> Cost:
-    """Return the cost of `schedule` for buffers of `nbytes`; looks at each transfer, once where a phase repeats its
-    steps.
+    """Return the cost of `schedule` for buffers of `nbytes`; this looks at each transfer, once where a phase repeats
+    its steps.
     """
     require_fit(schedule, nbytes, topology)
     bytes_per_chunk = nbytes / schedule.num_chunks
@@ -55,7 +55,7 @@ def of_schedule(schedule: Schedule, nbytes: float, topology: Topology, links: Li
 def durations(
     phase: Phase, transfers: Sequence[Transfer], bytes_per_chunk: float, topology: Topology, links: Links
 ) -> list[float]:
-    """Seconds that each of the `transfers` of one step takes, given all the others."""
+    """Return the seconds that each of the `transfers` of one step takes, given all the others."""
     host_of = topology.host_of
     # Keys are ranks inside a host; between hosts they are negative: -1 - rank for messages, -1 - host for ports.
     messages_out: defaultdict[int, int] = defaultdict(int)

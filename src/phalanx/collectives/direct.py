@@ -15,7 +15,9 @@ ORDER = "by rank, from 0 to the last, the same for each chunk"
 
 
 def _everyone(name: str, size: int, kind: Kind) -> Phase:
-    """One step in which each rank reads one chunk of every other: its own chunk to reduce, the other's to copy."""
+    """Return one step in which each rank reads one chunk of every other: its own chunk to reduce, the other's to
+    copy.
+    """
 
     def sends(step: int, rank: int) -> list[Transfer]:
         transfers = []
@@ -37,28 +39,28 @@ def _everyone(name: str, size: int, kind: Kind) -> Phase:
 
 
 def all_reduce(world_size: int) -> Schedule:
-    """Reduce own chunk, copy the others': 2 steps, 2S(P-1)/P bytes read per rank."""
+    """Return a schedule that reduces the own chunk and copies the others': 2 steps, 2S(P-1)/P bytes read per rank."""
     require_world_size(world_size)
     phases = (_everyone("reduce own chunk", world_size, "reduce"), _everyone("copy the others", world_size, "copy"))
     return Schedule("direct", "all_reduce", world_size, world_size, phases, ORDER)
 
 
 def reduce_scatter(world_size: int) -> Schedule:
-    """Reduce own chunk: 1 step, S(P-1)/P bytes read per rank."""
+    """Return a schedule that reduces the own chunk: 1 step, S(P-1)/P bytes read per rank."""
     require_world_size(world_size)
     phases = (_everyone("reduce own chunk", world_size, "reduce"),)
     return Schedule("direct", "reduce_scatter", world_size, world_size, phases, ORDER)
 
 
 def all_gather(world_size: int) -> Schedule:
-    """Copy the others' chunks: 1 step, S(P-1)/P bytes read per rank."""
+    """Return a schedule that copies the others' chunks: 1 step, S(P-1)/P bytes read per rank."""
     require_world_size(world_size)
     phases = (_everyone("copy the others", world_size, "copy"),)
     return Schedule("direct", "all_gather", world_size, world_size, phases, "nothing is combined")
 
 
 def broadcast(world_size: int, root: int = 0) -> Schedule:
-    """Everybody copies from `root`: 1 step, S bytes read per rank."""
+    """Return a schedule in which all copy from `root`: 1 step, S bytes read per rank."""
     require_world_size(world_size)
     phase = Phase(
         name="copy from the root",

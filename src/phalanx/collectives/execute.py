@@ -15,15 +15,15 @@ from phalanx.collectives.schedule import RankStep, Schedule, chunk_bounds
 
 
 class Handle(Protocol):
-    """It is a send or receive under way."""
+    """A handle is a send or receive under way."""
 
     def wait(self) -> object:
-        """Return when it is done; raise if it failed."""
+        """Wait until it is done; raise if it failed."""
         ...
 
 
 class Buffer(Protocol):
-    """It is a row of elements that can be cut into views of itself."""
+    """A buffer is a row of elements that can be cut into views of itself."""
 
     def __len__(self) -> int:
         """Return the number of elements."""
@@ -88,12 +88,12 @@ def play(
     scratch: Callable[[int], B],
     bounds: Sequence[int] | None = None,
 ) -> Iterator[None]:
-    """As `execute`, with the receives of all steps started first, and with pauses: 1 + `schedule.num_steps` of them.
+    """Play as `execute` does, with the receives of all steps started first, and with 1 + `schedule.num_steps` pauses.
 
-    The first pause: all receives are started, so that no sender waits for this rank; `buffer` may still be written.
-    The others: a step is started, the idle ones too. Going on waits for the step and starts the next. Several plays may
-    be carried out in turns, so that the messages of one are under way while another computes, if all ranks take the
-    same turns and messages of different plays are told apart.
+    At the first pause all receives are started, so that no sender waits for this rank; `buffer` may still be written.
+    At each of the others a step is started, an idle one too. Going on waits for the step and starts the next. Several
+    plays may be carried out in turns, so that the messages of one are under way while another computes, if all ranks
+    take the same turns and messages of different plays are told apart.
 
     What arrives early lies in scratch, or overwrites a chunk whose last value has left this rank: a result that is
     handed to a rank contains what that rank has sent. Memory: the scratch of all steps together.
@@ -119,7 +119,7 @@ def play(
 
 @dataclass
 class _Arrivals:
-    """It is what one step receives: its handles, and what to combine in which order, as `combine` takes it."""
+    """`_Arrivals` is what one step receives: its handles, and what to combine in which order, as `combine` takes it."""
 
     handles: list[Handle | None]
     parts: list[tuple[Any, Any, Any]]

@@ -23,7 +23,7 @@ _FREE = Link(latency_s=0.0, bytes_per_s=math.inf)
 
 @dataclass(frozen=True)
 class Measurement:
-    """It is one measured run: what was done, and the seconds it took (a median, say)."""
+    """A measurement is one measured run: what was done, and the seconds it took (a median, say)."""
 
     algorithm: str
     operation: Operation
@@ -38,7 +38,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Fit:
-    """It has the fitted links, and each measurement's predicted seconds and relative error (0.1: 10% too slow)."""
+    """A fit has the fitted links, and each measurement's predicted seconds and relative error (0.1: 10% too slow)."""
 
     links: Links
     predicted: tuple[float, ...]
@@ -46,12 +46,12 @@ class Fit:
 
     @property
     def median_error(self) -> float:
-        """The median of the absolute relative errors."""
+        """Return the median of the absolute relative errors."""
         return statistics.median(abs(error) for error in self.errors)
 
     @property
     def worst_error(self) -> float:
-        """The largest absolute relative error."""
+        """Return the largest absolute relative error."""
         return max(abs(error) for error in self.errors)
 
 
@@ -78,7 +78,7 @@ def fit(measurements: Sequence[Measurement], links: Links, which: Literal["intra
 
 
 def _least_squares(rows: list[tuple[float, float, float]], which: str) -> tuple[float, float]:
-    """Minimise Σ (a·α + b·β - y)² over α, β ≥ 0, by the normal equations."""
+    """Return the α, β ≥ 0 that minimise Σ (a·α + b·β - y)², by the normal equations."""
     aa = sum(a * a for a, _, _ in rows)
     ab = sum(a * b for a, b, _ in rows)
     bb = sum(b * b for _, b, _ in rows)
@@ -107,5 +107,5 @@ def _with(links: Links, which: Literal["intra", "inter"], link: Link) -> Links:
 
 
 def _unit(which: Literal["intra", "inter"], link: Link) -> Links:
-    """Everything else free, so that what remains is the coefficient."""
+    """Return links of which only `which` costs time, so that what remains is the coefficient."""
     return _with(Links(_FREE, _FREE, math.inf), which, link)

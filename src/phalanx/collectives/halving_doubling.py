@@ -28,7 +28,7 @@ ORDER = "a balanced binary tree: folded neighbours first, then the farthest rank
 
 @dataclass(frozen=True)
 class Fold:
-    """It folds P ranks into Q actors, Q the power of two below, each responsible for a run of chunks.
+    """It folds P ranks into Q actors, Q the power of two at or below P, each responsible for a run of chunks.
 
     `chunk_per_rank` gives each actor the chunks of the ranks it acts for, as reduce_scatter and all_gather need;
     without it there is one chunk for each actor, all of one size.
@@ -39,17 +39,17 @@ class Fold:
 
     @property
     def actors(self) -> int:
-        """Q."""
+        """Return Q, the number of actors."""
         return 1 << (self.world_size.bit_length() - 1)
 
     @property
     def folded(self) -> int:
-        """How many ranks stand aside."""
+        """Return how many ranks stand aside."""
         return self.world_size - self.actors
 
     @property
     def num_chunks(self) -> int:
-        """How many chunks the buffer has."""
+        """Return how many chunks the buffer has."""
         return self.world_size if self.chunk_per_rank else self.actors
 
     def rank(self, actor: int) -> int:
@@ -57,13 +57,13 @@ class Fold:
         return 2 * actor if actor < self.folded else actor + self.folded
 
     def actor(self, rank: int) -> int | None:
-        """None if the rank stands aside."""
+        """Return the actor that `rank` is; None if the rank stands aside."""
         if rank >= 2 * self.folded:
             return rank - self.folded
         return None if rank % 2 else rank // 2
 
     def first_chunk(self, actor: int) -> int:
-        """Where the chunks of `actor` begin; those of the last one end at first_chunk(actors)."""
+        """Return where the chunks of `actor` begin; those of the last one end at first_chunk(actors)."""
         return self.rank(actor) if self.chunk_per_rank else actor
 
 
@@ -91,7 +91,7 @@ def _exchange(name: str, fold: Fold, kind: Kind) -> Phase:
 
 
 def neighbours(name: str, fold: Fold, kind: Kind, *, inward: bool, chunks: Callable[[int], tuple[int, int]]) -> Phase:
-    """Return the one step between a rank that stands aside (odd) and the one that acts for it; none if nobody is
+    """Return the one step between a rank that stands aside (odd) and the one that acts for it; nothing if no rank is
     folded.
     """
 
@@ -110,7 +110,9 @@ def neighbours(name: str, fold: Fold, kind: Kind, *, inward: bool, chunks: Calla
 
 
 def all_reduce(world_size: int) -> Schedule:
-    """Fold, halve, double, unfold: 2 log2 Q steps and 2S(Q-1)/Q bytes, plus 2 steps and S bytes if P is not Q."""
+    """Return a schedule that folds, halves, doubles and unfolds: 2 log2 Q steps and 2S(Q-1)/Q bytes, plus 2 steps and S
+    bytes if P is not Q.
+    """
     require_world_size(world_size)
     fold = Fold(world_size, chunk_per_rank=False)
     phases = (
@@ -123,7 +125,9 @@ def all_reduce(world_size: int) -> Schedule:
 
 
 def reduce_scatter(world_size: int) -> Schedule:
-    """Fold, halve, and hand the chunk of each rank that stands aside to it: log2 Q steps, plus 2 if P is not Q."""
+    """Return a schedule that folds, halves, and gives ranks that stand aside their chunk: log2 Q steps, plus 2 if P is
+    not Q.
+    """
     require_world_size(world_size)
     fold = Fold(world_size, chunk_per_rank=True)
     phases = (
@@ -135,7 +139,9 @@ def reduce_scatter(world_size: int) -> Schedule:
 
 
 def all_gather(world_size: int) -> Schedule:
-    """Take in the chunks of ranks that stand aside, double, hand all back: log2 Q steps, plus 2 if P is not Q."""
+    """Return a schedule that takes in the chunks of ranks that stand aside, doubles and hands all back: log2 Q steps,
+    plus 2 if P is not Q.
+    """
     require_world_size(world_size)
     fold = Fold(world_size, chunk_per_rank=True)
     phases = (

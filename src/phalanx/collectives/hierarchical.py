@@ -52,7 +52,9 @@ class _Slices:
 
 
 def _inside(name: str, slices: _Slices, kind: Kind) -> Phase:
-    """One step in each host at once: all read the slices they drive (reduce), or those the others drive (copy)."""
+    """Return one step in each host at once: all read the slices they drive (reduce), or those the others drive
+    (copy).
+    """
     topology = slices.topology
     local_rank = _local_ranks(topology)
 
@@ -79,7 +81,7 @@ def _inside(name: str, slices: _Slices, kind: Kind) -> Phase:
 
 
 def _across(phase: Phase, slices: _Slices) -> Phase:
-    """`phase`, written for hosts, carried out for every slice by the ranks that drive it."""
+    """Return `phase`, which is written for hosts, carried out for every slice by the ranks that drive it."""
     topology = slices.topology
     local_rank = _local_ranks(topology)
 
@@ -123,7 +125,7 @@ def _local_ranks(topology: Topology) -> list[int]:
 
 
 def all_reduce(topology: Topology, across: Schedule) -> Schedule:
-    """All-reduce for the ranks of `topology`; `across` is an all_reduce whose ranks are the hosts."""
+    """Return an all_reduce for the ranks of `topology`; `across` is an all_reduce whose ranks are the hosts."""
     if across.operation != "all_reduce" or across.world_size != len(topology.hosts):
         raise ValueError(
             f"the schedule between hosts must be an all_reduce of {len(topology.hosts)} ranks, one for each host, "

@@ -11,7 +11,9 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class Topology:
-    """It says which ranks run on which host. Each rank of 0..P-1 is on exactly one; hosts may differ in size."""
+    """A topology says which ranks run on which host. Each rank of 0..P-1 is on exactly one; hosts may differ in
+    size.
+    """
 
     hosts: tuple[tuple[int, ...], ...]
 
@@ -30,7 +32,7 @@ class Topology:
 
     @classmethod
     def of_sizes(cls, sizes: Iterable[int]) -> Topology:
-        """Hosts of the given numbers of ranks, numbered host after host as launchers do."""
+        """Return hosts of the given numbers of ranks, numbered host after host as launchers do."""
         hosts, first = [], 0
         for size in sizes:
             hosts.append(tuple(range(first, first + size)))
@@ -39,17 +41,17 @@ class Topology:
 
     @classmethod
     def one_host(cls, world_size: int) -> Topology:
-        """All ranks on one host."""
+        """Return a topology of all ranks on one host."""
         return cls.of_sizes([world_size])
 
     @classmethod
     def flat(cls, world_size: int) -> Topology:
-        """Every rank on a host of its own."""
+        """Return a topology of every rank on a host of its own."""
         return cls.of_sizes([1] * world_size)
 
     @classmethod
     def filled(cls, world_size: int, ranks_per_host: int) -> Topology:
-        """As many full hosts as possible, and a smaller one for the rest."""
+        """Return a topology of as many full hosts as possible, and a smaller one for the rest."""
         if ranks_per_host < 1:
             raise ValueError(f"ranks_per_host must be at least 1, got {ranks_per_host}")
         full, rest = divmod(world_size, ranks_per_host)
@@ -57,7 +59,7 @@ class Topology:
 
     @cached_property
     def host_of(self) -> tuple[int, ...]:
-        """The host of each rank."""
+        """Return the host of each rank."""
         host_of = [0] * self.world_size
         for index, host in enumerate(self.hosts):
             for rank in host:
@@ -66,17 +68,17 @@ class Topology:
 
     @cached_property
     def world_size(self) -> int:
-        """The number of ranks."""
+        """Return the number of ranks."""
         return sum(len(host) for host in self.hosts)
 
     @property
     def is_flat(self) -> bool:
-        """Whether every rank has its own host."""
+        """Return whether every rank has its own host."""
         return len(self.hosts) == self.world_size
 
     @property
     def ranks_per_host(self) -> int | None:
-        """The number of ranks on every host; None if hosts differ."""
+        """Return the number of ranks on every host; None if hosts differ."""
         sizes = {len(host) for host in self.hosts}
         return sizes.pop() if len(sizes) == 1 else None
 
@@ -100,7 +102,8 @@ class Link:
 
 @dataclass(frozen=True)
 class Links:
-    """It has the links of a job: between ranks of one host, between hosts, and how fast a rank combines what arrives.
+    """`Links` has the links of a job: between ranks of one host, between hosts, and how fast a rank combines what
+    arrives.
 
     A rank has one port for its host; a host has one port, which its ranks share, for the other hosts.
     """

@@ -22,7 +22,7 @@ ORDER = "chunk number i along the ring from rank i+1 to rank i, each rank adding
 
 
 def _around(name: str, size: int, offset: int, kind: Kind) -> Phase:
-    """In step s rank r sends chunk r + offset - s to rank r + 1."""
+    """Return a phase in which, in step s, rank r sends chunk r + offset - s to rank r + 1."""
 
     def sends(step: int, rank: int) -> tuple[Transfer, ...]:
         chunk = (rank + offset - step) % size
@@ -39,7 +39,7 @@ def _around(name: str, size: int, offset: int, kind: Kind) -> Phase:
 
 
 def all_reduce(world_size: int) -> Schedule:
-    """Scatter-reduce, then all-gather: 2(P-1) steps, 2S(P-1)/P bytes sent per rank."""
+    """Return scatter-reduce, then all-gather: 2(P-1) steps, 2S(P-1)/P bytes sent per rank."""
     require_world_size(world_size)
     phases = (_around("scatter-reduce", world_size, -1, "reduce"), _around("all-gather", world_size, 0, "copy"))
     return Schedule("ring", "all_reduce", world_size, world_size, phases, ORDER)

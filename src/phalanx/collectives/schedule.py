@@ -34,13 +34,13 @@ class Transfer(NamedTuple):
 
     @property
     def width(self) -> int:
-        """How many chunks travel."""
+        """Return how many chunks travel."""
         return self.stop - self.start
 
 
 @dataclass(frozen=True)
 class Phase:
-    """It is a run of steps that follow one rule.
+    """A phase is a run of steps that follow one rule.
 
     `sends(step, rank)` is what `rank` hands over in `step`, counted from 0 within the phase; it is the only statement
     of the rule. `sources(step, rank)` names the ranks that hand something to `rank`, in the order in which it combines;
@@ -62,7 +62,7 @@ class Phase:
     """At most so many transfers go from one rank to one other in a step; they arrive in the order they are listed."""
 
     def transfers(self, step: int) -> Iterator[Transfer]:
-        """Everything that travels in `step`, of all ranks."""
+        """Yield everything that travels in `step`, of all ranks."""
         for rank in self.senders(step):
             yield from self.sends(step, rank)
 
@@ -82,7 +82,7 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """It is a collective for `world_size` ranks over `num_chunks` chunks.
+    """A schedule is a collective for `world_size` ranks over `num_chunks` chunks.
 
     What each operation promises, with chunks numbered as in the buffer:
         all_reduce      every rank ends with the reduction of every chunk.
@@ -110,16 +110,16 @@ class Schedule:
 
     @property
     def num_steps(self) -> int:
-        """Steps of all phases together."""
+        """Return the number of steps of all phases together."""
         return sum(phase.num_steps for phase in self.phases)
 
     @property
     def contributions(self) -> int:
-        """How many ranks' parts a final value is made of."""
+        """Return how many ranks' parts a final value is made of."""
         return 1 if self.operation in ("all_gather", "broadcast") else self.world_size
 
     def steps(self) -> Iterator[Step]:
-        """Every step in order; `step.phase.transfers(step.within)` is what travels in it."""
+        """Yield every step in order; `step.phase.transfers(step.within)` is what travels in it."""
         number = 0
         for phase in self.phases:
             for within in range(phase.num_steps):
@@ -127,8 +127,8 @@ class Schedule:
                 number += 1
 
     def for_rank(self, rank: int) -> Iterator[RankStep]:
-        """Yield the part that `rank` plays, without the steps in which it is idle; costs nothing for the other
-        ranks.
+        """Yield the part that `rank` plays, without the steps in which it is idle; the other ranks' parts cost
+        nothing.
         """
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank must be in 0..{self.world_size - 1}, got {rank}")
@@ -149,7 +149,7 @@ class RankStep(NamedTuple):
 
 
 def chunk_bounds(length: int, num_chunks: int) -> list[int]:
-    """Where chunk c of a buffer of `length` elements begins (entry c) and ends (entry c + 1).
+    """Return where chunk c of a buffer of `length` elements begins (entry c) and ends (entry c + 1).
 
     Sizes differ by at most one, the longer ones first; with fewer elements than chunks some chunks are empty.
     """

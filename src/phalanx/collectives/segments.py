@@ -21,7 +21,7 @@ from phalanx.collectives.schedule import Phase, Schedule, Transfer
 
 
 def in_segments(schedule: Schedule, count: int) -> Schedule:
-    """`schedule` for a buffer cut into `count` segments, each into the schedule's chunks.
+    """Return `schedule` for a buffer that is cut into `count` segments, each into the schedule's chunks.
 
     Phases that read memory (`one_sided`) have no links to fill, and take all segments in each step.
 

@@ -28,7 +28,9 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class Simulation:
-    """It says when the last and the first rank finished, who was last, and how much was played one by one."""
+    """A simulation says when the last and the first rank finished, which was last, and how much was played one by
+    one.
+    """
 
     seconds: float
     first_s: float

@@ -37,19 +37,19 @@ def _hand_out(size: int, root: int) -> Phase:
 
 
 def all_reduce(world_size: int) -> Schedule:
-    """Everything through rank 0: 2(P-1) steps, S(P-1) bytes in and out of rank 0."""
+    """Return a schedule that sends everything through rank 0: 2(P-1) steps, S(P-1) bytes in and out of rank 0."""
     require_world_size(world_size)
     phases = (_gather(world_size, 0), _hand_out(world_size, 0))
     return Schedule("single", "all_reduce", world_size, 1, phases, ORDER)
 
 
 def reduce(world_size: int, root: int = 0) -> Schedule:
-    """Everything to `root`: P-1 steps, S(P-1) bytes into it."""
+    """Return a schedule that sends everything to `root`: P-1 steps, S(P-1) bytes into it."""
     require_world_size(world_size)
     return Schedule("single", "reduce", world_size, 1, (_gather(world_size, root),), ORDER, root)
 
 
 def broadcast(world_size: int, root: int = 0) -> Schedule:
-    """Everything from `root`: P-1 steps, S(P-1) bytes out of it."""
+    """Return a schedule that sends everything from `root`: P-1 steps, S(P-1) bytes out of it."""
     require_world_size(world_size)
     return Schedule("single", "broadcast", world_size, 1, (_hand_out(world_size, root),), "nothing is combined", root)

@@ -16,7 +16,7 @@ from phalanx.collectives.schedule import Phase, Schedule, Step, Transfer
 
 
 class Value(NamedTuple):
-    """It is what a rank holds of a chunk; equal values have equal bits."""
+    """A value is what a rank holds of a chunk; equal values have equal bits."""
 
     contributors: frozenset[int]
     tree: int
@@ -29,7 +29,7 @@ State = tuple[tuple[Value | None, ...], ...]
 
 @dataclass(frozen=True)
 class Snapshot:
-    """It is the state after a step, and what travelled in it; `step` is None for the state before the first."""
+    """A snapshot is the state after a step, and what travelled in it; `step` is None for the state before the first."""
 
     step: Step | None
     transfers: tuple[Transfer, ...]
@@ -131,7 +131,7 @@ def _must_end_with(schedule: Schedule, rank: int, chunk: int) -> bool:
 
 
 def _refuse_impossible(schedule: Schedule, phase: Phase, transfers: tuple[Transfer, ...]) -> None:
-    """Refuse what is wrong with a step whoever holds what."""
+    """Refuse what is wrong with a step whatever the ranks hold."""
     for t in transfers:
         if not (0 <= t.src < schedule.world_size and 0 <= t.dst < schedule.world_size and t.src != t.dst):
             raise ValueError(f"{_words(t)}: source and destination must be two different ranks of the schedule")

@@ -50,20 +50,20 @@ def _edges(name: str, size: int, root: int, kind: Kind) -> Phase:
 
 
 def all_reduce(world_size: int) -> Schedule:
-    """Reduce to rank 0, then broadcast from it: 2⌈log2 P⌉ steps, S⌈log2 P⌉ bytes in and out of rank 0."""
+    """Return a reduction to rank 0 and a broadcast from it: 2⌈log2 P⌉ steps, S⌈log2 P⌉ bytes in and out of rank 0."""
     require_world_size(world_size)
     phases = (_edges("reduce", world_size, 0, "reduce"), _edges("broadcast", world_size, 0, "copy"))
     return Schedule("tree", "all_reduce", world_size, 1, phases, ORDER)
 
 
 def reduce(world_size: int, root: int = 0) -> Schedule:
-    """Reduce to `root`: ⌈log2 P⌉ steps, S⌈log2 P⌉ bytes into the root."""
+    """Return a reduction to `root`: ⌈log2 P⌉ steps, S⌈log2 P⌉ bytes into the root."""
     require_world_size(world_size)
     return Schedule("tree", "reduce", world_size, 1, (_edges("reduce", world_size, root, "reduce"),), ORDER, root)
 
 
 def broadcast(world_size: int, root: int = 0) -> Schedule:
-    """Broadcast from `root`: ⌈log2 P⌉ steps, S⌈log2 P⌉ bytes out of the root."""
+    """Return a broadcast from `root`: ⌈log2 P⌉ steps, S⌈log2 P⌉ bytes out of the root."""
     require_world_size(world_size)
     phases = (_edges("broadcast", world_size, root, "copy"),)
     return Schedule("tree", "broadcast", world_size, 1, phases, "nothing is combined", root)

@@ -20,17 +20,21 @@ _NUMBER = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)(e[+-]?[0-9]+)?\s*([a-z�
 
 
 def parse_bytes(text: str) -> int:
-    """Parse a size such as 64MiB, 100kB, 4096 (bytes); powers of 1024 have the i. Raises ValueError."""
+    """Parse a size such as 64MiB, 100kB, 4096 (bytes); units with an i are powers of 1024. A wrong text is a
+    ValueError.
+    """
     return round(_parse(text, _BYTES, bare="b", what="size", examples="64MiB, 100kB, 4096"))
 
 
 def parse_seconds(text: str) -> float:
-    """Parse a span such as 30us, 1.5ms, 2s; a number without a unit is refused, except 0. Raises ValueError."""
+    """Parse a span such as 30us, 1.5ms, 2s; a number without a unit is a ValueError, except 0."""
     return _parse(text, _SECONDS, bare=None, what="time", examples="30us, 1.5ms, 2s")
 
 
 def parse_bytes_per_s(text: str) -> float:
-    """Parse a bandwidth such as 1Gbit, 10Gbit/s, 8GB/s as bytes per second; more than zero. Raises ValueError."""
+    """Parse a bandwidth such as 1Gbit, 10Gbit/s, 8GB/s as bytes per second; it must be more than zero, else
+    ValueError.
+    """
     bare = text.strip()
     bare = bare[:-2] if bare.endswith("/s") else bare
     value = _parse(bare, _BYTES_PER_S, bare=None, what="bandwidth", examples="1Gbit, 10Gbit/s, 8GB/s")
@@ -57,7 +61,7 @@ def _parse(text: str, units: dict[str, float], *, bare: str | None, what: str, e
 
 
 def format_bytes(nbytes: float) -> str:
-    """Four significant digits at most: 64 MiB, 1.5 KiB, 96 MiB."""
+    """Format bytes with four significant digits at most: 64 MiB, 1.5 KiB, 96 MiB."""
     for unit, size in (("TiB", 1024**4), ("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024)):
         if nbytes >= size:
             return f"{nbytes / size:.4g} {unit}"
@@ -65,7 +69,7 @@ def format_bytes(nbytes: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Three significant digits: 30 µs, 1.5 ms, 2 s; as many as it takes from 1000 s."""
+    """Format seconds with three significant digits: 30 µs, 1.5 ms, 2 s; from 1000 s on with as many as it takes."""
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
         if seconds >= size:
             scaled = seconds / size
@@ -74,7 +78,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_bytes_per_s(bytes_per_s: float) -> str:
-    """As networks are sold: 1 Gbit/s, 100 Mbit/s."""
+    """Format a bandwidth as networks are sold: 1 Gbit/s, 100 Mbit/s."""
     bits = bytes_per_s * 8
     for unit, size in (("Tbit/s", 1e12), ("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3)):
         if bits >= size:

@@ -28,7 +28,7 @@ class Arrivals:
     def __init__(self, store: Store, me: Arrival) -> None:
         self._store = store
         self.me = me
-        self.number = 0  # of the start
+        self.number = 0  # the number of the start
         self.index = 0  # the place of `me`
         self.before: dict[str, Any] = {}  # how the start before ended, and with which members
         self.known: dict[int, Arrival] = {}
@@ -41,7 +41,7 @@ class Arrivals:
 
     @property
     def first(self) -> Arrival:
-        """The one that came first of those that are known."""
+        """Return the one that came first of those that are known."""
         return self.known[min(self.known)]
 
     def current(self) -> tuple[str, int, dict[str, Any]]:
@@ -58,7 +58,7 @@ class Arrivals:
             self._store.compare_set("bootstrap", text, json.dumps({"number": number + 1, "before": before}))
 
     def is_superseded(self) -> bool:
-        """Whether another start goes on, and this one has no outcome."""
+        """Return whether another start goes on, and this one has no outcome."""
         return self.current()[1] != self.number and not self._store.check([self.key(OUTCOME)])
 
     def delete(self) -> None:

@@ -44,7 +44,7 @@ from phalanx.symmetric_memory.watch import ProcessId
 
 _logger = get_logger(__name__)
 _LONGEST_PAUSE_S = 0.02
-_CHECKS_PER_S = 256  # of processes, by all ranks together, while the first decides
+_CHECKS_PER_S = 256  # so many processes a second are checked, by all ranks together, while the first decides
 _LONGEST_UNCHECKED_S = 30.0
 _LONGEST_WAIT_S = 5.0
 _MOST_DESCRIBED = 64  # ranks of a group of which each says who is missing; of more, only the first that came does
@@ -60,7 +60,7 @@ _check: ContextVar[Callable[[], None] | None] = ContextVar("check", default=None
 
 @contextlib.contextmanager
 def checked_while_meeting(check: Callable[[], None]) -> Iterator[None]:
-    """Inside, every wait for ranks to come calls `check` again and again; what it raises ends the wait."""
+    """Let every wait for ranks call `check` again and again, inside; what it raises ends the wait."""
     token = _check.set(check)
     try:
         yield
@@ -85,7 +85,7 @@ class Bootstrap:
         self.infos: list[RankInfo] = []
 
     def join(self) -> list[RankInfo]:
-        """Every rank's information, by rank; the same list on every rank.
+        """Return every rank's information, by rank; the list is the same on every rank.
 
         Raises:
             ValueError: this rank does not exist in a group of this size.
@@ -99,7 +99,7 @@ class Bootstrap:
             with contextlib.suppress(_Superseded):
                 outcome = self._wait()
         if failure := outcome.get("failure"):
-            # Those who are still to come fit no better; those who are missing will not come.
+            # Ranks that are still to come fit no better; ranks that are missing will not come.
             self.acknowledge_failure(expected=self._me.world_size - 1 if failure["kind"] == "mismatch" else 0)
             raise self._error(Failure(failure["kind"], failure["text"], failure["ranks"]))
         self.infos = unpack_infos(outcome["ranks"])
@@ -147,9 +147,9 @@ class Bootstrap:
         )
 
     def forget(self) -> None:
-        """All have met: the keys go, so that a later group of the same name can meet here. For rank 0.
+        """Remove the keys, on rank 0, when all have met, so that a later group of the same name can meet here.
 
-        Before the first barrier: whoever has passed that may begin to meet anew.
+        This comes before the first barrier: a rank that has passed it may begin to meet anew.
         """
         members = [[r, {**info.to_json(), "secret": ""}] for r, info in enumerate(self.infos)]
         how = f"a group of this name was formed here at {time.strftime('%H:%M:%S')}"
@@ -175,7 +175,7 @@ class Bootstrap:
             if outcome.has_come():
                 return True
             if is_first:
-                outcome.stop_waiting()  # what this rank decides it need not be told
+                outcome.stop_waiting()  # this rank need not be told what it decides
                 self._decide()
             if next_check.passed:
                 next_check = Deadline.after(_CHECK_PROCESSES_S if is_first else check_s, clock)
@@ -221,7 +221,9 @@ class Bootstrap:
         return is_first and min(arrivals.known) == arrivals.index
 
     def _find_holder(self, num_arrived: int) -> Failure | None:
-        """Alone for a while, at a store where a group was formed whose rank of this number still runs: a stranger."""
+        """Return a failure if this rank is alone for a while, and the rank of its number in the group that met here
+        still runs.
+        """
         members = {r: RankInfo.from_json(info) for r, info in self._arrivals.before.get("members", ())}
         mine = self._me.info
         waited_s = self._deadline.timeout_s - self._deadline.left_s
@@ -239,7 +241,7 @@ class Bootstrap:
         )
 
     def _give_up(self) -> None:
-        """Time is up: say who is missing."""
+        """Say who is missing, since the time is up."""
         missing = self._arrivals.missing()
         if missing:
             size = self._me.world_size
@@ -350,9 +352,9 @@ def exchange(store: Store, rank: int, world_size: int, mine: RankInfo, group: st
 
 
 def contest(store: Store, rank: int, world_size: int) -> str:
-    """Show those who wait at `store` for a start that this process takes itself for `rank`, too, and keeps out.
+    """Show the ranks that wait at `store` for a start that this process takes itself for `rank`, too, and keeps out.
 
-    Returns what all of them are told; nothing if nobody waits there. Takes two seconds at most.
+    It returns what all of them are told, or "" if no rank waits there. It takes two seconds at most.
     """
     info = RankInfo(host_identity(), os.uname().nodename, "", ProcessId.of_self(), frozenset(), 0)
     bootstrap = Bootstrap(store, rank, world_size, info, "0", Deadline.after(_PATIENCE_S))

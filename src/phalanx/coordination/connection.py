@@ -44,11 +44,11 @@ from phalanx.ipc.wakeup import Wakeup
 from phalanx.loss_detection import MEMBER_TIMEOUT_S, heartbeat_s
 
 _LONGEST_POLL_S = 3.0  # then what was not answered is looked through
-_MAX_CALLS = 400  # at a time; the coordinator remembers more answers than that
+_MAX_CALLS = 400  # so many calls wait at a time; the coordinator remembers more answers than that
 _HANDSHAKES, _HANDSHAKES_S = 2, 1.0  # that must fail, and for so long, before we believe it is not by accident
 _DIAGNOSIS_S = 2.0
 
-# As plain numbers: pyzmq's enumerations take longer than what is done with them.
+# These are plain numbers: pyzmq's enumerations take longer than what is done with them.
 _NOBLOCK, _POLLIN, _READY = int(zmq.NOBLOCK), int(zmq.POLLIN), int(zmq.EVENTS)
 
 Timeout = float | timedelta | None
@@ -97,17 +97,17 @@ class Connection:
 
     def _reset(self) -> None:
         self._pid = os.getpid()
-        self._lock = threading.Lock()  # of the socket, and of all that follows
+        self._lock = threading.Lock()  # it guards the socket, and all that follows
         self._room = threading.BoundedSemaphore(_MAX_CALLS)
         self._calls: dict[int, PendingCall] = {}
         self._number = 0
         self._epoch = b""
-        self._former_epochs: set[bytes] = set()  # of coordinators that this connection was redirected from
+        self._former_epochs: set[bytes] = set()  # the epochs of coordinators that this connection was redirected from
         self._was_connected = False
         self._cut_at: float | None = None
         self._refused_at: float | None = None  # since when the coordinator's port is closed
         self._failed, self._failed_at = 0, 0.0
-        self._suspect: Route | None = None  # where handshakes fail: to be looked into
+        self._suspect: Route | None = None  # handshakes with it fail: it is to be looked into
         self._heard_at = time.monotonic()
         self._socket: zmq.Socket[bytes] | None = None
         self._monitor: zmq.Socket[bytes] | None = None
@@ -186,17 +186,19 @@ class Connection:
 
     @property
     def endpoint(self) -> str:
-        """Where the coordinator was found, as ZeroMQ writes it."""
+        """Return where the coordinator was found, as ZeroMQ writes it."""
         return self.address.endpoint if self._route is None else self._route.address.endpoint
 
     @property
     def own_host(self) -> str:
-        """The address of this host from which the coordinator was reached; empty on the coordinator's own socket."""
+        """Return this host's address from which the coordinator was reached; it is "" on the coordinator's own
+        socket.
+        """
         return self._route.own_host if self._route is not None else ""
 
     @property
     def is_closed(self) -> bool:
-        """Whether `close` was called."""
+        """Return whether `close` was called."""
         return self._is_closed
 
     @property
@@ -395,7 +397,8 @@ class Connection:
         elif event == zmq.EVENT_DISCONNECTED:
             if self._was_connected and self._cut_at is None:
                 self._cut_at = time.monotonic()
-        elif event != zmq.EVENT_CONNECTED and not self._was_connected:  # who was let in once has the right key
+        # a connection that was let in once has the right key
+        elif event != zmq.EVENT_CONNECTED and not self._was_connected:
             self._failed += 1
             now = time.monotonic()
             if self._failed == 1:
@@ -434,7 +437,7 @@ class Connection:
             self._wakeup.ring()
 
     def _revive(self, deadline: Deadline) -> None:
-        """In a forked child: a connection of its own. It is no member, and has nothing under way."""
+        """Make a connection of its own in a forked child, which is no member, and has nothing under way."""
         self._reset()
         self.member = -1
         self._given_context = None

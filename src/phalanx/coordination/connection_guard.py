@@ -92,7 +92,7 @@ class ConnectionGuard:
 
     @property
     def is_watching(self) -> bool:
-        """Whether `read_events` must be called from time to time although nothing has come."""
+        """Return whether `read_events` must be called from time to time although nothing has come."""
         return bool(len(self._young) or len(self._blocked))
 
     def admit(self, frame: zmq.Frame) -> None:

@@ -13,7 +13,7 @@ _EVENT_BYTES, _TELL_BYTES = 100, 1 << 20
 class EventInbox:
     """An `EventInbox` returns each event once and in order, and has a descriptor that is readable while there are some.
 
-    Not for several threads at once: the connection's lock guards it.
+    Several threads must not use it at once: the connection's lock guards it.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,9 @@ class EventInbox:
 
     @property
     def is_overdue(self) -> bool:
-        """Whether so much was taken that the coordinator should hear it at once: senders may be waiting for us."""
+        """Return whether so much was taken that the coordinator should hear it at once: senders may be waiting for
+        us.
+        """
         return self._untold_bytes > _TELL_BYTES
 
     def told(self) -> None:

@@ -55,7 +55,7 @@ class Followers:
 
     @property
     def is_active(self) -> bool:
-        """Whether anything has to be done for standbys."""
+        """Return whether anything has to be done for standbys."""
         return bool(self._streams or self.required or self._held)
 
     def begin(self, ticket: bytes, session: Session, state: Sequence[Entry]) -> list[Answer]:
@@ -113,7 +113,7 @@ class Followers:
 
     @property
     def is_followed(self) -> bool:
-        """Whether there is a standby."""
+        """Return whether there is a standby."""
         return bool(self._streams)
 
     def follows(self, session: Session) -> bool:

@@ -88,7 +88,7 @@ class HostRequests:
         # A connection that says nothing is a stranger's: ranks come only when they have imported torch.
         self._outgoing.append((OWN, pack(Op.HELLO, self._number, pack_number(VERSION))))
 
-    # What comes from the ranks.
+    # These handle what comes from the ranks.
 
     def take(self, route: bytes, frame: bytes) -> None:
         """Accept a frame from the process behind `route`."""
@@ -216,7 +216,7 @@ class HostRequests:
         self._kept.clear()
         self._hello = []
 
-    # What comes from the coordinator.
+    # These handle what comes from the coordinator.
 
     def hear(self, frame: bytes, now: float) -> None:
         """Accept a frame from the coordinator.
@@ -271,7 +271,7 @@ class HostRequests:
     def _answer(self, caller: Caller, answer: bytes) -> None:
         self._answers.append((caller[0], answer))
 
-    # What is to be sent.
+    # These return what is to be sent.
 
     def take_answers(self) -> list[tuple[bytes, bytes]]:
         """Return the answers that are to be sent, with the process that each is for."""

@@ -27,7 +27,7 @@ def default_path(environment: Mapping[str, str]) -> Path:
     ~/.config).
     """
     folder = environment.get("XDG_CONFIG_HOME", "")
-    if not os.path.isabs(folder):  # as its specification asks
+    if not os.path.isabs(folder):  # its specification asks for that
         folder = os.path.join(environment.get("HOME") or os.path.expanduser("~"), ".config")
     return Path(folder, "phalanx", "key")
 

@@ -31,7 +31,7 @@ class Launch:
     port: int = 0
 
 
-# What each MPI tells its processes: (rank, size, local rank, local size).
+# Each MPI tells its processes these: (rank, size, local rank, local size).
 _MPI = {
     "Open MPI": (
         "OMPI_COMM_WORLD_RANK",
@@ -173,8 +173,8 @@ def first_of(hosts: str) -> str:
     return "".join(part or "" for part in match.groups()) if match else ""
 
 
-# What PHALANX_STORE begins with where the job's store is a coordinator; behind it stands the path of a file without a
-# name, which holds {"address": …, "key": …}: the key is in no variable, which all that a rank starts would inherit.
+# PHALANX_STORE begins with this if the job's store is a coordinator. The path of a file without a name follows, which
+# holds {"address": …, "key": …}: the key is in no variable, which all that a rank starts would inherit.
 COORDINATOR = "coordinator:"
 
 

@@ -41,7 +41,7 @@ class PendingCall:
 
     @property
     def is_over(self) -> bool:
-        """Whether it was answered, or has failed."""
+        """Return whether it was answered, or has failed."""
         return self.answer is not None or self.error is not None
 
     @property

@@ -37,7 +37,7 @@ _QUEUE_FRAMES = 32  # so many frames may wait in either direction for one client
 _ROUND_FRAMES, _ROUND_S = 256, 0.02  # read before answers are sent and others are heard: until the first of them
 _SENDING_S = 0.02  # answers to relays are sent before others are heard
 _TICK_S = 0.25
-# As plain numbers: pyzmq's enumerations take longer than what is done with them.
+# These are plain numbers: pyzmq's enumerations take longer than what is done with them.
 _NOBLOCK, _POLLIN, _RCVMORE = int(zmq.NOBLOCK), int(zmq.POLLIN), int(zmq.RCVMORE)
 _BEATS_S = 0.02  # heartbeats may gather for so long if no request has come for _QUIET_S
 _QUIET_S = 0.1
@@ -120,7 +120,7 @@ class Service:
 
     @property
     def is_serving(self) -> bool:
-        """Whether its thread runs: what it does not answer in time it will answer."""
+        """Return whether its thread runs: what it does not answer in time it will answer."""
         return self._thread.is_alive()
 
     def keep(self, client: MemberConnection) -> None:

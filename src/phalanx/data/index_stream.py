@@ -39,7 +39,7 @@ class IndexStream:
 
     @property
     def is_over(self) -> bool:
-        """Whether all of the partition has been handed out."""
+        """Return whether all of the partition has been handed out."""
         return self.taken >= self.partition.count
 
     def blocks(self) -> Iterator[Iterator[int]]:
@@ -91,7 +91,7 @@ class TurnStream:
 
     @property
     def is_over(self) -> bool:
-        """Whether all has been handed out."""
+        """Return whether all has been handed out."""
         return self.taken >= self.partition.count
 
     def __next__(self) -> int:
@@ -154,7 +154,7 @@ class ShareStream:
 
     @property
     def is_over(self) -> bool:
-        """Whether all has been handed out."""
+        """Return whether all has been handed out."""
         return self._number >= self._num_steps
 
     @property

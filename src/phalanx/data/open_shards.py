@@ -27,7 +27,7 @@ class _OpenShard(Protocol):
 
     @property
     def is_used_up(self) -> bool:
-        """Whether all samples were handed out."""
+        """Return whether all samples were handed out."""
 
 
 class IndexedShard:
@@ -119,7 +119,7 @@ class IteratedShard:
 
     @property
     def is_used_up(self) -> bool:
-        """Whether all was read and handed out."""
+        """Return whether all was read and handed out."""
         return self._next == self._length and not self._kept
 
     def close(self) -> None:

@@ -173,7 +173,7 @@ class DistributedSampler(torch_sampler.DistributedSampler[int]):
 
     @property
     def is_shared(self) -> bool:
-        """Whether there are more readers than parts, each with a share of every turn."""
+        """Return whether there are more readers than parts, each with a share of every turn."""
         return self._readers > self.num_replicas
 
     @property

@@ -19,7 +19,7 @@ _REFUSED = {
 }
 
 _HOOKS = "torch.distributed.algorithms.ddp_comm_hooks."
-# Of the hooks that PyTorch brings, by their module, those that can't work here, or that nobody can use on this backend.
+# These hooks of PyTorch's, by their module, can't work here, or nobody can use them on this backend.
 _REFUSED_HOOKS = {
     _HOOKS + "mixed_precision_hooks": "it is a part of PyTorch's own DistributedDataParallel(mixed_precision=...). "
     "Use torch.autocast around forward, and bf16_compress_hook to send fewer bytes",
@@ -41,8 +41,8 @@ def refuse_hook(hook: Callable[..., Any], backend: str) -> None:
     """Refuse those of PyTorch's communication hooks that can't work here, before a backward fails in them.
 
     Raises:
-        TypeError: it is no function.
-        ValueError: it is one of those; the message says what to use.
+        TypeError: `hook` is no function.
+        ValueError: `hook` is one of those; the message says what to use.
     """
     if not callable(hook):
         raise TypeError(f"Communication hook must be callable, got {type(hook).__name__}")
@@ -61,7 +61,7 @@ def refuse(**given: object) -> None:
     """Refuse each argument that was `given` a value, all in one message.
 
     Raises:
-        ValueError: at least one was.
+        ValueError: at least one was given.
     """
     reasons = [f"{name}: {_REFUSED[name]}" for name, value in given.items() if value]
     if reasons:

@@ -26,12 +26,12 @@ from phalanx.log import get_logger
 
 _logger = get_logger("phalanx.ddp")
 
-_MOST_LOOKS = 1000  # forwards, after which a rank that has left nothing is not waited for
+_MOST_LOOKS = 1000  # after so many forwards a rank that has left nothing is not waited for
 _numbers = itertools.count()  # ranks begin their watches in one order, as they make their modules
 
 
 class BatchWatch:
-    """It is what one rank sees of one module's batches, over the group whose `store` this is.
+    """A `BatchWatch` holds what one rank sees of one module's batches, over the group whose `store` this is.
 
     Cost: each of the first three steps reads the inputs once more; on rank 0 each later one compares some 256 elements
     of each tensor on the CPU, until the first batches have come again.
@@ -43,11 +43,11 @@ class BatchWatch:
         self._keys = [f"phalanx/batches/{number}/{other}" for other in range(world_size)]
         self._inputs: list[int | None] = []
         self._order: EpochOrder | None = EpochOrder() if rank == 0 else None
-        self._looks = 0  # of rank 0, for what the others have left
+        self._looks = 0  # how often rank 0 has looked for what the others have left
         self._compared = world_size == 1
 
     def look(self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """Look at what a forward that trains is given; False when nothing more is to be seen."""
+        """Look at what a forward that trains is given; return False when there is nothing more to look at."""
         tensors = [tensor for tensor in tensors_in((inputs, kwargs)) if tensor.numel()]
         if len(self._inputs) < NUM_STEPS and not self._compared:
             self._inputs.append(_digest(tensors))
@@ -64,7 +64,7 @@ class BatchWatch:
     def _compare(self) -> None:
         """Warn of ranks that get the same batches, once all have left what they got."""
         self._looks += 1
-        if self._looks & (self._looks - 1):  # not a power of two
+        if self._looks & (self._looks - 1):  # the number is not a power of two
             return
         if self._looks > _MOST_LOOKS:
             self._compared = True

@@ -20,7 +20,7 @@ Wu and He (2018), Group Normalization, table 2: ResNet-50's error on ImageNet wi
 per worker, 23.7% with 16, and then 24.8% with 8, 27.3% with 4 and 34.7% with 2.
 """
 
-_UNKNOWN = 2**62  # a batch that can't be seen: no rank's decision, and above every threshold
+_UNKNOWN = 2**62  # this stands for a batch that can't be seen: it decides nothing, and is above every threshold
 
 SyncChoice = Literal["auto"] | bool
 
@@ -31,19 +31,19 @@ def check_choice(choice: object) -> None:
     """Refuse what is neither True, False nor "auto".
 
     Raises:
-        ValueError: it is something else.
+        ValueError: `choice` is something else.
     """
     if not (choice is True or choice is False or choice == "auto"):
         raise ValueError(f'sync_batchnorm must be True, False or "auto", got {choice!r}')
 
 
 def batch_size(inputs: Iterable[Tensor]) -> int | None:
-    """Dimension 0 of the first of a forward's input tensors that has one; None when there is none."""
+    """Return dimension 0 of the first of a forward's input tensors that has one; None if there is none."""
     return next((tensor.shape[0] for tensor in inputs if tensor.dim()), None)
 
 
 def decide_sync(smallest_batch: int) -> bool:
-    """Whether layers shall span ranks, when the rank with the fewest samples has `smallest_batch`."""
+    """Return whether layers shall span ranks, when the rank with the fewest samples has `smallest_batch`."""
     return smallest_batch < SYNC_BELOW
 
 
@@ -56,14 +56,14 @@ def span_ranks(module: nn.Module, group: dist.ProcessGroup) -> None:
 def sync_if_small(module: nn.Module, inputs: Iterable[Tensor], group: dist.ProcessGroup, device: torch.device) -> bool:
     """Convert the module's BatchNorm layers if the batch per rank is below `SYNC_BELOW`; log one line on rank 0.
 
-    Returns whether it did. Collective: ranks agree on the smallest batch among them. Without such layers, or alone,
-    nothing happens.
+    It returns whether it did. All ranks call it, and agree on the smallest batch among them. Without such layers, or in
+    a group of one rank, nothing happens.
     """
     num_layers = len(find_batchnorms(module))
     if not num_layers or group.size() == 1:
         return False
     size = batch_size(inputs)
-    # The smallest batch by a maximum: zero, from a rank that has no batch at all, then decides nothing.
+    # The smallest batch is found by a maximum, so zero, from a rank that has no batch at all, decides nothing.
     below_unknown = torch.tensor(0 if size is None else _UNKNOWN - size, device=device)
     with training_step(group):
         dist.all_reduce(below_unknown, op=dist.ReduceOp.MAX, group=group)

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from phalanx.ddp.plan import ParameterSpec
 
-_SHOWN = 8  # parameter names in a message
+_SHOWN = 8  # so many parameter names stand in a message
 
 
 def interrupted(rank: int, num_launched: int, num_buckets: int) -> RuntimeError:
-    """Return the error of a forward before which an exception ended the backward, with some of its buckets on
-    their way.
+    """Return the error of a forward before which an exception ended the backward, with some of its buckets under
+    way.
     """
     return RuntimeError(
         f"{_here(rank)}: the backward before this forward was interrupted after {num_launched} of {num_buckets} "
@@ -44,7 +44,9 @@ def nothing_learnt(rank: int) -> RuntimeError:
 def missing_gradients(
     rank: int, missing: Sequence[ParameterSpec], *, frozen: Sequence[ParameterSpec], num_parameters: int, unsent: str
 ) -> RuntimeError:
-    """Backward is over, and `missing` got no gradient; `frozen` of them no longer require one."""
+    """Return the error of a backward that is over, in which `missing` got no gradient; `frozen` of them no longer
+    require one.
+    """
     shown = ", ".join(map(str, missing[:_SHOWN]))
     more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
     advice = (

@@ -35,11 +35,11 @@ from phalanx.transport.tensors import copy_all, is_dense, same_order
 if TYPE_CHECKING:  # needs the C core, which may not be there
     from phalanx.symmetric_memory.pool import SharedPool
 
-_ALIGN = 4096  # pages: what is not used is not touched, and no two ranks' caches meet
+_ALIGN = 4096  # a page: pages that are not used are not touched, and no two ranks' caches meet
 
 
 class GradientBuffer:
-    """It is one piece of memory for a bucket, and the views of it that are lent as gradients."""
+    """A `GradientBuffer` is one piece of memory for a bucket, and the views of it that are lent as gradients."""
 
     def __init__(self, flat: Tensor, plan: Bucket, parameters: Sequence[Tensor]) -> None:
         self.flat = flat
@@ -47,8 +47,8 @@ class GradientBuffer:
         self._parameters = parameters
         self.views = [self._view(position) for position in range(len(plan.slots))]
         self._addresses = [flat.data_ptr() + slot.offset * plan.dtype.itemsize for slot in plan.slots]
-        self._lent = False  # since when it was last seen that all have come back
-        self._alone = view_holders(self.views)  # while none is lent
+        self._lent = False  # whether a view was lent since all were last seen to have come back
+        self._alone = view_holders(self.views)  # the counts while no view is lent
         self._storage_alone: int | None = None  # the same; an exchange may have a view of its own
 
     def _view(self, position: int) -> Tensor:
@@ -65,9 +65,10 @@ class GradientBuffer:
         self._parameters[position].grad = self.views[position]
 
     def is_ours(self) -> bool:
-        """Whether nobody holds what was lent, apart from `.grad`, where autograd has added to it or will.
+        """Return whether no reference holds what was lent, apart from `.grad`, where autograd has added to it or will.
 
-        Who keeps a gradient without setting `.grad` to None, or a view of one, sees it change, as everywhere in torch.
+        A user who keeps a gradient without setting `.grad` to None, or a view of one, sees it change, as everywhere in
+        torch.
         Cost: a tenth of a microsecond per gradient.
         """
         if not self._lent:
@@ -85,7 +86,9 @@ class GradientBuffer:
         return True
 
     def find_moved(self, position: int) -> bool:
-        """Whether `module.to(...)` swapped the memory under the view, as it does with gradients; then make it anew."""
+        """Return whether `module.to(...)` swapped the memory under the view, as it does with gradients; then make it
+        anew.
+        """
         if self.views[position].data_ptr() == self._addresses[position]:
             return False
         self.views[position] = self._view(position)
@@ -95,10 +98,10 @@ class GradientBuffer:
 def allocate(
     plan: BucketPlan, group: dist.ProcessGroup, *, as_view: bool, pool: SharedPool | None
 ) -> list[tuple[Tensor, ...]]:
-    """Memory for each bucket of a plan, with a storage of its own: one piece, or two (see the module).
+    """Allocate memory for each bucket of a plan, with a storage of its own: one piece, or two (see the module).
 
-    A collective where ranks share memory: all of it is one block, that all can reach. What is not touched costs no
-    memory.
+    All ranks call it where they share memory: there all of it is one block that all can reach. What is not touched
+    costs no memory.
     """
     counts = [0 if bucket.sparse else 2 if as_view and not _is_pooled(bucket, pool) else 1 for bucket in plan.buckets]
     shared = shares_memory(group)
@@ -127,7 +130,7 @@ def allocate(
 
 
 def _is_pooled(bucket: Bucket, pool: SharedPool | None) -> bool:
-    """Whether autograd may write the bucket's only gradient into the pool."""
+    """Return whether autograd may write the bucket's only gradient into the pool."""
     return pool is not None and len(bucket.slots) == 1 and pool.serves(bucket.slots[0].numel * bucket.dtype.itemsize)
 
 
@@ -162,12 +165,12 @@ def check_gradient(grad: Tensor, parameter: Tensor, plan: Bucket, slot: Slot) ->
 
 
 class DenseBucket:
-    """It is a planned bucket with its memory. `parameters` are those of its slots, in the slots' order.
+    """A `DenseBucket` is a planned bucket with its memory. `parameters` are those of its slots, in the slots' order.
 
     With `as_view` a parameter's `.grad` becomes a view of the bucket; without it, gradients are copied in and out.
     `buffer` is the memory of its first buffer, `spare` that of the second. `pool`, of `group`, is where autograd may
-    have written the gradient of a bucket that has but one; with `as_view` only. This rank may need the mean of a slice
-    of such a gradient only.
+    have written the gradient of a bucket that has but one; that happens with `as_view` only. This rank may need only
+    the mean of a slice of such a gradient.
     """
 
     def __init__(
@@ -186,9 +189,9 @@ class DenseBucket:
         self._as_view = as_view
         self._pool = pool if as_view and _is_pooled(plan, pool) else None
         self._group = group
-        self.needed: NeededSlice | None = None  # in this round; None for all of it
+        self.needed: NeededSlice | None = None  # the slice of this round; None for all of it
         self.in_place: Tensor | None = None  # this round's gradient, if the pool holds it
-        # What was given out last, where it is not a view of a buffer.
+        # These were given out last, where they are not views of a buffer.
         self._published: list[weakref.ref[Tensor] | None] = [None] * len(plan.slots)
         self._current = self._make_buffer(buffer)
         self._spare: GradientBuffer | Tensor | None = spare  # a tensor while it has not been used
@@ -196,12 +199,12 @@ class DenseBucket:
 
     @property
     def buffer(self) -> Tensor:
-        """Where the bucket lies in this round, unless `in_place` stands in for it."""
+        """Return where the bucket lies in this round, unless `in_place` stands in for it."""
         return self._current.flat
 
     @property
     def views(self) -> list[Tensor]:
-        """The gradients' places in the buffer."""
+        """Return the gradients' places in the buffer."""
         return self._current.views
 
     def _make_buffer(self, flat: Tensor) -> GradientBuffer:
@@ -302,7 +305,7 @@ class DenseBucket:
         check_gradient(grad, parameter, self.plan, slot)
 
     def _lies_in(self, pool: SharedPool, grad: Tensor) -> bool:
-        """Whether all ranks can reach the gradient, and find the same element at the same place of it.
+        """Return whether all ranks can reach the gradient, and find the same element at the same place of it.
 
         The memory must be the allocator's own: what numpy or dlpack hand back has a storage, and a count, of its own.
         """
@@ -353,19 +356,21 @@ class DenseBucket:
             self._published[position] = weakref.ref(grad)
 
     def rescale(self, factor: float) -> None:
-        """Multiply what the bucket holds."""
+        """Multiply the bucket's content by `factor`."""
         (self.buffer if self.in_place is None else self.in_place).mul_(factor)
 
     weigh = rescale
 
 
 class SparseBucket:
-    """It is one parameter whose gradient is sparse: it keeps what autograd made, and has no memory of its own."""
+    """A `SparseBucket` is one parameter whose gradient is sparse: it keeps what autograd made, and has no memory of its
+    own.
+    """
 
     def __init__(self, plan: Bucket, parameter: Tensor) -> None:
         self.plan = plan
         self.parameters = [parameter]
-        self.mean: Tensor | None = None  # what the ranks have gathered, until it is published
+        self.mean: Tensor | None = None  # the mean that the ranks have gathered, until it is published
 
     def fill(self, scale: float, written: Sequence[bool]) -> None:
         """Check that the gradient is what was planned.
@@ -385,18 +390,18 @@ class SparseBucket:
         self.parameters[position].grad, self.mean = self.mean, None
 
     def separate(self, position: int) -> None:
-        """Nothing: autograd adds sparse gradients to new memory."""
+        """Do nothing: autograd adds sparse gradients to new memory."""
 
     def adopt(self, position: int, grad: Tensor | None) -> None:
-        """Nothing: there is no memory to move to."""
+        """Do nothing: there is no memory to move to."""
 
     def rescale(self, factor: float) -> None:
-        """Multiply what the ranks have gathered."""
+        """Multiply what the ranks have gathered by `factor`."""
         if self.mean is not None:
             self.mean = self.mean * factor
 
     def weigh(self, factor: float) -> None:
-        """Multiply the gradient of this rank, which nobody has gathered yet."""
+        """Multiply the gradient of this rank, which no rank has gathered yet, by `factor`."""
         (parameter,) = self.parameters
         if parameter.grad is not None:
             parameter.grad = parameter.grad * factor

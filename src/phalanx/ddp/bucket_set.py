@@ -22,7 +22,9 @@ if TYPE_CHECKING:  # needs the C core, which may not be there
 
 
 class BucketSet:
-    """It has buckets for the gradients of `parameters`, which `specs` describe, one for one.
+    """A `BucketSet` has buckets for the gradients of `parameters`, which `specs` describe, one for one.
+
+    All ranks build it together where the group's memory is shared, and so they do everything that plans anew.
 
     Building one is collective where the group's memory is shared, and so is everything that plans anew.
     """
@@ -52,11 +54,13 @@ class BucketSet:
 
     @property
     def has_own_exchange(self) -> bool:
-        """Whether the exchange is a user's hook."""
+        """Return whether the exchange is a user's hook."""
         return self._own_exchange is not None
 
     def use_exchange(self, exchange: Exchange) -> None:
-        """Let `exchange` combine the buckets, of this plan and the next, each one piece of memory. Collective."""
+        """Let `exchange` combine the buckets, of this plan and the next, each one piece of memory. All ranks call
+        it.
+        """
         self.exchange = self._own_exchange = exchange
         if self.pool is not None:
             self.pool.close()
@@ -98,7 +102,9 @@ class BucketSet:
 
 
 def _share_memory_for(specs: Sequence[ParameterSpec], group: dist.ProcessGroup) -> SharedPool | None:
-    """Memory in which autograd can write large gradients for all ranks to read; None where nothing can be shared."""
+    """Return memory in which autograd can write large gradients for all ranks to read; None where nothing can be
+    shared.
+    """
     sizes = Counter(
         nbytes
         for spec in specs
@@ -114,7 +120,9 @@ def _share_memory_for(specs: Sequence[ParameterSpec], group: dist.ProcessGroup) 
 
 
 def _choose_exchange(group: dist.ProcessGroup, buckets: Sequence[DenseBucket]) -> Exchange:
-    """Reduce buckets where they lie, if all ranks can reach them there; else through the group's all_reduce."""
+    """Return an exchange that reduces buckets where they lie, if all ranks can reach them there; else one through
+    all_reduce.
+    """
     if shares_memory(group) and any(bucket.plan.numel and bucket.plan.device.type == "cpu" for bucket in buckets):
         return SharedExchange(group, buckets)
     return WorkExchange(group)

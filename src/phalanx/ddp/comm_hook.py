@@ -11,14 +11,15 @@ from torch import Tensor
 from phalanx.ddp.bucket import DenseBucket
 from phalanx.torch_names import find
 
-# What `then` of a work returns is of this class alone.
+# `then` of a work returns an object of this class.
 _Future: Any = find(
     "torch._C.Future", loses="a communication hook must return a torch.futures.Future", instead=torch.futures.Future
 )
 
 
 class GradBucket:
-    """It shows a bucket to a hook: the methods of `torch.distributed.GradBucket`, which Python can't construct.
+    """A `GradBucket` shows a bucket to a hook: it has the methods of `torch.distributed.GradBucket`, which Python can't
+    construct.
 
     Unlike PyTorch's, the buffer may have gaps of up to 63 bytes between gradients; they hold zeros. Complex gradients
     are seen as real numbers, with one more dimension of 2 at the end.
@@ -34,7 +35,7 @@ class GradBucket:
         return self._bucket.plan.index
 
     def buffer(self) -> Tensor:
-        """All gradients of the bucket as one flat tensor, not yet divided by the number of ranks."""
+        """Return all gradients of the bucket as one flat tensor, not yet divided by the number of ranks."""
         return self._buffer
 
     def set_buffer(self, buffer: Tensor) -> None:
@@ -59,7 +60,7 @@ class GradBucket:
         return list(self._bucket.parameters)
 
     def is_last(self) -> bool:
-        """Whether no bucket follows in this backward."""
+        """Return whether no bucket follows in this backward."""
         return self._is_last
 
 
@@ -72,7 +73,7 @@ Hook = Callable[[Any, Any], "torch.futures.Future[Tensor]"]
 
 
 class HookPending:
-    """It is a bucket whose hook has been called."""
+    """A `HookPending` is a bucket whose hook has been called."""
 
     def __init__(self, bucket: DenseBucket, future: torch.futures.Future[Any]) -> None:
         self._bucket = bucket
@@ -103,7 +104,7 @@ class HookPending:
 
 
 class HookExchange:
-    """It hands each bucket to `hook(state, bucket)` and takes the future's value for the result."""
+    """A `HookExchange` hands each bucket to `hook(state, bucket)`, and takes the future's value for the result."""
 
     scale = 1.0
 
@@ -116,12 +117,12 @@ class HookExchange:
         """Call the hook.
 
         Raises:
-            TypeError: the hook returned something else than a future.
+            TypeError: the hook returned something other than a future.
         """
         future: object = self._hook(
             self._state, GradBucket(bucket, is_last=bucket.plan.index == self._num_buckets() - 1)
         )
-        if not isinstance(future, _Future):  # what a work's `then` returns is only the base class
+        if not isinstance(future, _Future):  # `then` of a work returns only the base class
             name = getattr(self._hook, "__qualname__", repr(self._hook))
             raise TypeError(
                 f"The communication hook {name} returned {type(future).__name__} for bucket {bucket.plan.index}; "

@@ -26,14 +26,16 @@ _LANE_BYTES = 8
 
 @functools.cache
 def _weights(device: torch.device) -> Tensor:
-    with torch.inference_mode(False):  # what is kept must serve everywhere
+    with torch.inference_mode(False):  # the weights are kept, and must serve everywhere
         generator = torch.Generator().manual_seed(0x5048414C)
         weights = torch.randint(-(2**63), 2**63 - 1, (_LANES + _LANE_BYTES,), generator=generator, device="cpu")
         return (weights | 1).to(device)
 
 
 def has_bytes(tensor: Tensor) -> bool:
-    """Whether `digest` can read the tensor: the elements of nested, quantized and oneDNN's tensors are out of reach."""
+    """Return whether `digest` can read the tensor: it cannot reach the elements of nested, quantized and oneDNN's
+    tensors.
+    """
     return not (tensor.is_nested or tensor.is_quantized or tensor.is_mkldnn)
 
 
@@ -41,9 +43,9 @@ def has_bytes(tensor: Tensor) -> bool:
 def digest(tensor: Tensor) -> Tensor:
     """Return the digest of a tensor's elements in logical order, whatever its strides: a scalar, int64, on its device.
 
-    For tensors that have bytes.
+    The tensor must have bytes (see `has_bytes`).
 
-    Cost: reads the tensor once, at the speed of memory; copies it if it is not contiguous.
+    Cost: it reads the tensor once, at the speed of memory; it copies the tensor if that is not contiguous.
     """
     dense = tensor.detach() if tensor.layout == torch.strided else tensor.detach().to_dense()
     elements = flat(dense.resolve_conj().resolve_neg().contiguous())
@@ -66,5 +68,5 @@ def digests(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
 
 
 def find_differences(rows: Sequence[Sequence[int]]) -> list[int]:
-    """Positions at which not every row (one per rank) has the same value, in order."""
+    """Return the positions at which not every row (one per rank) has the same value, in order."""
     return [position for position, column in enumerate(zip(*rows, strict=True)) if len(set(column)) > 1]

@@ -17,7 +17,8 @@ from phalanx.transport.tensors import is_dense
 NUM_BATCHES = 3
 """So many batches in the order of the beginning are no accident."""
 
-_NUM_ELEMENTS = 256  # of each tensor, about, are looked at: some microseconds, however large a batch is
+# about so many elements of each tensor are looked at: that takes microseconds, however large a batch is
+_NUM_ELEMENTS = 256
 
 # torch.equal knows these on the CPU; of the others some, in some versions, for some strides.
 _COMPARED = frozenset(
@@ -29,7 +30,7 @@ Probe = tuple[Tensor, ...]
 
 
 class EpochOrder:
-    """It sees the batches of one rank go by, until it has seen the first ones come back."""
+    """An `EpochOrder` sees the batches of one rank go by, until it has seen the first ones come back."""
 
     def __init__(self) -> None:
         self._first: list[Probe] = []
@@ -38,12 +39,12 @@ class EpochOrder:
         self.num_steps = 0
 
     def repeats(self, inputs: Iterable[Tensor]) -> bool:
-        """Whether, with this batch, the first `NUM_BATCHES` have come again in their order.
+        """Return whether, with this batch, the first `NUM_BATCHES` have come again in their order.
 
-        Never, if two of the first are alike, if there are tensors that torch can't compare, or that are not on the CPU:
-        to look at those would stall the device.
+        It is never True if two of the first are alike, or if there are tensors that torch can't compare, or that are
+        not on the CPU: to look at those would stall the device.
 
-        Cost: compares some 256 elements of each tensor.
+        Cost: it compares some 256 elements of each tensor.
         """
         if self._blind:
             return False
@@ -82,7 +83,7 @@ def _can_be_seen(tensor: Tensor) -> bool:
 
 
 def _sample(tensor: Tensor) -> Tensor:
-    """Elements from all over the tensor, as a view: its beginning may be the margin of a picture."""
+    """Return elements from all over the tensor, as a view: its beginning may be the margin of a picture."""
     tensor = tensor.detach()
     if not is_dense(tensor):
         tensor = tensor[:1].contiguous()

@@ -21,24 +21,24 @@ from phalanx.ddp.bucket import DenseBucket, SparseBucket
 
 
 class Pending(Protocol):
-    """It is a bucket on its way."""
+    """A `Pending` is a bucket on its way."""
 
     def wait(self) -> None:
         """Return when the bucket's buffer holds the mean over all ranks."""
 
 
 class Exchange(Protocol):
-    """It turns buckets of local gradients into buckets of their mean, with the same bits on every rank."""
+    """An exchange turns buckets of local gradients into buckets of their mean, with the same bits on every rank."""
 
     scale: float
     """What each gradient is multiplied by when it is put into the bucket."""
 
     def launch(self, bucket: DenseBucket) -> Pending:
-        """Start on a bucket that is complete on this rank; the same order of buckets on every rank."""
+        """Start on a bucket that is complete on this rank; the order of buckets is the same on every rank."""
 
 
 class WorkExchange:
-    """It makes the mean by `all_reduce(async_op=True)` of whatever backend the group has.
+    """A `WorkExchange` makes the mean by `all_reduce(async_op=True)` of whatever backend the group has.
 
     Numerics: where the backend has no AVG, each gradient is divided before the sum, like in PyTorch: half types don't
     overflow, and the bits are PyTorch's.
@@ -58,9 +58,9 @@ class WorkExchange:
 
 
 class SharedExchange:
-    """It makes the mean where gradients lie, in the ranks' shared heap, without thread, queue or copy.
+    """A `SharedExchange` makes the mean where gradients lie, in the ranks' shared heap, without thread, queue or copy.
 
-    Building it is collective.
+    All ranks build it together.
 
     Each rank says which of its buckets are complete. At each launch a rank looks for buckets that are complete on all
     ranks, and adds up its own slice of them, straight from all ranks' memory into all ranks' memory. The picture and
@@ -101,8 +101,8 @@ class SharedExchange:
 
 
 def _content(bucket: DenseBucket) -> Tensor:
-    """Return the bucket's memory; of a single gradient only that, since one that lies elsewhere has nothing
-    behind it.
+    """Return the bucket's memory; of a single gradient only that, since there is nothing behind one that lies
+    elsewhere.
     """
     (first, *others) = bucket.plan.slots
     return bucket.buffer if others else bucket.buffer[: first.numel]
@@ -122,7 +122,7 @@ def _real(buffer: Tensor) -> Tensor:
 
 
 class SparsePending:
-    """It makes the mean of one sparse gradient from all ranks' indices and values, gathered.
+    """A `SparsePending` makes the mean of one sparse gradient from all ranks' indices and values, gathered.
 
     Cost: every rank receives P times the largest number of entries, so it pays only while gradients are really sparse.
     Numerics: summed in the order of ranks; bitwise equal on all ranks.

@@ -31,7 +31,7 @@ _SUMMED = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64
 
 
 class FirstSteps:
-    """It is what this rank sees in the first `NUM_STEPS` rounds. All ranks have one, or none has.
+    """`FirstSteps` holds what this rank sees in the first `NUM_STEPS` rounds. All ranks have one, or none has.
 
     `names` are those of `parameters`, one for one.
 
@@ -74,7 +74,7 @@ class FirstSteps:
 
     def after_forward(self, outputs: Iterable[Tensor]) -> None:
         """Look at what a forward returned, and whether it drew random numbers."""
-        if self._draws is None and self._generator is not None:  # after the first forward
+        if self._draws is None and self._generator is not None:  # this is after the first forward
             self._draws = not torch.equal(self._generator, self._generator_state())
         self._nan_outputs += _nans(outputs)
 
@@ -85,9 +85,10 @@ class FirstSteps:
                 self._nan_gradients.setdefault(index, nan)
 
     def compare(self) -> bool:
-        """At the end of a backward: gather what all ranks saw, and warn. False when the last step has been seen.
+        """Gather at the end of a backward what all ranks saw, and warn; return False when the last step has been seen.
 
-        Collective: one all_gather of a few numbers, and one of 8 bytes per parameter when parameters differ.
+        All ranks call it. Cost: one all_gather of a few numbers, and one of 8 bytes per parameter when parameters
+        differ.
         """
         parameters = digests(self._parameters, self._device)
         mine = torch.tensor(self._observe(parameters).row(), device=self._device)
@@ -137,12 +138,13 @@ class FirstSteps:
 
 
 def warn_of(text: str) -> None:
-    """Log what was found."""
+    """Log the warning `text`."""
     _logger.warning("DistributedDataParallel: %s. (check=False watches nothing.)", text)
 
 
 def _nans(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """For each tensor that can hold a NaN and be added up, whether its sum is one: faster than to look at each element.
+    """Yield, for each tensor that can hold a NaN and be added up, whether its sum is one: that is faster than to look
+    at each element.
 
     Infinities of both signs in one tensor count as well.
     """
@@ -155,7 +157,8 @@ Forms = Counter[tuple[torch.Size, torch.dtype]]
 
 
 class OptimizerWatch:
-    """It finds an optimizer that was built from another copy of the model: it steps, and nothing is trained.
+    """An `OptimizerWatch` finds an optimizer that was built from another copy of the model: it steps, and nothing is
+    trained.
 
     It sees every optimizer's step in this process, through torch's hook for that, until it is closed.
     """
@@ -169,7 +172,9 @@ class OptimizerWatch:
 
     @property
     def stale(self) -> bool:
-        """Whether some optimizer has stepped over look-alikes without any gradient, and none over the parameters."""
+        """Return whether some optimizer has stepped over look-alikes without any gradient, and none over the
+        parameters.
+        """
         return self._found_lookalikes and not self._found_ours
 
     def close(self) -> None:

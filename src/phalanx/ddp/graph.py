@@ -15,7 +15,9 @@ _OPAQUE_NODES = frozenset({"CheckpointFunctionBackward"})
 
 @dataclass(frozen=True)
 class Reach:
-    """It has the leaves (by `id`) that outputs depend on; `complete` is False when part of the graph can't be seen."""
+    """A `Reach` has the leaves (by `id`) that outputs depend on; `complete` is False when part of the graph can't be
+    seen.
+    """
 
     leaves: frozenset[int]
     complete: bool
@@ -25,7 +27,7 @@ class Reach:
 
 
 def tensors_in(value: object) -> Iterator[Tensor]:
-    """Every tensor in a structure of lists, tuples, sets, mappings and dataclasses, however nested."""
+    """Yield every tensor in a structure of lists, tuples, sets, mappings and dataclasses, however nested."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict):
@@ -42,10 +44,10 @@ def tensors_in(value: object) -> Iterator[Tensor]:
 def find_reach(outputs: Iterable[Tensor]) -> Reach:
     """Walk autograd's graph from `outputs` to its leaves.
 
-    Where no output needs a gradient nothing can be said: a backward that comes all the same starts from a tensor that
-    was not found among the outputs.
+    If no output needs a gradient, nothing can be said: a backward that comes all the same starts from a tensor that was
+    not found among the outputs.
 
-    Cost: each node once, in Python: about half a microsecond per node.
+    Cost: it visits each node once, in Python: about half a microsecond per node.
     """
     leaves: set[int] = set()
     outputs = [tensor for tensor in outputs if tensor.requires_grad]

@@ -28,23 +28,23 @@ from torch import Tensor
 from phalanx.torch_names import find
 
 _LOSES = "phalanx.DistributedDataParallel does not know who holds a gradient"
-_use_count: Any = find("torch.Tensor._use_count", loses=_LOSES)  # what torch.utils.swap_tensors asks as well
+_use_count: Any = find("torch.Tensor._use_count", loses=_LOSES)  # torch.utils.swap_tensors asks for it as well
 _storage_use_count: Any = find("torch._C._storage_Use_Count", loses=_LOSES)
 
 
 def storage_holders(tensor: Tensor) -> int:
-    """How many tensors, and other holders, the storage of `tensor` has."""
+    """Return how many tensors, and other holders, the storage of `tensor` has."""
     count: int = _storage_use_count(tensor.untyped_storage()._cdata)
     return count
 
 
 def view_holders(views: Sequence[Tensor]) -> list[tuple[int, int]]:
-    """How many hold each of `views`; a number that is the same as long as nobody comes or goes."""
+    """Return how many references hold each of `views`; the number stays the same as long as none comes or goes."""
     return list(zip(map(getrefcount, views), map(_use_count, views), strict=True))
 
 
 def is_alone(parameter: Tensor) -> bool:
-    """Whether nothing leads to the memory of `parameter.grad` but `parameter.grad`. The caller holds no reference."""
+    """Return whether only `parameter.grad` leads to its memory. The caller holds no reference."""
     return _count(parameter) == _count_of_one_alone()
 
 
@@ -57,7 +57,7 @@ def separate_gradient(parameter: Tensor) -> None:
 
 def _count(parameter: Tensor) -> tuple[int, int, int]:
     grad = parameter.grad
-    assert grad is not None  # asked before
+    assert grad is not None  # the caller has asked
     return getrefcount(grad), _use_count(grad), storage_holders(grad)
 
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class JoinStatus:
-    """It says what a rank does in one forward."""
+    """A `JoinStatus` says what a rank does in one forward."""
 
     active: bool
     """False: it has left the context, and shadows."""
@@ -46,39 +46,39 @@ class JoinStatus:
 
 @dataclass(frozen=True)
 class JoinState:
-    """It has all ranks' statuses in one forward, by rank."""
+    """A `JoinState` has all ranks' statuses in one forward, by rank."""
 
     statuses: tuple[JoinStatus, ...]
 
     @property
     def num_active(self) -> int:
-        """How many ranks still train."""
+        """Return how many ranks still train."""
         return sum(status.active for status in self.statuses)
 
     @property
     def source(self) -> int:
-        """Whose buffers serve all: the highest rank that trains, as in PyTorch."""
+        """Return the rank whose buffers serve all: the highest rank that trains, as in PyTorch."""
         return max(rank for rank, status in enumerate(self.statuses) if status.active)
 
     @property
     def syncs(self) -> bool:
-        """Whether a round of gradients follows."""
+        """Return whether a round of gradients follows."""
         return any(status.syncs for status in self.statuses)
 
     @property
     def decides(self) -> bool:
-        """Whether the smallest batch is looked for."""
+        """Return whether the smallest batch is looked for."""
         return any(status.decides for status in self.statuses)
 
 
 def gather_join_state(status: JoinStatus, group: dist.ProcessGroup, device: torch.device) -> JoinState:
-    """Tell all ranks of this rank's status, and learn theirs. Collective: one all_gather of 3 numbers."""
+    """Tell all ranks this rank's status, and return theirs. All ranks call it. Cost: one all_gather of 3 numbers."""
     rows = _gather([status.active, status.syncs, status.decides], group, device)
     return JoinState(tuple(JoinStatus(*map(bool, row)) for row in rows))
 
 
 def find_last(is_last: bool, group: dist.ProcessGroup, device: torch.device) -> int:
-    """Return the highest rank among those that left last. Collective."""
+    """Return the highest rank among those that left last. All ranks call it."""
     rows = _gather([is_last], group, device)
     return max(rank for rank, row in enumerate(rows) if row[0])
 
@@ -122,12 +122,14 @@ class JoinShadow(JoinHook):
         self._shadow_step()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """All ranks have left."""
+        """Copy the model of a rank that left last to all, now that all ranks have left."""
         self._end(is_last_joiner)
 
 
 class JoinInterface(nn.Module, Joinable):
-    """It is the wrapper's side of `Join`: what it does around a forward, and what it leaves to a rank that has left."""
+    """This is the wrapper's side of `Join`: what it does around a forward, and what it leaves to a rank that has
+    left.
+    """
 
     process_group: dist.ProcessGroup
     module: nn.Module
@@ -148,7 +150,8 @@ class JoinInterface(nn.Module, Joinable):
         enable: bool = True,
         throw_on_early_termination: bool = False,
     ) -> Join:
-        """PyTorch's context for uneven inputs, on any backend: ranks that have left it shadow those still in it.
+        """Return PyTorch's context for uneven inputs, on any backend: ranks that have left it shadow those still in
+        it.
 
         Where ranks share memory none is needed; there the mean is over the ranks that still have data.
 
@@ -169,16 +172,18 @@ class JoinInterface(nn.Module, Joinable):
 
     @property
     def join_device(self) -> torch.device:
-        """Where `Join` puts what it sends."""
+        """Return the device on which `Join` puts what it sends."""
         return self.device
 
     @property
     def join_process_group(self) -> dist.ProcessGroup:
-        """Over which `Join` counts ranks."""
+        """Return the group over which `Join` counts ranks."""
         return self.process_group
 
     def _announce(self, sync: bool) -> int:
-        """In a Join context, before forward: let the ranks that have left follow; whose buffers serve all."""
+        """Let the ranks that have left a Join context follow, before a forward; return the rank whose buffers serve
+        all.
+        """
         self._reducer.end_watch()  # not all ranks would see the same
         counted = Join.notify_join_context(self)
         if counted is not None:
@@ -190,7 +195,7 @@ class JoinInterface(nn.Module, Joinable):
         return join_state.source
 
     def _shadow_step(self) -> None:
-        """In a Join context, on a rank that has left: what the others' forward and backward need of this rank.
+        """Do what the others' forward and backward need of this rank, which has left a Join context.
 
         Raises:
             RuntimeError: a layer or an optimizer needs something of every rank that only its own batch could give.
@@ -209,7 +214,7 @@ class JoinInterface(nn.Module, Joinable):
             self._reducer.shadow_step()
 
     def _broadcast_last(self, is_last: bool) -> None:
-        """At the end of a Join context: the model of a rank that left last becomes everybody's."""
+        """Overwrite the model on all ranks, at the end of a Join context, with that of a rank that left last."""
         source = find_last(is_last, self.process_group, self.device)
         broadcast_tensors(self._state(), self.process_group, source)
         self._reducer.rescale = 1.0

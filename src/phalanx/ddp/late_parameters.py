@@ -13,10 +13,10 @@ from torch.nn.modules.module import (
 
 
 class LateParameters:
-    """It notices parameters of `module` that were added or unfrozen since, and need a gradient.
+    """`LateParameters` notices parameters of `module` that were added or unfrozen since, and need a gradient.
 
     Torch's hooks for registrations tell what is added. Tensors that stand in for parameters for the length of a call
-    (`torch.func.functional_call`) are not registered, and are nobody's newcomers.
+    (`torch.func.functional_call`) are not registered, and do not count as added.
 
     Cost: a look at each frozen parameter per call of `find_newcomers`. The tree of modules is walked only after a
     parameter or module was registered somewhere in this process.
@@ -33,10 +33,10 @@ class LateParameters:
             weakref.finalize(self, register(told).remove)
 
     def find_newcomers(self) -> list[str]:
-        """Names of the parameters that need a gradient now and did not when `module` was wrapped."""
+        """Return the names of the parameters that need a gradient now and did not when `module` was wrapped."""
         if not self._arrived and not any(parameter.requires_grad for parameter in self._frozen):
             return []
-        # What was trained all along arrives too, when the model becomes a part of another, or is compiled.
+        # Parameters that were trained all along arrive too, when the model becomes a part of another, or is compiled.
         watched = {id(parameter) for parameter in (*self._frozen, *self._list_arrived())} - self._trained
         candidates = [
             (name, parameter)

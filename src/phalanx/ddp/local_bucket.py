@@ -13,7 +13,7 @@ from phalanx.ddp.plan import Bucket
 
 
 class LocalBucket:
-    """It is a planned bucket without memory of its own: gradients stay where autograd wrote them, and nothing is sent.
+    """A `LocalBucket` has no memory of its own: gradients stay where autograd wrote them, and nothing is sent.
 
     It refuses what the buckets of several ranks refuse, so that a model that trains on one rank trains on more.
     """
@@ -33,7 +33,7 @@ class LocalBucket:
                 check_gradient(parameter.grad, parameter, self.plan, slot)
 
     def publish(self, position: int) -> None:
-        """Leave the gradient in memory of its own; zeros if it was used and got none, as with several ranks."""
+        """Leave the gradient in memory of its own; make it zeros if it was used and got none, as with several ranks."""
         parameter = self.parameters[position]
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
@@ -48,7 +48,7 @@ class LocalBucket:
         """Do nothing: the gradient stays where it is."""
 
     def rescale(self, factor: float) -> None:
-        """Multiply the gradients."""
+        """Multiply the gradients by `factor`."""
         for parameter in self.parameters:
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)

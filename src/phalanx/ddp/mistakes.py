@@ -17,7 +17,9 @@ NUM_STEPS = 3
 
 @dataclass(frozen=True)
 class Observation:
-    """It is what one rank saw in one step, in numbers that can be gathered: digests, flags and positions."""
+    """An observation is what one rank saw in one step, in numbers that can be gathered: digests, flags and
+    positions.
+    """
 
     has_inputs: int = 0
     """1 if forward was given a tensor with an element."""
@@ -47,7 +49,7 @@ StepObservations = Sequence[Observation]
 
 @dataclass(frozen=True)
 class Mistake:
-    """It is one finding; `kind` serves to say each kind once."""
+    """A mistake is one finding; `kind` serves to say each kind once."""
 
     kind: str
     text: str

@@ -169,7 +169,7 @@ class DistributedDataParallel(JoinInterface, TorchInterface):
         if sync_batchnorm is True:
             span_ranks(module, self.process_group)
         self._batchnorm_undecided = sync_batchnorm == "auto"
-        self._batchnorm_synced = False  # by that decision
+        self._batchnorm_synced = False  # whether that decision has been to sync them
         self._inputs_to = decide_device({parameter.device for _, parameter in named}, device_ids, output_device)
         self.device = device
         if init_sync:
@@ -206,13 +206,13 @@ class DistributedDataParallel(JoinInterface, TorchInterface):
         )
 
     def regroup(self, process_group: dist.ProcessGroup) -> None:
-        """Go on in another group, with the same module, and without gradients. Collective over `process_group`.
+        """Go on in another group, with the same module, and without gradients. All ranks of `process_group` call it.
 
         What the ranks have learnt together (the order of gradients, a static graph) is learnt anew, since a rank that
-        comes new knows none of it. Parameters and buffers are the caller's affair. Of a comm hook's state only its
+        comes new knows none of it. The caller sees to parameters and buffers. Of a comm hook's state only its
         `process_group` is changed.
 
-        Cost: as construction, without its broadcast.
+        Cost: that of the construction, without its broadcast.
         """
         old, self.process_group = self.process_group, process_group
         self._reducer.close()
@@ -233,7 +233,9 @@ class DistributedDataParallel(JoinInterface, TorchInterface):
 
     @property
     def plan(self) -> BucketPlan:
-        """Which gradient lies in which bucket; `print` draws it. Rebuilt once, at the end of the first backward."""
+        """Return the plan, which says which gradient lies in which bucket; `print` draws it. The first backward's end
+        makes it anew.
+        """
         return self._reducer.plan
 
     @skipped  # torch.compile shall compile the module, and not look around it
@@ -248,7 +250,7 @@ class DistributedDataParallel(JoinInterface, TorchInterface):
 
     @untraced
     def _before_forward(self, inputs: object) -> bool | None:
-        """Whether this forward's backward averages gradients; None for a forward that has no say in it."""
+        """Return whether this forward's backward averages gradients; None for a forward that has no say in it."""
         reducer = self._reducer
         if reducer.in_backward and _backward_number() != -1:
             return None  # checkpointing runs the forward again in the middle of a backward that has been announced
@@ -263,7 +265,7 @@ class DistributedDataParallel(JoinInterface, TorchInterface):
             self._look_at(inputs)
         if self.broadcast_buffers and self._buffers_stale:
             self._broadcast_buffers(source, grad_enabled)
-        # As in PyTorch: the forward after one that trained starts from rank 0's buffers, in evaluation as well.
+        # In PyTorch, too, the forward after one that trained starts from rank 0's buffers, in evaluation as well.
         self._buffers_stale = sync
         return sync if grad_enabled else None
 
@@ -306,7 +308,8 @@ class DistributedDataParallel(JoinInterface, TorchInterface):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside, forward and its backward accumulate gradients on this rank only; the first outside averages the sum.
+        """Accumulate gradients of forwards inside, and their backwards, on this rank only; the first outside averages
+        the sum.
 
         The forward must be inside: it is where a backward's kind is decided.
         """
@@ -319,7 +322,9 @@ class DistributedDataParallel(JoinInterface, TorchInterface):
 
     @property
     def batchnorm_choice(self) -> tuple[bool, bool]:
-        """Whether `sync_batchnorm="auto"` is still to be decided, and whether BatchNorm layers span the ranks."""
+        """Return whether `sync_batchnorm="auto"` is still to be decided, and whether BatchNorm layers span the
+        ranks.
+        """
         return self._batchnorm_undecided, self._batchnorm_synced
 
     def follow_batchnorm_choice(self, choice: tuple[bool, bool]) -> None:
@@ -337,11 +342,13 @@ class DistributedDataParallel(JoinInterface, TorchInterface):
 
     @property
     def in_round(self) -> bool:
-        """Whether this rank has given some of a step's gradients, and not yet got all of their mean."""
+        """Return whether this rank has given some of a step's gradients, and not yet got all of their mean."""
         return self._reducer.in_round
 
     def rejoin(self, rejoin_channel: RejoinChannel) -> None:
-        """Bring ranks up to date that ran out of data: the wrapper's own affair, before a collective where all meet."""
+        """Bring ranks up to date that ran out of data, before a collective where all meet; this is the wrapper's own
+        part.
+        """
         mine = [*self._reducer.rounds, self._batchnorm_undecided, self._batchnorm_synced]
         everyone = rejoin_channel.gather(mine)
         source = decide_source([row[0] for row in everyone])
@@ -362,9 +369,9 @@ class DistributedDataParallel(JoinInterface, TorchInterface):
     def register_comm_hook(self, state: object, hook: Hook) -> None:
         """Let `hook(state, bucket)` combine each bucket in the place of all_reduce; it returns a future of a tensor.
 
-        PyTorch's interface: most hooks of torch.distributed.algorithms.ddp_comm_hooks work, and ours are in
-        `phalanx.ddp.hooks`. Gradients are not divided by the number of ranks before the hook sees them. Once per
-        module, before the first backward.
+        This is PyTorch's interface: most hooks of torch.distributed.algorithms.ddp_comm_hooks work, and ours are in
+        `phalanx.ddp.hooks`. Gradients are not divided by the number of ranks before the hook sees them. Call it once
+        per module, before the first backward.
 
         Raises:
             TypeError: `hook` can't be called.
@@ -403,7 +410,7 @@ class DistributedDataParallel(JoinInterface, TorchInterface):
 
 
 def _is_bare(own: Collection[str], keys: Collection[str], prefix: str = "") -> bool:
-    """Whether a state's keys behind `prefix` are the module's `own`, and not those with `module.` in front.
+    """Return whether a state's keys behind `prefix` are the module's `own`, and not those with `module.` in front.
 
     A wrapped module may have a child named `module` of its own, so the looks of one key decide nothing.
     """
@@ -412,7 +419,7 @@ def _is_bare(own: Collection[str], keys: Collection[str], prefix: str = "") -> b
 
 
 def _restore_prefix(ddp: DistributedDataParallel, state_dict: dict[str, Any], prefix: str, *_unused: Any) -> None:
-    """Through a module that contains the wrapper, too, both kinds of keys load."""
+    """Let both kinds of keys load also through a module that contains the wrapper."""
     own = ddp.module.state_dict().keys()
     if _is_bare(own, state_dict.keys(), prefix):
         bare = {key: state_dict.pop(prefix + key) for key in own if prefix + key in state_dict}

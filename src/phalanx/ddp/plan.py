@@ -36,7 +36,7 @@ class ParameterSpec:
 
     @property
     def numel(self) -> int:
-        """The number of elements of the parameter and of its gradient."""
+        """Return the number of elements of the parameter and of its gradient."""
         return math.prod(self.shape)
 
     def __str__(self) -> str:
@@ -45,7 +45,9 @@ class ParameterSpec:
 
 @dataclass(frozen=True)
 class Slot:
-    """It is one gradient's place in a bucket. `parameter` is its position in registration; `offset` counts elements."""
+    """A slot is one gradient's place in a bucket. `parameter` is its position in registration; `offset` counts
+    elements.
+    """
 
     parameter: int
     name: str
@@ -55,7 +57,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Bucket:
-    """It has gradients that travel together.
+    """A bucket has gradients that travel together.
 
     A sparse bucket holds one parameter and no memory: its size is known late.
     """
@@ -69,13 +71,13 @@ class Bucket:
 
     @property
     def num_bytes(self) -> int:
-        """The bucket's memory, the gaps of alignment included."""
+        """Return the size of the bucket's memory, the gaps of alignment included."""
         return self.numel * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """It has all buckets in the order in which every rank sends them. `print(plan)` draws it."""
+    """A bucket plan has all buckets in the order in which every rank sends them. `print(plan)` draws it."""
 
     buckets: tuple[Bucket, ...]
 

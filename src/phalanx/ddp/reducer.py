@@ -52,7 +52,7 @@ class Reducer:
     """It averages the gradients of `parameters` over the ranks of `group`, once per backward.
 
     `specs` describe `parameters`, one for one. `watch` looks at the first rounds; all ranks have one, or none has.
-    Collective where the group's memory is shared: all ranks build theirs.
+    Where the group's memory is shared, all ranks build theirs together.
     """
 
     def __init__(
@@ -87,8 +87,8 @@ class Reducer:
         self._backward_writes = False  # whether it would write the gradient of every parameter that it reaches
         self._fresh: list[bool] | None = None  # in a backward that only accumulates: whose gradient it makes
         self.in_backward = False
-        self._reach: Reach | None = None  # of all forwards since the last round; None where nobody looked
-        self._used = [False] * len(self._parameters)  # since the last round, local backwards included
+        self._reach: Reach | None = None  # what forwards since the last round reach; None if not looked for
+        self._used = [False] * len(self._parameters)  # whether each was used since the last round
         self._num_rounds = 0
         self.rescale = 1.0  # what the mean is multiplied by
         self.weight = 1.0  # what this rank's gradients are multiplied by before; their mean over ranks is one
@@ -105,7 +105,7 @@ class Reducer:
             weakref.finalize(self, self._set.pool.close).atexit = False  # tensors may outlive the exit hooks
 
     def close(self) -> None:
-        """See no more gradients; whoever comes next is free to."""
+        """See no more gradients; another wrapper may take them from here on."""
         for finalizer in self._finalizers:
             finalizer()
         self.end_watch()
@@ -113,13 +113,14 @@ class Reducer:
             self._set.pool.close()
 
     def learn_graph(self) -> None:
-        """As static_graph=True; RuntimeError if there has been a round, or half of one."""
+        """Go on as with static_graph=True; raise RuntimeError if there has been a round, or half of one."""
         if self._num_rounds or self._round.started:
             raise RuntimeError("_set_static_graph() should be called before training loop starts")
         self._find_unused, self._learning, self.rebuild_pending = False, True, True
 
     def use_exchange(self, exchange: Exchange) -> None:
-        """Let `exchange` combine the buckets, of this plan and the next. Collective, and before the first backward.
+        """Let `exchange` combine the buckets, of this plan and the next. All ranks call it, before the first
+        backward.
 
         It gets PyTorch's buckets: each one piece of memory, with as many gradients as the caps let in.
         """
@@ -130,22 +131,22 @@ class Reducer:
 
     @property
     def plan(self) -> BucketPlan:
-        """Which gradient lies in which bucket."""
+        """Return the plan, which says which gradient lies in which bucket."""
         return self._set.plan
 
     @property
     def watch(self) -> FirstSteps | None:
-        """Who looks at the first rounds; None once they are over."""
+        """Return what looks at the first rounds; None once they are over."""
         return self._watch
 
     @property
     def in_round(self) -> bool:
-        """Whether this rank has begun a round that has not ended."""
+        """Return whether this rank has begun a round that has not ended."""
         return self._round.started
 
     @property
     def rounds(self) -> list[int]:
-        """How many rounds have ended, and how many the exchange has begun: what `catch_up` takes."""
+        """Return how many rounds have ended, and how many the exchange has begun: `catch_up` takes these."""
         exchange = self._set.exchange
         return [self._num_rounds, exchange.reducer.round if isinstance(exchange, SharedExchange) else 0]
 
@@ -207,7 +208,7 @@ class Reducer:
             self._fresh = [parameter.grad is None for parameter in self._parameters]
 
     def on_gradient(self, index: int) -> None:
-        """Autograd has written a parameter's gradient."""
+        """Note that autograd has written a parameter's gradient."""
         self._used[index] = True
         syncs = self._syncs_unannounced() if self._backward_syncs is None else self._backward_syncs
         if not syncs:
@@ -232,7 +233,7 @@ class Reducer:
             self._mark_ready(index)
 
     def _syncs_unannounced(self) -> bool:
-        """Return what a backward does that came past no output that we saw: of outputs that hide their tensors, or of
+        """Return what a backward does that passed no output that we saw: one of outputs that hide their tensors, or of
         none.
 
         A penalty on the parameters, after the backward of the loss, is of none: as in PyTorch it adds to this rank's
@@ -250,7 +251,9 @@ class Reducer:
             _engine.queue_callback(self._leave)
 
     def _skip_unused(self) -> None:
-        """At the first gradient: parameters that this backward can't reach shall not hold up their buckets."""
+        """Skip the parameters that this backward can't reach, at the first gradient, so that their buckets need not
+        wait.
+        """
         if self._learning:
             return
         if any(expected == 0 for expected in self._fires_expected):
@@ -295,10 +298,10 @@ class Reducer:
         if reached_none and (self._find_unused or self._learning or 0 in self._fires_expected):
             self._round.started = True  # the other ranks wait for this one's part all the same
             self._skip_unused()
-        if not self._round.started:  # torch.autograd.grad, or a backward that only accumulates
+        if not self._round.started:  # it is torch.autograd.grad, or a backward that only accumulates
             return
         if self._learning or self._find_unused:
-            # What did not come will not come. That holds even for a forward with several backwards: each is a round of
+            # Missing gradients will not come. That holds even for a forward with several backwards: each is a round of
             # its own, and the mean of values that are already equal, plus new local ones, is what it should be.
             for index, ready in enumerate(self._round.ready):
                 if not ready:
@@ -306,7 +309,7 @@ class Reducer:
         try:
             self._launch()
         except BaseException:
-            self.in_backward = True  # as in a gradient's hook: the next forward begins anew, or says that it can't
+            self.in_backward = True  # as in a gradient's hook the next forward begins anew, or says that it can't
             raise
         if self._round.num_launched == len(self._set.buckets):
             self._finish()
@@ -341,7 +344,7 @@ class Reducer:
         )
 
     def _is_hopeless(self) -> bool:
-        """Whether no further backward could bring the missing gradients, as far as anyone has looked."""
+        """Return whether no further backward could bring the missing gradients, as far as has been looked."""
         if self._reach is None or not self._reach.complete:
             return False
         return not any(
@@ -409,7 +412,7 @@ class Reducer:
             self._rebuild(list(range(len(self._parameters))))
 
     def _agree_on_unused(self) -> frozenset[int]:
-        """Parameters that no rank has used since the last round: their `.grad` stays as it is."""
+        """Return the parameters that no rank has used since the last round: their `.grad` stays as it is."""
         if not (self._learning or self._find_unused):
             return self._idle
         used = torch.tensor(self._used, dtype=torch.int32, device=self._parameters[0].device)

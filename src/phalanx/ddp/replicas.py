@@ -15,21 +15,21 @@ from phalanx.ddp.structure import describe, verify_same
 from phalanx.errors import MismatchError
 from phalanx.transport.tensors import flat
 
-_SHOWN = 8  # ranks in a message
+_SHOWN = 8  # so many ranks stand in a message
 
 
 def check_replicas(model: nn.Module, group: dist.ProcessGroup | None = None, *, buffers: bool | None = None) -> None:
     """Check that all ranks hold the same parameters and buffers, bit by bit; raise on every rank if they do not.
 
-    Collective: all ranks of `group` call it, at any time between two steps. A model wrapped in
-    DistributedDataParallel is compared over the wrapper's group, without the tensors that the wrapper ignores.
+    All ranks of `group` call it, at any time between two steps. A model wrapped in DistributedDataParallel is compared
+    over the wrapper's group, without the tensors that the wrapper ignores.
 
     Arguments:
         group: None is the wrapper's group, or all ranks.
         buffers: whether buffers are compared. None compares them, unless a wrapper overwrites them with rank 0's at the
             next forward, in which case it is normal that they differ.
 
-    Cost: reads every tensor once, at the speed of memory, and gathers 8 bytes per tensor; a tensor is sent only when
+    Cost: it reads every tensor once, at the speed of memory, and gathers 8 bytes per tensor; a tensor is sent only when
     replicas differ. Without a process group, or with one rank, nothing is done.
 
     Raises:
@@ -65,7 +65,9 @@ def check_replicas(model: nn.Module, group: dist.ProcessGroup | None = None, *, 
 def _mismatch(
     what: str, tensor: Tensor, num_differing: int, num_tensors: int, group: dist.ProcessGroup
 ) -> MismatchError:
-    """Compare the first differing tensor with rank 0's: one broadcast of it, and 16 bytes from each rank."""
+    """Return the error, which compares the first differing tensor with rank 0's. Cost: a broadcast of it, and 16 bytes
+    a rank.
+    """
     mine = tensor.detach() if tensor.layout == torch.strided else tensor.detach().to_dense()
     mine = mine.resolve_conj().resolve_neg().contiguous()
     reference = mine.clone()

@@ -16,14 +16,14 @@ from phalanx.errors import MismatchError
 from phalanx.torch_names import find
 from phalanx.transport.tensors import copy_all
 
-# torch's own DDP packs with them.
+# torch's own DDP packs with these.
 _LOSES = "parameters and buffers are not made equal on all ranks"
 _flatten: Any = find("torch._utils._flatten_dense_tensors", loses=_LOSES)
 _unflatten: Any = find("torch._utils._unflatten_dense_tensors", loses=_LOSES)
 
-_MESSAGE_BYTES = 32 * 1024 * 1024  # bounds the memory beside the model
+_MESSAGE_BYTES = 32 * 1024 * 1024  # this bounds the memory beside the model
 _ALIGN = 64
-_SHOWN = 8  # tensors in a message
+_SHOWN = 8  # so many tensors stand in a message
 
 Broadcast = Callable[[Tensor], bool]
 """Makes one rank's tensor everybody's; whether it may have been another rank's."""
@@ -40,14 +40,14 @@ def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup, src: 
 
 
 def replicate(tensors: Iterable[Tensor], broadcast: Broadcast) -> None:
-    """Overwrite `tensors` with those of whichever rank `broadcast` takes for the source, bit by bit.
+    """Overwrite `tensors` with those of the rank that `broadcast` takes for the source, bit by bit.
 
     They travel as bytes, so one message carries any mixture of dtypes; on the CPU with a digest of their forms. Widest
     elements go first, which keeps each tensor's place in the message aligned for its dtype. Version counters stay as
     they are: autograd may have saved a buffer (batch norm in evaluation does) for a backward that is still to come.
 
     Raises:
-        MismatchError: on a rank whose tensors have other dtypes or shapes than the source's; they were not changed.
+        MismatchError: this rank's tensors have other dtypes or shapes than the source's; they were not changed.
     """
     by_device: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
@@ -68,12 +68,14 @@ def replicate(tensors: Iterable[Tensor], broadcast: Broadcast) -> None:
 
 
 class BufferBroadcast:
-    """It copies rank 0's buffers to all ranks before a forward: the same tensors each time, as a rule.
+    """A `BufferBroadcast` copies rank 0's buffers to all ranks before a forward: the same tensors each time, as a rule.
 
-    Where ranks share memory rank 0 does not wait for those who read, nor they for each other; whether all have called
-    is settled at the group's next collective. Elsewhere, and for what does not lie on the CPU, it is a broadcast.
+    Where ranks share memory rank 0 does not wait for the ranks that read, nor they for each other; whether all have
+    called is settled at the group's next collective. Elsewhere, and for what does not lie on the CPU, it is a
+    broadcast.
 
-    Cost: the bytes are copied twice on every rank, and nothing is sent; P is not in it but on rank 0's memory bus.
+    Cost: the bytes are copied twice on every rank, and nothing is sent; the number of ranks only counts on rank 0's
+    memory bus.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -83,13 +85,14 @@ class BufferBroadcast:
         self._forms: list[_Form] = []
         self._digest = 0
         self._packed = torch.empty(0, dtype=torch.uint8)
-        self._places: list[Tensor] = []  # in `_packed`, one for each tensor
+        self._places: list[Tensor] = []  # there is one in `_packed` for each tensor
 
     def from_first(self, tensors: Iterable[Tensor], num_rounds: int = 0) -> None:
         """Overwrite `tensors` with rank 0's, bit by bit; version counters stay, as in `replicate`.
 
-        `num_rounds`: of gradients until now, the same on all ranks. With a forward of one rank alone the others would
-        get the buffers of its step before from then on, and no rank would wait where another does not.
+        `num_rounds` counts the rounds of gradients until now, and is the same on all ranks. After a forward of one rank
+        alone the others would get the buffers of its step before from then on, and no rank would wait where another
+        does not.
         """
         members = [tensor.data for tensor in tensors if tensor.numel()]
         if self._sharing is None or not all(member.is_cpu for member in members):
@@ -114,12 +117,12 @@ _Form = tuple[torch.dtype, torch.Size]
 
 
 def _digest(forms: Sequence[_Form]) -> int:
-    """64 bits that differ where the forms do: those who receive bytes can't see of which tensors they are."""
+    """Return 64 bits that differ where the forms do: ranks that receive bytes can't see of which tensors they are."""
     return int.from_bytes(hashlib.blake2b(repr(forms).encode(), digest_size=8).digest(), "little")
 
 
 def _pack(forms: Sequence[_Form]) -> tuple[Tensor, list[Tensor]]:
-    """One piece of memory, and in it a tensor of each form, at a place where every dtype may lie."""
+    """Return one piece of memory, and in it a tensor of each form, at a place where every dtype may lie."""
     sizes = [-(-shape.numel() * dtype.itemsize // _ALIGN) * _ALIGN for dtype, shape in forms]
     packed = torch.zeros(sum(sizes), dtype=torch.uint8)
     return packed, [
@@ -129,7 +132,7 @@ def _pack(forms: Sequence[_Form]) -> tuple[Tensor, list[Tensor]]:
 
 
 def _width(tensor: Tensor) -> tuple[int, str]:
-    """Widest first, and those of one dtype together."""
+    """Return a key that sorts the widest tensors first, and those of one dtype together."""
     return -tensor.dtype.itemsize, str(tensor.dtype)
 
 

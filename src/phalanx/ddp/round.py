@@ -9,7 +9,7 @@ from phalanx.ddp.plan import Bucket
 
 
 class Round:
-    """It tracks gradients that come in any order, and buckets that are launched in the order of the plan."""
+    """A round tracks gradients that come in any order, and buckets that are launched in the order of the plan."""
 
     def __init__(self, buckets: Sequence[Bucket], num_parameters: int) -> None:
         self.started = False

@@ -10,7 +10,7 @@ from phalanx.ddp.exchange import Pending, SparsePending
 
 
 class ShadowRound:
-    """It goes through the buckets of `buckets`, which hold after it what they hold before.
+    """A `ShadowRound` goes through the buckets of `buckets`, which hold after it what they hold before.
 
     Cost: a copy of the memory of all buckets.
     """
@@ -22,7 +22,7 @@ class ShadowRound:
         }
 
     def launch(self, pending: list[Pending]) -> None:
-        """Launch all buckets with zeros, in the order of the plan; those who wait find them in `pending`."""
+        """Launch all buckets with zeros, in the order of the plan; what must be waited for is added to `pending`."""
         for bucket in self._set.buckets:
             if isinstance(bucket, SparseBucket):
                 pending.append(SparsePending(bucket, None, self._set.group))

@@ -15,12 +15,12 @@ from phalanx.ddp.plan import ParameterSpec
 from phalanx.errors import MismatchError
 from phalanx.transport.tensors import memory_order
 
-_SHOWN = 8  # differences in a message; more would hide the first
+_SHOWN = 8  # so many differences stand in a message; more would hide the first
 
 
 @dataclass(frozen=True)
 class Entry:
-    """It is what ranks must agree on for one parameter or buffer.
+    """An entry is what ranks must agree on for one parameter or buffer.
 
     strides   in which its gradient is laid out, if they are not those of a contiguous tensor
     beside    names of other parameters in the same memory
@@ -46,8 +46,8 @@ Structure = dict[str, Entry]
 def describe(module: nn.Module, ignored: frozenset[str], *, memory: bool = True) -> Structure:
     """Return the parameters and buffers of a module, by dotted name, in order of registration.
 
-    `memory`: parameters also by how they lie in memory, on which the layout of their gradients depends. Buffers travel
-    in logical order, whatever their strides are.
+    With `memory` parameters are also described by how they lie in memory, on which the layout of their gradients
+    depends. Buffers travel in logical order, whatever their strides are.
     """
     beside = _find_beside(module) if memory else {}
     structure = {}
@@ -78,7 +78,9 @@ def _strides_to_tell(tensor: Tensor) -> tuple[int, ...] | None:
 
 
 def _find_beside(module: nn.Module) -> dict[str, tuple[str, ...]]:
-    """Of each parameter whose memory overlaps that of others (one tensor of two names among them), their names."""
+    """Return, for each parameter whose memory overlaps that of others (one tensor of two names among them), their
+    names.
+    """
     blocks = []
     for name, parameter in module.named_parameters(remove_duplicate=False):
         start = address_of(parameter) if parameter.layout is torch.strided else 0
@@ -103,7 +105,7 @@ def _find_beside(module: nn.Module) -> dict[str, tuple[str, ...]]:
 
 
 def compare(mine: Structure, reference: Structure, rank: int) -> list[str]:
-    """How the model of `rank` differs from rank 0's, one sentence each; empty when it does not."""
+    """Return how the model of `rank` differs from rank 0's, one sentence each; it is empty when it does not."""
     differences = []
     for name, entry in mine.items():
         other = reference.get(name)
@@ -128,7 +130,7 @@ def verify_same(
     *,
     caller: str = "DistributedDataParallel",
 ) -> None:
-    """Return on every rank, or raise on every rank, in the name of `caller`.
+    """Return on every rank if the structures are the same, or raise on every rank, in the name of `caller`.
 
     Cost: one all_gather of 32 bytes; descriptions travel only when they differ.
 
@@ -169,7 +171,7 @@ def _mismatch(everyone: Sequence[tuple[Structure, dict[str, str]]], caller: str)
 
 
 def specify(module: nn.Module, trained: Sequence[tuple[str, nn.Parameter]]) -> list[ParameterSpec]:
-    """Return what planning needs to know of each parameter; one of an `nn.Embedding(sparse=True)` has sparse
+    """Return what planning needs to know of each parameter; that of an `nn.Embedding(sparse=True)` has sparse
     gradients.
     """
     specs = []

@@ -46,32 +46,32 @@ class TorchInterface(nn.Module):
 
     @property
     def device_type(self) -> str:
-        """Of the module's one device."""
+        """Return the type of the module's one device."""
         return self.device.type
 
     @property
     def is_multi_device_module(self) -> bool:
-        """Never: the gradients of one wrapper lie on one device."""
+        """Return False: the gradients of one wrapper lie on one device."""
         return False
 
     @property
     def parameters_to_ignore(self) -> set[str]:
-        """Names of the parameters and buffers that the module has asked to leave out."""
+        """Return the names of the parameters and buffers that the module has asked to leave out."""
         return set(self._ignored)
 
     @property
     def bucket_bytes_cap(self) -> int:
-        """Above which no further gradient is put into a bucket."""
+        """Return the bytes above which no further gradient is put into a bucket."""
         return int(self._caps_mb[-1] * 1024 * 1024)
 
     @property
     def forward_sync_buffers(self) -> bool:
-        """As `broadcast_buffers`."""
+        """Return the setting `broadcast_buffers`."""
         return self.broadcast_buffers
 
     @property
     def require_forward_param_sync(self) -> bool:
-        """Whether the next forward takes rank 0's buffers; may be set."""
+        """Return whether the next forward takes rank 0's buffers; this may be set."""
         return self._buffers_stale
 
     @require_forward_param_sync.setter
@@ -80,17 +80,17 @@ class TorchInterface(nn.Module):
 
     @property
     def modules_buffers(self) -> list[Tensor]:
-        """The buffers that rank 0's overwrite."""
+        """Return the buffers that rank 0's overwrite."""
         return self._synced_buffers()
 
     def will_sync_module_buffers(self) -> bool:
-        """Whether the next forward takes rank 0's buffers."""
+        """Return whether the next forward takes rank 0's buffers."""
         return self.broadcast_buffers and self._buffers_stale and bool(self.modules_buffers)
 
     # -- settings ------------------------------------------------------------------------------------------------------
 
     def _set_static_graph(self) -> None:
-        """As static_graph=True, said after construction and before the first backward; all ranks say it.
+        """Go on as with static_graph=True, after construction and before the first backward; all ranks call it.
 
         Raises:
             RuntimeError: training has begun.
@@ -105,11 +105,13 @@ class TorchInterface(nn.Module):
     def _set_params_and_buffers_to_ignore_for_model(
         module: nn.Module, params_and_buffers_to_ignore: Collection[str]
     ) -> None:
-        """Leave these out, by name, when `module` is wrapped: PyTorch's call for experts that live on one rank each."""
+        """Leave these out, by name, when `module` is wrapped: PyTorch has this call for experts that live on one rank
+        each.
+        """
         module._ddp_params_and_buffers_to_ignore = list(params_and_buffers_to_ignore)  # type: ignore[assignment]
 
     def _register_builtin_comm_hook(self, comm_hook_type: BuiltinCommHookType) -> None:
-        """PyTorch's hooks in C++, by their names: here they are the same hooks in Python."""
+        """Register one of PyTorch's hooks in C++ by its name: here it is the same hook in Python."""
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
         fp16 = comm_hook_type == BuiltinCommHookType.FP16_COMPRESS
@@ -117,21 +119,21 @@ class TorchInterface(nn.Module):
         self.register_comm_hook(self.process_group, hook)
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
-        """Nothing: no times are taken. `torch.profiler` shows where a step spends them.
+        """Do nothing, since no times are taken. `torch.profiler` shows where a step spends them.
 
         Raises:
-            ValueError: below 1, as in PyTorch.
+            ValueError: the rate is below 1, as in PyTorch.
         """
         if sample_rate < 1:
             raise ValueError("DDP runtime logging sample rate should be equal or greater than 1")
 
     def _set_ddp_sink_clone(self, val: bool) -> None:
-        """Nothing: outputs go to the caller as the module returned them."""
+        """Do nothing: outputs go to the caller as the module returned them."""
 
     # -- what it is like -----------------------------------------------------------------------------------------------
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
-        """PyTorch's dictionary, as far as it describes settings, buckets and steps; it has no times in it."""
+        """Return PyTorch's dictionary, as far as it describes settings, buckets and steps; it has no times in it."""
         plan: BucketPlan = self._reducer.plan
         trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         sizes = ", ".join(str(bucket.num_bytes) for bucket in plan.buckets)
@@ -169,24 +171,24 @@ class TorchInterface(nn.Module):
     # -- parts of PyTorch's forward, for subclasses that write their own -----------------------------------------------
 
     def scatter(self, inputs: Any, kwargs: Any, device_ids: Sequence[int | torch.device]) -> Any:
-        """Tensors cut along `dim`, one part for each device: torch.nn.parallel.scatter."""
+        """Cut tensors along `dim`, one part for each device, as torch.nn.parallel.scatter does."""
         return scatter_kwargs(inputs, kwargs, device_ids, dim=self.dim)
 
     def to_kwargs(self, inputs: Any, kwargs: Any, device_id: int | torch.device) -> Any:
-        """Arguments on the wrapper's device, as the one element of two tuples."""
+        """Return the arguments on the wrapper's device, as the one element of two tuples."""
         return (self._moved(inputs),), (self._moved(kwargs),)
 
     def gather(self, outputs: Any, output_device: int | torch.device) -> Any:
-        """Put outputs of several devices together along `dim`, as torch.nn.parallel.gather."""
+        """Put outputs of several devices together along `dim`, as torch.nn.parallel.gather does."""
         return gather(outputs, output_device, dim=self.dim)
 
     def _sync_buffers(self) -> None:
-        """Rank 0's buffers for all, now. Collective."""
+        """Copy rank 0's buffers to all ranks now. All ranks call it."""
         self._broadcast_buffers(0, torch.is_grad_enabled())
 
     @property
     def require_manual_backward_finalization(self) -> bool:
-        """Never: a backward is over when its gradients are the mean. Setting it to True is refused."""
+        """Return False: a backward is over when its gradients are the mean. Setting it to True is refused."""
         return False
 
     @require_manual_backward_finalization.setter
@@ -196,11 +198,11 @@ class TorchInterface(nn.Module):
 
     @property
     def should_finalize_after_backward(self) -> bool:
-        """Never, as nothing is to be finalized by hand."""
+        """Return False, as nothing is to be finalized by hand."""
         return False
 
     def finalize_backward(self) -> NoReturn:
-        """Refuse, as PyTorch's does where `require_manual_backward_finalization` is False.
+        """Refuse, as PyTorch's method does where `require_manual_backward_finalization` is False.
 
         Raises:
             RuntimeError: always.
@@ -213,18 +215,18 @@ class TorchInterface(nn.Module):
     # -- refused -------------------------------------------------------------------------------------------------------
 
     def _register_fused_optim(self, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any) -> NoReturn:
-        """Refuse, as the hooks that step optimizers inside backward."""
+        """Refuse, as for the hooks that step optimizers inside backward."""
         raise _refused("_register_fused_optim", "optimizers step after backward; call their step()")
 
     def _register_buffer_comm_hook(self, state: object, hook: Any, comm_hook_location: object = None) -> NoReturn:
-        """Refuse: buffers are rank 0's, or each rank's own."""
+        """Refuse, since buffers are rank 0's, or each rank's own."""
         raise _refused(
             "_register_buffer_comm_hook",
             "pass broadcast_buffers=False, and combine the buffers yourself before forward, or after it",
         )
 
     def _update_process_group(self, new_process_group: dist.ProcessGroup) -> NoReturn:
-        """Refuse: buckets lie in the group's memory."""
+        """Refuse, since buckets lie in the group's memory."""
         raise _refused(
             "_update_process_group",
             "gradients lie in memory that the ranks of a group share; wrap the module anew, "
@@ -232,14 +234,14 @@ class TorchInterface(nn.Module):
         )
 
     def _check_manual_backward_finalization_supported(self) -> NoReturn:
-        """Refuse: the last bucket's average ends the backward."""
+        """Refuse, since the last bucket's average ends the backward."""
         raise _refused(
             "require_manual_backward_finalization",
             "gradients are averaged when backward returns; run what shall overlap it in a hook of a parameter",
         )
 
     def _set_sparse_metadata(self, global_unique_ids: object) -> NoReturn:
-        """Refuse: ranks tell each other the rows of sparse gradients in every step."""
+        """Refuse, since ranks tell each other the rows of sparse gradients in every step."""
         raise _refused("_set_sparse_metadata", "the rows of sparse gradients are exchanged in every step; leave it out")
 
 

@@ -31,9 +31,10 @@ _logger = get_logger("phalanx.ddp")
 
 
 class UnevenInputs:
-    """It has what the ranks that go on notice of the others. Each wrapper has one, if its group can do without ranks.
+    """`UnevenInputs` has what the ranks that go on notice of the others. Each wrapper has one, if its group can do
+    without ranks.
 
-    Cost: until somebody is out, one call of the core per step.
+    Cost: until some rank is out, one call of the core per step.
     """
 
     def __init__(self, group: Any, parameters: Iterable[Tensor]) -> None:
@@ -43,10 +44,10 @@ class UnevenInputs:
         self._said = False
 
     def look(self, absent: Sequence[int], num_steps: int) -> None:
-        """At the end of a step without `absent`, after `num_steps` that were made with all; logs the first time.
+        """Look at the end of a step without `absent`, after `num_steps` that were made with all; log the first time.
 
         Raises:
-            MismatchError: parameters lie in memory of which each rank updates a part, and nobody would update theirs.
+            MismatchError: parameters lie in memory of which each rank updates a part, and no rank would update theirs.
         """
         if not absent:
             return
@@ -72,7 +73,9 @@ class UnevenInputs:
 
 
 def are_shared(parameters: Iterable[Tensor], group: Any) -> bool:
-    """Whether ranks share some parameter or its master, of which each updates a part: ZeroRedundancyOptimizer's."""
+    """Return whether ranks share some parameter or its master, of which each updates a part, as ZeroRedundancyOptimizer
+    does.
+    """
     ours = sharing_group(group)
     return ours is not None and any(
         has_master(parameter) or ours.symm_mem.holds(parameter.data_ptr()) for parameter in parameters
@@ -87,7 +90,7 @@ def describe(absent: Sequence[int], present: Sequence[int], num_steps: int, posi
 
 
 def decide_source(num_steps: Sequence[int]) -> int | None:
-    """Of the ranks' numbers of steps: the lowest rank that made the most; None if all made as many."""
+    """Return the lowest rank that made the most of the ranks' numbers of steps; None if all made as many."""
     return None if len(set(num_steps)) == 1 else num_steps.index(max(num_steps))
 
 

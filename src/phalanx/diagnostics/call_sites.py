@@ -33,7 +33,7 @@ _NAMED = frozenset({"save_checkpoint", "consolidate_state_dict"})
 
 
 def calling_site(depth: int = 2) -> tuple[str, int]:
-    """(file, line) of the user's call; ("", 0) when only libraries are on the stack (autograd's own threads)."""
+    """Return (file, line) of the user's call; ("", 0) when only libraries are on the stack (autograd's own threads)."""
     frame: FrameType | None = sys._getframe(depth)
     named = ""
     while frame is not None:

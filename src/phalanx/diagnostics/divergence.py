@@ -23,7 +23,7 @@ JOIN_ADVICE = (
 
 
 def describe_divergence(operations: Mapping[int, str]) -> str:
-    """Return the sentence on ranks that are in different lines of the program; empty when they are in the same.
+    """Return the sentence on ranks that are in different lines of the program; it is empty when they are in the same.
 
     `operations` says of each rank what it called as its operation of one number, 'all_reduce #42 (train.py:88)', or
     nothing. Ranks that are in one operation and one line, and differ in a size or an option, do not diverge.
@@ -51,7 +51,7 @@ def describe_divergence(operations: Mapping[int, str]) -> str:
 def describe_left_alone(operation: str, here: Sequence[int], gone: Sequence[int], behind: Mapping[int, str]) -> str:
     """Return the sentence on an operation whose missing ranks have ended in good order: they can never come.
 
-    `here` are the ranks that have come to it, `gone` those that have left, `behind` where the rest is.
+    `here` are the ranks that have come to it, `gone` those that have left; `behind` says where the rest is.
     """
     rest = "".join(f"; rank {rank} {position}" for rank, position in behind.items())
     return f"{name_ranks(here).capitalize()} {_are(here, operation)}, which {name_ranks(gone)} can never reach{rest}."
@@ -76,7 +76,7 @@ def describe_earlier_divergence(records: Sequence[Sequence[Record]], before: int
 
 
 def describe_absence(absent: Sequence[int], num_steps: int) -> str:
-    """Return the sentence on ranks that were out of the latest steps when a collective did not match; empty if none
+    """Return the sentence on ranks that were out of the latest steps when a collective did not match; "" if none
     were.
     """
     if not absent or not num_steps:

@@ -46,7 +46,7 @@ class Operation:
 
     @property
     def place(self) -> str:
-        """'all_reduce #42 (train.py:88)'."""
+        """Return 'all_reduce #42 (train.py:88)'."""
         return f"{self.label} ({self.call_site})" if self.call_site else self.label
 
 
@@ -63,22 +63,23 @@ class RankCall:
 
 @dataclass(frozen=True)
 class FailureReport:
-    """It says why the group is over, in its numbering. Fields that a kind of failure does not use are empty."""
+    """It says why the group is over, in the group's numbering. Fields that a kind of failure does not use are empty."""
 
     kind: Kind
-    ranks: tuple[int, ...] = ()  # whose doing it is
-    processes: Mapping[int, str] = field(default_factory=dict)  # what people know them by: 'pid 17 on node3'
+    ranks: tuple[int, ...] = ()  # the ranks whose doing it is
+    # the words by which people know the processes: 'pid 17 on node3'
+    processes: Mapping[int, str] = field(default_factory=dict)
     positions: Mapping[int, Position] = field(default_factory=dict)  # where they are; silent ones are not in it
     calls: Mapping[int, RankCall] = field(default_factory=dict)  # of a mismatch: what each rank called
     reason: str = ""  # how the rank ended, what interrupted it, or what failed
-    timeout_s: float = 0.0  # of the rank that gave up waiting; 0 where that is not known
-    waiter: int = -1  # that rank
-    is_collective: bool = True  # else a message
-    earlier: str = ""  # of ranks in different lines of the program: where that began
+    timeout_s: float = 0.0  # the timeout of the rank that gave up waiting; 0 if it is not known
+    waiter: int = -1  # the number of that rank
+    is_collective: bool = True  # else the operation is a message
+    earlier: str = ""  # where the ranks began to be in different lines of the program
     remarks: tuple[str, ...] = ()  # further sentences
 
     def message(self, operation: Operation | str) -> str:
-        """All that a user reads on the rank that was in `operation`."""
+        """Return all that a user reads on the rank that was in `operation`."""
         sentences: dict[Kind, Callable[[], Sequence[str]]] = {
             "mismatch": self._mismatch if self.is_collective else self._message_mismatch,
             "lost": self._lost,
@@ -169,7 +170,7 @@ class FailureReport:
     # -- between processes -----------------------------------------------------------------------------------------
 
     def to_json(self) -> str:
-        """For ranks of other hosts."""
+        """Return the report as text, for ranks of other hosts."""
         return json.dumps(asdict(self))
 
     @classmethod
@@ -187,12 +188,14 @@ NOTHING_CALLED = RankCall("nothing yet")
 
 
 def ended_well(reason: str) -> bool:
-    """Whether a rank that says this of its end ended because its program was over."""
+    """Return whether a rank that says this of its end ended because its program was over."""
     return reason in (LEFT, QUIET_END)
 
 
 def describe_wait(operation: str, group: str, rank: int, missing: Sequence[int], waited_s: float, where: str) -> str:
-    """Return the warning of a rank that waits for long. Without `missing` it says `where` it waits for something."""
+    """Return the warning of a rank that waits for long. Without `missing` ranks it says `where` it waits for
+    something.
+    """
     whom = name_ranks(missing) if missing else where
     positions = f" ({where})" if missing and where else ""
     return f"{operation} in group {group!r} on rank {rank}: waiting for {whom} for {waited_s:.0f} s{positions}"
@@ -204,9 +207,9 @@ def describe_interruption(
     processes: Mapping[int, str],
     positions: Mapping[int, Position] | None,
 ) -> str:
-    """Return what the exception says that interrupted `operation`: who was waited for, and where those ranks were.
+    """Return what the exception says that interrupted `operation`: which ranks were waited for, and where they were.
 
-    `processes` are those of the missing ranks; `positions` is None where nobody was asked.
+    `processes` are those of the missing ranks; `positions` is None if none was asked.
     """
     awaited = f"waiting for {name_ranks(list(processes))}" if processes else "under way"
     lines = [f"{operation}: interrupted ({type(error).__name__}); it was {awaited}."]
@@ -246,7 +249,7 @@ def late(
 ) -> FailureReport:
     """Return the report of rank `waiter`, which gave up after `timeout_s`: `missing` have not come.
 
-    `names`: of all ranks' processes; `answers`: where those are that still say so.
+    `names` are those of all ranks' processes; `answers` says where the ranks are that still answer.
     """
     return FailureReport(
         "late",

@@ -33,12 +33,12 @@ class AwaitedValue(Protocol):
         ...
 
     def cancel(self) -> None:
-        """Wait for it no more."""
+        """Wait for the key no more."""
 
 
 @runtime_checkable
 class NotifyingStore(Protocol):
-    """It is a store that tells when a key has come, so that nobody asks again and again."""
+    """It is a store that tells when a key has come, so that it need not be asked again and again."""
 
     def begin_get(self, key: str) -> AwaitedValue:
         """Ask for a key that may come later."""
@@ -46,14 +46,14 @@ class NotifyingStore(Protocol):
 
 
 class FailureSignals:
-    """They are the signals in `store`, which all groups of the job share; their keys end with `suffix`.
+    """These are the signals in `store`, which all groups of the job share; their keys end with `suffix`.
 
     All of it is best effort: a store that does not answer (its host was cut off: torch's client would wait for a
     quarter of an hour) is not asked again.
     """
 
     def __init__(self, store: Any, suffix: str = "") -> None:
-        self.store = store  # as the groups know it
+        self.store = store  # the groups know the store by this object
         self._suffix = suffix
         self.connection = store.clone()  # a call that waits in one keeps those of the other waiting
         self._next: int | None = None
@@ -61,7 +61,9 @@ class FailureSignals:
         self.is_store_gone = False
 
     def ask(self, question: Callable[[], T], default: T) -> T:
-        """Return what the store answers to `question`; `default` if it doesn't in two seconds, or has not before."""
+        """Return what the store answers to `question`; `default` if it does not answer in two seconds, or has not
+        before.
+        """
         if self.is_store_gone:
             return default
         answers: list[T] = []
@@ -72,12 +74,13 @@ class FailureSignals:
         return answers[0] if answers else default
 
     def send(self, group_key: str) -> None:
-        """Let all ranks look what there is in the store for this group."""
+        """Let all ranks look into the store for what is there for this group."""
         self.ask(lambda: self._send(group_key), None)
 
     def _send(self, group_key: str) -> None:
         number, mine = self._first(), f"{os.urandom(8).hex()} {group_key}"
-        while self.connection.compare_set(self._key(number), "", mine).decode() != mine:  # somebody else's
+        # another rank took this number
+        while self.connection.compare_set(self._key(number), "", mine).decode() != mine:
             number += 1
         self.connection.set(_NEXT, str(number + 1))
 
@@ -88,7 +91,7 @@ class FailureSignals:
         return int(self.connection.get(_NEXT)) if self.connection.check([_NEXT]) else 0
 
     def receive(self) -> set[str]:
-        """Return the keys of the groups of which there was a signal since the last call."""
+        """Return the keys of the groups that were signalled since the last call."""
         if self._next is None:
             first = self.ask(self._first, -1)
             if first < 0:
@@ -111,7 +114,7 @@ class FailureSignals:
         return self.ask(take, set())
 
     def _take_arrived(self, number: int, store: NotifyingStore) -> set[str]:
-        """Do the same as `_take_all`, where the store itself waits for the next key and tells."""
+        """Return what `_take_all` returns, where the store itself waits for the next key and tells."""
         keys: set[str] = set()
         try:
             while not self.is_store_gone:

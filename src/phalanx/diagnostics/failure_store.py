@@ -30,7 +30,7 @@ from phalanx.diagnostics.flight_recorder import Position
 Fate = Literal["ended", "hangs"]
 
 _COLLECT_S = 0.8
-_ANSWERS_PER_S = 2048  # that a store takes from ranks which are all asked at once
+_ANSWERS_PER_S = 2048  # so many answers a second a store takes from ranks which are all asked at once
 _POLL_S, _LONGEST_POLL_S = 0.02, 0.2  # asked again and again: torch's own wait prints warnings when it times out
 _WAIT_S = 0.1  # in a store that can wait without a word
 _ANSWER_S = 2.0
@@ -73,14 +73,14 @@ class FailureStore:
 
     @property
     def is_gone(self) -> bool:
-        """Whether the store failed to answer; it is not asked again."""
+        """Return whether the store failed to answer; it is not asked again."""
         return self.signals.is_store_gone
 
     def server_fate(self) -> tuple[int, Fate] | None:
-        """Return the rank that kept the store, and what became of it, where the store's silence says that; else None.
+        """Return the rank that kept the store, and what became of it, if the store's silence says that; else None.
 
         A process that has ended leaves its port closed. One that is stopped leaves it open: the kernel takes
-        connections for it. Only where the host does not answer either may it be the network.
+        connections for it. Only if the host does not answer either may it be the network.
         """
         if not self.is_gone or self._server_rank in (-1, self._rank) or self._address is None:
             return None
@@ -113,7 +113,7 @@ class FailureStore:
         return f"position/{self.group_key}/{rank}"
 
     def post(self, report: FailureReport) -> FailureReport:
-        """Post `report` unless there is one; returns the one that stands."""
+        """Post `report` unless there is one; return the report that stands."""
         report = self.find_lost_host() or report
         key = f"failure/{self.group_key}"
         mine = report.to_json()
@@ -144,7 +144,7 @@ class FailureStore:
         self.signals.ask(lambda: self._store.set(self._known(self._rank), ""), None)
 
     def linger(self, report: FailureReport) -> None:
-        """Before the process goes that keeps the store: let the others read there why, for five seconds at most.
+        """Let the other ranks read the report, for five seconds at most, before the process goes that keeps the store.
 
         Without the store they could only say that this rank is gone.
         """
@@ -168,7 +168,7 @@ class FailureStore:
         self.signals.ask(lambda: self._store.set(f"exit/{self.group_key}/{self._rank}", text), None)
 
     def exit_reason(self, rank: int) -> tuple[str, Position | None]:
-        """Return what `rank` said about its end; nothing if it said nothing."""
+        """Return what `rank` said about its end; it is empty if the rank said nothing."""
         text = self.signals.ask(lambda: self._get(f"exit/{self.group_key}/{rank}"), "")
         if not text:
             return "", None
@@ -178,10 +178,10 @@ class FailureStore:
     # -- who is where -------------------------------------------------------------------------------------------
 
     def collect_positions(self) -> dict[int, Position]:
-        """Ask all ranks where they are, and give them a moment; whoever does not answer is not in the result.
+        """Ask all ranks where they are, and give them a moment; a rank that does not answer is not in the result.
 
-        Where ranks run out of time together, the first to ask collects the answers, and the others wait for its
-        report, which stands; they read the answers if none comes.
+        If ranks run out of time together, the first to ask collects the answers, and the others wait for its report,
+        which stands; they read the answers if none comes.
         """
         mine, key = str(self._rank), f"positions/{self.group_key}"
         asked: bytes = self.signals.ask(lambda: self._store.compare_set(key, "", mine), b"")
@@ -214,11 +214,11 @@ class FailureStore:
         return self._read_positions(ranks[:middle]) | self._read_positions(ranks[middle:])
 
     def wants_positions(self) -> bool:
-        """Whether some rank ran out of time, and is about to tell."""
+        """Return whether some rank ran out of time, and is about to tell."""
         return self.signals.ask(lambda: self._store.check([f"positions/{self.group_key}"]), False)
 
     def report_position(self, position: Position) -> None:
-        """If somebody asks where we are and we have not yet said so, say it."""
+        """Say where this rank is, if some rank asks that and this one has not yet said so."""
         if not self._answered and self.wants_positions():
             self._answered = True
             self.signals.ask(

@@ -92,8 +92,8 @@ def _called(record: Record | None) -> RankCall:
 
 
 def _counterpart(records: list[Record], mine: Record) -> Record | None:
-    """Return what a rank called when we called `mine`: not simply its latest, for it may have caught the error and gone
-    on.
+    """Return what a rank called when we called `mine`; it need not be its latest, for it may have gone on after the
+    error.
     """
     collectives = [r for r in reversed(records) if r.is_collective]
     for r in collectives:  # rounds of gradients are counted apart

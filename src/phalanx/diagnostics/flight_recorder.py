@@ -36,7 +36,9 @@ _TO_ROOT = (REDUCE, GATHER)
 
 @dataclass(frozen=True)
 class Position:
-    """It says where a rank is: in its `seq`-th collective, `operation`, for `seconds`, or (`inside` false) past it."""
+    """A position says where a rank is: in its `seq`-th collective, `operation`, for `seconds`, or (`inside` false) past
+    it.
+    """
 
     seq: int = 0
     operation: str = ""  # 'all_reduce #42 (train.py:88)'; empty: it has called nothing
@@ -46,7 +48,7 @@ class Position:
     elsewhere: str = ""  # the operation of another group in which it waits meanwhile
 
     def __str__(self) -> str:
-        """One clause: 'is in all_reduce #42 (train.py:88) for 3.1 s'."""
+        """Return one clause: 'is in all_reduce #42 (train.py:88) for 3.1 s'."""
         if not self.operation:
             here = "has called nothing yet"
         elif self.inside:
@@ -60,7 +62,7 @@ class Position:
 
 @dataclass(frozen=True)
 class Record:
-    """It is one operation of one rank. Times are CLOCK_MONOTONIC nanoseconds; `leave_ns` is 0 while it runs."""
+    """A record is one operation of one rank. Times are CLOCK_MONOTONIC nanoseconds; `leave_ns` is 0 while it runs."""
 
     seq: int
     kind: int
@@ -78,37 +80,37 @@ class Record:
 
     @property
     def name(self) -> str:
-        """The operation's name."""
+        """Return the operation's name."""
         return KIND_NAMES.get(self.kind, f"operation {self.kind}")
 
     @property
     def dtype_name(self) -> str:
-        """What the elements are."""
+        """Return the type of the elements."""
         return DTYPE_NAMES.get(self.dtype, f"dtype {self.dtype}")
 
     @property
     def reduction(self) -> str:
-        """How elements are combined; empty where they are only moved."""
+        """Return how elements are combined; it is empty if they are only moved."""
         return REDUCTION_NAMES.get(self.redop, f"reduction {self.redop}") if self.kind in _REDUCES else ""
 
     @property
     def status_name(self) -> str:
-        """How it ended, or 'running'."""
+        """Return how the operation ended, or 'running'."""
         return STATUS_NAMES.get(self.status, f"status {self.status}") if self.leave_ns else "running"
 
     @property
     def is_collective(self) -> bool:
-        """Whether the whole group takes part."""
+        """Return whether the whole group takes part."""
         return self.kind not in (SEND, RECV)
 
     @property
     def is_numbered_call(self) -> bool:
-        """Whether it is a collective that every rank counts alike; rounds of gradients are counted apart."""
+        """Return whether it is a collective that every rank counts alike; rounds of gradients are counted apart."""
         return self.is_collective and self.kind != GRADIENTS
 
     @property
     def label(self) -> str:
-        """'all_reduce #42', or 'send to rank 1'."""
+        """Return 'all_reduce #42', or 'send to rank 1'."""
         if self.kind == SEND:
             return f"send to rank {self.peer}"
         if self.kind == RECV:
@@ -117,7 +119,7 @@ class Record:
 
     @property
     def place(self) -> str:
-        """'all_reduce #42 (train.py:88)'."""
+        """Return 'all_reduce #42 (train.py:88)'."""
         return f"{self.label} ({self.call_site})" if self.call_site else self.label
 
     def call(self) -> str:
@@ -141,7 +143,7 @@ def read(core: _core.Group, rank: int) -> list[Record]:
 
 
 def position_of(records: Sequence[Record], now_ns: int) -> Position:
-    """Where a rank is whose operations are `records`, and since when."""
+    """Return where a rank is whose operations are `records`, and since when."""
     if not records:
         return Position()
     last = records[-1]
@@ -151,5 +153,5 @@ def position_of(records: Sequence[Record], now_ns: int) -> Position:
 
 
 def read_position(core: _core.Group, rank: int) -> Position:
-    """Where `rank` is now; it may be running, hanging or dead."""
+    """Return where `rank` is now; it may be running, hanging or dead."""
     return position_of(read(core, rank), time.monotonic_ns())

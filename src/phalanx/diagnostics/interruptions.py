@@ -7,10 +7,10 @@ from types import TracebackType
 
 
 def is_interruption(error: BaseException) -> bool:
-    """Whether it came from outside, and only met the code that it came up in: that has to let it pass.
+    """Return whether the error came from outside, and only met the code that it came up in, which has to let it pass.
 
-    What is no `Exception`, like KeyboardInterrupt; and what a signal's handler, or a debugger's trace function, raised:
-    a function that was given the frame that it interrupts.
+    That is any error that is no `Exception`, like KeyboardInterrupt; and one that a signal's handler, or a debugger's
+    trace function, raised: a function that was given the frame that it interrupts.
     """
     if not isinstance(error, Exception):
         return True
@@ -24,7 +24,7 @@ def is_interruption(error: BaseException) -> bool:
 
 
 class Quiet:
-    """It suppresses what goes wrong inside, but no interruption. `tell` is called with the error."""
+    """It suppresses errors inside, but no interruption. `tell` is called with the error."""
 
     def __init__(self, tell: Callable[[Exception], None] = lambda error: None) -> None:
         self._tell = tell

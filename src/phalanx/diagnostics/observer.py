@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GroupInfo:
-    """It has a group's name, its number of ranks, and those of this host: numbers in the job, and processes."""
+    """It has a group's name, its number of ranks, and those of this host: their numbers in the job, and their
+    processes.
+    """
 
     name: str
     world_size: int
@@ -33,7 +35,9 @@ class GroupInfo:
 
 @dataclass(frozen=True)
 class RankLog:
-    """It is what one rank did in a group. `came`, `left`: it has joined, and left; `exit_reason` is why, if it said."""
+    """It is what one rank did in a group. `came` and `left` say that it has joined, and left; `exit_reason` is why, if
+    it said.
+    """
 
     rank: int
     pid: int
@@ -53,9 +57,9 @@ class GroupLog:
 
 
 def show(agent: str, group_info: GroupInfo, control: int) -> bool:
-    """Give the agent with address `agent` ("name:token") the control memory's descriptor; False if it can't be had.
+    """Give the agent with address `agent` ("name:token") the control memory's descriptor; return False if that fails.
 
-    Costs a connection and a message, about 20 µs; never waits.
+    It costs a connection and a message, about 20 µs, and never waits.
     """
     return tell(agent, "group", fds=[control], **asdict(group_info))
 
@@ -63,7 +67,7 @@ def show(agent: str, group_info: GroupInfo, control: int) -> bool:
 def fetch_store(agent: str, timeout_s: float = 5.0) -> int | None:
     """Return the descriptor of the job's store from the agent with address `agent`, or None; the caller owns it.
 
-    For ranks that do not see the agent's process in their /proc.
+    It is for ranks that do not see the agent's process in their /proc.
     """
     return next(iter(ask(agent, "store", timeout_s)), None)
 
@@ -82,7 +86,7 @@ class Observer:
         self.read()
 
     def read(self) -> GroupLog:
-        """Everything that the ranks have recorded, as it is now."""
+        """Return everything that the ranks have recorded, as it is now."""
         group_info = self.group_info
         with self._mapped() as core:
             return GroupLog(
@@ -90,7 +94,7 @@ class Observer:
             )
 
     def is_over(self) -> bool:
-        """Whether every rank has left: nothing will be added."""
+        """Return whether every rank has left: nothing will be added."""
         with self._mapped() as core:
             return all(core.state(i)[0] == LEFT for i in range(len(self.group_info.ranks)))
 

@@ -13,8 +13,8 @@ from phalanx.core_numbers import DTYPE_NAMES, GRADIENTS, RECV, SEND
 from phalanx.diagnostics import whereabouts
 from phalanx.diagnostics.step_file import StepFile
 
-_READ_AT_ONCE = 96  # lines, of the 128 that a recorder keeps
-_MAX_STEPS = 64  # between two readings
+_READ_AT_ONCE = 96  # so many lines are read at once, of the 128 that a recorder keeps
+_MAX_STEPS = 64  # there are at most so many steps between two readings
 _SIZES = {
     1: ("bytes", "bool", "uint8", "int8"),
     2: ("uint16", "int16", "float16", "bfloat16"),
@@ -26,7 +26,7 @@ ITEM_BYTES = {
     number: next((size for size, names in _SIZES.items() if name in names), 1) for number, name in DTYPE_NAMES.items()
 }
 
-_gradient_bytes: dict[str, int] = {}  # by group: what a round of its reducer has
+_gradient_bytes: dict[str, int] = {}  # by group: the bytes of a round of its reducer
 
 
 def note_gradients(group: str, num_bytes: int) -> None:
@@ -43,7 +43,8 @@ class OperationSampler:
     def __init__(self, file: StepFile, tell_groups: Callable[[list[dict[str, object]]], None]) -> None:
         self._file = file
         self._tell_groups = tell_groups
-        self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # of groups, by their memory
+        # the numbers of groups, by their memory
+        self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._groups: list[dict[str, object]] = []
         self._seen: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # when its last line was entered
         self._read_step = 0
@@ -53,14 +54,14 @@ class OperationSampler:
         self.generation = 0
 
     def read(self, marks: Sequence[tuple[int, int]], step: int) -> None:
-        """Take what is new of all groups; `step` is the one that has ended."""
+        """Take the new operations of all groups; `step` is the one that has ended."""
         most = max((self.read_group(group, marks, step) for group in whereabouts.groups()), default=0)
         per_step = most / max(1, step - self._read_step)
         self.steps_between = max(1, min(_MAX_STEPS, int(_READ_AT_ONCE / per_step) if per_step else _MAX_STEPS))
         self._read_step = step
 
     def read_group(self, group: whereabouts.ObservedGroup, marks: Sequence[tuple[int, int]], step: int) -> int:
-        """Take what is new of one; returns how many there were. `marks` are when which phase began."""
+        """Take the new operations of one group; return how many there were. `marks` say when each phase began."""
         symm_mem = group.symm_mem
         if symm_mem.closed:
             return 0

@@ -11,5 +11,5 @@ def printable(text: str) -> str:
 
 
 def printable_lines(text: str) -> str:
-    """Do so with each line of `text`."""
+    """Return `text` with each line printable, as `printable` makes it."""
     return "\n".join(printable(line.expandtabs()) for line in text.split("\n"))

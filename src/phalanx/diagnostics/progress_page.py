@@ -22,7 +22,7 @@ from phalanx.errors import PhalanxError
 from phalanx.ipc.agent import tell
 
 PAGE_BYTES = 4096
-KIND = "progress page"  # of the message that shows it
+KIND = "progress page"  # the kind of the message that shows it
 
 _MAGIC = 0x3145_4741_5058_4C50  # "PLXPAGE1", little endian
 _HEADER = 4
@@ -34,7 +34,7 @@ _WORDS = struct.Struct(f"={PAGE_BYTES // 8}Q")
 
 @dataclass(frozen=True)
 class Track:
-    """It is a count of steps.
+    """A track is a count of steps.
 
     `recent` has the last of them, oldest first: when (CLOCK_MONOTONIC, ns), and samples by then.
     """
@@ -47,7 +47,7 @@ class Track:
 
 @dataclass(frozen=True)
 class Progress:
-    """It is what a rank's page says; a track is None where nobody counts on it."""
+    """It is what a rank's page says; a track is None if nothing counts on it."""
 
     generation: int
     loop: Track | None
@@ -64,7 +64,7 @@ class ProgressPage:
         self._num_loops = 0
 
     def begin_loop(self, total_steps: int | None) -> int:
-        """Begin a loop, and return the number to count it with. While several run inside each other the innermost
+        """Begin a loop, and return the number to count it with. Of several loops inside each other the innermost
         counts.
         """
         self._num_loops += 1
@@ -78,7 +78,7 @@ class ProgressPage:
         return self._num_loops
 
     def count(self, loop: int, samples: int) -> None:
-        """One more step of the loop with this number, and as many samples of this rank."""
+        """Count one more step of the loop with this number, and as many samples of this rank."""
         words = self._words
         if words[2] == loop:
             _advance(words, _LOOP, words[_LOOP] + 1, words[_LOOP + 2] + samples)
@@ -90,12 +90,12 @@ class ProgressPage:
 
     @property
     def generation(self) -> int:
-        """The one that was set last."""
+        """Return the generation that was set last."""
         return self._words[1]
 
     @property
     def state_step(self) -> int:
-        """The one that was committed last."""
+        """Return the step that was committed last."""
         return self._words[_STATE]
 
     def set_generation(self, generation: int) -> None:
@@ -114,7 +114,7 @@ def _advance(words: memoryview, track: int, step: int, samples: int) -> None:
 
 
 def read_page(fd: int) -> Progress | None:
-    """Return what the page with descriptor `fd` says now; None if it is none, or another version's."""
+    """Return what the page with descriptor `fd` says now; None if it is no page, or another version's."""
     try:
         data = os.pread(fd, PAGE_BYTES, 0)
     except OSError:
@@ -154,7 +154,7 @@ def listen_for_generations(listener: Callable[[], None]) -> None:
 
 
 def stop_listening(listener: Callable[[], None]) -> None:
-    """Call it no more."""
+    """Call `listener` no more."""
     if listener in _listeners:
         _listeners.remove(listener)
 
@@ -165,7 +165,7 @@ _own: ProgressPage | None = None
 def open_page(agent: str) -> ProgressPage:
     """Return this process's page, shown to the agent with address `agent` ("name:token") when it is first asked for.
 
-    Without an agent, or where there is no shared memory, it is a page that nobody reads.
+    Without an agent, or without shared memory, it is a page that no process reads.
     """
     global _own
     if _own is None:
@@ -175,12 +175,14 @@ def open_page(agent: str) -> ProgressPage:
 
 
 def own_generation() -> int:
-    """How often the ranks of this process's job have formed their group anew, as far as it has said so."""
+    """Return how often the ranks of this process's job have formed their group anew, as far as it has said so."""
     return 0 if _own is None else _own.generation
 
 
 def own_step() -> int:
-    """Return the number of the step that this process's `phalanx.elastic.State` has committed last; 0: it has none."""
+    """Return the number of the step that this process's `phalanx.elastic.State` has committed last; 0 if there is
+    none.
+    """
     return 0 if _own is None else _own.state_step
 
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 
 
 def format_ranks(ranks: Iterable[int], *, separator: str = ",", shortest_run: int = 2) -> str:
-    """`0-3,7` for 0, 1, 2, 3, 7. Fewer than `shortest_run` ranks in a row are written one by one."""
+    """Return `0-3,7` for 0, 1, 2, 3, 7. Fewer than `shortest_run` ranks in a row are written one by one."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and runs[-1][-1] == rank - 1:
@@ -20,5 +20,5 @@ def format_ranks(ranks: Iterable[int], *, separator: str = ",", shortest_run: in
 
 
 def name_ranks(ranks: Collection[int]) -> str:
-    """'rank 3', 'ranks 1, 2' or 'ranks 0-3, 7', as sentences name them."""
+    """Return 'rank 3', 'ranks 1, 2' or 'ranks 0-3, 7', as sentences name them."""
     return f"rank{'s' * (len(ranks) != 1)} {format_ranks(ranks, separator=', ', shortest_run=4)}"

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from phalanx.ipc.agent import tell
 
-KIND = "report"  # of the message
+KIND = "report"  # the kind of the message
 
 
 def ask_for_report(agent: str, folder: str) -> bool:
-    """Have the agent with address `agent` ("name:token") write a report into `folder` at its end; False: none hears."""
+    """Have the agent with address `agent` ("name:token") write a report into `folder` at its end; return False if none
+    hears.
+    """
     return tell(agent, KIND, folder=folder)

@@ -8,13 +8,13 @@ from typing import Any
 
 from phalanx.diagnostics.interruptions import Quiet
 
-_NUM_LOOKED_AT = 16  # of a list: what it holds is told by the first of them
+_NUM_LOOKED_AT = 16  # so many parts of a list are looked at: the first of them tell what it holds
 _DEEPEST = 8
 
 
 def count_samples(batch: Any) -> float | None:
-    """Return the first dimension of the first tensor (or array) in it, else the length of the first list; None: not
-    known.
+    """Return the first dimension of the first tensor (or array) in it, else the length of the first list; None if there
+    is none.
 
     It runs within a program's own loader, so it raises nothing of its own, whatever the batch is.
     """

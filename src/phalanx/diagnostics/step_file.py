@@ -34,9 +34,9 @@ _STATES_AT, _STATE_BYTES = _TABLES_AT + 2 * (_STEPS_BYTES + _OPERATIONS_BYTES), 
 _EVENTS_AT, NUM_EVENTS = _STATES_AT + 2 * _STATE_BYTES, 1024
 _EVENT_FIELDS, _EVENTS_BEGIN = 3, 64  # a word that counts them, and what keeps its cache line
 FILE_BYTES = -(-(_EVENTS_AT + _EVENTS_BEGIN + 8 * _EVENT_FIELDS * NUM_EVENTS) // 4096) * 4096
-WINDOW = 32  # operations that are kept or left out together, so that all ranks keep the same
+WINDOW = 32  # so many operations are kept or left out together, so that all ranks keep the same
 
-# Words of the header, all doubles but the first.
+# These are the words of the header, all doubles but the first.
 (_MAGIC_AT, _ENDED, _PEAK_BYTES, _STEP_TABLE, _STEP_COUNT, _STEP_STRIDE, _OPERATION_TABLE, _OPERATION_COUNT,
  _OPERATION_STRIDE, _FACTS_LENGTH, _BEGUN, _UNIX_OFFSET, _OPERATIONS_SEEN, _COST, _STATE,
  _STATE_LENGTHS) = range(16)  # fmt: skip
@@ -45,7 +45,7 @@ WINDOW = 32  # operations that are kept or left out together, so that all ranks 
 class StepRecord(NamedTuple):
     """It is a record of so many steps; `first` is the number of the first.
 
-    That number is the run's where it is known. Times are seconds of CLOCK_MONOTONIC; parts are sums over the steps.
+    That number is the run's if it is known. Times are seconds of CLOCK_MONOTONIC; parts are sums over the steps.
     """
 
     first: float
@@ -60,15 +60,15 @@ class StepRecord(NamedTuple):
     samples: float
     loss: float  # sum over the steps that have one
     num_losses: float
-    longest: float  # step
+    longest: float  # the longest step
     resident_bytes: float
-    shared_bytes: float  # of these
-    cpu_s: float  # of the process so far
-    preemptions: float  # so far
+    shared_bytes: float  # how much of these bytes is shared
+    cpu_s: float  # of the process so far, in all
+    preemptions: float  # how many there were so far
     device_bytes: float
     rank: float  # it may get another one when others are lost
     generation: float
-    waited: float = 0.0  # for other ranks, outside of collectives; in none of the phases
+    waited: float = 0.0  # seconds of waiting for other ranks, outside of collectives; they are in none of the phases
 
 
 class OperationRecord(NamedTuple):
@@ -135,7 +135,9 @@ class StepFile:
         struct.pack_into("<Q", self._memory, 0, _MAGIC)
 
     def set_facts(self, facts: Mapping[str, Any]) -> None:
-        """Who this is; of what does not fit lists lose their ends, the longest first, then facts are left out whole."""
+        """Write the facts of this rank; where room is short lists lose their ends, the longest first, then facts are
+        left out whole.
+        """
         left = dict(facts)
         while len(data := json.dumps(left).encode()) > _FACTS_BYTES:
             lists = [name for name, value in left.items() if isinstance(value, list) and value]
@@ -164,7 +166,7 @@ class StepFile:
     def set_state(self, state: str) -> None:
         """Write what a reader needs to turn the events after these records into more, as JSON.
 
-        Where it does not fit the one before stays, and the reader turns the events after that.
+        If it does not fit, the state before stays, and the reader turns the events after that.
         """
         data = state.encode()
         if len(data) > _STATE_BYTES:
@@ -176,14 +178,14 @@ class StepFile:
         self._words[_STATE] = twin
 
     def events_since(self, number: int) -> tuple[list[float], int]:
-        """Return the fields of all events after the first `number` that are still there, and how many there
-        were ever.
+        """Return the fields of all events after the first `number` that are still there, and how many there ever
+        were.
         """
         num = self._num_events[0]
         return read_events(self._events, number, num), num
 
     def add_step(self, record: array[float]) -> None:
-        """One more record, of `step_stride` steps, in the order of `StepRecord`."""
+        """Add one more record, of `step_stride` steps, in the order of `StepRecord`."""
         if self._num_steps == _NUM_STEPS:
             self._thin_steps()
         at = self._steps + self._num_steps * _STEP_FIELDS
@@ -192,14 +194,14 @@ class StepFile:
         self._words[_STEP_COUNT] = self._num_steps
 
     def settle(self) -> int:
-        """Finish what an exception has broken off. How many steps are in the records."""
+        """Finish what an exception has broken off; return how many steps are in the records."""
         self._turn_steps()
         self._turn_operations()
         records = _records(self._tables, self._steps, self._num_steps, _STEP_FIELDS)
         return int(sum(record[1] for record in records))
 
     def add_operation(self, record: array[float], seq: int) -> None:
-        """One more operation, if its window is one that is kept."""
+        """Add one more operation, if its window is one that is kept."""
         if (seq // WINDOW) % self.operation_stride:
             return
         if self._num_operations == _NUM_OPERATIONS:
@@ -213,7 +215,7 @@ class StepFile:
 
     @property
     def events_address(self) -> int:
-        """Where the events lie: a word that counts them, and their ring from byte 64 on."""
+        """Return where the events lie: a word that counts them, and their ring from byte 64 on."""
         return self._mapped + _EVENTS_AT
 
     def close(self) -> None:
@@ -261,7 +263,7 @@ class StepFile:
 
 
 def merge(a: StepRecord, b: StepRecord) -> StepRecord:
-    """Two records, one after the other, as one."""
+    """Return two records, one after the other, as one."""
     names = ("num_steps", "other", "data", "forward", "backward", "update", "waited", "samples", "loss", "num_losses")
     sums = {name: getattr(a, name) + getattr(b, name) for name in names}
     return b._replace(
@@ -295,8 +297,8 @@ class Contents(NamedTuple):
 
 
 def read_contents(data: bytes) -> Contents | None:
-    """Return what a file with these bytes holds; None if it is none. Its writer may be alive, or have died at any
-    store.
+    """Return what a file with these bytes holds; None if it is no such file. Its writer may be alive, or have died at
+    any store.
 
     Raises:
         ValueError, OverflowError, IndexError: something has been written over it.

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 OTHER, DATA, FORWARD, BACKWARD, UPDATE = range(5)
 PHASES = ("other", "data", "forward", "backward", "update")
-_WAITED = len(PHASES)  # among the parts: not a phase, but in one
+_WAITED = len(PHASES)  # its place among the parts: it is not a phase, but lies in one
 
 # Events; what each has as its value.
 (BEGIN_DATA, END_DATA, NO_DATA,  # nothing; samples; nothing
@@ -31,12 +31,13 @@ _WAITED = len(PHASES)  # among the parts: not a phase, but in one
  END_WAIT) = range(14)  # how long it was  # fmt: skip
 WORKERS = 16  # the kind of END_DATA has the DataLoader's number of workers, times this, besides
 
-_NUM_MARKS = 1024  # of phases: as far back as operations are assigned to one
-_MOST_OPTIMIZERS = 64  # of a step, told apart in a state that is kept; some have one for each parameter
+_NUM_MARKS = 1024  # so many marks of phases are kept: an operation of an earlier time is assigned to none
+# so many optimizers of a step are told apart in a state that is kept; some have one for each parameter
+_MOST_OPTIMIZERS = 64
 
 
 class FinishedStep(NamedTuple):
-    """It has seconds of CLOCK_MONOTONIC, of each phase, and, behind these, of waiting for other ranks."""
+    """It has seconds of CLOCK_MONOTONIC, of each phase, and after these the seconds of waiting for other ranks."""
 
     begin: float
     end: float
@@ -55,20 +56,21 @@ class StepMachine:
     def __init__(self, now: float, on_step: Callable[[FinishedStep], None]) -> None:
         self._on_step = on_step
         self.phase, self.num_workers = OTHER, -1
-        self.marks: deque[tuple[int, int]] = deque([(0, OTHER)], maxlen=_NUM_MARKS)  # when which phase began
+        # the time at which each phase began
+        self.marks: deque[tuple[int, int]] = deque([(0, OTHER)], maxlen=_NUM_MARKS)
         self._parts = [0.0] * (len(PHASES) + 1)
         self.since = self._begin = self._updated_at = now
         self._batch_s = 0.0  # a batch of which nobody knows yet whether it is for training
         self._batch_samples = 0.0
         self._has_batch = self._has_update = self._has_loader = self._has_begun = False
         self._has_backward = self._has_ended_one = False
-        self._stepped: set[float] = set()  # optimizers, in this step
+        self._stepped: set[float] = set()  # the optimizers that have stepped in this step
         # The step as it was at its latest update, which may have been its last: parts, samples, loss, when.
         self._split: tuple[list[float], float, float | None, float] | None = None
         self._samples = 0.0
         self._loss: float | None = None
         self._is_own_loss = False
-        self._open: list[int] = []  # phases, each inside of the one before
+        self._open: list[int] = []  # the phases that are open, each inside of the one before
         self._updating = 0.0  # the outermost optimizer of these
         self._events: tuple[Callable[[float, float], None], ...] = (
             self._begin_data, self._end_data, self._no_data,
@@ -78,7 +80,7 @@ class StepMachine:
         )  # fmt: skip
 
     def feed(self, kind: float, now: float, value: float) -> None:
-        """One event."""
+        """Take one event."""
         event = int(kind)
         if event >= WORKERS:
             self.num_workers, event = divmod(event, WORKERS)
@@ -86,14 +88,14 @@ class StepMachine:
         self._events[event](now, value)
 
     def end(self) -> None:
-        """No more events come: a step that has its update is done."""
+        """End the last step, if it has its update, since no more events come."""
         if self._has_update:
             self._end_step()
 
     # -- what a reader needs to go on from here ------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """All that `resume` needs, for JSON."""
+        """Return all that `resume` needs, for JSON."""
         state = {name: value for name, value in vars(self).items() if name not in ("_on_step", "_events", "marks")}
         state["_stepped"] = list(self._stepped)[:_MOST_OPTIMIZERS]
         state["_open"] = self._open[:_MOST_OPTIMIZERS]
@@ -142,7 +144,7 @@ class StepMachine:
         if self._has_update and not (self._has_batch or self._batch_s):
             self._has_loader = False
             self._end_step()
-        elif self._has_update:  # of another optimizer, or of the next step, with the same batch
+        elif self._has_update:  # it is the update of another optimizer, or of the next step, with the same batch
             self._split = (list(self._parts), self._samples, self._loss, self._updated_at)
         self._has_backward = True
         self._take_batch()
@@ -162,7 +164,7 @@ class StepMachine:
                 self._loss = loss + (self._loss or 0.0)
 
     def _begin_update(self, now: float, optimizer: float) -> None:
-        """If it has stepped before, that was another step."""
+        """Begin an update; if this optimizer has stepped before, that was another step."""
         if self._open and self._open[0] == UPDATE and self._updating == optimizer:
             self._open.clear()  # it has raised the last time
         if not self._enters(UPDATE):
@@ -208,7 +210,7 @@ class StepMachine:
         self._end_step()
 
     def _end_wait(self, now: float, seconds: float) -> None:
-        """So much of the time until now is not the phase's, whichever it will be."""
+        """Note that so much of the time until now is not the phase's, whichever it will be."""
         waited = min(max(0.0, seconds), max(0.0, now - self.since))
         self._parts[_WAITED] += waited
         self.since += waited
@@ -216,12 +218,12 @@ class StepMachine:
     # -- inside --------------------------------------------------------------------------------------------------------
 
     def _enters(self, phase: int) -> bool:
-        """Whether this begins a phase: what another phase does inside of itself does not."""
+        """Return whether this begins a phase: what another phase does inside of itself does not."""
         self._open.append(phase)
         return len(self._open) == 1
 
     def _leaves(self) -> bool:
-        """Whether this ends one."""
+        """Return whether this ends a phase."""
         if not self._open:
             return False
         self._open.pop()

@@ -23,18 +23,18 @@ class _Listener(Protocol):
     def note_loss(self, loss: float | None) -> None: ...
 
 
-_listeners: list[_Listener] = []  # one, or none
+_listeners: list[_Listener] = []  # there is one, or none
 _told: set[str] = set()
 
 
 def listen(listener: _Listener) -> None:
-    """In place of the one before."""
+    """Listen in place of the listener before."""
     _listeners[:] = [listener]
     _told.clear()
 
 
 def stop_listening() -> None:
-    """There is nobody any more."""
+    """Let nothing listen any more."""
     _listeners.clear()
 
 

@@ -40,7 +40,7 @@ class RankFile:
 
 
 def read_rank_file(data: bytes) -> RankFile | None:
-    """Return what a file with these bytes says; None if it is none. Its writer may be alive, or have died at
+    """Return what a file with these bytes says; None if it is no rank's file. Its writer may be alive, or have died at
     any store.
     """
     try:
@@ -51,7 +51,7 @@ def read_rank_file(data: bytes) -> RankFile | None:
 
 
 def read_folder(folder: str | os.PathLike[str]) -> list[RankFile]:
-    """Those of the files in `folder` that ranks have written, in the order of their names."""
+    """Return the files in `folder` that ranks have written, in the order of their names."""
     found = []
     for path in sorted(Path(folder).glob("*.steps")):
         try:
@@ -64,7 +64,7 @@ def read_folder(folder: str | os.PathLike[str]) -> list[RankFile]:
 
 
 def put_in_order(records: Sequence[StepRecord]) -> tuple[StepRecord, ...]:
-    """Return the same where the clock has gone forward; where it went back (a machine restored from a snapshot), as if
+    """Return the records with times that never go back: where the clock did (a machine restored from a snapshot), as if
     it had stood still.
     """
     ordered: list[StepRecord] = []
@@ -77,7 +77,7 @@ def put_in_order(records: Sequence[StepRecord]) -> tuple[StepRecord, ...]:
 
 
 def _catch_up(contents: Contents) -> RankFile:
-    """With the steps that the rank had not made into records yet."""
+    """Return the file with the steps that the rank had not made into records yet."""
     state = contents.state
     tally = StepTally(**state.get("tally", {"rank": contents.facts.get("rank", 0)}))
     pending = state.get("pending")

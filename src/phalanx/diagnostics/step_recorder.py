@@ -53,7 +53,7 @@ from phalanx.diagnostics.whereabouts import ObservedGroup, listen_for_ends, stop
 _LOOK_S = 0.5  # between two looks at the process's memory, and the longest that events wait
 _LOSS_S = 1.0  # between two losses that have to be waited for
 _MOST_EVENTS = NUM_EVENTS // 2
-_NUM_EAGER = 1000  # events without a step, after which some are waited for
+_NUM_EAGER = 1000  # after so many events without a step some are waited for
 _PAGE = resource.getpagesize()
 _BEGIN_OF = {"data": BEGIN_DATA, "backward": BEGIN_BACKWARD, "update": BEGIN_UPDATE}
 _END_OF = {"data": END_DATA, "backward": END_BACKWARD, "update": END_UPDATE}
@@ -94,13 +94,13 @@ class StepRecorder:
         self.rank_now: Callable[[], int] = lambda: self.rank
         """Asked when the ranks have formed their group anew: this one may have got another number."""
         self.on_first_step: Callable[[StepRecorder], None] = lambda recorder: None
-        self._taken = 0  # events
+        self._taken = 0  # the number of events that were taken
         self._events_per_step = 6.0
         self._pending: StepRecord | None = None
-        self._in_records = 0  # steps
-        self._in_records_already = 0  # of the next steps: they come again
+        self._in_records = 0  # the number of steps that are in records
+        self._in_records_already = 0  # so many of the next steps are there: they come again
         self._is_whole = True  # nothing was broken off
-        self._is_learning = False  # its place in a new generation
+        self._is_learning = False  # whether it is learning its place in a new generation
         self._loss_due = 0.0
         self._looked = self._cost_s = 0.0
         self._kept = ""  # the state, as JSON
@@ -111,7 +111,7 @@ class StepRecorder:
     # -- events --------------------------------------------------------------------------------------------------------
 
     def mark(self, kind: float, value: float = 0.0) -> None:
-        """Note an event of `step_machine`'s. Who needs it quick calls the log."""
+        """Note an event of `step_machine`'s. Code that must be fast calls the log itself."""
         if self._given_clock is None:
             self.log.mark(kind, value)
         else:
@@ -143,10 +143,10 @@ class StepRecorder:
         self.mark(STEP)
 
     def end_backward(self, loss: Any) -> None:
-        """Autograd is done; `loss` is the tensor that it began from, None if that is no loss."""
+        """Note that autograd is done; `loss` is the tensor that it began from, None if that is no loss."""
         try:
             value = None if loss is None else self.read_loss(loss)
-        except BaseException:  # of a signal's handler
+        except BaseException:  # a signal's handler raised it
             self.mark(END_BACKWARD)
             raise
         if value is None:
@@ -155,7 +155,7 @@ class StepRecorder:
             self.mark(END_BACKWARD_WITH_LOSS, value)
 
     def end_data(self, samples: float | None) -> None:
-        """Note that the batch is there, with so many samples; None: there is none any more."""
+        """Note that the batch is there, with so many samples; None says that there is no batch any more."""
         if samples is None:
             self.mark(NO_DATA)
         else:
@@ -164,18 +164,18 @@ class StepRecorder:
     def read_loss(self, loss: Any) -> float | None:
         """Return the value of a tensor of one element. On an accelerator that waits for it: once a second is enough.
 
-        None where a CUDA graph is captured, which a wait would end: nothing runs there, so there is no value.
+        It is None while a CUDA graph is captured, which a wait would end: nothing runs there, so there is no value.
         """
         if loss.is_cuda and sys.modules["torch"].cuda.is_current_stream_capturing():
             return None
-        loss = getattr(loss, "unscaled_loss", loss)  # before a GradScaler's factor
+        loss = getattr(loss, "unscaled_loss", loss)  # the loss before a GradScaler's factor
         if not loss.is_cpu:
             now = self._clock()
             if now < self._loss_due:
                 return None
             self._loss_due = now + _LOSS_S
         value = None
-        with Quiet():  # a tensor without a value, of a tracer
+        with Quiet():  # a tracer's tensor has no value
             value = loss.item()
         return float(value) if isinstance(value, (float, int)) else None
 
@@ -204,17 +204,19 @@ class StepRecorder:
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """What is known of the rank."""
+        """Return what is known of the rank."""
         return self._facts
 
     @property
     def rank(self) -> int:
-        """In the job, as it is now."""
+        """Return the rank in the job, as it is now."""
         return self._tally.rank
 
     @property
     def sample_share(self) -> float:
-        """What a sample counts on this rank, where several ranks hold the parts of one model and see the same."""
+        """Return what a sample counts on this rank, where several ranks hold the parts of one model and see the
+        same.
+        """
         return self._tally.sample_share
 
     @sample_share.setter
@@ -226,7 +228,7 @@ class StepRecorder:
 
     @property
     def num_steps(self) -> int:
-        """How many are done."""
+        """Return how many steps are done."""
         self.log.take()
         return self._tally.num_steps
 
@@ -236,7 +238,7 @@ class StepRecorder:
         self.log.close()
 
     def close(self, *, ended: bool) -> None:
-        """Write what there is; `ended`: the process comes to its end in order."""
+        """Write what there is; with `ended` the process comes to its end in order."""
         if self._thread == -1:
             return
         try:
@@ -271,7 +273,7 @@ class StepRecorder:
     # -- now and then --------------------------------------------------------------------------------------------------
 
     def _take_safely(self) -> None:
-        """Take what has happened, within a program's own calls: what goes wrong here is said, and recording ends.
+        """Take what has happened, within a program's own calls: an error here is said, and recording ends.
 
         Only an exception of the program's own, from a signal's handler, passes: what it has broken off is done again.
         """
@@ -284,7 +286,7 @@ class StepRecorder:
 
     def _give_up(self, error: Exception) -> None:
         self.log.close()
-        with Quiet():  # no stderr
+        with Quiet():  # there may be no stderr
             why = f"{type(error).__name__}: {error}"
             print(f"phalanx: the run's report will lack what could not be recorded: {why}", file=sys.stderr)
 
@@ -309,7 +311,7 @@ class StepRecorder:
         self.log.took(num, self._limit(), now + _LOOK_S)
 
     def _go_back(self) -> None:
-        """To the state before what an exception has broken off. What is in the file stays there."""
+        """Go back to the state before what an exception has broken off. What is in the file stays there."""
         state = json.loads(self._kept)
         began = int(state["machine"]["since"] * 1e9)
         marks = [mark for mark in self._machine.marks if mark[0] <= began]
@@ -326,7 +328,7 @@ class StepRecorder:
             self._pending = None
 
     def _limit(self) -> int:
-        """How many events are waited for. None while it has a place in the run to learn, which is known only then."""
+        """Return for how many events to wait: for few while there is a place in the run to learn, known only then."""
         if self._is_learning or not self._tally.num_steps:
             return 1 if self._taken < _NUM_EAGER else 6
         return max(1, min(_MOST_EVENTS, int(self._events_per_step * self._operations.steps_between)))
@@ -336,7 +338,7 @@ class StepRecorder:
         if tally.num_steps == 0:
             with Quiet():
                 self.on_first_step(self)
-            tally.generation = self._operations.generation = own_generation()  # of one that has come later
+            tally.generation = self._operations.generation = own_generation()  # the rank may have come later
             if committed := own_step():  # later it could not be told: a loop may commit more seldom
                 tally.ahead = committed - 1
         if step.end >= self._looked + _LOOK_S:
@@ -375,7 +377,9 @@ class StepRecorder:
             self.log.took(self._taken, 1, 0.0)
 
     def _learn_place(self) -> None:
-        """After a loss the ranks go on behind the last commit, some of them under another number."""
+        """Learn the place in the run: after a loss the ranks go on after the last commit, some of them under another
+        number.
+        """
         tally = self._tally
         self._is_learning = False
         generation = own_generation()
@@ -388,7 +392,7 @@ class StepRecorder:
             tally.ahead = own_step() - tally.num_steps
 
     def _look(self, now: float) -> None:
-        """At the process: its memory, its time on processors, how often it was thrown off one."""
+        """Look at the process: its memory, its time on processors, how often it was thrown off one."""
         self._looked = now
         usage = resource.getrusage(resource.RUSAGE_SELF)
         try:

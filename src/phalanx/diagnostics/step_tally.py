@@ -27,7 +27,7 @@ class StepTally:
     """Steps by their losses: a merged record no longer says in which it ceased to be a number."""
 
     def add(self, step: FinishedStep) -> StepRecord:
-        """One more."""
+        """Add a finished step; return its record."""
         self.num_steps += 1
         number = self.num_steps + (self.ahead or 0)
         loss = step.loss
@@ -46,5 +46,5 @@ class StepTally:
 
     @property
     def reached(self) -> int | None:
-        """The number that the last step has in the run; None where nobody has told."""
+        """Return the number that the last step has in the run; None if nothing has told it."""
         return self.num_steps + self.ahead if self.ahead is not None and self.num_steps else None

@@ -45,24 +45,24 @@ def listen_for_ends(listener: Callable[[ObservedGroup], None]) -> None:
 
 
 def stop_listening(listener: Callable[[ObservedGroup], None]) -> None:
-    """Call it no more."""
+    """Call `listener` no more."""
     if listener in _listeners:
         _listeners.remove(listener)
 
 
 def tell_end(group: ObservedGroup) -> None:
-    """Tell those who watch that this process is about to leave the group."""
+    """Tell the listeners that this process is about to leave the group."""
     for listener in list(_listeners):
         listener(group)
 
 
 def groups() -> list[ObservedGroup]:
-    """Those that live."""
+    """Return the groups that live."""
     return list(_groups)
 
 
 def find_position(symm_mem: SymmetricMemory, rank: int) -> Position:
-    """Where `rank` is in this group, and in which other group it is waiting now, if it is in one."""
+    """Return where `rank` is in this group, and in which other group it is waiting now, if it is in one."""
     here = read_position(symm_mem.core, rank)
     return replace(here, elsewhere=_waits_in_another(symm_mem, rank))
 
@@ -92,7 +92,7 @@ def name_process(symm_mem: SymmetricMemory, rank: int) -> str:
 
 
 def how_it_ended(symm_mem: SymmetricMemory, rank: int) -> str:
-    """How a rank's process ended, from the best source that there is."""
+    """Return how a rank's process ended, from the best source that there is."""
     life, _, _, _, _, exit_reason = symm_mem.core.state(rank)
     if exit_reason:
         return exit_reason
@@ -109,7 +109,7 @@ def how_it_ended(symm_mem: SymmetricMemory, rank: int) -> str:
 
 
 def has_finished(symm_mem: SymmetricMemory, rank: int) -> bool:
-    """Whether a rank has left, or its process has ended, because its program was over."""
+    """Return whether a rank has left, or its process has ended, because its program was over."""
     life, _, _, _, _, exit_reason = symm_mem.core.state(rank)
     if exit_reason or life == core_numbers.LEFT:
         return not exit_reason or ended_well(exit_reason)

@@ -23,7 +23,7 @@ _SLOW_CLOCKS = ("hpet", "acpi_pm", "jiffies", "refined-jiffies")
 
 
 def check_cores(facts: Facts) -> Finding:
-    """Whether each rank can have a core of its own."""
+    """Return whether each rank can have a core of its own."""
     host = facts.host
     fact = f"{host.usable_cores} of {host.cores} usable"
     if host.cpu_quota is not None and host.cpu_quota < host.usable_cores:
@@ -52,7 +52,7 @@ def check_cores(facts: Facts) -> Finding:
 
 
 def check_memory(facts: Facts) -> Finding:
-    """Whether one rank per core fits."""
+    """Return whether one rank per core fits."""
     host = facts.host
     if host.available_bytes is None:
         return Finding("memory", Status.OK, "not told by this platform")
@@ -79,7 +79,7 @@ def check_memory(facts: Facts) -> Finding:
 
 
 def check_shm(facts: Facts) -> Finding:
-    """Whether DataLoader workers have room; Phalanx itself needs none."""
+    """Return whether DataLoader workers have room; Phalanx itself needs none."""
     size = facts.host.shm_bytes
     if size is None:
         return Finding("/dev/shm", Status.OK, "none; Phalanx needs none")
@@ -96,7 +96,7 @@ def check_shm(facts: Facts) -> Finding:
 
 
 def check_core(facts: Facts) -> Finding:
-    """Whether the C core is there."""
+    """Return whether the C core is there."""
     core = facts.kernel.core
     if core.works:
         return Finding("C core", Status.OK, core.detail)
@@ -117,7 +117,7 @@ def check_core(facts: Facts) -> Finding:
 
 
 def check_kernel(facts: Facts) -> Finding:
-    """Whether the kernel offers what the core is built on."""
+    """Return whether the kernel offers what the core is built on."""
     kernel = facts.kernel
     if kernel.proc is not None and not kernel.proc.works:
         return Finding(
@@ -156,7 +156,7 @@ _WITHOUT = {
 
 
 def check_containers(facts: Facts) -> Finding:
-    """Whether this is a container, and what that means for ranks in several of them."""
+    """Return whether this is a container, and what that means for ranks in several of them."""
     own = facts.kernel.namespaces
     if not own:
         return Finding("container", Status.OK, "none: the machine's own process numbers and users")
@@ -168,7 +168,7 @@ def check_containers(facts: Facts) -> Finding:
 
 
 def check_torch(facts: Facts) -> Finding:
-    """Whether PyTorch imports, is new enough, and can be distributed."""
+    """Return whether PyTorch imports, is new enough, and can be distributed."""
     torch = facts.torch
     if not isinstance(torch, Torch):
         return Finding(
@@ -211,7 +211,7 @@ def check_torch(facts: Facts) -> Finding:
 
 
 def check_gpus(facts: Facts) -> Finding:
-    """Whether PyTorch sees the GPUs that the driver sees."""
+    """Return whether PyTorch sees the GPUs that the driver sees."""
     host, torch = facts.host, facts.torch
     if not host.gpus and not host.gpu_tool.works and not _is_absent(host.gpu_tool):
         return Finding(
@@ -242,7 +242,7 @@ def check_gpus(facts: Facts) -> Finding:
 
 
 def check_name(facts: Facts) -> Finding:
-    """Whether this machine's own name leads back to it: Gloo and many launchers take that for granted."""
+    """Return whether this machine's own name leads back to it: Gloo and many launchers take that for granted."""
     host = facts.host
     if host.name_resolves.works:
         return Finding("host name", Status.OK, f"{host.name} is {host.name_resolves.detail}")
@@ -256,7 +256,7 @@ def check_name(facts: Facts) -> Finding:
 
 
 def check_network(facts: Facts) -> Finding:
-    """Who could listen to what ranks on several hosts send each other, or send them something."""
+    """Find who could listen to what ranks on several hosts send each other, or send them something."""
     if facts.host.addresses is None:
         return Finding(
             "network",
@@ -286,7 +286,7 @@ def check_network(facts: Facts) -> Finding:
 
 
 def check_limits(facts: Facts) -> Finding:
-    """Whether enough files can be opened and enough processes started."""
+    """Return whether enough files can be opened and enough processes started."""
     host = facts.host
     needed = _PROCESSES_PER_CORE * host.usable_cores
     if host.open_files is not None and host.open_files < _OPEN_FILES:
@@ -312,7 +312,7 @@ def _judge_open_files(soft: int, hard: int | None, cores: int) -> Finding:
         return Finding(
             "limits", Status.WARNING, fact, f"{advice}ulimit -n {min(4 * _OPEN_FILES, hard or 4 * _OPEN_FILES)}"
         )
-    # What `ulimit -n` may raise is no way out here.
+    # Raising the soft limit with `ulimit -n` is no way out here.
     fact += f", and no more than {hard} are allowed"
     elsewhere = (
         f"raise the hard limit to {4 * _OPEN_FILES} (Docker: --ulimit nofile=; systemd: LimitNOFILE=; else"
@@ -330,7 +330,7 @@ def _judge_open_files(soft: int, hard: int | None, cores: int) -> Finding:
 
 
 def check_folder(facts: Facts) -> Finding:
-    """Whether the current folder is there: PyTorch cannot be loaded in one that has been removed."""
+    """Return whether the current folder is there: PyTorch cannot be loaded in one that has been removed."""
     folder = facts.host.folder
     if folder is not None:
         return Finding("folder", Status.OK, folder)
@@ -338,7 +338,7 @@ def check_folder(facts: Facts) -> Finding:
 
 
 def check_clock(facts: Facts) -> Finding:
-    """Whether reading the time is cheap."""
+    """Return whether reading the time is cheap."""
     source = facts.host.clock_source
     if source in _SLOW_CLOCKS:
         return Finding(
@@ -351,7 +351,7 @@ def check_clock(facts: Facts) -> Finding:
 
 
 def check_variables(facts: Facts) -> Finding:
-    """Whether the shell pretends to be a rank."""
+    """Return whether the shell pretends to be a rank."""
     variables = facts.host.variables
     if left := {name: variables[name] for name in ("RANK", "WORLD_SIZE") if name in variables}:
         return Finding(
@@ -366,7 +366,7 @@ def check_variables(facts: Facts) -> Finding:
 
 
 def check_scheduler(facts: Facts) -> Finding:
-    """Whether a scheduler has started this command, as which node; or stands ready to start more than one."""
+    """Return whether a scheduler has started this command, as which node; or stands ready to start more than one."""
     scheduler, unused = facts.host.scheduler, facts.host.unused_hosts
     if not scheduler.works:
         return Finding(
@@ -383,7 +383,7 @@ def check_scheduler(facts: Facts) -> Finding:
 
 
 def check_training(facts: Facts) -> Finding:
-    """Whether two ranks could take a step: the one thing that all the rest is for."""
+    """Return whether two ranks could take a step: the one thing that all the rest is for."""
     training: Probe = facts.training
     if training.works:
         return Finding("training", Status.OK, training.detail)
@@ -416,13 +416,15 @@ CHECKS: tuple[Callable[[Facts], Finding], ...] = (
 
 
 def judge(facts: Facts) -> list[Finding]:
-    """Every check's finding, in the order of CHECKS; where there are GPUs, theirs before the training's."""
+    """Return every check's finding, in the order of CHECKS; if there are GPUs, their findings come before the
+    training's.
+    """
     findings = [check(facts) for check in CHECKS]
     return [*findings[:-1], *judge_gpus(facts), findings[-1]]
 
 
 def would_train(findings: list[Finding]) -> bool:
-    """Whether training would work: no finding is a problem."""
+    """Return whether training would work: no finding is a problem."""
     return all(finding.status is not Status.PROBLEM for finding in findings)
 
 

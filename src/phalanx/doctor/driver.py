@@ -15,7 +15,7 @@ from phalanx.doctor.facts import Driver, Gpu, Probe
 
 _PATIENCE_S = 10.0
 _SM, _P2P_READ, _EXCLUSIVE, _PROHIBITED = 1, 0, 3, 2
-# What slows a GPU down against its owner's will; idleness and settings of its owner's do not count.
+# These slow a GPU down against its owner's will; idleness and settings of its owner's do not count.
 _SLOWED = {0x4: "its power limit", 0x8: "hardware", 0x20: "heat", 0x40: "heat (hardware)", 0x80: "the power supply"}
 
 

@@ -11,6 +11,6 @@ from phalanx.doctor.trial import try_training
 
 
 def examine() -> Facts:
-    """Everything that the checks look at; takes the seconds that importing PyTorch takes."""
+    """Return everything that the checks look at; this takes the seconds that importing PyTorch takes."""
     torch, training = try_training()
     return Facts(phalanx.__version__, examine_host(), examine_kernel(), torch, training, ask_driver())

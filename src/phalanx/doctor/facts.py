@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Probe:
-    """It is something that was tried. `detail` says what came of it, or why it failed."""
+    """A probe is something that was tried. `detail` says what came of it, or why it failed."""
 
     works: bool
     detail: str = ""
@@ -36,7 +36,7 @@ class HostFacts:
     gpus: tuple[str, ...] = ()
     gpu_tool: Probe = field(default_factory=lambda: Probe(False, "nvidia-smi is not installed"))
     variables: dict[str, str] = field(default_factory=dict)
-    scheduler: Probe = field(default_factory=lambda: Probe(True))  # what started this command; empty: nobody says so
+    scheduler: Probe = field(default_factory=lambda: Probe(True))  # what started this command; "" if nothing says so
     addresses: dict[str, tuple[str, ...]] | None = field(default_factory=dict)  # by interface; None: could not ask
     unused_hosts: int = 0  # that the scheduler has given the job, of which one started command uses one
     folder: str | None = "."
@@ -103,7 +103,7 @@ class Facts:
     `torch` is the reason in words where PyTorch could not be imported.
     """
 
-    phalanx: str  # its version
+    phalanx: str  # the version of Phalanx
     host: HostFacts
     kernel: Kernel
     torch: Torch | str

@@ -9,7 +9,7 @@ from phalanx.doctor.finding import Finding, Status
 
 
 def check_driver(facts: Facts) -> Finding:
-    """Which driver it is, and whether it answers."""
+    """Find which driver it is, and whether it answers."""
     driver = facts.driver
     if not driver.nvml.works:
         return Finding(
@@ -23,7 +23,7 @@ def check_driver(facts: Facts) -> Finding:
 
 
 def check_nccl(facts: Facts) -> Finding:
-    """Whether GPUs exchange tensors without the host's memory in between."""
+    """Return whether GPUs exchange tensors without the host's memory in between."""
     torch = facts.torch
     if isinstance(torch, Torch) and torch.cuda.works and not torch.nccl:
         return Finding(
@@ -36,7 +36,7 @@ def check_nccl(facts: Facts) -> Finding:
 
 
 def check_peers(facts: Facts) -> Finding:
-    """Whether each GPU reads the others' memory."""
+    """Return whether each GPU reads the others' memory."""
     gpus, apart = facts.driver.gpus, facts.driver.apart
     if not apart:
         return Finding("GPU peers", Status.OK, "one GPU" if len(gpus) == 1 else f"all of {len(gpus)} reach each other")
@@ -51,7 +51,7 @@ def check_peers(facts: Facts) -> Finding:
 
 
 def check_mig(facts: Facts) -> Finding:
-    """Whether GPUs are cut in parts, or closed to a second process."""
+    """Return whether GPUs are cut in parts, or closed to a second process."""
     cut = [str(i) for i, gpu in enumerate(facts.driver.gpus) if gpu.mig]
     closed = [str(i) for i, gpu in enumerate(facts.driver.gpus) if gpu.exclusive]
     if cut:
@@ -73,7 +73,7 @@ def check_mig(facts: Facts) -> Finding:
 
 
 def check_host_copies(facts: Facts) -> Finding:
-    """Whether the host's memory can be page-locked, through which ranks that share a GPU exchange."""
+    """Return whether the host's memory can be page-locked, through which ranks that share a GPU exchange."""
     return _judge(
         "page-locked",
         facts.torch.pinned if isinstance(facts.torch, Torch) else None,
@@ -82,7 +82,7 @@ def check_host_copies(facts: Facts) -> Finding:
 
 
 def check_mapped_memory(facts: Facts) -> Finding:
-    """Whether several processes can map a GPU's memory, in which ranks that share a GPU exchange."""
+    """Return whether several processes can map a GPU's memory, in which ranks that share a GPU exchange."""
     return _judge(
         "shared GPU memory",
         facts.torch.mapped if isinstance(facts.torch, Torch) else None,
@@ -92,7 +92,7 @@ def check_mapped_memory(facts: Facts) -> Finding:
 
 
 def _judge(name: str, probe: Probe | None, advice: str) -> Finding:
-    """Return what was tried; `advice` is for where it does not work."""
+    """Return the finding on what was tried; `advice` is for a failure."""
     if probe is None:
         return Finding(name, Status.OK, "not tried: PyTorch uses no GPU here")
     if probe.works:
@@ -101,7 +101,7 @@ def _judge(name: str, probe: Probe | None, advice: str) -> Finding:
 
 
 def check_gpu_clocks(facts: Facts) -> Finding:
-    """Whether the GPUs run as fast as they can."""
+    """Return whether the GPUs run as fast as they can."""
     gpus = facts.driver.gpus
     slowed = [f"GPU {i} is slowed down by {' and '.join(gpu.slowed_by)}" for i, gpu in enumerate(gpus) if gpu.slowed_by]
     if slowed:
@@ -127,7 +127,7 @@ GPU_CHECKS: tuple[Callable[[Facts], Finding], ...] = (
 
 
 def judge_gpus(facts: Facts) -> list[Finding]:
-    """Every finding on GPUs; of a driver that does not answer, that one; nothing without a driver."""
+    """Return every finding on GPUs; only that of the driver, if that does not answer; none without a driver."""
     driver = facts.driver
     if driver.gpus:
         return [check(facts) for check in GPU_CHECKS]

@@ -25,8 +25,8 @@ _RESOLVE = "import socket; print(*sorted({entry[4][0] for entry in socket.getadd
 
 
 def examine_host(root: Path = Path("/")) -> HostFacts:
-    """Return the host, with `/proc` and `/sys` looked for below `root`. May take seconds where name resolution
-    is slow.
+    """Return the host, with `/proc` and `/sys` looked for below `root`. It may take seconds if name resolution is
+    slow.
     """
     gpu_tool, gpus = _gpus()
     group = cgroup_folders(root)
@@ -124,7 +124,7 @@ def _available_memory(root: Path, groups: list[Path]) -> tuple[int | None, bool]
 
 
 def _commit_headroom(root: Path) -> int | None:
-    """Return the bytes that may still be promised where the kernel promises no more than it has; None where it
+    """Return the bytes that may still be promised, if the kernel promises no more than it has; None if it
     overcommits.
     """
     if _number(root / "proc/sys/vm/overcommit_memory") != 2:

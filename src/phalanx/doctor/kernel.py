@@ -24,7 +24,7 @@ _FIRST_NAMESPACES = {"pid": "pid:[4026531836]", "user": "user:[4026531837]"}
 
 
 def examine_kernel() -> Kernel:
-    """Try each of them on this host."""
+    """Try each of these on this host."""
     core = _try(_use_core)
     if sys.platform != "linux":
         return Kernel(core=core)

@@ -28,7 +28,7 @@ def as_json(facts: Facts, findings: Sequence[Finding]) -> str:
 
 
 def as_text(findings: Sequence[Finding]) -> str:
-    """Plain lines: status, topic and fact; the advice, indented, below."""
+    """Return plain lines: status, topic and fact; the advice, indented, below."""
     lines = []
     for finding in findings:
         first, *rest = finding.fact.splitlines() or [""]
@@ -40,7 +40,7 @@ def as_text(findings: Sequence[Finding]) -> str:
 
 
 def print_table(findings: Sequence[Finding]) -> None:
-    """Print them in colour, for a person at a terminal."""
+    """Print the findings in colour, for a person at a terminal."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -58,7 +58,7 @@ def print_table(findings: Sequence[Finding]) -> None:
 
 
 def conclude(findings: Sequence[Finding]) -> str:
-    """One sentence that sums it up."""
+    """Return one sentence that sums the findings up."""
     problems = sum(finding.status is Status.PROBLEM for finding in findings)
     warnings = sum(finding.status is Status.WARNING for finding in findings)
     if problems:

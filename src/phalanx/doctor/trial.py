@@ -39,7 +39,7 @@ def try_training(python: str = sys.executable) -> tuple[Torch | str, Probe]:
         how, output, complaint = _describe(run.returncode), run.stdout, run.stderr
     except subprocess.TimeoutExpired as expired:
         how, output, complaint = f"it was stopped after {expired.timeout:.0f} s", _text(expired.stdout), ""
-    except OSError as error:  # of descriptors, processes or memory there are too few for one more process
+    except OSError as error:  # there are too few descriptors, processes or memory for one more process
         reason = f"no process could be started to try it: {error.strerror or error}"
         return reason, Probe(False, reason)
     said = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
@@ -58,8 +58,8 @@ def try_training(python: str = sys.executable) -> tuple[Torch | str, Probe]:
 
 
 def main() -> None:
-    """Be the process that tries PyTorch: print one line for PyTorch, one for the training, and where PyTorch uses a GPU
-    one for that.
+    """Be the process that tries PyTorch: print one line for PyTorch, one for the training, and one for a GPU if PyTorch
+    uses one.
     """
     _say(torch=_examine_torch())
     _say(training=_train())
@@ -169,7 +169,8 @@ def _train() -> dict[str, Any]:
         total = time.perf_counter() - begin
     except RankFailed as failure:
         return {"works": False, "detail": _summarise(failure)}
-    except OSError as error:  # as in `try_training`: this interpreter may open a descriptor more than another version
+    # it is as in `try_training`: this interpreter may open a descriptor more than another version
+    except OSError as error:
         return {"works": False, "detail": f"no process could be started for a rank: {error.strerror or error}"}
     return {
         "works": True,
@@ -178,7 +179,7 @@ def _train() -> dict[str, Any]:
 
 
 def _step(rank: int, world_size: int) -> float:
-    """Fit w in y = w x, each rank on its own x, for one step; then the median seconds of an all_reduce."""
+    """Fit w in y = w x, each rank on its own x, for one step; return the median seconds of an all_reduce."""
     import torch
     import torch.distributed as dist
 
@@ -201,7 +202,7 @@ def _seconds(call: Callable[..., Any], *args: Any) -> float:
 
 
 def _summarise(failure: RankFailed) -> str:
-    """One line where every rank says the same, everything that is known otherwise."""
+    """Return one line if every rank says the same, else everything that is known."""
     said = {f"{type(error).__name__}: {error}" for error in failure.errors.values()}
     if len(failure.errors) == 2 and len(said) == 1:
         return f"every rank raised {said.pop()}"

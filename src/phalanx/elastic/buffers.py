@@ -140,7 +140,7 @@ def _put(layer: nn.Module, wanted: Mapping[str, tuple[Tensor | None, bool]]) -> 
 
 def _write(tensor: Tensor, saved: Tensor) -> None:
     spread = [dim for dim, step in enumerate(tensor.stride()) if step == 0 and tensor.shape[dim] > 1]
-    for dim in spread:  # of an expanded one, each element is counted once
+    for dim in spread:  # each element of an expanded tensor is counted once
         tensor, saved = tensor.narrow(dim, 0, 1), saved.narrow(dim, 0, 1)
     tensor.detach().copy_(saved)
 

@@ -86,7 +86,7 @@ def plan_round(
 
 
 def carry(tensors: Sequence[Tensor], source: int, receivers: Collection[int], group: Any) -> None:
-    """Fill the tensors of `receivers` with what those of `source` hold. Collective.
+    """Fill the tensors of `receivers` with what those of `source` hold. All ranks call it.
 
     The tensors are of the same forms on the source and on all receivers; on other ranks they are not touched.
     """

@@ -77,7 +77,7 @@ class GlobalBatch:
 
     @property
     def ends_step(self) -> bool:
-        """Whether the loop is in the last micro-batch that this rank has in the step."""
+        """Return whether the loop is in the last micro-batch that this rank has in the step."""
         return self._position.ends_step
 
     def spread(self, rank: int, world_size: int) -> None:

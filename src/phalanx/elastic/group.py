@@ -65,7 +65,7 @@ class ElasticGroup:
         self._ours: PhalanxProcessGroup = ours
 
     def start(self) -> None:
-        """Form the job's first group, in which all ranks hold the same state. Collective."""
+        """Form the job's first group, in which all ranks hold the same state. All ranks call it."""
         self._state._save()
         self._records = self._new_records(self._layers())
         self._records_generation = self.generation
@@ -79,7 +79,7 @@ class ElasticGroup:
         self.ranks_differ = self._records.meet(0).differ and not self._state._objects.rounds
 
     def _keep_stages(self, records: RankRecords) -> None:
-        """Keep the stages of a group that has just been formed, if they can be kept. Collective."""
+        """Keep the stages of a group that has just been formed, if they can be kept. All ranks call it."""
         self._why_not_kept = why_not_kept(self._state, self.process_group, self._keep)
         stages = None if self._why_not_kept else StageRecords(self._state, self.process_group)
         if stages is not None:
@@ -87,7 +87,7 @@ class ElasticGroup:
         self._stages = stages
 
     def _new_records(self, layers: dict[str, Any], room: tuple[int, int] = (0, 0)) -> RankRecords:
-        """Return the records of a group that has just been formed, or that needs more room. Collective."""
+        """Return the records of a group that has just been formed, or that needs more room. All ranks call it."""
         apart = bool(self._state._objects.rounds)
         return RankRecords(self.process_group, layers, self._random, room, apart=apart)
 
@@ -150,7 +150,7 @@ class ElasticGroup:
         return self.ranks_differ or is_unseen
 
     def _give_room(self, number: int, small: Frozen, room: tuple[int, int]) -> None:
-        """Continue with larger records, which have this commit in them. Collective."""
+        """Continue with larger records, which have this commit in them. All ranks call it."""
         assert self._records is not None
         fresh = self._new_records(self._layers(), room)
         fresh.is_late = self._records.is_late
@@ -195,8 +195,8 @@ class ElasticGroup:
     # -- in a new generation -------------------------------------------------------------------------------------
 
     def enter(self, generation: GenerationNotice) -> None:
-        """Leave the group; return in the group of `generation`, with the state to go on from. Collective over the new
-        group.
+        """Leave the group; return in the group of `generation`, with the state to go on from. All ranks of the new
+        group call it.
 
         Raises:
             SupersededError: a later generation has come meanwhile.
@@ -350,7 +350,7 @@ class ElasticGroup:
             optimizer.keep_state()
 
     def _find_record(self, step: int, standings: list[RankState]) -> tuple[Tensor | None, bool, bool]:
-        """Return what this rank, or the one that it replaces, left of the step to go on from. Collective.
+        """Return what this rank, or the one that it replaces, left of the step to go on from. All ranks call it.
 
         It returns as well whether that is its own record (who comes in addition, or in the place of a rank whose memory
         is lost, has the buffers of another), and whether one was lost.

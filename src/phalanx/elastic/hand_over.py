@@ -261,8 +261,8 @@ class ValuePart:
 
 
 def hand_over(parts: Sequence[Part], source: int, receivers: Sequence[int], group: Any) -> int:
-    """Replace the parts of the `receivers` by those of `source`; return how many bytes went to each. Collective over
-    the group.
+    """Replace the parts of the `receivers` by those of `source`; return how many bytes went to each. All ranks of the
+    group call it.
 
     Cost: one broadcast of the structure to all; the tensors go to receivers alone (`phalanx.elastic.carry`), on a host
     by one copy. All ranks wait until they have arrived, for as long as so many bytes may take.

@@ -142,7 +142,7 @@ class Objects:
             if isinstance(thing, nn.Module):
                 parts.append(ModulePart(thing, buffers=False, without=shared))
             elif thing in self.sharded:
-                continue  # after all others, to all ranks
+                continue  # it comes after all others, to all ranks
             elif isinstance(thing, Optimizer):
                 parts.append(OptimizerPart(thing, models))
             elif not isinstance(thing, DistributedSampler) and name not in self.small:
@@ -173,7 +173,7 @@ class Objects:
     # -- in a checkpoint -----------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of each object but the sampler, under its name. Not collective, unless there is a
+        """Return the state of each object but the sampler, under its name. A rank may call it alone, unless there is a
         Pipeline.
         """
         states: dict[str, Any] = {}

@@ -44,7 +44,7 @@ class Mark:
 
     @property
     def is_inside(self) -> bool:
-        """Whether the epoch has begun."""
+        """Return whether the epoch has begun."""
         return self.consumed > 0
 
 
@@ -129,7 +129,7 @@ class DataPosition:
 
     @property
     def is_counted(self) -> bool:
-        """Whether the loop counts the samples of the pass at hand itself."""
+        """Return whether the loop counts the samples of the pass at hand itself."""
         return self._counted[0] is not None and self._counted[0] is self.sampler._pass
 
     def count(self, samples: int) -> None:
@@ -188,7 +188,7 @@ class DataPosition:
 
     @property
     def ends_step(self) -> bool:
-        """Whether the batch that the loop has got latest is the last that this rank has in its step."""
+        """Return whether the batch that the loop has got latest is the last that this rank has in its step."""
         stream = self.sampler._pass
         if not isinstance(stream, TurnStream):
             return True

@@ -14,7 +14,7 @@ from phalanx.pipeline import Pipeline
 
 
 def rebind_module(module: nn.Module, old: Any, new: Any) -> None:
-    """Let `module` and all below it use `new`. Collective over `new`, the same module on every rank."""
+    """Let `module` and all below it use `new`. All ranks of `new` call it, with the same module."""
     if isinstance(module, Pipeline):
         module.regroup(new)
     for layer in list(module.modules()):

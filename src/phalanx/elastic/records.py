@@ -267,7 +267,9 @@ class RankRecords:
     # -- what the ranks read -------------------------------------------------------------------------------------
 
     def meet(self, number: int) -> Said:
-        """Wait until all ranks have written the small state of commit `number`; return their answers. Collective."""
+        """Wait until all ranks have written the small state of commit `number`; return their answers. All ranks call
+        it.
+        """
         if self._all_are_seen:
             dist.barrier(group=self._group)
             return _summarize(

@@ -71,7 +71,7 @@ class ScriptGroups:
         return tuple(range(size)) if self._is_of_all(kept) else kept.ranks
 
     def form(self, world: Any, told: Sequence[Sequence[Named]]) -> None:
-        """Form each group again from its members; `told` is what the ranks of `world` have named. Collective."""
+        """Form each group again from its members; `told` is what the ranks of `world` have named. All ranks call it."""
         rank, size = world.rank(), world.size()
         own = self.name_all(rank, size)
         formed = {named[0] for named, forms in zip(own, plan_groups(own, told), strict=True) if forms}

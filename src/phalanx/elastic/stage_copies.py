@@ -44,7 +44,7 @@ class StageCopies:
         self._keeper, self._mine = keepers[group.rank()][0], self.wards[group.rank()]
 
     def exchange(self, kept: KeptState, number: int) -> None:
-        """Return when this rank has its wards' copies of commit `number`, and its own has left. Collective.
+        """Return when this rank has its wards' copies of commit `number`, and its own has left. All ranks call it.
 
         Raises:
             PhalanxError: a peer is gone; or a copy was changed on its way.

@@ -69,7 +69,7 @@ class StageRecords:
         """The number of the last commit that all ranks have written."""
 
     def keep(self, records: RankRecords) -> None:
-        """Write this commit, as all ranks do. Collective."""
+        """Write this commit, as all ranks do. All ranks call it."""
         number, num_steps = self._state._latest.number, sum(pipe.num_steps for pipe in self._state._objects.pipelines)
         if num_steps == self._num_steps:  # the ranks have not waited for each other since the last one
             dist.barrier(group=self._group)
@@ -83,7 +83,8 @@ class StageRecords:
 
     @staticmethod
     def find_givers(mine: StageRecords | None, state: State, number: int, group: Any) -> dict[int, int]:
-        """Return, by rank, which rank has what it kept of that commit: the rank itself, if it was there. Collective.
+        """Return, by rank, which rank has what it kept of that commit: the rank itself, if it was there. All ranks call
+        it.
 
         `mine` is this rank's, if it was there.
 
@@ -105,7 +106,7 @@ class StageRecords:
 
     @staticmethod
     def hand_over(mine: StageRecords | None, state: State, number: int, givers: Mapping[int, int], group: Any) -> None:
-        """Restore each rank to what the rank of its number kept of that commit. Collective."""
+        """Restore each rank to what the rank of its number kept of that commit. All ranks call it."""
         me, parts = group.rank(), state._own_parts()
         for rank, giver in sorted(givers.items()):
             if rank != giver:
@@ -135,7 +136,7 @@ def why_not_kept(state: State, group: Any, keep: str | None) -> str:
 
 
 def rebind_sharded(state: State) -> None:
-    """Let optimizers that replicas share use their new groups; states come later. Collective."""
+    """Let optimizers that replicas share use their new groups; states come later. All ranks call it."""
     for optimizer in state._objects.sharded:
         owner = owner_of(optimizer)
         group = next(pipe.data_group for pipe in state._objects.pipelines if pipe is owner)
@@ -146,7 +147,7 @@ def rebind_sharded(state: State) -> None:
 
 
 def require_same_stages(state: State, why: str, size: int, standings: Sequence[RankState], group: Any) -> None:
-    """Raise, on all ranks, if the stages cannot go on in this group. Collective.
+    """Raise, on all ranks, if the stages cannot go on in this group. All ranks call it.
 
     `why` says why they are not kept, and `size` how many ranks they had, as survivors know.
 

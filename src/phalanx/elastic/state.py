@@ -245,9 +245,9 @@ class State:
         """Return what a checkpoint holds: the state of each object under its name, the plain values, and the data's
         position.
 
-        It is that of the latest commit, if this is called right after one. Not collective, unless there is a Pipeline.
-        Keys of models are those of the module inside a wrapper; the state of an optimizer in shards is whole, and so is
-        that of a Pipeline's stages: it loads into another split, and into a model without a Pipeline.
+        It is that of the latest commit, if this is called right after one. A rank may call it alone, unless there is a
+        Pipeline. Keys of models are those of the module inside a wrapper; the state of an optimizer in shards is whole,
+        and so is that of a Pipeline's stages: it loads into another split, and into a model without a Pipeline.
         """
         whole = {
             "objects": self._objects.state_dict(),

@@ -47,7 +47,7 @@ class Runner(Protocol):
         ...
 
     def require_group(self) -> None:
-        """Raise if the group is over, because a rank is lost. Collective."""
+        """Raise if the group is over, because a rank is lost. All ranks call it."""
         ...
 
     def before_backward(self) -> None:
@@ -89,7 +89,9 @@ class StepTracker:
 
     @property
     def lateness(self) -> tuple[bool, bool, int]:
-        """Whether a step may be interrupted between update and commit, whether one was, and how many were not."""
+        """Return whether a step may be interrupted between update and commit, whether one was, and how many were
+        not.
+        """
         return self._has_late, self._was_late, self._num_quiet
 
     @lateness.setter
@@ -194,7 +196,7 @@ class StepTracker:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all that no record holds is as it was at the latest commit."""
+        """Return whether all that no record holds is as it was at the latest commit."""
         return self.stepped == 0
 
     def take_back(self, step: int) -> None:

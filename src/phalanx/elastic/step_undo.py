@@ -35,7 +35,7 @@ class StepUndo:
 
     @property
     def is_kept(self) -> bool:
-        """Whether the step can be taken back."""
+        """Return whether the step can be taken back."""
         return self._structure is not None
 
     @torch.no_grad()

@@ -102,12 +102,12 @@ class _CudaMapping:
 
     @property
     def tensor(self) -> Tensor:
-        """Its bytes."""
+        """Return its bytes."""
         assert self._tensor is not None
         return self._tensor
 
     def close(self) -> None:
-        """Unmap it."""
+        """Unmap the memory."""
         address, self._address, self._tensor = self._address, 0, None
         if address:
             with contextlib.suppress(OSError):  # the process has lost its GPU, and with it the mapping
@@ -141,7 +141,7 @@ class CudaMemory:
         return fd.value, _CudaMapping(handle.value, device, _rounded(properties, nbytes))
 
     def open(self, fd: int, device: torch.device, nbytes: int) -> _CudaMapping:
-        """Map what another process made."""
+        """Map the memory that another process made."""
         handle = c_uint64()
         _call("cuMemImportFromShareableHandle", byref(handle), fd, _FILE_DESCRIPTOR)
         return _CudaMapping(handle.value, device, _rounded(_properties(device), nbytes))

@@ -18,12 +18,12 @@ from collections.abc import Iterable
 from phalanx.deadline import Deadline
 
 _FOLDER = "/proc/self/fd"
-_MOST_TRIED = 4096  # descriptors, where they are not listed
+_MOST_TRIED = 4096  # so many descriptors are tried, where they are not listed
 _POLL_S, _LONGEST_POLL_S = 0.0002, 0.02
 
 
 def open_sockets() -> dict[int, int]:
-    """Return the sockets of this process: their inodes, by descriptor. Empty where the system does not tell."""
+    """Return the sockets of this process: their inodes, by descriptor; it is empty where the system does not tell."""
     if sys.platform != "linux":
         return {}
     try:
@@ -34,7 +34,9 @@ def open_sockets() -> dict[int, int]:
 
 
 def await_delivery(sockets: dict[int, int], deadline: Deadline) -> bool:
-    """Wait until the peers' hosts have acknowledged all that was sent through these sockets; False if time was up."""
+    """Wait until the peers' hosts have acknowledged all that was sent through these sockets; return False if time was
+    up.
+    """
     pause_s = _POLL_S
     while any(_unacknowledged(descriptor) for descriptor, inode in sockets.items() if _inode(descriptor) == inode):
         if deadline.passed:
@@ -54,7 +56,7 @@ def _inode(descriptor: int) -> int | None:
 
 
 def _unacknowledged(descriptor: int) -> int:
-    """Return the bytes that the other end has not acknowledged; 0 where there is no other end (any more)."""
+    """Return the bytes that the other end has not acknowledged; 0 if there is no other end (any more)."""
     answer = struct.pack("i", 0)
     try:
         (count,) = struct.unpack("i", fcntl.ioctl(descriptor, termios.TIOCOUTQ, answer))

@@ -13,10 +13,12 @@ class MappedMemory(Protocol):
 
     @property
     def tensor(self) -> Tensor:
-        """Its bytes, on the device."""
+        """Return its bytes, on the device."""
 
     def close(self) -> None:
-        """Unmap it. Nothing that was queued on the device may still use it; other processes keep their mapping."""
+        """Unmap the memory. Nothing that was queued on the device may still use it; other processes keep their
+        mapping.
+        """
 
 
 class DeviceMemory(Protocol):
@@ -30,7 +32,7 @@ class DeviceMemory(Protocol):
         """
 
     def open(self, fd: int, device: torch.device, nbytes: int) -> MappedMemory:
-        """Map what another process made with the same `nbytes`. The descriptor stays the caller's.
+        """Map the memory that another process made with the same `nbytes`. The descriptor stays the caller's.
 
         Raises:
             OSError: this process cannot map it, as when its device does not reach the other's.

@@ -11,7 +11,7 @@ from phalanx.deadline import Deadline
 
 # Tags from here on, up to 31 bits, are those of what travels inside collectives.
 DATA = 0x40000000
-# How long who leaves waits for what it has sent to arrive: another may need it to finish what is finished here.
+# A rank that leaves waits so long for what it has sent to arrive: another may need it to finish what is finished here.
 DELIVERY_S = 10.0
 
 
@@ -19,7 +19,7 @@ class Pending(Protocol):
     """It is a message on its way."""
 
     def wait(self, timeout: timedelta, /) -> object:
-        """Return when the tensor may be used; raise RuntimeError if that will not happen."""
+        """Wait until the tensor may be used; raise RuntimeError if that will not happen."""
         ...
 
 
@@ -27,7 +27,7 @@ class FromAnybody(Pending, Protocol):
     """It is a receive that takes whatever comes first."""
 
     def _source_rank(self) -> int:  # torch's name
-        """Who sent it; after the wait."""
+        """Return the rank that sent it; it is known after the wait."""
         ...
 
 
@@ -40,12 +40,12 @@ class Engine(Protocol):
 
     @property
     def is_interruptible(self) -> bool:
-        """Whether a wait is interrupted by Ctrl-C, and by signal handlers that raise."""
+        """Return whether a wait is interrupted by Ctrl-C, and by signal handlers that raise."""
         ...
 
     @property
     def num_tags(self) -> int:
-        """The user's messages have tags below this."""
+        """Return the number of tags: the user's messages have tags below this."""
         ...
 
     def send(self, dst: int, tensor: Tensor, tag: int) -> Pending:
@@ -57,7 +57,7 @@ class Engine(Protocol):
         ...
 
     def recv_any(self, tensor: Tensor, tag: int) -> FromAnybody:
-        """Start to receive from whoever sends first."""
+        """Start to receive from the first rank that sends."""
         ...
 
     def check(self, peer: int) -> None:
@@ -65,13 +65,13 @@ class Engine(Protocol):
         ...
 
     def deliver(self, deadline: Deadline) -> None:
-        """Before `close`, where nothing went wrong: return when what was sent has arrived, or time is up."""
+        """Wait before `close`, if nothing went wrong, until what was sent has arrived, or time is up."""
         ...
 
     def close(self) -> None:
-        """Leave at once: whoever waits for a message, here or (from this rank) at a peer, gets an error."""
+        """Leave at once: a thread that waits for a message, here or (from this rank) at a peer, gets an error."""
         ...
 
     def free(self) -> None:
-        """After `close`, when nobody here calls it any more: let go of what it holds."""
+        """Let go of what the engine holds, after `close`, when nothing here calls it any more."""
         ...

@@ -20,19 +20,19 @@ from phalanx.engines.gloo_addresses import GlooAddresses
 from phalanx.engines.gloo_device import GlooDevice, gloo_device
 from phalanx.torch_names import find
 
-c10d: Any = dist.distributed_c10d  # whose stubs lack what is used here
+c10d: Any = dist.distributed_c10d  # its stubs lack what is used here
 _Options: Any = find(
     "torch.distributed.ProcessGroupGloo._Options", loses="ranks of several hosts do not reach each other through Gloo"
 )
 
-# Nobody sends with this tag: who receives with it learns only that time is up. See `GlooEngine.close`.
+# No rank sends with this tag: one that receives with it learns only that time is up. See `GlooEngine.close`.
 NOBODYS_TAG = 0x7FFFFFFF
 # torch's stub knows only some of what the class has.
 _ProcessGroupGloo: Any = ProcessGroupGloo
 _PORT_OF_NOTHING = 9  # "discard": a route is looked up, nothing is sent
 
 
-# What each collective is told in.
+# Each collective is told in these.
 _OPTIONS: dict[str, Any] = {
     "allreduce": c10d.AllreduceOptions,
     "reduce": c10d.ReduceOptions,
@@ -45,7 +45,7 @@ _OPTIONS: dict[str, Any] = {
 
 
 class GlooEngine:
-    """It carries messages between the ranks of a group, wherever they run. Collective: all ranks build theirs.
+    """It carries messages between the ranks of a group, wherever they run. All ranks build theirs together.
 
     Sends and receives start at once and return something to wait for. Messages between two ranks with one tag arrive in
     the order in which they were sent; a receive is as long as its message, or longer. A wait that times out ends the
@@ -101,13 +101,13 @@ class GlooEngine:
         return pending
 
     def recv_any(self, tensor: Tensor, tag: int) -> Any:
-        """Start to receive from whoever sends first; after the wait, `_source_rank()` says who it was."""
+        """Start to receive from the first rank that sends; after the wait, `_source_rank()` says which it was."""
         return self._group.recv_anysource([tensor], tag)
 
     def begin(
         self, method: str, arguments: Sequence[Any], timeout: timedelta, *, op: Any = None, root: int | None = None
     ) -> Any:
-        """Start one of Gloo's own collectives, by c10d's name for it; what to wait for."""
+        """Start one of Gloo's own collectives, by c10d's name for it; return what to wait for."""
         options = _OPTIONS[method]()
         options.timeout = timeout
         if op is not None:
@@ -117,15 +117,15 @@ class GlooEngine:
         return getattr(self._group, method)(*arguments, options)
 
     def check(self, peer: int) -> None:
-        """Raise RuntimeError if the connection with `peer` is gone. For now and then: each call leaves bytes behind."""
+        """Raise RuntimeError if the connection with `peer` is gone. Call it rarely: each call leaves bytes behind."""
         self._group.recv([self._nothing], peer, NOBODYS_TAG)
 
     def deliver(self, deadline: Deadline) -> None:
-        """Before `close`: return when what was sent has arrived, or time is up."""
+        """Wait before `close` until what was sent has arrived, or time is up."""
         await_delivery(self._sockets, deadline)
 
     def close(self) -> None:
-        """Close the connections at once: whoever waits in them, here or at a peer, gets an error.
+        """Close the connections at once: a thread that waits in them, here or at a peer, gets an error.
 
         Gloo has no call for that (`abort` wakes nobody in torch 2.13), but a wait that times out does it. One that
         fails at once, because its peer has closed before, does not: then another peer's must.
@@ -136,9 +136,11 @@ class GlooEngine:
                 self._group.recv([torch.empty(1, dtype=torch.uint8)], peer, NOBODYS_TAG).wait(timedelta(milliseconds=1))
 
     def free(self) -> None:
-        """Let the sockets and threads go now, and not when the garbage collector comes: after `close`, as the last.
+        """Let the sockets and threads go now, and not when the garbage collector comes; this is the last call, after
+        `close`.
 
-        Not after `begin`: Gloo's end waits for its own collectives, and one in the middle of a message may never end.
+        Do not call it after `begin`: Gloo's end waits for its own collectives, and one in the middle of a message may
+        never end.
         """
         self._group = _Freed()
         self._device = None
@@ -152,7 +154,8 @@ class _Freed:
 
 
 def local_address(towards: str) -> str:
-    """Return the address under which this host is known on the way to `towards`; asks the routing table, sends nothing.
+    """Return the address under which this host is known on the way to `towards`. It asks the routing table, and sends
+    nothing.
 
     Raises:
         OSError: there is no route, or no such name.

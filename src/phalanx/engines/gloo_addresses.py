@@ -35,8 +35,7 @@ _WORD_BYTES = 8
 class GlooAddresses(Store):
     """One rank's Gloo finds the others in it; `store` is the store in which the group's ranks meet.
 
-    Collective: `world_size` ranks use it, and each writes one value. Cost: 3 requests per rank of `store`, 3 more of
-    rank 0.
+    All of `world_size` ranks use it, and each writes one value. Cost: 3 requests per rank of `store`, 3 more of rank 0.
     """
 
     def __init__(self, store: Any, rank: int, world_size: int) -> None:
@@ -58,7 +57,7 @@ class GlooAddresses(Store):
             self._store.set(f"{_EACH}{self._rank}", text)
 
     def get(self, key: str) -> bytes:
-        """Return another rank's value; waits until all ranks have written theirs."""
+        """Return another rank's value; this waits until all ranks have written theirs."""
         return decompress(self._find_all(None)[key])
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
@@ -66,7 +65,7 @@ class GlooAddresses(Store):
         self._find_all(timeout)
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all ranks have written, as far as was asked."""
+        """Return whether all ranks have written, as far as was asked."""
         return self._found is not None and all(key in self._found for key in keys)
 
     def _find_all(self, timeout: timedelta | None) -> dict[str, bytes]:
@@ -80,7 +79,7 @@ class GlooAddresses(Store):
             return self._found
 
     def _put_together(self, timeout: timedelta | None) -> None:
-        keys = [f"{_EACH}{number}" for number in range(self._world_size)]  # in whatever order
+        keys = [f"{_EACH}{number}" for number in range(self._world_size)]  # they may be in any order
         self._wait(keys, timeout)
         self._store.set(_TOGETHER, pack_all(self._store.multi_get(keys)))
 

@@ -39,14 +39,15 @@ class GlooDevice:
             for descriptor, inode in open_sockets().items()
             if before.get(descriptor) != inode and _place(descriptor, inode) is not None
         }
-        # Of two nobody can tell which one another thread has opened meanwhile: that must stay as it is.
+        # If there are two, it is not known which one another thread has opened meanwhile: that must stay as it is.
         self._listening = new if len(new) == 1 else {}
         self._lock = threading.Lock()
-        self._connecting: dict[object, frozenset[str]] = {}  # whom each group that connects expects; nothing: anybody
+        # the addresses that each connecting group expects; none means any
+        self._connecting: dict[object, frozenset[str]] = {}
 
     @property
     def ports(self) -> list[tuple[str, int]]:
-        """The addresses and ports at which it listens, as far as the system tells."""
+        """Return the addresses and ports at which it listens, as far as the system tells."""
         places = (_place(descriptor, inode) for descriptor, inode in self._listening.items())
         return [place for place in places if place is not None]
 
@@ -96,7 +97,7 @@ _devices_lock = threading.Lock()
 
 
 def gloo_device(address: str, interface: str) -> GlooDevice:
-    """Return this process's device on `interface`, or on that of `address`; it closes when nobody holds it any more.
+    """Return this process's device on `interface`, or on that of `address`; it closes when nothing holds it any more.
 
     Raises:
         RuntimeError: there is no such address or interface on this host.
@@ -122,7 +123,7 @@ def _socket_of(descriptor: int, inode: int) -> Iterator[socket.socket]:
     """Yield the socket that has this descriptor, which stays Gloo's to close.
 
     Raises:
-        OSError: the descriptor is closed, or something else's by now.
+        OSError: the descriptor is closed, or belongs to something else by now.
     """
     if os.fstat(descriptor).st_ino != inode:
         raise OSError("the descriptor is another file's by now")
@@ -134,7 +135,9 @@ def _socket_of(descriptor: int, inode: int) -> Iterator[socket.socket]:
 
 
 def _place(descriptor: int, inode: int) -> tuple[str, int] | None:
-    """Return where this socket listens; None if it does not, not for TCP, or on all addresses of the host."""
+    """Return where this socket listens; None if it does not, is not for TCP, or listens on all addresses of the
+    host.
+    """
     try:
         with _socket_of(descriptor, inode) as one:
             if one.family not in (socket.AF_INET, socket.AF_INET6):

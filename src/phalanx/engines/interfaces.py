@@ -14,14 +14,16 @@ _INET6 = Path("/proc/net/if_inet6")
 
 
 def interface_addresses() -> dict[str, tuple[str, ...]]:
-    """By interface: its IPv4 address, if it has one, then its IPv6 addresses. Linux's; elsewhere empty."""
+    """Return, by interface, its IPv4 address, if it has one, then its IPv6 addresses. It is empty on systems other than
+    Linux.
+    """
     found: dict[str, list[str]] = {name: [] for _, name in socket.if_nameindex()}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
         for name, addresses in found.items():
             with contextlib.suppress(OSError):  # it has none
                 answer = fcntl.ioctl(s, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
                 addresses.append(socket.inet_ntoa(answer[20:24]))
-    with contextlib.suppress(OSError):  # no IPv6
+    with contextlib.suppress(OSError):  # the host has no IPv6
         for line in _INET6.read_text().splitlines():
             digits, *_, name = line.split()
             found.setdefault(name, []).append(str(ipaddress.IPv6Address(int(digits, 16))))
@@ -29,8 +31,10 @@ def interface_addresses() -> dict[str, tuple[str, ...]]:
 
 
 def is_public(address: str) -> bool:
-    """Whether an address is one of the internet's; not the loopback's, a private network's or a single link's."""
+    """Return whether an address is one of the internet's; not the loopback's, a private network's or a single
+    link's.
+    """
     try:
         return ipaddress.ip_address(address.partition("%")[0]).is_global
-    except ValueError:  # a name, or nothing
+    except ValueError:  # it is a name, or empty
         return False

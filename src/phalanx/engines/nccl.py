@@ -11,21 +11,21 @@ import torch.distributed as dist
 
 from phalanx.diagnostics.rank_list import name_ranks
 
-c10d: Any = dist.distributed_c10d  # whose stubs lack what is used here
+c10d: Any = dist.distributed_c10d  # its stubs lack what is used here
 
 _ProcessGroup: Any = dist.ProcessGroup  # torch's stub knows only some of what the class has
 
 
 def is_available() -> bool:
-    """Whether this build of PyTorch has NCCL, and this process a GPU for it."""
+    """Return whether this build of PyTorch has NCCL, and this process a GPU for it."""
     return dist.is_available() and dist.is_nccl_available() and torch.cuda.is_available()
 
 
 def open_nccl(
     store: Any, rank: int, world_size: int, timeout: timedelta, name: str, global_ranks: Sequence[int]
 ) -> Any:
-    """Return a process group of torch's whose CUDA tensors NCCL carries. Talks to nobody until it is first used."""
-    nccl: Any = vars(c10d)["ProcessGroupNCCL"]  # not in a CPU build
+    """Return a process group of torch's whose CUDA tensors NCCL carries. It sends nothing until it is first used."""
+    nccl: Any = vars(c10d)["ProcessGroupNCCL"]  # a CPU build does not have it
     options = nccl.Options()
     options._timeout = timeout
     options.group_name = name
@@ -37,7 +37,7 @@ def open_nccl(
 
 
 def group_of(backend: Any, kind: str, device: torch.device, store: Any, rank: int, world_size: int, name: str) -> Any:
-    """One of torch's backends as a process group for tensors on `device`, as `init_process_group` makes them."""
+    """Return one of torch's backends as a process group for tensors on `device`, as `init_process_group` makes them."""
     group = _ProcessGroup(store, rank, world_size)
     backend_type = getattr(_ProcessGroup.BackendType, kind.upper())
     group._set_default_backend(backend_type)
@@ -47,12 +47,12 @@ def group_of(backend: Any, kind: str, device: torch.device, store: Any, rank: in
 
 
 def identify(device: torch.device) -> str:
-    """Which GPU that is, whatever number it has in this process."""
+    """Return which GPU that is, whatever number it has in this process."""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def find_shared_gpu(gpus: Sequence[str]) -> str:
-    """Why NCCL cannot carry tensors between ranks that use these GPUs, by rank, or nothing."""
+    """Return why NCCL cannot carry tensors between ranks that use these GPUs, by rank, or ""."""
     users: dict[str, list[int]] = {}
     for rank, gpu in enumerate(gpus):
         users.setdefault(gpu, []).append(rank)

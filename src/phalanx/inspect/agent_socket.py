@@ -25,7 +25,7 @@ from phalanx.ipc.peer import Peer, peer_of
 
 PREFIX = "phalanx-agent-"
 
-_MAX_BYTES = 1 << 17  # of a message
+_MAX_BYTES = 1 << 17  # a message has at most so many bytes
 _MAX_FDS = 2
 _MAX_QUEUED = 256  # a client that takes none of so many messages is not going to
 _QUEUE = 128  # connections that may wait to be accepted
@@ -68,11 +68,12 @@ class AgentSocket:
 
     @property
     def fds(self) -> tuple[int, ...]:
-        """What to wait on."""
+        """Return the descriptors to wait on."""
         return () if self._listener is None else (self._listener.fileno(), *self._connections)
 
     def read(self, fd: int) -> Request | None:
-        """Take what arrived on `fd`: new connections, or a request. None where that is nothing, or no valid request.
+        """Take what arrived on `fd`: new connections, or a request. Return None if that is nothing, or no valid
+        request.
 
         `fd` was one of `fds`; meanwhile that connection may have been closed, and another have its number.
         """
@@ -83,7 +84,7 @@ class AgentSocket:
         return self._read_request(self._connections[fd]) if fd in self._connections else None
 
     def has_token(self, request: Request) -> bool:
-        """Whether who sent it has the job's token, as its ranks do; who has not is told of."""
+        """Return whether the sender has the job's token, as its ranks do; note a sender that has not."""
         given = request.message.get("token")
         if isinstance(given, str) and hmac.compare_digest(given.encode(errors="replace"), self.token.encode()):
             return True
@@ -91,7 +92,7 @@ class AgentSocket:
         return False
 
     def notice(self, kind: str, text: str) -> None:
-        """Somebody was not heard, of whom the user is to know; once for each kind, however often it happens."""
+        """Note that a client was not heard, for the user to know; once for each kind, however often it happens."""
         if kind not in self._told:
             self._told.add(kind)
             self._notices.append(text)
@@ -101,7 +102,7 @@ class AgentSocket:
         self.notice(kind, f"{who} {what}. It is not heard, and the job goes on; no more is said of such")
 
     def take_notices(self) -> list[str]:
-        """Return what the user is to know, and was not told yet."""
+        """Return what the user is to know and was not told yet."""
         notices, self._notices = self._notices, []
         return notices
 

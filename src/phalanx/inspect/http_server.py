@@ -25,7 +25,7 @@ _OWN_NAMES = ("localhost", "127.0.0.1", "::1")
 
 
 class Page(NamedTuple):
-    """It is what is sent: the type of the content, and its bytes."""
+    """A page is what is sent: the type of the content, and its bytes."""
 
     content_type: str
     content: bytes
@@ -37,7 +37,7 @@ Pages = Mapping[str, Callable[[], Page]]
 class HTTPServer:
     """It serves `pages`, by their paths, in threads of its own until `close`.
 
-    A request must bring `token`, as `Authorization: Bearer TOKEN` or as `?token=TOKEN`; empty for none.
+    A request must bring `token`, as `Authorization: Bearer TOKEN` or as `?token=TOKEN`; an empty token asks for none.
 
     Raises:
         ValueError: the address is not that of this machine alone, and there is no token.
@@ -54,18 +54,18 @@ class HTTPServer:
 
     @property
     def address(self) -> str:
-        """Where it is, without a token."""
+        """Return the server's address, without a token."""
         return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
 
     def close(self) -> None:
-        """Serve no more."""
+        """Serve no more pages."""
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches the address."""
+    """Return whether only this machine reaches the address."""
     try:
         return host == "localhost" or ip_address(host).is_loopback
     except ValueError:
@@ -132,4 +132,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(page.content)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Say nothing: the job's output is the job's."""
+        """Log nothing: the output belongs to the job."""

@@ -37,10 +37,10 @@ def listen(name: str, backlog: int) -> socket.socket:
 
 
 def connect(name: str, timeout_s: float = 0.0, *, max_fds: int = 1) -> Channel:
-    """Return a connection to who listens at `name`; `timeout_s` is how long to wait where many others do.
+    """Return a connection to the process that listens at `name`; `timeout_s` is how long to wait if many others do.
 
     Raises:
-        OSError: nobody listens there, or time is up.
+        OSError: no process listens there, or time is up.
     """
     sock = _new_socket()
     try:
@@ -67,8 +67,8 @@ def split(agent: str) -> tuple[str, str]:
 def tell(agent: str, kind: str, *, fds: Sequence[int] = (), **fields: Any) -> bool:
     """Send one message to the agent with address `agent`, with the job's token; return whether one takes it.
 
-    Costs a connection, about 20 µs; never waits. False where there is no agent any more, or it is in another network
-    namespace, or has more connections than it can accept.
+    It costs a connection, about 20 µs, and never waits. It returns False if there is no agent any more, or it is in
+    another network namespace, or has more connections than it can accept.
     """
     name, token = split(agent)
     with contextlib.suppress(OSError), contextlib.closing(connect(name)) as channel:
@@ -79,7 +79,7 @@ def tell(agent: str, kind: str, *, fds: Sequence[int] = (), **fields: Any) -> bo
 
 def ask(agent: str, kind: str, timeout_s: float) -> tuple[int, ...]:
     """Send one message to the agent with address `agent` and return the descriptors of its answer; the caller owns
-    them. There are none where it does not answer.
+    them. There are none if it does not answer.
     """
     name, token = split(agent)
     deadline = Deadline.after(timeout_s)

@@ -34,7 +34,9 @@ _CLOEXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 
 
 class Message(NamedTuple):
-    """It is what has come: a JSON object, and file descriptors that now belong to the receiver (close-on-exec)."""
+    """A message is what has come: a JSON object, and file descriptors that now belong to the receiver
+    (close-on-exec).
+    """
 
     content: dict[str, Any]
     fds: tuple[int, ...] = ()
@@ -77,12 +79,12 @@ class Channel:
 
     @property
     def peer(self) -> Peer:
-        """The process at the other end."""
+        """Return the process at the other end."""
         return peer_of(self._sock)
 
     @property
     def waiting(self) -> bool:
-        """Whether something is still to be sent."""
+        """Return whether something is still to be sent."""
         return bool(self._queue)
 
     # -- sending -------------------------------------------------------------------------------------------------
@@ -131,8 +133,8 @@ class Channel:
                 self._queue.popleft()
 
     def _send_part(self, data: bytearray, fds: Sequence[int]) -> bool:
-        """Send what there is room for, and take it from `data`; whether that was something: `fds` go with its first
-        byte. What cannot be sent to one that has gone counts as sent.
+        """Send what there is room for, and take it from `data`; return whether that was something: `fds` go with its
+        first byte. What cannot be sent to an end that has gone counts as sent.
         """
         passed = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
         try:
@@ -156,7 +158,7 @@ class Channel:
     # -- receiving -----------------------------------------------------------------------------------------------
 
     def take(self, limit: int = _AT_ONCE) -> list[Message]:
-        """Return the messages that have come, at most `limit`; sets `gone` when there will be no more."""
+        """Return the messages that have come, at most `limit`; set `gone` when there will be no more."""
         messages: list[Message] = []
         while len(messages) < limit and (message := self._take_one()) is not None:
             messages.append(message)
@@ -196,7 +198,7 @@ class Channel:
         return None
 
     def _is_whole(self) -> bool:
-        """Whether the body has come, too; where only its length has, it is expected from now on."""
+        """Return whether the body has come, too; if only its length has, the body is expected from now on."""
         if self._expected > _LENGTH.size:
             return True
         length = int(_LENGTH.unpack(self._received)[0])
@@ -208,7 +210,7 @@ class Channel:
         return length == 0
 
     def _parse(self, body: bytes, fds: tuple[int, ...]) -> Message | None:
-        """Return the message; what is none is passed over."""
+        """Return the message; None if it is no message, which is passed over."""
         try:
             content = json.loads(body)
         except (ValueError, RecursionError):
@@ -239,7 +241,7 @@ class Channel:
             os.close(self._received_fds.pop())
 
     def close(self) -> None:
-        """Close the socket, and what was not sent."""
+        """Close the socket, and drop what was not sent."""
         self._end()
         self._sock.close()
 

@@ -18,6 +18,6 @@ class Peer:
 
 
 def peer_of(sock: socket.socket) -> Peer:
-    """Whom a connected Unix socket leads to."""
+    """Return the process to which a connected Unix socket leads."""
     pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return Peer(int(pid), int(uid))

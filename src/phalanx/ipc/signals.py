@@ -12,7 +12,8 @@ from contextlib import contextmanager
 def caught_signals(numbers: Iterable[int]) -> Iterator[int]:
     """Yield a descriptor on which each signal that arrives is a byte, its number; dispositions are restored afterwards.
 
-    A signal that whoever started us chose to ignore (nohup, a background job) stays ignored. In the main thread only.
+    A signal that our parent chose to ignore (nohup, a background job) stays ignored. Only the main thread may call
+    this.
     """
     read, write = os.pipe()
     for end in (read, write):

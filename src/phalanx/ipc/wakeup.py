@@ -14,7 +14,8 @@ _READ_BYTES = 4096
 
 
 class Wakeup:
-    """It is a descriptor that can be read once somebody has called `ring`. No call waits, nor takes a lock of Python's.
+    """It is a descriptor that can be read once a thread has called `ring`. No call waits, nor takes a lock of
+    Python's.
 
     After `close` a call of `ring` does nothing.
     """
@@ -32,14 +33,14 @@ class Wakeup:
         return self._read
 
     def ring(self) -> None:
-        """Make it readable."""
+        """Make the descriptor readable."""
         try:
             os.write(self._write, _ONE)
         except OSError:  # it has been rung so often that no more fits, or nobody waits any more
             pass
 
     def drain(self) -> None:
-        """Make it unreadable again."""
+        """Make the descriptor unreadable again."""
         try:
             while len(os.read(self._read, _READ_BYTES)) == _READ_BYTES:
                 pass
@@ -47,7 +48,7 @@ class Wakeup:
             pass
 
     def close(self) -> None:
-        """Let go of it; a second call does nothing."""
+        """Close the descriptor; a second call does nothing."""
         fds = {self._read, self._write} - {-1}
         self._read = self._write = -1
         for fd in fds:
@@ -66,7 +67,7 @@ class Mailbox(Generic[T]):
         return self._wakeup.fileno()
 
     def put(self, letter: T) -> None:
-        """Leave something; from any thread."""
+        """Leave something; any thread may call it."""
         self._letters.put(letter)
         self._wakeup.ring()
 

@@ -14,7 +14,7 @@ from phalanx.schedulers.find import find_allocation
 from phalanx.schedulers.meet import meet
 from phalanx.schedulers.slurm import find_unused_hosts
 
-# What says of a process, not of a job, which one it is: meant for this command, and wrong in a rank.
+# These say of a process, not of a job, which one it is: they are meant for this command, and wrong in a rank.
 _OF_ONE_PROCESS = ("PMI_", "PMIX_", "OMPI_COMM_WORLD_", "MPI_LOCAL", "HYDI_", "HYDRA_", "RANK", "WORLD_SIZE")
 
 
@@ -75,7 +75,7 @@ def _describe_place(rendezvous: Rendezvous) -> str:
         return "on this host, without a port"
     if rendezvous.endpoint.startswith(":"):
         return f"at port {rendezvous.endpoint[1:]} of this host"
-    # Which of the job's ports is free, the coordinator will find out.
+    # The coordinator will find out which of the job's ports is free.
     return f"at {rendezvous.endpoint}{', if that port is free' * bool(rendezvous.more_endpoints)}"
 
 

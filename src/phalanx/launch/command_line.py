@@ -17,10 +17,11 @@ from phalanx.launch.options import OPTIONS, Option, explain_unknown
 def parse(
     words: Sequence[str], environ: Mapping[str, str] | None = None, *, old_launcher: bool = False
 ) -> Settings | None:
-    """Return the settings that the words after `phalanx run` ask for, and PET_ variables in `environ` behind them.
+    """Return the settings that the words after `phalanx run` ask for, and after them the PET_ variables in `environ`.
 
-    None if they ask for help. Everything behind the script belongs to the script. `old_launcher`: the words are those
-    of torch.distributed.launch, which starts one rank unless told otherwise, and tells it its local rank by argument.
+    It is None if they ask for help. Everything after the script belongs to the script. With `old_launcher` the words
+    are those of torch.distributed.launch, which starts one rank unless told otherwise, and tells it its local rank by
+    argument.
 
     Raises:
         LaunchError: with every problem of the command line, one per line; its exit code is 2.

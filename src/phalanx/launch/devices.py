@@ -25,7 +25,7 @@ def share_cpus(cpus: tuple[int, ...], node: int, num_nodes: int) -> tuple[int, .
 
 
 def _is_bound(cpus: tuple[int, ...]) -> bool:
-    """Whether this process may use less than the one that started it."""
+    """Return whether this process may use less than the one that started it."""
     try:
         return set(cpus) < os.sched_getaffinity(os.getppid())
     except (AttributeError, OSError):

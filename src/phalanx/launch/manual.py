@@ -8,7 +8,7 @@ from phalanx.launch.options import OPTIONS, Option
 
 _WIDTH = 80
 
-# Which options stand together, in the order of the manual and of the documentation's page on the command line.
+# These options stand together, in the order of the manual and of the documentation's page on the command line.
 SECTIONS: dict[str, tuple[str, ...]] = {
     "What to start": ("nproc-per-node", "module", "no-python", "run-path", "standalone", "no-affinity", "no-preload",
                       "ranks-per-gpu", "env", "role"),

@@ -249,7 +249,7 @@ def _cluster() -> Iterator[Any]:
     try:
         _try(address)
         ray.init(address=address, log_to_driver=False, logging_level="ERROR")
-    except OSError as error:  # ConnectionError among them
+    except OSError as error:  # ConnectionError is one of them
         raise LaunchError(
             f"phalanx run --on ray: no Ray cluster answers: {str(error).splitlines()[0]}\n"
             "Run this on one of its nodes, or set RAY_ADDRESS; `ray start --head` starts one.",
@@ -262,7 +262,9 @@ def _cluster() -> Iterator[Any]:
 
 
 def _try(address: str) -> None:
-    """Whether anybody listens there, if it is HOST:PORT: where nobody does, Ray ends this process after a while."""
+    """Return whether anybody listens there, if it is HOST:PORT: where nobody does, Ray ends this process after a
+    while.
+    """
     host, _, port = address.rpartition(":")
     if host and "/" not in address and port.isdecimal():
         socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()

@@ -43,7 +43,7 @@ class CSVLogger(Logger):
         self._write(columns, [row for row in rows if int(row["step"]) <= again_from])
 
     def log_hyperparams(self, params: Params) -> None:
-        """Write them as JSON."""
+        """Write the settings as JSON."""
         os.makedirs(self.folder, exist_ok=True)
         with open(os.path.join(self.folder, _SETTINGS), "w", encoding="utf-8") as file:
             json.dump({name: as_scalar(value) for name, value in params.items()}, file, indent=1)
@@ -61,7 +61,7 @@ class CSVLogger(Logger):
             csv.DictWriter(file, self._columns).writerow({"step": step, **metrics})
 
     def log_file(self, path: str) -> None:
-        """Copy it into the folder."""
+        """Copy the file into the folder."""
         shutil.copy(path, self.folder)
 
     def _read(self) -> tuple[list[str], list[dict[str, str]]]:

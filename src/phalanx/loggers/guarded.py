@@ -22,11 +22,11 @@ class GuardedLoggers:
 
     def __init__(self, loggers: Sequence[LogsMetrics], writes: Callable[[], bool]) -> None:
         self._loggers, self._writes = list(loggers), writes
-        self._failures: dict[int, int] = {}  # by position, in a row
+        self._failures: dict[int, int] = {}  # how many in a row, by position
         self._told: set[int] = set()
 
     def __bool__(self) -> bool:
-        """Whether there is one."""
+        """Return whether there is a logger."""
         return bool(self._loggers)
 
     def begin(self, again_from: int | None, params: Params) -> None:
@@ -39,7 +39,7 @@ class GuardedLoggers:
         self._call("log_metrics", dict(metrics), step)
 
     def log_file(self, path: str) -> None:
-        """Hand a file to those that keep files."""
+        """Hand a file to the loggers that keep files."""
         self._call("log_file", path)
 
     def finalize(self, status: str) -> None:
@@ -48,7 +48,9 @@ class GuardedLoggers:
         self._call("finalize", status)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what those of this package need to go on with the same runs; empty before they have begun."""
+        """Return what the loggers of this package need to go on with the same runs; it is empty before they have
+        begun.
+        """
         ours = [(i, one) for i, one in enumerate(self._loggers) if isinstance(one, Logger)]
         states = {f"{type(one).__name__} {i}": one.state_dict() for i, one in ours}
         return {name: state for name, state in states.items() if state}

@@ -34,7 +34,7 @@ class Logger:
     def begin(self, again_from: int | None) -> None:
         """Begin, or go on from the checkpoint of the step `again_from`.
 
-        It is 0 where there was no checkpoint, and None where the run keeps none.
+        It is 0 if there was no checkpoint, and None if the run keeps none.
         """
 
     def log_hyperparams(self, params: Params) -> None:
@@ -55,7 +55,7 @@ class Logger:
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on with the run of an earlier job. Before the first call of the others."""
+        """Go on with the run of an earlier job. This comes before the first call of the others."""
 
 
 def require_installed(package: str, *, extra: str, what: str) -> None:

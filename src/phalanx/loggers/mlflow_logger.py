@@ -10,8 +10,8 @@ from typing import Any
 from phalanx.loggers.interface import Logger, Params, as_scalar, require_installed
 
 _STATUS = {"success": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
-_MOST_PARAMS = 100  # in one request, by MLflow's limit
-_MOST_CHARACTERS = 500  # of a parameter's value
+_MOST_PARAMS = 100  # MLflow takes so many in one request
+_MOST_CHARACTERS = 500  # a parameter's value may have so many
 
 
 class MLflowLogger(Logger):
@@ -43,7 +43,7 @@ class MLflowLogger(Logger):
         self._client: Any = None
 
     def log_hyperparams(self, params: Params) -> None:
-        """Log them as parameters; what a run has already stays."""
+        """Log the settings as parameters; what a run has already stays."""
         from mlflow.entities import Param
 
         client = self._open()
@@ -55,7 +55,7 @@ class MLflowLogger(Logger):
             client.log_batch(self.run_id, params=new[first : first + _MOST_PARAMS])
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Log them in one request."""
+        """Log the values in one request."""
         from mlflow.entities import Metric
 
         client, now = self._open(), int(1000 * time.time())
@@ -64,7 +64,7 @@ class MLflowLogger(Logger):
         )
 
     def log_file(self, path: str) -> None:
-        """Log it as an artifact."""
+        """Log the file as an artifact."""
         self._open().log_artifact(self.run_id, path)
 
     def finalize(self, status: str) -> None:
@@ -83,7 +83,7 @@ class MLflowLogger(Logger):
             self.run_id = state_dict.get("run_id")
 
     def _open(self) -> Any:
-        """Return MLflow's client; there is a run, which is running."""
+        """Return MLflow's client; there is then a run, which is running."""
         if self._client is None:
             from mlflow.tracking import MlflowClient
 

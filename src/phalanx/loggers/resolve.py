@@ -20,11 +20,11 @@ WORDS: dict[str, Callable[[], Logger]] = {
 
 
 def resolve(given: Any, called: str) -> list[LogsMetrics]:
-    """Return the loggers that `given` names or is: none, one, or several in a list. `called` is whose argument it is.
+    """Return the loggers that `given` names or is: none, one, or several in a list. `called` says whose argument it is.
 
     Raises:
         ModuleNotFoundError: the package of one is not installed; the message names the extra that installs it.
-        ValueError, TypeError: it is none.
+        ValueError, TypeError: it is no logger.
     """
     if given is None or given is False:
         return []

@@ -32,18 +32,18 @@ class TensorBoardLogger(Logger):
         self._again_from = None if again_from is None else again_from + 1
 
     def log_hyperparams(self, params: Params) -> None:
-        """Add a table of them."""
+        """Add a table of the settings."""
         rows = "\n".join(f"| {name} | {as_scalar(value)} |" for name, value in params.items())
         self._open().add_text("hyperparameters", f"| name | value |\n| --- | --- |\n{rows}")
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Add a point to the curve of each."""
+        """Add a point to the curve of each metric."""
         writer = self._open()
         for name, value in metrics.items():
             writer.add_scalar(name, value, step)
 
     def log_file(self, path: str) -> None:
-        """Copy it into the folder."""
+        """Copy the file into the folder."""
         self._open()
         shutil.copy(path, self.folder)
 

@@ -32,7 +32,7 @@ class WandbLogger(Logger):
 
     @property
     def run(self) -> Any:
-        """The run of wandb; it begins now if it has not begun."""
+        """Return the run of wandb; it begins now if it has not begun."""
         if self._run is None:
             import wandb
 
@@ -46,11 +46,11 @@ class WandbLogger(Logger):
         return self._run
 
     def log_hyperparams(self, params: Params) -> None:
-        """Put them into the run's config."""
+        """Put the settings into the run's config."""
         self.run.config.update({name: as_scalar(value) for name, value in params.items()}, allow_val_change=True)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Log them with `step` as the x axis; wandb's own steps only count the calls."""
+        """Log the values with `step` as the x axis; wandb's own steps only count the calls."""
         self.run.log({**metrics, "step": step})
 
     def log_file(self, path: str) -> None:

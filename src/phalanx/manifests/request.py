@@ -13,7 +13,7 @@ from phalanx.launch.command_line import parse
 
 @dataclass(frozen=True)
 class Request:
-    """It is a job of `nodes` nodes with so much each; 0 and "" leave it to the scheduler.
+    """A request is a job of `nodes` nodes with so much each; 0 and "" leave it to the scheduler.
 
     `words` follow `phalanx run`.
     """
@@ -27,7 +27,7 @@ class Request:
 
     @property
     def run_words(self) -> tuple[str, ...]:
-        """The words behind `phalanx run`, as they go into the file."""
+        """Return the words that follow `phalanx run`, as they go into the file."""
         settings = parse(self.words)
         assert settings is not None
         if self.gpus or not self.cpus or settings.nproc != "auto":
@@ -37,7 +37,7 @@ class Request:
 
 
 def check(words: Sequence[str]) -> None:
-    """Whether `phalanx run` would take the words.
+    """Check that `phalanx run` would take the words.
 
     Raises:
         LaunchError: it would not; or they ask for what the scheduler decides.

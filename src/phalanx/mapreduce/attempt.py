@@ -34,7 +34,7 @@ from phalanx.mapreduce.table import NotPairsError
 from phalanx.mapreduce.team import Person, Team
 
 _logger = get_logger(__name__)
-_LOOK_EVERY = 64  # keys
+_LOOK_EVERY = 64  # this many keys lie between two looks
 _RAISED = {"TypeError": TypeError, "ValueError": ValueError, "FileNotFoundError": FileNotFoundError}
 
 
@@ -49,7 +49,7 @@ class Held:
     num_backups: int = 0
     num_retries: int = 0
     num_kept: int = 0  # outputs that were there when the call was made again
-    token: str = ""  # of the first membership: keys that are this job's alone
+    token: str = ""  # the token of the first membership, for keys that are this job's alone
 
     def __post_init__(self) -> None:
         memory, folder = self.job.memory_bytes, self.job.spill_folder
@@ -81,7 +81,9 @@ class Outcome:
 
 
 def plan_owners(partitions: Sequence[int], finished: Mapping[int, int], world_size: int) -> dict[int, int]:
-    """Who reduces each partition that is not finished: the others in turns, first to those who have fewest."""
+    """Return which rank reduces each partition that is not finished: they go in turns, first to ranks that have
+    fewest.
+    """
     loads = [0] * world_size
     for rank in finished.values():
         loads[rank] += 1
@@ -94,7 +96,8 @@ def plan_owners(partitions: Sequence[int], finished: Mapping[int, int], world_si
 
 
 def meet(team: Team, job: MapReduceJob, held: Held) -> tuple[str, dict[int, int], set[int]]:
-    """Agree on the plan. The prefix of this membership's keys; who has finished which partition; tasks with an output.
+    """Agree on the plan; return the prefix of this membership's keys, which rank has finished which partition, and the
+    tasks with an output.
 
     Raises:
         ValueError: the ranks have called with different arguments.
@@ -142,7 +145,7 @@ def _plan(job: MapReduceJob, held: Held) -> tuple[str, Any]:
 
 
 def attempt(team: Team, job: MapReduceJob, held: Held) -> Outcome:
-    """Do what is left of the job. Collective.
+    """Do what is left of the job. All ranks call it.
 
     Raises:
         PeerLostError, DeadlineError: a rank was lost; `held` is what was done until then.
@@ -213,7 +216,7 @@ def _do_map_task(board: Board, job: MapReduceJob, held: Held, split: Split, task
     except NotPairsError as error:
         board.give_up("TypeError", f"map_reduce: {message_of(error)}", error.__cause__)
         return
-    except (TypeError, ValueError) as error:  # of a key; the map function's own make a record bad
+    except (TypeError, ValueError) as error:  # it came from a key; the map function's own errors make a record bad
         board.give_up(type(error).__name__, message_of(error), error)
         return
     except Exception as error:
@@ -353,7 +356,7 @@ def _write(folder: str, held: Held, partition: int, partitions: int) -> None:
 def _reduced(job: MapReduceJob, grouper: Grouper, board: Board) -> Iterator[tuple[Any, Any]]:
     for number, (key, values) in enumerate(grouper.groups()):
         if not number % _LOOK_EVERY:
-            board.team.check_peers()  # who goes on while others have given up on the group is taken for stuck
+            board.team.check_peers()  # a rank that goes on while others have given up on the group is taken for stuck
         try:
             value = job.reduce(key, values)
         except Exception as error:

@@ -31,14 +31,14 @@ class OpenTask:
     failures: int
     failed_here: bool
     ran_here: bool
-    for_s: float  # for which it is known to be running, while this rank had nothing to do
+    for_s: float  # how long it is known to run, while this rank had nothing to do
 
 
 def choose_idle_task(standings: Sequence[OpenTask], world_size: int, patience_s: float) -> int | None:
-    """Return the task for a rank that has nothing to do; None: it waits.
+    """Return the task for a rank that has nothing to do; None if it has to wait.
 
-    First what failed and nobody does again, by another rank than the one at which it failed, if there is one. Then the
-    straggler that runs least often.
+    A task that failed and that no rank does again comes first; another rank than the one at which it failed takes it,
+    if there is one. Then comes the straggler that runs least often.
     """
     for one in standings:
         if one.failures and one.failures >= one.runs and (not one.failed_here or one.failures >= world_size):
@@ -61,7 +61,7 @@ class Board:
     _idle_since: float = 0.0
     _took_s: list[float] = field(default_factory=list)
     num_backups: int = 0
-    cause: BaseException | None = None  # of this rank's problem
+    cause: BaseException | None = None  # the cause of this rank's problem
 
     def _key(self, *words: object) -> str:
         return "/".join([self.prefix, *map(str, words)])
@@ -83,7 +83,7 @@ class Board:
         return task
 
     def is_wanted(self, task: int) -> bool:
-        """Whether nobody else has done it yet; asks now and then.
+        """Return whether no other rank has done it yet; this asks now and then.
 
         Raises:
             PeerLostError: a rank has ended.
@@ -109,26 +109,28 @@ class Board:
         return number
 
     def failures(self, task: int) -> list[tuple[int, str]]:
-        """Each failure: the rank, and what it was."""
+        """Return each failure: the rank, and what it was."""
         keys = [self._key("failure", task, number + 1) for number in range(self._count("failure", task))]
         return [tuple(json.loads(self.team.store.get(key))) for key in keys]
 
     def _count(self, kind: str, task: int) -> int:
-        """How many there are; looks only, because whoever waits asks often, and a file store keeps every change."""
+        """Return how many there are. It only looks: a rank that waits asks often, and a file store keeps every
+        change.
+        """
         count = 0
         while self.team.store.check([self._key(kind, task, count + 1)]):
             count += 1
         return count
 
     def give_up(self, kind: str, text: str, cause: BaseException | None = None) -> None:
-        """All ranks are to hear that the job has failed; the first to say so is heard."""
+        """Let all ranks hear that the job has failed; they hear the first rank that says so."""
         self.cause = cause
         if self.team.store.add(self._key("given-up"), 1) == 1:
             self.team.store.set(self._key("problem"), json.dumps([self.team.rank, kind, text]))
         self.team.wait_until(lambda: self.problem() is not None)  # the first may be about to say it
 
     def problem(self) -> tuple[int, str, str] | None:
-        """Why the job has failed: the rank that said so, the kind, and the text."""
+        """Return why the job has failed: the rank that said so, the kind, and the text; None if it has not."""
         key = self._key("problem")
         if not self.team.store.check([key]):
             return None
@@ -141,7 +143,7 @@ class Board:
         return task in self._done
 
     def find_idle(self) -> int | None:
-        """Something to do for a rank that finds nothing to claim; waits for it. None: all is done, or in vain.
+        """Wait for something to do, for a rank that finds nothing to claim; return None if all is done, or in vain.
 
         Raises:
             PeerLostError: a rank has ended.

@@ -13,8 +13,8 @@ from phalanx.mapreduce.keys import partitions_of
 from phalanx.mapreduce.map_reduce_job import MapReduceJob
 from phalanx.mapreduce.sums import TextSums
 
-_BUCKETS = 32  # a bucket holds at most such a part of the memory
-_PAIR_BYTES = 150  # of a short text and an integer in a dict, the text itself not counted
+_BUCKETS = 32  # a bucket holds at most this part of the memory
+_PAIR_BYTES = 150  # the bytes of a short text and an integer in a dict, without the text itself
 
 
 @dataclass
@@ -30,9 +30,9 @@ class Values:
 
 
 def pack_buckets(contents: Values | TextSums, types: set[type], job: MapReduceJob) -> Iterator[tuple[int, int, bytes]]:
-    """Return the partition, a number within it, and the bucket, partition after partition. Empties `contents`.
+    """Yield the partition, a number within it, and the bucket, partition after partition. This empties `contents`.
 
-    `types`: of the keys. A partition has several buckets if it holds more than a part of the memory.
+    `types` are those of the keys. A partition has several buckets if it holds more than a part of the memory.
     """
     most = job.memory_bytes // _BUCKETS
     if isinstance(contents, Values):
@@ -60,7 +60,7 @@ def _pack_values(
     theirs = np.fromiter(values.values(), object, len(values))[order]
     values.clear()
     counts = np.fromiter(map(len, theirs), np.int64, len(theirs)) if listed else np.ones(len(theirs))
-    most = max(1, int(most_bytes * counts.sum() / contents.held_bytes))  # pairs of a bucket
+    most = max(1, int(most_bytes * counts.sum() / contents.held_bytes))  # a bucket has at most so many pairs
     start = 0
     for partition, end in enumerate(np.cumsum(np.bincount(partitions, minlength=job.partitions)).tolist()):
         parts: Iterable[tuple[list[Any], list[Any]]] = ((keys[start:end].tolist(), theirs[start:end].tolist()),)
@@ -72,7 +72,7 @@ def _pack_values(
 
 
 def _cut(keys: list[Any], values: list[Any], most: int, *, listed: bool) -> Iterator[tuple[list[Any], list[Any]]]:
-    """Parts of at most so many pairs each; of a key with many values, too."""
+    """Yield parts of at most so many pairs each, also of a key with many values."""
     if not listed:
         for start in range(0, len(keys), most):
             yield keys[start : start + most], values[start : start + most]

@@ -21,7 +21,7 @@ _WIDTHS = (("b", 8), ("h", 16), ("i", 32))
 
 
 def pack(keys: Sequence[Any], values: Sequence[Any], *, listed: bool = False) -> bytes:
-    """Keys and as many values; `listed`: as many lists of values. Types are kept to the letter.
+    """Return keys and as many values as bytes; with `listed`, as many lists of values. Types are kept exactly.
 
     Cost: what is pickled is copied once more.
     """
@@ -34,7 +34,7 @@ def pack(keys: Sequence[Any], values: Sequence[Any], *, listed: bool = False) ->
 
 
 def unpack(data: bytes | memoryview) -> tuple[list[Any], list[Any]]:
-    """Keys and values again."""
+    """Return the keys and values again."""
     kind, keys, column = _split(data)
     if kind[1:] != b"l":
         return _unpack_column(kind[:1], keys), _unpack_column(kind[1:], column)
@@ -44,12 +44,14 @@ def unpack(data: bytes | memoryview) -> tuple[list[Any], list[Any]]:
 
 
 def length_of_keys(head: bytes) -> int:
-    """How many bytes the keys take, of which these are the first `HEADER` and more; the values are behind them."""
+    """Return how many bytes the keys take, of which these are the first `HEADER` and more; the values come after
+    them.
+    """
     return HEADER + int.from_bytes(head[2:HEADER], "little")
 
 
 def unpack_keys(data: bytes) -> list[Any]:
-    """Return the keys alone, of so many bytes."""
+    """Return only the keys, which take so many bytes."""
     return _unpack_column(data[:1], memoryview(data)[HEADER:])
 
 
@@ -71,7 +73,7 @@ def _pack_column(items: Sequence[Any]) -> tuple[bytes, bytes]:
                 kind, data = pack_one(items)
                 if data is not None:
                     return kind, data
-        except OverflowError:  # an integer of more than 64 bits
+        except OverflowError:  # an integer has more than 64 bits
             pass
     try:
         return b"p", pickle.dumps(list(items), protocol=5)

@@ -14,7 +14,9 @@ _TEXT = 200
 
 @dataclass(frozen=True)
 class BadRecord:
-    """The map function raised for this record, or it could not be decoded. It has no effect on the result."""
+    """A bad record is one for which the map function raised, or that could not be decoded. It has no effect on the
+    result.
+    """
 
     where: str
     record: str
@@ -23,7 +25,7 @@ class BadRecord:
 
     @classmethod
     def of(cls, where: str, record: Any, error: BaseException) -> BadRecord:
-        """`error` was raised for `record`."""
+        """Return the bad record for which `error` was raised."""
         shown = repr(record[: _TEXT + 1] if isinstance(record, str | bytes) else record)  # a line may be very long
         frames = traceback.extract_tb(error.__traceback__)
         own = [frame for frame in frames if "/phalanx/mapreduce/" not in frame.filename.replace("\\", "/")]
@@ -51,20 +53,20 @@ class Counters:
     bad_records: list[BadRecord] = field(default_factory=list)
 
     def add(self, other: Counters) -> None:
-        """Count what another has counted, too."""
+        """Count what `other` has counted, too."""
         for one in fields(self):
             if one.name != "bad_records":
                 setattr(self, one.name, getattr(self, one.name) + getattr(other, one.name))
         self.bad_records = [*self.bad_records, *other.bad_records][:_SHOWN]
 
     def count_bad(self, where: str, record: Any, error: BaseException) -> None:
-        """One record more that is bad."""
+        """Count one more bad record."""
         self.num_bad_records += 1
         if len(self.bad_records) < _SHOWN:
             self.bad_records.append(BadRecord.of(where, record, error))
 
     def describe_bad(self) -> str:
-        """How many, and the first of them."""
+        """Return how many records are bad, and the first of them, in words."""
         lines = [f"{self.num_bad_records:,} of {self.records:,} records were bad:", *map(str, self.bad_records)]
         if self.num_bad_records > len(self.bad_records):
             lines.append(f"and {self.num_bad_records - len(self.bad_records):,} more")

@@ -18,7 +18,9 @@ _MOST_CHUNK = 8 << 20
 
 
 def plan_rounds(longest: int, world_size: int, memory_bytes: int) -> tuple[int, int]:
-    """How many rounds, and the bytes of a stream in one: of all, sent and received, an eighth of the memory."""
+    """Return how many rounds there are, and the bytes of a stream in one: all that is sent and received is an eighth of
+    the memory.
+    """
     chunk = min(max(memory_bytes // (16 * world_size), _LEAST_CHUNK), _MOST_CHUNK)
     return -(-longest // chunk), chunk
 
@@ -26,10 +28,10 @@ def plan_rounds(longest: int, world_size: int, memory_bytes: int) -> tuple[int, 
 def exchange(
     team: Team, outgoing: Sequence[Stream], incoming: Sequence[int], longest: int, inbox: Spool, memory_bytes: int
 ) -> list[Stream]:
-    """Send a stream to each rank; what came from each is in `inbox` afterwards. Collective.
+    """Send a stream to each rank; what came from each is in `inbox` afterwards. All ranks call it.
 
-    `incoming`: the length of what each rank sends. `longest` of all streams of all ranks. What a rank has for itself
-    is not moved: its stream is given back as it is.
+    `incoming` is the length of what each rank sends. `longest` is that of the longest stream of all ranks. What a rank
+    has for itself is not moved: its stream is given back as it is.
 
     Raises:
         TaskError: a rank could not write to its disk, or read from it; on every rank.

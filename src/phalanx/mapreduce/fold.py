@@ -18,7 +18,7 @@ def fold_in_python(
     limit: int,
     progress: list[Any],
 ) -> None:
-    """Do what `fold_pairs` of csrc/py_fold.c does, to the letter."""
+    """Do exactly what `fold_pairs` of csrc/py_fold.c does."""
     records = count = 0
     progress[2] = None
     try:

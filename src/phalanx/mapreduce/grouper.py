@@ -23,7 +23,7 @@ from phalanx.mapreduce.sums import new_sums, sorted_items
 
 _FAN_IN = 16
 _BLOCK_BYTES = 512 << 10
-_VALUES = 1024  # of a key, in one entry of a run, at most
+_VALUES = 1024  # an entry of a run has at most so many values of a key
 _first = itemgetter(0)
 
 Run = list[Extent]
@@ -48,7 +48,7 @@ class Stored:
 def write_blocks(
     spool: Spool, pairs: Iterable[tuple[Any, Any]], block_bytes: int = _BLOCK_BYTES, *, listed: bool = False
 ) -> Run:
-    """Write pairs in blocks that hold about `block_bytes` as objects, so that who reads them holds one at a time.
+    """Write pairs in blocks that hold about `block_bytes` as objects, so that a reader holds one block at a time.
 
     A pair that is larger is a block of its own.
     """
@@ -81,7 +81,9 @@ def read_blocks(spool: Spool, run: Run) -> Iterator[tuple[Any, Any]]:
 
 
 def read_entries(spool: Spool, run: Run, block_bytes: int) -> Iterator[tuple[Any, Iterable[Any]]]:
-    """Keys and their lists of values again; what is larger than a block is left where it is until it is asked for."""
+    """Yield keys and their lists of values again; a larger entry than a block is left where it is until it is asked
+    for.
+    """
     for extent in run:
         if extent.length > block_bytes:
             border = length_of_keys(spool.read(extent.offset, HEADER))
@@ -104,7 +106,7 @@ class Grouper:
         self._listed = listed
         self._adds = adds and not listed
         self._values: dict[Any, Any] = {}  # lists, and sums that are no list
-        self._sums = new_sums() if self._adds else None  # until a bucket comes that is no text with integers
+        self._sums = new_sums() if self._adds else None  # it is used until a bucket comes that is no text with integers
         self._added = 0
         self._next_look = 1
         self._block_bytes = max(4096, min(limit_bytes // (2 * _FAN_IN), _BLOCK_BYTES))
@@ -187,7 +189,7 @@ class Grouper:
         self._added += len(groups) - before
 
     def groups(self) -> Iterator[tuple[Any, Iterator[Any]]]:
-        """Every key with its values, in the order of the keys. Once.
+        """Yield every key with its values, in the order of the keys. It can be called once.
 
         Raises:
             TypeError: two keys cannot be compared.

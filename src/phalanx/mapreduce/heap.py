@@ -13,7 +13,9 @@ _LARGE_BYTES = 32 << 10
 
 
 def give_back(held_bytes: int, count: int) -> None:
-    """Call it when so many values of so many bytes together have been freed; where they were small there is no need."""
+    """Give memory back after so many values of so many bytes together were freed; if they were small, this does
+    nothing.
+    """
     if count and held_bytes // count >= _LARGE_BYTES and (trim := _find_trim()) is not None:
         trim(0)
 
@@ -22,7 +24,7 @@ def give_back(held_bytes: int, count: int) -> None:
 def _find_trim() -> Callable[[int], int] | None:
     try:
         trim = ctypes.CDLL(None).malloc_trim
-    except (AttributeError, OSError, TypeError):  # not of glibc
+    except (AttributeError, OSError, TypeError):  # it is not glibc's
         return None
     trim.argtypes = [ctypes.c_size_t]
     found: Callable[[int], int] = trim

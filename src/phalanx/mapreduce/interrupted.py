@@ -61,7 +61,7 @@ def _stamp(status: os.stat_result) -> tuple[int, int, int]:
 
 
 def keep(call: Call, job: MapReduceJob, held: Held) -> None:
-    """Keep what was done: the call is about to end, because a rank was lost. Reads the job's sequence once."""
+    """Keep what was done, when the call is about to end because a rank was lost. This reads the job's sequence once."""
     global _kept
     drop()
     digest = _digest(job)
@@ -69,7 +69,7 @@ def keep(call: Call, job: MapReduceJob, held: Held) -> None:
 
 
 def take(call: Call, job: MapReduceJob) -> Held | None:
-    """Return what such a call has left, or None; reads the sequence if something is kept."""
+    """Return what such a call has left, or None; this reads the sequence if something is kept."""
     global _kept
     if _kept is None or call.place < _kept[0].place:
         return None
@@ -101,7 +101,7 @@ def _digest(job: MapReduceJob) -> bytes | None:
 
 
 class _Digest:
-    """It is a file that keeps no more of what is written to it than its hash."""
+    """It is a file that keeps only the hash of what is written to it."""
 
     def __init__(self) -> None:
         self._hash = hashlib.sha256()

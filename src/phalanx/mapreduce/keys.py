@@ -42,7 +42,7 @@ def stable_hash(key: Any) -> int:
     if isinstance(key, numbers.Number) and key != key:
         raise ValueError("map_reduce: NaN cannot be a key: it is not equal to itself")
     if isinstance(key, numbers.Real):
-        return _mix(hash(key))  # of numbers it is not randomised, and equal across their types
+        return _mix(hash(key))  # the hash of numbers is not randomised, and is equal across their types
     if key is None:
         return 1
     if isinstance(key, tuple):
@@ -56,7 +56,7 @@ def stable_hash(key: Any) -> int:
         return _mix(key.toordinal())
     if isinstance(key, uuid.UUID):
         return _mix(key.int)
-    if isinstance(key, PureWindowsPath):  # equal in any case
+    if isinstance(key, PureWindowsPath):  # such paths are equal in any case
         return crc32(str(key).lower().encode("utf-8", "surrogatepass"))
     if isinstance(key, PurePath):
         return crc32(str(key).encode("utf-8", "surrogateescape"))
@@ -69,7 +69,7 @@ def stable_hash(key: Any) -> int:
 
 
 def _require_plain_equality(key: Any) -> None:
-    """Raise where a class derived from str, bytes or tuple has its own idea of what is equal."""
+    """Raise where a class derived from str, bytes or tuple defines its own equality."""
     for base in (str, bytes, tuple):
         if isinstance(key, base) and type(key).__eq__ is not base.__eq__ and not isinstance(key, np.generic):
             raise TypeError(
@@ -80,7 +80,7 @@ def _require_plain_equality(key: Any) -> None:
 
 
 def _mix(number: int) -> int:
-    """Spread what differs in high bits alone (1/2 and 1/4, as floats hash) over the low ones."""
+    """Spread what differs only in high bits (1/2 and 1/4, as floats hash) over the low ones."""
     number = (number & _MASK) * _MIX & _MASK
     return number >> 32
 
@@ -91,7 +91,7 @@ def partitions_of(keys: Collection[Any], types: set[type], count: int) -> npt.ND
     if types == {str}:
         try:
             hashes = np.fromiter(map(crc32, map(str.encode, keys)), np.uint32, len(keys))
-        except UnicodeEncodeError:  # half a surrogate pair
+        except UnicodeEncodeError:  # it has half a surrogate pair
             pass
     if hashes is None:
         hashes = np.fromiter(map(stable_hash, keys), np.uint32, len(keys))
@@ -111,7 +111,7 @@ def _kind_of(one: type) -> str:
 
 
 def require_order(kinds: Collection[str]) -> None:
-    """All ranks ask this of the kinds on all ranks, so that either all of them go on or none.
+    """Raise if keys of these kinds have no order. All ranks ask this of the kinds on all ranks, so all go on or none.
 
     Raises:
         TypeError: keys of several kinds have no order.

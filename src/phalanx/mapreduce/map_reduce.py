@@ -53,9 +53,9 @@ def map_reduce(
         )
         for word, count in counts: ...
 
-    Collective; without a group one process does all the work. The result is the same, bit by bit, with any number of
-    ranks: it depends on the inputs, the functions, how inputs are split, and `memory_bytes`, which decides when a
-    table is emptied and so how `combine` groups values.
+    All ranks of the group call it; without a group one process does all the work. The result is the same, bit by bit,
+    with any number of ranks: it depends on the inputs, the functions, how inputs are split, and `memory_bytes`, which
+    decides when a table is emptied and so how `combine` groups values.
 
     Arguments:
         inputs: a file, a pattern, a list of these (a record is a line), or a sequence (a record is an item; for strings
@@ -140,7 +140,7 @@ def map_reduce(
 
 
 def _count_commits() -> int:
-    """How far the elastic job is that this call is made in; -1 outside of one."""
+    """Return how far the elastic job is in which this call is made; -1 outside of one."""
     from phalanx.elastic.run import running_state  # here, because most calls are made outside of `phalanx run`
 
     state = running_state()
@@ -158,14 +158,14 @@ def _store_lost(team: Team, error: Exception) -> PeerLostError:
 
 
 def _first_membership(team: Team, held: Held) -> Survivors | None:
-    """None where nobody knows enough of the others to go on without one."""
+    """Return the first membership; None if too little is known of the other ranks to go on without one."""
     if team.group is None or not team.persons or not held.token:
         return None
     return Survivors(team.group, team.store, held.token, list(team.persons), team.timeout_s)
 
 
 def _finish(team: Team, job: MapReduceJob, held: Held, outcome: Outcome) -> Result:
-    """Bring the partitions to where they are wanted. Collective."""
+    """Bring the partitions to where they are wanted. All ranks call it."""
     own = {partition: run for partition, run in held.results.items() if outcome.owners[partition] == team.rank}
     inbox = Spool(job.memory_bytes // 8, job.spill_folder)
     blocks = gather_blocks(team, own, held.done, inbox, job.memory_bytes) if job.gather else blocks_of(own, held.done)

@@ -75,22 +75,22 @@ class MapReduceJob:
 
     @property
     def sequence(self) -> Indexable[Any] | None:
-        """The inputs, if they are no files."""
+        """Return the inputs, if they are no files."""
         return None if names_files(self.inputs) else self.inputs
 
     @property
     def adds(self) -> bool:
-        """Whether combine is `+`, which needs no call."""
+        """Return whether combine is `+`, which needs no call."""
         return self.combine is operator.add
 
     @property
     def block_bytes(self) -> int:
-        """What is read at once; decoded and split it is about ten times as much."""
+        """Return the bytes that are read at once; decoded and split they take about ten times as much."""
         return min(_BLOCK_BYTES, max(4096, self.memory_bytes // 64))
 
     @property
     def terms(self) -> tuple[Any, ...]:
-        """What must be the same on every rank."""
+        """Return what must be the same on every rank."""
         sequence = self.sequence
         return (
             self.partitions,

@@ -33,9 +33,10 @@ class MapOutput:
 
 
 def run_map_task(split: Split, job: MapReduceJob, spool: Spool, is_wanted: Callable[[], bool]) -> MapOutput | None:
-    """Do a task; None if `is_wanted`, which is asked now and then, said no. Then nothing of it is left in the spool.
+    """Do a task; return None if `is_wanted`, which is asked now and then, said no. Then nothing of it is left in the
+    spool.
 
-    The same split gives the same output, on every rank, always: a table is emptied where the data say so, not time.
+    The same split gives the same output, on every rank, always: the data decide when a table is emptied, not the time.
     """
     output = MapOutput()
     began, begin = time.monotonic(), spool.size
@@ -86,7 +87,7 @@ def _write_run(table: Table, job: MapReduceJob, spool: Spool, output: MapOutput)
 
 @contextlib.contextmanager
 def rarely_collecting() -> Iterator[None]:
-    """Inside, pairs come and go by the million, none of them garbage: the collector looks at them for nothing."""
+    """Let the garbage collector run rarely inside: pairs come and go by the million, and none of them is garbage."""
     before = gc.get_threshold()
     if before[0]:
         gc.set_threshold(max(_GC_THRESHOLD, before[0]), *before[1:])

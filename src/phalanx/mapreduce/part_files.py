@@ -15,10 +15,10 @@ _NAME = re.compile(r"part-\d{5}-of-(\d{5})\.jsonl")
 
 
 def require_own(folder: str, partitions: int) -> None:
-    """Make the folder; what is in it may be of a run with as many partitions, which is written over.
+    """Make the folder. It may hold files of a run with as many partitions, which are written over.
 
     Raises:
-        ValueError: parts of another number are there, between which and ours nobody could tell.
+        ValueError: parts of another number are there, which could not be told from ours.
     """
     os.makedirs(folder, exist_ok=True)
     others = sorted(
@@ -32,12 +32,12 @@ def require_own(folder: str, partitions: int) -> None:
 
 
 def path_of(folder: str, number: int, partitions: int) -> Path:
-    """Where a partition is written."""
+    """Return where a partition is written."""
     return Path(folder, f"part-{number:05}-of-{partitions:05}.jsonl")
 
 
 def write_part(folder: str, number: int, partitions: int, read: Callable[[], Iterable[tuple[Any, Any]]]) -> None:
-    """Write the pairs that `read` finds as a partition, durably; over one that is there.
+    """Write the pairs that `read` finds as a partition, durably; replace a file that is there.
 
     Raises:
         TypeError: a key or value cannot be written as JSON.

@@ -27,7 +27,7 @@ _OPEN: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz
 class Block:
     """It has records that follow each other.
 
-    `fetch`, where there is one, makes a record of what `items` has in its place.
+    If there is a `fetch`, it makes a record of what `items` has in its place.
 
     `bad` are those that could not be read, with what they were; they are not in `items`.
     """
@@ -42,7 +42,7 @@ class Block:
 def read_blocks(
     split: Split, sequence: Indexable[Any] | None, encoding: str | None, block_bytes: int
 ) -> Iterator[Block]:
-    """All records of `split`, block by block. Where blocks end follows from the split alone.
+    """Yield all records of `split`, block by block. Where blocks end follows from the split alone.
 
     Raises:
         OSError: a file can't be read.
@@ -61,7 +61,7 @@ def read_blocks(
 def read_lines(piece: Piece, block_bytes: int) -> Iterator[tuple[int, bytes]]:
     """Yield the lines that begin in `piece`, as bytes of several whole lines each, with the offset of the first.
 
-    Cost: reads in blocks; a line that is longer is held as a whole.
+    Cost: it reads in blocks; a line that is longer is held as a whole.
     """
     with _open(piece) as file:
         if piece.stop is None:
@@ -73,7 +73,7 @@ def read_lines(piece: Piece, block_bytes: int) -> Iterator[tuple[int, bytes]]:
                 return
             file.seek(start)
         pending: list[bytes] = []
-        at = start  # of the next read
+        at = start  # the offset of the next read
         while data := file.read(block_bytes):
             begin, at = at, at + len(data)
             if at >= stop and (end := data.find(b"\n", max(stop - 1 - begin, 0))) >= 0:
@@ -97,7 +97,7 @@ def _open(piece: Piece) -> IO[bytes]:
 
 
 def _first_line(file: IO[bytes], start: int, stop: int, block_bytes: int) -> int:
-    """Where the first line begins that begins in `start` to `stop`; `stop` if none does."""
+    """Return where the first line begins that begins in `start` to `stop`; `stop` if none does."""
     if start == 0:
         return 0
     at = start - 1  # a line begins at `start` if the one before ends just there
@@ -122,7 +122,7 @@ def _decode(path: str, offset: int, data: bytes, encoding: str | None) -> Block:
     if "\r" in text:
         text = text.replace("\r\n", "\n")
     lines = text.split("\n")
-    if not lines[-1]:  # behind the last line's end, which only the end of a file lacks
+    if not lines[-1]:  # it is empty after the last line's end, which only the end of a file lacks
         lines.pop()
     return Block(lines, locate, len(data))
 
@@ -142,7 +142,7 @@ def _decode_by_line(path: str, offset: int, data: bytes, encoding: str) -> Block
 
 
 def _split_bytes(data: bytes, *, keep_ends: bool = False) -> list[bytes]:
-    lines = data.split(b"\n")  # not splitlines(), to which "\r" alone ends a line
+    lines = data.split(b"\n")  # splitlines() would not do, to which "\r" alone ends a line
     last = lines.pop()
     whole = [line + b"\n" for line in lines] if keep_ends else [_without_end(line + b"\n") for line in lines]
     return [*whole, last] if last else whole

@@ -61,7 +61,7 @@ class Result:
 
     @property
     def bad_records(self) -> list[BadRecord]:
-        """The first of the records that had no effect, from all ranks."""
+        """Return the first of the records that had no effect, from all ranks."""
         return self.counters.bad_records
 
     def partition(self, number: int) -> Iterator[tuple[Any, Any]]:
@@ -112,7 +112,7 @@ def blocks_of(results: Mapping[int, Run], spool: Spool) -> dict[int, tuple[Strea
 def gather_blocks(
     team: Team, results: Mapping[int, Run], spool: Spool, inbox: Spool, memory_bytes: int
 ) -> dict[int, tuple[Stream, list[int]]]:
-    """Return the partitions of all ranks; those of others go to `inbox`. Collective."""
+    """Return the partitions of all ranks; those of others go to `inbox`. All ranks call it."""
     mine = {number: [extent.length for extent in run] for number, run in sorted(results.items())}
     told: list[dict[int, list[int]]] = team.gather(mine)
     stream = Stream(spool, [extent for number in mine for extent in results[number]])

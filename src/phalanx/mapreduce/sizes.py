@@ -16,11 +16,11 @@ import numpy as np
 import torch
 
 _SAMPLE = 128
-_LIST, _SLOT = 64, 10  # bytes of a list, and of an item's place in it
+_LIST, _SLOT = 64, 10  # the bytes of a list, and of an item's place in it
 _PLAIN = {int, float, bool, type(None)}
-_PLAIN_BYTES = 32  # of a number
-_TEXT_BYTES = 56  # of a text, its letters not counted
-_ITEMS = 16  # of a container, which stand for all
+_PLAIN_BYTES = 32  # the bytes of a number
+_TEXT_BYTES = 56  # the bytes of a text without its letters
+_ITEMS = 16  # so many items of a container stand for all
 _DEPTH = 4
 
 
@@ -28,7 +28,8 @@ def size_of(value: Any, depth: int = _DEPTH) -> int:
     """Return the bytes that `value` holds, those of what it contains included."""
     if isinstance(value, torch.Tensor):
         return 200 + value.element_size() * value.numel()
-    if isinstance(value, np.ndarray | memoryview):  # what was unpickled, or is a part of another, says it had nothing
+    # what was unpickled, or is a part of another array, says that it has nothing
+    if isinstance(value, np.ndarray | memoryview):
         return 120 + value.nbytes
     size = sys.getsizeof(value, 64)
     if depth == 0 or isinstance(value, str | bytes | bytearray):
@@ -53,7 +54,7 @@ def quick_size(value: Any) -> int:
 
 
 def cut_by_size(values: list[Any], most: int, most_bytes: int) -> Iterator[list[Any]]:
-    """Parts of at most `most` values, and of about as many bytes as may be, or of one value that is larger."""
+    """Yield parts of at most `most` values, and of about as many bytes as may be, or of one value that is larger."""
     kinds = set(map(type, values))
     if kinds <= _PLAIN:
         most = min(most, max(1, most_bytes // _PLAIN_BYTES))
@@ -79,7 +80,7 @@ def _scaled(sizes: Any, count: int) -> int:
 
 
 def size_of_table(table: dict[Any, Any]) -> int:
-    """Return the bytes that a dict and all in it hold; of keys and values those of a hundred are looked at."""
+    """Return the bytes that a dict and all in it hold; a hundred of its keys and values are looked at."""
     if not table:
         return 0
     step = max(1, len(table) // _SAMPLE)
@@ -88,9 +89,7 @@ def size_of_table(table: dict[Any, Any]) -> int:
 
 
 def size_of_lists(table: dict[Any, Any]) -> int:
-    """Return the bytes of a dict of lists of values, and of values that are no list, of which a few keys may
-    have most.
-    """
+    """Return the bytes of a dict of lists of values, and of single values; a few keys may have most of the values."""
     if not table:
         return 0
     lists = list(table.values())
@@ -106,8 +105,8 @@ def size_of_lists(table: dict[Any, Any]) -> int:
 
 
 def plan_next_look(count: int, room: float) -> int:
-    """At how many pairs the size is to be looked at again, with `count` there and room for about as many as `room`.
+    """Return at how many pairs to look at the size again, with `count` there and room for about as many as `room`.
 
-    Half of what would fill it, because those that come may be larger; and no later than when it has doubled.
+    It is half of what would fill the room, because later pairs may be larger; and it is at most twice what is there.
     """
     return count + max(1, count // 64, min(count, int(room / 2)))

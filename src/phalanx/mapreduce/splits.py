@@ -22,11 +22,11 @@ COMPRESSED = (".gz", ".bz2", ".xz")
 _LEAST_SPLIT_BYTES = 1 << 20
 _MOST_SPLIT_BYTES = 32 << 20
 _MOST_SPLIT_RECORDS = 1000
-_USUAL_SPLITS = 32  # of a small input: enough to spread over ranks of any number
+_USUAL_SPLITS = 32  # a small input has so many: enough to spread over ranks of any number
 
 
 class Indexable(Protocol[Item]):
-    """It is a sequence, as a map-style dataset of PyTorch is one."""
+    """An `Indexable` is a sequence, such as a map-style dataset of PyTorch."""
 
     def __len__(self) -> int: ...
 
@@ -74,10 +74,11 @@ Split = FileSplit | SequenceSplit
 
 
 def names_files(inputs: Any) -> bool:
-    """Whether `inputs` are files: a path, a pattern, or a list of those. Everything else is a sequence of records.
+    """Return whether `inputs` are files: a path, a pattern, or a list of those. Everything else is a sequence of
+    records.
 
     Raises:
-        TypeError: neither.
+        TypeError: they are neither.
     """
     if isinstance(inputs, str | os.PathLike):
         return True
@@ -129,7 +130,7 @@ def find_files(inputs: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 def plan_file_splits(files: Sequence[tuple[str, int]], split_bytes: int | None = None) -> list[FileSplit]:
     """Cut files of these sizes into splits of `split_bytes` each, the last one shorter.
 
-    Small files share a split. The plan depends on the sizes alone: not on ranks, so that results do not, either.
+    Small files share a split. The plan depends only on the sizes: not on ranks, so that results do not, either.
     """
     total = sum(size for _, size in files)
     span = split_bytes or min(max(total // _USUAL_SPLITS, _LEAST_SPLIT_BYTES), _MOST_SPLIT_BYTES)

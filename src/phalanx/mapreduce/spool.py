@@ -26,7 +26,7 @@ class Extent(NamedTuple):
 class Spool:
     """It is a file that begins in memory.
 
-    `folder` is where it goes when it has more than `memory_bytes`; None: TMPDIR.
+    `folder` is where it goes when it has more than `memory_bytes`; None is TMPDIR.
     """
 
     def __init__(self, memory_bytes: int, folder: str | None) -> None:
@@ -39,7 +39,7 @@ class Spool:
         self.spilled_bytes = 0
 
     def append(self, data: bytes | memoryview) -> Extent:
-        """Write behind all that was written."""
+        """Write `data` after all that was written; return where it lies."""
         extent = Extent(self.size, len(data))
         if self._fd < 0 and self.size + len(data) > self._memory_bytes:
             self._move_to_disk()
@@ -52,7 +52,7 @@ class Spool:
         return extent
 
     def read(self, offset: int, length: int) -> bytes:
-        """Return what lies there."""
+        """Return the `length` bytes that lie at `offset`."""
         if not length:
             return b""
         if self._fd >= 0:
@@ -70,7 +70,7 @@ class Spool:
         return bytes(found)
 
     def truncate(self, size: int) -> None:
-        """Forget what was written behind `size`, an offset at which some write began."""
+        """Forget what was written after `size`, an offset at which some write began."""
         if self._fd >= 0:
             os.ftruncate(self._fd, size)
         while self._starts and self._starts[-1] >= size:
@@ -112,7 +112,7 @@ class Spool:
 
 
 class Stream:
-    """It reads extents of a spool one behind the other, as one."""
+    """It reads extents of a spool one after the other, as one."""
 
     def __init__(self, spool: Spool, extents: Sequence[Extent]) -> None:
         self._spool = spool
@@ -123,12 +123,12 @@ class Stream:
         return self._ends[-1] if self._ends else 0
 
     def read(self, start: int, length: int) -> bytes:
-        """Bytes from `start` on; fewer where it ends."""
+        """Return bytes from `start` on; they are fewer where the stream ends."""
         parts = list(self._parts(start, min(start + length, len(self))))
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def length_of(self, start: int, length: int) -> int:
-        """How many bytes `read` gives."""
+        """Return how many bytes `read` gives."""
         return max(0, min(length, len(self) - start))
 
     def part(self, start: int, length: int) -> Stream:

@@ -16,7 +16,7 @@ else:
 
 __all__ = ["TextSums", "new_sums", "sorted_items"]
 
-_AT_ONCE = 1024  # keys
+_AT_ONCE = 1024  # so many keys are handled at once
 
 
 def new_sums() -> TextSums | None:

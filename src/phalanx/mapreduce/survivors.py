@@ -37,10 +37,10 @@ class Survivors:
     prefix: str
     persons: list[Person]
     timeout_s: float
-    number: int = 0  # of memberships since
+    number: int = 0  # the number of memberships since
 
     def regroup(self, team: Team, lost: Collection[int]) -> Team:
-        """Return the team of those who are left of `team`, of whom `lost` (its ranks) are known not to be.
+        """Return the team of the ranks that are left of `team`, of which `lost` (its ranks) are known not to be.
 
         Raises:
             PeerLostError: the others go on without this rank.

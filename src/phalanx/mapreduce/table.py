@@ -16,7 +16,9 @@ from phalanx.mapreduce.sums import TextSums, new_sums
 
 
 class NotPairsError(Exception):
-    """The map function yields something else than pairs with a key, or `combine` failed: a mistake, no bad record."""
+    """The map function yields something other than pairs with a key, or `combine` failed: it is a mistake, not a bad
+    record.
+    """
 
 
 class Table:
@@ -41,7 +43,7 @@ class Table:
 
         Raises:
             NotPairsError: what was yielded is no pair, or cannot be folded.
-            MemoryError: as it says; no fault of the record.
+            MemoryError: there is no memory left, which is no fault of the record.
         """
         items = iter(block.items[start:stop])
         records = items if block.fetch is None else map(block.fetch, items)
@@ -68,7 +70,7 @@ class Table:
             elif self._is_due():
                 self._look()
             elif start < stop and is_new:
-                # What ends a loop without a word is an exception as well.
+                # A StopIteration of the function ends the loop silently; it is an error as well.
                 problem = problem or RuntimeError("map raised StopIteration")
                 self._counters.count_bad(block.locate(start), block.items[start], problem)
                 start += 1
@@ -106,7 +108,7 @@ class Table:
         return size_of_lists(self._values) if self._job.combine is None else size_of_table(self._values)
 
     def drain(self) -> tuple[set[type], Values | TextSums]:
-        """Return the types of the keys, and what is there; empty afterwards."""
+        """Return the types of the keys, and what is there; the table is empty afterwards."""
         contents: Values | TextSums
         if self._sums is not None:
             contents, self._sums = self._sums, new_sums()

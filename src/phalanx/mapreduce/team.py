@@ -31,18 +31,18 @@ class Store(Protocol):
     """A team needs these methods of torch's store."""
 
     def set(self, key: str, value: str, /) -> None:
-        """Store a value."""
+        """Set the value of `key`."""
 
     def get(self, key: str, /) -> bytes:
-        """Return the value, which is there."""
+        """Return the value of `key`, which is there."""
         ...
 
     def check(self, keys: list[str], /) -> bool:
-        """Whether all keys are there."""
+        """Return whether all keys are there."""
         ...
 
     def add(self, key: str, amount: int, /) -> int:
-        """Add to a number, which begins at zero; the sum."""
+        """Add to a number, which begins at zero; return the sum."""
         ...
 
 
@@ -53,27 +53,28 @@ class OwnStore:
         self._values: dict[str, bytes] = {}
 
     def set(self, key: str, value: str, /) -> None:
-        """Store a value."""
+        """Set the value of `key`."""
         self._values[key] = value.encode()
 
     def get(self, key: str, /) -> bytes:
-        """Return the value, which is there."""
+        """Return the value of `key`, which is there."""
         return self._values[key]
 
     def check(self, keys: list[str], /) -> bool:
-        """Whether all keys are there."""
+        """Return whether all keys are there."""
         return all(key in self._values for key in keys)
 
     def add(self, key: str, amount: int, /) -> int:
-        """Add to a number, which begins at zero; the sum."""
+        """Add to a number, which begins at zero; return the sum."""
         number = int(self._values.get(key, b"0")) + amount
         self._values[key] = str(number).encode()
         return number
 
 
 def _tensor_over(data: bytearray) -> torch.Tensor:
-    """In memory of Python's: glibc gives a tensor of torch, which is aligned, other memory each time (before 2.38), and
-    as much as went through the shuffle was held in the end."""
+    """Return a tensor over `data`, memory of Python's. A tensor of torch's own is aligned, for which glibc (before
+    2.38) takes other memory each time, and in the end as much was held as went through the shuffle.
+    """
     return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
@@ -102,8 +103,8 @@ class Team:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None, persons: Sequence[Person] = ()) -> Team:
-        """Return the team of a group, by default the default group, if there is one. `persons` by rank, if they are
-        known.
+        """Return the team of a group, by default the default group, if there is one. `persons` come by rank, if they
+        are known.
 
         Raises:
             ValueError: this rank is not in the group.
@@ -118,17 +119,17 @@ class Team:
 
     @property
     def rank(self) -> int:
-        """This rank."""
+        """Return this rank."""
         return 0 if self.group is None else self.group.rank()
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """Return how many ranks there are."""
         return 1 if self.group is None else self.group.size()
 
     @property
     def timeout_s(self) -> float:
-        """What an operation of the group may take."""
+        """Return how long an operation of the group may take."""
         assert self.group is not None
         if (ours := phalanx_group(self.group)) is not None:
             return ours._timeout_s
@@ -137,7 +138,7 @@ class Team:
     # -- words ---------------------------------------------------------------------------------------------------
 
     def gather(self, value: Any) -> list[Any]:
-        """Return what every rank says, by rank. Collective."""
+        """Return what every rank says, by rank. All ranks call it."""
         if self.group is None:
             return [value]
         data = pickle.dumps(value, protocol=5)
@@ -145,12 +146,12 @@ class Team:
         return [pickle.loads(found) for found in self.all_to_all([data] * self.size, lengths)]
 
     def all_to_all(self, parts: Sequence[bytes], lengths: Sequence[int]) -> list[memoryview]:
-        """Give each rank its part; what came from each, whose length is known. Collective."""
+        """Give each rank its part; return what came from each, whose length is known. All ranks call it."""
         if self.group is None:
             return [memoryview(parts[0])]
         device, pickles = self._device(), pickle_authenticator(self.group)
         due: list[tuple[PickleStream, int]] = []
-        if pickles is not None:  # what travels are pickles, and pieces of them
+        if pickles is not None:  # pickles, and pieces of them, travel here
             parts = [pickles.send(part, PickleStream("map_reduce", self.rank, peer)) for peer, part in enumerate(parts)]
             lengths = [length + OVERHEAD_BYTES for length in lengths]
             streams = [PickleStream("map_reduce", peer, self.rank) for peer in range(self.size)]
@@ -199,7 +200,7 @@ class Team:
     # -- who is there --------------------------------------------------------------------------------------------
 
     def wait_until(self, is_so: Callable[[], bool]) -> None:
-        """Ask again and again.
+        """Ask again and again until it is so.
 
         Raises:
             PeerLostError: meanwhile a rank has ended.
@@ -224,7 +225,7 @@ class Team:
             raise PeerLostError(self._say_ended(ended), ranks=ended)
 
     def find_ended(self) -> tuple[int, ...]:
-        """Those whose process is known to be gone: the ranks of this host that are."""
+        """Return the ranks whose process is known to be gone; they are on this host."""
         if not self.persons:
             return ()
         me = self.persons[self.rank]

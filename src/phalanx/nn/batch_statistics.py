@@ -18,7 +18,9 @@ from torch import Tensor
 
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
-    """In what statistics of values of `dtype` are kept: float32 for half types, else `dtype` itself."""
+    """Return the type in which statistics of values of `dtype` are kept: float32 for half types, else `dtype`
+    itself.
+    """
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -32,20 +34,20 @@ class BatchStatistics:
 
     @property
     def variance(self) -> Tensor:
-        """The biased variance, which normalizes."""
+        """Return the biased variance, which normalizes."""
         return self.m2 / self.count
 
     @property
     def unbiased_variance(self) -> Tensor:
-        """The unbiased variance, which running statistics keep. Needs a count above 1."""
+        """Return the unbiased variance, which running statistics keep. It needs a count above 1."""
         return self.m2 / (self.count - 1)
 
 
 def measure(values: Tensor) -> Tensor:
-    """Return the statistics of `values` (N, C, ...) as one message of 2C + 1 numbers: mean, m2, count. Zeros without
-    values.
+    """Return the statistics of `values` (N, C, ...) as one message of 2C + 1 numbers: mean, m2, count. They are zeros
+    without values.
 
-    Cost: reads `values` twice, writes nothing of their size.
+    Cost: it reads `values` twice, and writes nothing of their size.
     """
     dtype = statistics_dtype(values.dtype)
     num_channels = values.shape[1]

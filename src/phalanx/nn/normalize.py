@@ -38,7 +38,7 @@ def gather_statistics(values: Tensor, group: dist.ProcessGroup) -> BatchStatisti
 class Normalize(torch.autograd.Function):
     """It computes y = w (x - mean) / sqrt(variance + eps) + b with statistics that depend on x of all ranks.
 
-    Cost: backward is one all_reduce of 2C numbers, and none when x needs no gradient, on all ranks alike.
+    Cost: backward is one all_reduce of 2C numbers; there is none when x needs no gradient, on all ranks alike.
     Numerics: half types are computed in float32 and rounded once. Gradients of w and b are this rank's part, as those
     of any parameter: DistributedDataParallel averages them.
     """
@@ -70,7 +70,7 @@ class Normalize(torch.autograd.Function):
         """Return the gradients of x, w and b, from sums over all ranks.
 
         Raises:
-            RuntimeError: called with create_graph=True.
+            RuntimeError: it was called with create_graph=True.
         """
         if torch.is_grad_enabled():
             raise RuntimeError(

@@ -59,7 +59,7 @@ class SyncBatchNorm(_BatchNorm):
         bias: bool = True,
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
-        if not bias:  # not an argument of every torch that we support
+        if not bias:  # not every torch that we support has the argument
             self.register_parameter("bias", None)
         self.process_group = process_group
 
@@ -75,7 +75,7 @@ class SyncBatchNorm(_BatchNorm):
             raise TypeError(f"SyncBatchNorm expects a real floating point input, got {input.dtype}")
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalize `input`; in training a collective over the process group."""
+        """Normalize `input`; in training all ranks of the process group call it."""
         group = self._group() if self.training else None
         if group is None or group.size() == 1:
             return super().forward(input)
@@ -103,7 +103,7 @@ class SyncBatchNorm(_BatchNorm):
         return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
 
     def _track(self, statistics: BatchStatistics) -> None:
-        """Move the running statistics towards this step's."""
+        """Move the running statistics towards this step's statistics."""
         assert self.running_mean is not None
         assert self.running_var is not None
         assert self.num_batches_tracked is not None

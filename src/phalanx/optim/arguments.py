@@ -13,7 +13,7 @@ from torch import Tensor, optim
 from phalanx.errors import MismatchError
 from phalanx.transport.tensors import is_dense, memory_order
 
-_Form = tuple[tuple[int, ...], str, tuple[int, ...]]  # shape, dtype, strides
+_Form = tuple[tuple[int, ...], str, tuple[int, ...]]  # a parameter's shape, dtype and strides
 
 
 def decide_group(process_group: dist.ProcessGroup | None, caller: str = "ZeroRedundancyOptimizer") -> dist.ProcessGroup:
@@ -44,10 +44,10 @@ _REFUSED = {optim.LBFGS: "its direction and its line search depend on all parame
 
 
 def decide_cut(optimizer_class: type[optim.Optimizer]) -> bool:
-    """Whether parameters may be cut anywhere for this class; if not, each goes to one rank, whole.
+    """Return whether parameters may be cut anywhere for this class; if not, each goes to one rank, whole.
 
-    Whole is what every class gets that is not known to be element-wise: Adafactor and Muon look at rows, columns or
-    norms of a parameter, SparseAdam at sparse gradients, and the user's own at who knows what.
+    Every class that is not known to be element-wise gets whole parameters: Adafactor and Muon look at rows, columns or
+    norms of a parameter, SparseAdam at sparse gradients, and a user's own class may look at anything.
 
     Raises:
         TypeError: it is not a class of optimizers.
@@ -68,7 +68,7 @@ def refuse(overlap_with_ddp: bool, defaults: Mapping[str, Any]) -> None:
     """Refuse what has no meaning where parameters are shared.
 
     Raises:
-        ValueError: with the reason.
+        ValueError: an argument is refused; the message says why.
     """
     if overlap_with_ddp:
         raise ValueError(
@@ -85,9 +85,9 @@ def refuse(overlap_with_ddp: bool, defaults: Mapping[str, Any]) -> None:
 def check_parameters(
     parameters: Iterable[Tensor], group: dist.ProcessGroup, *, offload: bool = False, others: Iterable[Tensor] = ()
 ) -> None:
-    """Return on every rank, or raise on every rank. Collective.
+    """Return on every rank, or raise on every rank. All ranks call it.
 
-    `others`: the parameters of other groups, also those of this one.
+    `others` are the parameters of other groups; they may include those of this one.
 
     Raises:
         ValueError: a parameter can't live in the host's memory, or, with `offload`, not be copied there; or two of them
@@ -133,7 +133,7 @@ def check_parameters(
 
 
 def find_overlap(parameters: Iterable[Tensor]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Return the shapes of two different parameters whose memory overlaps, if there are; of dense ones, without
+    """Return the shapes of two different parameters whose memory overlaps, if there are; they are dense, without
     gaps.
     """
     blocks = []
@@ -150,7 +150,9 @@ def find_overlap(parameters: Iterable[Tensor]) -> tuple[tuple[int, ...], tuple[i
 
 
 def list_parameters(params: Any) -> tuple[Any, list[Tensor]]:
-    """Return an optimizer's argument, of which iterators may be read once, to be read again; and the tensors in it."""
+    """Return an optimizer's argument, made to be read again even if iterators in it may be read once, and its
+    tensors.
+    """
     if isinstance(params, Tensor):  # the base class says what is wrong with it
         return params, []
     params = list(params)
@@ -163,7 +165,7 @@ def list_parameters(params: Any) -> tuple[Any, list[Tensor]]:
             one["params"] = list(one["params"])
         members = one.get("params")
         found += members if isinstance(members, list) else [members]
-    tensors = [one[1] if isinstance(one, tuple) and len(one) == 2 else one for one in found]  # named, or not
+    tensors = [one[1] if isinstance(one, tuple) and len(one) == 2 else one for one in found]  # they may be named
     return params, [one for one in tensors if isinstance(one, Tensor)]
 
 

@@ -43,7 +43,8 @@ class PeriodicModelAverager:
         self._flat: Flat | None = None
 
     def average_parameters(self, params: Iterable[Tensor] | Iterable[dict[str, Any]]) -> None:
-        """Count one step; average if it is one of those. Collective then. Takes parameters or an optimizer's groups.
+        """Count one step; average if it is one of those, when all ranks call it. It takes parameters or an optimizer's
+        groups.
 
         Shape: any; parameters and which of them have gradients are the same on every rank.
 
@@ -58,7 +59,7 @@ class PeriodicModelAverager:
         self.step += 1
 
     def _room_for(self, parameters: list[Tensor]) -> Flat:
-        """Return the room of the last time if the parameters are the same, else a new one. Collective."""
+        """Return the room of the last time if the parameters are the same, else a new one. All ranks call it."""
         if self._flat is None or [id(one) for one in self._averaged] != [id(one) for one in parameters]:
             self._flat = Flat(parameters, group=self.process_group)
             self._averaged = parameters

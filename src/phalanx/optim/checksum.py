@@ -13,17 +13,18 @@ import torch
 from torch import Tensor
 
 _BLOCK = 1 << 16
-_BLOCKS_AT_ONCE = 64  # so that the products take 32 MB
-# As integers. Of 8 bytes none: scaling by a power of two adds the same to each, and could be lost above 64 bits.
+_BLOCKS_AT_ONCE = 64  # so the products take 32 MB
+# They are read as integers. None has 8 bytes: scaling by a power of two adds the same to each, and could be lost above
+# 64 bits.
 _WORDS = {1: torch.int8, 2: torch.int16}
 
 
 def checksum(flats: Sequence[Tensor]) -> Tensor:
     """Return sums of the bits of `flats`, contiguous tensors of one dimension, as int64 on their device.
 
-    Of the tensors of each width of element, one after the other, two: the first is exact, so that scaling by a power of
-    two changes it, as long as a sign is left. The second has an odd factor for each place, which a change of one word
-    can't hide from, nor, but by chance, a change of sign or of order.
+    There are two sums of the tensors of each width of element, taken one after the other. The first is exact, so that
+    scaling by a power of two changes it, as long as a sign is left. The second has an odd factor for each place: a
+    change of one word always changes it, and a change of sign or of order does, except by chance.
 
     Shape: (two for each width).
     Cost: a dozen kernels, which read the tensors twice, and a copy of them where they are several; 32 MB on the device.
@@ -48,11 +49,11 @@ def _sums(words: Tensor) -> tuple[Tensor, Tensor]:
     return plain, placed
 
 
-_FACTOR = 0x2545F4914F6CDD1D  # odd
+_FACTOR = 0x2545F4914F6CDD1D  # it is odd
 
 
 @functools.lru_cache(maxsize=32)
 def _factors(device: torch.device) -> Tensor:
-    """Odd numbers in no order, the same in every call."""
+    """Return odd numbers in no order, which are the same in every call."""
     numbers = torch.randint(-(1 << 62), 1 << 62, (_BLOCK,), generator=torch.Generator().manual_seed(1))
     return (2 * numbers + 1).to(device)

@@ -71,7 +71,7 @@ class DiLoCo(Rounds):
         self._outer = self._common = OuterParameters("DiLoCo", self._named, outer_optimizer, backup_device)
 
     def outer_parameters(self) -> dict[str, Tensor]:
-        """Return the outer parameters by name: the model to evaluate or save between rounds. Not copies.
+        """Return the outer parameters by name: the model to evaluate or save between rounds. They are no copies.
 
         Shape: as the model's parameters.
         """
@@ -90,7 +90,7 @@ class DiLoCo(Rounds):
 
     @torch.no_grad()
     def _catch_up_without_round(self, root: int) -> None:
-        self._flat.take()  # of the root, which has not stepped: the outer parameters, and its buffers
+        self._flat.take()  # these are of the root, which has not stepped: the outer parameters, and its buffers
         self._flat.broadcast(self.process_group, root)
         self._flat.give()
 

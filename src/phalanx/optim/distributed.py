@@ -21,7 +21,7 @@ from phalanx.rpc.wire import Frame, Order
 from phalanx.torch_names import find
 
 _SLOWER = "small steps of a DistributedOptimizer take longer"
-# Where one is missing there is something to call, as far as we know, so that the whole step is called.
+# If torch lacks one of these names, we take it that there is a hook to call, so that the whole step is called.
 _GLOBAL_HOOKS = (
     find("torch.optim.optimizer._global_optimizer_pre_hooks", loses=_SLOWER, instead=True),
     find("torch.optim.optimizer._global_optimizer_post_hooks", loses=_SLOWER, instead=True),
@@ -29,13 +29,13 @@ _GLOBAL_HOOKS = (
 _profiler_enabled: Any = find("torch.autograd._profiler_enabled", loses=_SLOWER, instead=lambda: True)
 _set_grad: Any = find("torch._C._set_grad_enabled", loses=_SLOWER, instead=torch.set_grad_enabled)
 
-_ORDER = struct.Struct("<B3Q")  # of a step: the optimizer's number, the context's
+_ORDER = struct.Struct("<B3Q")  # an order of a step has the optimizer's number and the context's
 
 # Optimizers read `.grad`, which is the parameter's only one: while one of this process has put its gradients there, no
 # other may.
 _grads_are_ours = threading.Lock()
 
-# The optimizers of this worker, by the number of the reference to them: they live as long as that.
+# The optimizers of this worker are kept by the number of the reference to them, and live as long as that.
 _ours: weakref.WeakValueDictionary[Any, LocalOptimizer] = weakref.WeakValueDictionary()
 
 
@@ -47,7 +47,7 @@ class DistributedOptimizer:
 
     Raises:
         ValueError: there are no parameters.
-        TypeError: `params_rref` holds something else than RRefs.
+        TypeError: `params_rref` holds something other than RRefs.
         Exception: what a worker's constructor raised.
     """
 
@@ -67,7 +67,7 @@ class DistributedOptimizer:
         self.remote_optimizers: list[rpc.RRef[LocalOptimizer]] = _wait_all([one.wait for one in made])
 
     def step(self, context_id: int) -> None:
-        """One step on all workers, from the gradients that the context has gathered. Waits for all of them.
+        """Take one step on all workers, from the gradients that the context has gathered. It waits for all of them.
 
         Parameters without a gradient stay as they are. Steps of several callers come one after the other on each
         worker, in no order that would hold on all.
@@ -89,7 +89,7 @@ class DistributedOptimizer:
 
 
 class LocalOptimizer:
-    """It is the part of a `DistributedOptimizer` on one worker."""
+    """A `LocalOptimizer` is the part of a `DistributedOptimizer` on one worker."""
 
     def __init__(
         self, optimizer_class: Callable[..., Any], params: list[rpc.RRef[Any]], *args: Any, **kwargs: Any
@@ -100,7 +100,7 @@ class LocalOptimizer:
         self._is_functional = not isinstance(self.optim, torch.optim.Optimizer) and not hasattr(self.optim, "zero_grad")
 
     def step(self, context_id: int) -> None:
-        """One step. `.grad` of the parameters is as before at the end."""
+        """Take one step. `.grad` of the parameters is as before at the end."""
         found = worker().contexts.find(context_id)
         with found.lock:
             gradients = [found.gradients.get(one) for one in self._params]
@@ -121,7 +121,9 @@ class LocalOptimizer:
 
 
 def _use_grad() -> Any:
-    """Return the code of what torch wraps the step of its own optimizers into, beside the profiler's and the hooks'."""
+    """Return the code of what torch wraps the step of its own optimizers into, besides the profiler's and the
+    hooks'.
+    """
     wrap: Any = find("torch.optim.optimizer._use_grad_for_differentiable", loses=_SLOWER, instead=None)
     return None if wrap is None else wrap(_use_grad).__code__
 
@@ -130,7 +132,9 @@ _USE_GRAD = _use_grad()
 
 
 def _step_of(optim: Any) -> Callable[[], Any]:
-    """Its step; without the profiler's event and hooks where there are none, which take longer than a small step."""
+    """Return the optimizer's step without the profiler's event and hooks if there are none: they take longer than a
+    small step.
+    """
     if (
         isinstance(optim, torch.optim.Optimizer)
         and type(optim).__module__.startswith("torch.optim.")
@@ -169,7 +173,7 @@ def _make(
 
 
 def _step(rref_id: Any, context_id: int) -> None:
-    """Of the optimizer with that number, which whoever calls this holds a reference to."""
+    """Take a step of the optimizer with that number; the caller holds a reference to it."""
     optimizer = _ours.get(rref_id)
     if optimizer is None:
         raise RuntimeError(f"DistributedOptimizer: {rpc.get_worker_info()} has no optimizer {rref_id} (any more).")
@@ -189,13 +193,13 @@ def _hear_step(agent: Agent, connection: Any, frame: Frame) -> None:
 
     optimizer = _ours.get((uid, number))
     if optimizer is None:
-        work(True)  # which says so
+        work(True)  # it raises an error that says so
     else:
         optimizer.work.run(work)
 
 
 def _wait_all(waits: Sequence[Callable[[], Any]]) -> list[Any]:
-    """All results; after all have ended, the first error."""
+    """Return all results; after all have ended, raise the first error."""
     results: list[Any] = []
     errors: list[BaseException] = []
     for wait in waits:

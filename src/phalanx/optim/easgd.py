@@ -74,7 +74,7 @@ class EASGD(Rounds):
         self._center = self._common = CommonParameters("EASGD", self._named, backup_device)
 
     def center_parameters(self) -> dict[str, Tensor]:
-        """Return the center variable by name: the model to evaluate or save between rounds. Not copies.
+        """Return the center variable by name: the model to evaluate or save between rounds. They are no copies.
 
         Shape: as the model's parameters.
         """
@@ -98,7 +98,9 @@ class EASGD(Rounds):
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Stop counting steps and take part in the last rounds; afterwards all ranks have the center. Collective."""
+        """Stop counting steps and take part in the last rounds; afterwards all ranks have the center. All ranks call
+        it.
+        """
         super().finish()
         self._center.flat.give()
 

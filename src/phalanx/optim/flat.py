@@ -12,13 +12,13 @@ from phalanx.backend.shared import shares_memory
 
 
 class Flat:
-    """It has room for a copy of each of `tensors`, in one block per dtype and device.
+    """A `Flat` has room for a copy of each of `tensors`, in one block per dtype and device.
 
-    blocks   the memory; with a group whose ranks share memory, in symmetric memory: reduced without another copy
-    views    for each tensor, its copy, with the tensor's shape
+        blocks   the memory; with a group whose ranks share memory, in symmetric memory: reduced without another copy
+        views    for each tensor, its copy, with the tensor's shape
 
-    It is collective with such a group. `tensors` may be a function that finds them, each time of the same forms:
-    buffers are bound anew by some modules. `device` is where the copies lie, if not with the tensors.
+    All ranks of such a group make it together. `tensors` may be a function that finds them, each time of the same
+    forms: buffers are bound anew by some modules. `device` is where the copies lie, if not with the tensors.
     """
 
     def __init__(
@@ -54,11 +54,11 @@ class Flat:
 
     @property
     def numbers(self) -> list[Tensor]:
-        """The blocks, complex ones as pairs of real numbers: what collectives take."""
+        """Return the blocks, complex ones as pairs of real numbers: this is what collectives take."""
         return [torch.view_as_real(block) if block.is_complex() else block for block in self.blocks]
 
     def average(self, group: dist.ProcessGroup, counting: Sequence[int]) -> None:
-        """Make every block the mean over those ranks that count. Collective; the tensors are not touched.
+        """Make every block the mean over those ranks that count. All ranks call it; the tensors are not touched.
 
         Numerics: the sum over ranks divided by how many count; bitwise equal on all ranks.
         """
@@ -69,7 +69,7 @@ class Flat:
             numbers /= len(counting)
 
     def broadcast(self, group: dist.ProcessGroup, root: int = 0) -> None:
-        """Make every block that of rank `root`. Collective."""
+        """Overwrite every block with that of rank `root`. All ranks call it."""
         for numbers in self.numbers:
             dist.broadcast(numbers, group=group, group_src=root)
 

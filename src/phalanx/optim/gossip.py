@@ -67,7 +67,9 @@ class GossipSGD(Rounds):
         return RoundPlan(world_size, self.sync_every, topology=topology, seed=self._seed)
 
     def regroup(self, process_group: dist.ProcessGroup) -> None:
-        """As of `Rounds`; where the ranks that are left make no hypercube, pairs are drawn from here on."""
+        """Go on in another group as `Rounds` does; if the ranks that are left make no hypercube, pairs are drawn from
+        here on.
+        """
         if process_group.size() & (process_group.size() - 1):
             self._topology = None
         super().regroup(process_group)
@@ -86,7 +88,7 @@ class GossipSGD(Rounds):
             swaps.append(dist.P2POp(dist.irecv, received, group=self.process_group, group_peer=partner))
         for work in dist.batch_isend_irecv(swaps):
             work.wait()
-        # What a lost partner could interrupt is over, and no parameter has changed yet.
+        # Everything that a lost partner could interrupt is over, and no parameter has changed yet.
         if (rank in counting) == (partner in counting):
             for mine, received in zip(self._flat.numbers, theirs.numbers, strict=True):
                 mine.add_(received).div_(2)
@@ -96,7 +98,9 @@ class GossipSGD(Rounds):
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Stop counting steps and take part in the last rounds; then all ranks have the mean of all. Collective."""
+        """Stop counting steps and take part in the last rounds; then all ranks have the mean of all. All ranks call
+        it.
+        """
         super().finish()
         self._flat.take()
         self._flat.average(self.process_group, range(self.process_group.size()))

@@ -28,21 +28,22 @@ from phalanx.transport.tensors import copy_all
 _logger = get_logger(__name__)
 _HEAD = struct.Struct("qQ")  # the number of the step, and how long the pickled structure is
 _ALIGN = 64
-_TIMES = 8  # as many bytes of state as four bytes for each element: Adam has two, in the parameter's own type
+_TIMES = 8  # there is room for so many times four bytes for each element: Adam has two, in the parameter's own type
 
 
 class Content(NamedTuple):
-    """It is what a slot holds: how the state is built, pickled, and the memory with its tensors."""
+    """A `Content` is what a slot holds: how the state is built, pickled, and the memory with its tensors."""
 
     structure: bytes
     tensors: Tensor
 
 
 class KeptState:
-    """It has room for the state of up to `num_elements` elements in `num_parameters` parameters a rank. Collective.
+    """It has room for the state of up to `num_elements` elements in `num_parameters` parameters a rank. All ranks make
+    it.
 
-    `wards` says of each rank whose states it has room for beside its own. With none at all, and without memory that the
-    ranks share, a rank keeps its own state in memory of its own.
+    `wards` says of each rank whose states it has room for besides its own. With none at all, and without memory that
+    the ranks share, a rank keeps its own state in memory of its own.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class KeptState:
             self._by_rank[group.rank()] = torch.empty(nbytes, dtype=torch.uint8)
         self._memory = self._by_rank[group.rank()]
         self._bytes = memoryview(_array(self._memory))
-        self._ends = [0, 0]  # of what each slot holds
+        self._ends = [0, 0]  # where the content of each slot ends
         for owner in (group.rank(), *(wards or {}).get(group.rank(), ())):
             for slot in range(2):
                 _HEAD.pack_into(_array(self._by_rank[owner]), slot * self.slot_bytes, -1, 0)
@@ -92,7 +93,8 @@ class KeptState:
             copy_all(places, tensors)
         _HEAD.pack_into(self._bytes, start, -1, len(pickled))
         self._ends[slot] = offsets[-1]
-        self._bytes[start : start + 8] = number.to_bytes(8, "little", signed=True)  # last: it vouches for the rest
+        # it comes last, since it vouches for the rest
+        self._bytes[start : start + 8] = number.to_bytes(8, "little", signed=True)
 
     @staticmethod
     def _places(memory: Tensor, tensors: list[Tensor], offsets: list[int]) -> list[Tensor]:
@@ -105,18 +107,18 @@ class KeptState:
         return [self.read_of(rank, number) for rank in self._by_rank]
 
     def holds_all(self, number: int) -> bool:
-        """Whether every rank `holds` it."""
+        """Return whether every rank holds its state after step `number` (see `holds`)."""
         return all(self.holds(rank, number) for rank in self._by_rank)
 
     def holds(self, rank: int, number: int) -> bool:
-        """Whether `rank` has left, where this one can read it, what it was after step `number`."""
+        """Return whether `rank` has left, where this one can read it, its state after step `number`."""
         if rank not in self._by_rank:
             return False
         found: int = _HEAD.unpack_from(_array(self._slot(rank, number)))[0]
         return found == number
 
     def read_of(self, rank: int, number: int) -> Any:
-        """Return a copy of what `rank` left of step `number`, which it `holds`."""
+        """Return a copy of what `rank` left of step `number`; `holds` must be true of it."""
         slot = self._slot(rank, number)
         _, length = _HEAD.unpack_from(_array(slot))
         leaves: list[Any] = []
@@ -132,7 +134,7 @@ class KeptState:
         return join(structure, [copy.to(leaf.device) for copy, leaf in zip(copies, leaves, strict=True)])
 
     def content(self, number: int) -> Content | None:
-        """Return what this rank has left of step `number`, to be sent; None where there was no room for it."""
+        """Return what this rank has left of step `number`, to be sent; None if there was no room for it."""
         end = self._ends[number % 2]
         if not end:
             return None
@@ -155,11 +157,11 @@ class KeptState:
         return slot[at : at + nbytes]
 
     def end_copy(self, ward: int, number: int, structure: bytes) -> None:
-        """Note that the tensors have come, of a state that is built so."""
+        """Note that the tensors have come, and that `structure` says how the state is built."""
         held = memoryview(_array(self._slot(ward, number)))
         held[_HEAD.size : _HEAD.size + len(structure)] = structure
         _HEAD.pack_into(held, 0, -1, len(structure))
-        held[:8] = number.to_bytes(8, "little", signed=True)  # last: it vouches for the rest
+        held[:8] = number.to_bytes(8, "little", signed=True)  # it comes last, since it vouches for the rest
 
     def _slot(self, rank: int, number: int) -> Tensor:
         return self._by_rank[rank][number % 2 * self.slot_bytes :][: self.slot_bytes]

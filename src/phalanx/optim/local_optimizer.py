@@ -13,8 +13,8 @@ from phalanx.backend.dynamo import undecorated
 def build_local(
     optimizer_class: type[Optimizer], group: dict[str, Any], defaults: dict[str, Any], *, cuts: bool
 ) -> Optimizer:
-    """Return this rank's optimizer; of torch's own classes, which `cuts`, one that does not import Dynamo,
-    hidden from it.
+    """Return this rank's optimizer. One of torch's own classes, which `cuts`, does not import Dynamo: its decorators
+    are left out.
     """
     if not cuts:
         return optimizer_class([group], **defaults)

@@ -17,12 +17,12 @@ from phalanx.optim.shared_parameters import SharedBlock
 from phalanx.optim.staging import Staging, lock
 
 _HALF = {torch.float16, torch.bfloat16}
-_NOTED_BYTES = 32 << 20  # of parameters that are noted together, by a dozen kernels and a copy of them
+_NOTED_BYTES = 32 << 20  # so many bytes of parameters are noted together, by a dozen kernels and a copy of them
 
 
 @dataclass(frozen=True, eq=False)
 class _Note:
-    """It holds what slices of some parameters held, as a `Staging` notes it of all together."""
+    """A note holds what slices of some parameters held, as a `Staging` notes it of all together."""
 
     numbers: tuple[int, ...]
     bits: Any
@@ -32,10 +32,10 @@ class MasterParameters(SharedBlock):
     """It keeps masters of `parameters` in a block of host memory, once for all ranks; parameters stay where they are.
 
     Masters of float16 and bfloat16 are float32, all others of the parameter's own dtype. All ranks' parameters take the
-    values of rank `source`, of `previous` in its precision if the parameter has not been written since. A frozen
-    parameter has no master before one is needed: its room is not touched. It is collective.
+    values of rank `source`; they take them from `previous`, in its precision, if the parameter has not been written
+    since. A frozen parameter has no master before one is needed: its room is not touched. All ranks make it together.
 
-    rounded   the masters as the parameters' own dtype, where that is another
+        rounded   the masters as the parameters' own dtype, where that is another
     """
 
     def __init__(
@@ -54,8 +54,10 @@ class MasterParameters(SharedBlock):
             self._rounded = SharedBlock(parameters, [p.dtype for p in parameters], group, in_pages=True)
         self._masters = [self.shaped(number) for number in range(len(self.parameters))]
         self._parts: dict[int, Slice] = {}  # this rank's slices
-        self._notes: dict[int, _Note] = {}  # of those whose master says what the parameter did when it was noted
-        self._keep = [True] * len(self.parameters)  # whether what the master has beyond the parameter's precision is so
+        # the notes on slices whose master said what the parameter did when it was noted
+        self._notes: dict[int, _Note] = {}
+        # whether what the master has beyond the parameter's precision is to be kept
+        self._keep = [True] * len(self.parameters)
         self._live = [p.requires_grad for p in parameters]
         frozen = None if all(self._live) else SharedBlock(parameters, [p.dtype for p in parameters], group)
         if group.rank() == source:
@@ -75,7 +77,9 @@ class MasterParameters(SharedBlock):
         dist.barrier(group=group)  # nobody updates what another still reads
 
     def leave(self, memory: Tensor) -> None:
-        """Have the values of `memory`, laid out as the block, which is this rank's own; so do the devices."""
+        """Take over the values of `memory`, which is laid out as the block and is this rank's own; the devices do so,
+        too.
+        """
         self.settle()
         super().leave(memory)
         self._masters = [self.shaped(number) for number in range(len(self.parameters))]
@@ -84,14 +88,14 @@ class MasterParameters(SharedBlock):
                 parameter.detach().copy_(self._masters[number])
 
     def watch(self, parts: Iterable[Slice]) -> None:
-        """From now on notice whoever writes into these slices, this rank's, of the parameters on their devices."""
+        """From now on notice any write into these slices, this rank's, of the parameters on their devices."""
         self._parts = {part.index: part for part in parts}
         for device, staging in self._stagings.items():
             here = [n for n in self._parts if self._live[n] and self.parameters[n].device == device]
             staging.to_device([], [], functools.partial(self._note, here))
 
     def _lock(self) -> None:
-        """Page-lock what is copied to devices."""
+        """Page-lock the memory that is copied to devices."""
         for block, is_half in ((self, False), (self._rounded, True)):
             if block is not None:
                 lock(
@@ -106,9 +110,7 @@ class MasterParameters(SharedBlock):
                 )
 
     def values(self, number: int) -> Tensor:
-        """Return a parameter's values in the master's precision, on the host: of the master, where it rounds to
-        them.
-        """
+        """Return a parameter's values in the master's precision, on the host: the master's, if it rounds to them."""
         parameter, master = self.parameters[number], self._masters[number]
         now = parameter.detach().cpu()
         if not self._is_half[number] or not self._live[number]:
@@ -116,7 +118,7 @@ class MasterParameters(SharedBlock):
         return torch.where(master.to(now.dtype) == now, master, now.to(master.dtype))
 
     def take(self) -> None:
-        """See to it that this rank's slices of masters say what the parameters do, whoever has written those.
+        """Make this rank's slices of masters agree with the parameters, whatever code has written these.
 
         Cost: on a device a checksum of the slices, and a wait for it; on the CPU they are compared with the copy.
         """
@@ -145,7 +147,9 @@ class MasterParameters(SharedBlock):
         self.round(part)
 
     def load(self, part: Slice, values: Tensor | None) -> None:
-        """Set this rank's slice of a master, to what the parameter has, if None; the parameter has the last word."""
+        """Set this rank's slice of a master to `values`, or if None to what the parameter has; the parameter has the
+        last word.
+        """
         self._keep[part.index] = values is not None
         self._notes.pop(part.index, None)
         if values is not None:
@@ -154,11 +158,11 @@ class MasterParameters(SharedBlock):
             self.flats[part.index][part.start : part.stop].copy_(flat)
 
     def has_more(self, number: int) -> bool:
-        """Whether the master is more precise than the parameter."""
+        """Return whether the master is more precise than the parameter."""
         return self._is_half[number]
 
     def round(self, part: Slice) -> None:
-        """Have this rank's slice ready for the devices."""
+        """Round this rank's slice, ready for the devices."""
         if self._is_half[part.index] and self._rounded is not None:
             master = self.flats[part.index][part.start : part.stop]
             self._rounded.flats[part.index][part.start : part.stop].copy_(master)
@@ -200,7 +204,7 @@ class MasterParameters(SharedBlock):
                 self._keep[number] = True
 
     def _note(self, numbers: Sequence[int]) -> None:
-        """Note what this rank's slices are, which have been queued to be what was rounded."""
+        """Note the bits of this rank's slices, which have been queued to be what was rounded."""
         counts = [self._parts[number].stop - self._parts[number].start for number in numbers]
         sizes = [count * self.parameters[n].element_size() for n, count in zip(numbers, counts, strict=True)]
         for together in plan_waves(sizes, _NOTED_BYTES) if numbers else ():
@@ -224,5 +228,5 @@ class MasterParameters(SharedBlock):
 
 
 def master_dtype(dtype: torch.dtype) -> torch.dtype:
-    """In which precision a parameter of this dtype is updated."""
+    """Return the precision in which a parameter of this dtype is updated."""
     return torch.float32 if dtype in _HALF else dtype

@@ -44,7 +44,7 @@ _FUSED = frozenset({optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad})
 
 
 def may_fuse(optimizer_class: type[Optimizer], options: Mapping[str, Any], parameters: Sequence[Tensor]) -> bool:
-    """Whether to update by one fused kernel of the processor's where the user has said nothing about it."""
+    """Return whether to update by one fused kernel of the processor's if the user has said nothing about it."""
     return (
         optimizer_class in _FUSED
         and options.get("fused") is None
@@ -57,7 +57,7 @@ def may_fuse(optimizer_class: type[Optimizer], options: Mapping[str, Any], param
 class Offload:
     """It has the masters of all groups of parameters, and this rank's slices of them.
 
-    `cut`: parameters may be cut, and updated in waves; else the optimizer sees all of them in each call.
+    With `cut` parameters may be cut, and updated in waves; else the optimizer sees all of them in each call.
     """
 
     def __init__(self, group: dist.ProcessGroup, *, cut: bool, make_staging: Callable[[torch.device], Staging]) -> None:
@@ -69,8 +69,8 @@ class Offload:
         self._shards: list[list[OffloadedShard]] = []
         self._states: list[SharedState] = []
         self._num_with_state = 0
-        self._copies: dict[tuple[torch.device, torch.dtype], Tensor] = {}  # of gradients
-        self._wide: dict[torch.dtype, Tensor] = {}  # where a wave's gradients of half types are widened
+        self._copies: dict[tuple[torch.device, torch.dtype], Tensor] = {}  # copies of gradients
+        self._wide: dict[torch.dtype, Tensor] = {}  # a wave's gradients of half types are widened here
 
     def share(
         self,
@@ -79,7 +79,7 @@ class Offload:
         source: int,
         previous: MasterParameters | None,
     ) -> tuple[MasterParameters, Plan, list[OffloadedShard]]:
-        """Make masters for one more group of parameters, with the values of rank `source`. Collective."""
+        """Make masters for one more group of parameters, with the values of rank `source`. All ranks call it."""
         for device in {parameter.device for parameter in parameters}:
             if device not in self._stagings:
                 self._stagings[device] = self._make_staging(device)
@@ -101,7 +101,7 @@ class Offload:
         return masters, parts, shards
 
     def prepare(self) -> None:
-        """Before an update: wait until this rank reads no masters, and begin to copy the gradients."""
+        """Wait, before an update, until this rank reads no masters, and begin to copy the gradients."""
         for masters in self._masters:
             masters.settle()
             masters.revive()
@@ -152,7 +152,8 @@ class Offload:
                 masters.push({shard.part.index for owner, shard in wave if owner is masters})
 
     def _room_for(self, wave: Sequence[tuple[MasterParameters, OffloadedShard]]) -> Iterator[Tensor | None]:
-        """Where the gradients of a wave are widened, that of each shard; nowhere in particular if there is one wave.
+        """Yield the place where each shard's gradient of a wave is widened; None if there is one wave, where any place
+        will do.
 
         New memory for each would cost more than the update: the kernel hands it out in pages, each with a fault.
         """
@@ -181,12 +182,12 @@ class Offload:
                     memory.adopt(shard.part.index, optimizer.state[shard.tensor])
 
     def push(self) -> None:
-        """After the update of all ranks: begin to copy all parameters to their devices."""
+        """Begin to copy all parameters to their devices, after all ranks have updated."""
         for masters in self._masters:
             masters.push()
 
     def push_exact(self) -> None:
-        """As `push`, where not every rank may have rounded its part; done on return."""
+        """Do what `push` does, where not every rank may have rounded its part; it is done on return."""
         for masters in self._masters:
             masters.push_exact()
 

@@ -33,12 +33,12 @@ class OffloadedShard:
 
     @property
     def widens(self) -> bool:
-        """Whether the optimizer sees the gradient in another precision than the parameter's."""
+        """Return whether the optimizer sees the gradient in another precision than the parameter's."""
         return self.parameter.dtype != self.tensor.dtype
 
     @property
     def count(self) -> int:
-        """Elements of the slice."""
+        """Return the number of elements of the slice."""
         return self.part.stop - self.part.start
 
     def copy_gradient(self, host: Tensor) -> None:
@@ -72,7 +72,9 @@ class OffloadedShard:
         self.tensor.grad = self._copy = self._wait = None
 
     def load_master(self, values: Tensor | None) -> None:
-        """Set the slice of the master to what was saved with the state; the parameter's own values if nothing was."""
+        """Set the slice of the master to what was saved with the state; to the parameter's own values if nothing was
+        saved.
+        """
         self._masters.load(self.part, values)
 
     def gradient_slice(self) -> Tensor | None:

@@ -24,7 +24,7 @@ def check_optimizers(name: str, model: nn.Module, inner: Optimizer, outer: Optim
     """Refuse optimizers that are one, or an outer one that cannot step, leaves parameters out or has others.
 
     Raises:
-        ValueError: with which.
+        ValueError: an optimizer is refused; the message says why.
     """
     if inner is outer:
         raise ValueError(f"{name}: the inner and the outer optimizer must be two, each with a state of its own")
@@ -53,7 +53,7 @@ def check_optimizers(name: str, model: nn.Module, inner: Optimizer, outer: Optim
 def _find_why_it_cannot_step(outer: Optimizer) -> str | None:
     if isinstance(outer, torch.optim.SparseAdam):
         return "it takes sparse gradients only, and how far ranks have moved is a dense one"
-    # Of the class: a scheduler puts a function in the instance.
+    # It is asked of the class, since a scheduler puts a function in the instance.
     _, *arguments = inspect.signature(type(outer).step).parameters.values()
     if any(one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD) for one in arguments):
         return "its step computes the loss again by a closure, and how far ranks have moved is no gradient of a loss"
@@ -61,7 +61,7 @@ def _find_why_it_cannot_step(outer: Optimizer) -> str | None:
 
 
 class CommonParameters:
-    """They are copies of parameters that are the same on all ranks: DiLoCo's outer parameters, EASGD's center."""
+    """These are copies of parameters that are the same on all ranks: DiLoCo's outer parameters, EASGD's center."""
 
     def __init__(self, caller: str, named: Sequence[tuple[str, nn.Parameter]], device: torch.device | str | None):
         self._caller = caller
@@ -72,29 +72,29 @@ class CommonParameters:
 
     @property
     def views(self) -> list[Tensor]:
-        """In the order of the parameters."""
+        """Return the copies in the order of the parameters."""
         return self.flat.views
 
     def by_name(self) -> dict[str, Tensor]:
-        """Not copies."""
+        """Return the copies themselves by name."""
         return dict(zip(self._names, self.flat.views, strict=True))
 
     def share(self, root: int, group: dist.ProcessGroup) -> None:
-        """Make it what `root` has. Collective."""
+        """Overwrite the copies with `root`'s. All ranks call it."""
         blocks = [block.to(self.parameters[0].device) for block in self.flat.blocks]
         for mine, block in zip(self.flat.blocks, blocks, strict=True):
             dist.broadcast(torch.view_as_real(block) if block.is_complex() else block, group=group, group_src=root)
             mine.copy_(block)
 
     def cloned(self) -> dict[str, Tensor]:
-        """For a checkpoint."""
+        """Return clones of the copies by name, for a checkpoint."""
         return {name: value.clone() for name, value in self.by_name().items()}
 
     def check(self, saved: Mapping[str, Tensor]) -> None:
         """Refuse those of another model.
 
         Raises:
-            ValueError: with a parameter that differs.
+            ValueError: a parameter differs, which the message names.
         """
         mine = self.by_name()
         differing = [name for name in mine.keys() | saved.keys() if _shape(mine, name) != _shape(saved, name)]
@@ -106,13 +106,13 @@ class CommonParameters:
             )
 
     def load(self, saved: Mapping[str, Tensor]) -> None:
-        """Go on with those, which `check` has seen."""
+        """Go on with `saved`, which `check` has accepted."""
         for name, value in self.by_name().items():
             value.copy_(saved[name])
 
 
 class OuterParameters(CommonParameters):
-    """They are the parameters that `optimizer`, which is over the model's own parameters, moves."""
+    """These are the parameters that `optimizer`, which is over the model's own parameters, moves."""
 
     def __init__(
         self,
@@ -125,12 +125,14 @@ class OuterParameters(CommonParameters):
         self.optimizer = optimizer
 
     def subtract(self, numbers: Iterable[int], views: Sequence[Tensor]) -> None:
-        """Make `views`, copies of the parameters of these numbers, how far they have moved: t - x."""
+        """Replace `views`, copies of the parameters of these numbers, by how far they have moved: t - x."""
         for number, view in zip(numbers, views, strict=True):
             torch.sub(self.views[number].to(view.device), view, out=view)
 
     def step(self, numbers: Sequence[int], means: Sequence[Tensor]) -> None:
-        """One step of these parameters with the ranks' mean movement; then the model has the outer parameters, too."""
+        """Take one step of these parameters with the ranks' mean movement; then the model has the outer parameters,
+        too.
+        """
         gradients = [parameter.grad for parameter in self.parameters]
         try:
             for parameter in self.parameters:
@@ -146,7 +148,7 @@ class OuterParameters(CommonParameters):
             self.views[number].copy_(self.parameters[number].detach())
 
     def share(self, root: int, group: dist.ProcessGroup) -> None:
-        """Make them, and the optimizer's state, what `root` has. Collective."""
+        """Overwrite the parameters, and the optimizer's state, with `root`'s. All ranks call it."""
         super().share(root, group)
         told = [self.optimizer.state_dict()]
         dist.broadcast_object_list(told, group=group, group_src=root)
@@ -154,7 +156,7 @@ class OuterParameters(CommonParameters):
             self.optimizer.load_state_dict(told[0])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the same on all ranks."""
+        """Return the state, which is the same on all ranks."""
         return {"outer_parameters": self.cloned(), "outer_optimizer": self.optimizer.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -48,7 +48,7 @@ class ParameterShard:
             self._rearranged = flat.as_strided(self.parameter.shape, self.parameter.stride())
 
     def write_gradient(self) -> None:
-        """Take what has been done to the slice over into the parameter's gradient, where the slice is a copy."""
+        """Write what has been done to the slice into the parameter's gradient, if the slice is a copy."""
         if self._rearranged is not None and self.parameter.grad is not None:
             self.parameter.grad.detach().copy_(self._rearranged)
 
@@ -60,8 +60,8 @@ class ParameterShard:
 
 
 def in_memory_order(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return the elements of `tensor` in the order of memory of those of `like`, a dense tensor; a view if it
-    can be.
+    """Return the elements of `tensor` in the order in which the memory of `like`, a dense tensor, has them; a view if
+    possible.
     """
     tensor = tensor.detach()
     if tensor.stride() != like.stride():

@@ -12,7 +12,7 @@ from phalanx.optim.plan import Slice
 
 
 def ask_for_gradients(parameters: Sequence[Tensor], mine: Mapping[int, Slice] | None, group: dist.ProcessGroup) -> None:
-    """From now on this rank needs these slices of the parameters' gradients; all of them if None."""
+    """From now on give this rank these slices of the parameters' gradients; all of them if None."""
     for index, parameter in enumerate(parameters):
         if mine is None:
             need_all(parameter)  # an optimizer before this one may have needed less
@@ -22,10 +22,10 @@ def ask_for_gradients(parameters: Sequence[Tensor], mine: Mapping[int, Slice] | 
 
 
 def refuse_touched(slices: Iterable[tuple[Tensor, NeededSlice]], rank: int) -> None:
-    """Who changes a gradient of which it sees a slice only, sees the wrong thing.
+    """Refuse gradients that code has changed though it sees only a slice of them: it sees wrong values in the rest.
 
     Raises:
-        RuntimeError: somebody has.
+        RuntimeError: a gradient was changed.
     """
     for parameter, needed in slices:
         if parameter.grad is not None and needed.is_touched(parameter.grad):

@@ -22,25 +22,27 @@ LINE = 128
 
 @dataclass(frozen=True)
 class Extent:
-    """It is a parameter as far as planning needs it: `numel` elements of `itemsize` bytes."""
+    """An extent is a parameter as far as planning needs it: `numel` elements of `itemsize` bytes."""
 
     numel: int
     itemsize: int
 
     @property
     def nbytes(self) -> int:
-        """What its elements take."""
+        """Return the bytes of its elements."""
         return self.numel * self.itemsize
 
     @property
     def num_lines(self) -> int:
-        """The room that it takes."""
+        """Return the lines of memory that it takes."""
         return -(-self.nbytes // LINE)
 
 
 @dataclass(frozen=True)
 class Slice:
-    """It is the elements `start` to `stop`, counted in the order of memory, of parameter number `index` of a group."""
+    """A slice is the elements `start` to `stop`, counted in the order of memory, of parameter number `index` of a
+    group.
+    """
 
     index: int
     start: int
@@ -52,7 +54,7 @@ Plan = tuple[tuple[Slice, ...], ...]
 
 
 def plan_offsets(extents: Sequence[Extent]) -> tuple[list[int], int]:
-    """Where each parameter starts in the memory of its group, and how long that is, in bytes."""
+    """Return where each parameter starts in the memory of its group, and how long that is, in bytes."""
     offsets, at = [], 0
     for extent in extents:
         offsets.append(at)
@@ -61,9 +63,9 @@ def plan_offsets(extents: Sequence[Extent]) -> tuple[list[int], int]:
 
 
 def plan_cut(extents: Sequence[Extent], world_size: int) -> Plan:
-    """Equal ranges of lines: of each large parameter, and of the small ones, one after the other, together.
+    """Cut each large parameter into equal ranges of lines, and so the small ones, one after the other, together.
 
-    So every rank averages and updates its share of each large gradient, as it comes. Empty ones are rank 0's.
+    So every rank averages and updates its share of each large gradient, as it comes. Empty parameters are rank 0's.
     """
     small = [index for index, extent in enumerate(extents) if extent.nbytes < LARGE_BYTES]
     rows = [[index] for index, extent in enumerate(extents) if extent.nbytes >= LARGE_BYTES] + [small]
@@ -75,7 +77,7 @@ def plan_cut(extents: Sequence[Extent], world_size: int) -> Plan:
 
 
 def _cut(extents: Sequence[Extent], row: Sequence[int], rank: int, world_size: int) -> Iterator[Slice]:
-    """One rank's part of the parameters in `row`, laid end to end."""
+    """Yield one rank's part of the parameters in `row`, laid end to end."""
     total = sum(extents[index].num_lines for index in row)
     low, high = total * rank // world_size, total * (rank + 1) // world_size
     at = 0
@@ -91,7 +93,9 @@ def _cut(extents: Sequence[Extent], row: Sequence[int], rank: int, world_size: i
 
 
 def plan_waves(sizes: Sequence[int], most: int) -> list[range]:
-    """Neighbours of `sizes` in runs of at most `most` bytes, or of one; at least one run, which may be empty."""
+    """Return neighbours of `sizes` in runs of at most `most` bytes, or of one; there is at least one run, which may be
+    empty.
+    """
     waves, start, nbytes = [], 0, 0
     for position, size in enumerate(sizes):
         if position > start and nbytes + size > most:
@@ -102,7 +106,7 @@ def plan_waves(sizes: Sequence[int], most: int) -> list[range]:
 
 
 def plan_whole(extents: Sequence[Extent], world_size: int) -> Plan:
-    """Each parameter to one rank: the largest first, to the rank that has the least so far."""
+    """Give each parameter to one rank: the largest first, to the rank that has the least so far."""
     loads = [0] * world_size
     ranks: list[list[Slice]] = [[] for _ in range(world_size)]
     for index in sorted(range(len(extents)), key=lambda i: -extents[i].num_lines):

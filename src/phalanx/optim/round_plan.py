@@ -35,10 +35,10 @@ Topology = Literal["hypercube", "random"]
 
 @dataclass(frozen=True)
 class Round:
-    """It is one time of coming together: the ranks of a group take the mean of a fragment of their models.
+    """In a round the ranks of a group take the mean of a fragment of their models.
 
-    `begins` and `ends` are steps of each rank, counted from 1: behind the first it gives what it has, behind the second
-    it takes over what has come of it.
+    `begins` and `ends` are steps of each rank, counted from 1: after the first it gives what it has, after the second
+    it takes over the result.
     """
 
     number: int
@@ -48,13 +48,15 @@ class Round:
     groups: tuple[tuple[int, ...], ...]
 
     def group_of(self, rank: int) -> tuple[int, ...]:
-        """Those with whom it takes the mean, itself included."""
+        """Return the ranks with which `rank` takes the mean, itself included."""
         return next(group for group in self.groups if rank in group)
 
 
 @dataclass(frozen=True)
 class RoundPlan:
-    """It has all rounds of a training of `world_size` ranks. `topology` is that of pairs; None is all together."""
+    """A round plan has all rounds of a training of `world_size` ranks. `topology` is that of pairs; None is all
+    together.
+    """
 
     world_size: int
     sync_every: int
@@ -65,11 +67,11 @@ class RoundPlan:
 
     @property
     def steps_between(self) -> int:
-        """From the beginning of a round to that of the next one."""
+        """Return the steps from the beginning of a round to that of the next one."""
         return self.sync_every // self.num_fragments
 
     def round(self, number: int) -> Round:
-        """Round `number`, counted from 0."""
+        """Return round `number`, counted from 0."""
         begins = (number + 1) * self.steps_between
         return Round(number, begins, begins + self.delay, number % self.num_fragments, self._groups(number))
 
@@ -96,10 +98,11 @@ class RoundPlan:
 
 
 def decide_topology(world_size: int, topology: Topology | None) -> Topology:
-    """Return the one that is asked for; by default "hypercube" where it reaches all alike, and "random" elsewhere.
+    """Return the topology that is asked for; by default "hypercube" where it reaches all ranks alike, "random"
+    elsewhere.
 
     Raises:
-        ValueError: there is no such one, or not of so many ranks.
+        ValueError: there is no such topology, or not for so many ranks.
     """
     is_power = world_size & (world_size - 1) == 0
     if topology is None:
@@ -114,7 +117,7 @@ def decide_topology(world_size: int, topology: Topology | None) -> Topology:
 
 
 def plan_fragments(sizes: Sequence[int], num_fragments: int) -> tuple[tuple[int, ...], ...]:
-    """Numbers of the parameters of each fragment: runs of neighbours, of nearly the same size, none empty.
+    """Return the numbers of the parameters of each fragment: runs of neighbours, of nearly the same size, none empty.
 
     Raises:
         ValueError: there are fewer parameters.

@@ -28,7 +28,7 @@ from phalanx.optim.round_plan import RoundPlan
 
 
 class Rounds(ABC):
-    """It counts the steps of `optimizer`, and holds a round every `sync_every` of them. It is collective.
+    """It counts the steps of `optimizer`, and holds a round every `sync_every` of them. All ranks make it together.
 
     It begins to count at once. As a context manager it ends with `finish`, unless an exception ended the block.
     """
@@ -82,7 +82,7 @@ class Rounds(ABC):
 
     @property
     def _buffers(self) -> list[Tensor]:
-        """As they are now: a module that writes `self.mean = 0.9 * self.mean + ...` binds its buffer anew."""
+        """Return the buffers of now: a module that writes `self.mean = 0.9 * self.mean + ...` binds its buffer anew."""
         return [module.get_buffer(name) for module, name in self._places]
 
     def _find_tensors(self) -> list[Tensor]:
@@ -93,7 +93,7 @@ class Rounds(ABC):
 
     @abstractmethod
     def _combine(self, *, counting: tuple[int, ...]) -> None:
-        """Make the model of this round from those of the ranks that count, one or more. Collective."""
+        """Make the model of this round from those of the ranks that count, one or more. All ranks call it."""
 
     def _after_step(self, _optimizer: Optimizer, _args: Any, _options: Any) -> None:
         self.local_steps += 1
@@ -102,7 +102,7 @@ class Rounds(ABC):
 
     @torch.no_grad()
     def _hold(self, *, finished: bool, counts: bool) -> bool:
-        """One round; whether all ranks have finished."""
+        """Hold one round; return whether all ranks have finished."""
         self._refuse_newcomers()
         counting, num_finished = read_said(*self._say(self.process_group, counts=counts, finished=finished))
         if counting:
@@ -115,7 +115,7 @@ class Rounds(ABC):
         """Refuse parameters that were added or unfrozen since construction: no round would ever combine them.
 
         Raises:
-            RuntimeError: with the first one.
+            RuntimeError: there is one; the message names the first.
         """
         trained = {id(parameter) for parameter in self._parameters}
         for name, parameter in self._model.named_parameters():
@@ -134,18 +134,18 @@ class Rounds(ABC):
         return said, dist.all_reduce(said, group=group, async_op=async_op)
 
     def regroup(self, process_group: dist.ProcessGroup) -> None:
-        """Go on in another group, after ranks were lost or came. Collective over it; `catch_up` comes next."""
+        """Go on in another group, after ranks were lost or came. All its ranks call it; `catch_up` comes next."""
         self.process_group = process_group
         self.plan = self._make_plan(process_group.size())
         self._flat = Flat(self._find_tensors, group=process_group)
 
     def catch_up(self, *, is_new: bool) -> None:
-        """Carry out a round out of turn, in which ranks that are new have no say: then all go on from the same one.
-        Collective.
+        """Carry out a round out of turn, in which new ranks have no say: then all go on from the same round. All ranks
+        call it.
 
-        Whoever was lost has missed it, with the steps since the round before. A rank that heard of the loss where
-        others had the round done already has missed that one: what all have alike it gets from those.
-        With an outer optimizer only steps count: a round of those that have just had one would move it again.
+        A lost rank has missed it, with the steps since the round before. A rank that heard of the loss where others had
+        the round done already has missed that one: it gets from them what all have alike. With an outer optimizer only
+        steps count: a round of ranks that have just had one would move it again.
         """
         newest, root, is_torn = self._find_newest(is_new=is_new)
         is_behind = is_new or self.num_rounds < newest
@@ -161,14 +161,14 @@ class Rounds(ABC):
         self._hold(finished=False, counts=counts)
 
     def _catch_up_without_round(self, root: int) -> None:
-        """Make up for the latest round, which some have missed and `root` has done; nobody has stepped since.
-        Collective.
+        """Make up for the latest round, which some have missed and `root` has done; no rank has stepped since. All
+        ranks call it.
         """
         return None
 
     def _find_newest(self, *, is_new: bool) -> tuple[int, int, bool]:
-        """Return the latest round that a rank has done, the first such rank, and whether others have not.
-        Collective.
+        """Return the latest round that a rank has done, the first such rank, and whether others have not. All ranks
+        call it.
         """
         group = self.process_group
         done = torch.zeros(group.size(), dtype=torch.int64, device=self._parameters[0].device)
@@ -180,17 +180,21 @@ class Rounds(ABC):
         return max(newest, 0), by_rank.index(newest), min(old, default=0) < newest
 
     def finish(self) -> None:
-        """Stop counting, and hold rounds until every rank has come here; all then have the same model. Collective."""
+        """Stop counting, and hold rounds until every rank has come here; all then have the same model. All ranks call
+        it.
+        """
         self._hook.remove()
         while not self._hold(finished=True, counts=self.local_steps > 0):
             pass
 
     def state_dict(self) -> dict[str, Any]:
-        """How far this rank is into its round, and how many were held. Models differ at other times: save each."""
+        """Return how far this rank is into its round, and how many were held. Models differ at other times: save
+        each.
+        """
         return {"local_steps": self.local_steps, "num_rounds": self.num_rounds}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on in the middle of a round; the model and the optimizer are loaded by whoever saved them."""
+        """Go on in the middle of a round; the caller loads the model and the optimizer."""
         self.local_steps = state_dict["local_steps"]
         self.num_rounds = state_dict["num_rounds"]
 
@@ -210,7 +214,7 @@ def check_kinds(name: str, model: Any, *optimizers: Any) -> None:
     """Refuse what is no model and what is no optimizer.
 
     Raises:
-        TypeError: with what it is.
+        TypeError: an argument is refused; the message says what it is.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"{name}: model must be a torch.nn.Module, got {model!r}")
@@ -220,7 +224,7 @@ def check_kinds(name: str, model: Any, *optimizers: Any) -> None:
 
 
 def read_said(said: Tensor, work: dist.Work | None) -> tuple[tuple[int, ...], int]:
-    """Which ranks count in a round, and how many have finished, once all have said it."""
+    """Return which ranks count in a round, and how many have finished, once all have said it."""
     if work is not None:
         work.wait()
     *counts, num_finished = said.tolist()
@@ -228,8 +232,8 @@ def read_said(said: Tensor, work: dist.Work | None) -> tuple[tuple[int, ...], in
 
 
 def _find_buffers(model: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Return the module and the name of each buffer that is averaged along: of floating or complex type, once
-    where it is shared.
+    """Return the module and name of each buffer that is averaged along: of floating or complex type, once where it is
+    shared.
     """
     places: dict[int, tuple[nn.Module, str]] = {}
     for module in model.modules():
@@ -240,7 +244,7 @@ def _find_buffers(model: nn.Module) -> list[tuple[nn.Module, str]]:
 
 
 def _find_others(model: nn.Module, combined: Sequence[Tensor]) -> list[tuple[str, Tensor]]:
-    """Return the frozen parameters and the buffers of whole numbers, by name: what no round changes."""
+    """Return by name what no round changes: the frozen parameters and the buffers of whole numbers."""
     known = {id(tensor) for tensor in combined}
     named = itertools.chain(model.named_parameters(), model.named_buffers())
     return [(name, one) for name, one in named if id(one) not in known and one.layout is torch.strided]
@@ -248,11 +252,11 @@ def _find_others(model: nn.Module, combined: Sequence[Tensor]) -> list[tuple[str
 
 @torch.no_grad()
 def _broadcast_once(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """Make these rank 0's on every rank. Collective."""
+    """Overwrite `tensors` with rank 0's on every rank. All ranks call it."""
     flat = Flat(tensors)
     flat.take()
     for block in flat.blocks:
-        dist.broadcast(block.view(torch.uint8), group=group, group_src=0)  # of any dtype
+        dist.broadcast(block.view(torch.uint8), group=group, group_src=0)  # the bytes may be of any dtype
     flat.give()
 
 
@@ -260,7 +264,7 @@ def _refuse_averaged(name: str, model: nn.Module, optimizer: Optimizer, group: d
     """Refuse what is averaged or shared by the same ranks at every step already.
 
     Raises:
-        ValueError: with what it is.
+        ValueError: the model or the optimizer is refused; the message says why.
     """
     averaging = [module for module in model.modules() if hasattr(module, "require_backward_grad_sync")]
     for one in itertools.chain(averaging, [optimizer]):
@@ -277,7 +281,7 @@ def _refuse_averaged(name: str, model: nn.Module, optimizer: Optimizer, group: d
 
 
 def _verify_same(name: str, named: Sequence[tuple[str, Tensor]], settings: str, group: dist.ProcessGroup) -> None:
-    """Return on every rank, or raise on every rank. Collective."""
+    """Return on every rank, or raise on every rank. All ranks call it."""
     mine = settings, [(n, tuple(p.shape), str(p.dtype).removeprefix("torch.")) for n, p in named]
     everyone: list[Any] = [None] * group.size()
     dist.all_gather_object(everyone, mine, group=group)

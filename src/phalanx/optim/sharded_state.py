@@ -41,7 +41,7 @@ class ShardedState(Optimizer):
 
     @property
     def optim(self) -> Optimizer:
-        """This rank's optimizer, over its shards."""
+        """Return this rank's optimizer, over its shards."""
         assert self._local is not None  # construction adds at least one group
         return self._local
 
@@ -52,8 +52,8 @@ class ShardedState(Optimizer):
         """Return this rank's part of the state, for this rank to save; `merge_state_dicts` makes the whole of all of
         them.
 
-        Not collective. The tensors are the optimizer's own: save or copy them before the next step. State that belongs
-        to no parameter is refused (ValueError).
+        A rank may call it alone. The tensors are the optimizer's own: save or copy them before the next step. State
+        that belongs to no parameter is refused (ValueError).
         """
         numbers = {p: number for number, p in enumerate(p for g in self.param_groups for p in g["params"])}
         state = {}
@@ -80,7 +80,7 @@ class ShardedState(Optimizer):
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Gather the whole state on rank `to` of the group, where `state_dict` gives it until the next step.
 
-        Collective.
+        All ranks call it.
         Cost: rank `to` holds the state of all ranks.
 
         Raises:
@@ -116,12 +116,12 @@ class ShardedState(Optimizer):
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Take this rank's part of a whole state: of the plain optimizer, or consolidated on any number of ranks.
 
-        Not collective, but every rank must load the same. Join shards with `merge_state_dicts` first.
+        Ranks need not call it together, but every rank must load the same. Join shards with `merge_state_dicts` first.
 
         Raises:
             ValueError: it is the state of other groups or parameters.
         """
-        with self._as_masters() as parameter_of:  # whose dtype and device the state takes
+        with self._as_masters() as parameter_of:  # the state takes their dtype and device
             # Checks, converts dtypes, calls the user's hooks; the state is all there.
             undecorated(Optimizer.load_state_dict)(self, state_dict)
         self._consolidated = False
@@ -130,7 +130,7 @@ class ShardedState(Optimizer):
 
     @contextlib.contextmanager
     def _as_masters(self) -> Iterator[dict[Any, Tensor]]:
-        """With offload, masters in place of the parameters; yields the parameter of each."""
+        """Put masters in place of the parameters, with offload; yield the parameter of each."""
         parameter_of: dict[Any, Tensor] = {}
         given = [group["params"] for group in self.param_groups]
         try:
@@ -160,7 +160,7 @@ class ShardedState(Optimizer):
             self.optim.state[shard.tensor] = state
 
     def load_kept_state(self, whole: dict[int, Any]) -> None:
-        """Take this rank's part of what `kept_state` gave."""
+        """Take this rank's part of a whole state that `kept_state` gave."""
         parameters = [p for group in self.param_groups for p in group["params"]]
         self._take_state({parameters[number]: state for number, state in whole.items()})
 
@@ -189,7 +189,7 @@ class ShardedState(Optimizer):
 
 
 def _master_of(shard: ParameterShard | OffloadedShard) -> dict[str, Tensor]:
-    """Return what is to be saved with a state that was made of more precise parameters than the model has."""
+    """Return what is to be saved with a state that was made of more precise parameters than the model's."""
     if isinstance(shard, OffloadedShard) and shard.tensor.dtype != shard.parameter.dtype:
         return {_MASTER: shard.tensor.detach()}
     return {}

@@ -20,7 +20,8 @@ def whole_pages(nbytes: int) -> int:
 
 
 class SharedBlock:
-    """It has room in the host's memory for the elements of each of `parameters`, as `dtypes`. It is collective.
+    """It has room in the host's memory for the elements of each of `parameters`, as `dtypes`. All ranks make it
+    together.
 
     With `in_pages` no other block has a part of its pages.
 
@@ -62,18 +63,20 @@ class SharedBlock:
         return flat.as_strided(like.shape, like.stride()) if is_dense(like) else flat.view(like.shape)
 
     def leave(self, memory: Tensor) -> None:
-        """Be in `memory` from now on, which is laid out as the block, and is this rank's own."""
+        """Use `memory` from now on, which is laid out as the block, and is this rank's own."""
         self.memory = memory
         self.flats = [self._flat(number) for number in range(len(self.parameters))]
 
     def byte_range(self, part: Slice) -> tuple[int, int]:
-        """Where in the block a slice lies."""
+        """Return where in the block a slice lies."""
         at, itemsize = self.offsets[part.index], self.extents[part.index].itemsize
         return at + part.start * itemsize, at + part.stop * itemsize
 
 
 class SharedParameters(SharedBlock):
-    """It moves `parameters` into one block of host memory: the values of `source`, for all. It is collective."""
+    """It moves `parameters` into one block of host memory: the values of `source`, for all. All ranks make it
+    together.
+    """
 
     def __init__(self, parameters: Sequence[Tensor], group: dist.ProcessGroup, source: int = 0) -> None:
         super().__init__(parameters, [p.dtype for p in parameters], group)
@@ -86,7 +89,7 @@ class SharedParameters(SharedBlock):
             parameter.data = view
 
     def leave(self, memory: Tensor) -> None:
-        """Have the values of `memory`, which is laid out as the block, and is this rank's own."""
+        """Take over the values of `memory`, which is laid out as the block, and is this rank's own."""
         super().leave(memory)
         for number, parameter in enumerate(self.parameters):
             parameter.data = self.shaped(number)

@@ -12,12 +12,14 @@ from torch import Tensor
 from phalanx.optim.plan import LINE, Extent, Plan
 from phalanx.transport.tensors import is_dense
 
-# Of the optimizers in torch.optim the hungriest (centered RMSprop, Adam with amsgrad) keep three numbers an element.
+# The hungriest optimizers in torch.optim (centered RMSprop, Adam with amsgrad) keep three numbers an element.
 _STATES = 4
 
 
 class SharedState:
-    """It has room for four numbers for each element that a rank updates. Collective; unused room costs no memory."""
+    """It has room for four numbers for each element that a rank updates. All ranks make it; unused room costs no
+    memory.
+    """
 
     def __init__(self, extents: Sequence[Extent], plan: Plan, group: dist.ProcessGroup) -> None:
         from phalanx.backend.shared import shared_empty  # needs the C core, which a group that shares memory has
@@ -31,7 +33,7 @@ class SharedState:
         self._places: dict[tuple[int, str], Tensor] = {}
 
     def adopt(self, number: int, state: dict[str, Any]) -> None:
-        """Move what there is of each element, in the state of parameter `number`, here; what has no room stays."""
+        """Move here what the state of parameter `number` has for each element; what finds no room stays."""
         for key, value in state.items():
             if isinstance(value, Tensor) and value.dim() > 0 and value.is_cpu and is_dense(value):
                 place = self._place(number, key, value)

@@ -48,9 +48,9 @@ class Staging:
             yield
 
     def to_host(self, host: Tensor, tensor: Tensor) -> Callable[[], object]:
-        """Begin to copy `tensor` to `host`, inside `beside`; returns what waits until it is there.
+        """Begin to copy `tensor` to `host`, inside `beside`; return a function that waits until it is there.
 
-        The tensor may be let go at once, and changed by whoever waits, or queues behind the copy.
+        The tensor may be let go at once, and changed by code that waits, or that queues after the copy.
         """
         host.copy_(tensor, non_blocking=True)
         if self._stream is None:
@@ -68,7 +68,7 @@ class Staging:
     def to_device(self, tensors: Iterable[Tensor], host: Iterable[Tensor], then: Callable[[], object]) -> None:
         """Begin to copy to the device; what is queued there later sees it. The host's memory is read until `settle`.
 
-        `then` queues what is to be done behind the copies, and by `settle`.
+        `then` queues what is to be done after the copies, and by `settle`.
         """
         for tensor, source in zip(tensors, host, strict=True):
             tensor.copy_(source, non_blocking=True)
@@ -83,17 +83,18 @@ class Staging:
             self._sent = None
 
     def note(self, flats: Sequence[Tensor], host: Sequence[Tensor]) -> Any:
-        """Return what `differ` knows by later whether one of `flats`, of one dimension, has been written, by whomever.
+        """Return what `differ` needs later to find whether one of `flats`, of one dimension, has been written, by any
+        code.
 
-        On the CPU that is `host`, of the same values, which stays as it is until then. Else a checksum, queued on the
-        device; what is queued later does not count.
+        On the CPU that is `host`, of the same values, which stays as it is until then. Else it is a checksum, queued on
+        the device; what is queued later does not count.
         """
         return checksum(flats) if self.takes_checksums else host
 
     def differ(self, noted: Sequence[tuple[Sequence[Tensor], Any]]) -> list[bool]:
-        """Which of these groups of tensors don't hold the bits any more that were noted of them.
+        """Return which of these groups of tensors no longer hold the bits that were noted of them.
 
-        Waits for the device, once; nothing is queued any more on another stream for the notes.
+        It waits for the device, once; nothing is queued any more on another stream for the notes.
         """
         if not self.takes_checksums:
             return [not all(map(_same_bits, flats, note)) for flats, note in noted]
@@ -102,11 +103,11 @@ class Staging:
 
     @property
     def locks(self) -> bool:
-        """Whether memory of the host is to be page-locked for this device."""
+        """Return whether memory of the host is to be page-locked for this device."""
         return self.device.type == "cuda"
 
     def empty_host(self, count: int, dtype: torch.dtype) -> Tensor:
-        """Memory of the host to copy to: page-locked where that counts, so in pages of its own."""
+        """Return memory of the host to copy to: page-locked where that counts, so in pages of its own."""
         nbytes = count * dtype.itemsize
         if not self.locks or nbytes == 0:
             return torch.empty(count, dtype=dtype)
@@ -122,14 +123,14 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def lock(memory: Tensor, ranges: Iterable[tuple[int, int]]) -> None:
-    """Page-lock these ranges of bytes of `memory`, until it is let go. Without the right to, copies are slower.
+    """Page-lock these ranges of bytes of `memory`, until it is let go. Without the right to lock, copies are slower.
 
     A page is locked once: call it once for all ranges of a block of memory, which shares no page with another.
     Cost: the pages exist from now on.
     """
     for start, stop in plan_pages(memory.data_ptr(), ranges):
         cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        status = cudart.cudaHostRegister(start, stop - start, 1)  # portable: for every device of this process
+        status = cudart.cudaHostRegister(start, stop - start, 1)  # portable: it holds for every device of this process
         if int(status) != 0:
             warn_once(_logger, f"offload: memory of the host can't be page-locked ({status}): copies take longer")
             with contextlib.suppress(RuntimeError):  # else the next kernel's launch would report this error as its own
@@ -147,7 +148,8 @@ def _nothing() -> None:
 
 
 def plan_pages(address: int, ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the addresses of the whole pages around ranges of bytes from `address` on, neighbours made one: pure.
+    """Return the addresses of the whole pages around ranges of bytes from `address` on, neighbours made one. It is
+    pure.
 
     A page can be locked once, and two ranges may touch the same.
     """

@@ -57,7 +57,9 @@ def merge_states(states: Sequence[Mapping[int, Any]], parameters: Iterable[Tenso
 
 
 def _orders(layout: Mapping[int, Any]) -> dict[int, Any]:
-    """Return the shapes, and the strides of those dimensions that have more than one element: others are any."""
+    """Return the shapes, and the strides of those dimensions that have more than one element; other strides do not
+    matter.
+    """
     return {
         number: (shape, [step for n, step in zip(shape, stride, strict=True) if n != 1])
         for number, (shape, stride) in layout.items()
@@ -65,12 +67,12 @@ def _orders(layout: Mapping[int, Any]) -> dict[int, Any]:
 
 
 def refuse_loose(state: Mapping[Any, Any], optimizer_class: type[Optimizer], known: int) -> None:
-    """Refuse state that belongs to no parameter: each rank has its own, and nobody knows how to put it together.
+    """Refuse state that belongs to no parameter: each rank has its own, and there is no way to put it together.
 
-    `known`: how many parameters have state.
+    `known` says how many parameters have state.
 
     Raises:
-        ValueError: there is some.
+        ValueError: there is such state.
     """
     if len(state) == known:
         return
@@ -111,8 +113,8 @@ def _merge(number: int, parts: Sequence[Mapping[str, Any]], shape: tuple[int, ..
 
 
 def _is_per_element(value: object, part: Mapping[str, Any]) -> bool:
-    """Return whether a value is a slice's own state, which is one-dimensional; counters are tensors without a
-    dimension, or numbers.
+    """Return whether a value is a slice's own state, which is one-dimensional; counters are numbers, or have no
+    dimension.
     """
     return isinstance(value, Tensor) and value.dim() == 1 and value.numel() == part["stop"] - part["start"]
 

@@ -120,7 +120,9 @@ class StreamingDiLoCo(Rounds):
         return RoundPlan(world_size, self.sync_every, len(self._fragments), self.delay)
 
     def _make_rooms(self) -> None:
-        """Make a group for what is sent while the others are used, and room for what goes through it. Collective."""
+        """Make a group for what is sent while the others are used, and room for what goes through it. All ranks call
+        it.
+        """
         group = self.process_group
         ranks = dist.get_process_group_ranks(group)
         self._exchange: Any = dist.new_group(ranks, backend=dist.get_backend(group), use_local_synchronization=True)
@@ -135,7 +137,7 @@ class StreamingDiLoCo(Rounds):
         return [self._parameters[one] for one in fragment] + (self._buffers if is_last else [])
 
     def outer_parameters(self) -> dict[str, Tensor]:
-        """Return the outer parameters by name: the model to evaluate or save between rounds. Not copies.
+        """Return the outer parameters by name: the model to evaluate or save between rounds. They are no copies.
 
         Shape: as the model's parameters.
         """
@@ -170,7 +172,7 @@ class StreamingDiLoCo(Rounds):
 
     @torch.no_grad()
     def _take_over(self) -> bool:
-        """Wait for what is on its way, and take the outer step; whether all ranks have finished."""
+        """Wait for what is on its way, and take the outer step; return whether all ranks have finished."""
         one = self._in_flight
         assert one is not None
         one.wait()
@@ -198,24 +200,28 @@ class StreamingDiLoCo(Rounds):
         raise AssertionError("fragments come together by _give and _take_over")
 
     def regroup(self, process_group: dist.ProcessGroup) -> None:
-        """Go on in another group, after ranks were lost or came. What was on its way is lost. Collective."""
+        """Go on in another group, after ranks were lost or came. What was on its way is lost. All ranks call it."""
         self._in_flight = None
         self._leave_exchange()
         super().regroup(process_group)
         self._make_rooms()
 
     def _leave_exchange(self) -> None:
-        """PyTorch's own groups stay: the next of the same ranks has the same name, and meets at what this one wrote."""
+        """Keep PyTorch's own groups: the next of the same ranks has the same name, and meets at the keys that this one
+        wrote.
+        """
         exchange, self._exchange, self._rooms = self._exchange, None, []
         if phalanx_group(exchange) is not None and is_listed(exchange):
             dist.destroy_process_group(exchange)
 
     def _catch_up(self, *, counts: bool) -> None:
-        """All go on at the beginning of the same round; nothing is held out of turn, as fragments have times apart."""
+        """Let all go on at the beginning of the same round; none is held out of turn, as fragments have times apart."""
         self.local_steps = 0
 
     def finish(self) -> None:
-        """Stop counting; when every rank has come here, each fragment in turn becomes the outer one. Collective."""
+        """Stop counting; when every rank has come here, each fragment in turn becomes the outer one. All ranks call
+        it.
+        """
         self._hook.remove()
         if self._exchange is None:
             return  # it has
@@ -230,7 +236,7 @@ class StreamingDiLoCo(Rounds):
         """Return the outer parameters and optimizer, the same on all ranks, what is on its way, and how far this rank
         is.
 
-        Waits for what is on its way to come; it is not taken over before its time.
+        It waits for what is on its way to come, which is not taken over before its time.
         """
         one = self._in_flight
         if one is not None:
@@ -247,7 +253,7 @@ class StreamingDiLoCo(Rounds):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from `state_dict`; the model and the inner optimizer are loaded by whoever saved them.
+        """Go on from `state_dict`; the caller loads the model and the inner optimizer.
 
         What was on its way is taken over at its time. With another number of ranks it is dropped.
 
@@ -270,7 +276,7 @@ class StreamingDiLoCo(Rounds):
         if saved is None:
             return
         if saved["said"].numel() != self.process_group.size() + 1 or not self._rooms:
-            self.num_rounds += 1  # as of a round in which nobody counted
+            self.num_rounds += 1  # it counts as a round in which no rank counted
             return
         self._in_flight = _InFlight(saved["fragment"], saved["said"].clone())
         for block, sums in zip(self._rooms[saved["fragment"]].blocks, saved["sums"], strict=True):
@@ -296,7 +302,7 @@ def _check_times(sync_every: int, num_fragments: int, delay: int, mix: float) ->
 
 
 def _decide_fragments(model: nn.Module, fragments: int | Sequence[nn.Module]) -> tuple[tuple[int, ...], ...]:
-    """Return the numbers of the trained parameters of each.
+    """Return the numbers of the trained parameters of each fragment.
 
     Raises:
         ValueError: there are not so many, or modules that do not share the parameters among them.
@@ -306,7 +312,7 @@ def _decide_fragments(model: nn.Module, fragments: int | Sequence[nn.Module]) ->
         if fragments < 1:
             raise ValueError(f"StreamingDiLoCo: fragments must be 1 or more, got {fragments}")
         if not trained:
-            return ((),)  # which Rounds refuses
+            return ((),)  # Rounds refuses this
         return plan_fragments([parameter.nbytes for _, parameter in trained], fragments)
     if not (isinstance(fragments, Sequence) and all(isinstance(module, nn.Module) for module in fragments)):
         raise TypeError(

@@ -43,8 +43,8 @@ from phalanx.optim.plan import Plan
 from phalanx.optim.shared_parameters import SharedBlock
 
 _ARRIVED, _SAVED, _DONE, _GAVE_UP = range(4)
-_OLD, _NEW = range(2)  # decisions
-_WORDS_APART = 16  # 64-bit words: each rank's in lines of its own
+_OLD, _NEW = range(2)  # the two decisions
+_WORDS_APART = 16  # in 64-bit words: each rank's word has cache lines of its own
 _LOOK_S = 0.001
 # A survivor that is still updating needs as long as an update takes; one that let the timeout pass has had its time.
 _PATIENCE_S = 30.0
@@ -79,9 +79,7 @@ def _shared(count: int, dtype: torch.dtype, group: dist.ProcessGroup) -> Tensor:
 
 
 def _joined(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the ranges, ascending, neighbours made one: what lies between two parameters is nobody's, and may
-    go along.
-    """
+    """Return the ranges, ascending, with neighbours made one: what lies between two parameters may go along."""
     joined: list[tuple[int, int]] = []
     for start, stop in sorted(ranges):
         if joined and start - joined[-1][1] < 128:
@@ -115,7 +113,7 @@ class Undo:
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Around the update of this rank's slices: all ranks begin and end it together.
+        """Begin and end the update of this rank's slices, inside the block, together with all ranks.
 
         Raises:
             PhalanxError: a rank died, left or is late; all parameters are those of one step, the old or the new.
@@ -162,7 +160,7 @@ class Undo:
 
     @property
     def number(self) -> int:
-        """Of the step that the parameters are of, on every rank that has heard how the latest ended."""
+        """Return the step that the parameters are of, on every rank that has heard how the latest ended."""
         decided = self._decision()
         if self._failed_at and not (decided is not None and decided[0] == _NEW):
             return self._number - 1
@@ -170,17 +168,17 @@ class Undo:
 
     @property
     def under_way(self) -> int:
-        """The number of the latest step that has begun here."""
+        """Return the number of the latest step that has begun here."""
         return self._number
 
     def before(self) -> list[Tensor]:
-        """Return a copy of each block's memory as it was before the latest update, which this rank has not gone
-        on from.
+        """Return a copy of each block's memory as it was before the latest update, from which this rank has not gone
+        on.
         """
         return [region.before() for region in self._regions]
 
     def start_from(self, number: int) -> None:
-        """Count on from that step. Collective, before the first step."""
+        """Count on from that step. All ranks call it, before the first step."""
         self._number = number
         self._store(4 * number)
         if self._rank == 0:
@@ -233,19 +231,19 @@ class Undo:
             )
 
     def _decision(self) -> tuple[int, int] | None:
-        """Return what was decided on this step, and by which rank; None while nobody has."""
+        """Return what was decided on this step, and by which rank; None as long as nothing was."""
         from phalanx import _core
 
         number, decided = divmod(_core.load_word(self._address(self._world_size)), 2 * self._world_size)
         return divmod(decided, self._world_size) if number == self._number else None
 
     def _decide(self, decision: int) -> int:
-        """Decide on this step, or learn what another rank has decided: the decision that holds for all."""
+        """Decide on this step, or learn what another rank has decided; return the decision, which holds for all."""
         from phalanx import _core
 
         address = self._address(self._world_size)
         before = _core.load_word(address)
-        if before < 2 * self._world_size * self._number:  # who loses this race finds the winner's
+        if before < 2 * self._world_size * self._number:  # a rank that loses this race finds the winner's decision
             word = 2 * self._world_size * self._number + decision * self._world_size + self._rank
             _core.compare_exchange_word(address, before, word)
         decided = self._decision()
@@ -256,7 +254,7 @@ class Undo:
         """Make all parameters those of one step, together with the other survivors, after `error` at a sync."""
         words = [self._word(rank) for rank in range(self._world_size)]
         if min(words) < 4 * self._number:
-            return  # somebody never arrived, so nobody passed sync A
+            return  # some rank never arrived, so none passed sync A
         self._await_others(error.missing if isinstance(error, DeadlineError) else ())
         completed = all(_completed(self._word(rank), self._number) for rank in range(self._world_size))
         if self._decide(_NEW if completed else _OLD) == _NEW:

@@ -138,14 +138,14 @@ class ZeroRedundancyOptimizer(ShardedState):
         self._given = dict(defaults)  # AdamW's own have one that its constructor does not take
         self._undo = Undo(self.process_group) if self.world_size > 1 else None
         self._offload = self._new_offload()
-        self._fuses: list[bool] = []  # of each group, whether we have chosen to
+        self._fuses: list[bool] = []  # for each group, whether we have chosen to
         self._shared: list[SharedParameters | MasterParameters] = []
-        self._shards: list[list[ParameterShard] | list[OffloadedShard]] = []  # of each group, this rank's
+        self._shards: list[list[ParameterShard] | list[OffloadedShard]] = []  # this rank's shards of each group
         self._local: Optimizer | None = None
         self._kept: KeptState | None = None
         self._moving: tuple[int, dict[int, Any] | None] | None = None  # updates and state, on the way to another group
         self._consolidated = False
-        params, self._given_parameters = list_parameters(params)  # of all groups, before any has moved
+        params, self._given_parameters = list_parameters(params)  # these are of all groups, before any has moved
         super().__init__(params, defaults)  # adds the groups
         self._given_parameters = []
 
@@ -153,7 +153,7 @@ class ZeroRedundancyOptimizer(ShardedState):
 
     @untraced
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Move one more group of parameters into shared memory, and share their update. Collective."""
+        """Move one more group of parameters into shared memory, and share their update. All ranks call it."""
         undecorated(Optimizer.add_param_group)(self, param_group)
         group = self.param_groups[-1]
         try:
@@ -197,7 +197,7 @@ class ZeroRedundancyOptimizer(ShardedState):
             self.defaults = self._local.defaults  # with those that nobody gave: schedulers look for momentum and betas
         else:
             self._local.add_param_group(local_group)
-        self._show_options(len(self._fuses) - 1)  # of others the user may have set some since the last step
+        self._show_options(len(self._fuses) - 1)  # the user may have set some of the others since the last step
 
     def _refuse_moved(self) -> None:
         for number, shared in enumerate(self._shared):
@@ -220,13 +220,13 @@ class ZeroRedundancyOptimizer(ShardedState):
 
     @untraced
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As every optimizer's: of all parameters, on this rank."""
+        """Clear the gradients of all parameters on this rank, as every optimizer does."""
         undecorated(Optimizer.zero_grad)(self, set_to_none)
 
     @untraced
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update this rank's slices; on return every rank has updated its own, and parameters may be read. Collective.
+        """Update this rank's slices; when it returns, all ranks have done so, and parameters may be read. All call it.
 
         Raises:
             PhalanxError: a rank died, left or is late: parameters are whole, of the step before or of this one.
@@ -289,8 +289,8 @@ class ZeroRedundancyOptimizer(ShardedState):
     ) -> Tensor:
         """Scale the gradients that the next step uses, so that their norm over all parameters is at most `max_norm`.
 
-        As `torch.nn.utils.clip_grad_norm_`, but each rank reads and scales only what it updates, so it is right with
-        `gather_gradients=False` as well. Collective. Returns the norm before, the same bits on every rank.
+        It is `torch.nn.utils.clip_grad_norm_`, but each rank reads and scales only what it updates, so it is right with
+        `gather_gradients=False` as well. All ranks call it. It returns the norm before, the same bits on every rank.
 
         Shape: the norm has none, ().
         Cost: reads and scales this rank's slices of the gradients; one all_reduce of one number.
@@ -304,7 +304,7 @@ class ZeroRedundancyOptimizer(ShardedState):
             raise ValueError(f"clip_grad_norm_: norm_type must be above zero, or infinity, got {norm_type}")
         if self._offload is not None:
             norm = self._norm(self._offload.gradient_slices(), norm_type, error_if_nonfinite, foreach)
-            factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as clip_grads_with_norm_
+            factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # clip_grads_with_norm_ computes it so
             parameters = [parameter for group in self.param_groups for parameter in group["params"]]
             self._offload.scale_gradients(factor, parameters, foreach)
         else:
@@ -332,7 +332,7 @@ class ZeroRedundancyOptimizer(ShardedState):
         return norm
 
     def _norm_dtype(self) -> torch.dtype:
-        """Of the total norm: double where any parameter is."""
+        """Return the dtype of the total norm: double if any parameter is double."""
         wide = {torch.float64, torch.complex128}
         return torch.float64 if any(p.dtype in wide for g in self.param_groups for p in g["params"]) else torch.float32
 
@@ -351,7 +351,7 @@ class ZeroRedundancyOptimizer(ShardedState):
                 local["fused"] = True
 
     def _show_options(self, first: int = 0) -> None:
-        """Give what this rank's optimizer has set, its defaults above all, to the users: of groups from `first` on."""
+        """Give what this rank's optimizer has set, its defaults above all, to the users, for groups from `first` on."""
         for mine, local, fuses in [*zip(self.param_groups, self.optim.param_groups, self._fuses, strict=False)][first:]:
             chosen = {"fused": mine.get("fused")} if fuses else {}  # what we have chosen is not what the user has
             mine.update({**_options(local), **chosen})
@@ -359,7 +359,7 @@ class ZeroRedundancyOptimizer(ShardedState):
     # -- when ranks are lost -------------------------------------------------------------------------------------
 
     def keep_state(self) -> None:
-        """Keep each rank's state in memory that the others map, so that it outlives the rank. Collective.
+        """Keep each rank's state in memory that the others map, so that it outlives the rank. All ranks call it.
 
         Cost: one more copy of this rank's state in each step, and, while ranks move to another group, of all state.
         """
@@ -376,18 +376,18 @@ class ZeroRedundancyOptimizer(ShardedState):
 
     @property
     def num_updates(self) -> int:
-        """How many steps the parameters have seen; of one that failed all ranks know whether it counts."""
+        """Return how many steps the parameters have seen; of one that failed all ranks know whether it counts."""
         if self._moving is not None:
             return self._moving[0]
         return 0 if self._undo is None else self._undo.number
 
     @property
     def has_updated(self) -> bool:
-        """Whether the latest step that was begun counts, well ended or not; else the parameters are as before it."""
+        """Return whether the latest step that was begun counts, even if it failed; else parameters are as before."""
         return self._moving is not None or self._undo is None or self._undo.number == self._undo.under_way
 
     def can_take_back(self, num_updates: int) -> bool:
-        """Whether `take_back` to there is possible: no update came since, or one, and the state before it is kept."""
+        """Return whether `take_back` can go there: no update came since, or one, and the state before it is kept."""
         undo, kept = None if self._moving is not None else self._undo, self._kept
         if self.num_updates == num_updates or undo is None or kept is None:
             return self.num_updates == num_updates
@@ -397,8 +397,8 @@ class ZeroRedundancyOptimizer(ShardedState):
     def take_back(self, num_updates: int) -> None:
         """Restore the parameters and the state as they were after this many updates, though the next one counts.
 
-        Not collective: from now on they lie in memory of this rank alone, because others may go on from the next
-        update.
+        A rank may call it alone: from now on they lie in memory of this rank alone, because others may go on from the
+        next update.
         """
         if self._undo is not None and self.num_updates > num_updates:
             self._moving = num_updates, self._state_after(num_updates)
@@ -409,7 +409,7 @@ class ZeroRedundancyOptimizer(ShardedState):
         """Return the whole state of the parameters' step, by number, of all ranks of the group, also of those that are
         lost.
 
-        None if it was not kept.
+        It is None if it was not kept.
         """
         return self._moving[1] if self._moving is not None else self._state_after(self.num_updates)
 
@@ -420,9 +420,9 @@ class ZeroRedundancyOptimizer(ShardedState):
         return None if shards is None else merge_states(shards, parameters)
 
     def regroup(self, process_group: dist.ProcessGroup, source: int, num_updates: int) -> None:
-        """Go on in another group, with the parameters of its rank `source`, and no state yet. Collective over it.
+        """Go on in another group, with the parameters of its rank `source`, and no state yet. All its ranks call it.
 
-        `num_updates`: that rank's.
+        `num_updates` is that rank's.
         """
         if self._moving is None:  # else the last attempt was interrupted
             self._moving = self.num_updates, self.kept_state()

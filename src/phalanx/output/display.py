@@ -25,12 +25,12 @@ class Display:
         self, *, colour: bool, terminal: bool, host_of: Callable[[Iterable[int]], str] = lambda ranks: ""
     ) -> None:
         self._out = Writer(1)
-        # one queue when both lead to the same place, so that nothing overtakes there
+        # one queue serves both if they lead to the same place, so that nothing overtakes there
         self._err = self._out if os.path.sameopenfile(1, 2) else Writer(2)
         self._colour = colour
         self._terminal = terminal
         self.host_of = host_of
-        self.prefix_of: Callable[[int], str] | None = None  # as the user wants it: then no lines are folded
+        self.prefix_of: Callable[[int], str] | None = None  # the prefix as the user wants it; then no lines are folded
         self._folder = Folder(())
         self._statuses: dict[tuple[int, int], bytes] = {}  # rank, stream -> what it shows until its end
         self._drawn = 0
@@ -38,7 +38,7 @@ class Display:
         self._redrawn_at = 0.0
         self._prefixes: dict[frozenset[int], bytes] = {}
         self._held = HeldTracebacks()
-        self._told: set[str] = set()  # what cannot be written, said once
+        self._told: set[str] = set()  # what cannot be written is said once
 
     def begin(self, ranks: Iterable[int]) -> None:
         """Begin with these ranks, which print from now on, or again."""
@@ -52,32 +52,32 @@ class Display:
 
     @property
     def full(self) -> bool:
-        """Whether so much waits to be written that nothing more should come."""
+        """Return whether so much waits to be written that nothing more should come."""
         return self._out.full or self._err.full
 
     @property
     def writers(self) -> tuple[Writer, ...]:
-        """Those that have something to write."""
+        """Return the writers that have something to write."""
         return tuple(writer for writer in {self._out, self._err} if writer.waiting)
 
     @property
     def reader_gone(self) -> bool:
-        """Whether nobody reads our stdout any more."""
+        """Return whether nothing reads our stdout any more."""
         return self._out.broken
 
     @property
     def lost(self) -> OSError | None:
-        """Why some of the ranks' lines could not be written to our stdout (a full disk); None if all could."""
+        """Return why some of the ranks' lines could not be written to our stdout (a full disk); None if all could."""
         return self._out.problem
 
     @property
     def next_due(self) -> float | None:
-        """When `tick` is next needed; None for not at all."""
+        """Return when `tick` is next needed; None if it is not."""
         times = [at for at in (self._folder.next_due, self._redraw_at) if at is not None]
         return min(times, default=None)
 
     def show(self, rank: int, stream: int, lines: Sequence[bytes], status: bytes) -> None:
-        """`rank` has printed `lines` to its stdout (1) or stderr (2), behind which stands `status`."""
+        """Show that `rank` has printed `lines` to its stdout (1) or stderr (2), followed by `status`."""
         if stream == 2:
             lines = self._held.feed(rank, lines)
         now = time.monotonic()
@@ -124,17 +124,19 @@ class Display:
             self.say(text)
 
     def expect(self, rank: int, traceback: str, *, quiet: bool = False) -> None:
-        """`rank` is about to print `traceback`: keep it back, for good if `quiet`. The log files get it."""
+        """Keep back `traceback`, which `rank` is about to print, for good if `quiet`. The log files get it."""
         self._held.expect(rank, traceback, quiet=quiet)
 
     def release(self, first: int | None) -> None:
-        """Show what was kept back, except of rank `first`, which will be told at the end, and what is like that."""
+        """Show the lines that were kept back, except those of rank `first`, which is told at the end, and those like
+        them.
+        """
         now = time.monotonic()
         for rank, line in self._held.release(first):
             self._folder.add(rank, 2, line, now)
 
     def forget(self) -> None:
-        """Let go of what is still kept back: it was told."""
+        """Let go of the lines that are still kept back, since they were told."""
         self._held.forget()
 
     def _show_lines(self, now: float) -> None:

@@ -8,18 +8,20 @@ _TAG = re.compile(rb"\[rank\d+\]: $")
 
 
 class Echo:
-    """It takes the lines of a rank's stderr, and keeps those that are `text`, as long as no other comes between."""
+    """An echo takes the lines of a rank's stderr, and keeps those that are `text`, as long as no other comes
+    between.
+    """
 
     def __init__(self, text: bytes) -> None:
         self.text = text
         self._lines = text.rstrip(b"\n").split(b"\n")
         self._tag = b""  # torch.distributed's hook puts it in front of each line
-        self._at = 0  # so many of them have come
+        self._at = 0  # so many lines of the text have come
         self._over = False
 
     @property
     def over(self) -> bool:
-        """Whether nothing is kept any more: it was released, or came otherwise than it was told."""
+        """Return whether nothing is kept any more: it was released, or came otherwise than it was told."""
         return self._over
 
     def feed(self, line: bytes) -> list[bytes]:
@@ -31,7 +33,7 @@ class Echo:
             if not line.endswith(expected):
                 return [line]
             self._at = 1
-            before = line.removesuffix(expected)  # what stood on the line already: a progress bar
+            before = line.removesuffix(expected)  # this stood on the line already: a progress bar
             tag = _TAG.search(before)
             if tag is not None:
                 self._tag, before = tag.group(), before[: tag.start()]
@@ -42,7 +44,7 @@ class Echo:
         return []
 
     def release(self) -> list[bytes]:
-        """Return the lines that were kept; no more will be."""
+        """Return the lines that were kept; no more will be kept."""
         kept = [] if self._over else [self._tag + line for line in self._lines[: self._at]]
         self._over = True
         return kept

@@ -17,7 +17,7 @@ _MAX_PENDING = 4096
 
 @dataclass
 class Folded:
-    """It is a line, the stream it came from (1 or 2), and the ranks that printed it."""
+    """A `Folded` is a line, the stream it came from (1 or 2), and the ranks that printed it."""
 
     stream: int
     text: bytes
@@ -27,11 +27,13 @@ class Folded:
 
 
 class _Twins:
-    """They are pending lines of one text, in order. A step is a binary search at most, even for 100,000 blank lines."""
+    """These are pending lines of one text, in order. A step is a binary search at most, even for 100,000 blank
+    lines.
+    """
 
     def __init__(self) -> None:
         self.lines: list[Folded] = []
-        self._first = 0  # those before it were released
+        self._first = 0  # the lines before it were released
 
     def find_behind(self, order: int) -> Folded | None:
         """Return the first line that stands behind `order`."""
@@ -39,7 +41,7 @@ class _Twins:
         return self.lines[at] if at < len(self.lines) else None
 
     def drop_first(self) -> None:
-        """Note that the first line was released: it is always that one, because lines are released in order."""
+        """Note that the first line was released: it is always the first, because lines are released in order."""
         self._first += 1
         if 2 * self._first >= len(self.lines):
             del self.lines[: self._first]
@@ -47,7 +49,9 @@ class _Twins:
 
 
 class Folder:
-    """It holds lines until all live ranks have printed them, or for `window_s`. Time is an argument, not a clock."""
+    """A folder holds lines until all live ranks have printed them, or for `window_s`. Time is an argument, not a
+    clock.
+    """
 
     def __init__(self, ranks: Iterable[int], window_s: float = WINDOW_S) -> None:
         self._live = set(ranks)
@@ -58,7 +62,7 @@ class Folder:
         self._order = 0
 
     def add(self, rank: int, stream: int, text: bytes, now: float) -> None:
-        """`rank` printed the line `text`."""
+        """Add the line `text` that `rank` printed."""
         twins = self._waiting.get((stream, text))
         if twins is None:
             twins = self._waiting[stream, text] = _Twins()
@@ -74,7 +78,7 @@ class Folder:
         self._last[rank] = self._order
 
     def end(self, rank: int) -> None:
-        """`rank` will print nothing more: nobody needs to wait for it."""
+        """Note that `rank` will print nothing more, so no line waits for it."""
         self._live.discard(rank)
 
     def begin(self, ranks: Iterable[int]) -> None:
@@ -82,7 +86,9 @@ class Folder:
         self._live |= set(ranks)
 
     def release(self, now: float) -> list[Folded]:
-        """Return the lines that are due, in order: complete, or waited for long enough."""
+        """Return the lines that are due, in order: all live ranks have printed them, or they have waited long
+        enough.
+        """
         released = []
         while self._pending:
             head = self._pending[0]
@@ -98,10 +104,10 @@ class Folder:
         return released
 
     def flush(self) -> list[Folded]:
-        """All lines that are left."""
+        """Return all lines that are left."""
         return self.release(float("inf"))
 
     @property
     def next_due(self) -> float | None:
-        """When `release` will next have something to do by time alone; None when nothing is pending."""
+        """Return when `release` will next have something to do by time alone; None when nothing is pending."""
         return self._pending[0].due if self._pending else None

@@ -35,7 +35,7 @@ class HeldTracebacks:
         self._named: set[int] = set()  # ranks of which a line has said that theirs is like another's
 
     def expect(self, rank: int, traceback: str, *, quiet: bool = False) -> None:
-        """`rank` is about to print `traceback`: keep it back, for good if `quiet`."""
+        """Keep back `traceback`, which `rank` is about to print, for good if `quiet`."""
         if rank not in self._echoes:
             text = encode(traceback)
             self._echoes[rank], self._forms[rank] = Echo(text), without_numbers(text)
@@ -48,7 +48,8 @@ class HeldTracebacks:
         return lines if echo is None else [shown for line in lines for shown in echo.feed(line)]
 
     def release(self, first: int | None) -> list[tuple[int, bytes]]:
-        """Return ranks and lines to show, except of rank `first`, which will be told at the end, and of those like it.
+        """Return ranks and lines to show, except those of rank `first`, which is told at the end, and those like
+        them.
 
         Of several that are alike one is returned, and a line for each of the others.
         """
@@ -67,7 +68,7 @@ class HeldTracebacks:
         return released
 
     def forget(self) -> None:
-        """Let go of what is still kept back: it was told."""
+        """Let go of the lines that are still kept back, since they were told."""
         self._echoes.clear()
         self._forms.clear()
         self._quiet.clear()

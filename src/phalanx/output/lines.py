@@ -23,7 +23,7 @@ class LineSplitter:
         self.status = b""
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Return the lines that `data` completed, in order, without their ends."""
+        """Return the lines that `data` completed, in order, without their line ends."""
         *ended, rest = (self._rest + data).split(b"\n") if self._rest else data.split(b"\n")
         lines = []
         for line in ended:
@@ -41,7 +41,7 @@ class LineSplitter:
         return lines
 
     def finish(self) -> list[bytes]:
-        """Return the last line of a stream that has ended, if that had no end."""
+        """Return the last line of a stream that has ended, if it had no line end."""
         rest, self._rest = self._rest, b""
         return self._finish(rest) if rest else []
 

@@ -11,13 +11,15 @@ from phalanx.output.text import encode
 
 
 class LogFile:
-    """It is a file of lines. Once one could not be written, the next that can says so in the file; no line is torn."""
+    """A log file is a file of lines. After a line that could not be written, the next one that can says so; no line is
+    torn.
+    """
 
     def __init__(self, path: str) -> None:
         self.path = path
-        # unbuffered: what a rank said last must be on disk when everything dies
+        # it is unbuffered: the last words of a rank must be on disk when everything dies
         self._file = FileIO(path, "w")
-        self.problem: OSError | None = None  # the latest
+        self.problem: OSError | None = None  # the latest problem
         self._gap = False
 
     def put(self, lines: Sequence[bytes]) -> None:
@@ -25,7 +27,7 @@ class LogFile:
         self._write(b"\n".join(lines) + b"\n")
 
     def close(self) -> None:
-        """Close the file; what some file systems tell only now is a problem, too."""
+        """Close the file; an error that some file systems tell only now is a problem, too."""
         try:
             self._file.close()
         except OSError as error:
@@ -51,7 +53,7 @@ def explain_gap(problem: OSError | None) -> bytes:
 
 
 class Logs:
-    """They are the files of the ranks on this host: what goes where, and what is shown on the screen as well.
+    """`Logs` has the files of the ranks on this host: what goes where, and what is shown on the screen as well.
 
     DIR/rank_0.log, … hold both streams, by rank. Those that --redirects and --tee name also go to files as torchrun
     names them, DIR/ID_XXXXXXXX/attempt_0/LOCAL_RANK/stdout.log, one for each stream and attempt.
@@ -65,7 +67,7 @@ class Logs:
         self._by_stream: dict[tuple[int, int], LogFile] = {}
         self._redirects, self._tee, self._shown = redirects, tee, shown
         self._first = 0
-        self.attempts = ""  # the folder of what is kept by attempt and local rank; empty where nothing is
+        self.attempts = ""  # the folder of what is kept by attempt and local rank; it is empty if nothing is kept so
         self.streams = redirects != NO_STREAMS or tee != NO_STREAMS
         if log_dir is not None:
             os.makedirs(log_dir, exist_ok=True)
@@ -99,13 +101,13 @@ class Logs:
                     self._by_stream[local_rank, stream] = LogFile(os.path.join(folder, name))
 
     def shows(self, rank: int, stream: int) -> bool:
-        """Whether the screen gets what this rank prints."""
+        """Return whether the screen gets what this rank prints."""
         local_rank = rank - self._first
         redirected = self._redirects.of(local_rank) & stream and not self._tee.of(local_rank) & stream
         return not redirected and (self._shown is None or local_rank in self._shown)
 
     def put(self, rank: int, stream: int, lines: Sequence[bytes]) -> str:
-        """Write `lines`; returns what is to be said if some could not be written."""
+        """Write `lines`; return what is to be said if some could not be written, else ""."""
         said = ""
         for log in (self._by_rank.get(rank), self._by_stream.get((rank - self._first, stream))):
             if log is None:

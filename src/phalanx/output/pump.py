@@ -13,11 +13,11 @@ _READ_BYTES = 1 << 16
 
 
 class Viewer(Protocol):
-    """It gets the ranks' lines: the display of this command, or the way to that of another host's."""
+    """A viewer gets the ranks' lines: the display of this command, or the way to that of another host's."""
 
     @property
     def full(self) -> bool:
-        """Whether the ranks should wait."""
+        """Return whether the ranks should wait."""
 
     def begin(self, ranks: Sequence[int]) -> None:
         """Begin with these ranks, which print from now on, or again."""
@@ -32,11 +32,11 @@ class Viewer(Protocol):
         """Say `text`, once for each `what`."""
 
     def flush(self) -> None:
-        """No line waits any longer for its twins."""
+        """Let no line wait any longer for its twins."""
 
 
 class Pump:
-    """It reads the ranks' pipes when told that they are ready; lines go to `viewer` and `logs`."""
+    """A pump reads the ranks' pipes when told that they are ready; lines go to `viewer` and `logs`."""
 
     def __init__(self, viewer: Viewer, logs: Logs) -> None:
         self.viewer = viewer
@@ -51,14 +51,16 @@ class Pump:
 
     @property
     def pipes(self) -> tuple[int, ...]:
-        """What to wait on; none while our own output is held up, so that the ranks wait rather than we swell."""
+        """Return the pipes to wait on; there are none while our own output is held up, so that the ranks wait, and our
+        memory does not grow.
+        """
         return () if self.viewer.full else tuple(self._pipes)
 
     def read(self, fd: int, before_it: Callable[[], object] = lambda: None) -> bool:
-        """Read what is there, once; False when there was nothing (the pipe is empty or has ended).
+        """Read once what is there; return False when there was nothing (the pipe is empty or has ended).
 
         `before_it` is called when the bytes are here and before they count: for what the rank told elsewhere earlier.
-        The pipe goes to the end of `pipes`: who reads only some of them in a turn is fair to all.
+        The pipe goes to the end of `pipes`: a caller that reads only some of them in a turn is fair to all.
         """
         rank, stream, splitter = self._pipes[fd] = self._pipes.pop(fd)
         try:
@@ -73,7 +75,7 @@ class Pump:
         return bool(data)
 
     def drain(self) -> None:
-        """Everything has ended: read what the pipes still hold, close them, show all lines."""
+        """Read what the pipes still hold, now that all ranks have ended, close them, and show all lines."""
         for fd in tuple(self._pipes):
             while self.read(fd):
                 pass
@@ -84,7 +86,7 @@ class Pump:
         self.viewer.flush()
 
     def close(self) -> None:
-        """Close pipes and log files."""
+        """Close the pipes and the log files."""
         for fd in tuple(self._pipes):
             self._close(fd)
         self._logs.close()

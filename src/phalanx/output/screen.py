@@ -17,7 +17,9 @@ CLEAR_BELOW = b"\r\x1b[J"
 
 
 def format_prefix(ranks: Iterable[int], *, colour: bool, host: str = "") -> bytes:
-    """`[2] ` or, folded, `[0-3] `; with a host `[2 node-b] `. A rank keeps its colour, several together are dim."""
+    """Return `[2] ` or, folded, `[0-3] `; with a host `[2 node-b] `. A rank keeps its colour; several together are
+    dim.
+    """
     chosen = sorted(ranks)
     label = f"[{format_ranks(chosen)}{' ' if host else ''}{host}]"
     if colour:
@@ -27,15 +29,15 @@ def format_prefix(ranks: Iterable[int], *, colour: bool, host: str = "") -> byte
 
 
 def wants_colour(environ: Mapping[str, str], terminal: bool) -> bool:
-    """Colours on a terminal, unless NO_COLOR is set or TERM is dumb; FORCE_COLOR beats both."""
+    """Return whether to use colours: on a terminal, unless NO_COLOR is set or TERM is dumb; FORCE_COLOR beats both."""
     if environ.get("FORCE_COLOR"):
         return True
     return terminal and not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
 
 
 def plan_status(states: Sequence[tuple[int, bytes]], *, columns: int, rows: int, colour: bool) -> list[bytes]:
-    """Return the status lines to draw, one per different state, none wider than the terminal; few enough to
-    leave room.
+    """Return the status lines to draw, one per different state, none wider than the terminal, and few enough to leave
+    room.
     """
     groups: dict[bytes, set[int]] = {}
     for rank, state in states:
@@ -50,7 +52,7 @@ def plan_status(states: Sequence[tuple[int, bytes]], *, columns: int, rows: int,
 
 
 def _cut(state: bytes, columns: int) -> bytes:
-    """`state` cut to `columns`; colours take no room, wide characters two columns."""
+    """Return `state` cut to `columns`; colours take no room, wide characters two columns."""
     text = state.decode(errors="replace").expandtabs()
     kept, used, position = [], 0, 0
     while position < len(text):

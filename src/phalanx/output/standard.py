@@ -31,7 +31,9 @@ class _Descriptor(io.FileIO):
 
 
 def open_standard_descriptors() -> None:
-    """Fill what the caller has closed (`>&-`): else our own pipes get those numbers, and output goes into them."""
+    """Fill the descriptors that the caller has closed (`>&-`): else our own pipes get their numbers, and output goes
+    into them.
+    """
     for fd in (0, 1, 2):
         try:
             os.fstat(fd)
@@ -40,7 +42,7 @@ def open_standard_descriptors() -> None:
 
 
 def guarded(act: Callable[[], T]) -> T:
-    """`act()`, which prints. What its output's encoding lacks becomes a question mark.
+    """Return `act()`, which prints. A character that its output's encoding lacks becomes a question mark.
 
     Raises:
         SystemExit: nothing more could be written: 1, having said why; 141 if the reader had seen enough (`| head`).

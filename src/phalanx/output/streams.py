@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Streams:
-    """It says which streams of which local ranks are meant: 1 is stdout, 2 stderr, 3 both."""
+    """`Streams` says which streams of which local ranks are meant: 1 is stdout, 2 stderr, 3 both."""
 
     all: int = 0
     by_rank: tuple[tuple[int, int], ...] = ()
 
     def of(self, local_rank: int) -> int:
-        """Those of one rank."""
+        """Return the streams of one rank."""
         return dict(self.by_rank).get(local_rank, self.all)
 
 

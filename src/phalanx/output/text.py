@@ -6,12 +6,12 @@ import os
 
 
 def encode(text: str, encoding: str = "utf-8") -> bytes:
-    """`text` as bytes; what has none in `encoding` (half a surrogate pair, a file name's raw bytes) as `\\udc80`."""
+    """Return `text` as bytes; what `encoding` lacks (half a surrogate pair, raw bytes) becomes `\\udc80` or such."""
     return text.encode(encoding, "backslashreplace")
 
 
 def show(fd: int, text: str, encoding: str = "utf-8") -> bool:
-    """Write `text` and a line end to `fd`, all of it; False where that can't be written (closed, full)."""
+    """Write `text` and a line end to `fd`, all of it; return False if that can't be written (closed, full)."""
     data = encode(text, encoding) + b"\n"
     try:
         while data:

@@ -13,7 +13,7 @@ _PIECE_BYTES = 4096  # PIPE_BUF: when poll says that a pipe is writable, this mu
 
 
 class Writer:
-    """It is a queue of bytes in front of a descriptor that may be a terminal, a pipe or a file.
+    """A writer is a queue of bytes in front of a descriptor that may be a terminal, a pipe or a file.
 
     The descriptor is shared with the user's shell, so it can't be made non-blocking; instead no more is written at
     a time than is certain not to block. Thus Ctrl-C works while a pager holds up the output.
@@ -30,16 +30,16 @@ class Writer:
 
     @property
     def waiting(self) -> bool:
-        """Whether something is still to be written."""
+        """Return whether something is still to be written."""
         return bool(self._queue)
 
     @property
     def full(self) -> bool:
-        """Whether so much is waiting that nothing more should be read from the ranks."""
+        """Return whether so much is waiting that nothing more should be read from the ranks."""
         return len(self._queue) > self.LIMIT_BYTES
 
     def put(self, data: bytes) -> None:
-        """Queue `data`; dropped when the reader has gone."""
+        """Queue `data`; it is dropped when the reader has gone."""
         if self.broken:
             return
         if self._gap and not self._queue:

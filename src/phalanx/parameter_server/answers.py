@@ -22,7 +22,7 @@ def pass_on(future: Future[Any], done: Future[Any], value: Any = None) -> None:
 
 
 def on_thread(work: Callable[[], None]) -> None:
-    """Do it, but not on the thread that reads."""
+    """Call `work` on another thread than the one that reads."""
 
     def run() -> None:
         try:

@@ -125,7 +125,7 @@ class ParameterServer:
             len(self._servers) > 1 if replicate is None else replicate,
             described,
         )
-        self._load = [0] * len(self._servers)  # bytes of dense parameters
+        self._load = [0] * len(self._servers)  # the bytes of dense parameters on each
         self._place = plan_dense(
             {key: one.nbytes for key, one in self._parameters.dense.items()}, len(self._servers), self._load
         )
@@ -151,7 +151,7 @@ class ParameterServer:
 
     @property
     def optimizer(self) -> ServerOptimizer:
-        """The servers' optimizer of dense parameters: its `param_groups`, for schedulers and by hand.
+        """Return the servers' optimizer of dense parameters: its `param_groups`, for schedulers and by hand.
 
         What is set goes along with the next push. Synchronous trainers set the same; each asynchronous push is applied
         with the options of its trainer.
@@ -163,7 +163,7 @@ class ParameterServer:
 
     @property
     def row_optimizer(self) -> ServerOptimizer:
-        """The servers' optimizer of tables, as `optimizer` is that of dense parameters.
+        """Return the servers' optimizer of tables, as `optimizer` is that of dense parameters.
 
         Raises:
             ValueError: there is no table.
@@ -185,7 +185,7 @@ class ParameterServer:
         return {kind: one.said() for kind, one in self._optimizers.items()}
 
     def _add_group(self, kind: str, group: Group, values: dict[str, Tensor]) -> None:
-        """Have the servers hold one more group. Called by all trainers; the values of the first one count."""
+        """Have the servers hold one more group. All trainers call it; the values of the first one count."""
         self._check_open()
         caller = f"ParameterServer {self._spec.name!r}, add_param_group"
         if problems := find_wrong_tensors(kind, values, {**self._parameters.dense, **self._parameters.tables}):
@@ -255,7 +255,7 @@ class ParameterServer:
                 All trainers of a synchronous step clip to the same.
             norm_type: which norm.
 
-        Returns the norm before clipping, if it clips.
+        It returns the norm before clipping, if it clips.
 
         Shape: any; that of what was pulled. Of the norm ().
         Cost: of a synchronous step of several trainers that is clipped, two more calls to each server, behind the last
@@ -279,7 +279,8 @@ class ParameterServer:
         max_norm: float | None = None,
         norm_type: float = 2.0,
     ) -> Tensor | None:
-        """As `push`, with gradients by name; of a table ids and a row for each. Rows of the same id are summed.
+        """Push as `push` does, with gradients by name; of a table ids and a row for each. Rows of the same id are
+        summed.
 
         Shape: dense: that of the parameter; rows: ids (N), gradients (N, D).
 
@@ -300,7 +301,7 @@ class ParameterServer:
         rows = {key: (ids, grads.detach()) for key, (ids, grads) in rows.items()}
         total, for_servers = None, None
         if clip is not None and self._spec.synchronous and len(self._spec.trainers) > 1:
-            for_servers = clip  # which alone have the mean
+            for_servers = clip  # only the servers have the mean
         elif clip is not None:
             norms = {key: clip.norm_of(grad) for key, grad in dense.items()}
             total = self._total_norm(clip, [norms], [{key: clip.norm_of(grads) for key, (_, grads) in rows.items()}])
@@ -338,9 +339,10 @@ class ParameterServer:
     # -- state ---------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> State:
-        """All values, what the optimizers keep of them, and the groups' options, whole, for any number of servers.
+        """Return all values, what the optimizers keep of them, and the groups' options, whole, for any number of
+        servers.
 
-        Synchronous: that after this trainer's last step. Asynchronous: as each server has it now.
+        In synchronous training it is the state after this trainer's last step; else each server's state of now.
         """
         self._check_open()
         request = self._trainer, self.step, self._said()
@@ -408,4 +410,4 @@ class ParameterServer:
 
 
 def _not(*_: Any) -> None:
-    """Add no group: to an optimizer that is only tried out."""
+    """Add no group: the optimizer is only tried out."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-Norms = Mapping[str, Tensor]  # of each gradient, by name
+Norms = Mapping[str, Tensor]  # the norms of gradients, by name
 
 
 @dataclass(frozen=True)
@@ -19,13 +19,13 @@ class Clip:
     norm_type: float
 
     def norm_of(self, gradient: Tensor) -> Tensor:
-        """Of one gradient. Of one of rows, those that it has."""
+        """Return the norm of one gradient; a gradient of rows has that of the rows that it has."""
         values = gradient._values() if gradient.is_sparse else gradient
         norm: Tensor = torch.linalg.vector_norm(values, self.norm_type) if values.numel() else values.new_zeros(())
         return norm
 
     def total(self, dense: Sequence[Tensor], rows: Sequence[Sequence[Tensor]]) -> Tensor:
-        """Of all gradients: from the norm of each, and of a table's from those of its parts."""
+        """Return the norm of all gradients, from the norm of each; a table's comes from those of its parts."""
         norms = [*dense, *(self._join(parts) for parts in rows)]
         return self._join(norms) if norms else torch.tensor(0.0)
 
@@ -34,18 +34,18 @@ class Clip:
         return joined
 
     def factor(self, total: Tensor) -> Tensor:
-        """By which each gradient is multiplied."""
+        """Return the factor by which each gradient is multiplied."""
         return torch.clamp(self.max_norm / (total + 1e-6), max=1.0)
 
     def scale(self, gradients: Iterable[Tensor], total: Tensor) -> None:
-        """Multiply them in place."""
+        """Multiply the gradients in place by `factor`."""
         factor = self.factor(total)
         for gradient in gradients:
             (gradient._values() if gradient.is_sparse else gradient).mul_(factor)
 
 
 def make_clip(caller: str, max_norm: float | None, norm_type: float) -> Clip | None:
-    """Return what is asked for, if anything is.
+    """Return what is asked for, if anything is; else None.
 
     Raises:
         ValueError: a number makes no sense.

@@ -53,7 +53,7 @@ def read_group(what: str, group: Mapping[str, Any]) -> tuple[dict[str, Tensor], 
 
 
 def options_of(group: Mapping[str, Any]) -> Options:
-    """Return what of a group is no parameter."""
+    """Return the entries of a group that are no parameters."""
     return {key: copy_value(one) for key, one in group.items() if key not in ("params", "param_names")}
 
 
@@ -95,7 +95,7 @@ class HeldGroups:
         if self.optimizer is not None or not self.parameters:
             return
         members = [self._members(number) for number in range(len(self._names))]
-        if len(members) == 1:  # of a list, which any function takes that makes an optimizer
+        if len(members) == 1:  # one group becomes a list, which any function takes that makes an optimizer
             self.optimizer = self._make(members[0])
             self.optimizer.param_groups[0].update(options_of(self.said[0]))
         else:
@@ -117,7 +117,7 @@ class HeldGroups:
             self.optimizer.add_param_group({**options_of(group), "params": mine})
 
     def set_options(self, said: Sequence[Options]) -> None:
-        """Set what a trainer has changed. One that trains asynchronously may not have all groups yet."""
+        """Set the options that a trainer has changed. One that trains asynchronously may not have all groups yet."""
         for number, (before, options) in enumerate(zip(self.said, said, strict=False)):
             changed = {key: copy_value(options[key]) for key in find_differing(before, options) if key in options}
             before.update(changed)
@@ -125,7 +125,7 @@ class HeldGroups:
                 self.optimizer.param_groups[number].update(options_of(changed))
 
     def groups(self, said: Sequence[Options] | None = None) -> list[Group]:
-        """All groups with their options here; where a trainer has changed some in `said`, with those."""
+        """Return all groups with their options here; options that a trainer has changed in `said` replace them."""
         found = []
         for number, (names, before) in enumerate(zip(self._names, self.said, strict=True)):
             options = before if self.optimizer is None else self.optimizer.param_groups[number]
@@ -157,5 +157,5 @@ class HeldGroups:
 
 
 def copy_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what an optimizer keeps of a parameter, apart from it."""
+    """Return a copy of what an optimizer keeps of a parameter."""
     return {key: one.clone() if isinstance(one, Tensor) else one for key, one in values.items()}

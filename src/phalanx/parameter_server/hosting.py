@@ -29,7 +29,7 @@ from phalanx.rpc.agent.agent import Agent
 from phalanx.rpc.functions import async_execution
 from phalanx.rpc.worker_info import WorkerAddress
 
-_WAIT = object()  # in the place of a result: not yet
+_WAIT = object()  # it takes the place of a result: there is none yet
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Hosted:
         self._primary: int | None = None  # the uid of the server that this one is the replica of
         self._replica: str | None = None
         self._installed: Future[Any] | None = None
-        self._number = 0  # of the last entry applied
+        self._number = 0  # the number of the last entry applied
         self._early: dict[int, tuple[tuple[Any, ...], Future[Any]]] = {}
         self._waiting: list[_Waiting] = []
         self._asked: dict[str, int] = {}  # by trainer: the number of the load that it waits for
@@ -63,7 +63,7 @@ class Hosted:
     # -- requests ------------------------------------------------------------------------------------------------------
 
     def request(self, attempt: Callable[[], Any]) -> Future[Any]:
-        """Try until there is an answer; again whenever something has changed."""
+        """Try until there is an answer; try again whenever something has changed."""
         one = _Waiting(attempt, Future())
         with self._lock:
             self._waiting.append(one)
@@ -75,7 +75,7 @@ class Hosted:
         answered: list[tuple[Future[Any], Any]] = []
         with self._lock:
             changed = True
-            while changed:  # what one request changes may be what another waits for
+            while changed:  # another request may wait for what one request changes
                 changed = False
                 for one in list(self._waiting):
                     try:
@@ -101,7 +101,7 @@ class Hosted:
         return self._shard if self._is_primary else None
 
     def create(self, spec: Spec, state: State) -> Any:
-        """Have the shard, unless it is there; once the one is gone that the first trainer has closed."""
+        """Make the shard, unless it is there; wait while one that the first trainer has closed is still there."""
         if self._shard is None:
             self._shard, self._is_primary = Shard(spec, state), True
             self._choose_replica()
@@ -123,7 +123,7 @@ class Hosted:
     def attach(self, trainer: str, described: str) -> Any:
         """Return the trainer's clock and how many states were loaded, once the shard is there.
 
-        One that this trainer has closed is not: it makes the next of the name, which begins when all have closed this.
+        A shard that this trainer has closed does not count: the next of the name begins when all have closed this one.
         """
         if self._shard is None or not self._is_primary or trainer in self._shard.left:
             return _WAIT
@@ -143,7 +143,7 @@ class Hosted:
             self._asked[trainer] = number
 
     def load(self, trainer: str, number: int, state: State | None) -> Any:
-        """Take the state of the first trainer, once all have asked for load `number`: who is late may still push."""
+        """Take the state of the first trainer, once all have asked for load `number`: a late trainer may still push."""
         shard = self._held()
         if shard is None:
             return _WAIT
@@ -206,7 +206,7 @@ class Hosted:
         return self.write(("add", number, kind, group, values, described))
 
     def push(self, trainer: str, clock: int, gradients: Gradients) -> Any:
-        """Take a trainer's gradients, once it may be at this step: also who never pulls is not ahead of the others."""
+        """Take a trainer's gradients, once it may be at this step: one that never pulls is not ahead either."""
         shard = self._held()
         if shard is None or (clock >= shard.clocks[trainer] and not self._may_go_on(shard, trainer, clock)):
             return _WAIT
@@ -223,7 +223,7 @@ class Hosted:
         return shard.norms()
 
     def write(self, entry: tuple[Any, ...]) -> Any:
-        """Apply it here and on the replica."""
+        """Apply the entry here and on the replica."""
         shard = self._held()
         if shard is None:
             return _WAIT
@@ -242,9 +242,9 @@ class Hosted:
             self._failure = None
         try:
             shard.apply(entry)
-        except MismatchError as error:  # what trainers have said of a step, of which nothing was applied
+        except MismatchError as error:  # trainers have said different things of a step; nothing of it was applied
             self._failure = error
-        except Exception as error:  # of an optimizer: here and on the replica, and nothing takes it back
+        except Exception as error:  # an optimizer raised it, here and on the replica, and nothing takes it back
             self._failure = PhalanxError(
                 f"ParameterServer {shard.spec.name!r}: server {self._agent.me.info.name!r} could not make step "
                 f"{shard.step}: {summary_of(error)}\nThe parameters are as the optimizer left them; go on "
@@ -264,7 +264,7 @@ class Hosted:
         return *shard.values(dense, rows), shard.staleness(clock, self._lost_trainers(shard))
 
     def state(self, trainer: str, clock: int, said: Mapping[str, Sequence[Options]] | None = None) -> Any:
-        """All that it has, once the step is complete, with the options that the trainer has `said`."""
+        """Return all that it has, once the step is complete, with the options that the trainer has `said`."""
         shard = self._held()
         if shard is None or not self._may_go_on(shard, trainer, clock):
             return _WAIT
@@ -292,7 +292,7 @@ class Hosted:
         return False
 
     def _lost_trainers(self, shard: Shard) -> dict[str, str]:
-        """Those that are gone without having left, and why."""
+        """Return the trainers that are gone without having left, and why."""
         return {one: why for one in shard.active() if (why := self._why_lost(one))}
 
     def _why_lost(self, worker: str) -> str:
@@ -306,7 +306,7 @@ class Hosted:
         return -1 if member is None else member.info.id
 
     def clocks(self) -> dict[str, int]:
-        """How many steps each trainer has pushed."""
+        """Return how many steps each trainer has pushed."""
         return {} if self._shard is None else {one: self._shard.clocks[one] for one in self._shard.active()}
 
     # -- the replica ---------------------------------------------------------------------------------------------------
@@ -321,11 +321,11 @@ class Hosted:
         self.receive(None, None)
 
     def receive(self, number: int | None, entry: tuple[Any, ...] | None) -> Future[Any]:
-        """Apply what the primary has applied, in its order; done when it is."""
+        """Apply what the primary has applied, in its order; the future is done when it is applied."""
         future: Future[Any] = Future()
         applied = []
         with self._lock:
-            if self._is_primary:  # who sends this is not: it is lost, and nobody was told of this entry
+            if self._is_primary:  # the sender is not the primary: it is lost, and no trainer was told of this entry
                 raise NotHeldError("this server has taken over the shard.")
             if number is not None and entry is not None:
                 self._early[number] = (entry, future)
@@ -341,7 +341,7 @@ class Hosted:
         return future
 
     def _choose_replica(self) -> None:
-        """Give the next server that is there a copy, if there is one: of another host, if there is such a one."""
+        """Give a copy to the next server that is there, if there is one, preferably to one of another host."""
         assert self._shard is not None
         spec = self._shard.spec
         me = self._agent.me
@@ -363,7 +363,7 @@ class Hosted:
             return failed
 
     def _ack(self, told: Future[Any] | None) -> Future[Any] | None:
-        """Done when the replica, or the one that takes its place, has what it was `told`."""
+        """Return a future that is done when the replica, or the one that takes its place, has what it was `told`."""
         if told is None:
             return None
         ack: Future[Any] = Future()
@@ -391,7 +391,7 @@ class Hosted:
             next_one.add_done_callback(partial(pass_on, ack))
 
     def hear_lost(self, member: WorkerAddress) -> None:
-        """Take over from a worker that is gone, replace it, or tell who waits for it."""
+        """Take over from a worker that is gone, replace it, or tell the callers that wait for it."""
         with self._lock:
             if self._shard is not None:
                 if not self._is_primary and self._primary == member.uid:

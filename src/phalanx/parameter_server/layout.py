@@ -14,8 +14,8 @@ State = dict[str, Any]
 
 
 def plan_dense(sizes: Mapping[str, int], num_servers: int, load: list[int] | None = None) -> dict[str, int]:
-    """Return the server of each dense tensor: the largest first, each to the one that has least; `load` is what
-    they have.
+    """Return the server of each dense tensor: the largest first, each to the server with the least; `load` is what they
+    have.
     """
     load = [0] * num_servers if load is None else load
     place = {}
@@ -27,7 +27,7 @@ def plan_dense(sizes: Mapping[str, int], num_servers: int, load: list[int] | Non
 
 
 def ring(servers: Sequence[str], index: int, host_of: Callable[[str], str]) -> list[str]:
-    """Return the servers that may hold shard `index`, in order: its own one, then who would take over from it.
+    """Return the servers that may hold shard `index`, in order: its own one, then those that would take over from it.
 
     Those on other hosts come first, so that a host may be lost.
     """
@@ -37,7 +37,7 @@ def ring(servers: Sequence[str], index: int, host_of: Callable[[str], str]) -> l
 
 def take_rows(table: Tensor, index: int, num_servers: int) -> Tensor:
     """Return the rows that are on server `index`."""
-    if table.is_sparse:  # the momentum of SGD
+    if table.is_sparse:  # it is the momentum of SGD
         ids, values = table._indices(), table._values()
         here = ids[0] % num_servers == index
         shape = (len(range(index, len(table), num_servers)), *table.shape[1:])
@@ -61,8 +61,8 @@ def join_rows(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _sparse(ids: Tensor, values: Tensor, shape: tuple[int, ...], is_coalesced: bool) -> Tensor:
-    """Return a sparse tensor of these entries, as they are: whether it is coalesced decides in which order they
-    are summed.
+    """Return a sparse tensor of these entries, as they are: its being coalesced decides in which order they are
+    summed.
     """
     return torch.sparse_coo_tensor(ids, values, shape, check_invariants=False, is_coalesced=is_coalesced)
 
@@ -106,7 +106,7 @@ def join_states(shards: Sequence[State]) -> State:
             }
     tables = {name: join_rows([shard["tables"][name] for shard in shards]) for name in first["tables"]}
     joined = {"step": first["step"], "dense": dense, "tables": tables, "optimizer": kept}
-    if "groups" in first:  # of a server with a dense parameter, whose optimizer may have set some by itself
+    if "groups" in first:  # it is of a server with a dense parameter, whose optimizer may have set some by itself
         with_dense = next((shard for shard in shards if shard["dense"]), first)
         joined["groups"] = {"dense": with_dense["groups"]["dense"], "tables": first["groups"]["tables"]}
     return joined

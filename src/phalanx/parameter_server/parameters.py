@@ -22,11 +22,11 @@ class Parameters:
         self.tables = tables
 
     def of_kind(self, kind: str) -> dict[str, Tensor]:
-        """Return those of a kind of groups."""
+        """Return the tensors of a kind of groups."""
         return self.dense if kind == "dense" else self.tables
 
     def check_names(self, dense: Sequence[str], rows: Mapping[str, Tensor]) -> None:
-        """Refuse names and ids of rows that there are not.
+        """Refuse names, and ids of rows, that do not exist.
 
         Raises:
             ValueError: there is no such name, or an id is out of range.
@@ -80,7 +80,7 @@ class Parameters:
         """Refuse the state of other parameters.
 
         Raises:
-            ValueError: it is that.
+            ValueError: it is such a state.
         """
         for kind in KINDS:
             theirs = {name: tuple(value.shape) for name, value in state[kind].items()}

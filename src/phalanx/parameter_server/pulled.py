@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass
 class Pulled(Mapping[str, Tensor]):
-    """The values for one step, by name; of a table, the rows of the ids that were asked for, in their shape.
+    """It has the values for one step, by name; of a table, the rows of the ids that were asked for, in their shape.
 
     They take gradients; `ParameterServer.push` sends them. `staleness` is how many steps the slowest trainer is behind.
     """

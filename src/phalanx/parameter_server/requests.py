@@ -31,14 +31,14 @@ def give_up(name: str, index: int) -> list[str]:
 
 @async_execution
 def attach(name: str, index: int, trainer: str, described: str) -> Future[Any]:
-    """Another trainer waits for them."""
+    """Let another trainer wait for the values of the first one."""
     place = host(name, index)
     return place.request(partial(place.attach, trainer, described))
 
 
 @async_execution
 def push(name: str, index: int, trainer: str, clock: int, gradients: Gradients) -> Future[Any]:
-    """All gradients that a trainer has for this server."""
+    """Take all gradients that a trainer has for this server."""
     place = host(name, index)
     return place.request(partial(place.push, trainer, clock, gradients))
 
@@ -90,11 +90,11 @@ def add(name: str, index: int, *arguments: Any) -> Future[Any]:
 def state(
     name: str, index: int, trainer: str, clock: int, said: Mapping[str, Sequence[Options]] | None = None
 ) -> Future[Any]:
-    """All that this server has."""
+    """Return all that this server has."""
     place = host(name, index)
     return place.request(partial(place.state, trainer, clock, said))
 
 
 def clocks(name: str, index: int) -> dict[str, int]:
-    """How far the trainers are."""
+    """Return how far the trainers are."""
     return host(name, index).clocks()

@@ -31,9 +31,10 @@ class ServerOptimizer(torch.optim.Optimizer):
         self._add = add
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Have the servers train one more group of parameters, which they get from the first trainer. Collective.
+        """Have the servers train one more group of parameters, which they get from the first trainer. All trainers call
+        it.
 
-        `param_group`: as the constructor of `ParameterServer` takes them: "params" by name, and options.
+        `param_group` is as the constructor of `ParameterServer` takes it: "params" by name, and options.
 
         Raises:
             ValueError, TypeError: it makes no sense.
@@ -54,7 +55,7 @@ class ServerOptimizer(torch.optim.Optimizer):
         self.names.append(list(values))
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Refuse it: a push is the step. A push calls it, so that hooks and schedulers hear of the step."""
+        """Refuse to step: a push is the step. A push calls it, so that hooks and schedulers hear of the step."""
         if not self._is_pushing:
             raise RuntimeError(
                 "ParameterServer: the servers make the optimizer's step when gradients come: call "
@@ -74,19 +75,19 @@ class ServerOptimizer(torch.optim.Optimizer):
         return [options_of(group) for group in self.param_groups]
 
     def show(self, said: Sequence[Options]) -> None:
-        """Have these options from now on."""
+        """Have the options `said` from now on."""
         for group, options in zip(self.param_groups, said, strict=True):
             group.update(options_of(options))
 
     def state_dict(self) -> NoReturn:
-        """Refuse it: the state is on the servers."""
+        """Refuse, since the state is on the servers."""
         raise RuntimeError(
             "ParameterServer: the servers keep the optimizer's state: save ParameterServer.state_dict(), which has the "
             "parameters, the groups' options and the state of both optimizers"
         )
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> NoReturn:
-        """Refuse it: the state is on the servers."""
+        """Refuse, since the state is on the servers."""
         raise RuntimeError("ParameterServer: the servers keep the optimizer's state: use its own load_state_dict()")
 
 
@@ -97,7 +98,7 @@ def make_server_optimizer(
     groups: Sequence[tuple[Mapping[str, Tensor], Options]],
     add: AddGroup,
 ) -> ServerOptimizer:
-    """One with the options that `make` gives these groups.
+    """Return an optimizer with the options that `make` gives these groups.
 
     Raises:
         ValueError: it cannot be made of them, or makes groups of its own, which a server would make of its part.

@@ -68,7 +68,7 @@ class Shard:
             kind: HeldGroups(make, _groups_in(state)[kind], state[kind])
             for kind, make in zip(KINDS, (spec.optimizer, spec.row_optimizer), strict=True)
         }
-        self._added: list[tuple[str, str]] = []  # of groups that came later: their kind, and what they are in words
+        self._added: list[tuple[str, str]] = []  # the groups that came later: their kind, and what they are in words
         self.left: set[str] = set()
         self._total: Tensor | None = None  # the norm for the next step
         self.load(load_number, state)
@@ -121,14 +121,14 @@ class Shard:
             self.load(number, state)
 
     def load(self, number: int, state: State) -> None:
-        """Take these values; all trainers are at the state's step. Who had left is not waited for again."""
+        """Take these values; all trainers are at the state's step. A trainer that had left is not waited for again."""
         self.load_number = number
         self.step: int = state["step"]
         self.clocks: dict[str, int] = {one: self.step for one in self.spec.trainers}
         self._pending: dict[int, dict[str, Gradients]] = {}
         self._total = None
         self._is_reduced = False  # whether the parameters have the gradients of the next step
-        self._norms: dict[str, Norms] = {}  # of the last step that was clipped
+        self._norms: dict[str, Norms] = {}  # the norms of the last step that was clipped
         with torch.no_grad():
             for kind, held in self._held.items():
                 held.load(state[kind], state["optimizer"], state.get("groups", {}).get(kind))
@@ -140,19 +140,19 @@ class Shard:
         return [one for one in self.spec.trainers if one not in self.left]
 
     def behind(self) -> list[str]:
-        """Whose gradients the next synchronous step waits for."""
+        """Return the trainers whose gradients the next synchronous step waits for."""
         return [one for one in self.active() if self.clocks[one] <= self.step]
 
     def is_complete(self) -> bool:
-        """Whether all have pushed the next synchronous step, which may wait for the norm of its gradients."""
+        """Return whether all have pushed the next synchronous step, which may wait for the norm of its gradients."""
         return bool(self._pending.get(self.step)) and not self.behind()
 
     def _advance(self) -> None:
-        """Apply synchronous steps that are complete: always in the trainers' order, whoever was first."""
+        """Apply synchronous steps that are complete: always in the trainers' order, whichever was first."""
         while self.is_complete():
             pushed = self._next_step()
             if refused := self._find_mismatch(pushed):
-                del self._pending[self.step]  # as of a step at which an optimizer fails
+                del self._pending[self.step]  # a step at which an optimizer fails is deleted, too
                 raise refused
             if any(one.clip for one in pushed.values()) and self._total is None:
                 return
@@ -207,7 +207,9 @@ class Shard:
                 table.grad = grad / divisor if divisor > 1 else grad
 
     def norms(self) -> dict[str, Norms]:
-        """Of the gradients here of the step that is complete and waits for their norm; else of the last that was."""
+        """Return the norms of the gradients here, of the step that waits for its norm; else of the last that was
+        clipped.
+        """
         if self.is_complete():
             pushed = list(self._next_step().values())
             clip = next((one.clip for one in pushed if one.clip), None)
@@ -220,7 +222,7 @@ class Shard:
         return self._norms
 
     def _update(self, pushed: list[Gradients]) -> None:
-        """One step of the optimizers, with the options that the trainers have set."""
+        """Take one step of the optimizers, with the options that the trainers have set."""
         said = next((one.options for one in pushed if one.options is not None), {})
         clip = next((one.clip for one in pushed if one.clip), None)
         self._reduce(pushed)
@@ -237,7 +239,7 @@ class Shard:
     # -- reading -------------------------------------------------------------------------------------------------------
 
     def staleness(self, clock: int, lost: Iterable[str] = ()) -> int:
-        """How many steps a trainer that has pushed `clock` is ahead of the slowest that is still there."""
+        """Return how many steps a trainer that has pushed `clock` is ahead of the slowest that is still there."""
         gone = set(lost)
         return max((clock - self.clocks[one] for one in self.active() if one not in gone), default=0)
 
@@ -256,9 +258,9 @@ class Shard:
         return {kind: [options_of(one) for one in held.said] for kind, held in self._held.items()}
 
     def state(self, said: Mapping[str, Sequence[Options]] | None = None) -> State:
-        """Return what `load` takes; a copy. What trainers have pushed for a step that is not complete is not in it.
+        """Return a copy of what `load` takes. What trainers have pushed for a step that is not complete is not in it.
 
-        `said`: the options of the trainer that asks, which it may have changed since its last push.
+        `said` has the options of the trainer that asks, which it may have changed since its last push.
         """
         state: State = {"step": self.step, "optimizer": {}, "groups": {}}
         for kind, held in self._held.items():
@@ -268,7 +270,7 @@ class Shard:
         return state
 
     def snapshot(self) -> tuple[Any, ...]:
-        """All that makes an equal shard elsewhere."""
+        """Return all that makes an equal shard elsewhere."""
         pending = {step: dict(pushed) for step, pushed in self._pending.items()}
         more = self.said(), list(self._added), dict(self._norms)
         return self.spec, self.state(), self.load_number, dict(self.clocks), set(self.left), pending, more
@@ -286,7 +288,7 @@ class Shard:
 
 
 def _groups_in(state: State) -> Mapping[str, Sequence[Group]]:
-    """Return the groups of a state; one of all parameters where it says nothing of groups."""
+    """Return the groups of a state; one group of all parameters if it says nothing of groups."""
     return state.get("groups") or {kind: [{"params": list(state[kind])}] if state[kind] else [] for kind in KINDS}
 
 

@@ -14,7 +14,7 @@ from phalanx.parameter_server.layout import ring
 from phalanx.parameter_server.shard import NotHeldError, TrainerLostError
 from phalanx.rpc import current, rpc_async
 
-_ASK_S = 5.0  # for what only makes an error's text better
+_ASK_S = 5.0  # so long is waited for what only makes an error's text better
 
 
 class ShardCalls:
@@ -25,7 +25,7 @@ class ShardCalls:
         self._servers = servers
         self._trainer = trainer
         self._first = first
-        self._hosts = [self._ring(index) for index in range(len(servers))]  # those not yet seen lost
+        self._hosts = [self._ring(index) for index in range(len(servers))]  # the servers that are not known to be lost
 
     def _ring(self, index: int) -> list[str]:
         return ring(self._servers, index, current.agent().membership.host_of)
@@ -65,9 +65,9 @@ class ShardCalls:
         future: Future[Any] | PeerLostError,
         step: int,
     ) -> Any:
-        """Return the answer; if the server is lost, that of the one which has taken over."""
+        """Return the answer; if the server is lost, that of the server which has taken over."""
         cause: PhalanxError | None = None
-        without: set[str] = set()  # who has said that it has no copy
+        without: set[str] = set()  # the servers that have said that they have no copy
         while not without.issuperset(self._hosts[index]):
             host = self._hosts[index][0]
             try:
@@ -97,7 +97,7 @@ class ShardCalls:
         ) from cause
 
     def _explain_late(self, index: int, function: Callable[..., Any], error: DeadlineError, step: int) -> DeadlineError:
-        """Return the error that says who kept this trainer waiting, if the server can say it."""
+        """Return the error that says which trainer kept this one waiting, if the server can say it."""
         place = self._name, index
         try:
             host = self._hosts[index][0]
@@ -122,7 +122,7 @@ class ShardCalls:
         return DeadlineError(f"{text}{told}.\n{error}")
 
     def _explain_held(self, holders: list[str], error: DeadlineError) -> DeadlineError:
-        """Return the error where none could be made: others hold the one before, or the first trainer has not come."""
+        """Return the error if none could be made: others hold the one before, or the first trainer has not come."""
         if not holders:
             fact = f"trainer {self._first!r}, whose values it begins with, has not made it."
         elif self._trainer in holders:

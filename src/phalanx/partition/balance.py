@@ -17,13 +17,14 @@ def balance(
     memory: Sequence[int] = (),
     limit: int | None = None,
 ) -> list[int]:
-    """How many layers each of `parts` parts gets: each at least one, in order, the dearest as cheap as possible.
+    """Return how many layers each of `parts` parts gets: each at least one, in order, with the dearest as cheap as
+    possible.
 
     Arguments:
         costs: of each layer; or one such list for each part, where a layer costs more in one part than in another.
         memory: bytes of each layer, where there is a `limit` of bytes per part.
 
-    Cost: parts * layers² additions. The best of all cuts, not a heuristic.
+    Cost: parts * layers² additions. It is the best of all cuts, not a heuristic.
 
     Raises:
         ValueError: there are fewer layers than parts, or no cut keeps every part within the limit.

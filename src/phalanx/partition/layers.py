@@ -20,7 +20,7 @@ from torch import fx, nn
 
 @dataclass(frozen=True)
 class Layer:
-    """It is a piece of a model that is never cut. `name` is that of the module it calls: 'encoder.3'."""
+    """A layer is a piece of a model that is never cut. `name` is that of the module it calls: 'encoder.3'."""
 
     name: str
     nodes: tuple[fx.Node, ...]
@@ -38,18 +38,18 @@ class LayerList:
 
     @property
     def inputs(self) -> list[fx.Node]:
-        """The arguments of the model's forward."""
+        """Return the arguments of the model's forward."""
         return [node for node in self.graph.nodes if node.op == "placeholder"]
 
     @property
     def output(self) -> fx.Node:
-        """The node whose argument is what forward returns."""
+        """Return the node whose argument is what forward returns."""
         last: fx.Node = next(node for node in reversed(self.graph.nodes) if node.op == "output")
         return last
 
     @property
     def names(self) -> list[str]:
-        """Of the layers; one that is called twice occurs twice."""
+        """Return the names of the layers; that of a layer that is called twice occurs twice."""
         return [layer.name for layer in self.layers]
 
 
@@ -58,7 +58,7 @@ def list_layers(module: nn.Module, split_points: Sequence[str] = (), *, given: S
     is.
 
     Arguments:
-        split_points: dotted names of modules at which somebody wants to cut.
+        split_points: dotted names of modules at which the caller wants to cut.
         given: names of arguments of forward that will be given, though they have a default value.
 
     Raises:
@@ -90,7 +90,7 @@ def given_arguments(module: nn.Module, example: Any) -> list[str]:
 
 
 def _defaults(module: nn.Module, given: Sequence[str]) -> dict[str, Any]:
-    """Of the arguments that nobody will give: they are traced as constants."""
+    """Return the defaults of the arguments that will not be given: they are traced as constants."""
     return {
         name: parameter.default
         for name, parameter in inspect.signature(module.forward).parameters.items()
@@ -99,7 +99,7 @@ def _defaults(module: nn.Module, given: Sequence[str]) -> dict[str, Any]:
 
 
 def _is_plain_sequential(module: nn.Module) -> bool:
-    """Whether running its children one by one does what calling it does."""
+    """Return whether running its children one by one does what calling it does."""
     return type(module).forward is nn.Sequential.forward and not _hooks(module)
 
 
@@ -121,7 +121,7 @@ def _chain(module: nn.Module) -> fx.Graph:
 
 
 def _leaves(module: nn.Module, prefix: str) -> Iterator[str]:
-    for name, child in module._modules.items():  # not named_children, which gives a layer that is there twice once
+    for name, child in module._modules.items():  # named_children would give a layer that is there twice only once
         if child is None:
             continue
         if _is_plain_sequential(child):
@@ -144,7 +144,9 @@ class _Tracer(fx.Tracer):
         self._switches = _switches()
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
-        """As torch.fx; a graph does not know under which switches its nodes were made."""
+        """Create a node as torch.fx does, and note the switches under which it was made, which a graph does not
+        know.
+        """
         if _switches() != self._switches:
             raise RuntimeError("it switches gradients or autocast, which is not seen in its values")
         return super().create_node(*args, **kwargs)
@@ -175,7 +177,7 @@ def _trace(module: nn.Module, split_points: Sequence[str], defaults: dict[str, A
         texts.append(_without_names(graphs[-1], made))
         constants.append([getattr(module, name) for name in made])
     for name in made:
-        delattr(module, name)  # of the second graph, which is not used
+        delattr(module, name)  # these are of the second graph, which is not used
     train = graphs[0]
     if any(not _same(one, other) for one, other in zip(*constants, strict=False)):
         raise ValueError(
@@ -195,7 +197,7 @@ def _refused_changes(module: nn.Module) -> Iterator[None]:
     """Take back what forward sets on its module while it is traced.
 
     Raises:
-        ValueError: it does; what it has set is undone.
+        ValueError: it sets something; that is undone.
     """
     places = [
         (name, values)
@@ -242,7 +244,7 @@ def _trace_once(module: nn.Module, entered: set[str], defaults: dict[str, Any]) 
 
 
 class _mode:
-    """Every module of `module` is in training mode, or in evaluation; afterwards each is as it was."""
+    """It sets every module of `module` to training mode, or to evaluation; afterwards each is as it was."""
 
     def __init__(self, module: nn.Module, training: bool) -> None:
         self._was = [(m, m.training) for m in module.modules()]
@@ -258,7 +260,7 @@ class _mode:
 
 
 def _group(graph: fx.Graph) -> Iterator[Layer]:
-    """Each call of a module with the operations that follow it; those before the first belong to it."""
+    """Yield each call of a module with the operations that follow it; those before the first belong to the first."""
     nodes: list[fx.Node] = []
     name = ""
     for node in graph.nodes:

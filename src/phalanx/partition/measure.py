@@ -33,12 +33,14 @@ class LayerCost:
 
     @property
     def seconds(self) -> float:
-        """Forward and backward."""
+        """Return the time of forward and backward."""
         return self.forward_s + self.backward_s
 
     @property
     def memory_bytes(self) -> int:
-        """Parameters with gradients, and what one micro-batch leaves between forward and backward."""
+        """Return the bytes of the parameters with gradients, and of what one micro-batch leaves between forward and
+        backward.
+        """
         return 2 * self.parameter_bytes + self.saved_bytes
 
 
@@ -66,7 +68,7 @@ def measure_layers(
 
 
 def bind(layers: LayerList, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[fx.Node, Any]:
-    """Which argument of forward has which value.
+    """Return which argument of forward has which value.
 
     Raises:
         ValueError: there are too many, one is missing, has no such name, or has its default in the graph and another
@@ -97,7 +99,7 @@ def bind(layers: LayerList, args: Sequence[Any], kwargs: Mapping[str, Any]) -> d
     for node, name in zip(layers.inputs, names, strict=True):
         if name in given:
             values[node] = given[name]
-        elif node.args:  # its default
+        elif node.args:  # the node has its default
             values[node] = node.args[0]
         else:
             raise ValueError(f"{type(layers.root).__name__} needs the argument {name!r}")

@@ -20,59 +20,64 @@ class PartOwner(Protocol):
 
     @property
     def state_names(self) -> list[str]:
-        """The keys of the whole model's state."""
+        """Return the keys of the whole model's state."""
         ...
 
     def own_state_dict(self) -> dict[str, Any]:
-        """Return the entries of this rank, under the whole model's keys. Not collective."""
+        """Return the entries of this rank, under the whole model's keys. A rank may call it alone."""
         ...
 
     def gather_state_dict(self) -> dict[str, Any]:
-        """Return the whole on the first rank, and on others what is their own. Collective."""
+        """Return the whole on the first rank, and on others their own part. All ranks call it."""
         ...
 
     def optimizer_state_dict(self, optimizer: torch.optim.Optimizer, *, rank0_only: bool = False) -> dict[str, Any]:
-        """Return the state that one optimizer of the whole model would have. Collective."""
+        """Return the state that one optimizer of the whole model would have. All ranks call it."""
         ...
 
     def own_optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Return this rank's entries of it; with "layout", they are those of `shard_state_dict`. Collective."""
+        """Return this rank's entries of that state; with "layout", they are those of `shard_state_dict`. All ranks call
+        it.
+        """
         ...
 
     def optimizer_layout(self, optimizer: torch.optim.Optimizer) -> Layout:
-        """Return the groups that it would have. Collective."""
+        """Return the groups that such an optimizer would have. All ranks call it."""
         ...
 
     def fit_optimizer_state(
         self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any], layout: Layout | None
     ) -> tuple[dict[str, Any], list[str]]:
-        """Return what of a whole state is this optimizer's, and what of it does not fit, in words. Changes nothing."""
+        """Return what of a whole state is this optimizer's, and what of it does not fit, in words. It changes
+        nothing.
+        """
         ...
 
 
 class _Entry(NamedTuple):
-    """It is a name in the whole model; empty for what is there for optimizers alone. The owner may be gone."""
+    """It is a name in the whole model; it is empty for what is there for optimizers alone. The owner may be gone."""
 
     name: str
     owner: Callable[[], PartOwner | None]
 
 
-_entries: MutableMapping[torch.Tensor, _Entry] = WeakIdKeyDictionary()  # a Parameter compares its elements
+# a Parameter compares its elements, so it is no key of a plain dict
+_entries: MutableMapping[torch.Tensor, _Entry] = WeakIdKeyDictionary()
 
 
 def register(name: str, parameter: nn.Parameter, owner: PartOwner) -> None:
-    """`parameter` is called `name` in the whole model, of which `owner` has a part here."""
+    """Note that `parameter` is called `name` in the whole model, of which `owner` has a part here."""
     _entries[parameter] = _Entry(name, weakref.ref(owner))
 
 
 def whole_name(parameter: torch.Tensor) -> str | None:
-    """Return what it is called in the whole model; None if it is nobody's part."""
+    """Return what `parameter` is called in the whole model; None if it is in no part of one."""
     entry = _entries.get(parameter)
     return None if entry is None else entry.name
 
 
 def owner_of(optimizer: torch.optim.Optimizer) -> PartOwner | None:
-    """Return the model of which this optimizer updates a part, and nothing else."""
+    """Return the model of which this optimizer updates a part, and nothing else; None if there is none."""
     parameters: Sequence[Any] = [p for group in optimizer.param_groups for p in group["params"]]
     entries = [_entries.get(parameter) for parameter in parameters]
     owners = {id(owner): owner for e in entries if (owner := None if e is None else e.owner()) is not None}

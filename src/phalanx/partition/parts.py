@@ -13,7 +13,9 @@ from phalanx.partition.layers import Layer, LayerList
 
 @dataclass(frozen=True)
 class Part:
-    """It is a run of layers. Values are nodes of the graph; `receives` and `sends` name the part at the other end."""
+    """A part is a run of layers. Values are nodes of the graph; `receives` and `sends` name the part at the other
+    end.
+    """
 
     index: int
     layers: tuple[Layer, ...]
@@ -26,14 +28,14 @@ class Part:
 
     @property
     def nodes(self) -> list[fx.Node]:
-        """What it runs, in this order."""
+        """Return the nodes that it runs, in this order."""
         return [node for layer in self.layers for node in layer.nodes]
 
 
 def split(layers: LayerList, counts: Sequence[int]) -> list[Part]:
     """Cut `layers` into parts of so many layers each. The first part has the model's arguments, the last its result.
 
-    A value that is needed in several parts, or behind the next, goes straight to each of them.
+    A value that is needed in several parts, or after the next one, goes straight to each of them.
 
     Raises:
         ValueError: the counts are not those of all layers, or a part would have none; or a layer with buffers that

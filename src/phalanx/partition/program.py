@@ -21,9 +21,10 @@ class Program:
     def __init__(
         self, root: nn.Module, layers: Iterable[Layer], results: Iterable[fx.Node], marked: Collection[fx.Node] = ()
     ) -> None:
-        """`results`: the values that somebody wants afterwards. `root` has the modules and tensors by their names.
+        """Take the layers, and the values that are wanted afterwards as `results`. `root` has the modules and tensors
+        by name.
 
-        `marked`: nodes that run inside of the context that `run` is given.
+        `marked` has the nodes that run inside of the context that `run` is given.
         """
         self._root = root
         self._results = tuple(results)
@@ -85,7 +86,7 @@ class Program:
 
 
 def _is_simple(node: fx.Node) -> bool:
-    """Whether its arguments are values, each once, and nothing else: then they need no looking for."""
+    """Return whether the node's arguments are values, each once, and nothing else: then they need no looking for."""
     plain = all(isinstance(argument, fx.Node) and argument.op != "get_attr" for argument in node.args)
     return plain and not node.kwargs and len(node.args) == len(node.all_input_nodes)
 

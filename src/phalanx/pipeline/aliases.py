@@ -19,7 +19,9 @@ from phalanx.pipeline.nested import tree_flatten
 
 @dataclass(frozen=True)
 class Seen:
-    """It has pairs of a stage's values that overlap, and foreign values that the stage changes, by names of nodes."""
+    """`Seen` has pairs of a stage's values that overlap, and foreign values that the stage changes, by names of
+    nodes.
+    """
 
     stage: int
     pairs: tuple[tuple[str, str], ...] = ()
@@ -27,7 +29,7 @@ class Seen:
 
 
 def find_pairs(values: Mapping[fx.Node, object]) -> tuple[tuple[str, str], ...]:
-    """Those of `values` that have an element in common."""
+    """Return the pairs of `values` that have an element in common."""
     tensors = [(str(node), leaf) for node, value in values.items() for leaf in tree_flatten(value)[0]]
     dense = [(name, leaf) for name, leaf in tensors if isinstance(leaf, Tensor) and leaf.layout is torch.strided]
     return tuple(
@@ -52,9 +54,9 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
 
 
 def find_stale(seen: Sequence[Seen], graph: fx.Graph, home: Mapping[fx.Node, int]) -> str:
-    """Why a pipeline of these stages would use a copy that does not change with its original; nothing if none would.
+    """Return why a pipeline of these stages would use a copy that does not change with its original; "" if none would.
 
-    `home`: the stage in which a node is run.
+    `home` is the stage in which a node is run.
     """
     nodes = {str(node): node for node in graph.nodes}
     place = {node: at for at, node in enumerate(graph.nodes)}
@@ -77,9 +79,9 @@ def find_stale(seen: Sequence[Seen], graph: fx.Graph, home: Mapping[fx.Node, int
 
 
 class CopyCheck:
-    """It checks, in the first step of a mode, that no stage uses a copy of what another stage changes.
+    """A `CopyCheck` checks, in the first step of a mode, that no stage uses a copy of what another stage changes.
 
-    `home`: the stage in which a node of `graph` is run.
+    `home` is the stage in which a node of `graph` is run.
     """
 
     def __init__(self, graph: fx.Graph, home: Mapping[fx.Node, int]) -> None:
@@ -91,7 +93,7 @@ class CopyCheck:
         self._checked.clear()
 
     def require_current(self, mode: tuple[bool, bool], seen: Iterable[Seen], group: dist.ProcessGroup) -> None:
-        """Raise where a stage would use such a copy, of which `seen` is what this rank's stages know. Collective.
+        """Raise where a stage would use such a copy; `seen` is what this rank's stages know. All ranks call it.
 
         Raises:
             ValueError: one does, on all ranks; the message names the values.

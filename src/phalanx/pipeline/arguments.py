@@ -21,7 +21,7 @@ _CHECKPOINTS = ("never", "except_last", "always")
 
 
 def names_our_arguments(make: _Make) -> _Make:
-    """Let a call with another library's word for an argument end in a TypeError that says ours."""
+    """Let a call with another library's word for an argument end in a TypeError that says our word."""
 
     @functools.wraps(make)
     def checked(*args: Any, **kwargs: Any) -> Any:
@@ -38,7 +38,7 @@ def names_our_arguments(make: _Make) -> _Make:
 def check_arguments(
     micro_batches: int, ranks: int, schedule: str, checkpoint: str, reduction: str, outputs: str, balance: Any
 ) -> None:
-    """Raise ValueError or TypeError unless they make sense."""
+    """Raise ValueError or TypeError unless the arguments make sense."""
     check_balance(balance)
     for name, value, allowed in (
         ("checkpoint", checkpoint, _CHECKPOINTS),

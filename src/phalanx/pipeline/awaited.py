@@ -15,7 +15,7 @@ from phalanx.pipeline.wire import AHEAD, Wire
 
 
 class Awaited(NamedTuple):
-    """It is a message, and the action of this rank that needs it."""
+    """An `Awaited` is a message, and the action of this rank that needs it."""
 
     at: int
     """The action's place in the rank's order."""
@@ -24,10 +24,10 @@ class Awaited(NamedTuple):
 
 
 def plan_receives(order: Sequence[Action], own: Mapping[int, Part]) -> list[Awaited]:
-    """Return the messages from other ranks that actions in this order need, as they take them. `own`: this rank's
+    """Return the messages from other ranks that actions in this order need, as they take them. `own` has this rank's
     stages.
 
-    Of gradients those that may come: a micro-batch's values may turn out to need none.
+    All gradients that may come are among them: a micro-batch's values may turn out to need none.
     """
     found = []
     for at, (kind, stage, micro_batch) in enumerate(order):
@@ -44,12 +44,12 @@ def plan_receives(order: Sequence[Action], own: Mapping[int, Part]) -> list[Awai
 
 
 class ReceivesAhead:
-    """They are the receives of a step that are still to be posted."""
+    """`ReceivesAhead` has the receives of a step that are still to be posted."""
 
     def __init__(
         self, receives: Sequence[Awaited], wire: Wire, stages: Mapping[int, Stage], step: StepProgress
     ) -> None:
-        """`stages` are those of this rank."""
+        """Take the receives of a step; `stages` are those of this rank."""
         self._receives = deque(receives)
         self._wire = wire
         self._stages = stages
@@ -60,7 +60,7 @@ class ReceivesAhead:
     def post(self, at: int) -> None:
         """Start to receive what the action at this place of the order needs, and a little of what is needed next.
 
-        Only what is sure to come: no gradients of values that are still to be made.
+        It starts only receives of what is sure to come, and none of gradients of values that are still to be made.
         """
         if not self._receives:
             return

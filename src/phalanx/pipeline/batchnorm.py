@@ -30,10 +30,12 @@ _Seen = list[tuple[float, Tensor, Tensor]]
 
 
 class MiniBatchStatistics:
-    """It has the BatchNorm layers of some stages. A layer whose class has a forward of its own is left alone."""
+    """`MiniBatchStatistics` has the BatchNorm layers of some stages. It leaves a layer alone whose class has its own
+    forward.
+    """
 
     def __init__(self, module: nn.Module, replicas: dist.ProcessGroup | None = None) -> None:
-        """`replicas`: ranks with the same layers, whose mini-batches count as one."""
+        """Take the layers of `module`; `replicas` are ranks with the same layers, whose mini-batches count as one."""
         self._replicas = replicas
         self._layers = [
             layer
@@ -43,10 +45,10 @@ class MiniBatchStatistics:
             and layer.track_running_stats
             and layer.running_mean is not None
         ]
-        self._seen: dict[nn.Module, list[_Seen]] = {}  # of each call that a forward makes of the layer
+        self._seen: dict[nn.Module, list[_Seen]] = {}  # the statistics of each call that a forward makes of the layer
 
     def measured(self) -> AbstractContextManager[None]:
-        """While one forward lasts, layers in training note the statistics of what they get; the running ones stay."""
+        """Let layers in training note, during one forward, the statistics of what they get; the running ones stay."""
         return self._watched() if self._layers else nullcontext()
 
     @contextmanager
@@ -65,7 +67,7 @@ class MiniBatchStatistics:
 
     @contextmanager
     def unnoticed(self) -> Iterator[None]:
-        """While this lasts, nothing is noted: a micro-batch is run a second time."""
+        """Let the layers note nothing during the block: a micro-batch is run a second time."""
         seen, self._seen = self._seen, {}
         try:
             with self.measured():
@@ -74,7 +76,7 @@ class MiniBatchStatistics:
             self._seen = seen
 
     def update(self) -> None:
-        """Move the running statistics by all that was noted since the last time. Collective over the replicas."""
+        """Move the running statistics by all that was noted since the last time. All replicas call it."""
         seen, self._seen = self._seen, {}
         moved = [(layer, _combine(call)) for layer in self._layers for call in seen.get(layer, ()) if call]
         if self._replicas is not None and moved:
@@ -92,17 +94,17 @@ class MiniBatchStatistics:
                 _move(layer, *_parts(statistics))
 
     def forget(self) -> None:
-        """Drop what was noted: the step failed."""
+        """Drop what was noted, since the step failed."""
         self._seen = {}
 
     def regroup(self, replicas: dist.ProcessGroup | None) -> None:
-        """Go on with other replicas; the step failed."""
+        """Go on with other replicas, after a step that failed."""
         self._replicas = replicas
         self._seen = {}
 
 
 class _Watch:
-    """It runs a layer on buffers of its own, which then hold the statistics of the micro-batch."""
+    """A watch runs a layer on buffers of its own, which then hold the statistics of the micro-batch."""
 
     def __init__(self, seen: list[_Seen]) -> None:
         self._seen = seen
@@ -127,7 +129,7 @@ class _Watch:
 
 
 def _combine(parts: _Seen) -> Tensor:
-    """Count, mean and unbiased variance of all values together: (3, C), the count in each channel.
+    """Return count, mean and unbiased variance of all values together: (3, C), with the count in each channel.
 
     Chan, Golub and LeVeque (1979): means and squared deviations are combined, not sums of squares.
     """

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 def clip(
     parameters: Sequence[nn.Parameter], counted: Sequence[nn.Parameter], max_norm: float, group: dist.ProcessGroup
 ) -> Tensor:
-    """Scale the gradients of this rank's parameters, and return the norm before, the same on every rank. Collective.
+    """Scale the gradients of this rank's parameters, and return the norm before, the same on every rank. All ranks call
+    it.
 
     Arguments:
         counted: those of `parameters` that this rank adds to the norm; of one that several ranks have, one does.
@@ -28,7 +29,8 @@ def clip(
             squares += parameter.grad.detach().double().square().sum().cpu()
     dist.all_reduce(squares, group=group)
     norm = squares.sqrt()
-    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0).item()  # not a number if the norm is none, as in torch
+    # if the norm is not a number, neither is this, as in torch
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0).item()
     for parameter in parameters:
         if parameter.grad is not None:
             parameter.grad.mul_(scale)

@@ -18,7 +18,7 @@ Balance = Literal["auto", "time", "memory"] | Sequence[int] | Sequence[str]
 
 @dataclass(frozen=True)
 class StageRow:
-    """It is a stage in the table of a cut."""
+    """A `StageRow` is a stage in the table of a cut."""
 
     stage: int
     rank: int
@@ -31,14 +31,14 @@ class StageRow:
 
 @dataclass(frozen=True)
 class CutPlan:
-    """It says how a model was cut, and is printed as a table."""
+    """A `CutPlan` says how a model was cut, and is printed as a table."""
 
     rows: tuple[StageRow, ...]
     reason: str
 
     @property
     def counts(self) -> list[int]:
-        """Layers per stage, as `balance=` takes them."""
+        """Return the layers per stage, as `balance=` takes them."""
         return [row.num_layers for row in self.rows]
 
     def __str__(self) -> str:
@@ -67,10 +67,10 @@ def split_points(wanted: Balance) -> list[str]:
 
 
 def check_balance(wanted: Any) -> None:
-    """Raise unless it is one of the words, numbers of layers, or names of modules.
+    """Raise unless `wanted` is one of the words, numbers of layers, or names of modules.
 
     Raises:
-        TypeError: it is neither.
+        TypeError: it is none of these.
         ValueError: it is another word.
     """
     if isinstance(wanted, str):
@@ -88,7 +88,7 @@ def check_balance(wanted: Any) -> None:
 
 
 def measure(layers: LayerList, wanted: Balance, example: Any) -> list[LayerCost] | None:
-    """Return what layers cost, where that is asked for and can be had: only with an example can anything be run.
+    """Return what layers cost, where that is asked for and can be measured; layers can only be run with an example.
 
     Raises:
         ValueError: the balance needs times, and there is no example.
@@ -115,7 +115,7 @@ def decide_counts(
     *,
     recompute: bool = False,
 ) -> tuple[list[int], str]:
-    """Layers per stage, and by what that was decided.
+    """Return the layers per stage, and by what that was decided.
 
     Raises:
         ValueError: the model cannot be cut so.
@@ -174,7 +174,7 @@ def _by_names(points: list[str], names: Sequence[str], stages: int) -> list[int]
 def describe_cut(
     layers: LayerList, parts: Sequence[Part], schedule: Schedule, reason: str, costs: Sequence[LayerCost] | None
 ) -> CutPlan:
-    """Return the table."""
+    """Return the table of the cut."""
     sizes, rows, at = _parameter_bytes(layers), [], 0
     for part in parts:
         end = at + len(part.layers)
@@ -206,7 +206,7 @@ def require_one_owner_of_buffers(layers: LayerList, parts: Sequence[Part]) -> No
     """Refuse a module with buffers that two stages call: they would have two of them, which drift apart.
 
     Raises:
-        ValueError: there is one.
+        ValueError: there is such a module.
     """
     users: dict[int, tuple[str, int]] = {}
     for part in parts:

@@ -16,7 +16,7 @@ from phalanx.pipeline.schedule import Schedule
 
 
 class Cut(NamedTuple):
-    """It has the layers per stage, what decided them, and what layers cost where that was measured."""
+    """A cut has the layers per stage, what decided them, and what layers cost where that was measured."""
 
     counts: list[int]
     reason: str
@@ -32,7 +32,8 @@ def agree_on_cut(
     group: dist.ProcessGroup,
     data_group: dist.ProcessGroup | None,
 ) -> Cut:
-    """Let the first rank measure and decide, for all pipelines. All compare what they were asked for first. Collective.
+    """Let the first rank measure and decide, for all pipelines; first all ranks compare their arguments. All ranks call
+    it.
 
     Raises:
         MismatchError: ranks were asked for different pipelines.
@@ -65,7 +66,7 @@ def agree_on_cut(
 
 
 def require_same_cut(counts: Sequence[int], group: dist.ProcessGroup) -> None:
-    """Raise MismatchError where a rank has cut the model into other stages than the first. Collective."""
+    """Raise MismatchError where a rank has cut the model into other stages than the first. All ranks call it."""
     heard: list[Any] = [None] * group.size()
     dist.all_gather_object(heard, tuple(counts), group=group)
     if wrong := [rank for rank, other in enumerate(heard) if other != heard[0]]:

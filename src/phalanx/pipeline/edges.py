@@ -8,7 +8,7 @@ from phalanx.errors import PeerLostError, PhalanxError
 
 
 class Edge(NamedTuple):
-    """It carries messages from one stage to another; `backward` if they are gradients. Each has its own order."""
+    """An edge carries messages from one stage to another; `backward` if they are gradients. Each has its own order."""
 
     source: int
     target: int
@@ -16,7 +16,7 @@ class Edge(NamedTuple):
 
 
 class StepPlan(NamedTuple):
-    """It is what all stages must know of a step: its micro-batches, the rows of this one and of all.
+    """A `StepPlan` is what all stages must know of a step: its micro-batches, the rows of this one and of all.
 
     `seed` is that of this micro-batch. `has_state` says that some stage has drawn numbers; then the first of the values
     is the state of the generators after that. `micro_batch` is its number, which the sender alone knows.

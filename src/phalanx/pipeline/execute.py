@@ -28,7 +28,9 @@ from phalanx.pipeline.wire import Wire
 
 @dataclass(frozen=True)
 class Done:
-    """It is an action and its times on this rank's clock: when it could have begun, when it had its inputs, its end."""
+    """A `Done` is an action and its times on this rank's clock: when it could have begun, when it had its inputs, its
+    end.
+    """
 
     action: Action
     turn: float
@@ -38,7 +40,7 @@ class Done:
 
 @dataclass
 class Work:
-    """It is what a step needs on this rank. The first stage has `inputs`, the last one `finish`."""
+    """A `Work` is what a step needs on this rank. The first stage has `inputs`, the last one `finish`."""
 
     training: bool
     """Whether random states travel, as dropout needs them."""
@@ -58,7 +60,7 @@ class Work:
 
 
 class Executor:
-    """It runs schedules on the stages of this rank."""
+    """An executor runs schedules on the stages of this rank."""
 
     def __init__(
         self, stages: Sequence[Stage], wire: Wire, rank: int, num_stages: int, random: MicroBatchRandom
@@ -74,13 +76,13 @@ class Executor:
         self.step = StepProgress()
 
     def forget(self) -> None:
-        """Drop what a step that failed has left."""
+        """Drop what a failed step has left."""
         self._local.clear()
         self._forms = Forms()
         self.step.forget()
 
     def run(self, work: Work, *, timed: bool = False) -> None:
-        """Do this rank's actions; afterwards `work` holds results and times. `timed`: also each layer's."""
+        """Do this rank's actions; afterwards `work` holds results and times. With `timed` each layer is timed, too."""
         program_state = self._random.get() if work.training else None
         self._forms.begin()
         for stage in self.stages.values():
@@ -90,7 +92,7 @@ class Executor:
             first = min(self.stages)
             step.act(Action("F", first, 0))
             micro_batches = len(work.inputs)
-            if first:  # how many micro-batches there are comes with the first
+            if first:  # the first micro-batch says how many there are
                 received = self._receive(first - 1, first)
                 micro_batches = received[1].micro_batches
                 self._local[Edge(first - 1, first)].append(received)
@@ -153,7 +155,7 @@ class Executor:
                     self._unpack(stage, source, values, inputs, leaves)
         assert self.step.schedule is not None
         if work.grad:
-            for source in stage.part.receives:  # what came was sent after these gradients were there
+            for source in stage.part.receives:  # the values that came were sent after these gradients were there
                 if source not in self.stages:
                     count = self.step.schedule.backwards_before[source, micro_batch]
                     with self.step.talk_to(source):
@@ -277,21 +279,19 @@ class Executor:
     # -- failure -------------------------------------------------------------------------------------------------
 
     def refuse(self, error: BaseException) -> BaseException:
-        """Return the error to raise for what fails before the first action, after those who wait for it have
-        been told.
-        """
+        """Tell the ranks that wait for this one what fails before the first action; return the error to raise."""
         self.step.refuse()
         return self._fail(error)
 
     def tell_end(self, error: BaseException) -> None:
-        """Fail behind this rank's last action, and take part in no further step: others may be in one already."""
+        """Fail after this rank's last action, and take part in no further step: other ranks may be in one already."""
         text = f"Pipeline: rank {self._rank}, at the end of a step: {summary_of(error)}"
         self.step.fail(StepFailure(by_itself=False, leaves=True))
         lost = isinstance(error, PeerLostError)
         self._wire.tell_failure(self._edges(), text, lost=lost, leaves=True, between=True)
 
     def _fail(self, error: BaseException) -> BaseException:
-        """Return the error to raise here, after all who wait for this rank have been told."""
+        """Tell all ranks that wait for this one; return the error to raise here."""
         where = describe_failure(self.step, self.stages, self._rank)
         if isinstance(error, (StageFailedError, StageLostError)):
             text = str(error)
@@ -309,7 +309,7 @@ class Executor:
         return raised
 
     def _edges(self) -> list[Edge]:
-        """All on which another rank may wait for this one."""
+        """Return all edges on which another rank may wait for this one."""
         edges, last = [], self._num_stages - 1
         for stage in self.stages.values():
             targets = dict.fromkeys([stage.index + 1, *stage.part.sends])

@@ -17,7 +17,7 @@ _COLUMNS = 400  # wider is no drawing
 _STYLES = {"F": "black on cyan", "B": "black on green", "I": "black on green", "W": "black on yellow"}
 _LIGHTNESS = {"F": 72, "B": 48, "I": 48, "W": 60}
 _HUES = {"F": 0, "B": 2, "I": 2, "W": 3}
-_CHUNKS = 3  # stages of a rank that have colours of their own; further ones have them again
+_CHUNKS = 3  # so many stages of a rank have colours of their own; further stages repeat them
 
 
 def ideal(schedule: Schedule, backward: float = 2.0) -> Timeline:
@@ -26,7 +26,7 @@ def ideal(schedule: Schedule, backward: float = 2.0) -> Timeline:
 
 
 def facts(schedule: Schedule, timeline: Timeline) -> list[str]:
-    """Return what the numbers of a schedule say, in lines."""
+    """Return what the numbers of a schedule say, line by line."""
     per_rank = schedule.num_stages // schedule.num_ranks
     held = ", ".join(str(schedule.in_flight(stage)) for stage in range(schedule.num_stages))
     bound = 1.0 - ideal_efficiency(schedule.num_ranks, schedule.micro_batches, per_rank)
@@ -44,7 +44,9 @@ def facts(schedule: Schedule, timeline: Timeline) -> list[str]:
 def grid(
     schedule: Schedule, timeline: Timeline, failed: Action | None = None, columns: int | None = _COLUMNS
 ) -> list[list[tuple[str, str]]]:
-    """For each rank the pieces of its line, as (text, kind); the kind of a wait is '.', that of a failure '!'."""
+    """Return for each rank the pieces of its line, as (text, kind); the kind of a wait is '.', that of a failure
+    '!'.
+    """
     shortest = min((s.end - s.begin for spans in timeline.ranks for s in spans if s.end > s.begin), default=1.0)
     label = max((len(_label(schedule, s.action)) for spans in timeline.ranks for s in spans), default=1)
     per_unit = (label + 1) / shortest
@@ -60,14 +62,14 @@ def grid(
                 line.append(("." * (begin - at), "."))
             begin = max(begin, at)
             if span.action == failed:
-                end = max(end, begin + 2)  # be it ever so short
+                end = max(end, begin + 2)  # it is seen however short it is
             width = end - begin
             if width <= 0:
                 continue
             text = _label(schedule, span.action)[: width - 1] if width > 1 else ""
             mark = "!" if span.action == failed else span.action.kind
             if mark == "!" and len(text) == width - 1:
-                text = ""  # no room for both
+                text = ""  # there is no room for both
             fill = "x" if mark == "!" else "-"
             line.append(((text + fill * (width - 1 - len(text)) + " ")[:width], mark))
             at = end
@@ -92,7 +94,7 @@ def plain(
 
 
 def show(schedule: Schedule, timeline: Timeline, console: Console, failed: Action | None = None) -> None:
-    """Print the grid in colours, in pieces below each other where it is wider than the terminal."""
+    """Print the grid in colours, in pieces below each other if it is wider than the terminal."""
     from rich.text import Text
 
     rows = []
@@ -110,7 +112,7 @@ def show(schedule: Schedule, timeline: Timeline, console: Console, failed: Actio
 
 
 def report(recording: Recording) -> list[str]:
-    """Where the time of a recorded step went, and what a better balance would give."""
+    """Return where the time of a recorded step went, and what a better balance would give."""
     schedule, timeline = recording.schedule, recording.timeline
     unknown = [str(rank) for rank, spans in enumerate(recording.spans) if not spans]
     if recording.failed is not None or unknown:
@@ -147,7 +149,7 @@ def _ms(seconds: float) -> str:
 def draw(
     schedule: Schedule, planned: Timeline, recording: Recording | None = None, failed: Action | None = None
 ) -> str:
-    """Return the grid as SVG; of a recorded step below it, on its own scale of time."""
+    """Return the grid as SVG; below it stands a recorded step, on its own scale of time."""
     row, left, right, top = 30.0, 70.0, 20.0, 62.0
     width = 1000.0
     blocks = [("schedule", planned, failed)]

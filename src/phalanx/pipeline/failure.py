@@ -12,11 +12,11 @@ from phalanx.pipeline.stage import Stage
 
 _DOING = {"F": "forward", "B": "backward", "I": "backward (of its inputs)", "W": "backward (of its weights)"}
 _COLUMNS, _ROWS = 150, 8  # a larger drawing hides the error
-_MARK = "x"  # in no other cell
+_MARK = "x"  # no other cell has it
 
 
 def describe_failure(step: StepProgress, stages: Mapping[int, Stage], rank: int) -> str:
-    """Where it was: 'Pipeline: stage 1 (rank 1), micro-batch 3, forward, in layer 'encoder.4''."""
+    """Return where it failed: 'Pipeline: stage 1 (rank 1), micro-batch 3, forward, in layer 'encoder.4''."""
     at = step.at
     if at is None:
         return f"Pipeline: rank {rank}"
@@ -33,7 +33,7 @@ def describe_failure(step: StepProgress, stages: Mapping[int, Stage], rank: int)
 
 
 def draw_failure(schedule: Schedule | None, at: Action | None) -> list[str]:
-    """Return the schedule with that cell marked; of a large one what is around it."""
+    """Return the schedule with that cell marked; of a large one, return the part around the cell."""
     if schedule is None or at is None:
         return []
     lines = plain(schedule, ideal(schedule), at, columns=None)

@@ -13,7 +13,7 @@ from phalanx.transport.memory_order import Strides
 
 @dataclass(frozen=True)
 class Form:
-    """It has values without their data: `leaves` has an `Array` for each tensor, or a constant.
+    """A form has values without their data: `leaves` has an `Array` for each tensor, or a constant.
 
     `tree` is empty if the values are the leaves.
     """
@@ -22,12 +22,14 @@ class Form:
     leaves: tuple[Any, ...]
 
     def encode(self) -> bytes:
-        """Return it as bytes, which only an authenticated receiver reads."""
+        """Return the form as bytes, which only an authenticated receiver reads."""
         return pickle.dumps(self)
 
 
 class Array(NamedTuple):
-    """It is a tensor without its data: all dimensions but the first, and the strides of what is not contiguous."""
+    """An array is a tensor without its data: all dimensions but the first, and the strides of what is not
+    contiguous.
+    """
 
     dtype: torch.dtype
     trailing: tuple[int, ...]

@@ -26,7 +26,7 @@ _ALIGNED = 64
 
 
 class Frames:
-    """It knows how long the frames of each edge are, in training and in evaluation."""
+    """`Frames` knows how long the frames of each edge are, in training and in evaluation."""
 
     def __init__(self) -> None:
         self._lengths: dict[tuple[Edge, bool], int] = {}
@@ -39,12 +39,12 @@ class Frames:
         self._needed.clear()
 
     def length_of(self, edge: Edge) -> int:
-        """Return the bytes of each frame there."""
+        """Return the bytes of each frame on this edge."""
         return self._lengths.get((edge, self._grad), HEADER_BYTES)
 
     def note(self, edge: Edge, needed: int) -> None:
-        """Note that a message needed so many bytes, whether or not its frame had them. Sender and receiver note
-        the same.
+        """Note that a message needed so many bytes, whether or not its frame had them. Sender and receiver note the
+        same.
         """
         key = edge, self._grad
         self._needed[key] = max(self._needed.get(key, 0), needed)
@@ -61,18 +61,18 @@ class Frames:
 
 
 def end_of(begin: int, nbytes: Iterable[int]) -> int:
-    """Where a frame with these parts behind `begin` ends."""
+    """Return where a frame ends that has these parts from `begin` on."""
     return begin + sum(map(aligned, nbytes))
 
 
 def aligned(nbytes: int) -> int:
-    """How much room a part takes."""
+    """Return how much room a part takes."""
     return -(-nbytes // _ALIGNED) * _ALIGNED
 
 
 def tensor_in(frame: Tensor, begin: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return a tensor over the bytes of `frame` from `begin` on; no view of it: changes in place are counted
-    for each.
+    """Return a tensor over the bytes of `frame` from `begin` on. It is no view: in-place changes are counted for
+    each.
     """
     flat = torch.empty(0, dtype=dtype)
     return flat.set_(frame.untyped_storage(), begin // dtype.itemsize, (math.prod(shape),), (1,)).view(shape)

@@ -12,15 +12,17 @@ from phalanx.pipeline.edges import StepPlan
 
 
 class Loss:
-    """It computes the loss on the last stage: by a function of result and target, or the result is the loss."""
+    """A `Loss` computes the loss on the last stage: by a function of result and target, or the result is the loss."""
 
     def __init__(self, loss_fn: Callable[..., Tensor] | None, *, mean: bool) -> None:
-        """`mean`: it is one over samples, so that each micro-batch counts by its rows."""
+        """Compute by `loss_fn`. With `mean` it is a mean over samples, so that each micro-batch counts by its rows."""
         self._loss_fn = loss_fn
         self._mean = mean
 
     def for_target(self, target: Any, result: Callable[[dict[fx.Node, Any]], Any]) -> Callable[..., Tensor]:
-        """Return what makes a loss of a micro-batch's values; micro-batches come in order, some a second time."""
+        """Return a function that makes a loss of a micro-batch's values; micro-batches come in order, some a second
+        time.
+        """
         begins = {0: 0}
 
         def loss_of(micro_batch: int, step: StepPlan, results: dict[fx.Node, Any]) -> Tensor:

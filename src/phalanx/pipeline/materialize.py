@@ -11,7 +11,7 @@ from torch import Tensor, nn
 def materialize(own: nn.Module, device: torch.device, init_fn: Callable[[str, Tensor], object] | None) -> list[str]:
     """Give every meta tensor of `own` memory and values: those of its module's `reset_parameters`, or of `init_fn`.
 
-    Tensors that two modules share stay shared. Returns the names of those that nobody gave values; they are zero.
+    Tensors that two modules share stay shared. It returns the names of those that got no values; they are zero.
     """
     new: dict[int, Tensor] = {}
     made: dict[str, nn.Module] = {}

@@ -32,12 +32,14 @@ def outlive(group: dist.ProcessGroup, posted: Sequence[tuple[dist.Work, Tensor]]
 
 
 def meets_by_messages(group: dist.ProcessGroup) -> bool:
-    """Whether it is worth it: the backend `phalanx` has collectives that are as fast, and tell more of failures."""
+    """Return whether messages are worth it: the backend `phalanx` has collectives as fast, which tell more of
+    failures.
+    """
     return phalanx_group(group) is None and dist.get_backend(group) == "gloo"
 
 
 class Meeting:
-    """It belongs to the ranks of a group. In each step that has begun every rank calls `add` or `leave`."""
+    """A meeting belongs to the ranks of a group. In each step that has begun every rank calls `add` or `leave`."""
 
     def __init__(self, group: dist.ProcessGroup, tag: int) -> None:
         self._group, self._tag = group, tag
@@ -50,8 +52,9 @@ class Meeting:
         """The rank that was found to be gone first."""
 
     def begin(self, count: int) -> None:
-        """Begin a step, at whose end so many numbers are added. That a rank is gone is raised there: others count on
-        this one until then, and its neighbours find out by themselves."""
+        """Begin a step, at whose end so many numbers are added. That a rank is gone is raised there: other ranks count
+        on this one until then, and its neighbours find out by themselves.
+        """
         for other in self._others:
             numbers = torch.empty(count, dtype=torch.float64)
             try:
@@ -60,10 +63,10 @@ class Meeting:
                 self._gone = self._gone or self._of(other, error)
 
     def add(self, numbers: Tensor) -> None:
-        """`numbers` become the sum of all ranks', in the order of ranks.
+        """Replace `numbers` by the sum of all ranks', in the order of ranks.
 
         Raises:
-            RuntimeError: a rank is gone. Where it is another than the first, that one tells the rest with `leave`. If
+            RuntimeError: a rank is gone. If it is another than the first, the first tells the rest with `leave`. If
                 it was lost after it had sent its numbers, the rest may have got the sum, and hear of it in their next.
         """
         if self._gone is not None:
@@ -87,7 +90,7 @@ class Meeting:
         self._sent.clear()
 
     def leave(self, numbers: Tensor, *, stay_s: float) -> None:
-        """Be counted with these; stay until all have come, or so long, in case this process ends with it."""
+        """Be counted with these numbers; stay until all have come, or so long, in case this process ends with it."""
         deadline = Deadline.after(stay_s)
         if not self._posted:  # this one is over; in the next, the others' numbers want to be taken, or they stay
             self.begin(len(numbers))
@@ -99,7 +102,7 @@ class Meeting:
         self._posted, self._sent = [], []
 
     def _send(self, numbers: Tensor) -> RuntimeError | None:
-        """Send to all, also to those behind one that is gone; the first error."""
+        """Send to all ranks, also to those after one that is gone; return the first error."""
         first = None
         for other in self._others:
             copied = numbers.clone()

@@ -17,30 +17,32 @@ from torch import Tensor
 
 
 class MicroBatchRandom:
-    """It is the state of the generators that layers on `device` draw from, as one tensor of bytes."""
+    """This is the state of the generators that layers on `device` draw from, as one tensor of bytes."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def draw_seed(self) -> int:
-        """From the program's own generator, which is one number further then; the same where nothing is cut."""
+        """Return a seed from the program's own generator, which it advances by one number, as it does where nothing is
+        cut.
+        """
         return int(torch.randint(2**62, ()).item())
 
     def seed(self, seed: int) -> None:
-        """Begin anew."""
+        """Begin anew with `seed`."""
         torch.default_generator.manual_seed(seed)
         if self._device.type == "cuda":
             torch.cuda.manual_seed(seed)
 
     def get(self) -> Tensor:
-        """Where the generators are."""
+        """Return the state of the generators."""
         state = torch.get_rng_state()
         if self._device.type == "cuda":
             state = torch.cat([state, torch.cuda.get_rng_state(self._device)])
         return state
 
     def set(self, state: Tensor) -> None:
-        """Go on from there."""
+        """Go on from `state`."""
         size = len(torch.default_generator.get_state()) if self._device.type == "cuda" else len(state)
         # A copy: torch 2.13 reads what is at the beginning of a tensor's memory, wherever in it the tensor begins.
         torch.set_rng_state(state[:size].clone())

@@ -32,20 +32,24 @@ def count_rows(values: Any, what: str) -> int:
 
 
 def cut(rows: int, micro_batches: int) -> list[int]:
-    """How many rows each micro-batch gets, as `Tensor.tensor_split` does it; there may be fewer rows than asked."""
+    """Return how many rows each micro-batch gets, as `Tensor.tensor_split` does it; there may be fewer rows than
+    asked.
+    """
     count = min(rows, micro_batches)
     size, more = divmod(rows, count)
     return [size + (i < more) for i in range(count)]
 
 
 def take(values: Any, begin: int, rows: int) -> Any:
-    """Return these rows of every tensor in `values`; what is no tensor, or has no dimension, is for all."""
+    """Return these rows of every tensor in `values`; what is no tensor, or has no dimension, goes to all
+    micro-batches.
+    """
     leaves, tree = tree_flatten(values)
     return tree_unflatten([v[begin : begin + rows] if isinstance(v, Tensor) and v.dim() else v for v in leaves], tree)
 
 
 def join(results: Sequence[Any], rows: Sequence[int]) -> Any:
-    """Return the results of micro-batches of so many `rows` as that of the mini-batch.
+    """Return the result of the mini-batch, of which the micro-batches have `results` of so many `rows`.
 
     Raises:
         TypeError: a result holds something that can't be put together: no tensor, or one without dimensions.

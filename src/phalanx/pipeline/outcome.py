@@ -32,12 +32,14 @@ _NAMED = -1.0  # in the place of the loss's dtype: in that of the loss is the ra
 
 
 class Outcome:
-    """It decides how a pipeline's steps end, with its replicas; `data_group` has one rank of each. Collective."""
+    """An outcome decides how a pipeline's steps end, with its replicas; `data_group` has one rank of each. All ranks
+    call it.
+    """
 
     def __init__(
         self, group: dist.ProcessGroup, data_group: dist.ProcessGroup | None, device: torch.device, tag: int
     ) -> None:
-        """`tag`: no other messages of the group have it."""
+        """Take the groups; no other messages of the group have the tag `tag`."""
         self._meeting = Meeting(group, tag) if meets_by_messages(group) else None
         self._group, self._data_group, self._device = group, data_group, device
         self._last_words: list[Any] = []
@@ -50,7 +52,7 @@ class Outcome:
             self._meeting.begin(3)
 
     def share(self, loss: Tensor | None, error: Exception | None, *, replicas: bool) -> Tensor:
-        """Return the loss, of which one rank has said what it is, on every rank; with `replicas` the mean over them.
+        """Return the loss, which one rank has given, on every rank; with `replicas` return the mean over them.
 
         Raises:
             `error`, if this rank has one.
@@ -81,13 +83,13 @@ class Outcome:
 
     @property
     def meets_by_messages(self) -> bool:
-        """Whether nothing ends the group for those who see nothing of a loss themselves: each must be told."""
+        """Return whether nothing ends the group for ranks that see nothing of a loss themselves: each must be told."""
         return self._meeting is not None
 
     def leave(self, *, lost: bool, who: int | None = None) -> None:
-        """End this rank's step without the others, who shall not wait: it was interrupted, or `lost` a peer.
+        """End this rank's step without the others, which shall not wait: it was interrupted, or `lost` a peer.
 
-        `who`: that peer, if it is known.
+        `who` is that peer, if it is known.
         """
         self._leave_meeting(lost=lost, who=who)
         groups = [self._data_group] if lost or self._meeting is not None else [self._group, self._data_group]
@@ -107,9 +109,9 @@ class Outcome:
         self._meeting.leave(torch.tensor(last, dtype=torch.float64), stay_s=0.0 if lost else FAREWELL_S)
 
     def abandon(self, error: BaseException) -> None:
-        """Fail behind the place where all meet, where the others may wait for this rank in either group.
+        """Fail after the place where all meet, where the others may wait for this rank in either group.
 
-        Where they meet by messages, they find its last words at their next meeting.
+        If they meet by messages, they find its last words at their next meeting.
         """
         self._leave_meeting(lost=isinstance(error, Exception), who=None)
         if self._data_group is None and isinstance(error, (PeerLostError, DeadlineError)):
@@ -144,12 +146,14 @@ class Outcome:
         dist.all_gather_object(told, mine, group=group)
         if error is not None:
             return numbers, error
-        _, text, kind = min(one for one in told if one is not None)  # what came of itself first
+        # an error that did not follow from another comes first
+        _, text, kind = min(one for one in told if one is not None)
         return numbers, StageFailedError(text if kind == StageFailedError.__name__ else f"{kind}: {text}")
 
 
 def _revoke(group: dist.ProcessGroup) -> None:
-    """End it for all of its ranks: whoever waits in it, or comes into it later, gets the error of a lost rank.
+    """End the group for all of its ranks: a rank that waits in it, or comes into it later, gets the error of a lost
+    rank.
 
     Other backends' ranks hear of it when this process ends.
     """

@@ -13,7 +13,9 @@ class OwnModules(nn.Module):
     """It has modules and tensors of some parts, at the places where they are in the whole model, and nothing else."""
 
     def __init__(self, root: nn.Module, parts: Iterable[Part], extra: Sequence[str] = ()) -> None:
-        """`extra`: parameters and buffers that no part uses, of which one rank takes care."""
+        """Take the modules of `parts`; `extra` are parameters and buffers that no part uses, and that this rank takes
+        care of.
+        """
         super().__init__()
         self.training = root.training
         parts = list(parts)
@@ -37,7 +39,7 @@ class OwnModules(nn.Module):
             holder._modules[last] = module
 
     def _reach(self, root: nn.Module, path: str) -> nn.Module:
-        """Return the module at `path`, made of nothing where there is none yet."""
+        """Return the module at `path`; it is made empty if there is none yet."""
         at: nn.Module = self
         for depth, step in enumerate(path.split(".") if path else ()):
             if step not in at._modules:
@@ -50,7 +52,7 @@ class OwnModules(nn.Module):
 
 
 def unused_tensors(root: nn.Module, parts: Iterable[Part]) -> list[str]:
-    """Parameters and buffers of the model that none of its parts uses."""
+    """Return the names of the model's parameters and buffers that none of its parts uses."""
     used = OwnModules(root, parts)
     known = {id(tensor) for tensor in (*used.parameters(), *used.buffers())}  # one may have several names
     every = (*root.named_parameters(), *root.named_buffers())
@@ -58,5 +60,5 @@ def unused_tensors(root: nn.Module, parts: Iterable[Part]) -> list[str]:
 
 
 def nbytes(tensors: Iterable[Tensor]) -> int:
-    """Their size in memory."""
+    """Return the size of `tensors` in memory, in bytes."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -152,7 +152,8 @@ class Pipeline(StageModule):
             own.to(device)
         self._hold(own)
         dist.all_gather_object(left, (without, PipelineNumbers.next), group=self._group)
-        self._without_values = [name for names, _ in left for name in names]  # of all ranks: all shall refuse a step
+        # names of all ranks: all shall refuse a step
+        self._without_values = [name for names, _ in left for name in names]
         number = PipelineNumbers.take(number for _, number in left)
         self._device = next((t.device for t in (*own.parameters(), *own.buffers())), torch.device(device or "cpu"))
         if self._device.type == "cpu":
@@ -183,7 +184,7 @@ class Pipeline(StageModule):
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """How many layers each stage has."""
+        """Return how many layers each stage has."""
         return tuple(self._counts)
 
     def stages_of(self, rank: int) -> range:
@@ -196,18 +197,19 @@ class Pipeline(StageModule):
 
     @property
     def data_group(self) -> dist.ProcessGroup | None:
-        """The ranks with this one's stages in other pipelines; None if there are no replicas."""
+        """Return the ranks with this one's stages in other pipelines; None if there are no replicas."""
         return self._data_group
 
     def spans(self, group: dist.ProcessGroup | None) -> bool:
-        """Whether its stages, with their replicas, are on the ranks of `group`."""
+        """Return whether its stages, with their replicas, are on the ranks of `group`."""
         return self._placement.spans(group)
 
     def regroup(self, group: dist.ProcessGroup) -> None:
-        """Go on in `group`, where each rank has the stages that it had, or that of its number had. Collective.
+        """Go on in `group`, where each rank has the stages that it had, or that the rank of its number had. All ranks
+        call it.
 
         In a mesh `group` has all of its ranks; the mesh, the same object, has groups of the new one afterwards.
-        Parameters and buffers stay as they are: whoever is new has got them from elsewhere, or will.
+        Parameters and buffers stay as they are: a new rank has got them from elsewhere, or will.
 
         Raises:
             ValueError: the group has another size.
@@ -233,9 +235,9 @@ class Pipeline(StageModule):
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> Tensor:
         """Run forward and backward of a mini-batch, add to the parameters' `grad`, and return the loss on every rank.
 
-        Collective. The first rank needs the model's arguments, the last one the target; others may pass them or None.
-        The loss is the mean over all samples (their sum, with loss_reduction="sum"), and over replicas if there are
-        any.
+        All ranks call it together. The first rank needs the model's arguments, the last one the target; others may pass
+        them or None. The loss is the mean over all samples (their sum, with loss_reduction="sum"), and over replicas if
+        there are any.
 
         Shape: inputs and targets (N, ...), the loss ().
         Cost: beside the model's own work, a message per micro-batch and cut; where ranks share memory, without the
@@ -265,7 +267,7 @@ class Pipeline(StageModule):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model's result for a mini-batch, without gradients: on the rank of the last stage, None on others.
 
-        Collective. With outputs="all" every rank has it.
+        All ranks call it. With outputs="all" every rank has the result.
 
         Shape: as the model's; of a mini-batch (N, ...).
 
@@ -302,7 +304,9 @@ class Pipeline(StageModule):
     def _try(
         self, args: Sequence[Any], kwargs: dict[str, Any], finish: Callable[[], Callable[..., Any]], *, grad: bool
     ) -> tuple[Work, Exception | None]:
-        """Do this rank's part of a step; the error that the others are still to hear of, if there is one."""
+        """Do this rank's part of a step; return its work, and the error, if any, of which the others do not know
+        yet.
+        """
         work = Work(
             training=self.training,
             grad=grad,
@@ -334,7 +338,9 @@ class Pipeline(StageModule):
         return work, None
 
     def _end(self, work: Work, error: Exception | None) -> Tensor:
-        """Return the loss of a step in which all ranks have done their part; of an evaluation, which has none, zero."""
+        """Return the loss of a step in which all ranks have done their part; return zero for an evaluation, which has
+        none.
+        """
         loss = None
         if error is None and work.grad and (self._num_stages - 1) % self._size == self._rank:
             loss = torch.stack([work.results[i] for i in sorted(work.results)]).sum()
@@ -346,7 +352,8 @@ class Pipeline(StageModule):
             seen = (stage.seen[mode] for stage in self._executor.stages.values() if mode in stage.seen)
             self._copies.require_current(mode, seen, self._group)
             with self._step_end.together():
-                self._wire.settle()  # not before all ranks have done their part: one that failed takes no messages
+                # this waits until all ranks have done their part: one that failed takes no messages
+                self._wire.settle()
             self._wire.learn()
             return loss
         except Exception as failure:
@@ -411,7 +418,7 @@ class Pipeline(StageModule):
 
     @contextlib.contextmanager
     def recorded(self) -> Iterator[Record]:
-        """Record the last step inside this block; its `recording` then has every rank's times. Collective.
+        """Record the last step inside this block; its `recording` then has every rank's times. All ranks call it.
 
         If a step fails, the recording has every rank's times up to the cell that failed; only this rank's if another
         rank was lost or interrupted.
@@ -428,7 +435,7 @@ class Pipeline(StageModule):
             record.finish(alone=failed)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Clip gradients by the norm over the whole model, as `torch.nn.utils.clip_grad_norm_` does. Collective.
+        """Clip gradients by the norm over the whole model, as `torch.nn.utils.clip_grad_norm_` does. All ranks call it.
 
         Return the norm before clipping, on every rank.
 

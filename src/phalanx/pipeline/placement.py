@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 
 class Placement:
-    """It places a pipeline on the ranks of a group, or pipelines and their replicas on those of a mesh.
+    """A placement has a pipeline on the ranks of a group, or pipelines and their replicas on those of a mesh.
 
     `group` has the ranks of this pipeline, `data_group` those with this rank's stages in others, if there are any.
 
@@ -28,13 +28,13 @@ class Placement:
         return int((self._mesh.mesh == rank).nonzero()[0, axis])
 
     def spans(self, group: dist.ProcessGroup | None) -> bool:
-        """Whether all stages, with their replicas, are on the ranks of `group`."""
+        """Return whether all stages, with their replicas, are on the ranks of `group`."""
         if self._mesh is None or group is None:
             return self.group is group
         return sorted(self._mesh.mesh.flatten().tolist()) == list(range(group.size()))
 
     def regroup(self, group: dist.ProcessGroup) -> None:
-        """Place the pipeline, or all that are in the mesh, on the ranks of `group`. Collective over that.
+        """Place the pipeline, or all that are in the mesh, on the ranks of `group`. All of these call it.
 
         The mesh, the same object, has groups of the default group of now; the old ones are gone.
 

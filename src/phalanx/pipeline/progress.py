@@ -24,7 +24,7 @@ Phase = Literal["idle", "begun", "acting", "waiting", "done", "failed"]
 
 @dataclass(frozen=True)
 class StepFailure:
-    """It says how a step has failed on this rank."""
+    """A `StepFailure` says how a step has failed on this rank."""
 
     by_itself: bool
     """Whether it was this rank's own action that failed, and not one that it waited for."""
@@ -33,13 +33,13 @@ class StepFailure:
 
 
 class StepProgress:
-    """It is the present step of one rank, or its last one."""
+    """A `StepProgress` is the present step of one rank, or its last one."""
 
     def __init__(self) -> None:
         self.forget()
 
     def forget(self) -> None:
-        """Drop what a step that failed has left."""
+        """Drop what a failed step has left."""
         self._clear("idle")
 
     def begin(self) -> None:
@@ -58,7 +58,7 @@ class StepProgress:
         self.failure: StepFailure | None = None
 
     def act(self, action: Action) -> None:
-        """Go on to an action, whose turn it is."""
+        """Go on to `action`, whose turn it is."""
         assert self.phase in ("begun", "acting"), self.phase
         self.phase, self.at, self.turn = "acting", action, time.perf_counter()
 
@@ -73,7 +73,7 @@ class StepProgress:
 
     @contextlib.contextmanager
     def talk_to(self, stage: int) -> Iterator[None]:
-        """Do something in the body that waits for nobody, and fails at once where `stage` is known to be gone."""
+        """Run the body, which waits for nobody, and fails at once where `stage` is known to be gone."""
         try:
             yield
         except RuntimeError:
@@ -86,9 +86,9 @@ class StepProgress:
         self.phase = "done"
 
     def refuse(self) -> None:
-        """Note that it is no action that fails, but something before the first or behind the last one."""
+        """Note that the failure is of no action, but of something before the first or after the last one."""
         self.at = self.awaited = self.schedule = None
 
     def fail(self, failure: StepFailure) -> None:
-        """Note how the step has failed, and that those who may wait for this rank are being told."""
+        """Note how the step has failed, and that the ranks that may wait for this one are being told."""
         self.phase, self.failure = "failed", failure

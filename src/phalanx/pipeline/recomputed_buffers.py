@@ -16,7 +16,7 @@ _Place = tuple[nn.Module, str]
 
 
 class RecomputedBuffers:
-    """They are the buffers of some modules.
+    """These are the buffers of some modules.
 
     Which of them change, in a mode, is seen when the first of them is run again.
     """
@@ -27,12 +27,12 @@ class RecomputedBuffers:
         self._changing: dict[Hashable, list[_Place]] = {}
 
     def values(self, mode: Hashable) -> dict[_Place, Tensor]:
-        """Return copies of those that may change."""
+        """Return copies of the buffers that may change."""
         return {place: _buffer(place).detach().clone() for place in self._changing.get(mode, self._all)}
 
     @contextmanager
     def as_they_were(self, values: Mapping[_Place, Tensor], mode: Hashable) -> Iterator[None]:
-        """While this lasts, modules have copies of `values` for buffers, so what they do to them is lost."""
+        """Give modules copies of `values` for buffers during the block, so what they do to them is lost."""
         now = {place: _buffer(place) for place in values}
         tried = {place: value.clone() for place, value in values.items()}
         for (module, name), value in tried.items():

@@ -15,7 +15,7 @@ from phalanx.pipeline.schedule import Action, Schedule
 
 
 class Record:
-    """`Pipeline.recorded` gives it; `recording` is the last step in it, once that is over."""
+    """A record is what `Pipeline.recorded` gives; `recording` is the last step in it, once that is over."""
 
     def __init__(self, group: dist.ProcessGroup, costs: Sequence[LayerCost] | None) -> None:
         self._group = group
@@ -37,7 +37,9 @@ class Record:
         self._mine = (spans, {stage.index: self._layers(stage, spans) for stage in executor.stages.values()})
 
     def _layers(self, stage: Any, spans: Sequence[tuple[Action, float, float, float]]) -> list[LayerTime]:
-        """Of a micro-batch. A backward is known of the whole stage: shared out as in the example, or as forward."""
+        """Return the times of a stage's layers in a micro-batch. A backward's time is known only of the whole stage: it
+        is divided as in the example, or as the forward's is.
+        """
         forward = {layer.name: 0.0 for layer in stage.part.layers}
         forward.update(stage.program.seconds or {})
         counts = max(sum(1 for a, *_ in spans if a.kind == "F" and a.stage == stage.index), 1)
@@ -48,7 +50,7 @@ class Record:
         return [LayerTime(name, seconds / counts, took * weight[name] / total) for name, seconds in forward.items()]
 
     def finish(self, *, alone: bool) -> None:
-        """Gather all ranks' parts; this one's alone where a step failed and not all have heard it."""
+        """Gather all ranks' parts; gather only this rank's where a step failed and not all ranks have heard it."""
         if self._is_complete:
             return
         mine = (self._schedule, *self._mine, self._failed, self._failed_itself)

@@ -17,7 +17,7 @@ _FORMAT = 1
 
 @dataclass(frozen=True)
 class LayerTime:
-    """It is a layer of the model and what it took of a micro-batch's time, forward and backward."""
+    """A `LayerTime` is a layer of the model and what it took of a micro-batch's time, forward and backward."""
 
     name: str
     forward_s: float
@@ -26,7 +26,7 @@ class LayerTime:
 
 @dataclass(frozen=True)
 class Suggestion:
-    """It is another cut, as layers per stage, and how long a step would take with it."""
+    """A suggestion is another cut, as layers per stage, and how long a step would take with it."""
 
     counts: tuple[int, ...]
     seconds: float
@@ -34,7 +34,7 @@ class Suggestion:
 
 @dataclass(frozen=True)
 class Recording:
-    """It is one step.
+    """A recording is one step.
 
     `spans[rank]` has when an action was due, begun and ended; `layers[stage]` what each layer took.
     """
@@ -46,14 +46,14 @@ class Recording:
 
     @property
     def timeline(self) -> Timeline:
-        """When actions ran; ranks' clocks are those of their host."""
+        """Return when actions ran; ranks' clocks are those of their host."""
         zero = min((due for spans in self.spans for _, due, _, _ in spans), default=0.0)
         return Timeline(
             tuple(tuple(Span(a, begin - zero, end - zero) for a, _, begin, end in spans) for spans in self.spans)
         )
 
     def waited(self, rank: int) -> float:
-        """How long a rank waited for what an action needed."""
+        """Return how long a rank waited for what an action needed."""
         return sum(begin - due for _, due, begin, _ in self.spans[rank])
 
     def mean_seconds(self, kind: Kind, stage: int) -> float:
@@ -64,18 +64,18 @@ class Recording:
 
     @property
     def without_waiting(self) -> Timeline:
-        """The same stages if nothing came late: what the schedule makes of these times."""
+        """Return the same stages if nothing came late: what the schedule makes of these times."""
         return simulate(self.schedule, self._seconds(self.mean_seconds))
 
     @property
     def bottleneck(self) -> int:
-        """The rank that works longest; all others wait for it."""
+        """Return the rank that works longest; all others wait for it."""
         timeline = self.timeline
         return max(range(self.schedule.num_ranks), key=timeline.busy)
 
     @property
     def suggestion(self) -> Suggestion | None:
-        """The cut of these layers whose longest stage is shortest; None if the layers' times are not known."""
+        """Return the cut of these layers whose longest stage is shortest; None if the layers' times are not known."""
         layers = [layer for stage in self.layers for layer in stage]
         if len(layers) < self.schedule.num_stages or not any(layer.forward_s for layer in layers):
             return None
@@ -102,7 +102,7 @@ class Recording:
         return seconds
 
     def save(self, path: str | Path) -> None:
-        """Write it, for `phalanx explain pipeline --recording PATH`."""
+        """Write the recording to `path`, for `phalanx explain pipeline --recording PATH`."""
         document = {
             "format": _FORMAT,
             "schedule": self.schedule.name,
@@ -140,10 +140,10 @@ def load_recording(path: str | Path) -> Recording:
 
 
 def parse_action(text: str) -> Action:
-    """Read an action as it is printed: 1B3 is the backward of micro-batch 3 on stage 1.
+    """Return the action that is printed as `text`: 1B3 is the backward of micro-batch 3 on stage 1.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the text is no action.
     """
     for kind in ("F", "B", "I", "W"):
         stage, found, micro_batch = text.strip().partition(kind)
@@ -153,6 +153,6 @@ def parse_action(text: str) -> Action:
 
 
 def name_layers(recording: Recording, counts: Sequence[int]) -> list[str]:
-    """Return the first layer of every stage of another cut: where it begins."""
+    """Return the first layer of every stage of another cut, at which that stage begins."""
     names = [layer.name for stage in recording.layers for layer in stage]
     return [names[sum(counts[:stage])] for stage in range(len(counts))]

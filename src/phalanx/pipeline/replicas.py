@@ -12,7 +12,9 @@ _BUCKET_BYTES = 25 * 1024 * 1024
 
 
 class Replicas:
-    """It averages over this stage's replicas, one in each pipeline; all begin with the first's values. Collective."""
+    """It averages over this stage's replicas, one in each pipeline; all begin with the first's values. All call it
+    together.
+    """
 
     def __init__(self, group: dist.ProcessGroup, parameters: Sequence[nn.Parameter], buffers: Iterable[Tensor]) -> None:
         self.group = group
@@ -27,7 +29,8 @@ class Replicas:
     def average(self) -> None:
         """Replace every gradient by its mean over the replicas.
 
-        Cost: one all_reduce per 25 MiB, and one of a number per parameter. One that no replica used has no gradient.
+        Cost: one all_reduce per 25 MiB, and one of a number per parameter. A parameter that no replica used has no
+        gradient.
         """
         used = torch.tensor([float(p.grad is not None) for p in self._parameters])
         works = [dist.all_reduce(used, group=self.group, async_op=True)]

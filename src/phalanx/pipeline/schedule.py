@@ -26,7 +26,7 @@ Kind = Literal["F", "B", "I", "W"]
 
 
 class Action(NamedTuple):
-    """It is a stage's work on one micro-batch."""
+    """An action is a stage's work on one micro-batch."""
 
     kind: Kind
     stage: int
@@ -38,7 +38,7 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """It says what every rank does, in which order. `orders[rank]` is its list of actions."""
+    """A schedule says what every rank does, in which order. `orders[rank]` is its list of actions."""
 
     name: str
     num_stages: int
@@ -47,11 +47,11 @@ class Schedule:
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks work."""
+        """Return how many ranks work."""
         return len(self.orders)
 
     def rank_of(self, stage: int) -> int:
-        """Who has a stage."""
+        """Return the rank that has a stage."""
         return stage % self.num_ranks
 
     def stages_of(self, rank: int) -> range:
@@ -59,12 +59,14 @@ class Schedule:
         return range(rank, self.num_stages, self.num_ranks)
 
     def in_flight(self, stage: int) -> int:
-        """How many micro-batches a stage holds at most between forward and the end of backward."""
+        """Return how many micro-batches a stage holds at most between forward and the end of backward."""
         return self._in_flight[stage]
 
     @property
     def most_tensors(self) -> int:
-        """How many tensors of a size a rank has at most: those in flight, and what layers make on the way to them."""
+        """Return how many tensors of a size a rank has at most: those in flight, and what layers make on the way to
+        them.
+        """
         return 8 * max(self.in_flight(stage) for stage in range(self.num_stages)) + 16
 
     @functools.cached_property
@@ -73,7 +75,9 @@ class Schedule:
 
     @functools.cached_property
     def backwards_before(self) -> dict[tuple[int, int], int]:
-        """By stage and micro-batch: of how many micro-batches the stage has begun the backward before that forward."""
+        """Return, by stage and micro-batch, of how many micro-batches the stage has begun the backward before that
+        forward.
+        """
         found, begun = {}, [0] * self.num_stages
         for order in self.orders:
             for kind, stage, micro_batch in order:
@@ -85,7 +89,7 @@ class Schedule:
 
     @functools.cached_property
     def last_backward(self) -> dict[int, int]:
-        """By stage: the micro-batch whose backward is its last one, if that is in one piece."""
+        """Return, by stage, the micro-batch whose backward is its last one, if that is in one piece."""
         return {stage: micro_batch for order in self.orders for kind, stage, micro_batch in order if kind == "B"}
 
     def _most_in_flight(self, stage: int) -> int:
@@ -100,7 +104,8 @@ class Schedule:
 def plan_schedule(
     name: str, num_ranks: int, micro_batches: int, num_stages: int | None = None, *, training: bool = True
 ) -> Schedule:
-    """Return the schedule of that name. `num_stages`: default one per rank, of an interleaved schedule two per rank.
+    """Return the schedule of that name. `num_stages` is by default one per rank, in an interleaved schedule two per
+    rank.
 
     Without `training` it is the forward half alone.
 
@@ -158,7 +163,9 @@ def _one_forward_one_backward(forwards: list[Action], backwards: list[Action], a
 
 
 def _forwards(rank: int, p: int, v: int, m: int) -> list[Action]:
-    """Micro-batches in rounds of p: each round goes through all stages of the rank before the next one begins."""
+    """Return the forwards of a rank. Micro-batches go in rounds of p: each round goes through all stages of the rank
+    before the next one begins.
+    """
     if v == 1:
         return [Action("F", rank, i) for i in range(m)]
     return [Action("F", k * p + rank, i) for round_ in _rounds(p, m) for k in range(v) for i in round_]
@@ -171,7 +178,7 @@ def _backwards(rank: int, p: int, v: int, m: int) -> list[Action]:
 
 
 def _rounds(p: int, m: int) -> list[range]:
-    """Micro-batches p by p; what is left over is spread over the rounds, so that none is shorter than p."""
+    """Return micro-batches p by p; what is left over is spread over the rounds, so that none is shorter than p."""
     count = max(1, m // p)
     size, more = divmod(m, count)
     begins = [i * size + min(i, more) for i in range(count + 1)]
@@ -179,7 +186,9 @@ def _rounds(p: int, m: int) -> list[range]:
 
 
 def _zero_bubble(rank: int, p: int, m: int) -> list[Action]:
-    """ZB-H1: no stage has more than p micro-batches in flight; rank r keeps the weights' work of r for the end."""
+    """Return the order of ZB-H1: no stage has more than p micro-batches in flight; rank r keeps the weights' work of r
+    for the end.
+    """
     ahead, order, weights = min(p - 1 - rank, m), [], 0
     order += [Action("F", rank, i) for i in range(ahead)]
     for i in range(m):

@@ -10,7 +10,7 @@ from phalanx.pipeline.schedule import Action, Schedule
 
 @dataclass(frozen=True)
 class Span:
-    """It is an action and when it ran."""
+    """A span is an action and when it ran."""
 
     action: Action
     begin: float
@@ -19,38 +19,38 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """It says what every rank did when. `ranks[r]` is in the order of time."""
+    """A timeline says what every rank did when. `ranks[r]` is in the order of time."""
 
     ranks: tuple[tuple[Span, ...], ...]
 
     @property
     def begin(self) -> float:
-        """Of the first action."""
+        """Return when the first action begins."""
         return min((spans[0].begin for spans in self.ranks if spans), default=0.0)
 
     @property
     def end(self) -> float:
-        """Of the last action."""
+        """Return when the last action ends."""
         return max((spans[-1].end for spans in self.ranks if spans), default=0.0)
 
     @property
     def seconds(self) -> float:
-        """From the first action's begin to the last one's end."""
+        """Return the seconds from the first action's begin to the last one's end."""
         return self.end - self.begin
 
     def busy(self, rank: int) -> float:
-        """How long a rank worked."""
+        """Return how long a rank worked."""
         return sum(span.end - span.begin for span in self.ranks[rank])
 
     @property
     def bubble(self) -> float:
-        """The share of all ranks' time in which they did not work."""
+        """Return the share of all ranks' time in which they did not work."""
         total = self.seconds * len(self.ranks)
         return 1.0 - sum(map(self.busy, range(len(self.ranks)))) / total if total else 0.0
 
 
 def depends_on(action: Action, schedule: Schedule) -> Sequence[Action]:
-    """Return what must be over before an action can begin, beside what its rank does before it."""
+    """Return the actions that must be over before an action can begin, besides what its rank does before it."""
     kind, stage, i = action
     split = schedule.name == "zero_bubble"
     if kind == "F":
@@ -63,7 +63,7 @@ def depends_on(action: Action, schedule: Schedule) -> Sequence[Action]:
 
 
 def simulate(schedule: Schedule, seconds: Callable[[Action], float], *, transfer_s: float = 0.0) -> Timeline:
-    """When everything happens if every action takes `seconds(action)` and a value between ranks `transfer_s`.
+    """Return when everything happens if every action takes `seconds(action)` and a value between ranks `transfer_s`.
 
     Raises:
         ValueError: the orders of the ranks wait for each other.
@@ -96,13 +96,14 @@ def simulate(schedule: Schedule, seconds: Callable[[Action], float], *, transfer
 
 
 def unit_seconds(schedule: Schedule, backward: float = 2.0) -> Callable[[Action], float]:
-    """Equal stages whose backward takes `backward` times as long as their forward, which takes one for all stages of a
-    rank together."""
+    """Return the seconds of an action for equal stages, whose backward takes `backward` times as long as their forward;
+    the forward takes one second for all stages of a rank together.
+    """
     share = schedule.num_ranks / schedule.num_stages
     of: Mapping[str, float] = {"F": 1.0, "B": backward, "I": backward / 2, "W": backward / 2}
     return lambda action: of[action.kind] * share
 
 
 def ideal_efficiency(num_ranks: int, micro_batches: int, stages_per_rank: int = 1) -> float:
-    """m / (m + p - 1), the share of time in which ranks work where the parts are equal; bubbles are 1/v as long."""
+    """Return m / (m + p - 1), the share of time in which ranks work if the parts are equal; bubbles are 1/v as long."""
     return micro_batches / (micro_batches + (num_ranks - 1) / stages_per_rank)

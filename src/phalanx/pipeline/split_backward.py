@@ -27,7 +27,7 @@ def _of_torch(path: str) -> Any:
 
 @dataclass
 class WeightsBackward:
-    """It is the second part, ready to run."""
+    """This is the second part of a backward, ready to run."""
 
     parameters: Sequence[nn.Parameter]
     groups: list[dict[str, Any]]
@@ -53,7 +53,7 @@ def backward_input(
 ) -> WeightsBackward:
     """Give every leaf its gradient, and return what gives the parameters theirs.
 
-    A stage without such leaves, the first, leaves all for later: there is nobody who waits.
+    A stage without such leaves, the first, leaves all for later, since no stage waits for it.
     """
     with environment_kept():
         # Their import takes a second, as it brings much of torch's compiler: only where somebody needs it.

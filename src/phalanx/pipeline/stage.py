@@ -24,7 +24,7 @@ from phalanx.torch_names import find
 
 @dataclass
 class InFlight:
-    """It is what a stage keeps of a micro-batch from its forward to the end of its backward."""
+    """`InFlight` is what a stage keeps of a micro-batch from its forward to the end of its backward."""
 
     inputs: dict[fx.Node, Any]
     leaves: dict[int, list[Tensor]] = field(default_factory=dict)
@@ -45,7 +45,7 @@ class InFlight:
 
 
 class Stage:
-    """It is a part of the model on this rank."""
+    """A stage is a part of the model on this rank."""
 
     def __init__(
         self,
@@ -105,8 +105,9 @@ class Stage:
         """Return what each later stage gets, with which of its tensors need gradients; and what `finish` made of the
         result.
 
-        `finish` is the loss of the last stage: it is computed anew with the rest, where the stage is recomputed.
-        What is sent is made in `making()`. `training`: whether there will be a backward; `in_training`: as of a module.
+        `finish` is the loss of the last stage: it is computed anew with the rest, where the stage is recomputed. What
+        is sent is made in `making()`. `training` says whether there will be a backward; `in_training` is the mode of
+        the modules.
         """
         held = InFlight(inputs, leaves, finish=finish, recompute=recompute)
         self._mode = (training, in_training)
@@ -151,11 +152,11 @@ class Stage:
             held.outputs[target] = [t for t, needed in zip(tensors, held.needs[target], strict=True) if needed]
 
     def prepare_backward(self, micro_batch: int, *, later_weights: bool = False, is_last: bool = True) -> None:
-        """Find what of the backward may come after its gradients are sent. To be called before they are there.
+        """Find what of the backward may come after its gradients are sent. This is called before they are there.
 
         With `later_weights` there will be a call of `backward_weights`, some time, for all that can be left for it.
-        `is_last`: no other micro-batch comes after this one. A convolution's gradients cost more in two calls than in
-        one: the stages before, which have work until then, gain nothing by the others' being early.
+        `is_last` says that no other micro-batch comes after this one. A convolution's gradients cost more in two calls
+        than in one: the stages before, which have work until then, gain nothing if the others are early.
         """
         held = self.in_flight[micro_batch]
         if self._weights is None:
@@ -168,7 +169,8 @@ class Stage:
         held.weights = self._weights.find(roots, room, convolutions=later_weights or is_last)
 
     def _room(self, roots: Sequence[Tensor], *, recomputed: bool) -> float:
-        """How many bytes may be kept of a micro-batch until its gradients are sent, in memory that is taken anyway.
+        """Return how many bytes may be kept of a micro-batch until its gradients are sent, in memory that is taken
+        anyway.
 
         The schedule lets so many micro-batches be in flight here; at its end there are fewer of them.
         """
@@ -180,7 +182,7 @@ class Stage:
     def backward(
         self, micro_batch: int, grads: dict[int, list[Tensor | None]], *, later_weights: bool = False
     ) -> dict[int, list[Tensor | None]]:
-        """Gradients for each stage that values came from, from those of the stages that values went to.
+        """Return gradients for each stage that values came from, from those of the stages that values went to.
 
         `backward_weights` is to be called afterwards; with `later_weights` as late as one likes.
         """
@@ -254,13 +256,15 @@ _TOLERATED = 1.05
 
 
 def _roots(held: InFlight) -> list[Tensor]:
-    """Where a backward may begin."""
+    """Return the tensors at which a backward may begin."""
     tensors = [tensor for tensors in held.outputs.values() for tensor in tensors if tensor.requires_grad]
     return [held.loss, *tensors] if held.loss is not None and held.loss.requires_grad else tensors
 
 
 def makers_of(root: nn.Module, nodes: Sequence[fx.Node], values: Sequence[fx.Node]) -> set[fx.Node]:
-    """Those that make the memory of `values`: not what works in place, nor what passes its input on."""
+    """Return the nodes that make the memory of `values`: not those that work in place, nor those that pass their input
+    on.
+    """
     makers: set[fx.Node] = set()
     todo = [value for value in values if value in nodes]
     while todo:

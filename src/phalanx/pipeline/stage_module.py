@@ -54,11 +54,11 @@ class StageModule(nn.Module):
         self._places = {name: at for at, name in enumerate(first.values())}
         self._without_values: list[str] = []
         self._data_group: dist.ProcessGroup | None = None
-        # What an optimizer has of a stage without parameters, which it would refuse; not one of the module.
+        # An optimizer has this of a stage without parameters, which it would refuse; it is none of the module's.
         object.__setattr__(self, "_no_parameter", nn.Parameter(torch.empty(0)))
 
     def _hold(self, own: OwnModules) -> None:
-        object.__setattr__(self, "_own", own)  # not as a child: names would begin with it
+        object.__setattr__(self, "_own", own)  # it is no child, since names would begin with it
         for name, parameter in self.named_parameters():
             register(name, parameter, self)
         register("", self._no_parameter, self)
@@ -66,22 +66,24 @@ class StageModule(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Of this rank's stages, with the names of the whole model."""
+        """Yield the parameters of this rank's stages, with their names in the whole model."""
         found = self._own.named_parameters("", recurse, remove_duplicate)
         named = {self._first_names[name] if remove_duplicate else name: parameter for name, parameter in found}
-        for name in self._first_names:  # in the order of the whole model
+        for name in self._first_names:  # they are in the order of the whole model
             if name in named:
                 yield prefix + "." * bool(prefix) + name, named[name]
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """Of this rank's stages; of stages without any, one that is empty, as optimizers refuse to have none."""
+        """Yield the parameters of this rank's stages; if there are none, one that is empty, as optimizers refuse to
+        have none.
+        """
         found = [parameter for _, parameter in self.named_parameters(recurse=recurse)]
         yield from found or [self._no_parameter]
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
-        """Of this rank's stages, with the names of the whole model.
+        """Yield the buffers of this rank's stages, with their names in the whole model.
 
         Shape: as in the whole model.
 
@@ -91,13 +93,13 @@ class StageModule(nn.Module):
         yield from self._own.named_buffers(prefix, recurse, remove_duplicate)
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        """Of this rank's stages, with the names of the whole model."""
+        """Yield the children in this rank's stages, with their names in the whole model."""
         yield from self._own.named_children()
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Of this rank's stages, with the names of the whole model."""
+        """Yield the modules in this rank's stages, with their names in the whole model."""
         yield from self._own.named_modules(memo, prefix, remove_duplicate)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
@@ -107,11 +109,10 @@ class StageModule(nn.Module):
     def state_dict(
         self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False, rank0_only: bool = False
     ) -> Any:
-        """Return the state of the whole model, as it is without a pipeline. Collective: every rank of the group calls
-        it.
+        """Return the state of the whole model, as it is without a pipeline. All ranks of the group call it.
 
-        With `rank0_only` the whole is on the first rank alone, and each other one has what is its own: for a model
-        that is too large for one process.
+        With `rank0_only` the first rank alone has the whole, and each other one its own part: that is for a model that
+        is too large for one process.
         """
         own = self._own_state(keep_vars=keep_vars)
         whole = gather_state(own, self._state_names, self._group, rank0_only=rank0_only)
@@ -124,11 +125,11 @@ class StageModule(nn.Module):
 
     @property
     def state_names(self) -> list[str]:
-        """The keys of the whole model's state."""
+        """Return the keys of the whole model's state."""
         return list(self._state_names)
 
     def own_state_dict(self) -> dict[str, Any]:
-        """Return the entries of this rank, under the keys of the whole model. Not collective."""
+        """Return the entries of this rank, under the keys of the whole model. A rank may call it alone."""
         return self._own_state(keep_vars=False)
 
     def _own_state(self, *, keep_vars: bool) -> dict[str, Any]:
@@ -137,12 +138,12 @@ class StageModule(nn.Module):
         return own
 
     def gather_state_dict(self) -> dict[str, Any]:
-        """Return the whole on the first rank, and on others what is their own. Collective."""
+        """Return the whole on the first rank, and on others their own part. All ranks call it."""
         whole: dict[str, Any] = self.state_dict(rank0_only=True)
         return whole
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Take this rank's part of the whole model's state, however the model was cut when that was saved.
+        """Take this rank's part of the whole model's state, however the model was cut when it was saved.
 
         Raises:
             RuntimeError: with `strict`, names are missing or unknown; or a shape is another.
@@ -168,9 +169,9 @@ class StageModule(nn.Module):
     def optimizer_state_dict(self, optimizer: torch.optim.Optimizer, *, rank0_only: bool = False) -> dict[str, Any]:
         """Return the state that one optimizer of the whole model would have, which any split takes, and plain PyTorch.
 
-        Collective: every rank of every pipeline calls it, with its optimizer of this Pipeline's parameters (also a
+        All ranks of all pipelines call it, with their optimizer of this Pipeline's parameters (also a
         ZeroRedundancyOptimizer over a mesh's axis "data"). With `rank0_only` the first rank has the whole, and each
-        other one what is its own.
+        other one its own part.
 
         Raises:
             ValueError: the optimizer updates something else, or keeps a state that is of all its parameters at once.
@@ -189,7 +190,7 @@ class StageModule(nn.Module):
     def load_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
         """Take this rank's part of a state of the whole model's optimizer: of any split, or of plain PyTorch.
 
-        Collective. Parameters are found by their names, where the state has them; else it must have the groups that
+        All ranks call it. Parameters are found by their names, if the state has them; else it must have the groups that
         all ranks' optimizers have together, with the parameters in the order of the whole model.
 
         Raises:
@@ -201,9 +202,9 @@ class StageModule(nn.Module):
         optimizer.load_state_dict(fitting)
 
     def own_optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Return this rank's entries of the whole state, under the numbers that they have there. Collective.
+        """Return this rank's entries of the whole state, under the numbers that they have there. All ranks call it.
 
-        Of a sharded optimizer that says what its part is (`shard_state_dict`) in that form, which has a "layout".
+        A sharded optimizer that says what its part is (`shard_state_dict`) gives that form, which has a "layout".
         """
         if not hasattr(optimizer, "shard_state_dict"):
             own, groups = self._own_entries(optimizer)
@@ -218,7 +219,7 @@ class StageModule(nn.Module):
         return {**renamed, "param_groups": describe_groups(groups)}
 
     def optimizer_layout(self, optimizer: torch.optim.Optimizer) -> Layout:
-        """Return the names of the parameters of each group of the whole model's optimizer. Collective."""
+        """Return the names of the parameters of each group of the whole model's optimizer. All ranks call it."""
         return [group.names for group in self._whole_groups(optimizer)]
 
     def fit_optimizer_state(
@@ -226,7 +227,7 @@ class StageModule(nn.Module):
     ) -> tuple[dict[str, Any], list[str]]:
         """Return what of a whole state is this optimizer's, as it loads it, and what does not fit, in words.
 
-        `layout`: that of `optimizer_layout`; without it a state must have names, or one group of all parameters.
+        `layout` comes from `optimizer_layout`; without it a state must have names, or one group of all parameters.
         """
         names = names_of(state, layout, list(self._places))
         if isinstance(names, str):
@@ -250,7 +251,7 @@ class StageModule(nn.Module):
         names = _names(optimizer)
         entries: dict[tuple[Any, ...], Any] = {}
         for at, saved in optimizer.state_dict()["state"].items():
-            if not isinstance(at, int):  # of no parameter
+            if not isinstance(at, int):  # it belongs to no parameter
                 entries[at,] = saved
             elif names[at]:
                 entries.update({(numbers[names[at]], key): value for key, value in saved.items()})
@@ -284,7 +285,7 @@ def _names(optimizer: torch.optim.Optimizer) -> list[str]:
 
 
 def _nested(entries: Mapping[tuple[Any, ...], Any]) -> dict[Any, Any]:
-    """By number and key, the numbers in order."""
+    """Return the entries by number and key, with the numbers in order."""
     found: dict[Any, Any] = {}
     for path in sorted(entries, key=lambda path: (len(path) == 1, path[0] if len(path) > 1 else 0)):
         if len(path) == 1:

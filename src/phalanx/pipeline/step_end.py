@@ -13,9 +13,10 @@ from phalanx.pipeline.wire import Wire
 
 
 class StepEnd:
-    """It ends steps, on whose outcome `outcome` agrees; where that is done by messages, `executor` tells of errors.
+    """A `StepEnd` ends steps, on whose outcome `outcome` agrees; where that is done by messages, `executor` tells of
+    errors.
 
-    `failed` says why an earlier step has failed; nothing if none has.
+    `failed` says why an earlier step has failed; it is None if none has.
     """
 
     def __init__(self, outcome: Outcome, wire: Wire, executor: Executor) -> None:
@@ -40,8 +41,8 @@ class StepEnd:
             raise
 
     def tell_alone(self, failure: Exception, *, has_met: bool) -> None:
-        """Tell the others that a peer was lost at the end of a step: they may have seen nothing of it, and be in the
-        next one already.
+        """Tell the others that a peer was lost at the end of a step: they may not have seen it, and be in the next step
+        already.
         """
         is_news = isinstance(failure, (StageFailedError, StageLostError))  # that all have, or get
         if is_news or self._executor.step.failure is not None:

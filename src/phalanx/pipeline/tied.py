@@ -17,7 +17,7 @@ from phalanx.pipeline.wire import Wire
 
 @dataclass(frozen=True)
 class Tie:
-    """It is a parameter, by its first name in the whole model, and the ranks that have one.
+    """A tie is a parameter, by its first name in the whole model, and the ranks that have one.
 
     The first of these ranks adds up.
     """
@@ -51,7 +51,9 @@ def parameters_of(root: nn.Module, part: Part) -> list[nn.Parameter]:
 
 
 class TiedGradients:
-    """It adds the gradients of this rank's tied parameters to those of the others. It is as collective as a step."""
+    """It adds the gradients of this rank's tied parameters to those of the others. The ranks call it together, as a
+    step.
+    """
 
     def __init__(self, ties: Sequence[Tie], own: dict[str, nn.Parameter], wire: Wire, rank: int) -> None:
         self._ties = [(tie, own[tie.name]) for tie in ties if rank in tie.ranks]
@@ -60,7 +62,7 @@ class TiedGradients:
         self._before: list[Tensor | None] = []
 
     def begin(self) -> None:
-        """Before the first backward of a step: put away what earlier steps left, which is added up already."""
+        """Put away, before the first backward of a step, what earlier steps left, which is added up already."""
         self._before = [parameter.grad for _, parameter in self._ties]
         for _, parameter in self._ties:
             parameter.grad = None
@@ -70,13 +72,13 @@ class TiedGradients:
         self._before = []
 
     def add(self) -> None:
-        """After the last backward of a step."""
+        """Add up the gradients after the last backward of a step."""
         for (tie, parameter), before in zip(self._ties, self._before, strict=True):
             grad = self._sum(tie, parameter)
             parameter.grad = grad if before is None or grad is None else before.add_(grad)
 
     def counted_here(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        """Those of `parameters` that no rank before this one has, too."""
+        """Return those of `parameters` that no rank before this one has, too."""
         others = {id(parameter) for tie, parameter in self._ties if tie.ranks[0] != self._rank}
         return [parameter for parameter in parameters if id(parameter) not in others]
 

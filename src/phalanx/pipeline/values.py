@@ -18,7 +18,7 @@ _CONSTANTS = (int, float, bool, str, complex, type(None), torch.dtype, torch.dev
 
 
 class Forms:
-    """It is the form of every value that a stage sends, as the first micro-batch of a step had it."""
+    """`Forms` has the form of every value that a stage sends, as the first micro-batch of a step had it."""
 
     def __init__(self) -> None:
         self._first: dict[fx.Node, tuple[int, int, list[Any]]] = {}
@@ -28,7 +28,7 @@ class Forms:
         self._first.clear()
 
     def check(self, part: Part, micro_batch: int, rows: int, nodes: Sequence[fx.Node], values: Sequence[Any]) -> None:
-        """Raise unless all values can be sent, and differ from those of the step's first micro-batch in rows alone.
+        """Raise unless all values can be sent, and differ from those of the step's first micro-batch only in rows.
 
         A dimension other than the first may be that of the samples, too (the state of an nn.LSTM): it may differ as the
         numbers of samples do.
@@ -81,7 +81,7 @@ def _maker(part: Part, node: fx.Node) -> str:
 
 
 def share_result(result: Any, group: dist.ProcessGroup, owner: int) -> Any:
-    """Return the owner's result on every rank. Collective."""
+    """Return the owner's result on every rank. All ranks call it."""
     mine = group.rank() == owner
     leaves, tree = tree_flatten(result)
     described: list[Any] = [

@@ -35,7 +35,7 @@ _LEAST_PRODUCT = 2**22
 
 @dataclass(slots=True)
 class _Product:
-    """It is the gradient of `weight` by one micro-batch's use of it."""
+    """A product is the gradient of `weight` by one micro-batch's use of it."""
 
     weight: Tensor
     operand: Tensor | None
@@ -50,7 +50,7 @@ class _Product:
     """Whether it is added as soon as it can be had, and not later."""
 
     def add(self) -> None:
-        """Add it to `weight.grad`. What it is made of may go then."""
+        """Add the product to `weight.grad`. Its factors may be freed then."""
         grad, operand = self.grad, self.operand
         self.grad = self.operand = None
         if grad is None or operand is None:
@@ -76,16 +76,18 @@ class _Product:
 
 
 class WeightGradients:
-    """It has those that one micro-batch leaves for later, in the order in which its backward came to them."""
+    """`WeightGradients` has the products that one micro-batch leaves for later, in the order in which its backward
+    reached them.
+    """
 
     def __init__(self, products: Sequence[tuple[Any, _Product]], others: Sequence[Tensor]) -> None:
-        """`products`: with their nodes of the graph. `others`: all other tensors that get a gradient."""
+        """Take `products` with their nodes of the graph; `others` are all other tensors that get a gradient."""
         self._products = products
         self._others = others
         self._later: list[_Product] = []
 
     def backward(self, roots: list[Tensor], grads: list[Tensor | None]) -> None:
-        """`torch.autograd.backward`, but for the weights whose gradients are left for `run`."""
+        """Do what `torch.autograd.backward` does, except for the weights whose gradients are left for `run`."""
         handles = []
         try:
             for node, product in self._products:
@@ -116,7 +118,7 @@ class WeightGradients:
 
 
 class Weights:
-    """It finds such gradients in the graphs of a stage's micro-batches."""
+    """`Weights` finds such gradients in the graphs of a stage's micro-batches."""
 
     def __init__(self) -> None:
         self._known: dict[Any, Tensor] = {}
@@ -129,11 +131,11 @@ class Weights:
         self._fruitless.clear()
 
     def find(self, roots: Sequence[Tensor], room: float, *, convolutions: bool = True) -> WeightGradients | None:
-        """Return what of the gradients behind `roots` can be made apart; None if nothing can, or autograd must see all.
+        """Return which of the gradients behind `roots` can be made apart; None if none can, or autograd must see all.
 
-        As many as find `room`, in bytes, for what they are made of are left for later: those that the backward comes to
-        last, when it has let go of what others have kept. Of the rest, a convolution's can't be added in the making.
-        Without `convolutions` those are left to autograd.
+        As many as find `room`, in bytes, for their factors are left for later: those that the backward comes to last,
+        when it has let go of what others have kept. Of the rest, a convolution's can't be added in the making. Without
+        `convolutions` those are left to autograd.
         """
         convolutions = convolutions and room > 0
         if convolutions in self._fruitless or True in self._fruitless:
@@ -242,7 +244,7 @@ class Weights:
         return _Product(weight, operand, bias=bias, convolution=settings), (end,) if bias is None else (end, bias_end)
 
     def _weight(self, end: Any) -> Tensor | None:
-        """Return the parameter behind a node, if nobody else has to do with its gradient."""
+        """Return the parameter behind a node, if nothing else has to do with its gradient."""
         weight = self._known.get(end)
         if weight is None:
             weight = _parameter(end)
@@ -293,14 +295,14 @@ def _add(parameter: Tensor, grad: Tensor) -> None:
 
 
 def _leave_some(products: list[Any], room: float) -> list[Any]:
-    """Decide which are for later, and drop what can be neither left nor added in the making."""
+    """Decide which products are left for later, and drop those that can be neither left nor added in the making."""
     if not products:
         return []
     if room < float("inf"):
         room += max(
             _nbytes(product.weight) for _, product, _ in products
         )  # autograd would make it in memory of its own
-        products.sort(key=lambda item: item[0]._sequence_nr())  # those of the first layers are made last
+        products.sort(key=lambda item: item[0]._sequence_nr())  # the products of the first layers are made last
         kept: set[int] = set()
         for node, product, _ in products:
             room -= _output_bytes(node)
@@ -312,8 +314,8 @@ def _leave_some(products: list[Any], room: float) -> list[Any]:
 
 
 def saved_bytes(roots: Sequence[Tensor]) -> int:
-    """Return what the graph behind `roots` keeps for its backward, parameters left out. Slow: it looks at every
-    node.
+    """Return the bytes that the graph behind `roots` keeps for its backward, without parameters. It is slow: it looks
+    at every node.
     """
     todo = [root.grad_fn for root in roots if root.grad_fn is not None]
     seen: set[Any] = set(todo)
@@ -338,7 +340,9 @@ def saved_bytes(roots: Sequence[Tensor]) -> int:
 
 
 def _held_bytes(tensors: Sequence[Tensor]) -> int:
-    """Of the memory under them, that under several counted once, and no more of one than is looked at."""
+    """Return the bytes under the tensors; memory under several counts once, and only the part that is looked at
+    counts.
+    """
     views: dict[tuple[int, int], int] = {}
     for tensor in tensors:
         views[tensor.untyped_storage().data_ptr(), tensor.data_ptr()] = _nbytes(tensor)

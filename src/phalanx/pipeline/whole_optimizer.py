@@ -23,7 +23,7 @@ _SHOWN = 4
 
 @dataclass
 class Group:
-    """It is a group of parameters, by their names, and its options.
+    """A `Group` is a group of parameters, by their names, and its options.
 
     A parameter without a name is no part of the model.
     """
@@ -35,9 +35,9 @@ class Group:
 def merge_groups(by_rank: Sequence[Sequence[Group]], order: Mapping[str, int]) -> list[Group]:
     """Return the groups that one optimizer of the whole model would have.
 
-    Ranks with as many groups, alike in their options, have the same ones: each has a part of their parameters. Else
-    groups are those of one rank each (one for each layer, say), in the order of their first parameters; a parameter
-    that several ranks have makes one of theirs.
+    If ranks have as many groups, alike in their options, these are the same groups: each rank has a part of their
+    parameters. Else each group belongs to one rank (one for each layer, say); they are in the order of their first
+    parameters, and a parameter that several ranks have makes one of their groups.
     """
     counts = {len(groups) for groups in by_rank}
     if len(counts) == 1 and all(
@@ -69,7 +69,7 @@ def number_names(layout: Layout) -> dict[str, int]:
 
 
 def describe_groups(groups: Sequence[Group]) -> list[dict[str, Any]]:
-    """As `param_groups` of a state."""
+    """Return the groups as `param_groups` of a state."""
     numbers = number_names([group.names for group in groups])
     return [
         {**group.options, "params": [numbers[name] for name in group.names], "param_names": list(group.names)}
@@ -78,7 +78,7 @@ def describe_groups(groups: Sequence[Group]) -> list[dict[str, Any]]:
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a group says beside its parameters."""
+    """Return the entries of a group besides its parameters."""
     return {key: value for key, value in group.items() if key not in _NOT_OPTIONS}
 
 

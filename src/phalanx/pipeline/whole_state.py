@@ -21,9 +21,9 @@ _SMALL_BYTES = 1024  # tensors up to here, as the numbers of steps that optimize
 def gather_state(
     own: Mapping[_Key, Any], names: Sequence[_Key], group: dist.ProcessGroup, *, rank0_only: bool = False
 ) -> OrderedDict[_Key, Any]:
-    """Return the entries of all ranks in the order of `names`; on the other ranks their own alone, with `rank0_only`.
+    """Return the entries of all ranks in the order of `names`; with `rank0_only` the other ranks get only their own.
 
-    Collective. What several ranks have is taken from the first of them.
+    All ranks call it. What several ranks have is taken from the first of them.
     Cost: with `rank0_only` every rank sends its own to the first; else all get all, one tensor at a time.
     """
     found = gather_entries(own, group, rank0_only=rank0_only)
@@ -31,7 +31,7 @@ def gather_state(
 
 
 def gather_entries(own: Mapping[_Key, Any], group: dist.ProcessGroup, *, rank0_only: bool = False) -> dict[_Key, Any]:
-    """`gather_state`, in the order of the ranks."""
+    """Return what `gather_state` does, in the order of the ranks."""
     rank = group.rank()
     described: list[Any] = [None] * group.size()
     dist.all_gather_object(described, {name: _describe(value) for name, value in own.items()}, group=group)
@@ -50,7 +50,7 @@ def _describe(value: Any) -> tuple[str, Any, Any, Strides | None]:
 
 
 def _fetch(mine: Any, entry: tuple[str, Any, Any, Any], source: int, rank: int, group: Any, rank0_only: bool) -> Any:
-    kind, shape, dtype, strides = entry  # or the object
+    kind, shape, dtype, strides = entry  # an entry may also be the object itself
     if kind == "object":
         return mine if rank == source else shape
     if rank0_only and (source == 0 or rank not in (0, source)):
@@ -69,7 +69,7 @@ def _fetch(mine: Any, entry: tuple[str, Any, Any, Any], source: int, rank: int, 
 
 
 def first_names(module: nn.Module) -> dict[str, str]:
-    """For every key of the module's state the first key of the same parameter, buffer or extra state.
+    """Return, for every key of the module's state, the first key of the same parameter, buffer or extra state.
 
     They differ where a module is registered under several names, or a parameter in several modules.
     """
@@ -86,14 +86,14 @@ def first_names(module: nn.Module) -> dict[str, str]:
 
 
 def with_every_name(own: Mapping[str, _Value], first: Mapping[str, str]) -> dict[str, _Value]:
-    """`own` with each entry under all the names that it has in the whole model; `first`: that of `first_names`."""
+    """Return `own` with each entry under all the names that it has in the whole model; `first` is of `first_names`."""
     known = {first.get(name, name): value for name, value in own.items()}
     others = {name: known[same] for name, same in first.items() if same in known and name not in own}
     return {**own, **others}
 
 
 def select_own(state: Mapping[str, Any], own: Iterable[str], first: Mapping[str, str]) -> dict[str, Any]:
-    """Return what of a whole state goes into the entries `own`: of an entry with several names the last that `state`
+    """Return what of a whole state goes into the entries `own`; for an entry with several names, the last that `state`
     has.
 
     That is the one which stays where plain PyTorch loads the whole model.
@@ -106,6 +106,6 @@ def select_own(state: Mapping[str, Any], own: Iterable[str], first: Mapping[str,
 
 
 def require_same_names(state: Mapping[str, Any], names: Sequence[str]) -> tuple[list[str], list[str]]:
-    """(missing, unexpected) in `state`, as `load_state_dict` of the whole model would find them."""
+    """Return the keys (missing, unexpected) in `state`, as `load_state_dict` of the whole model would find them."""
     known = set(names)
     return [name for name in names if name not in state], [name for name in state if name not in known]

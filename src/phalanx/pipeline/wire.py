@@ -42,12 +42,12 @@ if TYPE_CHECKING:
 
 _FIXED = 8
 _MOST = (WORDS - _FIXED) // 2
-_TAG = 1_000_000  # above what programs use on the same group
-_STAGES, _NUMBERS = 512, 1023  # stages and ranks, and pipelines, with tags of their own: all fit into 30 bits
-_EDGE_TAGS = 4 * _STAGES**2  # there and back, and beside frames
+_TAG = 1_000_000  # programs use lower tags on the same group
+_STAGES, _NUMBERS = 512, 1023  # stages and ranks, and pipelines, have tags of their own: all fit into 30 bits
+_EDGE_TAGS = 4 * _STAGES**2  # edges go there and back, in frames and beside them
 _VALUES, _FAILED, _LOST = 0, 1, 2
 _BY_MESSAGE, _ABSENT = -1, -2
-_LENT_BYTES = 16 * 1024  # tensors below travel in messages
+_LENT_BYTES = 16 * 1024  # smaller tensors travel in messages
 AHEAD = 2
 """So many messages beyond those of the present action have a receive that is posted: so many actions hide how long a
 notice of it takes to come to the sender. On one host one does it; each takes memory of a message."""
@@ -74,12 +74,13 @@ class PipelineNumbers:
 
 
 class Wire:
-    """It is this rank's end of all edges of a pipeline. Sends never wait for the receiver; at the end `settle` does."""
+    """A wire is this rank's end of all edges of a pipeline. Sends never wait for receivers; `settle` does."""
 
     def __init__(self, group: dist.ProcessGroup, rank_of: Sequence[int], device: torch.device, number: int = 0) -> None:
-        """`rank_of`: who has each stage; the numbers after those of stages are further ends of edges, as the ranks'.
+        """Take the rank of each stage in `rank_of`; the numbers after those of stages are further ends of edges, as the
+        ranks'.
 
-        `number`: another for each pipeline of a group, so that what one that failed has left is no other's message.
+        `number` is another for each pipeline of a group: what one that failed has left is no other's message.
         """
         self._ends = max(_STAGES, len(rank_of))
         self._number = number
@@ -104,11 +105,13 @@ class Wire:
 
     @property
     def meeting_tag(self) -> int:
-        """That of no message here."""
+        """Return a tag that no message here has."""
         return self._tags + _EDGE_TAGS - 2
 
     def regroup(self, group: dist.ProcessGroup) -> None:
-        """Go on in another group, as one who has sent and learnt nothing. Works of the old one are over, or failed."""
+        """Go on in another group, as a rank that has sent and learnt nothing. Works of the old group are over, or
+        failed.
+        """
         self._group = group
         self._known = {False: ({}, {}), True: ({}, {})}
         self._works.clear()
@@ -211,13 +214,14 @@ class Wire:
         return place
 
     def making(self) -> contextlib.AbstractContextManager[None]:
-        """Tensors that this thread makes meanwhile may be sent without a copy."""
+        """Return a context in which the tensors that this thread makes may be sent without a copy."""
         return contextlib.nullcontext() if self._lending is None else self._lending.making()
 
     def share(self, most: int) -> None:
-        """From now on, tensors of the sizes that were sent so far stay where they are, and are read there. Collective.
+        """From now on, let tensors of the sizes that were sent so far stay where they are, and be read there. All ranks
+        call it.
 
-        `most`: how many of a size a rank may have at the same time. Nothing happens where ranks share no memory.
+        `most` is how many of a size a rank may have at the same time. Nothing happens where ranks share no memory.
         """
         ours = sharing_group(self._group)
         if self._lending is not None or ours is None:
@@ -239,7 +243,7 @@ class Wire:
     def let_go(self, edge: Edge, micro_batches: int) -> None:
         """Let go of what so many micro-batches sent, whose messages have been received.
 
-        Some backends do not tell when a send is over unless somebody waits, and keep its memory until then.
+        Some backends do not tell when a send is over unless a thread waits, and keep its memory until then.
         """
         works = self._works.get(edge)
         while works and works[0][0] < micro_batches:
@@ -305,7 +309,7 @@ class Wire:
         return parts.take(shape, dtype, self._device)
 
     def post(self, edge: Edge) -> None:
-        """Start to receive the next frame there. It must be sure that there will be one, or that its sender fails."""
+        """Start to receive the next frame on the edge. It must be sure that one will come, or that its sender fails."""
         frame = torch.empty(self._frames.length_of(edge) // 8, dtype=torch.int64)
         work = self._group.recv([frame], self._rank_of[edge.source], self._tag(edge))
         self._posted[edge].append((work, frame))
@@ -339,7 +343,7 @@ class Wire:
         return tensor
 
     def _stream(self, edge: Edge) -> PickleStream:
-        """Where the forms that go over an edge stand among all pickles of the group."""
+        """Return where the forms that go over an edge stand among all pickles of the group."""
         kind = f"form of Pipeline {self._number} from stage {edge.source} to stage {edge.target}, {edge.backward:d}"
         return PickleStream(kind, self._rank_of[edge.source], self._rank_of[edge.target])
 
@@ -363,11 +367,12 @@ class Wire:
     def tell_failure(
         self, edges: Sequence[Edge], text: str, *, lost: bool, leaves: bool, between: bool = False
     ) -> None:
-        """Put the news on edges, for whoever waits there, or comes there next. Where that fails the others are told.
+        """Put the news on edges, for the rank that waits there, or comes there next. Where that fails the others are
+        told.
 
-        `lost`: it is a rank that is gone; who hears of it shall raise what they would if they had seen it themselves.
-        `leaves`: this rank will not meet the others any more, so it waits a little for them to hear it.
-        `between`: not in the step, but at its end: the others may be in the next one, of whatever kind.
+        `lost` says that a rank is gone; a rank that hears of it shall raise what it would if it had seen it itself.
+        `leaves` says that this rank will not meet the others any more, so it waits a little for them to hear it.
+        `between` says that it is not in the step, but at its end: the others may be in the next one, of whatever kind.
         """
         data, status = text.encode(), _LOST if lost else _FAILED
         for edge in edges:
@@ -403,7 +408,7 @@ class Wire:
         self._posted.clear()
 
     def end_receives(self) -> None:
-        """Wait for those that are posted, once every rank has sent or told all that it will; failed is over, too."""
+        """Wait for the posted receives, once every rank has sent or told all that it will."""
         posted = [receive for receives in self._posted.values() for receive in receives]
         self._posted.clear()
         for work, _ in posted:
@@ -412,7 +417,7 @@ class Wire:
 
 
 class _Parts:
-    """It is what a header announces: in the frame behind it, or each part in the next message beside."""
+    """`_Parts` is what a header announces: in the frame behind it, or each part in the next message beside."""
 
     def __init__(self, wire: Wire, src: int, tag: int, frame: Tensor | None) -> None:
         self.src = src
@@ -429,12 +434,12 @@ class _Parts:
         return tensor
 
     def take_bytes(self, count: int) -> bytes:
-        """Return the next part, so many bytes of it."""
+        """Return the next part, which has `count` bytes."""
         return self.take((count,), torch.uint8).numpy().tobytes()
 
 
 def _words(header: list[int], length: int = HEADER_BYTES) -> Tensor:
-    """Return a header, of a frame in which nothing else is."""
+    """Return a header, of a frame that holds nothing else."""
     return torch.frombuffer(array("q", header + [0] * (length // 8 - len(header))), dtype=torch.int64)
 
 

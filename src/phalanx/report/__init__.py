@@ -37,7 +37,7 @@ def begin(
     """Record this process's steps for a report in `folder`; every rank calls it, before its first step.
 
     Under `phalanx run` the launcher writes the report at the end, also when ranks have died; under another launcher, or
-    none, rank 0 when it ends. Where `phalanx run --report` was given a folder, that is the one.
+    none, rank 0 writes it when it ends. If `phalanx run --report` was given a folder, that one is used.
 
     Arguments:
         logger: one, or several, as of `phalanx.Trainer`: rank 0 gives them what `log` is called with, and at its end
@@ -60,7 +60,7 @@ def begin(
 def log(metrics: Mapping[str, float], step: int | None = None) -> None:
     """Give the loggers of this run the values of metrics; only what rank 0 gives is logged.
 
-    Without `step` it is the number of steps that this process has recorded. Does nothing where `begin` was given no
+    Without `step` it is the number of steps that this process has recorded. It does nothing if `begin` was given no
     logger.
     """
     import sys
@@ -73,7 +73,7 @@ def log(metrics: Mapping[str, float], step: int | None = None) -> None:
 def phase(
     name: Literal["data", "forward", "backward", "update", "other"],
 ) -> contextlib.AbstractContextManager[None]:
-    """Return what runs inside is this part of the step. Does nothing where nothing is recorded.
+    """Count what runs inside as this part of the step. It does nothing if nothing is recorded.
 
     Raises:
         ValueError: there is no such part.
@@ -83,9 +83,9 @@ def phase(
 
 
 def step(*, samples: float | None = None, loss: SupportsFloat | None = None) -> None:
-    """End a step here, of so many samples of this rank. Does nothing where nothing is recorded.
+    """End a step here, which had so many samples of this rank. It does nothing if nothing is recorded.
 
-    A loss on an accelerator is waited for.
+    It waits for a loss on an accelerator.
     """
     recorder = _current()
     if recorder is not None:

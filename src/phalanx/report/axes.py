@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-_MOST = 1e300  # of what is drawn: differences and marks beyond are no numbers any more
+_MOST = 1e300  # what is drawn is no larger: differences and marks beyond this are no numbers any more
 
 
 @dataclass(frozen=True)
 class Axis:
-    """It is a scale from `low` to `high`, with marks; `is_log` in powers."""
+    """An axis is a scale from `low` to `high`, with marks; it goes in powers if `is_log`."""
 
     low: float
     high: float
@@ -20,7 +20,7 @@ class Axis:
     is_log: bool = False
 
     def place(self, value: float) -> float:
-        """Where a value lies, from 0 to 1."""
+        """Return where a value lies, from 0 to 1."""
         if self.is_log:
             low, high = math.log(self.low), math.log(self.high)
             return (math.log(max(value, self.low)) - low) / (high - low)
@@ -28,7 +28,7 @@ class Axis:
 
 
 def linear(values: Sequence[float], *, from_zero: bool = False, num_marks: int = 5) -> Axis:
-    """Round numbers at which `values` end."""
+    """Return an axis that ends at round numbers around `values`."""
     finite = [min(max(value, -_MOST), _MOST) for value in values if math.isfinite(value)]
     low, high = (min(finite), max(finite)) if finite else (0.0, 1.0)
     if from_zero or (0 <= low < 0.3 * high):
@@ -42,7 +42,7 @@ def linear(values: Sequence[float], *, from_zero: bool = False, num_marks: int =
 
 
 def logarithmic(values: Sequence[float], base: float = 10.0, *, most: int = 7) -> Axis:
-    """Powers of `base` around `values`, all above zero."""
+    """Return an axis with powers of `base` around `values`, which are all above zero."""
     above = [min(max(value, 1 / _MOST), _MOST) for value in values if value > 0] or [1.0, base]
     first, last = math.floor(math.log(min(above), base) + 1e-9), math.ceil(math.log(max(above), base) - 1e-9)
     if last <= first + 1 and max(above) < 1.5 * min(above):  # a single value lies in the middle
@@ -53,13 +53,13 @@ def logarithmic(values: Sequence[float], base: float = 10.0, *, most: int = 7) -
 
 
 def nice_step(rough: float) -> float:
-    """1, 2 or 5 times a power of ten, at least `rough`."""
+    """Return 1, 2 or 5 times a power of ten, at least `rough`."""
     power = 10.0 ** math.floor(math.log10(rough))
     return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * (1 - 1e-9))
 
 
 def plain(marks: Sequence[float]) -> Callable[[float], str]:
-    """How to write `marks`, all with as many digits as tell them apart."""
+    """Return a function that writes `marks`, all with as many digits as tell them apart."""
     step = min((b - a for a, b in pairwise(marks)), default=1.0)
     digits = max(0, -math.floor(math.log10(step) + 1e-9)) if step > 0 else 0
     most = max((abs(mark) for mark in marks), default=0.0)

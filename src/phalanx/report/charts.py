@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from phalanx.report.axes import Axis, plain
 from phalanx.svg import Drawing
 
-WIDTH, HEIGHT = 480, 230  # of a chart: half a page's width, and all of a telephone's
+WIDTH, HEIGHT = 480, 230  # a chart takes half a page's width, and all of a telephone's
 _LEFT, _RIGHT, _TOP, _BOTTOM = 68, 22, 14, 40
 _INK, _FAINT, _RULE = "var(--ink)", "var(--faint)", "var(--rule)"
 _LABEL_GAP = 15
@@ -18,7 +18,7 @@ _LABEL_GAP = 15
 
 @dataclass(frozen=True)
 class Line:
-    """It is a curve, its colour (a CSS value), and what stands at its end."""
+    """A line is a curve, its colour (a CSS value), and what stands at its end."""
 
     points: Sequence[tuple[float, float]]
     colour: str
@@ -27,7 +27,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Dot:
-    """It is a point, what stands beside it, and what the pointer shows."""
+    """A dot is a point, what stands beside it, and what the pointer shows."""
 
     x: float
     y: float
@@ -47,7 +47,7 @@ def line_chart(
     x_text: Callable[[float], str] | None = None,
     limit: tuple[float, str] | None = None,
 ) -> str:
-    """Curves over a common x; labels stand at their right ends, apart from each other."""
+    """Return curves over a common x as SVG; labels stand at their right ends, apart from each other."""
     has_labels = any(line.label for line in lines)
     right = _RIGHT + (8 * max(len(line.label) for line in lines) if has_labels else 0)
     frame = _Frame(title, x, y, right, x_text, y_text, x_name, y_name)
@@ -80,7 +80,7 @@ def dot_chart(
     y_text: Callable[[float], str],
     limit: tuple[float, str] | None = None,
 ) -> str:
-    """Points, with their labels beside them, and a line that is the limit."""
+    """Return points as SVG, with their labels beside them, and a line that is the limit."""
     frame = _Frame(title, x, y, _RIGHT, x_text, y_text, x_name, y_name)
     if limit is not None:
         frame.rule(*limit)
@@ -100,12 +100,12 @@ def dot_chart(
 
 
 def _is_free(taken: Sequence[tuple[float, float, float]], start: float, y: float, width: float) -> bool:
-    """Whether a label fits there; `taken` are left ends, heights and widths."""
+    """Return whether a label fits there; `taken` are left ends, heights and widths."""
     return all(abs(y - ty) > 12 or start + width <= tx or start >= tx + tw for tx, ty, tw in taken)
 
 
 class _Frame:
-    """They are the axes of a chart, and where values lie between them."""
+    """A frame is the axes of a chart, and where values lie between them."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ class _Frame:
 
     @property
     def scale(self) -> str:
-        """Where the axes lie and what they span, for the page's script."""
+        """Return where the axes lie and what they span, for the page's script."""
         x, y = self._x, self._y
         return json.dumps(
             {

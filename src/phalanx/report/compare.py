@@ -29,7 +29,7 @@ _MARKED = 0.02  # a smaller difference from the first run says nothing
 
 @dataclass(frozen=True)
 class Row:
-    """It is one quantity of all runs: how it is written, and what it is of the first run's, where that says something.
+    """A row is one quantity of all runs: how it is written, and its ratio to the first run's, if that says something.
 
     `better` says whether less is better, or more, or neither.
     """
@@ -41,7 +41,7 @@ class Row:
 
 
 def load(folder: str) -> Measurements:
-    """Return the run whose report is in `folder`; written first, where only the ranks' records are there.
+    """Return the run whose report is in `folder`; write the report first if only the ranks' records are there.
 
     Raises:
         ValueError: there is neither.
@@ -63,7 +63,7 @@ def load(folder: str) -> Measurements:
 
 
 def compare_rows(runs: Sequence[Measurements]) -> list[Row]:
-    """Return the quantities that tell runs apart; of those that no run has there is no row."""
+    """Return the quantities that tell runs apart; a quantity that no run has gets no row."""
     rows = [
         Row("end", tuple(STATES[run.end][1] for run in runs)),
         Row("ranks", tuple(str(run.world_size) for run in runs)),
@@ -105,7 +105,7 @@ def _row(
 
 
 def judge(row: Row, number: int) -> tuple[str, str]:
-    """Return what stands behind a cell, `-19 %`, and whether that is good, bad or nothing."""
+    """Return what stands after the value in a cell, `-19 %`, and whether that is good, bad or nothing."""
     ratio = row.ratios[number] if number and row.ratios else None
     if ratio is None or abs(ratio - 1) < _MARKED or row.name.startswith("  "):
         return "", ""
@@ -116,7 +116,7 @@ def judge(row: Row, number: int) -> tuple[str, str]:
 
 
 def print_comparison(console: Console, names: Sequence[str], rows: Sequence[Row]) -> None:
-    """Print a column for each run; beside it what it is of the first one's."""
+    """Print a column for each run; beside its values stands their ratio to the first run's."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
@@ -152,7 +152,7 @@ def print_run(console: Console, folder: str, run: Measurements) -> None:
 
 
 def compare_page(names: Sequence[str], runs: Sequence[Measurements]) -> str:
-    """Return the runs side by side: their curves over each other, their numbers, what to do about each."""
+    """Return a page with the runs side by side: their curves over each other, their numbers, what to do about each."""
     head = "".join(f"<th>{escape(name)}</th>" for name in names)
     body = "".join(
         f"<tr><td>{escape(row.name)}</td>{''.join(_cell(row, i) for i in range(len(row.cells)))}</tr>"

@@ -7,12 +7,12 @@ from typing import Literal
 
 Severity = Literal["bad", "warn", "note", "good"]
 
-FEW_STEPS = 10  # say nothing about speed
+FEW_STEPS = 10  # runs of fewer steps say nothing about speed
 
 
 @dataclass(frozen=True)
 class Finding:
-    """It is a sentence, how much it matters, and what it costs: a share of the run's time, or of a step."""
+    """A finding is a sentence, how much it matters, and what it costs: a share of the run's time, or of a step."""
 
     severity: Severity
     text: str

@@ -20,7 +20,7 @@ _ORDER: dict[Severity, int] = {"bad": 0, "warn": 1, "note": 2, "good": 3}
 
 
 def find(run: Measurements) -> list[Finding]:
-    """All that is worth telling of a run; at least one finding."""
+    """Return all that is worth telling of a run; there is at least one finding."""
     found = [finding for look in _LOOKS for finding in look(run)]
     if not any(finding.severity in ("bad", "warn") for finding in found) and run.steps >= FEW_STEPS:
         found.append(Finding("good", _nothing_wrong(run)))

@@ -16,15 +16,15 @@ from phalanx.report.matching import Sampled, Split, match
 from phalanx.report.measurements import PARTS, Curve, Measurements, RankRun
 from phalanx.report.records import is_running, run_of
 
-MAX_POINTS = 240  # of a curve: more than a screen can show
-_CLOCKS_APART_S = 60.0  # what hosts' clocks may differ by; older files are of a run before
+MAX_POINTS = 240  # a curve has at most so many points: more than a screen can show
+_CLOCKS_APART_S = 60.0  # hosts' clocks may differ by so much; older files are of a run before
 _WARM_STEPS, _WARM_SHARE = 5, 0.1  # the first steps, in which memory is found and code compiled, are left out of means
 
 
 def find_job(folder: str, files: Sequence[RankFile]) -> JobRecord:
-    """Return what the launcher has said in `folder`; where it has said nothing, what follows from the ranks' files.
+    """Return what the launcher has said in `folder`; if it has said nothing, what follows from the ranks' files.
 
-    One that never said how the job ended, and is not there any more, was killed.
+    A launcher that never said how the job ended, and is not running any more, was killed.
     """
     job = JobRecord.read(folder)
     if job is None:  # the ranks were started by another launcher, and the first has died
@@ -38,14 +38,16 @@ def find_job(folder: str, files: Sequence[RankFile]) -> JobRecord:
 
 
 def of_ranks(job: JobRecord, files: Sequence[RankFile]) -> list[RankFile]:
-    """Those of this run, without the processes that a rank has started besides, which have trained nothing."""
+    """Return the files of this run, without those of processes that a rank has started besides, which have trained
+    nothing.
+    """
     files = [file for file in files if is_of_run(job, file)]
     trains = {(_attempt(file), file.facts.get("rank")) for file in files if file.steps_done}
     return [file for file in files if file.steps_done or (_attempt(file), file.facts.get("rank")) not in trains]
 
 
 def is_of_run(job: JobRecord, file: RankFile) -> bool:
-    """Whether a rank of this run has written it: by the run's id, and by the clock where a rank knew none."""
+    """Return whether a rank of this run has written it: by the run's id, or by the clock if the rank knew no id."""
     if job.run and run_of(file) not in ("", job.run):
         return False
     return file.begun + file.unix_offset > job.begun_unix - _CLOCKS_APART_S
@@ -89,7 +91,7 @@ def combine(job: JobRecord, files: Sequence[RankFile]) -> Measurements:
 
 
 def _tell_hosts_apart(ranks: tuple[RankRun, ...]) -> tuple[RankRun, ...]:
-    """Hosts of one name get their number behind it, as the launcher calls them."""
+    """Give hosts of one name their number after it, as the launcher calls them."""
     nodes: dict[str, set[int]] = defaultdict(set)
     for rank in ranks:
         nodes[rank.host].add(rank.node)
@@ -101,12 +103,12 @@ def _attempt(file: RankFile) -> int:
 
 
 def _rank(file: RankFile) -> int:
-    """Return the one that it had in the end."""
+    """Return the rank that the process had in the end."""
     return int(file.steps[-1].rank if file.steps else file.facts.get("rank", 0))
 
 
 def _num_warm(records: Sequence[StepRecord]) -> int:
-    """How many records at the beginning are left out of means."""
+    """Return how many records at the beginning are left out of means."""
     total = sum(record.num_steps for record in records)
     most = min(_WARM_STEPS, total * _WARM_SHARE)
     done = accumulate(record.num_steps for record in records)
@@ -115,7 +117,9 @@ def _num_warm(records: Sequence[StepRecord]) -> int:
 
 
 def _steady(records: Sequence[StepRecord]) -> list[StepRecord]:
-    """Those that means are taken of: warm, and without the steps in which the ranks formed their group anew."""
+    """Return the records that means are taken of: warm ones, without the steps in which the ranks formed their group
+    anew.
+    """
     after = records[1:]
     left = [
         record
@@ -182,7 +186,7 @@ def _measure(file: RankFile, split: Split, shift: float) -> RankRun:
 
 
 def _parts(steady: Sequence[StepRecord], split: Split, num: float) -> Mapping[str, float]:
-    """Seconds of a step: a phase without what it waited and moved in it."""
+    """Return the seconds of a step by phase, without what the rank waited and moved in it."""
     parts = dict.fromkeys(PARTS, 0.0)
     parts["waiting"] = sum(record.waited for record in steady) / num
     for phase in ("data", "forward", "backward", "update", "other"):
@@ -205,7 +209,7 @@ def _generations(records: Sequence[StepRecord], shift: float) -> tuple[tuple[int
 
 
 def _thin(records: Sequence[StepRecord]) -> list[StepRecord]:
-    """At most MAX_POINTS records, neighbours merged."""
+    """Return at most MAX_POINTS records, with neighbours merged."""
     thinned = list(records)
     while len(thinned) > MAX_POINTS:
         pairs = [merge(a, b) for a, b in zip(thinned[::2], thinned[1::2], strict=False)]
@@ -214,9 +218,9 @@ def _thin(records: Sequence[StepRecord]) -> list[StepRecord]:
 
 
 def _loss_curve(files: Sequence[RankFile]) -> Curve:
-    """By step, the mean over the ranks that have one; of a step that was done again the last.
+    """Return by step the mean loss of the ranks that have one; for a step that was done again it is the last.
 
-    Where an attempt does not know with which step it began, it alone is drawn: two curves of unknown places give none.
+    If an attempt does not know with which step it began, it alone is drawn: two curves of unknown places give none.
     """
     curve: Curve = ()
     begins_at = math.inf
@@ -233,8 +237,11 @@ def _loss_curve(files: Sequence[RankFile]) -> Curve:
 
 
 def _mean_loss(files: Sequence[RankFile]) -> Curve:
-    """Of one attempt. Ranks' records may be of unlike lengths: those that end within the longest one's go together."""
-    once = [{record.first: record for record in _thin(file.steps)} for file in files]  # done again: the last
+    """Return the mean loss of one attempt. Ranks' records may be of unlike lengths: those that end within the longest
+    go together.
+    """
+    # of steps that were done again the last counts
+    once = [{record.first: record for record in _thin(file.steps)} for file in files]
     records = [record for those in once for record in those.values() if record.num_losses]
     width = max((record.num_steps for record in records), default=1.0)
     found: dict[float, list[StepRecord]] = defaultdict(list)
@@ -255,7 +262,7 @@ def _broken(files: Sequence[RankFile]) -> tuple[int | None, bool]:
 
 
 def _throughput(files: Sequence[RankFile], shifts: Sequence[float]) -> Curve:
-    """Of all ranks together, by time: samples per second where they are known, else steps."""
+    """Return the throughput of all ranks together, by time: samples per second if they are known, else steps."""
     pairs = list(zip(files, shifts, strict=True))
     counts = any(step.samples for file in files for step in file.steps)
     begin = min((file.steps[0].begin + shift for file, shift in pairs), default=0.0)
@@ -278,7 +285,7 @@ def _throughput(files: Sequence[RankFile], shifts: Sequence[float]) -> Curve:
 
 
 def _spread(amounts: list[float], amount: float, begin: float, end: float, width: float) -> None:
-    """Over the bins that the time from `begin` to `end` covers."""
+    """Spread `amount` over the bins that the time from `begin` to `end` covers."""
     length = max(end - begin, 1e-9)
     first, last = int(begin / width), min(int(end / width), len(amounts) - 1)
     for i in range(min(first, last), last + 1):

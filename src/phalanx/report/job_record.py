@@ -21,7 +21,9 @@ _SURROGATES = re.compile("[\ud800-\udfff]")
 
 @dataclass(frozen=True)
 class JobRecord:
-    """Its `begun` and `ended` are of CLOCK_MONOTONIC; `end` is as in `Measurements`, "running" until more is said."""
+    """Its `begun` and `ended` are times of CLOCK_MONOTONIC; `end` is as in `Measurements`, "running" until more is
+    said.
+    """
 
     name: str
     command: str
@@ -41,7 +43,7 @@ class JobRecord:
     run: str = ""  # its id, which its ranks' files have, too
 
     def write(self, folder: str) -> None:
-        """Into `folder`, whole or not at all; OSError if that can't be."""
+        """Write the record into `folder`, whole or not at all; raise OSError if that can't be done."""
         path = os.path.join(folder, FILE)
         with open(f"{path}.part", "w", encoding="utf-8") as file:
             json.dump(_printable(asdict(self)), file)
@@ -59,7 +61,7 @@ class JobRecord:
 
 
 def _printable(value: Any) -> Any:
-    """Return the same with `\\udcff` for what no page can hold: a byte of a file's name or an argument that is no
+    r"""Return `value` with `\udcff` for what no page can hold: a byte of a file's name or an argument that is no
     UTF-8.
     """
     if isinstance(value, str):

@@ -27,10 +27,10 @@ from phalanx.report.pictures import figure, seconds_mark, time_axis
 from phalanx.report.units import percent, seconds, size, three_digits
 
 _HTML = "text/html; charset=utf-8"
-_AGAIN_S = 1.0  # a look is not older than that, and no more often is one made
-_REPORT_EVERY_S = 5.0  # reading all that the ranks have written takes longer
+_AGAIN_S = 1.0  # a look is not older than that, and looks are not made more often
+_REPORT_EVERY_S = 5.0  # reading all that the ranks have written takes longer than a look
 _MOST_POINTS = 600
-_MOST_RANKS = 64  # of more, those that wait least are shown
+_MOST_RANKS = 64  # of more ranks those that wait least are shown
 _SHARES = (("computing", "forward"), ("idle", "other"), ("waiting", "waiting"), ("communicating", "communication"))
 _SCRIPT = """
 const shown = document.getElementById("now"), said = document.getElementById("said");
@@ -61,13 +61,14 @@ class LivePage:
         self._lock = threading.Lock()
         self._latest: JobView | None = None
         self._looked_at = 0.0
-        self._paces: deque[tuple[float, float]] = deque(maxlen=_MOST_POINTS)  # elapsed, samples or steps a second
-        self._memory: deque[tuple[float, float]] = deque(maxlen=_MOST_POINTS)  # of all ranks
+        # seconds that have elapsed, and samples or steps a second
+        self._paces: deque[tuple[float, float]] = deque(maxlen=_MOST_POINTS)
+        self._memory: deque[tuple[float, float]] = deque(maxlen=_MOST_POINTS)  # the memory of all ranks
         self._report, self._reported_at = "", 0.0
 
     @property
     def pages(self) -> Pages:
-        """What is at which path."""
+        """Return what is at which path."""
         return {"/": self._page, "/now": self._now, "/json": self._json}
 
     def _page(self) -> Page:

@@ -35,7 +35,7 @@ class Sampled:
     groups: Sequence[tuple[str, int, int]]  # name, generation, how often there was one of that name before
     operations: Sequence[OperationRecord]
     warm_ns: float
-    end_ns: float  # of the last step
+    end_ns: float  # the end of the last step
     num_steps: int
     offset_ns: float = 0.0
     recoveries: Sequence[
@@ -120,12 +120,13 @@ _Scales = Mapping[tuple[tuple[str, int, int], bool, int], float]
 
 
 def _scales(calls: _Calls, whole: _Calls, is_from_start: Sequence[bool]) -> _Scales:
-    """For how many calls of a process each one stands that is known on all ranks: calls are counted, some were kept.
+    """Return for how many calls of a process each one stands that is known on all ranks: calls are counted, some were
+    kept.
 
-    `is_from_start`: of which processes all calls count, from number 1 on. Those are the ones without steps: nothing of
-    them is warming up, and only the latest calls are kept.
+    `is_from_start` says of which processes all calls count, from number 1 on. Those are the ones without steps: nothing
+    of them is warming up, and only the latest calls are kept.
 
-    Of each process by its own calls: one that took a lost one's place was there for fewer, in fewer steps.
+    Each process goes by its own calls: one that took a lost one's place was there for fewer, in fewer steps.
     """
     seqs: dict[tuple[tuple[str, int, int], bool, int], list[int]] = defaultdict(list)
     known: dict[tuple[tuple[str, int, int], bool], int] = defaultdict(int)
@@ -169,8 +170,8 @@ def _summarise(whole: _Calls, scales: _Scales) -> tuple[Collectives, ...]:
 
 
 def _bus_factor(kind: int, num_ranks: int) -> float:
-    """Return what goes over the bus per byte that a rank hands in (or gets, of a reduce_scatter), as NCCL's tests count
-    it.
+    """Return the bytes that go over the bus per byte that a rank hands in (or gets, in a reduce_scatter), as NCCL's
+    tests count them.
     """
     if kind in (ALL_REDUCE, GRADIENTS):
         return 2 * (num_ranks - 1) / num_ranks

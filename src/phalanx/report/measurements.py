@@ -21,7 +21,9 @@ Curve = tuple[tuple[float, float], ...]
 
 @dataclass(frozen=True)
 class RankRun:
-    """It is one process of a rank. `parts`: where a step's time goes, in seconds, as a mean after the first steps."""
+    """A `RankRun` is one process of a rank. `parts` says where a step's time goes, in seconds, as a mean after the
+    first steps.
+    """
 
     rank: int
     attempt: int
@@ -33,7 +35,7 @@ class RankRun:
     end: float
     first_step: float | None  # when its first step began
     steps: int
-    first_number: int  # of its first step in the run; 1 where nobody has told
+    first_number: int  # the number of its first step in the run; 1 if nothing has told it
     step_s: float
     longest_s: float
     parts: Mapping[str, float]
@@ -41,7 +43,7 @@ class RankRun:
     num_workers: int | None
     last_phase: str
     ended: bool
-    cpu_share: float | None  # of one core
+    cpu_share: float | None  # the share of one core
     preemptions_per_s: float | None
     resident_bytes: float
     shared_bytes: float
@@ -49,24 +51,26 @@ class RankRun:
     device_bytes: float
     step_curve: Curve = ()  # time, seconds of a step
     memory_curve: Curve = ()
-    generations: tuple[tuple[int, float], ...] = ()  # number, when its first step in it ended
+    generations: tuple[tuple[int, float], ...] = ()  # its number, and when the first step in it ended
 
     @property
     def reached(self) -> int:
-        """The number of its last step in the run."""
+        """Return the number of its last step in the run."""
         return self.first_number - 1 + self.steps
 
 
 @dataclass(frozen=True)
 class Collectives:
-    """They are of one kind and size. `bandwidth`: bytes per second on the bus, as NCCL's tests count it; median."""
+    """These are collectives of one kind and size. `bandwidth` is the median of bytes per second on the bus, as NCCL's
+    tests count it.
+    """
 
     name: str
     num_bytes: float
     num_ranks: int
     count: float
-    duration_s: float  # from the last rank's coming to the end; median
-    waiting_s: float  # of a rank for the last one to come; mean
+    duration_s: float  # median time from the last rank's coming to the end
+    waiting_s: float  # mean time for which a rank waits for the last one
     bandwidth: float | None
     overlapped: bool = False  # most of it was done before, beside the backward
 
@@ -82,7 +86,9 @@ class Lateness:
 
 @dataclass(frozen=True)
 class Event:
-    """It is something that happened to the job: `kind` is attempt, failure, loss, replaced, signal or host lost."""
+    """An event is something that happened to the job: `kind` is attempt, failure, loss, replaced, signal or host
+    lost.
+    """
 
     at: float
     kind: str
@@ -93,7 +99,9 @@ class Event:
 
 @dataclass(frozen=True)
 class Measurements:
-    """It is a run. `end` is one of ENDS. "ended": nobody said with what; "killed": nobody said that it did."""
+    """`Measurements` is a run. `end` is one of ENDS: "ended" if nothing says with what, "killed" if nothing says that
+    it did.
+    """
 
     name: str
     command: str
@@ -119,9 +127,9 @@ class Measurements:
 
     @property
     def last_attempt(self) -> tuple[RankRun, ...]:
-        """The processes of the newest attempt, of each rank the one that came farthest.
+        """Return the processes of the newest attempt, and of each rank the one that came farthest.
 
-        Without those that were lost on the way: they ended long before the others, and not in order.
+        Processes that were lost on the way are left out: they ended long before the others, and not in order.
         """
         chosen: dict[int, RankRun] = {}
         for run in self.newest:
@@ -133,42 +141,44 @@ class Measurements:
 
     @property
     def newest(self) -> tuple[RankRun, ...]:
-        """All processes of the newest attempt."""
+        """Return all processes of the newest attempt."""
         newest = max((rank.attempt for rank in self.ranks), default=0)
         return tuple(rank for rank in self.ranks if rank.attempt == newest)
 
     @property
     def steps(self) -> int:
-        """How many are done: the most that any rank has reached, as each may have come later or gone before."""
+        """Return how many steps are done: the most that any rank has reached, as each may have come later or gone
+        before.
+        """
         return max((run.reached for run in self.newest), default=0)
 
     @property
     def step_s(self) -> float:
-        """A step's mean time, of the slowest rank."""
+        """Return a step's mean time, of the slowest rank."""
         return max((run.step_s for run in self.last_attempt), default=0.0)
 
     @property
     def samples_per_s(self) -> float | None:
-        """Of all ranks together, after the first steps."""
+        """Return the samples per second of all ranks together, after the first steps."""
         runs = [run for run in self.last_attempt if run.step_s > 0]
         return sum(run.samples_per_step / run.step_s for run in runs) if self.has_samples and runs else None
 
     @property
     def final_loss(self) -> float | None:
-        """The last point of its curve."""
+        """Return the last point of the curve of the loss."""
         return self.loss[-1][1] if self.loss else None
 
     def to_json(self) -> str:
-        """For report.json; what is no finite number is null there, as strict readers want it."""
+        """Return the text of report.json; a number that is not finite is null there, as strict readers want it."""
         fields = _without_nan({"format": FORMAT, "version": VERSION, **asdict(self)})
         return json.dumps(fields, separators=(",", ":"), allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str) -> Measurements:
-        """Return the inverse.
+        """Return the measurements in `text`, which `to_json` has made.
 
         Raises:
-            ValueError: it is none, or another version's.
+            ValueError: it holds none, or another version's.
         """
         try:
             fields = json.loads(text)
@@ -206,7 +216,7 @@ def _curve(points: Any) -> Curve:
 
 
 def _without_nan(value: Any) -> Any:
-    """Return the same, with None for each float that is not finite."""
+    """Return `value` with None for each float that is not finite."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

@@ -53,7 +53,9 @@ def sections_of(run: Measurements, findings: Sequence[Finding]) -> str:
 
 
 def document(title: str, body: str, foot: str, *, script: str = SCRIPT, asks_server: bool = False) -> str:
-    """Return a whole page with a script, which may ask the server that the page comes from, or nobody."""
+    """Return a whole page with a script, which asks only the server that the page comes from, and only if
+    `asks_server`.
+    """
     allowed = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
     if asks_server:
         allowed += "; connect-src 'self'"
@@ -78,7 +80,7 @@ def _foot() -> str:
 
 
 def titled(sections: Sequence[tuple[str, str]]) -> str:
-    """Return sections below their titles; what is empty is left out."""
+    """Return sections below their titles; empty ones are left out."""
     return "".join(f"<section><h2>{escape(title)}</h2>{body}</section>" for title, body in sections if body)
 
 
@@ -122,7 +124,7 @@ def _findings(findings: Sequence[Finding]) -> str:
 
 
 def code(text: str) -> str:
-    """Escaped, with what stands in backquotes as code."""
+    """Return `text` escaped, with what stands in backquotes as code."""
     parts = escape(text, quote=False).split("`")
     return "".join(f"<code>{part}</code>" if i % 2 else part for i, part in enumerate(parts))
 

@@ -14,11 +14,11 @@ from phalanx.report.charts import Dot, Line, dot_chart, line_chart
 from phalanx.report.measurements import PARTS, Curve, Measurements, RankRun
 from phalanx.report.units import percent, rate, seconds, size
 
-_MAX_LINES = 8  # ranks that a chart can tell apart
+_MAX_LINES = 8  # a chart can tell so many ranks apart
 _MAX_DOT_LABELS = 8
-MANY_RANKS = 16  # of more, those that are alike are shown as one
-_ALIKE = 0.05  # of a step: by which two are the same to a reader
-_MOST_LETTERS = 24  # before a bar
+MANY_RANKS = 16  # of more ranks those that are alike are shown as one
+_ALIKE = 0.05  # two steps that differ by this part are the same to a reader
+_MOST_LETTERS = 24  # so many letters stand before a bar
 _ON_DARK = ("backward", "update", "waiting")
 
 
@@ -67,7 +67,7 @@ def throughput_picture(run: Measurements) -> str:
 
 
 def step_picture(run: Measurements) -> str:
-    """How long a step takes, by time."""
+    """Return how long a step takes, by time."""
     curves = [(rank.rank, rank.step_curve) for rank in run.last_attempt if len(rank.step_curve) > 2]
     if not curves:
         return ""
@@ -84,7 +84,7 @@ def step_picture(run: Measurements) -> str:
 
 
 def memory_picture(run: Measurements) -> str:
-    """Memory of each rank by time."""
+    """Return the memory of each rank by time."""
     curves = [(rank.rank, rank.memory_curve) for rank in run.last_attempt if len(rank.memory_curve) > 2]
     if not curves:
         return ""
@@ -132,7 +132,7 @@ def bandwidth_picture(run: Measurements) -> str:
 
 @dataclass(frozen=True)
 class StepBar:
-    """It is a mean step to draw as a bar: what stands before it, its parts, and how long all of them take."""
+    """A step bar is a mean step to draw as a bar: what stands before it, its parts, and how long all of them take."""
 
     label: str
     parts: Mapping[str, float]
@@ -140,7 +140,7 @@ class StepBar:
 
 
 def part_bars(run: Measurements) -> str:
-    """Return a bar for each rank: its step, divided into what it did. Of many ranks those stand first that differ, and
+    """Return a bar for each rank: its step, divided into what it did. Of many ranks those that differ stand first, and
     one bar stands for all that are alike.
     """
     different, alike = _divide_alike([rank for rank in run.last_attempt if rank.step_s > 0])
@@ -201,7 +201,7 @@ def _piece(bar: StepBar, part: str, longest: float) -> str:
 
 
 def time_line(run: Measurements) -> str:
-    """When the processes of each rank ran, and what happened to them."""
+    """Return when the processes of each rank ran, and what happened to them."""
     if not run.ranks or run.duration_s <= 0:
         return ""
     end = max(run.duration_s, *(rank.end for rank in run.ranks))
@@ -255,7 +255,7 @@ def _bar(left: str, width: float, kind: str, told: str) -> str:
 
 
 def time_axis(times: Sequence[float]) -> Axis:
-    """From the first time to the last, with marks at round seconds, minutes or hours."""
+    """Return an axis from the first time to the last, with marks at round seconds, minutes or hours."""
     low, high = min(times), max(times)
     low = 0.0 if low < 0.3 * high else low
     rough = max(high - low, 1e-6) / 5
@@ -266,7 +266,7 @@ def time_axis(times: Sequence[float]) -> Axis:
 
 
 def seconds_mark(value: float) -> str:
-    """`0`, `30 s`, `5 min`, `2 h`."""
+    """Return a time as a mark: `0`, `30 s`, `5 min`, `2 h`."""
     for factor, unit in ((3600, "h"), (60, "min")):
         if value >= factor and value % factor == 0:
             return f"{value / factor:.0f} {unit}"
@@ -274,7 +274,7 @@ def seconds_mark(value: float) -> str:
 
 
 def _rank_lines(curves: Sequence[tuple[int, Curve]]) -> list[Line]:
-    """Return a line for each rank; of many, the outermost are named and the others stay in the back."""
+    """Return a line for each rank; of many ranks the outermost are named and the others stay in the back."""
     if len(curves) <= _MAX_LINES:
         return [Line(curve, f"var(--c{i + 1})", f"rank {rank}") for i, (rank, curve) in enumerate(curves)]
     last = sorted(curves, key=lambda pair: sum(value for _, value in pair[1]) / len(pair[1]))

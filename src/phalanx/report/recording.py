@@ -28,13 +28,13 @@ from phalanx.report.job_record import RANKS, JobRecord
 from phalanx.report.records import find_other_run, remove_old_records
 
 _recorder: StepRecorder | None = None
-_folder = ""  # of the report that it records for
+_folder = ""  # the folder of the report that it records for
 _is_given = False  # the folder by the launcher, whatever the program says
-_writers: list[Callable[[], None]] = []  # what this process writes as the job's own launcher: one, or none
+_writers: list[Callable[[], None]] = []  # this process writes these as the job's own launcher: one, or none
 
 
 def current() -> StepRecorder | None:
-    """Return what records the steps of this process, if anything does."""
+    """Return the recorder of this process's steps; None if there is none."""
     return _recorder
 
 
@@ -46,7 +46,7 @@ def current_folder() -> str:
 def begin_in_rank(folder: str) -> StepRecorder:
     """Record the steps of this process for the report in `folder`, which a launcher writes there.
 
-    Once a process: whoever asks again gets the same.
+    It begins once in a process: a further call returns the same recorder.
 
     Raises:
         OSError: its file can't be made.
@@ -61,7 +61,7 @@ def begin(folder: str | os.PathLike[str]) -> StepRecorder:
     """Record this process's steps for a report in `folder`; every rank calls it, before its first step.
 
     Under `phalanx run` the launcher writes the report at the end, also when ranks have died. Under another launcher, or
-    none, rank 0 does when it ends, or begins another. Under `phalanx run --report` that folder is the one.
+    none, rank 0 writes it when it ends, or begins another. The folder of `phalanx run --report` comes first.
 
     Raises:
         ValueError: the folder has no name.
@@ -122,7 +122,7 @@ def _see_end_and_forks() -> None:
 
 
 def _make_way(folder: str) -> None:
-    """No launcher of ours has looked at the folder; rank 0 does."""
+    """Prepare the folder as rank 0, since no launcher of ours has looked at it."""
     if _find_place(os.environ)[0]:
         return
     other = find_other_run(folder)
@@ -137,8 +137,8 @@ def _make_way(folder: str) -> None:
 
 
 def _find_place(environ: Mapping[str, str]) -> tuple[int, int]:
-    """Return this process's rank and how many there are: by the environment, else by torch.distributed, else the only
-    one.
+    """Return this process's rank and how many there are: from the environment, else from torch.distributed, else 0 and
+    1.
     """
     if environ.get("RANK", "").isdecimal():
         return _number(environ, "RANK"), _number(environ, "WORLD_SIZE") or 1
@@ -149,13 +149,13 @@ def _find_place(environ: Mapping[str, str]) -> tuple[int, int]:
 
 
 def _run_id(environ: Mapping[str, str], world_size: int) -> str:
-    """Return what tells this run's records from those of others; empty where the launcher has said nothing of
-    the kind.
+    """Return what tells this run's records from those of others; it is empty if the launcher has said nothing of the
+    kind.
     """
     if own := environ.get("PHALANX_RUN", ""):
         return own
     given = environ.get("TORCHELASTIC_RUN_ID", "")
-    if given not in ("", "none"):  # torchrun's word for no id
+    if given not in ("", "none"):  # "none" is torchrun's word for no id
         return given
     return "" if world_size > 1 else uuid.uuid4().hex
 

@@ -12,11 +12,11 @@ from pathlib import Path
 from phalanx.diagnostics.step_reader import RankFile, read_rank_file
 from phalanx.report.job_record import RANKS, JobRecord
 
-_CLOCK_SET_S = 60.0  # what a host's clock may have been set by since
+_CLOCK_SET_S = 60.0  # a host's clock may have been set by so much since
 
 
 def list_records(folder: str) -> Iterator[tuple[Path, RankFile]]:
-    """Those that can be read, by name."""
+    """Yield the files that can be read, with their contents, by name."""
     for path in sorted(Path(folder, RANKS).glob("*.steps")):
         with suppress(OSError):
             if (read := read_rank_file(path.read_bytes())) is not None:
@@ -24,7 +24,7 @@ def list_records(folder: str) -> Iterator[tuple[Path, RankFile]]:
 
 
 def run_of(file: RankFile) -> str:
-    """Return the id of its run; empty where the rank knew none."""
+    """Return the id of the file's run; it is empty if the rank knew none."""
     return str(file.facts.get("run", ""))
 
 
@@ -53,33 +53,33 @@ def remove_old_records(folder: str, run: str = "") -> None:
 
 
 def find_other_run(folder: str) -> JobRecord | None:
-    """Return the job of another process of this host that is running and will write its report there; None if
-    none is.
+    """Return the job of another process of this host that is running and will write its report there; None if there is
+    none.
     """
     job = JobRecord.read(folder)
     return job if job is not None and job.pid != os.getpid() and is_running(job) else None
 
 
 def is_running(job: JobRecord) -> bool:
-    """Whether a job of this host has not ended, and whoever writes its report is there."""
+    """Return whether a job of this host has not ended, and the process that writes its report is there."""
     return job.end == "running" and job.host == socket.gethostname() and is_alive(job.pid, job.begun_unix)
 
 
 def is_alive(pid: int, since: float) -> bool:
-    """Whether the process `pid` of Unix time `since` is there; by now another may have got its number."""
+    """Return whether the process `pid` of Unix time `since` is there; by now another process may have its number."""
     if pid <= 0:
         return False
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except OSError:  # somebody else's
+    except OSError:  # the process is another user's
         pass
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()
         ticks = int(fields[19])
-    except (OSError, IndexError, ValueError):  # no Linux
+    except (OSError, IndexError, ValueError):  # this is not Linux
         return True
     if fields[0] in (b"Z", b"X"):
         return False

@@ -17,7 +17,7 @@ from phalanx.report.page_so_far import write_page_so_far
 
 
 class RunLoggers:
-    """They are loggers that rank 0 writes to until its process ends; every rank makes one.
+    """These are the loggers that rank 0 writes to until its process ends; every rank makes one.
 
     At the end they get the curve of the loss and the page as it stands then: the launcher's own page, which also has
     what came later, lies in the report's folder.
@@ -71,16 +71,16 @@ class RunLoggers:
         self._loggers.finalize(self._status)
 
 
-_run_loggers: list[RunLoggers] = []  # of this process: one, or none
+_run_loggers: list[RunLoggers] = []  # the loggers of this process: one, or none
 
 
 def begin_loggers(given: Any, hyperparameters: Mapping[str, Any] | None) -> None:
-    """Begin them, once in a process: whoever calls again has no new ones."""
+    """Begin the loggers, once in a process: a further call begins no new ones."""
     if given is not None and not _run_loggers:
         _run_loggers.append(RunLoggers(given, dict(hyperparameters or {})))
 
 
 def log(metrics: Mapping[str, float], step: int | None) -> None:
-    """Log, if there are loggers."""
+    """Log the metrics, if there are loggers."""
     for one in _run_loggers:
         one.log(metrics, step)

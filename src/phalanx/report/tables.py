@@ -9,7 +9,7 @@ from phalanx.report.measurements import PARTS, Measurements, RankRun
 from phalanx.report.units import percent, rate, seconds, size, three_digits
 
 _MAX_ROWS = 16
-_WAITS = 0.3  # of a step, from which on it is said what for
+_WAITS = 0.3  # from this share of a step on it is said what for
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, text: Sequence[int] = ()) -> str:
@@ -26,7 +26,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, text: Sequence[
 
 
 def part_table(run: Measurements) -> str:
-    """Time of a step by rank and part."""
+    """Return the time of a step by rank and part."""
     rows = [
         [f"rank {r.rank}", seconds(r.step_s), *(f"{seconds(r.parts[p])}" for p in PARTS), seconds(r.longest_s)]
         for r in run.last_attempt
@@ -63,12 +63,12 @@ def collective_table(run: Measurements) -> str:
 
 
 def memory_table(run: Measurements) -> str:
-    """Memory by rank."""
+    """Return the memory by rank."""
     has_device = any(rank.device_bytes for rank in run.last_attempt)
     rows = [
         [
             f"rank {rank.rank}",
-            size(rank.resident_bytes) if rank.resident_bytes else "",  # looked at with the steps
+            size(rank.resident_bytes) if rank.resident_bytes else "",  # it is looked at with the steps
             size(rank.shared_bytes) if rank.resident_bytes else "",
             size(max(rank.peak_bytes, rank.resident_bytes)),
             *([size(rank.device_bytes)] if has_device else []),
@@ -79,7 +79,7 @@ def memory_table(run: Measurements) -> str:
 
 
 def machine_table(run: Measurements) -> str:
-    """Hosts, versions, and who ran on which cores."""
+    """Return hosts, versions, and which rank ran on which cores."""
     if not run.ranks:
         return ""
     hosts = []
@@ -117,7 +117,7 @@ def machine_table(run: Measurements) -> str:
 
 
 def _on_a_core(rank: RankRun, share: float) -> str:
-    """Return the share of its time in which a core worked for it; of a rank that mostly waits, what it waits for."""
+    """Return the share of its time in which a core worked for the rank; if it mostly waits, what it waits for."""
     if rank.step_s <= 0:
         return percent(share)
     waits = {
@@ -130,7 +130,7 @@ def _on_a_core(rank: RankRun, share: float) -> str:
 
 
 def _numbers(numbers: Sequence[int]) -> str:
-    """`0-3, 8`."""
+    """Return numbers as text: `0-3, 8`."""
     spans: list[list[int]] = []
     for number in numbers:
         if spans and spans[-1][-1] == number - 1:

@@ -17,7 +17,7 @@ from phalanx.report.measurements import Measurements
 
 
 def plan_scalars(run: Measurements) -> Iterator[tuple[str, int, float, float]]:
-    """Tag, step, value and wall time of each point: the run's curves and its ranks'."""
+    """Yield tag, step, value and wall time of each point of the run's curves and its ranks'."""
     last = max(1.0, run.loss[-1][0]) if run.loss else 1.0
     for step, loss in run.loss:
         yield "train/loss", int(step), loss, run.begun_unix + run.duration_s * step / last
@@ -43,7 +43,7 @@ def encode(scalars: Iterable[tuple[str, int, float, float]], begun_unix: float) 
 
 
 def file_name(begun_unix: float) -> str:
-    """TensorBoard looks for `tfevents` in it."""
+    """Return a name for the file, with `tfevents` in it, which TensorBoard looks for."""
     return f"events.out.tfevents.{int(begun_unix)}.phalanx"
 
 
@@ -59,7 +59,7 @@ def _field(number: int, value: bytes | int) -> bytes:
 
 
 def _float32(value: float) -> bytes:
-    """One that is too large for it is infinite."""
+    """Return `value` as a float32; one that is too large for it becomes infinite."""
     try:
         return struct.pack("<f", value)
     except OverflowError:

@@ -10,14 +10,14 @@ from phalanx.report.finding import FEW_STEPS, Finding
 from phalanx.report.measurements import Measurements, RankRun
 from phalanx.report.units import percent, seconds
 
-DATA_SHARE = 0.10  # of a step
+DATA_SHARE = 0.10  # data may take so much of a step
 OTHER_SHARE = 0.15
 UPDATE_SHARE = 0.30
 COMMUNICATION_SHARE = 0.20
 WAITING_SHARE = 0.20
-LATE_OFTEN, LATE_SHARE = 0.6, 0.05  # of the collectives; of a step
+LATE_OFTEN, LATE_SHARE = 0.6, 0.05  # a rank is late that often among the collectives, and for so much of a step
 _SLICE_S = 0.004  # for which a rank is usually off its core when it is thrown off
-_MOST_NOISE = 0.2  # of a step: who takes more than that longer is slow, whatever else the cores do
+_MOST_NOISE = 0.2  # a rank that takes more of a step longer than that is slow, whatever else the cores do
 
 
 def _timed(run: Measurements) -> Sequence[RankRun]:
@@ -29,7 +29,7 @@ def _share(rank: RankRun, part: str) -> float:
 
 
 def _grouped(ranks: Sequence[RankRun], part: str, least: float) -> tuple[list[RankRun], str, float]:
-    """Those whose part is at least so large a share, how to call them, and the largest share."""
+    """Return the ranks whose part is at least so large a share, how to call them, and the largest share."""
     chosen = [rank for rank in ranks if _share(rank, part) >= least]
     if not chosen:
         return [], "", 0.0
@@ -54,7 +54,7 @@ def _data(run: Measurements) -> Iterator[Finding]:
 
 
 def _waits(run: Measurements) -> Iterator[Finding]:
-    """For what a pipeline or a parameter server's trainer knows that it waits for."""
+    """Yield findings about what a pipeline or a parameter server's trainer knows that it waits for."""
     for whom, name, advice in (
         ("stages", "other stages", "more micro-batches, or another schedule: `phalanx explain pipeline` draws it"),
         ("servers", "parameter servers", "more servers, larger batches, or synchronous=False"),
@@ -107,7 +107,7 @@ def _stragglers(run: Measurements) -> Iterator[Finding]:
 
 
 def _excess(slow: RankRun, others: Sequence[RankRun]) -> dict[str, float]:
-    """How much more time a step of this rank takes than theirs, by what it does."""
+    """Return how much more time a step of this rank takes than theirs, by what it does."""
     own = ("data", "forward", "backward", "update", "other")
     return {part: slow.parts[part] - median(rank.parts[part] for rank in others) for part in own}
 

@@ -16,14 +16,14 @@ from phalanx.diagnostics.step_reader import RankFile
 from phalanx.report.job_record import JobRecord
 from phalanx.report.units import size
 
-MAX_EVENTS = 200_000  # of all ranks: what a browser opens without complaint
+MAX_EVENTS = 200_000  # all ranks together have at most so many: a browser opens them without complaint
 _STEPS, _PHASES, _COLLECTIVES = 1, 2, 3
 _ORDER = ("data", "forward", "backward", "waited", "update", "other")
 _COLOURS = {"data": "yellow", "forward": "thread_state_running", "backward": "rail_animation", "update": "good"}
 
 
 def plan_trace(job: JobRecord, files: Sequence[RankFile]) -> dict[str, Any]:
-    """Return the trace as plain data; of long runs the last part of it."""
+    """Return the trace as plain data; of a long run it is the last part."""
     events: list[dict[str, Any]] = []
     share = max(64, MAX_EVENTS // max(1, len(files)))
     for number, file in enumerate(files, start=1):
@@ -92,5 +92,5 @@ def _name(kind: str, pid: int, tid: int, args: dict[str, Any]) -> dict[str, Any]
 
 
 def _number(value: float) -> float | str:
-    """JSON has no infinities."""
+    """Return `value`, or text if it is infinite, since JSON has no infinities."""
     return value if abs(value) < float("inf") else str(value)

@@ -22,9 +22,9 @@ _GOT = "got-"  # before the name of a file that another host has sent: that host
 
 
 def pack_files(folder: str, run: str, since: float) -> Iterator[tuple[str, str]]:
-    """Names and contents of the files of this host's ranks of a run; most of each is zeros, so it is short.
+    """Yield names and contents of the files of this host's ranks of a run; most of each is zeros, so it is short.
 
-    `since`, on the monotonic clock: older ones are of a run before, which may have had the same id.
+    `since` is a time of the monotonic clock: older files are of a run before, which may have had the same id.
     """
     for path, file in list_records(folder):
         if run_of(file) == run and file.facts.get("host") == socket.gethostname() and file.begun >= since:
@@ -33,10 +33,11 @@ def pack_files(folder: str, run: str, since: float) -> Iterator[tuple[str, str]]
 
 
 def unpack_file(folder: str, name: str, text: str) -> None:
-    """Write one of them here, in place of the one that was sent, if that lies here, too: hosts may share their files.
+    """Write one of the files here, in place of the one that was sent, if that lies here, too: hosts may share their
+    files.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the text is no such file.
         OSError: it cannot be written.
     """
     if not _NAME.fullmatch(name):

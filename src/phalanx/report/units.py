@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def seconds(value: float) -> str:
-    """`12.3 ms`, `1.50 s`, `3:07 min`, `2:05:10 h`."""
+    """Return a time as text: `12.3 ms`, `1.50 s`, `3:07 min`, `2:05:10 h`."""
     if value < 0:
         return f"-{seconds(-value)}"
     if value >= 3600:
@@ -18,7 +18,7 @@ def seconds(value: float) -> str:
 
 
 def size(value: float) -> str:
-    """`4.00 KiB`, `25.6 MiB`."""
+    """Return a size in bytes as text: `4.00 KiB`, `25.6 MiB`."""
     for factor, unit in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if value >= factor:
             return f"{three_digits(value / factor)} {unit}"
@@ -26,7 +26,7 @@ def size(value: float) -> str:
 
 
 def rate(value: float) -> str:
-    """Bytes per second, in thousands, as bandwidth is told: `7.28 GB/s`."""
+    """Return bytes per second as text, in thousands, as bandwidth is told: `7.28 GB/s`."""
     for factor, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if value >= factor:
             return f"{three_digits(value / factor)} {unit}/s"
@@ -34,7 +34,7 @@ def rate(value: float) -> str:
 
 
 def three_digits(value: float) -> str:
-    """`1.23`, `12.3`, `123`, `1,234`; a thousandth has `0.001`."""
+    """Return a number as text: `1.23`, `12.3`, `123`, `1,234`; a thousandth has `0.001`."""
     magnitude = abs(value)
     if magnitude >= 1e12:
         return f"{value:.3g}"
@@ -48,6 +48,6 @@ def three_digits(value: float) -> str:
 
 
 def percent(share: float) -> str:
-    """`31 %`, and below one `0.4 %`."""
+    """Return a share as text: `31 %`, and below one `0.4 %`."""
     value = 100 * share
     return f"{value:.1f} %" if 0 < value < 0.95 else f"{value:.0f} %"

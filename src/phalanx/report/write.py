@@ -26,7 +26,8 @@ PAGE, DATA, TRACE, TENSORBOARD = "report.html", "report.json", "trace.json", "te
 
 
 def write_report(folder: str, *, keep_records: bool = False) -> Measurements:
-    """Write the page and its companions into `folder`; the ranks' records go, as report.json has what they say.
+    """Write the page and its companions into `folder`; the ranks' records are removed, as report.json has what they
+    say.
 
     Raises:
         OSError: it cannot be written.
@@ -45,13 +46,13 @@ def write_report(folder: str, *, keep_records: bool = False) -> Measurements:
     _write(events, file_name(run.begun_unix), encode(plan_scalars(run), run.begun_unix))
     if not keep_records:
         remove_records(folder, lambda file: is_of_run(job, file))
-        with suppress(OSError):  # not empty, or never made
+        with suppress(OSError):  # the folder is not empty, or was never made
             os.rmdir(os.path.join(folder, RANKS))
     return run
 
 
 def _write(folder: str, name: str, data: bytes) -> None:
-    """Whole or not at all."""
+    """Write the file whole or not at all."""
     path = os.path.join(folder, name)
     with open(f"{path}.part", "wb") as file:
         file.write(data)

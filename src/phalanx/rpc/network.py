@@ -286,7 +286,7 @@ class Network:
     def _lose(self, connection: NetworkConnection, one: Outgoing, poller: zmq.Poller, why: str) -> None:
         if self._outgoing.get(connection.peer.uid) != (connection, one):
             return
-        self._read_answers(connection, one)  # what it answered before comes first
+        self._read_answers(connection, one)  # the answers that it sent before come first
         self._drop(connection, one, poller)
         self._lost(connection.peer, why)
 

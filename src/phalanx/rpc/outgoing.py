@@ -148,7 +148,7 @@ class Outgoing:
 
     @property
     def is_retrying(self) -> bool:
-        """Whether a connection is to be reconnected soon."""
+        """Return whether a connection is to be reconnected soon."""
         return self.frames.retry_at is not None or self.pulse.retry_at is not None
 
     def close(self) -> None:

@@ -82,7 +82,7 @@ def unpack(data: bytes) -> Exception:
     return error
 
 
-# As the attribute is for all exceptions, whatever a class of the user's makes of it.
+# All exceptions have the attribute so, whatever a class of the user's makes of it.
 _get_cause: Callable[[BaseException], BaseException | None] = BaseException.__dict__["__cause__"].__get__
 _set_cause: Callable[[BaseException, BaseException], None] = BaseException.__dict__["__cause__"].__set__
 
@@ -127,7 +127,7 @@ def set_error(future: Future[Any], make: Callable[[], BaseException]) -> None:
     def fail(_: object) -> None:
         raise make()
 
-    future._set_unwrap_func(fail)  # as Future.set_exception does
+    future._set_unwrap_func(fail)  # Future.set_exception does the same
     future.set_result(None)
 
 

@@ -59,7 +59,8 @@ def open_store(init_method: str, rank: int, world_size: int | None, timeout: tim
 
 def _addresses(init_method: str, rank: int, world_size: int | None, timeout: timedelta) -> Iterator[Any]:
     if init_method.startswith("env://") and find_agents_store(os.environ):
-        return launched_rendezvous(rendezvous, init_method, timeout)  # whether or not torch was patched for it
+        # this works whether or not torch was patched for it
+        return launched_rendezvous(rendezvous, init_method, timeout)
     if init_method.startswith("file://"):
         check_init_file(init_method, Deadline.after(timeout))
     if world_size is None:

@@ -30,7 +30,7 @@ _JOIN_S = 300.0
 _logger = get_logger(__name__)
 _starting = threading.Lock()
 
-# What makes more of a worker (distributed autograd) is told of each agent before anybody can call it.
+# Code that adds to a worker (distributed autograd) is told of each agent here before anybody can call it.
 on_start: list[Callable[[Agent], None]] = []
 
 

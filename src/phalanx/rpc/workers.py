@@ -33,7 +33,7 @@ class Workers:
 
     @property
     def is_static(self) -> bool:
-        """Whether all workers were there from the start."""
+        """Return whether all workers were there from the start."""
         return self.world_size is not None
 
     def join(self, me: WorkerAddress, deadline: Deadline, open_network: Callable[[], WorkerAddress]) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from phalanx.errors import LaunchError
 
-_PORTS = range(20000, 30000)  # below those that systems give to outgoing connections
+_PORTS = range(20000, 30000)  # they are below those that systems give to outgoing connections
 _NUM_CANDIDATES = 8
 _STEP = 1009  # prime: the candidates of two jobs that begin alike go on differently only by chance, so jump far
 
@@ -47,22 +47,25 @@ class Allocation:
     local_node: int = 0
     num_local_nodes: int = 1
     nproc: str = ""
-    asks_mpi: bool = False  # the variables leave open where node 0 is, or which job this is; MPI itself knows
-    hint: str = ""  # how to start the command on every host, for whoever has started it on one
+    # it is set if the variables leave open where node 0 is, or which job this is; MPI itself knows
+    asks_mpi: bool = False
+    hint: str = ""  # how to start the command on every host, if it was started on one
 
     @property
     def is_on_one_host(self) -> bool:
-        """Whether all nodes are on this host, as far as anybody knows."""
+        """Return whether all nodes are on this host, as far as is known."""
         return self.num_local_nodes == self.num_nodes
 
     @property
     def ports(self) -> tuple[int, ...]:
-        """Where node 0 may listen, in this order: the port that was chosen, or some that follow from the job's name."""
+        """Return where node 0 may listen, in this order: the port that was chosen, or some that follow from the job's
+        name.
+        """
         if self.port:
             return (self.port,)
         first = zlib.crc32(self.job.encode())
         return tuple(_PORTS[(first + i * _STEP) % len(_PORTS)] for i in range(_NUM_CANDIDATES))
 
     def describe(self) -> str:
-        """`Slurm job 17.0: node 1 of 2 (SLURM_PROCID, …)`."""
+        """Return `Slurm job 17.0: node 1 of 2 (SLURM_PROCID, …)`."""
         return f"{self.scheduler}: node {self.node} of {self.num_nodes} of job {self.job} ({', '.join(self.variables)})"

@@ -11,7 +11,7 @@ from phalanx.schedulers.allocation import Allocation
 
 
 def find_allocation(environ: Mapping[str, str], *, nnodes: int = 0) -> Allocation | None:
-    """Return what started this command as one of several; None where nobody says that it is.
+    """Return what started this command as one of several; None if nothing says that it is.
 
     An `mpiexec` goes first (under Slurm, LSF and PBS it starts its processes in their jobs), then a step of Slurm, the
     pods of Kubernetes, and last the schedulers that only give a list of hosts. `nnodes` is what the user says of the
@@ -40,5 +40,5 @@ def find_allocation(environ: Mapping[str, str], *, nnodes: int = 0) -> Allocatio
 
 
 def _own_full_name() -> str:
-    """NAME.SERVICE.NAMESPACE.svc… in a pod with a headless service: Kubernetes writes it into /etc/hosts."""
+    """Return NAME.SERVICE.NAMESPACE.svc… in a pod with a headless service: Kubernetes writes it into /etc/hosts."""
     return socket.getfqdn()

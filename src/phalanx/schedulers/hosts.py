@@ -33,7 +33,7 @@ def find_lsf(environ: Mapping[str, str], hostname: str) -> Allocation | None:
 
 
 def _of_jsrun(environ: Mapping[str, str], job: str) -> Allocation | None:
-    """`jsrun` numbers what it starts; where that runs, the list of hosts says."""
+    """Return what `jsrun` says, which numbers what it starts; where that runs, the list of hosts says."""
     rank, size = int(environ["JSM_NAMESPACE_RANK"]), int(environ["JSM_NAMESPACE_SIZE"])
     if size == 1:
         return None
@@ -85,7 +85,7 @@ def find_pbs(environ: Mapping[str, str], hostname: str) -> Allocation | None:
 def _of_list(
     scheduler: str, job: str, hosts: Sequence[str], hostname: str, variables: tuple[str, ...], hint: str
 ) -> Allocation | None:
-    """One node on each of `hosts`; None where there is only one."""
+    """Return one node on each of `hosts`; None if there is only one."""
     if len(hosts) < 2:
         return None
     here = [i for i, host in enumerate(hosts) if _is_same(host, hostname)]
@@ -103,12 +103,12 @@ def _unique(words: Sequence[str]) -> list[str]:
 
 
 def _compute_hosts(hosts: list[str]) -> list[str]:
-    """Without the host that jsrun is called on, which LSF counts as the first."""
+    """Return the hosts without the one on which jsrun is called, which LSF counts as the first."""
     return [host for host in hosts if not host.startswith(("batch", "login"))] or hosts
 
 
 def _is_same(host: str, hostname: str) -> bool:
-    """Whether two names can be one host's: one of them may be without its domain."""
+    """Return whether two names can be one host's: one of them may be without its domain."""
     if "." in host and "." in hostname:
         return host == hostname
     return host.partition(".")[0] == hostname.partition(".")[0]

@@ -11,7 +11,7 @@ from phalanx.errors import LaunchError
 from phalanx.schedulers.allocation import Allocation, read_port
 
 _PORT = 29400  # a pod has its ports for itself
-_EQUAL = (  # what is said twice must be the same
+_EQUAL = (  # two variables that say the same must be equal
     ("RANK", "PET_NODE_RANK"),
     ("JOB_COMPLETION_INDEX", "PET_NODE_RANK"),
     ("JOB_COMPLETION_INDEX", "RANK"),
@@ -48,13 +48,12 @@ def find_kubeflow(environ: Mapping[str, str]) -> Allocation | None:
 
 
 def find_indexed_job(environ: Mapping[str, str], fqdn: str, nnodes: int = 0) -> Allocation | None:
-    """Return what an indexed Job says. How many pods it has, only its file knows: `nnodes`, the option's, or
-    PET_NNODES.
+    """Return what an indexed Job says. Only its file knows how many pods it has: `nnodes`, the option's, or PET_NNODES.
 
     `fqdn` is this host's full name, NAME-INDEX.SERVICE.NAMESPACE.svc… where the pods have a headless service.
 
     Raises:
-        LaunchError: nobody says how many pods there are, or how the first one is called.
+        LaunchError: nothing says how many pods there are, or how the first one is called.
     """
     index = environ.get("JOB_COMPLETION_INDEX", "")
     if not index.isdecimal():
@@ -113,7 +112,7 @@ def _compare(environ: Mapping[str, str]) -> None:
 
 
 def _count(environ: Mapping[str, str], name: str) -> int:
-    """Return a number of nodes; of MIN:MAX the smaller, with which the job may begin."""
+    """Return a number of nodes; for MIN:MAX it is the smaller one, with which the job may begin."""
     text = environ[name].partition(":")[0]
     if not text.isdecimal() or int(text) < 1:
         raise LaunchError(

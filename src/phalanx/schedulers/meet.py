@@ -41,7 +41,7 @@ _KEY_PATIENCE_S = 60.0  # how long a shared folder may take to show a file that 
 def meet(
     found: Allocation, key_file: str | None, environ: Mapping[str, str], asked: Rendezvous
 ) -> tuple[Rendezvous, str]:
-    """Where this node meets the others, with what was `asked` for besides; and the job's name.
+    """Return where this node meets the others, with what was `asked` for besides; and the job's name.
 
     On nodes but the first it may wait for the first, `asked.join_timeout_s` at most.
 
@@ -87,7 +87,7 @@ def _meet_on_one_host(found: Allocation, mine: Rendezvous, deadline: Deadline) -
 
 
 def _hand_out(address: FdAddress, num_nodes: int, deadline: Deadline) -> Callable[[str], None]:
-    """Return what gives the other nodes the path that it is called with: in a thread: the agent must hear Ctrl-C."""
+    """Return a function that gives the other nodes a path, in a thread, since the agent must hear Ctrl-C."""
 
     def serve(path: bytes) -> None:
         with memory("phalanx-coordinator", len(path)) as fd, FdServer(address.token, at=address.path) as server:
@@ -130,16 +130,14 @@ def _meet_through_mpi(
 
 @contextlib.contextmanager
 def _free_port() -> Iterator[int]:
-    """Give a port that is free, and that nobody else takes while this lasts."""
+    """Yield a port that is free, and that no other process takes while this lasts."""
     with socket.socket() as sock:
         sock.bind(("", 0))
         yield sock.getsockname()[1]
 
 
 def _find_key(found: Allocation, key_file: str | None, environ: Mapping[str, str]) -> str:
-    """Return the user's key. Node 0 makes it if there is none; the others wait until the folder that they share
-    shows it.
-    """
+    """Return the user's key. Node 0 makes it if there is none; the others wait until their shared folder shows it."""
     from phalanx.coordination.key_file import default_path, find_key, make_key
 
     key = find_key(key_file, environ)

@@ -16,8 +16,7 @@ from phalanx.errors import PhalanxError
 
 
 def broadcast(words: bytes, environ: Mapping[str, str], deadline: Deadline) -> bytes:
-    """Return the `words` of process 0, in all processes of this `mpiexec`; a child of ours is MPI's process in our
-    place.
+    """Return the `words` of process 0, in all processes of this `mpiexec`; a child of ours takes our place in MPI.
 
     Raises:
         PhalanxError: MPI could not be started, or process 0 did not come in time; with what the child said.
@@ -40,7 +39,7 @@ def broadcast(words: bytes, environ: Mapping[str, str], deadline: Deadline) -> b
 
 
 def main() -> None:
-    """One process of MPI."""
+    """Be one process of MPI."""
     from phalanx.coordination.launchers import mpi_launch
     from phalanx.engines.mpi.runtime import Launcher, start
 

@@ -15,7 +15,7 @@ _PACKAGES = {"s3": "s3fs", "gcs": "gcsfs", "azure": "adlfs"}
 
 
 def is_address(name: object) -> bool:
-    """Whether `name` is an address that is none of this machine's files: `s3://...`, `memory://...`."""
+    """Return whether `name` is an address that is none of this machine's files: `s3://...`, `memory://...`."""
     scheme, mark, _ = str(name).partition("://")
     return bool(mark) and scheme not in ("file", "local") and scheme.replace("+", "").replace("::", "").isalnum()
 

@@ -15,7 +15,7 @@ from phalanx.storage.retry import is_transient, retry
 
 T = TypeVar("T")
 
-# What no waiting mends, of errors that are none of the operating system's.
+# Waiting does not mend these; they are none of the operating system's errors.
 _LASTING = (ValueError, TypeError, NotImplementedError, AttributeError, KeyError, ImportError, AssertionError)
 _OF_CREDENTIALS = frozenset(("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "TokenRetrievalError"))
 
@@ -59,7 +59,7 @@ class RemoteFolder:
         return {path[begin:]: RemoteObject(int(info.get("size") or 0), _modified(info)) for path, info in found.items()}
 
     def exists(self, name: str) -> bool:
-        """Whether there is such an object."""
+        """Return whether there is such an object."""
 
         def ask() -> bool:
             self._files.invalidate_cache()
@@ -113,7 +113,9 @@ class RemoteFolder:
 
 
 def fails_for_now(error: BaseException) -> bool:
-    """Whether an operation on a remote file system may succeed later: what its libraries raise is of many kinds."""
+    """Return whether an operation on a remote file system may succeed later: what its libraries raise is of many
+    kinds.
+    """
     if isinstance(error, OSError):
         return is_transient(error)
     return not isinstance(error, _LASTING) and type(error).__name__ not in _OF_CREDENTIALS

@@ -15,13 +15,13 @@ _logger = get_logger(__name__)
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
 
-# What does not go away by waiting.
+# Waiting does not mend these.
 _LASTING = (FileNotFoundError, PermissionError, FileExistsError, IsADirectoryError, NotADirectoryError)
 _LASTING_NUMBERS = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ENAMETOOLONG, errno.EINVAL, errno.EFBIG))
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether the operation may succeed if it is done again: the error is one of a network or a device."""
+    """Return whether the operation may succeed if it is done again: the error is one of a network or a device."""
     return isinstance(error, OSError) and not isinstance(error, _LASTING) and error.errno not in _LASTING_NUMBERS
 
 

@@ -49,7 +49,7 @@ STRATEGIES: dict[str, Callable[..., Strategy]] = {
     )
 }
 
-# What other frameworks call them, for who writes that.
+# Other frameworks call them so; a call by such a name gets our name as advice.
 _ELSEWHERE = {
     "dp": "'mirrored' (a process for each device)",
     "ddp": "'mirrored'",
@@ -66,7 +66,8 @@ _ELSEWHERE = {
 
 @dataclass(frozen=True)
 class Situation:
-    """It is what "auto" decides by. `model_bytes` of parameters, `memory_bytes` of one device: None is unknown.
+    """A situation is what "auto" decides by. `model_bytes` of parameters, `memory_bytes` of one device; None is
+    unknown.
 
     `may_grow` says that the job is on several hosts, which may come and go: what it trains with must not depend on how
     many are there.
@@ -83,7 +84,7 @@ class Situation:
 
 @dataclass(frozen=True)
 class Choice:
-    """It is a strategy's name, its arguments, and why."""
+    """A choice is a strategy's name, its arguments, and why it was chosen."""
 
     name: str
     options: dict[str, Any]
@@ -91,7 +92,7 @@ class Choice:
 
 
 def decide_strategy(now: Situation) -> Choice:
-    """Which strategy trains fastest there, and fits. Pure.
+    """Return the strategy that trains fastest there, and fits. It is pure.
 
     Training with Adam keeps a parameter, its gradient and two moments: four times the parameters' bytes.
     """
@@ -118,7 +119,7 @@ def decide_strategy(now: Situation) -> Choice:
 
 def _advise(name: str) -> str:
     """Return what to write instead, if that can be guessed."""
-    word = str(name).rpartition(".")[2]  # of tf.distribute.MirroredStrategy, say
+    word = str(name).rpartition(".")[2]  # the name may be tf.distribute.MirroredStrategy, say
     classes = {kind.__name__.lower(): repr(known) for known, kind in STRATEGIES.items() if isinstance(kind, type)}
     meant = _ELSEWHERE.get(word.lower()) or classes.get(word.lower()) or classes.get(f"{word.lower()}strategy")
     close = difflib.get_close_matches(word.lower(), ["auto", *STRATEGIES], n=1)
@@ -169,7 +170,7 @@ def get(name: str = "auto", *, model: torch.nn.Module | None = None, **options: 
 
 
 def _memory(device: torch.device, ranks: int) -> int | None:
-    """Bytes that a rank may take: those of its GPU, or its part of the host's."""
+    """Return the bytes that a rank may take: those of its GPU, or its part of the host's."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     try:

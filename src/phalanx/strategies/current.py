@@ -19,10 +19,10 @@ _current: ContextVar[Strategy | None] = ContextVar("phalanx.strategies.current",
 
 @contextlib.contextmanager
 def entered(strategy: Strategy) -> Iterator[None]:
-    """`strategy` is the current one.
+    """Make `strategy` the current one during the block.
 
     Raises:
-        RuntimeError: another one is: which of them builds, or reduces, would be a guess.
+        RuntimeError: another one is current: which of them builds, or reduces, would be a guess.
     """
     other = _current.get()
     if other is not None and other is not strategy:
@@ -35,17 +35,17 @@ def entered(strategy: Strategy) -> Iterator[None]:
 
 
 def has_strategy() -> bool:
-    """Whether this runs in a strategy's `scope` or `run`."""
+    """Return whether this runs in a strategy's `scope` or `run`."""
     return _current.get() is not None
 
 
 def current_strategy() -> Strategy | None:
-    """Return the strategy in whose `scope` or `run` this is."""
+    """Return the strategy in whose `scope` or `run` this runs; None if it runs in none."""
     return _current.get()
 
 
 class ReplicaContext:
-    """A function that `Strategy.run` calls asks it about its replica."""
+    """A function that `Strategy.run` calls asks the replica context about its replica."""
 
     def __init__(self, strategy: Strategy) -> None:
         self.strategy = strategy
@@ -53,11 +53,11 @@ class ReplicaContext:
         self.replica_id_in_sync_group = strategy.replica_id_in_sync_group
 
     def all_reduce(self, reduce_op: Any, value: Any) -> Any:
-        """`Strategy.reduce` over the replicas. Collective."""
+        """Return `Strategy.reduce` over the replicas. All replicas call it."""
         return self.strategy.reduce(reduce_op, value)
 
     def all_gather(self, value: Tensor, axis: int) -> Tensor:
-        """`Strategy.gather` of the replicas. Collective."""
+        """Return `Strategy.gather` of the replicas. All replicas call it."""
         return self.strategy.gather(value, axis)
 
     def merge_call(

@@ -12,7 +12,9 @@ from phalanx.strategies.strategy import Strategy
 
 
 class DefaultStrategy(SingleDeviceStrategy):
-    """`get_strategy` returns it where no strategy is in scope: this process alone, also where it is one of several."""
+    """`get_strategy` returns it where no strategy is in scope: it is this process alone, also where that is one of
+    several.
+    """
 
     def __init__(self) -> None:
         Strategy.__init__(self, Job(0, 1, 0, torch.device("cpu")), num_replicas=1, replica=0)
@@ -20,15 +22,15 @@ class DefaultStrategy(SingleDeviceStrategy):
 
     @property
     def training_group(self) -> None:
-        """Nobody else."""
+        """Return None: this process trains alone."""
         return None
 
 
 def get_strategy() -> Strategy:
-    """Return the strategy in whose `scope` or `run` this is.
+    """Return the strategy in whose `scope` or `run` this runs.
 
-    Where it is in none: one of this process alone, as in tf.distribute, so that a function that asks for it runs with
-    and without one. `has_strategy()` tells the two apart.
+    If it runs in none, return one of this process alone, as in tf.distribute, so that a function that asks for it runs
+    with and without a strategy. `has_strategy()` tells the two apart.
     """
     return current_strategy() or DefaultStrategy()
 

@@ -12,8 +12,8 @@ def decide_devices(called: str, devices: int | Sequence[str] | None) -> list[tor
     """Return the devices of one host: all GPUs, else one "cpu" for each core that this process may use.
 
     Raises:
-        TypeError: neither a number nor a list of names.
-        ValueError: none, one that is not there, or kinds that differ.
+        TypeError: `devices` is neither a number nor a list of names.
+        ValueError: there is none, one is not there, or their kinds differ.
     """
     gpus = torch.cuda.device_count()
     if devices is None:
@@ -54,7 +54,7 @@ def read_device(called: str, name: torch.device | str) -> torch.device:
 
 
 def default_device() -> torch.device:
-    """Of a process alone."""
+    """Return the device of a process that is alone."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 

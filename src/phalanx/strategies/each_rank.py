@@ -11,9 +11,10 @@ from phalanx.checkpoint.peers import Peers
 
 
 class EachRank:
-    """It is what each rank has for itself, as one part of a checkpoint: ranks go on with the same bits, each its own.
+    """It is what each rank has for itself, as one part of a checkpoint: ranks go on with the same bits, each with its
+    own.
 
-    Loaded by another number of ranks, all go on from what rank 0 had.
+    If another number of ranks loads it, all go on from what rank 0 had.
     """
 
     def __init__(self, held: Mapping[str, Any], process_group: dist.ProcessGroup | None) -> None:
@@ -23,14 +24,14 @@ class EachRank:
         """Return the states of all ranks, on rank 0.
 
         Its own is among them although "model" and "optimizer" are parts of the checkpoint: where each rank writes its
-        shards, those parts are whichever rank's they are, as of replicas.
+        shards, those parts come from any rank, as parts of replicas do.
         """
         own = {name: one.state_dict() for name, one in self._held.items()}
         everyone = Peers(self._process_group).gather(own)
         return {"ranks": everyone} if everyone else {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on with this rank's."""
+        """Go on with this rank's state."""
         if "ranks" not in state_dict:  # a checkpoint of before each rank had its own
             self._held["rounds"].load_state_dict(state_dict)
             return

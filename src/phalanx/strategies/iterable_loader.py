@@ -41,7 +41,7 @@ class IterableLoader(DataLoader[Any]):
 
     @property
     def source(self) -> Any:
-        """The dataset that is divided."""
+        """Return the dataset that is divided."""
         return self._parts.source
 
     @property
@@ -88,7 +88,7 @@ def _as_it_is(item: Any) -> Any:
 
 
 def explain_own_division(dataset: Any) -> str:
-    """Return how a dataset divides itself among ranks, if it says so; each rank would get a part of its part."""
+    """Return how a dataset divides itself among ranks, if it says so: each rank would then get a part of its part."""
     if getattr(dataset, "__dict__", {}).get("_distributed") is not None:
         return "datasets.distributed.split_dataset_by_node has given each rank its part already"
     if any(getattr(stage, "__name__", "") == "split_by_node" for stage in getattr(dataset, "pipeline", None) or ()):

@@ -20,7 +20,7 @@ from torch.utils.data import (
 from phalanx.data import DistributedSampler
 from phalanx.strategies.iterable_loader import IterableLoader, explain_own_division
 
-# Those of torch.utils.data.DataLoader, and of torchdata's StatefulDataLoader, which has its own.
+# These are the arguments of torch.utils.data.DataLoader, and of torchdata's StatefulDataLoader, which has its own.
 _MODULES = ("torch.utils.data.sampler", "torchdata.stateful_dataloader.sampler")
 _OWN = {"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"}
 
@@ -35,7 +35,7 @@ class InputContext:
 
     @property
     def num_input_pipelines(self) -> int:
-        """As many as replicas."""
+        """Return the number of replicas."""
         return self.num_replicas_in_sync
 
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
@@ -51,7 +51,7 @@ def divide_batch(batch_size: int, num_replicas: int) -> int:
     """Return the number of samples of each replica.
 
     Raises:
-        ValueError: they can't share the batch evenly; with the nearest that they can.
+        ValueError: they can't share the batch evenly; the message names the nearest batch sizes that they can.
     """
     if not isinstance(batch_size, int) or batch_size < 1:
         raise ValueError(f"batch_size must be a number of samples, 1 or more, got {batch_size!r}")
@@ -109,7 +109,7 @@ def make_iterable_loader(
     drop_last: bool,
     options: Mapping[str, Any],
 ) -> IterableLoader:
-    """Return the loader of one replica over what it can only read on.
+    """Return the loader of one replica over a dataset that can only be iterated.
 
     Raises:
         TypeError: the dataset divides itself among ranks.
@@ -134,7 +134,7 @@ def require_divided(loader: DataLoader[Any], place: tuple[int, int], *, padding:
     """Refuse a loader whose sampler is of other replicas than `place` (how many, which), or counts samples twice.
 
     Raises:
-        ValueError: with what it is.
+        ValueError: the loader is refused; the message says what it is.
     """
     sampler = loader.sampler
     assert isinstance(sampler, DistributedSampler)
@@ -151,9 +151,9 @@ def require_divided(loader: DataLoader[Any], place: tuple[int, int], *, padding:
 
 
 def why_empty(loader: DataLoader[Any]) -> str:
-    """Why no replica has a batch of `loader`, which is divided; empty if one has."""
+    """Return why no replica has a batch of `loader`, which is divided; it is empty if one has."""
     sampler: Any = loader.sampler
-    samples = -(-sampler.length // sampler.num_replicas)  # of the first replica, which has most
+    samples = -(-sampler.length // sampler.num_replicas)  # the number of samples of the first replica, which has most
     if sampler.drop_last:
         samples = sampler.length // sampler.num_replicas
     if samples >= ((loader.batch_size or 1) if loader.drop_last else 1):
@@ -166,10 +166,10 @@ def why_empty(loader: DataLoader[Any]) -> str:
 
 
 def options_of(loader: DataLoader[Any]) -> dict[str, Any] | None:
-    """Return what `Strategy.loader` needs to divide `loader`; None if that was done.
+    """Return what `Strategy.loader` needs to divide `loader`; None if it is divided.
 
     Raises:
-        ValueError, TypeError: a sampler of its own, or no batches.
+        ValueError, TypeError: it has a sampler of its own, or no batches.
     """
     if isinstance(loader.sampler, DistributedSampler) or isinstance(loader, IterableLoader):
         return None

@@ -22,10 +22,10 @@ def loss_of_model(loss_fn: LossFn) -> LossOf:
 
 
 def require_pair(batch: Any) -> Sequence[Any]:
-    """`batch`, if it is the model's arguments and then the target.
+    """Return `batch`, if it is the model's arguments and then the target.
 
     Raises:
-        TypeError: it is a dict or a tensor, whose keys or rows nobody meant.
+        TypeError: it is a dict or a tensor, whose keys or rows are no arguments.
     """
     if not isinstance(batch, (tuple, list)) or len(batch) < 2:
         size = f" of {len(batch)}" if isinstance(batch, (tuple, list)) else ""
@@ -37,7 +37,7 @@ def require_pair(batch: Any) -> Sequence[Any]:
 
 
 def not_a_loss(loss: object) -> Exception:
-    """Return what is wrong with what a loss function, or a training_step, has returned."""
+    """Return the error that says what is wrong with what a loss function, or a training_step, has returned."""
     if not isinstance(loss, Tensor):
         return TypeError(f"the loss is a {type(loss).__name__}: it must be a tensor of one element, to differentiate")
     if loss.numel() != 1:

@@ -34,23 +34,23 @@ class ReplicatedStrategy(Strategy):
         """Return the hosts of the job, where something other than its launcher says them."""
         return None
 
-    # Not what they were at the start: an elastic job forms its group anew, with fewer ranks perhaps.
+    # They are not kept from the start: an elastic job forms its group anew, with fewer ranks perhaps.
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """The ranks of the job."""
+        """Return the number of ranks in the job."""
         group = world()
         return 1 if group is None else group.size()
 
     @property
     def replica_id_in_sync_group(self) -> int:
-        """This rank."""
+        """Return the number of this rank."""
         group = world()
         return 0 if group is None else group.rank()
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
-        """All ranks."""
+        """Return the group of all ranks."""
         return world()
 
     def _check_place(self, job: Job, wanted: int | None) -> None:
@@ -103,17 +103,17 @@ class MirroredStrategy(ReplicatedStrategy):
         wrapped = DistributedDataParallel(model, **self._options) if has_or_may_get_others() else model
         return wrapped, optimizer if isinstance(optimizer, Optimizer) else optimizer(model.parameters())
 
-    _broadcasts_buffers = True  # as the next step would
+    _broadcasts_buffers = True  # the next step would do so, too
 
     @property
     def bare_model(self) -> nn.Module:
-        """The model inside of DistributedDataParallel."""
+        """Return the model inside of DistributedDataParallel."""
         model = super().bare_model
         return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def _check_options(called: str, options: Mapping[str, Any]) -> None:
-    known = list(inspect.signature(DistributedDataParallel).parameters)[1:]  # without the module
+    known = list(inspect.signature(DistributedDataParallel).parameters)[1:]  # the module is left out
     for name in options:
         if name not in known:
             close = difflib.get_close_matches(name, ["devices", "launch", "timeout", *known], n=1)

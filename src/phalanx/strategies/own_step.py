@@ -25,5 +25,5 @@ def loss_of_own_step(model: nn.Module, bare: nn.Module, batch: Any) -> Tensor:
         return model(batch)  # type: ignore[no-any-return]
     finally:
         vars(bare).pop("forward", None)
-        if own is not None:  # the instance's, as of torch.compile
+        if own is not None:  # the instance has its own, as torch.compile makes it
             bare.forward = own

@@ -20,7 +20,7 @@ from phalanx.strategies.world import has_or_may_get_others
 
 
 class _RoundsStrategy(ReplicatedStrategy):
-    """It has a bare model on each rank, and a round of averaging behind every so many steps of the optimizer."""
+    """It has a bare model on each rank, and a round of averaging after every so many steps of the optimizer."""
 
     def __init__(self, sync_every: int, devices: int | Sequence[str] | None, launch: bool, timeout: float) -> None:
         super().__init__(devices, launch=launch, timeout=timeout)
@@ -40,11 +40,12 @@ class _RoundsStrategy(ReplicatedStrategy):
     def _make_rounds(self, model: nn.Module, optimizer: Optimizer) -> Rounds: ...
 
     def held(self) -> dict[str, Any]:
-        """Also what is kept between rounds."""
+        """Return what this rank trains with, and what is kept between rounds."""
         return {**super().held(), **({} if self.rounds is None else {"rounds": self.rounds})}
 
     def parts(self) -> dict[str, Any]:
-        """As of every strategy: model and optimizer are rank 0's; those of the others are in a part of their own.
+        """Return the parts, as every strategy does: model and optimizer are rank 0's; those of the others are in a part
+        of their own.
 
         Cost: the models and optimizers of all ranks are sent to rank 0, which writes them.
         """
@@ -52,13 +53,13 @@ class _RoundsStrategy(ReplicatedStrategy):
         return held if self.rounds is None else {**held, "rounds": EachRank(held, self.checkpoint_group)}
 
     def finish(self) -> None:
-        """Hold the last round: then all ranks have the same model. Collective."""
+        """Hold the last round: then all ranks have the same model. All ranks call it."""
         if self.rounds is not None:
             self.rounds.finish()
             self.rounds = None
 
     def close(self) -> None:
-        """`finish`, if nobody has called it. Collective."""
+        """Call `finish`, if nothing has called it. All ranks call it."""
         self.finish()
         super().close()
 

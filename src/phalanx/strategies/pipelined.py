@@ -79,7 +79,7 @@ class PipelineStrategy(Strategy):
         return pipe, recipe.make(dict(pipe.named_parameters()))
 
     def compute_gradients(self, batch: Any, *, share: float = 1.0, is_last: bool = True) -> Tensor:
-        """As of every strategy; the loss is that of the pipeline's mini-batch."""
+        """Compute gradients as every strategy does; the loss is that of the pipeline's mini-batch."""
         if share != 1.0 or not is_last:
             raise ValueError(
                 "PipelineStrategy: a step has its micro-batches for what others accumulate: make the batch larger, "
@@ -94,7 +94,9 @@ class PipelineStrategy(Strategy):
         return self._pipe().clip_grad_norm_(max_norm)
 
     def evaluate(self, *inputs: Any) -> Any:
-        """Return the model's result on the rank of the last stage; None on the others. Collective over a pipeline."""
+        """Return the model's result on the rank of the last stage; None on the others. All ranks of a pipeline call
+        it.
+        """
         with torch.no_grad(), self.autocasting():
             return self._pipe()(*inputs)
 

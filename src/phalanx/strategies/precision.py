@@ -10,7 +10,7 @@ Precision = Literal["32-true", "bf16-mixed", "16-mixed"]
 
 
 def autocast_dtype(precision: str, device: torch.device) -> torch.dtype | None:
-    """Return what autocast computes in; None is without.
+    """Return what autocast computes in; None means no autocast.
 
     Raises:
         ValueError: there is no such precision, or not on `device`.

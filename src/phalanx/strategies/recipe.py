@@ -56,7 +56,7 @@ class Recipe:
         return Recipe(type(one), defaults, tuple(groups))
 
     def make_groups(self, held: Mapping[str, Tensor]) -> list[dict[str, Any]]:
-        """Return the groups over those parameters that are in `held`; a group of which none is there stays, empty."""
+        """Return the groups over those parameters that are in `held`; a group that has none of them stays, empty."""
         return [{**options, "params": [held[name] for name in names if name in held]} for names, options in self.groups]
 
     def make(self, held: Mapping[str, Tensor]) -> Optimizer:

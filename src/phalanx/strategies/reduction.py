@@ -18,7 +18,7 @@ Reduce = str | dist.ReduceOp | dist.ReduceOp.RedOpType
 
 
 def is_mean(reduce_op: Reduce) -> bool:
-    """Whether it is the mean; else it is the sum.
+    """Return whether `reduce_op` is the mean; else it is the sum.
 
     Raises:
         ValueError: it is neither.
@@ -34,7 +34,7 @@ def is_mean(reduce_op: Reduce) -> bool:
 def reduce_over(
     group: dist.ProcessGroup | None, reduce_op: Reduce, value: Any, axis: int | tuple[int, ...] | None
 ) -> Any:
-    """Reduce `value`, or each leaf of it. Collective over `group`; None is one replica.
+    """Reduce `value`, or each leaf of it. All ranks of `group` call it; None is one replica.
 
     Raises:
         TypeError: a leaf is no number.
@@ -56,7 +56,7 @@ def reduce_over(
 
 
 def _numbers(value: Any) -> Tensor:
-    """`value` as a tensor; truths as numbers, of which a sum is how many."""
+    """Return `value` as a tensor; truths become numbers, so that their sum says how many are true."""
     try:
         tensor = value.detach() if isinstance(value, Tensor) else torch.as_tensor(value)
     except (TypeError, RuntimeError):
@@ -86,7 +86,7 @@ def _reduce(group: dist.ProcessGroup | None, tensor: Tensor, mean: bool, axes: t
 
 
 def gather_over(group: dist.ProcessGroup | None, value: Tensor, axis: int) -> Tensor:
-    """Concatenate `value` of all replicas. Collective over `group`.
+    """Concatenate `value` of all replicas. All ranks of `group` call it.
 
     Raises:
         TypeError: it is no tensor.

@@ -41,7 +41,7 @@ class ParameterServerStrategy(Strategy):
 
     name = "parameter_server"
 
-    is_elastic = False  # who calls whom is fixed when the job starts
+    is_elastic = False  # which rank calls which is fixed when the job starts
 
     def __init__(
         self,
@@ -88,12 +88,12 @@ class ParameterServerStrategy(Strategy):
 
     @property
     def checkpoint_group(self) -> dist.ProcessGroup | None:
-        """The trainers, also if there is one: the servers are in the job's group, and take no part."""
+        """Return the group of trainers, also if there is one: the servers are in the job's group, and take no part."""
         return self._trainers_group
 
     @property
     def training_group(self) -> dist.ProcessGroup | None:
-        """The trainers; servers take no part."""
+        """Return the group of trainers; servers take no part."""
         return self._process_group
 
     def _set_up(self, model: nn.Module, optimizer: Optimizer | MakeOptimizer) -> tuple[nn.Module, Optimizer]:
@@ -121,14 +121,14 @@ class ParameterServerStrategy(Strategy):
         return model, self._served
 
     def update(self, max_norm: float | None = None) -> Tensor | None:
-        """As of every strategy. The servers clip the mean of the trainers' gradients."""
+        """Update as every strategy does. The servers clip the mean of the trainers' gradients."""
         assert self._served is not None
         self._served.step(max_norm=max_norm)
         self._served.zero_grad()
         return self._served.total_norm
 
     def _close_at_exit(self) -> None:
-        """Without waiting for the others where this process ends with an error, of which they must hear."""
+        """Close without waiting for the others where this process ends with an error, of which they must hear."""
         if getattr(sys, "last_type", None) is None:
             self.close()
         else:
@@ -169,7 +169,8 @@ class ServedOptimizer(Optimizer):
         self._pull()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Have the servers train one more group of the model's parameters, with the first trainer's values. Collective.
+        """Have the servers train one more group of the model's parameters, with the first trainer's values. All
+        trainers call it.
 
         Raises:
             ValueError: a tensor is no parameter of the model.
@@ -195,7 +196,7 @@ class ServedOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, max_norm: float | None = None) -> Any:
-        """One step of this trainer, with its groups' options; returns the closure's loss.
+        """Take one step of this trainer, with its groups' options; return the closure's loss.
 
         Arguments:
             max_norm: clip the gradients that the servers apply, the mean of all trainers', to this 2-norm.
@@ -221,13 +222,13 @@ class ServedOptimizer(Optimizer):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the servers' parameters and optimizer state, whole. Called by all trainers."""
+        """Return the servers' parameters and optimizer state, whole. All trainers call it."""
         self._say()
         # In the form of an optimizer's, which is what a checkpoint compares.
         return {"state": {}, "param_groups": super().state_dict()["param_groups"], "servers": self._server.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from it, on servers and trainers. Called by all trainers; that of the first counts."""
+        """Go on from `state_dict`, on servers and trainers. All trainers call it; that of the first counts."""
         self._server.load_state_dict(state_dict["servers"])
         for group, options in zip(self.param_groups, self._server.optimizer.said(), strict=True):
             group.update(options)

@@ -73,7 +73,7 @@ class ShardedStrategy(MirroredStrategy):
         )
 
     def _shard_model(self, model: nn.Module) -> nn.Module:
-        """`fully_shard` of each block of a list or sequence of blocks, and of what is left."""
+        """Call `fully_shard` on each block of a list or sequence of blocks, and on what is left."""
         from torch.distributed.fsdp import (
             CPUOffloadPolicy,
             fully_shard,

@@ -19,7 +19,7 @@ from phalanx.strategies.tf_config import Cluster, read_tf_config
 
 @dataclass(frozen=True)
 class Program:
-    """It says how this process was started: what to give to `phalanx run` to start it again."""
+    """A program says how this process was started: what to give to `phalanx run` to start it again."""
 
     words: tuple[str, ...]
 
@@ -40,7 +40,7 @@ class Program:
 
 
 def is_launched(environ: Mapping[str, str]) -> bool:
-    """Whether something else has started this process as a rank, or as one that is none."""
+    """Return whether something else has started this process, as a rank or as a process that is none."""
     return bool(
         dist.is_initialized()
         or "RANK" in environ
@@ -51,16 +51,16 @@ def is_launched(environ: Mapping[str, str]) -> bool:
 
 
 def find_cluster(called: str) -> Cluster | None:
-    """Return the hosts that TF_CONFIG says; None in a process that something has launched, which says it then.
+    """Return the hosts that TF_CONFIG says; None in a process that a launcher has started, which then says the hosts.
 
     Raises:
-        ValueError: it is not understood.
+        ValueError: the value is not understood.
     """
     return None if is_launched(os.environ) else read_tf_config(called, os.environ.get("TF_CONFIG", ""))
 
 
 def join_or_start(called: str, num_ranks: int, *, launch: bool, timeout: float, cluster: Cluster | None = None) -> Job:
-    """Return the place of this process in the job. Where there is none yet, the program starts again with `num_ranks`
+    """Return the place of this process in the job. If there is no job yet, the program starts again with `num_ranks`
     ranks, on each host of `cluster`.
 
     Raises:
@@ -86,7 +86,7 @@ def join_or_start(called: str, num_ranks: int, *, launch: bool, timeout: float, 
 
 
 def _start(program: Program, num_ranks: int, options: Sequence[str]) -> None:
-    """Become `phalanx run`; does not return."""
+    """Become `phalanx run`; this does not return."""
     words = [sys.executable, "-m", "phalanx", "run", "--nproc-per-node", str(num_ranks), *options, *program.words]
     sys.stdout.flush()
     sys.stderr.flush()
@@ -94,10 +94,10 @@ def _start(program: Program, num_ranks: int, options: Sequence[str]) -> None:
 
 
 def require_as_many(called: str, wanted: int, job: Job) -> None:
-    """Refuse other devices than there are ranks on this host.
+    """Refuse a number of devices other than that of the ranks on this host.
 
     Raises:
-        ValueError: with both numbers.
+        ValueError: they differ; the message has both numbers.
     """
     there = local_world_size(job)
     if wanted == there:
@@ -115,13 +115,15 @@ def require_as_many(called: str, wanted: int, job: Job) -> None:
 
 
 def local_world_size(job: Job) -> int:
-    """Ranks of the job on this host."""
+    """Return the number of the job's ranks on this host."""
     ranks, local = find_world(os.environ)
     return local if ranks == job.world_size else job.world_size
 
 
 def find_world(environ: Mapping[str, str]) -> tuple[int, int]:
-    """Ranks of the job that this process was launched in, and those of this host; 1 and 1 where nobody did."""
+    """Return the number of ranks in the job that this process was launched in, and on this host; 1 and 1 without a
+    launcher.
+    """
     launch = find_launch(environ)
     sizes = [environ.get(name, "") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")]
     if sizes[0].isdecimal():

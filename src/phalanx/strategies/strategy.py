@@ -91,32 +91,32 @@ class Strategy(ABC):
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """How many copies of the model are trained; of an elastic job, now."""
+        """Return how many copies of the model are trained; in an elastic job, how many there are now."""
         return self._num_replicas
 
     @property
     def replica_id_in_sync_group(self) -> int:
-        """Which of them this process is, or is part of."""
+        """Return which of them this process is, or is part of."""
         return self._replica
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
-        """The ranks over which values of replicas are reduced; None where there is one replica."""
+        """Return the ranks over which values of replicas are reduced; None if there is one replica."""
         return self._process_group
 
     @property
     def training_group(self) -> dist.ProcessGroup | None:
-        """All ranks that train, those of one replica, too; None where there is one."""
+        """Return all ranks that train, those of one replica, too; None if there is one."""
         return world()
 
     @property
     def checkpoint_group(self) -> dist.ProcessGroup | None:
-        """The ranks that save and load together; None is the job's, whichever it has at the time."""
+        """Return the ranks that save and load together; None is the job's group, whichever it has at the time."""
         return None
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the process that prints and writes."""
+        """Return whether this is the process that prints and writes."""
         group = self.training_group
         return group is None or group.rank() == 0
 
@@ -124,7 +124,9 @@ class Strategy(ABC):
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
-        """Build models here: alike on all ranks, on this rank's device. `get_strategy()` is this one. Collective."""
+        """Build models here: alike on all ranks, on this rank's device. `get_strategy()` is this one. All ranks enter
+        it.
+        """
         with entered(self), same_random_state(self.training_group), self.device:
             yield
 
@@ -137,7 +139,7 @@ class Strategy(ABC):
         loss_of: LossOf | None = None,
         precision: Precision = "32-true",
     ) -> tuple[nn.Module, Optimizer]:
-        """Return the model and the optimizer to train with; use these from here on. Collective, once.
+        """Return the model and the optimizer to train with; use these from here on. All ranks call it, once.
 
         Arguments:
             optimizer: a new one over the model's parameters, or a function that makes one of parameters.
@@ -226,10 +228,10 @@ class Strategy(ABC):
         )
 
     def distribute(self, loader: DataLoader[Any], *, padding: bool = True) -> DataLoader[Any]:
-        """`loader`, whose batch is taken as the global one, divided among the replicas, as `loader()` does.
+        """Return `loader`, whose batch is taken as the global one, divided among the replicas, as `loader()` does.
 
-        One whose sampler is a `phalanx.DistributedSampler` of as many replicas has been divided: it is returned as it
-        is.
+        A loader whose sampler is a `phalanx.DistributedSampler` of as many replicas has been divided: it is returned as
+        it is.
 
         Raises:
             ValueError, TypeError: it has a sampler of its own, or one of other replicas, or no batch size.
@@ -245,20 +247,20 @@ class Strategy(ABC):
         return self.loader(loader.dataset, padding=padding, **options)
 
     def experimental_distribute_dataset(self, dataset: DataLoader[Any]) -> DataLoader[Any]:
-        """`distribute`, by the name of tf.distribute."""
+        """Do what `distribute` does, by the name of tf.distribute."""
         return self.distribute(dataset)
 
     def distribute_datasets_from_function(self, dataset_fn: Callable[[InputContext], T]) -> T:
         """Return what `dataset_fn` makes for this replica, as it is: for samples that no index finds, as of a stream.
 
-        It is called once, with whose samples it shall give: `InputContext`.
+        It is called once, with an `InputContext` that says whose samples it shall give.
         """
         return dataset_fn(InputContext(self.num_replicas_in_sync, self.replica_id_in_sync_group))
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
     def step(self, *batch: Any) -> Tensor:
-        """One step on this replica's batch, which ends with the target; returns its loss (mean of its samples).
+        """Take one step on this replica's batch, which ends with the target; return its loss (the mean of its samples).
 
         Shape: of the loss (). On replicas that hold parts of the model the loss is the same on each of their ranks.
         """
@@ -267,7 +269,7 @@ class Strategy(ABC):
         return loss
 
     def compute_gradients(self, batch: Any, *, share: float = 1.0, is_last: bool = True) -> Tensor:
-        """Forward and backward of one batch: adds `share` of its gradients; returns its loss, detached.
+        """Run forward and backward of one batch: add `share` of its gradients, and return its loss, detached.
 
         With `is_last=False` more batches follow before the update, and gradients are not exchanged yet.
         """
@@ -284,12 +286,12 @@ class Strategy(ABC):
         return loss.detach()
 
     def update(self, max_norm: float | None = None) -> Tensor | None:
-        """Return the optimizer's step on the gradients that are there, which are then let go of.
+        """Take the optimizer's step on the gradients that are there, which are then let go of.
 
         Arguments:
             max_norm: clip to this 2-norm of all gradients together first.
 
-        Returns the norm before clipping, if it clips.
+        It returns the norm before clipping, if it clips.
         """
         assert self._optimizer is not None
         norm = None
@@ -307,7 +309,7 @@ class Strategy(ABC):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards within it leave this replica's own gradients, for accumulation."""
+        """Let backwards inside leave this replica's own gradients, for accumulation."""
         sync_off = getattr(self._model, "no_sync", None)
         with contextlib.nullcontext() if sync_off is None else sync_off():
             yield
@@ -323,17 +325,18 @@ class Strategy(ABC):
         return torch.autocast(self.device.type, dtype=self._autocast)
 
     def sync_buffers(self) -> None:
-        """Before an evaluation: every replica gets the first one's buffers (statistics of BatchNorm). Collective."""
+        """Give every replica, before an evaluation, the first one's buffers (statistics of BatchNorm). All ranks call
+        it.
+        """
         if self._broadcasts_buffers and self.process_group is not None:
             broadcast_tensors(self.bare_model.buffers(), self.process_group)
 
     _broadcasts_buffers = False
 
     def evaluate(self, *inputs: Any) -> Any:
-        """Return the model's result without gradients, where this rank has it; None where another rank of the replica
-        has.
+        """Return the model's result without gradients, if this rank has it; None if another rank of the replica has it.
 
-        Not collective over replicas: they may call it different numbers of times.
+        Replicas need not call it together: they may call it different numbers of times.
         """
         assert self._model is not None
         with torch.no_grad(), self.autocasting():
@@ -341,12 +344,12 @@ class Strategy(ABC):
 
     @property
     def is_set_up(self) -> bool:
-        """Whether `setup` was called."""
+        """Return whether `setup` was called."""
         return self._num_setups != 0
 
     @property
     def bare_model(self) -> nn.Module:
-        """The model inside of the strategy's wrapper."""
+        """Return the model inside of the strategy's wrapper."""
         model = self._model
         assert model is not None
         return model
@@ -365,7 +368,7 @@ class Strategy(ABC):
             return fn(*args, **(kwargs or {}))
 
     def reduce(self, reduce_op: Reduce, value: Any, axis: int | tuple[int, ...] | None = None) -> Any:
-        """`value` of all replicas, reduced to one, which every rank gets. Collective.
+        """Reduce `value` of all replicas to one, which every rank gets. All ranks call it.
 
         Arguments:
             reduce_op: "sum" or "mean", or torch.distributed.ReduceOp.SUM or AVG.
@@ -380,7 +383,7 @@ class Strategy(ABC):
         return reduce_over(self.process_group, reduce_op, value, axis)
 
     def gather(self, value: Tensor, axis: int = 0) -> Tensor:
-        """Return the replicas' tensors one behind the other along `axis`, on every rank. Collective.
+        """Return the replicas' tensors concatenated along `axis`, on every rank. All ranks call it.
 
         Shape: sizes along `axis` may differ, all others are the same.
         """
@@ -391,7 +394,7 @@ class Strategy(ABC):
         return value_fn(ReplicaContext(self))
 
     def experimental_local_results(self, value: T) -> tuple[T]:
-        """Return the values of the replicas of this process: one."""
+        """Return the values of the replicas of this process: there is one."""
         return (value,)
 
     # -- checkpoint ----------------------------------------------------------------------------------------------------
@@ -409,15 +412,15 @@ class Strategy(ABC):
         return {"model": self._model, "optimizer": self._optimizer, **({"scaler": self.scaler} if self.scaler else {})}
 
     def finish(self) -> None:
-        """End the training after the last step: where replicas train apart they hold their last round, and have one
-        model. Collective.
+        """End the training after the last step: replicas that train apart hold their last round, and have one model.
+        All ranks call it.
 
-        Nothing under other strategies. Before a last evaluation; `close` does it, too.
+        It does nothing under other strategies. Call it before a last evaluation; `close` does it, too.
         """
         return None
 
     def close(self) -> None:
-        """End what the strategy holds; the process group stays. Collective."""
+        """End what the strategy holds; the process group stays. All ranks call it."""
         self._model = self._optimizer = None
 
     def __enter__(self) -> Strategy:

@@ -16,20 +16,20 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Cluster:
-    """It is this task's place among those that train: `index` of `tasks`, which are "host:port"."""
+    """A cluster is this task's place among those that train: `index` of `tasks`, which are "host:port"."""
 
     tasks: tuple[str, ...]
     index: int
 
     def run_options(self) -> tuple[str, ...]:
-        """Return what says the same to `phalanx run`."""
+        """Return the options that say the same to `phalanx run`."""
         host, _, port = self.tasks[0].rpartition(":")
         where = ("--master-addr", host.strip("[]"), "--master-port", port)
         return ("--nnodes", str(len(self.tasks)), "--node-rank", str(self.index), *where)
 
 
 def read_tf_config(called: str, text: str) -> Cluster | None:
-    """Return what `text`, the value of TF_CONFIG, says; None where it is empty, or where it names one task alone.
+    """Return what `text`, the value of TF_CONFIG, says; None if it is empty, or names one task alone.
 
     Raises:
         ValueError: it is not understood, or has tasks for which there is nothing here; all that is wrong with it.

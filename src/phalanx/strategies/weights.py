@@ -11,10 +11,10 @@ import torch.distributed as dist
 
 @contextlib.contextmanager
 def same_random_state(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Within it all ranks of `group` draw what its first rank draws, on the CPU. Collective.
+    """Let all ranks of `group` draw inside what its first rank draws, on the CPU. All ranks enter it.
 
-    A rank that came with that state goes on from where this one ends, so that what all draw behind it stays alike;
-    one that came with its own goes on with that.
+    A rank that came with that state goes on from where this one ends, so that what all draw after it stays alike; a
+    rank that came with its own goes on with that.
     """
     if group is None:
         yield

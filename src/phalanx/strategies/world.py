@@ -8,10 +8,12 @@ from phalanx.backend import rendezvous
 
 
 def world() -> dist.ProcessGroup | None:
-    """All ranks of the job, or None if this is one alone; of an elastic job, those that it has now."""
+    """Return all ranks of the job, or None if this is one alone; in an elastic job, those that it has now."""
     return dist.group.WORLD if dist.is_initialized() and dist.get_world_size() > 1 else None
 
 
 def has_or_may_get_others() -> bool:
-    """Whether there are several ranks, or this is one of a job on several hosts, of which others may come later."""
+    """Return whether there are several ranks, or this is one of a job on several hosts, of which others may come
+    later.
+    """
     return world() is not None or (dist.is_initialized() and rendezvous.agents_key() is not None)

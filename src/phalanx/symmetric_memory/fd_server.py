@@ -29,7 +29,7 @@ from phalanx.ipc.peer import peer_of
 from phalanx.symmetric_memory import private
 
 _SLICE_S = 0.5
-_HELLO_TIMEOUT_S = 5.0  # for a connection to send its token and rank
+_HELLO_TIMEOUT_S = 5.0  # a connection has so long to send its token and rank
 _MAX_PENDING = 256  # accepted and without a token yet; beyond that the oldest is closed
 _AT_ONCE = 64  # accepted in a row: other users may connect as fast as they can; read from the others in between
 _BACKLOG = 1024
@@ -41,7 +41,7 @@ Notice = Callable[[set[int]], None]
 
 
 def new_token() -> str:
-    """128 random bits, as 32 hexadecimal digits."""
+    """Return 128 random bits, as 32 hexadecimal digits."""
     return secrets.token_hex(16)
 
 
@@ -63,7 +63,7 @@ class FdAddress:
 
     @property
     def socket_address(self) -> str:
-        """For `connect` and `bind`."""
+        """Return the address as `connect` and `bind` take it."""
         return self.path or f"\0phalanx-{self.token}"
 
 
@@ -100,7 +100,7 @@ class FdServer:
         self._open.close()
 
     def open_to_containers(self) -> None:
-        """Open an address to ranks that do not see this process in their /proc.
+        """Open an address for ranks that do not see this process in their /proc.
 
         Raises:
             OSError: another process has the name.
@@ -192,7 +192,7 @@ class _Connection:
         self._deadline = Deadline.after(_HELLO_TIMEOUT_S)
 
     def read_rank(self, token: str) -> int | None:
-        """Its rank, once that and the right token have arrived; `is_done` when nothing more will."""
+        """Return the rank, once it and the right token have arrived; `is_done` is set when nothing more will arrive."""
         try:
             data = self.socket.recv(_HELLO.size - len(self._received))
         except BlockingIOError:
@@ -221,9 +221,9 @@ def receive_fds(
 ) -> list[int]:
     """Return the `count` file descriptors that local rank 0 at `address` serves. The caller owns them.
 
-    `wait_for_leader`: it may not listen yet; try until it does. An address in the abstract namespace is always
+    With `wait_for_leader` it may not listen yet: try until it does. An address in the abstract namespace is always
     tried until it answers: local rank 0 opens it when it knows that some rank needs it. `look_around` is called between
-    two attempts, and may raise: who has ended opens nothing any more.
+    two attempts, and may raise: a process that has ended opens nothing any more.
 
     Raises:
         PhalanxError: local rank 0 is gone, or refused this process.
@@ -263,7 +263,7 @@ _QUEUE_FULL = (errno.EAGAIN, errno.EINTR, errno.ENOTCONN)  # or a signal came
 
 
 def _connect(address: FdAddress, deadline: Deadline, wait: bool, look_around: Callable[[], None]) -> socket.socket:
-    """Return a connection. Waits inside `connect` where the listener's queue is full: retries would overtake other
+    """Return a connection. It waits inside `connect` where the listener's queue is full: retries would overtake other
     ranks.
     """
     while True:
@@ -275,7 +275,7 @@ def _connect(address: FdAddress, deadline: Deadline, wait: bool, look_around: Ca
             return s
         except OSError as error:
             s.close()
-            # Of a process in another container, and for ordinary users of one that has ended, /proc may not be read.
+            # /proc may not be read of a process in another container, and for ordinary users of one that has ended.
             if address.path and error.errno in (errno.EACCES, errno.EPERM):
                 address, wait = FdAddress(address.token), True
             elif error.errno not in _QUEUE_FULL and not (wait and error.errno in _NOT_YET):

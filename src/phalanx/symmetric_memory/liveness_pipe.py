@@ -22,12 +22,14 @@ MOST_RANKS = 250  # Linux hands over 253 descriptors at once: two memories, a ra
 
 
 def needs_liveness_pipes(processes: Sequence[ProcessId]) -> bool:
-    """Whether these processes of one host need pipes to hear of each other's end. The same for all of them."""
+    """Return whether these processes of one host need pipes to hear of each other's end. All of them get the same
+    answer.
+    """
     return len(processes) > 1 and not can_watch_each_other(processes)
 
 
 def why_unwatched(processes: Sequence[ProcessId]) -> str:
-    """Why there are no liveness pipes for processes that need them, or nothing. The same for all of them."""
+    """Return why there are no liveness pipes for processes that need them, or "". All of them get the same answer."""
     if len(processes) <= MOST_RANKS or not needs_liveness_pipes(processes):
         return ""
     return (
@@ -37,7 +39,9 @@ def why_unwatched(processes: Sequence[ProcessId]) -> str:
 
 
 class LivenessPipes:
-    """They are one rank's ends, its own last in `fds`. The ends are copied: the caller keeps what it gave."""
+    """They are one rank's ends of the pipes, its own last in `fds`. The ends are copied: the caller keeps what it
+    gave.
+    """
 
     def __init__(self, fds: Sequence[int], rank: int) -> None:
         with contextlib.ExitStack() as undo:
@@ -51,7 +55,7 @@ class LivenessPipes:
         self._open = copies
 
     def close(self) -> None:
-        """Let go of all: to the others this rank is gone."""
+        """Let go of all ends: for the other ranks this one is gone."""
         for fd in self._open:
             os.close(fd)
         self._open = []

@@ -25,7 +25,7 @@ class Sparse:
     in_folder: str = ""
 
     def reserve(self, offset: int, nbytes: int) -> None:
-        """Make sure that these bytes can be written; costs nothing for a memfd, which only the machine limits.
+        """Make sure that these bytes can be written. It costs nothing for a memfd, which only the machine limits.
 
         Raises:
             PhalanxError: the file system has no room for them.
@@ -40,7 +40,8 @@ class Sparse:
 
 @contextlib.contextmanager
 def memory(name: str, nbytes: int) -> Iterator[int]:
-    """`nbytes` that can be written, anonymous, for as long as somebody has the descriptor open or mapped.
+    """Yield `nbytes` of anonymous memory that can be written, for as long as a process has the descriptor open or
+    mapped.
 
     Raises:
         PhalanxError: there is neither a memfd nor a folder with room; the message says of each why not.
@@ -51,7 +52,7 @@ def memory(name: str, nbytes: int) -> Iterator[int]:
 
 @contextlib.contextmanager
 def sparse_memory(name: str, nbytes: int) -> Iterator[Sparse]:
-    """As `memory`, but nothing is reserved: `nbytes` are addresses to choose from.
+    """Yield memory as `memory` does, but reserve nothing: `nbytes` are addresses to choose from.
 
     Raises:
         PhalanxError: as `memory`.
@@ -71,7 +72,7 @@ def create(name: str) -> int:
 
 
 def obstacle() -> str:
-    """Why there can be no anonymous memory in this process, in words, or nothing."""
+    """Return why there can be no anonymous memory in this process, in words, or ""."""
     try:
         with _first_that_works("phalanx-probe", 0, reserved=False, warns=False):
             return ""
@@ -113,7 +114,7 @@ def _first_that_works(name: str, nbytes: int, *, reserved: bool, warns: bool = T
 
 
 def _seal(fd: int) -> None:
-    """Keep a memfd's size for good; holes may still be punched."""
+    """Fix a memfd's size for good; holes may still be punched."""
     with contextlib.suppress(OSError):  # a sandbox whose kernel has memfds and no seals
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
 
@@ -126,9 +127,9 @@ def _warn_where(folder: str, problems: Sequence[str]) -> None:
 
 
 def _folders() -> Iterator[str]:
-    yield ""  # a memfd
+    yield ""  # it is a memfd
     yield "/dev/shm"
-    import tempfile  # here, for the same reason
+    import tempfile  # it is imported here for the same reason
 
     try:
         folder = tempfile.gettempdir()

@@ -28,13 +28,13 @@ STAGE_BYTES = 128 * 1024
 # How long a rank looks at memory before it sleeps: a few times what waking it up costs.
 SPIN_NS = 100_000
 
-# What all ranks' heaps together may take of the address space, on a machine with less than half as much memory.
+# All ranks' heaps together may take so much of the address space, on a machine with less than half as much memory.
 _HEAPS_BYTES = 1 << 42
 
 Buffer: TypeAlias = "ctypes.Array[ctypes.c_char]"
 
 _BLOCK = struct.Struct("=qQQq")
-_NO_ROOM, _DISK_FULL = -1, -2  # in place of a block's index
+_NO_ROOM, _DISK_FULL = -1, -2  # they take the place of a block's index
 
 
 @dataclass(frozen=True)
@@ -47,24 +47,24 @@ class LocalRank:
 
 
 def channel_bytes(world_size: int) -> int:
-    """Bytes of the ring between two ranks; smaller in larger groups, of which there are world_size² rings."""
+    """Return the bytes of the ring between two ranks; larger groups, with world_size² rings, have smaller ones."""
     return 256 * 1024 if world_size <= 8 else 64 * 1024 if world_size <= 32 else 16 * 1024
 
 
 def is_oversubscribed(members: Sequence[LocalRank]) -> bool:
-    """Whether there are more threads than cores for them: then whoever waits must sleep, not spin."""
+    """Return whether there are more threads than cores for them: then a thread that waits must sleep, not spin."""
     cores: frozenset[int] = frozenset().union(*(member.cpus for member in members))
     return sum(member.threads for member in members) > len(cores)
 
 
 def _background_spin_ns(members: Sequence[LocalRank]) -> int:
-    """How long a thread other than the main one looks before it sleeps: not at all where ranks have one core each."""
+    """Return how long a thread other than the main one spins before it sleeps: 0 where ranks have one core each."""
     cores: frozenset[int] = frozenset().union(*(member.cpus for member in members))
     return SPIN_NS if len(cores) >= 2 * len(members) else 0
 
 
 def heap_bytes(world_size: int) -> int:
-    """Address space for one rank's heap; pages exist only once they are used."""
+    """Return the address space for one rank's heap; pages exist only once they are used."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limits = []
     for limit, used in ((resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_AS, _address_space_used())):
@@ -75,7 +75,7 @@ def heap_bytes(world_size: int) -> int:
 
 
 def decide_heap_bytes(world_size: int, memory_bytes: int, limits: Sequence[int]) -> int:
-    """Address space for one rank's heap: all memory that the machine has, if that goes.
+    """Return the address space for one rank's heap: all memory that the machine has, if that goes.
 
     Every rank maps every rank's heap, so it is their sum that must fit: into half of what each of `limits` leaves (of
     files, `ulimit -f`, and of address space, `ulimit -v`), and, in any case, into the larger of 4 TiB and twice the
@@ -106,7 +106,7 @@ def _address_space_used() -> int:
 class SymmetricMemory:
     """It is one rank's side of the memory that it shares with the other ranks of its host.
 
-    `core` runs the collectives. `allocate` is collective, too: all ranks call it with the same size.
+    `core` runs the collectives. `allocate` is one, too: all ranks call it with the same size.
     """
 
     def __init__(
@@ -151,12 +151,12 @@ class SymmetricMemory:
 
     @property
     def heap_bytes(self) -> int:
-        """Of each rank's heap."""
+        """Return the size of each rank's heap."""
         return self._heap_bytes
 
     @property
     def closed(self) -> bool:
-        """Whether this rank has left."""
+        """Return whether this rank has left."""
         return self._closed
 
     def process_of(self, rank: int) -> ProcessId:
@@ -175,8 +175,8 @@ class SymmetricMemory:
         With `owner` it is that rank's piece, on every rank: one memory for all. The other pieces stay unused, and what
         is not used has no pages. The memory outlives its owner.
 
-        Collective. The block is let go when the buffer is collected; its memory is used anew, or given back, once
-        every rank has let it go. `check` raises for a status of the core that is not zero.
+        All ranks call it. The block is let go when the buffer is collected; its memory is used anew, or given back,
+        once every rank has let it go. `check` raises for a status of the core that is not zero.
 
         Raises:
             PhalanxError: the heap has no room for it.
@@ -232,7 +232,7 @@ class SymmetricMemory:
         return buffer
 
     def _place(self, nbytes: int, owner: int | None) -> tuple[int, int]:
-        """Leader: the index and offset of a new block, or a negative number that says why there is none."""
+        """Return, on the leader, the index and offset of a new block, or a negative number for why there is none."""
         self._collect()
         assert self._placement is not None
         block = self._placement.place(nbytes)
@@ -250,23 +250,23 @@ class SymmetricMemory:
         return block.index, block.offset
 
     def heap_offset(self, address: int) -> int:
-        """Where in this rank's heap an address lies; an allocation lies at the same offset on every rank."""
+        """Return where in this rank's heap an address lies; an allocation lies at the same offset on every rank."""
         if self._heap is None or not 0 <= address - (self._heap + self.rank * self._heap_bytes) < self._heap_bytes:
             raise InternalError(f"address {address:#x} is not in the group's heap. Please report this.")
         return address - self._heap - self.rank * self._heap_bytes
 
     def address_of(self, rank: int, offset: int) -> int:
-        """Where `rank`'s heap has this offset, in this process."""
+        """Return where `rank`'s heap has this offset, in this process."""
         if self._heap is None or not (0 <= rank < self.world_size and 0 <= offset < self._heap_bytes):
             raise InternalError(f"offset {offset:#x} of rank {rank} is not in the group's heap. Please report this.")
         return self._heap + rank * self._heap_bytes + offset
 
     def holds(self, address: int) -> bool:
-        """Whether an address lies in the heap, this rank's piece or another's."""
+        """Return whether an address lies in the heap, in this rank's piece or another's."""
         return self._heap is not None and 0 <= address - self._heap < self._heap_bytes * self.world_size
 
     def _collect(self) -> None:
-        """Leader: take back the blocks that all have let go, and give their pages to the system."""
+        """Take back, on the leader, the blocks that all have let go, and give their pages to the system."""
         if self._placement is None:
             self._placement = Placement(self._heap_bytes, _core.BLOCKS)
         assert self._heap is not None
@@ -278,7 +278,7 @@ class SymmetricMemory:
 
     def _let_go(self, index: int) -> None:
         self.one_memory.pop(index, None)
-        self.core.release(index)  # which does nothing once the group is closed
+        self.core.release(index)  # it does nothing once the group is closed
         self._put_back()
 
     def _put_back(self) -> None:
@@ -313,7 +313,7 @@ class SymmetricMemory:
             self._heap_page = None
 
     def close(self) -> None:
-        """Leave. Peers that wait for this rank hear it at once, and so do threads of this process that are inside.
+        """Leave. Ranks that wait for this one hear it at once, and so do threads of this process that are inside.
 
         The memory goes with the last of these. Shared tensors stay valid as long as they are held.
         """
@@ -325,7 +325,7 @@ class SymmetricMemory:
         self.core.close(self._let_go_of_memory)
 
     def close_for_good(self) -> None:
-        """As `close`, at the end of the process: threads that are inside stay there, and so does the memory."""
+        """Close at the end of the process: threads that are inside stay there, and so does the memory."""
         with self._lock:
             if self._closed:
                 return
@@ -334,7 +334,7 @@ class SymmetricMemory:
         self.core.close(None)
 
     def _let_go_of_memory(self) -> None:
-        """Nobody is inside, and nobody will be."""
+        """Let go of the memory, now that no thread is inside, and none will be."""
         _core.unmap(self._control, self._control_bytes)
         self._watchers.close()
         with self._lock:
@@ -346,7 +346,7 @@ class SymmetricMemory:
                 self._unmap_heap()
 
     def abandon(self) -> None:
-        """In a forked child: this memory is the parent's, touch nothing that is shared."""
+        """Touch nothing that is shared, in a forked child: this memory is the parent's."""
         self._closed = True
         self.core.abandon()
         if isinstance(self._watchers, LivenessPipes):
@@ -402,7 +402,7 @@ def open_as_leader(
 ) -> SymmetricMemory:
     """Create the memory as rank 0 of the host, and hand it to the others.
 
-    `show` is called with the control memory's descriptor before anybody waits, for whoever wants to look on.
+    `show` is called with the control memory's descriptor before any rank waits, so that a process can look on.
 
     Raises:
         DeadlineError: some rank did not fetch it; `missing` says which.

@@ -21,12 +21,12 @@ _logger = get_logger(__name__)
 class SharedPool:
     """It serves tensors of `expected` sizes (bytes -> how many) to this thread between `enter` and `leave`.
 
-    Where a tensor of such a size is made in between, it may lie in the group's heap; `holds` tells. It is an
-    ordinary tensor otherwise, may live as long as anybody wants, and gives its block back when it dies. What the pool
-    has no block for lies in ordinary memory: also everything, where torch's allocator can't be reached.
+    If a tensor of such a size is made in between, it may lie in the group's heap; `holds` tells. It is an ordinary
+    tensor otherwise, may live as long as it is wanted, and gives its block back when it dies. What the pool has no
+    block for lies in ordinary memory: so does everything, if torch's allocator can't be reached.
 
-    Collective: all ranks build theirs, for the same sizes. Tensors need not lie at the same offset on every rank.
-    `allocate` gives it so many bytes of symmetric memory; pages that nobody touches cost nothing.
+    All ranks build theirs together, for the same sizes. Tensors need not lie at the same offset on every rank.
+    `allocate` gives it so many bytes of symmetric memory; pages that are not touched cost nothing.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class SharedPool:
         self._gives = True
         try:
             self._pool = _core.Pool(begin, nbytes, classes)
-        except OSError as error:  # another build of torch, or too many pools
+        except OSError as error:  # this is another build of torch, or there are too many pools
             self._step_aside(error)
 
     def _step_aside(self, why: OSError) -> None:
@@ -56,11 +56,11 @@ class SharedPool:
         )
 
     def enter(self) -> None:
-        """From here on, this thread's tensors may lie in the pool."""
+        """Let this thread's tensors lie in the pool from here on."""
         self._enter()
 
     def _enter(self) -> bool:
-        """As `enter`; whether this thread was inside already."""
+        """Enter as `enter` does; return whether this thread was inside already."""
         if self._pool is not None and self._gives and not self._symm_mem.closed:
             try:
                 return self._pool.enter()
@@ -69,20 +69,20 @@ class SharedPool:
         return False
 
     def leave(self) -> None:
-        """Up to here."""
+        """Let this thread's tensors lie in the pool up to here."""
         if self._pool is not None:
             self._pool.leave()
 
     def serves(self, nbytes: int) -> bool:
-        """Whether tensors of this size are expected; the same on every rank."""
+        """Return whether tensors of this size are expected; it is the same on every rank."""
         return nbytes in self._sizes
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether the tensor's memory is a block of the pool."""
+        """Return whether the tensor's memory is a block of the pool."""
         return tensor.data_ptr() in self._range
 
     def empty_strided(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor | None:
-        """Return a new tensor in the pool, or None; as `torch.empty_strided`."""
+        """Return a new tensor in the pool, as `torch.empty_strided` does; None if there is no room."""
         was_inside = self._enter()
         try:
             made = torch.empty_strided(shape, stride, dtype=dtype)
@@ -92,7 +92,7 @@ class SharedPool:
         return made if self.holds(made) else None
 
     def close(self) -> None:
-        """No more blocks are given out; those in use stay until their tensors die."""
+        """Give out no more blocks; those in use stay until their tensors die."""
         if self._pool is not None:
             self._pool.leave()
             _closed[self._pool] = self._memory
@@ -106,8 +106,8 @@ _closed: dict[_core.Pool, Tensor] = {}
 def _sweep() -> None:
     """Let go of closed pools that no tensor uses any more.
 
-    Whatever runs here may run a finalizer that closes another pool, and sweeps: so this looks at a copy, and takes out
-    what it has seen only.
+    Any code that runs here may run a finalizer that closes another pool, and sweeps: so this looks at a copy, and takes
+    out only what it has seen.
     """
     for pool in list(_closed):
         if pool.delete():

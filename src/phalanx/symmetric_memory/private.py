@@ -23,7 +23,7 @@ _first_place: str | None = None
 
 
 def use_place(folder: str) -> None:
-    """Make the files of listeners in `folder` from now on, which somebody removes with all that is in it."""
+    """Make the files of listeners in `folder` from now on; the caller removes it with all that is in it."""
     global _first_place
     _first_place = folder or None
 
@@ -42,7 +42,7 @@ def new_listener(backlog: int) -> tuple[socket.socket, int]:
     own = (_first_place,) if _first_place else ()
     for place in (*own, None, *_PLACES):  # a TMPDIR may be read-only, or of a kind that takes no sockets
         try:
-            return _listen_in(tempfile.mkdtemp(prefix="phalanx-", dir=place), backlog)  # 0700
+            return _listen_in(tempfile.mkdtemp(prefix="phalanx-", dir=place), backlog)  # its mode is 0700
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 raise
@@ -69,7 +69,7 @@ def _listen_in(folder: str, backlog: int) -> tuple[socket.socket, int]:
 
 
 def listen_at(path: str, backlog: int) -> socket.socket:
-    """Return a listening socket at `path` in `folder()`; what a process that was killed has left there makes room.
+    """Return a listening socket at `path` in `folder()`; it replaces what a process that was killed has left there.
 
     Raises:
         OSError: it cannot be made; EADDRINUSE: a process that lives listens there.

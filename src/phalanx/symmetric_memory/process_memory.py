@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 _PR_SET_PTRACER = 0x59616D61
 _ANYBODY = ctypes.c_ulong(-1)
-_PIECE_BYTES = 32 << 20  # of one system call, which can't be interrupted
+_PIECE_BYTES = 32 << 20  # one system call, which can't be interrupted, copies so much
 _MOST_THREADS = 4
 
 
@@ -34,7 +34,7 @@ class Copy:
 
 @contextlib.contextmanager
 def readable() -> Iterator[None]:
-    """Inside, processes of the same user may read this one's memory. Where there is no Yama they always may."""
+    """Let processes of the same user read this one's memory inside. Without Yama they always may."""
     libc = ctypes.CDLL(None)
     libc.prctl(_PR_SET_PTRACER, _ANYBODY, 0, 0, 0)
     try:
@@ -70,7 +70,7 @@ def _read(pid: int, piece: Copy) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     try:
         call = libc.process_vm_readv
-    except AttributeError:  # not Linux
+    except AttributeError:  # this is not Linux
         raise OSError(38, "this system has no process_vm_readv") from None
     call.restype = ctypes.c_ssize_t
     done = 0

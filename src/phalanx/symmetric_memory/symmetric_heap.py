@@ -32,7 +32,7 @@ class Placement:
 
     @property
     def live(self) -> list[Block]:
-        """The blocks that some rank may still use, by offset."""
+        """Return the blocks that some rank may still use, by offset."""
         return [block for _, block in self._live]
 
     def place(self, nbytes: int) -> Block | None:
@@ -52,6 +52,6 @@ class Placement:
         return block
 
     def remove(self, block: Block) -> None:
-        """Every rank has let `block` go."""
+        """Free `block`, which every rank has let go."""
         self._live.remove((block.offset, block))
         self._free_indices.append(block.index)

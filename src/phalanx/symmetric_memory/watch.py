@@ -36,11 +36,11 @@ class ProcessId:
         return cls(pid, ticks or 0, _namespace() if ticks is not None else "", _has_pidfds())
 
     def has_ended(self) -> bool:
-        """Whether it is known to be gone. False also where this process cannot see it."""
+        """Return whether the process is known to be gone; False also if this process cannot see it."""
         return self._can_be_seen() and not self._is_there()
 
     def is_running(self) -> bool:
-        """Whether it is known to live. False also where this process cannot see it."""
+        """Return whether the process is known to live; False also if this process cannot see it."""
         return self._can_be_seen() and self._is_there()
 
     def _can_be_seen(self) -> bool:
@@ -52,7 +52,7 @@ class ProcessId:
 
 
 def can_watch_each_other(processes: Sequence[ProcessId]) -> bool:
-    """Whether each can open a pidfd of each other one. The same answer for all of them."""
+    """Return whether each can open a pidfd of each other one. All of them get the same answer."""
     return len({p.namespace for p in processes}) == 1 and all(p.namespace and p.has_pidfds for p in processes)
 
 
@@ -67,13 +67,15 @@ def _namespace() -> str:
 def _has_pidfds() -> bool:
     try:
         os.close(os.pidfd_open(os.getpid()))
-    except (AttributeError, OSError):  # another system; an old kernel, or a filter
+    except (AttributeError, OSError):  # this is another system, or there is an old kernel, or a filter
         return False
     return True
 
 
 def start_ticks(pid: int) -> int | None:
-    """When process `pid` started, in clock ticks after boot (field 22 of /proc/PID/stat); None if it is not there."""
+    """Return when process `pid` started, in clock ticks after boot (field 22 of /proc/PID/stat); None if there is
+    none.
+    """
     fields = _stat(pid)
     return int(fields[19]) if fields else None
 
@@ -87,7 +89,7 @@ def _stat(pid: int) -> list[str]:
 
 
 def wait_status(process: ProcessId) -> int | None:
-    """How it ended, as `waitpid` would say, while it is a zombie that we may look at; else None."""
+    """Return how it ended, as `waitpid` would say, while it is a zombie that we may look at; else None."""
     if process.namespace != _namespace():
         return None
     fields = _stat(process.pid)
@@ -121,7 +123,7 @@ class _Watch:
             return fd
 
     def release(self, process: ProcessId) -> None:
-        """Give back one `acquire`."""
+        """Give back one descriptor of `acquire`."""
         with self._lock:
             fd, uses = self._open.get(process, (-1, 0))
             if uses > 1:
@@ -169,7 +171,7 @@ class Pidfds:
         self.fds = tuple(fds)
 
     def close(self) -> None:
-        """Let go of all."""
+        """Let go of all descriptors."""
         for process in self._watched:
             watch.release(process)
         self._watched = []

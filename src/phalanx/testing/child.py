@@ -25,7 +25,7 @@ SHOW_STACK = signal.SIGUSR2
 
 @dataclass(frozen=True)
 class Task:
-    """It is what a rank is told. `folder` is the run's own: the store, the outcomes and the stacks lie in it."""
+    """A task is what a rank is told. `folder` is the run's own: the store, the outcomes and the stacks lie in it."""
 
     call: tuple[Callable[..., Any], tuple[Any, ...]] | bytes  # the bytes of one that was not forked together with us
     rank: int
@@ -37,20 +37,20 @@ class Task:
 
     @property
     def outcome_path(self) -> Path:
-        """Where the outcome appears, whole or not at all."""
+        """Return where the outcome appears, whole or not at all."""
         return self.folder / f"outcome-{self.rank}"
 
     @property
     def stack_path(self) -> Path:
-        """Where the stack appears when the rank crashes or is asked for it."""
+        """Return where the stack appears when the rank crashes or is asked for it."""
         return self.folder / f"stack-{self.rank}"
 
 
 def work(task: Task) -> None:
     """Join the group, call the function, leave the group, and write down how it went."""
     die_with_parent(task.parent)
-    # What the parent has made is not looked at again by this rank's collections: each would copy all of its pages, and
-    # end objects that live on there (a store's thread that is not in this process cannot be joined: SIGABRT).
+    # Collections of this rank do not look at the parent's objects again: each would copy all of their pages, and end
+    # objects that live on there (a store's thread that is not in this process cannot be joined: SIGABRT).
     gc.freeze()
     os.setpgrp()  # so that the parent can end this rank together with whatever it started
     with task.stack_path.open("w") as stack:
@@ -71,7 +71,7 @@ def _call(task: Task) -> Any:
 
 @contextlib.contextmanager
 def _group(task: Task) -> Iterator[None]:
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # for a torch that the function imports later
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # it is for a torch that the function imports later
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(1)  # ranks share the cores, and the pools of a forked parent are not usable anyway
     if task.backend is None:

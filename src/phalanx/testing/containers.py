@@ -26,7 +26,7 @@ _PR_SET_PDEATHSIG = 1
 
 @functools.cache
 def why_no_containers() -> str:
-    """Why `contained` cannot work here, or nothing: for `pytest.mark.skipif`."""
+    """Return why `contained` cannot work here, or "": for `pytest.mark.skipif`."""
     if sys.platform != "linux":
         return "namespaces are Linux's"
     flags = _CLONE_NEWNS | _NAMESPACES["pid"] | _NAMESPACES["net"]
@@ -45,8 +45,8 @@ def contained(
     "user".
 
     With "pid" it is process 1 and sees only itself in /proc; `shm_bytes` is the size of a /dev/shm of its own. If it
-    ends without returning, this process ends the same way. To be called once in a process: the second child would find
-    the first one's namespace closed.
+    ends without returning, this process ends the same way. Call it once in a process: the second child would find the
+    first one's namespace closed.
 
     Raises:
         OSError: namespaces are not permitted (see `why_no_containers`).
@@ -86,7 +86,7 @@ def hide_proc() -> None:
 def _serve(
     writing: int, fn: Callable[..., Any], args: tuple[Any, ...], namespaces: tuple[str, ...], shm_bytes: int | None
 ) -> None:
-    """In the child: call, answer, end."""
+    """Call the function in the child, answer, and end."""
     try:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if "user" in namespaces:

@@ -23,11 +23,12 @@ MARK = "PHALANX_LEAK_WATCH"
 
 # Started once per process by the standard library, and kept on purpose.
 _KEPT_PROGRAMS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
-# PyTorch's and gloo's own, never joined: autograd's device threads, c10d's watchdogs, the pin-memory thread.
+# These are PyTorch's and gloo's own, and never joined: autograd's device threads, c10d's watchdogs, the pin-memory
+# thread.
 _KEPT_THREADS = ("pt_", "pin_memory")
 # The first import of these starts thread pools (OpenMP, OpenBLAS) and sets variables that stay for good.
 _POOLS = ("torch", "numpy", "scipy", "sklearn")
-# Rewritten by pytest for each phase of a test.
+# pytest rewrites these for each phase of a test.
 _KEPT_VARIABLES = ("PYTEST_CURRENT_TEST", MARK)
 
 _Inode = str
@@ -35,7 +36,9 @@ _Inode = str
 
 @dataclass(frozen=True)
 class Snapshot:
-    """It is what this process held at one moment. Without Linux only Python's threads and variables are seen."""
+    """A snapshot is what this process held at one moment. Without Linux only Python's threads and variables are
+    seen.
+    """
 
     processes: dict[int, str]
     threads: frozenset[str]
@@ -46,7 +49,7 @@ class Snapshot:
 
     @classmethod
     def take(cls) -> Snapshot:
-        """Return what is held now. Reads a few files under /proc; takes a millisecond or two."""
+        """Return what is held now. It reads a few files under /proc, and takes a millisecond or two."""
         return cls(
             processes=_processes(),
             threads=frozenset(thread.name for thread in threading.enumerate()),
@@ -105,7 +108,7 @@ def mark_descendants() -> None:
 
 
 def _processes() -> dict[int, str]:
-    """Our children, and marked orphans. Zombies count: somebody did not wait for them."""
+    """Return our children, and marked orphans. Zombies count: their parent did not wait for them."""
     mark = f"{MARK}={os.environ[MARK]}".encode() if MARK in os.environ else None
     me, found = str(os.getpid()), {}
     for entry in _list("/proc"):
@@ -146,7 +149,7 @@ def _descriptors() -> dict[int, str]:
     for fd in _list("/proc/self/fd"):
         try:
             target = os.readlink(f"/proc/self/fd/{fd}")
-        except OSError:  # the one that listed the folder
+        except OSError:  # it is the descriptor that listed the folder
             continue
         if target.startswith("socket:["):
             ports = _listening() if ports is None else ports
@@ -165,7 +168,7 @@ def _listening() -> dict[_Inode, str]:
         except OSError:
             continue
         for columns in map(str.split, lines):
-            if columns[3] == "0A":  # TCP_LISTEN
+            if columns[3] == "0A":  # it is TCP_LISTEN
                 found[columns[9]] = f", listening on {table} port {int(columns[1].rpartition(':')[2], 16)}"
     return found
 

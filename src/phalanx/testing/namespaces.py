@@ -22,12 +22,13 @@ from dataclasses import dataclass
 from phalanx.errors import PhalanxError
 
 _CLONE_NEWNET = 0x40000000
-_LONGEST_PACKET = 65536 + 256  # what TCP hands to an interface at once, and the headers that the bucket counts
+# TCP hands so much to an interface at once; the headers that the bucket counts are included
+_LONGEST_PACKET = 65536 + 256
 
 
 @dataclass(frozen=True)
 class Host:
-    """It is one namespace. `address` is its own; the other hosts reach it there."""
+    """A host is one namespace. `address` is its own; the other hosts reach it there."""
 
     name: str
     address: str
@@ -49,7 +50,7 @@ class Host:
         return int(link["stats64"]["tx"]["bytes"])
 
     def cut_off(self) -> None:
-        """Pull the cable: nothing comes or goes any more, and nobody is told."""
+        """Pull the cable: nothing comes or goes any more, and no process is told."""
         _ip("-n", self.name, "link", "set", "eth0", "down")
 
     def plug_in(self) -> None:
@@ -58,12 +59,12 @@ class Host:
 
     @property
     def command(self) -> tuple[str, ...]:
-        """The words before those of a command that run it on this host."""
+        """Return the words that, before a command, run it on this host."""
         return ("ip", "netns", "exec", self.name)
 
 
 def why_no_hosts() -> str:
-    """Why `hosts` cannot work here, or nothing: for `pytest.mark.skipif`."""
+    """Return why `hosts` cannot work here, or "": for `pytest.mark.skipif`."""
     if shutil.which("ip") is None:
         return "the command ip (iproute2) is not there"
     probe = f"plx-{os.getpid()}-probe"
@@ -105,7 +106,7 @@ def hosts(
     dead_end: bool = False,
     network: str = "10.77.0",
 ) -> Iterator[list[Host]]:
-    """`count` hosts joined by a switch; they are gone on the way out, whatever happens.
+    """Yield `count` hosts joined by a switch; they are gone on the way out, whatever happens.
 
     Arguments:
         rate: limits what each host may send, in the words of tc ("1gbit"), by a token bucket.

@@ -115,7 +115,7 @@ def _prepare(start: str | None, fn: Callable[..., Any], args: tuple[Any, ...]) -
 
 @contextlib.contextmanager
 def _processes(context: BaseContext, tasks: Sequence[Task]) -> Iterator[list[BaseProcess]]:
-    """One running process per task; every one of them, and all that they started, has ended on the way out."""
+    """Yield one running process per task; every one of them, and all that they started, has ended on the way out."""
     processes: list[BaseProcess] = []
     try:
         for task in tasks:

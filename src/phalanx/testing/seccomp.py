@@ -17,7 +17,7 @@ import struct
 import sys
 from collections.abc import Sequence
 
-# Numbers by machine: (AUDIT_ARCH, {name: number}).
+# The numbers are by machine: (AUDIT_ARCH, {name: number}).
 _MACHINES = {
     "x86_64": (
         0xC000003E,
@@ -43,7 +43,7 @@ class _Program(ctypes.Structure):
 
 
 def why_no_seccomp() -> str:
-    """Why `forbid` cannot work here, or nothing: for `pytest.mark.skipif`."""
+    """Return why `forbid` cannot work here, or "": for `pytest.mark.skipif`."""
     if sys.platform != "linux":
         return "seccomp is Linux's"
     if platform.machine() not in _MACHINES:
@@ -52,7 +52,7 @@ def why_no_seccomp() -> str:
 
 
 def forbid(*calls: str, error: int = errno.EPERM) -> None:
-    """From now on each of `calls` fails with `error` in this thread and in what it starts; there is no way back.
+    """Let each of `calls` fail with `error` from now on, in this thread and in what it starts; there is no way back.
 
     `calls` are memfd_create, pidfd_open, process_vm_readv, process_vm_writev, socket, and `UNIX_SOCKETS`, which is
     `socket` for that family alone. Docker's profile answers EPERM, newer ones ENOSYS.
@@ -78,7 +78,7 @@ def forbid(*calls: str, error: int = errno.EPERM) -> None:
 
 
 def _filter(calls: Sequence[str], arch: int, numbers: dict[str, int], error: int) -> list[tuple[int, int, int, int]]:
-    """Instructions as (code, steps to skip if equal, if not, operand)."""
+    """Return instructions as (code, steps to skip if equal, if not, operand)."""
     steps = [(_LOAD, 0, 0, _ARCH_AT), (_JUMP_IF_EQUAL, 1, 0, arch), (_RETURN, 0, 0, _ALLOW)]
     for call in calls:
         steps.append((_LOAD, 0, 0, _NUMBER_AT))

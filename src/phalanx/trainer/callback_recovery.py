@@ -23,12 +23,13 @@ class CallbackRecovery:
         self._kept: tuple[int, bytes] | None = None  # an epoch, and the callbacks behind its last step
 
     def keep(self, callbacks: CallbackStates, state: elastic.State) -> None:
-        """Keep the states behind the last step of an epoch: what comes now is done again if a rank is lost in it."""
+        """Keep the states after the last step of an epoch: what comes now is done again if a rank is lost in it."""
         if rendezvous.agent_address() and callbacks:
             self._kept = state.epoch, pickle.dumps(callbacks.state_dict())
 
     def agree(self, callbacks: CallbackStates, state: elastic.State) -> None:
-        """Bring the callbacks to where they were behind the latest step, where training begins or goes on. Collective.
+        """Bring the callbacks to where they were behind the latest step, where training begins or goes on. All ranks
+        call it.
 
         A rank that has come, or did not get to the end of that step's `on_step_end`, takes what another one has.
         """

@@ -123,7 +123,7 @@ class RunningMean:
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether the mean lies on a device that is not the CPU."""
+        """Return whether the mean lies on a device that is not the CPU."""
         return self._elsewhere is not None
 
     def __float__(self) -> float:

@@ -107,7 +107,7 @@ class Sums:
         self._sums[name] = value if sum_ is None else sum_ + value
 
     def compute(self, group: dist.ProcessGroup | None) -> tuple[int, dict[str, Tensor]]:
-        """Return how many samples all ranks have, and the sums by name, the same on every rank. Collective.
+        """Return how many samples all ranks have, and the sums by name, the same on every rank. All ranks call it.
 
         Raises:
             ValueError: no rank has a sample.

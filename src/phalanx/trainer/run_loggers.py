@@ -14,7 +14,7 @@ _logger = get_logger(__name__)
 
 
 def agree_on_runs(loggers: GuardedLoggers, peers: Peers) -> None:
-    """Tell every rank the runs that the loggers have begun, as any may become rank 0. Collective."""
+    """Tell every rank the runs that the loggers have begun, as any may become rank 0. All ranks call it."""
     states = [state for state in peers.all_gather(loggers.state_dict()) if state]
     if states:
         loggers.load_state_dict(states[0])

@@ -195,17 +195,17 @@ class Trainer:
 
     @property
     def step(self) -> int:
-        """Updates that are done."""
+        """Return how many updates are done."""
         return 0 if self._state is None else int(self._state.step)
 
     @property
     def epoch(self) -> int:
-        """Epochs that are done."""
+        """Return how many epochs are done."""
         return 0 if self._state is None else int(self._state.epoch)
 
     @property
     def metrics(self) -> dict[str, float]:
-        """What the latest validation measured."""
+        """Return what the latest validation measured."""
         return {} if self._state is None else self._state.metrics
 
     @property
@@ -221,13 +221,13 @@ class Trainer:
 
     @property
     def why_stopped(self) -> str:
-        """What `stop` was given; empty if nobody has called it, also where `max_epochs` or `max_steps` was the end."""
+        """Return what `stop` was given; "" if it was not called, also if `max_epochs` or `max_steps` was the end."""
         return "" if self._state is None else str(self._state.why_stopped)
 
     # -- the loop ------------------------------------------------------------------------------------------------------
 
     def fit(self, loader: Loaders, val_loader: Loaders | None = None, *, resume: Resume = "latest") -> None:
-        """Train until `max_epochs` or `max_steps`, from the latest checkpoint on if there is one. Collective.
+        """Train until `max_epochs` or `max_steps`, from the latest checkpoint on if there is one. All ranks call it.
 
         Arguments:
             loader: its batch size is that of all replicas together: the strategy divides it. One that
@@ -255,7 +255,7 @@ class Trainer:
                 f"Trainer.fit: keep_best goes by {self._saves.best.metric!r} of the validation: give a val_loader"
             )
         group = self.strategy.training_group
-        if group is None or not rehearses(group):  # who comes to a job that runs finds them
+        if group is None or not rehearses(group):  # a rank that comes to a running job finds them
             folders = {"checkpoint": self._manager.folder if self._manager else None, "log_dir": self._scalars.folder}
             make_folders(Peers(self.strategy.checkpoint_group, what="Trainer.fit"), folders)
         before, self._state = self._state, self._make_state(batches)
@@ -299,7 +299,7 @@ class Trainer:
             agree_on_runs(self._scalars.loggers, Peers(self.strategy.training_group))
         for epoch in state.epochs(self.max_epochs):
             if epoch and (self._saves.is_due_at_epoch(epoch) or state.measured == (state.step, True)):
-                self._save(state)  # of the epoch before, which has been counted now
+                self._save(state)  # it is of the epoch before, which has been counted now
             is_inside = bool((state.data_position() or {"consumed": 0})["consumed"] or state.batches)
             if self._is_over and not is_inside:
                 return
@@ -325,7 +325,7 @@ class Trainer:
             state.batches = 0
 
     def _train_epoch(self, state: elastic.State, loader: FitLoader, epoch: int) -> bool:
-        """Train on what is left of the epoch; whether to its end."""
+        """Train on what is left of the epoch; return whether its end was reached."""
         loader.begin_epoch(epoch, state.batch_size)
         total, begun = loader.total, self.step
         if self._is_over:  # a run that ended inside of it, and is started again
@@ -356,7 +356,7 @@ class Trainer:
         return True
 
     def _after_step(self, state: elastic.State, loss: Tensor) -> None:
-        """Behind the commit: nothing of this is done again when a rank is lost."""
+        """Do what follows the commit: nothing of this is done again when a rank is lost."""
         if self.strategy.scaler is not None and (recorder := recording.current()) is not None:
             recorder.note_loss(recorder.read_loss(loss))  # the backward began from the scaled one
         if self._has_log and state.step % self._log_every == 0:
@@ -371,9 +371,9 @@ class Trainer:
             self._save(state)
 
     def validate(self, loader: Loaders) -> dict[str, float]:
-        """Return the loss and the metrics over all samples of all ranks, each counted once. Collective.
+        """Return the loss and the metrics over all samples of all ranks, each counted once. All ranks call it.
 
-        Of several loaders by name, those of each, as "name/metric".
+        With several loaders by name, the names are "name/metric".
         """
         return self._validation.measure(loader)
 
@@ -384,9 +384,9 @@ class Trainer:
         if self.scheduler is not None:
             things["scheduler"] = self.scheduler
         things |= {"why_stopped": "", "saved": (-1, -1), "metrics": {}, "batch_size": loader.batch_size}
-        things["batches"] = 0  # of the epoch, where no sampler says how far it is
+        things["batches"] = 0  # the batches of the epoch, where no sampler says how far it is
         things["best"] = ()  # values of the validations
-        things["measured"] = -1, False  # of which step the metrics are, and whether they are among the best
+        things["measured"] = -1, False  # the step that the metrics are of, and whether they are among the best
         return elastic.State(**things)
 
     def _parts(self, state: elastic.State) -> dict[str, Any]:
@@ -417,7 +417,7 @@ class Trainer:
         self._recovery.called_step = state.step
         self.optimizer._opt_called = state.step > 0  # type: ignore[attr-defined]  # a scheduler's question
         group = self.strategy.training_group
-        if group is None or not rehearses(group):  # who comes to a job that runs has nothing to take back
+        if group is None or not rehearses(group):  # a rank that comes to a running job has nothing to take back
             params = collect_hyperparameters(self, state.batch_size, self._settings, self._hyperparameters)
             self._scalars.begin(again_from=None if self._manager is None else state.step, params=params)
 

@@ -48,7 +48,9 @@ class Validation:
         return divide(self._strategy, "val_loader", loader, padding=False)
 
     def measure(self, loader: Loaders) -> dict[str, float]:
-        """Return the loss and the metrics. Collective. With several loaders by name, the names are "name/metric"."""
+        """Return the loss and the metrics. All ranks call it. With several loaders by name, the names are
+        "name/metric".
+        """
         if isinstance(loader, Mapping):
             measured = {name: self.measure(one) for name, one in loader.items()}
             return {f"{name}/{metric}": value for name, of in measured.items() for metric, value in of.items()}

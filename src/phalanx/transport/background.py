@@ -23,7 +23,8 @@ T = TypeVar("T")
 
 
 def get_soon(outcomes: queue.SimpleQueue[T], timeout_s: float) -> T:
-    """As `outcomes.get`, with a moment more once time is up: before one looks whether a connection is gone.
+    """Return what `outcomes.get` returns; when the time is up, wait a moment more, before the caller looks whether a
+    connection is gone.
 
     To look is to write, and that closes a connection whose other end has left, with all that Gloo's thread has not read
     from it yet. After this process has stood still (stopped, or without a core) both wake up at once.
@@ -105,7 +106,7 @@ class _Workers:
 
 
 class _Worker:
-    """It is a thread that carries out one operation at a time."""
+    """A worker is a thread that carries out one operation at a time."""
 
     def __init__(self, workers: _Workers) -> None:
         self.tasks: queue.SimpleQueue[tuple[Callable[[], object], queue.SimpleQueue[BaseException | None]] | None] = (
@@ -124,7 +125,7 @@ class _Worker:
                 operation()
             except BaseException as raised:  # whatever it was, the waiter must hear it
                 error = raised
-            del operation, task  # what they hold may go while this thread waits for the next
+            del operation, task  # their objects may go while this thread waits for the next
             goes_on = self._workers.take_back(self)  # before it is told: who goes on at once finds this thread
             outcome.put(error)
             del error, outcome
@@ -148,7 +149,7 @@ class Background:
 
     def __init__(self) -> None:
         self.caller = 0  # the thread that is inside `run`
-        self._underway: dict[int, queue.SimpleQueue[BaseException | None]] = {}  # by identity
+        self._underway: dict[int, queue.SimpleQueue[BaseException | None]] = {}  # keyed by identity of the queue
         self._workers = _workers
         self._workers.enter()
         self._is_closed = False
@@ -164,7 +165,7 @@ class Background:
         return outcome
 
     def over(self, outcome: queue.SimpleQueue[BaseException | None]) -> None:
-        """Don't wait for an operation in `close`: it is over, or stuck until the engine lets it go."""
+        """Do not wait for this operation in `close`: it is over, or stuck until the engine lets it go."""
         del self._underway[id(outcome)]
 
     def run(
@@ -173,7 +174,8 @@ class Background:
         look: Callable[[], None],
         interrupted: Callable[[BaseException], None] = lambda error: None,
     ) -> None:
-        """Carry out `operation` and raise what it raises. `look` is called while that takes long, and may raise.
+        """Carry out `operation`, and raise what it raises. `look` is called while the operation takes long, and may
+        raise.
 
         What a signal handler raises meanwhile is given to `interrupted`. After either, the operation goes on until the
         engine ends it.
@@ -189,7 +191,7 @@ class Background:
         except Exception:
             self.over(outcome)
             raise
-        except BaseException as raised:  # Ctrl-C
+        except BaseException as raised:  # it may be Ctrl-C
             interrupted(raised)
             raise
         finally:
@@ -199,7 +201,7 @@ class Background:
             raise error
 
     def close(self) -> None:
-        """Return when what was interrupted is over, too: the engine is closed, or nothing ends it."""
+        """Return when the interrupted operations are over, too: the engine is closed, or nothing ends them."""
         if self._is_closed:
             return
         self._is_closed = True

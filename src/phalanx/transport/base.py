@@ -77,39 +77,39 @@ class Collectives(ABC):
 
     @abstractmethod
     def all_reduce(self, tensor: Tensor, redop: int, ctx: CallContext, *, root: int = -1, factor: Any = None) -> None:
-        """`tensor` becomes the reduction over ranks, everywhere or on `root`; each input times `factor` first."""
+        """Reduce `tensor` over ranks in place, on all or only on `root`; multiply each input by `factor` first."""
 
     @abstractmethod
     def broadcast(self, tensor: Tensor, root: int, ctx: CallContext) -> None:
-        """`tensor` becomes root's."""
+        """Overwrite `tensor` on every rank with root's."""
 
     @abstractmethod
     def gather(self, outputs: Sequence[Tensor], tensor: Tensor, ctx: CallContext, *, root: int = -1) -> None:
-        """outputs[r] becomes rank r's `tensor`, everywhere or on `root`; elsewhere `outputs` is empty."""
+        """Write rank r's `tensor` to outputs[r], on every rank or only on `root`; elsewhere `outputs` is empty."""
 
     @abstractmethod
     def all_gather_single(self, output: Tensor, tensor: Tensor, ctx: CallContext) -> None:
-        """`output`, split in world_size equal parts, becomes all ranks' `tensor`s."""
+        """Write rank r's `tensor` to part r of `output`, which is split in world_size equal parts."""
 
     @abstractmethod
     def scatter(self, output: Tensor, inputs: Sequence[Tensor], root: int, ctx: CallContext) -> None:
-        """`output` becomes root's inputs[rank]; elsewhere `inputs` is empty."""
+        """Write root's inputs[rank] to `output`; on the other ranks `inputs` is empty."""
 
     @abstractmethod
     def reduce_scatter(
         self, output: Tensor, inputs: Sequence[Tensor], redop: int, ctx: CallContext, *, factor: Any = None
     ) -> None:
-        """`output` becomes the reduction over ranks of inputs[rank]; the inputs may differ in size."""
+        """Write the reduction over ranks of inputs[rank] to `output`; the inputs may differ in size."""
 
     @abstractmethod
     def reduce_scatter_single(
         self, output: Tensor, tensor: Tensor, redop: int, ctx: CallContext, *, factor: Any = None
     ) -> None:
-        """`output` becomes the reduction over ranks of the rank's part of `tensor`, split in equal parts."""
+        """Split `tensor` in equal parts, and write the reduction over ranks of this rank's part to `output`."""
 
 
 class Transport(Collectives):
-    """It is one rank's side of a group. `group` is its name in messages."""
+    """A transport is one rank's side of a group. `group` is its name in messages."""
 
     group: str
     rank: int
@@ -137,7 +137,8 @@ class Transport(Collectives):
     """
 
     def allocate_on_host(self, nbytes: int, ctx: CallContext) -> dict[int, Tensor]:
-        """Allocate `nbytes` of memory for each rank, and return those of this host, by rank. Collective.
+        """Allocate `nbytes` of memory for each rank, and return the tensors of this host's ranks, by rank. All ranks
+        call it.
 
         A rank writes its own and reads the others', which are there while it holds its own; what a rank has written
         outlives it. Where ranks share no memory, each has its own alone.
@@ -155,12 +156,12 @@ class Transport(Collectives):
     @property
     @abstractmethod
     def closed(self) -> bool:
-        """Whether this process has left, or is a fork of the one that came."""
+        """Return whether this process has left, or is a fork of the one that came."""
 
     @property
     @abstractmethod
     def seq(self) -> int:
-        """How many collectives this rank has begun."""
+        """Return how many collectives this rank has begun."""
 
     def records(self) -> list[Record]:
         """Return this rank's last operations, oldest first, where a flight recorder keeps them; before `close`."""
@@ -168,7 +169,7 @@ class Transport(Collectives):
 
     @property
     def in_collective(self) -> bool:
-        """Whether this thread is in a collective already: it runs a signal handler that interrupted it."""
+        """Return whether this thread is in a collective already: it runs a signal handler that interrupted it."""
         return False
 
     @abstractmethod
@@ -179,31 +180,34 @@ class Transport(Collectives):
 
     @abstractmethod
     def set_exit_reason(self, exit_reason: str) -> None:
-        """How this process ends, for those who will miss it."""
+        """Set how this process ends, in the words that the other ranks' errors will have."""
 
     @abstractmethod
     def leave_in_flight(self) -> None:
-        """Operations are still running here: end the group, so that they wake up."""
+        """End the group while operations of this process still run, so that they wake up."""
 
     @abstractmethod
     def close(self) -> None:
-        """Leave. Whoever waits for this rank hears it at once."""
+        """Leave the group. All ranks that wait for this one hear it at once."""
 
     def abandon(self) -> None:
-        """As `close` with `closes_in_flight`, at the end of the process: what is inside need not wake up."""
+        """Do what `close` does with `closes_in_flight`, at the end of the process: operations inside need not wake
+        up.
+        """
         self.close()
 
     def settle(self, patience_s: float) -> bool:
-        """Whether no thread of this process is in a collective, after at most `patience_s`."""
+        """Return whether no thread of this process is in a collective, after at most `patience_s`."""
         if not self.lock.acquire(timeout=min(patience_s, threading.TIMEOUT_MAX)):
             return False
         self.lock.release()
         return True
 
     def interrupted(self, error: BaseException, *, what: str = "", peer: int = -1) -> None:
-        """Where waits hear no signal: whoever waits for an operation was interrupted, so end the operation.
+        """End the operation, since a thread that waits for it was interrupted. Transports need this where waits hear no
+        signal.
 
-        `what`: a message with `peer`; else it is the collective.
+        `what` describes a message with `peer`; if it is empty, the operation is the collective.
         """
         raise NotImplementedError
 
@@ -214,18 +218,20 @@ class Transport(Collectives):
         """Return when every rank has come."""
 
     def sum_in_place(self, tensor: Tensor, code: int, timeout_s: float, place: tuple[str, int]) -> None:
-        """As `all_reduce` with SUM, for a contiguous tensor of the real dtype with this code: the call that counts."""
+        """Do what `all_reduce` does with SUM, for a contiguous tensor of the real dtype with this code; this call must
+        be fast.
+        """
         self.all_reduce(tensor, SUM, CallContext(timeout_s, self.call_site(place)))
 
     @abstractmethod
     def all_to_all(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], ctx: CallContext, *, splits: bool
     ) -> None:
-        """outputs[r] becomes rank r's inputs[rank]. `splits`: sizes may differ, and are compared across ranks."""
+        """Write rank r's inputs[rank] to outputs[r]; with `splits` sizes may differ, and are compared across ranks."""
 
     @abstractmethod
     def all_to_all_single(self, output: Tensor, tensor: Tensor, ctx: CallContext) -> None:
-        """As `all_to_all` with the equal parts of two contiguous tensors."""
+        """Exchange the equal parts of two contiguous tensors as `all_to_all` does."""
 
     # -- point to point ------------------------------------------------------------------------------------------
 
@@ -235,4 +241,4 @@ class Transport(Collectives):
 
     @abstractmethod
     def recv(self, tensor: Tensor, src: int, tag: int, ctx: CallContext) -> int:
-        """`tensor` becomes the next one from `src` (below zero: from anybody) with `tag`; returns who sent it."""
+        """Receive into `tensor` the next message from `src` (if below zero, any rank) with `tag`; return its sender."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from phalanx.diagnostics.failure_report import RankCall
 from phalanx.dtypes import dtype_name, dtype_of, reduction_name
 
-# A head: the digest, the number in the sequence, the words.
+# A head has the digest, the number in the sequence, and the words.
 HEAD_BYTES = 256
 _DIGEST_BYTES = 16
 _SEQ_BYTES = 4
@@ -23,7 +23,7 @@ _MAX_PLACE_BYTES = 120  # the end of a longer path, so that there is room for th
 
 @dataclass(frozen=True)
 class Call:
-    """It is one collective as its rank called it.
+    """A call is one collective as its rank called it.
 
     `sizes` is what else must be the same everywhere; `place` is file and line.
     """
@@ -38,7 +38,7 @@ class Call:
     place: str = ""
 
     def words(self) -> str:
-        """For people, in three fields: 'all_reduce', 'train.py:88', '(SUM) of float32 (3, 4)'."""
+        """Return the call in words, in three fields: 'all_reduce', 'train.py:88', '(SUM) of float32 (3, 4)'."""
         options = [reduction_name(self.redop)] if self.redop >= 0 else []
         if self.root >= 0:
             options.append(f"{'src' if self.name in ('broadcast', 'scatter') else 'dst'}={self.root}")
@@ -54,7 +54,7 @@ class Call:
 
     @cached_property
     def _common(self) -> tuple[bytes, bytes]:
-        """What all heads of this call have in common."""
+        """Return the digest and the words that all heads of this call have in common."""
         must_agree = (self.name, self.dtype, self.redop, self.root, self.count, self.sizes)
         digest = hashlib.blake2b(repr(must_agree).encode(), digest_size=_DIGEST_BYTES - _SEQ_BYTES).digest()
         room = HEAD_BYTES - _DIGEST_BYTES
@@ -95,10 +95,10 @@ def describe_call(
     count: int | None = None,
     sizes: tuple[int, ...] = (),
 ) -> Call:
-    """Return the `Call` of an operation with `tensor`, whose elements are counted where no `count` is given; -1: not
-    compared.
+    """Return the `Call` of an operation with `tensor`, whose elements are counted where no `count` is given. An
+    argument of -1 is not compared.
 
-    With its head, once: a training loop makes the same calls again and again.
+    It is made once, with its head: a training loop makes the same calls again and again.
     """
     count = tensor.numel() if count is None else count
     return _same_call(name, dtype_of(tensor.dtype).code, redop, root, count, sizes, tuple(tensor.shape), place)
@@ -137,7 +137,7 @@ def digest_of(head: bytes | bytearray) -> int:
 
 
 def agree(head: bytes, other: bytes) -> bool:
-    """Whether two ranks called the same."""
+    """Return whether two ranks called the same."""
     return head[:_DIGEST_BYTES] == other[:_DIGEST_BYTES]
 
 
@@ -160,5 +160,5 @@ def rank_call(head: bytes, seq: int) -> RankCall:
 
 
 def split_heads(data: bytes, ranks: Sequence[int]) -> dict[int, bytes]:
-    """`ranks`' heads, which lie one after the other in `data`."""
+    """Return the heads of `ranks`, which lie one after the other in `data`, by rank."""
     return {r: data[i * HEAD_BYTES : (i + 1) * HEAD_BYTES] for i, r in enumerate(ranks)}

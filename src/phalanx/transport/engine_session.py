@@ -26,7 +26,8 @@ from phalanx.transport.call import HEAD_BYTES, Call, Disagreement, disagreement,
 
 
 class EngineSession(Transport):
-    """It is one rank's side of such a group. `names` is how people call each rank's process: 'pid 17 on node3'.
+    """An engine session is one rank's side of such a group. `names` is what people call each rank's process: 'pid 17 on
+    node3'.
 
     It runs one collective at a time: the caller of `_running` holds `lock`.
     """
@@ -46,7 +47,7 @@ class EngineSession(Transport):
 
     @property
     def seq(self) -> int:
-        """How many collectives this rank has begun."""
+        """Return how many collectives this rank has begun."""
         return self._seq
 
     def call_site(self, place: tuple[str, int]) -> int:
@@ -65,7 +66,7 @@ class EngineSession(Transport):
 
     @contextlib.contextmanager
     def _running(self, call: Call, ctx: CallContext) -> Iterator[Deadline]:
-        """Agree on `call` with all ranks; what fails inside becomes the error that all ranks raise. Under `lock`.
+        """Agree on `call` with all ranks, under `lock`. What fails inside becomes the error that all ranks raise.
 
         Raises:
             MismatchError: some rank called something else; no tensor was changed.
@@ -93,13 +94,15 @@ class EngineSession(Transport):
 
     @abstractmethod
     def _gather_heads(self, mine: bytearray, heads: bytearray, deadline: Deadline) -> None:
-        """`heads` becomes every rank's `mine`, one after the other."""
+        """Write every rank's `mine` to `heads`, one after the other."""
 
     @abstractmethod
     def _reporting(
         self, operation: Operation, deadline: Deadline, peer: int | None = None
     ) -> contextlib.AbstractContextManager[None]:
-        """Turn what fails inside into the error that all ranks raise. `peer`: only it is waited for, below zero any."""
+        """Turn what fails inside into the error that all ranks raise. `peer` is the rank that is waited for, any if
+        below zero, all if None.
+        """
 
     def _check_open(self, operation: Operation) -> None:
         if self.closed:
@@ -110,7 +113,7 @@ class EngineSession(Transport):
     # -- what reports tell ---------------------------------------------------------------------------------------
 
     def _where(self) -> Position:
-        """Where this rank is now."""
+        """Return where this rank is now."""
         position = self._position
         return replace(position, seconds=time.monotonic() - self._entered_s) if position.inside else position
 
@@ -122,11 +125,11 @@ class EngineSession(Transport):
         return {rank: self._names[rank] for rank in ranks}
 
     def _missing(self, answers: Mapping[int, Position]) -> list[int]:
-        """Who has not come as far as this rank, or does not answer."""
+        """Return the ranks that have not come as far as this one, or do not answer."""
         return [r for r in self._others if r not in answers or answers[r].seq < self._seq]
 
     def _report_lost(self, who: int, reason: str, peer: int | None, position: Position | None = None) -> FailureReport:
-        """`who` is gone, from `position` where that is known. `peer`: as of `_reporting`."""
+        """Report that `who` is gone, from `position` where that is known. `peer` is as for `_reporting`."""
         positions = {} if position is None else {who: position}
         remarks: tuple[str, ...] = ()
         if peer is None and position is not None and position.seq < self._seq and ended_well(reason):
@@ -134,7 +137,9 @@ class EngineSession(Transport):
         return FailureReport("lost", (who,), self._processes(who), positions, reason=reason, remarks=remarks)
 
     def _report_late(self, answers: Mapping[int, Position], timeout_s: float, peer: int | None) -> FailureReport:
-        """Report that this rank gave up. `answers`: where the others say that they are; `peer`: as of `_reporting`."""
+        """Report that this rank gave up. `answers` says where the others say that they are; `peer` is as for
+        `_reporting`.
+        """
         if peer is None:
             missing = self._missing(answers)
         else:

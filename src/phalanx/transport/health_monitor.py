@@ -72,7 +72,7 @@ class _Listener:
     """It is the thread that asks the monitors of one store to look."""
 
     _lock = threading.Lock()
-    _running: ClassVar[dict[tuple[int, int], _Listener]] = {}  # by process and signals
+    _running: ClassVar[dict[tuple[int, int], _Listener]] = {}  # the listeners, by process and signals
 
     def __init__(self, signals: FailureSignals) -> None:
         self._signals = signals

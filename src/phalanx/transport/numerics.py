@@ -17,21 +17,21 @@ def sum_of(redop: int) -> int:
 
 
 def sum_type(tensor: Tensor) -> Tensor:
-    """`tensor` in the type in which it is added up."""
+    """Return `tensor` in the type in which it is added up."""
     return tensor.float() if tensor.dtype in HALF else tensor
 
 
 def divide(total: Tensor, redop: int, world_size: int) -> None:
-    """Divide a sum over so many ranks, in place, if that was asked for; of whole numbers without the rest."""
+    """Divide a sum over so many ranks, in place, if `redop` is a mean; whole numbers are divided without the rest."""
     if redop != AVG:
         return
     if total.is_floating_point() or total.is_complex():
         total.div_(world_size)
-    elif total.dtype in _UNSIGNED:  # which torch cannot divide
+    elif total.dtype in _UNSIGNED:  # torch cannot divide these
         total.copy_(torch.div(total.to(torch.int64), world_size, rounding_mode="trunc"))
     elif total.dtype == torch.uint64:
         signed = total.view(torch.int64)
-        half = (signed >> 1) & ~(-1 << 63)  # of the number, so that it has a sign of its own
+        half = (signed >> 1) & ~(-1 << 63)  # half of the number, so that it has a sign of its own
         quotient = torch.div(half, world_size, rounding_mode="trunc") << 1
         rest = signed - quotient * world_size
         signed.copy_(quotient + (rest >= world_size).to(torch.int64))

@@ -19,7 +19,7 @@ from phalanx.transport.base import CallContext, Transport
 
 
 class RehearsalTransport(Transport):
-    """It is rank `rank` of `world_size`, alone; nothing waits."""
+    """A `RehearsalTransport` is rank `rank` of `world_size`, alone; nothing waits."""
 
     closes_in_flight = True
 
@@ -32,33 +32,33 @@ class RehearsalTransport(Transport):
 
     @property
     def closed(self) -> bool:
-        """Whether this process has left."""
+        """Return whether this process has left."""
         return self._closed
 
     @property
     def seq(self) -> int:
-        """Nothing is counted."""
+        """Return 0: nothing is counted."""
         return 0
 
     def call_site(self, place: tuple[str, int]) -> int:
-        """There is no table."""
+        """Return 0: there is no table."""
         return 0
 
     def set_exit_reason(self, exit_reason: str) -> None:
-        """Nobody will miss it."""
+        """Do nothing: no other rank will miss this one."""
 
     def leave_in_flight(self) -> None:
-        """Nothing is running."""
+        """Do nothing: no operation is running."""
 
     def close(self) -> None:
-        """Leave."""
+        """Leave the group."""
         self._closed = True
 
     def barrier(self, ctx: CallContext) -> None:
-        """Return."""
+        """Return at once."""
 
     def all_reduce(self, tensor: Tensor, redop: int, ctx: CallContext, *, root: int = -1, factor: Any = None) -> None:
-        """`tensor`, as often as there are ranks."""
+        """Reduce `tensor` with itself, as often as there are ranks."""
         if root in (-1, self.rank):
             tensor.detach().copy_(self._reduced(tensor.detach(), redop, factor))
 
@@ -73,54 +73,54 @@ class RehearsalTransport(Transport):
         return data
 
     def broadcast(self, tensor: Tensor, root: int, ctx: CallContext) -> None:
-        """Do nothing: everybody has it already."""
+        """Do nothing: every rank has it already."""
 
     def gather(self, outputs: Sequence[Tensor], tensor: Tensor, ctx: CallContext, *, root: int = -1) -> None:
-        """`tensor`, in each of `outputs` that has its shape."""
+        """Write `tensor` to each of `outputs` that has its shape."""
         for output in outputs:
             if output.shape == tensor.shape:
                 output.detach().copy_(tensor.detach())
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, ctx: CallContext) -> None:
-        """`tensor`, as often as there are ranks."""
+        """Write `tensor` to `output`, as often as there are ranks."""
         output.detach().copy_(torch.cat([tensor.detach().reshape(-1)] * self.world_size).view(output.shape))
 
     def scatter(self, output: Tensor, inputs: Sequence[Tensor], root: int, ctx: CallContext) -> None:
-        """Give this rank's input, if it is the one that has inputs."""
+        """Write this rank's input to `output`, if this rank has inputs."""
         if inputs:
             output.detach().copy_(inputs[self.rank].detach())
 
     def reduce_scatter(
         self, output: Tensor, inputs: Sequence[Tensor], redop: int, ctx: CallContext, *, factor: Any = None
     ) -> None:
-        """Give this rank's part, as often as there are ranks."""
+        """Reduce this rank's part with itself, as often as there are ranks."""
         output.detach().copy_(self._reduced(inputs[self.rank].detach(), redop, factor))
 
     def reduce_scatter_single(
         self, output: Tensor, tensor: Tensor, redop: int, ctx: CallContext, *, factor: Any = None
     ) -> None:
-        """Give this rank's part, as often as there are ranks."""
+        """Reduce this rank's part with itself, as often as there are ranks."""
         part = tensor.detach().reshape(self.world_size, -1)[self.rank].view(output.shape)
         output.detach().copy_(self._reduced(part, redop, factor))
 
     def all_to_all(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], ctx: CallContext, *, splits: bool
     ) -> None:
-        """Give this rank's part, from every rank, where the sizes fit."""
+        """Write this rank's part to each output, as if from every rank, where the sizes fit."""
         for output in outputs:
             if output.shape == inputs[self.rank].shape:
                 output.detach().copy_(inputs[self.rank].detach())
 
     def all_to_all_single(self, output: Tensor, tensor: Tensor, ctx: CallContext) -> None:
-        """Give this rank's part, from every rank."""
+        """Write this rank's part to each part of `output`, as if from every rank."""
         part = tensor.detach().reshape(self.world_size, -1)[self.rank]
         output.detach().copy_(torch.cat([part] * self.world_size).view(output.shape))
 
     def send(self, tensor: Tensor, dst: int, tag: int, ctx: CallContext) -> None:
-        """Return."""
+        """Return at once."""
 
     def recv(self, tensor: Tensor, src: int, tag: int, ctx: CallContext) -> int:
-        """Nobody sends.
+        """Refuse to receive, since no other rank sends.
 
         Raises:
             PhalanxError: always.

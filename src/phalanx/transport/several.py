@@ -35,7 +35,7 @@ _SIGN = -(1 << 63)
 
 
 def can_combine(redop: int) -> bool:
-    """Whether a reduction over ranks and over the tensors of each means one thing: a mean does not."""
+    """Return whether a reduction over ranks and over the tensors of each means one thing; that of a mean does not."""
     return redop != AVG
 
 
@@ -44,7 +44,8 @@ def combined(tensors: Sequence[Tensor], redop: int) -> Tensor:
     dtype = tensors[0].dtype
     combine = COMBINE[redop]
     with torch.no_grad():
-        if dtype == torch.uint64:  # which torch cannot reduce: as signed numbers, of which the smallest was 0
+        # torch cannot reduce these: they are shifted to signed numbers, of which the smallest was 0
+        if dtype == torch.uint64:
             flip = _SIGN if redop in (MIN, MAX) else 0
             signed = tensors[0].view(torch.int64) ^ flip
             for tensor in tensors[1:]:
@@ -57,7 +58,7 @@ def combined(tensors: Sequence[Tensor], redop: int) -> Tensor:
 
 
 def copy_to_others(tensors: Sequence[Tensor], source: Tensor) -> None:
-    """Write `source`, one of the tensors or none, to all others."""
+    """Write `source` to all other tensors; it may be one of them."""
     for tensor in tensors:
         if tensor is not source:
             write_back(tensor.detach(), source)
@@ -94,7 +95,8 @@ def unshared_one(tensor: Tensor, output: Tensor, skip: int) -> Tensor:
 
 
 def unshared_steps(inputs: Sequence[Tensor], outputs: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
-    """Return the inputs of steps, of which each writes its `outputs`; a copy of each that an earlier step writes to.
+    """Return the inputs of steps that each write their `outputs`, with a copy in place of each that an earlier step
+    writes to.
 
     Cost: a copy of those. Without any, sorting as many addresses as there are tensors.
     """
@@ -102,7 +104,7 @@ def unshared_steps(inputs: Sequence[Tensor], outputs: Sequence[Sequence[Tensor]]
         return inputs
     extents = [_extent(tensor) for tensor in inputs]
     steps = [[_extent(tensor) for tensor in step] for step in outputs]
-    # What is read and written in one step, at one place, counts once.
+    # A place that one step reads and writes counts once.
     apart = [extent for own, step in zip(extents, steps, strict=True) for extent in step if extent != own]
     if not _overlap(extents, apart):
         return inputs
@@ -116,7 +118,7 @@ def unshared_steps(inputs: Sequence[Tensor], outputs: Sequence[Sequence[Tensor]]
 
 
 def _overlap(some: Sequence[tuple[int, int]], others: Sequence[tuple[int, int]]) -> bool:
-    """Whether any two of all these overlap."""
+    """Return whether any two of all these extents overlap."""
     if len(some) == len(others) == 1:
         return some[0][0] < others[0][1] and others[0][0] < some[0][1]
     reached = 0
@@ -133,7 +135,7 @@ def _overlaps_any(extent: tuple[int, int], others: Sequence[tuple[int, int]]) ->
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
-    """Where its memory begins and ends."""
+    """Return where the memory of `tensor` begins and ends."""
     start = tensor.data_ptr()
     if tensor.is_contiguous() or not tensor.numel():
         return start, start + tensor.nbytes

@@ -12,7 +12,7 @@ from phalanx.transport.base import CallContext, Transport
 
 
 def all_reduce(transport: Transport, tensor: Tensor, ctx: CallContext) -> None:
-    """`tensor` becomes the sum over ranks, coalesced.
+    """Replace `tensor` by the sum over ranks, coalesced.
 
     Shape: the same on every rank, with the same number of sparse dimensions; the number of entries may differ.
     Cost: three gathers, of few entries one; every rank holds all ranks' entries for a moment.
@@ -26,7 +26,9 @@ def all_reduce(transport: Transport, tensor: Tensor, ctx: CallContext) -> None:
 
 
 def add_up(transport: Transport, mine: Tensor, ctx: CallContext, *, divisor: float | None = None) -> Tensor:
-    """Return the sum over ranks of coalesced tensors, coalesced; each entry divided by `divisor` before it is added."""
+    """Return the sum over ranks of coalesced tensors, coalesced; each entry is divided by `divisor` before it is
+    added.
+    """
     indices, values = mine.indices().t().contiguous(), mine.values()
     counts, gathered = _exchange_packets(transport, _say(mine), indices, values, ctx)
     all_indices, all_values = gathered or _exchange(transport, counts, indices, values, ctx)
@@ -35,7 +37,7 @@ def add_up(transport: Transport, mine: Tensor, ctx: CallContext, *, divisor: flo
     return torch.sparse_coo_tensor(all_indices.t(), all_values, mine.shape, check_invariants=False).coalesce()
 
 
-_Entries = tuple[Tensor, Tensor]  # indices, one entry a row, and values
+_Entries = tuple[Tensor, Tensor]  # the indices, one entry a row, and the values
 _HEAD_BYTES = 16  # how many entries there are, and a digest of the form; what follows is aligned for any dtype
 
 
@@ -48,7 +50,7 @@ def _say(tensor: Tensor) -> str:
 def _exchange_packets(
     transport: Transport, form: str, indices: Tensor, values: Tensor, ctx: CallContext
 ) -> tuple[list[int], _Entries | None]:
-    """How many entries each rank has, and the entries themselves where all ranks' fit into packets.
+    """Return how many entries each rank has, and the entries themselves where all ranks' fit into packets.
 
     Ranks that wait for each other cost more than a few bytes that nobody reads: one gather in place of three.
     """
@@ -91,7 +93,7 @@ def _mismatch(transport: Transport, form: str, ctx: CallContext) -> MismatchErro
 
 
 def _cut(packet: Tensor, n: int, indices: Tensor, values: Tensor) -> _Entries | None:
-    """Where `n` entries like these lie in a packet; None if there is no room for them."""
+    """Return the place where `n` entries like these lie in a packet; None if there is no room for them."""
     middle = _HEAD_BYTES + -(-8 * n * indices.shape[1] // 16) * 16
     row = values.shape[1:].numel() * values.element_size()
     if middle + n * row > packet.numel():
@@ -102,7 +104,7 @@ def _cut(packet: Tensor, n: int, indices: Tensor, values: Tensor) -> _Entries | 
 
 
 def _exchange(transport: Transport, counts: list[int], indices: Tensor, values: Tensor, ctx: CallContext) -> _Entries:
-    """All ranks' entries, of which each rank has as many as `counts` says."""
+    """Return all ranks' entries, of which each rank has as many as `counts` says."""
     all_indices = indices.new_empty((sum(counts), indices.shape[1]))
     all_values = values.new_empty((sum(counts), *values.shape[1:]))
     transport.gather(list(torch.split(all_indices, counts)), indices, ctx)

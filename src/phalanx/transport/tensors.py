@@ -27,12 +27,12 @@ copy_all: Any = find("torch._foreach_copy_", loses="copies of many tensors take 
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether the elements lie in order in memory and mean what they say."""
+    """Return whether the elements lie in order in memory and mean what they say."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg() and not is_zero_tensor(tensor)
 
 
 def dense(tensor: Tensor) -> Tensor:
-    """`tensor` itself if it is plain; else a copy that is."""
+    """Return `tensor` itself if it is plain; else a copy that is."""
     if is_plain(tensor):
         return tensor
     if is_zero_tensor(tensor):
@@ -41,7 +41,7 @@ def dense(tensor: Tensor) -> Tensor:
 
 
 def scaled(tensor: Tensor, factor: Any) -> Tensor:
-    """`tensor` itself without a factor; else its product with it, in its own dtype whatever the factor's is."""
+    """Return `tensor` itself without a factor; else its product with it, in its own dtype whatever the factor's is."""
     if factor is None:
         return tensor
     with torch.no_grad():
@@ -68,12 +68,12 @@ def uncounted(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def nbytes(tensor: Tensor) -> int:
-    """Bytes of the elements."""
+    """Return the number of bytes of the elements."""
     return tensor.numel() * tensor.element_size()
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether the strides visit each element of one block exactly once, in some order of dimensions."""
+    """Return whether the strides visit each element of one block exactly once, in some order of dimensions."""
     expected = 1
     for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: (pair[1], pair[0])):
         if size != 1:
@@ -84,17 +84,18 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """Return the elements of a contiguous tensor in one dimension of stride 1; that of a single element could be
+    """Return the elements of a contiguous tensor in one dimension of stride 1; the stride of a single element could be
     anything.
     """
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def memory_order(tensor: Tensor) -> tuple[int, ...]:
-    """Return the strides of a block that holds the elements in the order of the tensor's memory: what ranks must have
+    """Return the strides of a block that holds the elements in the order of the tensor's memory; ranks must have them
     alike.
 
-    They are the tensor's own if it is dense, else those of a contiguous one; a dimension of 1 has no say, and gets 1.
+    They are the tensor's own if it is dense, else those of a contiguous one. The stride of a dimension of 1 does not
+    matter, and is 1 here.
     """
     if tensor.layout is not torch.strided:
         return ()
@@ -103,5 +104,7 @@ def memory_order(tensor: Tensor) -> tuple[int, ...]:
 
 
 def same_order(one: Tensor, other: Tensor) -> bool:
-    """Whether two dense tensors of one shape have the same element at the same place; a dimension of 1 has no say."""
+    """Return whether two dense tensors of one shape have the same element at the same place; dimensions of 1 do not
+    matter.
+    """
     return all(a == b for a, b, size in zip(one.stride(), other.stride(), one.shape, strict=True) if size != 1)

@@ -20,7 +20,8 @@ from phalanx.transport.base import CallContext
 
 
 class RejoinChannel:
-    """It carries collectives of the ranks that meet again, in the middle of the collective at which they do.
+    """A `RejoinChannel` carries collectives of the ranks that meet again, in the middle of the collective at which they
+    do.
 
     They go straight to the memory: the group's queue may be busy with that very collective.
     """
@@ -32,11 +33,11 @@ class RejoinChannel:
         return CallContext(self._group._timeout_s, self._group.transport.call_site(("", 0)))
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
-        """`tensor` becomes that of rank `src`."""
+        """Overwrite `tensor` on every rank with that of rank `src`."""
         self._group.transport.broadcast(tensor, src, self._call_context())
 
     def gather(self, row: Sequence[int]) -> list[list[int]]:
-        """Every rank's row of whole numbers, all of one length."""
+        """Return every rank's row of whole numbers; all rows have one length."""
         mine = torch.tensor(list(row), dtype=torch.int64)
         rows = [torch.empty_like(mine) for _ in range(self._group.size())]
         self._group.transport.gather(rows, mine, self._call_context())
@@ -48,28 +49,31 @@ class Participant(Protocol):
 
     @property
     def in_round(self) -> bool:
-        """Whether this rank has given some gradients of a step, and not yet got all of the mean."""
+        """Return whether this rank has given some gradients of a step, and not yet got all of the mean."""
 
     def rejoin(self, rejoin_channel: RejoinChannel) -> None:
-        """All ranks are here, some of them were out of steps: bring these up to date. Collective."""
+        """Bring ranks up to date that were out of steps, now that all ranks are here. All ranks call it."""
 
 
 class UnevenInputs:
-    """It belongs to one group that shares memory; it knows the participants and which calls are part of a step."""
+    """`UnevenInputs` belongs to one group that shares memory; it knows the participants and which calls are part of a
+    step.
+    """
 
     def __init__(self, group: Any) -> None:
         self._group = weakref.ref(group)
-        self._participants: list[weakref.ref[Participant]] = []  # in the order of construction, as on all ranks
+        # they are in the order of construction, which is the same on all ranks
+        self._participants: list[weakref.ref[Participant]] = []
         self.role = WAITS
         self.apart = False
         """Whether some rank was out of a step of this rank's since all met, and nobody has been brought up to date."""
 
     def add(self, participant: Participant) -> None:
-        """All ranks add theirs, in the same order."""
+        """Add a participant; all ranks add theirs in the same order."""
         self._participants.append(weakref.ref(participant))
 
     def rejoin(self) -> None:
-        """Bring all participants up to date that every rank still has. Collective."""
+        """Bring all participants up to date that every rank still has. All ranks call it."""
         alive = [participant() for participant in self._participants]
         if alive:
             self._rejoin(alive)
@@ -85,7 +89,7 @@ class UnevenInputs:
                 participant.rejoin(rejoin_channel)
 
     def leave(self) -> None:
-        """Leave: if this rank has finished what it began, and fails at nothing, others may train on."""
+        """Leave the group: if this rank has finished what it began, and fails at nothing, others may train on."""
         participants = (participant() for participant in self._participants)
         in_round = any(one is not None and one.in_round for one in participants)
         group = self._group()

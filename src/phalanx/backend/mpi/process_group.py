@@ -30,8 +30,7 @@ _PAUSE_S = 0.0005
 class MpiProcessGroup(PhalanxProcessGroup):
     """It carries all collectives and messages of `torch.distributed` over MPI, on CPU tensors.
 
-    `init_process_group("mpi")` makes it; programs do not. Messages start when they are called for, whatever came
-    before.
+    `init_process_group("mpi")` makes it; programs do not. A message starts when it is called for, whatever came before.
     """
 
     def __init__(
@@ -57,7 +56,7 @@ class MpiProcessGroup(PhalanxProcessGroup):
 
     @entry_point
     def send(self, tensors: Sequence[Tensor], dst: int, tag: int) -> dist.Work:
-        """Over when the tensor may be changed again; the receiver may not have it yet."""
+        """Send the tensor; the work is over when it may be changed again, which may be before the receiver has it."""
         tensor = one(tensors, "send", words=_SINGLE)
         self._check_peer(dst, "send", "dst")
         deadline = self._deadline()
@@ -72,14 +71,14 @@ class MpiProcessGroup(PhalanxProcessGroup):
 
     @entry_point
     def recv(self, tensors: Sequence[Tensor], src: int, tag: int) -> dist.Work:
-        """Over when the tensor holds the message."""
+        """Receive the tensor; the work is over when the tensor holds the message."""
         tensor = one(tensors, "recv", words=_SINGLE, written=True)
         self._check_peer(src, "recv", "src")
         return self._receive(tensor, src, tag)
 
     @entry_point
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> dist.Work:
-        """As `recv`, from whoever sends first; `source_rank()` of the work says who."""
+        """Receive as `recv` does, from the first rank that sends; `source_rank()` of the work says which it was."""
         tensor = one(tensors, "recv", words=_SINGLE, written=True)
         if self._size == 1:
             raise ArgumentError("recv: the group has one rank, so there is nobody to receive from")
@@ -124,7 +123,7 @@ class MessageWork(PhalanxWork):
         self._ending = threading.Lock()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until it is over; True, or its error."""
+        """Block until the message is over; return True, or raise its error."""
         if timeout is not None and timeout > timedelta(0) and not self._done.is_set():
             deadline = Deadline.after(timeout)
             while not deadline.passed and not self.is_completed():
@@ -134,7 +133,7 @@ class MessageWork(PhalanxWork):
         return super().wait(timeout)
 
     def is_completed(self) -> bool:
-        """Whether it is over, well or not; asks MPI."""
+        """Return whether the message is over, well or not; this asks MPI."""
         if not self._done.is_set():
             try:
                 over = self._message.test()

@@ -45,7 +45,7 @@ def start_together(store: Any, rank: int, world_size: int, group: str, deadline:
 
 
 def _refuse(here: str, problems: list[str]) -> None:
-    """Raise what most ranks say, with who says it."""
+    """Raise the problem that most ranks have, and say which ranks have it."""
     by_text: dict[str, list[int]] = {}
     for r, problem in enumerate(problems):
         if problem:

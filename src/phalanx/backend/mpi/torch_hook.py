@@ -35,7 +35,8 @@ from phalanx.transport.mpi.operations import MpiTransport
 def new_process_group(
     original: Callable[..., Any], offer: Callable[[Callable[[Any], Any]], None], *args: Any, **kwargs: Any
 ) -> Any:
-    """torch's `_new_process_group_helper`, for backend "mpi"; `offer` shows torch what makes the group.
+    """Do what torch's `_new_process_group_helper` does, for backend "mpi"; `offer` shows torch the function that makes
+    the group.
 
     Raises:
         PhalanxError: there is no MPI, or the ranks are not in one MPI job; the same on every rank.
@@ -81,7 +82,7 @@ def new_process_group(
 
 
 def _join(name: str, deadline: Deadline) -> tuple[Runtime, Any, Sequence[int]]:
-    """Start MPI on all ranks; a store for them, and their numbers."""
+    """Start MPI on all ranks; return it, a store for them, and their numbers."""
     here = f"init_process_group of group {name!r}"
     bootstrap = mpi_rendezvous(deadline)
     if bootstrap is not None:

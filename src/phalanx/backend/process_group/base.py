@@ -62,7 +62,7 @@ class ProcessGroupBase(TorchGroup):
         name: str,
         global_ranks: Sequence[int] = (),
     ) -> None:
-        # Not (store, rank, size), which is all that the stub knows: torch would look for backends of its own.
+        # It is not (store, rank, size), all that the stub knows: torch would look for backends of its own.
         super().__init__(rank, size)  # type: ignore[call-arg]
         self._store = store
         self._timeout_s = timeout.total_seconds()
@@ -83,7 +83,7 @@ class ProcessGroupBase(TorchGroup):
         open_groups.add(self)
 
     def _connect(self, transport: Transport, rank: int, size: int, global_ranks: Sequence[int] = ()) -> None:
-        """Begin with the members that `transport` reaches; nothing is under way here."""
+        """Begin with the members that `transport` reaches; no operation is under way here."""
         self.transport = transport
         self._shared_memory = cast("SharedMemoryTransport", transport) if transport.ranks_share_memory else None
         self._rank = rank
@@ -100,10 +100,10 @@ class ProcessGroupBase(TorchGroup):
         self._recent: deque[PhalanxWork] = deque(maxlen=4096)  # see PhalanxWork.finish: C++ may hold half of one
         self._closed = False
         self._splits = Splits()
-        self._scratch: Scratch | None = None  # memory for `allocate_tensor`, once somebody asked
+        self._scratch: Scratch | None = None  # memory for `allocate_tensor`; None until it was asked for
         self.num_gradient_rounds = 0
         """How many rounds of gradients have ended, which are not among the transport's collectives."""
-        self._uneven_inputs: UnevenInputs | None = None  # once somebody trains over the group
+        self._uneven_inputs: UnevenInputs | None = None  # None until a module trains over the group
         self.forms_again = True
         """Whether an elastic job forms the group again after a loss; False where its owner makes a new one."""
 
@@ -111,7 +111,7 @@ class ProcessGroupBase(TorchGroup):
 
     @property
     def supports_reconfigure(self) -> bool:
-        """Whether `reconfigure` can give the group other members: it was made with `enable_reconfigure`."""
+        """Return whether `reconfigure` can give the group other members: it was made with `enable_reconfigure`."""
         return self.reconfiguration is not None
 
     def _reconfiguration(self) -> Reconfiguration:
@@ -127,7 +127,7 @@ class ProcessGroupBase(TorchGroup):
         return self._reconfiguration().handle(self)
 
     def reconfigure(self, opts: Any) -> dist.Work:
-        """Leave the members that the group has, and meet those of `opts.handles`; over when they have met."""
+        """Leave the group's members, and meet those of `opts.handles`; the work is over when they have met."""
         self._reconfiguration().meet(self, opts)
         return self._done
 
@@ -140,7 +140,7 @@ class ProcessGroupBase(TorchGroup):
         size: int,
         global_ranks: Sequence[int] = (),
     ) -> None:
-        """Leave this group's members and begin with those that `connect` reaches; `instead` of them if it fails."""
+        """Leave this group's members and begin with those that `connect` reaches; if it fails, with `instead`."""
         if not self.transport.closed:
             self._part(_JOIN_S)
         self._connect(instead, self._rank, self._size, self._global_ranks)
@@ -168,7 +168,7 @@ class ProcessGroupBase(TorchGroup):
         return self._splits.split(self, new_ranks, timeout, opts, group_name, group_desc)
 
     def perform_nocolor_split(self, device: torch.device) -> None:
-        """Do nothing: who is not in a group of `new_group` has no part in its making."""
+        """Do nothing: a rank that is not in a group of `new_group` has no part in its making."""
 
     def eager_connect_single_device(self, device: torch.device) -> None:
         """Do nothing: the members are connected from the start."""
@@ -187,7 +187,7 @@ class ProcessGroupBase(TorchGroup):
         return self._rank
 
     def size(self) -> int:
-        """How many processes the group has."""
+        """Return how many processes the group has."""
         return self._size
 
     getRank = rank
@@ -195,31 +195,31 @@ class ProcessGroupBase(TorchGroup):
 
     @property
     def symm_mem(self) -> SymmetricMemory:
-        """The memory that all ranks share."""
+        """Return the memory that all ranks share."""
         assert self._shared_memory is not None, f"the ranks of group {self._name!r} share no memory"
         return self._shared_memory.symm_mem
 
     @property
     def shares_memory(self) -> bool:
-        """Whether all ranks share it, because they are on one host."""
+        """Return whether all ranks share memory, because they are on one host."""
         return self._shared_memory is not None
 
     @property
     def group_name(self) -> str:  # type: ignore[override]  # for mypy a type of its own; a string
-        """The name that torch gave the group; unique in the job."""
+        """Return the name that torch gave the group; it is unique in the job."""
         return self._name
 
     @property
     def group_desc(self) -> str:
-        """What the group is for, in the words of whoever made it."""
+        """Return what the group is for, in the words of its maker."""
         return self._desc
 
     def getGroupName(self) -> str:
-        """Return the same, for torch's C++."""
+        """Return `group_name`, for torch's C++."""
         return self._name
 
     def getGroupDesc(self) -> str:
-        """Return the same, for torch's C++."""
+        """Return `group_desc`, for torch's C++."""
         return self._desc
 
     def _set_group_name(self, name: str) -> None:
@@ -243,7 +243,7 @@ class ProcessGroupBase(TorchGroup):
             )
         return self
 
-    # What torch asks of a backend object; the group answers for itself.
+    # torch asks these of a backend object; the group answers for itself.
     supports_splitting = TORCH_SPLITS_ON_CPU
     supports_coalescing = False
     supports_time_estimate = False
@@ -251,17 +251,17 @@ class ProcessGroupBase(TorchGroup):
     supports_window = False  # nor has Gloo; torch's own answer ends the process
 
     def new_window(self, tensor: torch.Tensor | None = None) -> Any:
-        """Refuse: there are no windows of one-sided access here."""
+        """Refuse, since there are no windows of one-sided access here."""
         raise RuntimeError(f"Backend {self.getBackendName()} does not support new_window")
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
-        """Whether `allocate_tensor` has memory from which collectives copy less: FSDP2 asks, if it is told to."""
+        """Return whether `allocate_tensor` has memory from which collectives copy less: FSDP2 can ask this."""
         return torch.device(device).type == "cpu" and self._shared_memory is not None and self._size > 1
 
     def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return a tensor of `size` elements that the other ranks can read where it lies, while there is room for such.
 
-        The first call of a group is collective. Large tensors of this kind are gathered with one copy, not two.
+        All ranks make the first call of a group. Large tensors of this kind are gathered with one copy, not two.
         """
         if not self.supports_tensor_alloc(device):
             raise RuntimeError(f"group {self._name!r} allocates no tensors on {device}")
@@ -273,19 +273,19 @@ class ProcessGroupBase(TorchGroup):
     def allocate_symmetric(
         self, shape: tuple[int, ...], dtype: torch.dtype, place: tuple[str, int], *, owner: int | None = None
     ) -> torch.Tensor:
-        """Return what `shared_empty` is for a group that shares memory; `place` is the caller's. Collective."""
+        """Return what `shared_empty` is for a group that shares memory; `place` is the caller's. All ranks call it."""
         assert self._shared_memory is not None
         memory, ctx = self._shared_memory, CallContext(self._timeout_s, self.transport.call_site(place))
         return self.in_order(lambda: memory.allocate(shape, dtype, ctx, owner=owner))
 
     def allocate_on_host(self, nbytes: int, place: tuple[str, int]) -> dict[int, torch.Tensor]:
-        """Allocate memory of each rank of this host, as `Transport` says; `place` is the caller's. Collective."""
+        """Allocate memory of each rank of this host, as `Transport` says; `place` is the caller's. All call it."""
         transport, ctx = self.transport, CallContext(self._timeout_s, self.transport.call_site(place))
         return self.in_order(lambda: transport.allocate_on_host(nbytes, ctx))
 
     @property
     def options(self) -> Any:
-        """The timeout and ranks of the group, as torch's backends show theirs."""
+        """Return the timeout and ranks of the group, as torch's backends show theirs."""
         return GroupOptions(
             timedelta(seconds=self._timeout_s), list(self._global_ranks), self._name, self.getBackendName()
         )
@@ -298,10 +298,10 @@ class ProcessGroupBase(TorchGroup):
         return 0 if self._closed else self.transport.seq
 
     def _set_sequence_number_for_group(self) -> None:
-        """Nothing to set: the sequence number is counted in shared memory from the start."""
+        """Do nothing: the sequence number is counted in shared memory from the start."""
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """How long operations may take from now on."""
+        """Set how long operations may take from now on."""
         self._timeout_s = timeout.total_seconds()
 
     _set_default_timeout = set_timeout
@@ -314,14 +314,14 @@ class ProcessGroupBase(TorchGroup):
         return CallContext(timeout_of(options, self._timeout_s), self.transport.call_site(calling_site(depth)), role)
 
     def _role(self, *, waits: bool) -> int:
-        """Of a call that the program waits for, or not; only groups that somebody trains over tell them apart."""
+        """Return the role of a call that the program waits for, or not; it matters only in groups that train."""
         if self._uneven_inputs is None:
             return WAITS
         return self._uneven_inputs.role or (WAITS if waits else BACKGROUND)
 
     def _is_free(self) -> bool:
-        """Whether a call that is waited for can be carried out without asking any further."""
-        executor = self._executor  # its `idle`, spelt out
+        """Return whether a call that is waited for can be carried out without asking any further."""
+        executor = self._executor  # this is its `idle`, spelt out
         return (
             not (executor._busy or executor._items or executor._postponing)
             and not self._closed
@@ -354,13 +354,13 @@ class ProcessGroupBase(TorchGroup):
             raise nested(what, self._name, self._rank)
 
     def postponing(self) -> contextlib.AbstractContextManager[None]:
-        """For what has its own place among the group's collectives: a handler's collectives wait for its end."""
+        """Let a handler's collectives wait for the block, which has its own place among the collectives."""
         return self._executor.postponing()
 
     def in_order(self, operation: Callable[[], Result]) -> Result:
-        """Run `operation`, whose collectives go straight to the memory, after all that was called here before; wait.
+        """Run `operation`, whose collectives go straight to the memory, after all earlier calls; wait for it.
 
-        Also what is no collective of c10d's has its place in the order that is the same on all ranks.
+        So also what is no collective of c10d's has its place in the order that is the same on all ranks.
         """
         if self._executor.idle:
             return operation()
@@ -387,7 +387,7 @@ class ProcessGroupBase(TorchGroup):
         return executor.put(action, work)
 
     def find_failure(self) -> BaseException | None:
-        """Return the error of an operation that ran in the background, which torch's C++ may have told under another
+        """Return the error of an operation that ran in the background, which torch's C++ may have given another
         name.
         """
         return next((error for work in reversed(self._recent) if (error := work.exception()) is not None), None)
@@ -402,7 +402,7 @@ class ProcessGroupBase(TorchGroup):
         self._leave(_JOIN_S, in_order=True)
 
     def abort(self) -> None:
-        """Leave the group at once; whoever waits in it gets an error."""
+        """Leave the group at once; threads that wait in it get an error."""
         self._leave(0.0)
 
     def leave_at_exit(self, exit_reason: str) -> None:
@@ -412,7 +412,7 @@ class ProcessGroupBase(TorchGroup):
             self._leave(0.1, for_good=True)
 
     def _leave(self, patience_s: float, *, in_order: bool = False, for_good: bool = False) -> None:
-        """`for_good`: the process ends, so what runs after `patience_s` need not end."""
+        """Leave the group; with `for_good` the process ends, so what runs after `patience_s` need not end."""
         with self._closing:
             if self._closed:
                 return
@@ -422,7 +422,7 @@ class ProcessGroupBase(TorchGroup):
             self._part(patience_s, in_order=in_order, for_good=for_good)
 
     def _part(self, patience_s: float, *, in_order: bool = False, for_good: bool = False) -> None:
-        """Leave those that the transport reaches."""
+        """Leave the members that the transport reaches."""
         ended = self._settle(patience_s)
         in_order = in_order and ended
         if not ended and not self.transport.closed:
@@ -441,10 +441,10 @@ class ProcessGroupBase(TorchGroup):
             self.transport.close()
 
     def _let_memory_go(self) -> None:
-        """End what others than the group know of its memory; nothing of the group's is under way."""
+        """Let all but the group forget its memory; no operation of the group is under way."""
 
     def _settle(self, patience_s: float) -> bool:
-        """Let what is queued end, and what other threads are in; whether all was over within `patience_s`."""
+        """Let end what is queued, and what other threads are in; return whether all was over within `patience_s`."""
         deadline = Deadline.after(patience_s)
         ended = all([executor.close(deadline.left_s) for executor in self._executors()])
         return self.transport.settle(deadline.left_s) and ended

@@ -68,7 +68,7 @@ class ProcessGroupCoalesced(ProcessGroupCollectives):
 
     @entry_point
     def allgather_coalesced(self, output_lists: Any, input_list: Sequence[Tensor], opts: Any = None) -> Work:
-        """output_lists[r][i] becomes rank r's input_list[i]."""
+        """Write rank r's input_list[i] to output_lists[r][i]."""
         if len(output_lists) != self._size:
             raise ArgumentError(
                 f"all_gather_coalesced: output lists should be equal to world size: there are {len(output_lists)}, the "

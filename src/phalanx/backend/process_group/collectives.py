@@ -37,7 +37,7 @@ from phalanx.transport.base import CallContext, Collectives
 from phalanx.transport.several import can_combine, combined, copy_to_others, unshared, unshared_one
 from phalanx.transport.tensors import is_plain, nbytes, write_back
 
-c10d: Any = dist.distributed_c10d  # whose stubs lack what is used here
+c10d: Any = dist.distributed_c10d  # its stubs lack what is used here
 
 Work = dist.Work
 _SUM: Any = dist.ReduceOp.SUM
@@ -66,7 +66,7 @@ class ProcessGroupCollectives(ProcessGroupBase):
 
     @property
     def carrier(self) -> Collectives:
-        """Whoever carries out the collective that this thread is in: the transport, where its tensors are the CPU's."""
+        """Return the object that carries out this thread's collective: the transport, if its tensors are the CPU's."""
         return self.transport
 
     def allreduce(  # type: ignore[override]  # all of PyTorch's overloads in one
@@ -77,7 +77,7 @@ class ProcessGroupCollectives(ProcessGroupBase):
         op: Any = None,
         tensor: Any = None,
     ) -> Work:
-        """Each tensor becomes the reduction over ranks, and over the tensors of each rank."""
+        """Replace each tensor by the reduction over ranks, and over the tensors of each rank."""
         if (
             num_modes() or early_modes[0] is not None or transform() is not None or profiler._is_profiler_enabled
         ) and not is_recorded():
@@ -143,14 +143,14 @@ class ProcessGroupCollectives(ProcessGroupBase):
         """Return the mean over ranks of a coalesced sparse CPU tensor, on every rank; the inputs stay as they are. It
         waits.
 
-        As an all_reduce with AVG, which sparse tensors do not have, without c10d's way there and a copy of the result.
+        It is an all_reduce with AVG, which sparse tensors lack, without c10d's way there and a copy of the result.
         """
         ctx = self._call_context(None, 4)
         return self.in_order(lambda: sparse.add_up(self.transport, tensor, ctx, divisor=self._size))
 
     @entry_point
     def broadcast(self, tensors: Any, opts: Any = None) -> Work:
-        """Each tensor becomes the root's, of several the one that `opts.rootTensor` counts."""
+        """Overwrite each tensor with the root's, of several with the one that `opts.rootTensor` counts."""
         root = check_root(opts, self._size, "broadcast", "src", len(tensors))
         checked = check_alike(tensors, "broadcast", written=True)
         source = checked[opts.rootTensor if root == self._rank else 0]
@@ -162,12 +162,12 @@ class ProcessGroupCollectives(ProcessGroupBase):
         return self._carry_out(run, opts, checked)
 
     def broadcast_buffers(self, tensor: Tensor, root: int, *, number: int = 0) -> None:
-        """`tensor` becomes rank `root`'s, which goes on at once; the others wait for that rank alone.
+        """Overwrite `tensor` with rank `root`'s, which goes on at once; the others wait for that rank alone.
 
         For a broadcast that is made again and again, as of a module's buffers before each forward: no rank waits for
         the slowest there. Whether all ranks called it is asked when the next collective of the group begins, so a
         mismatch, a rank that is gone or late is told then, of this call; by then `tensor` may be the root's already.
-        Only where ranks share memory.
+        Ranks must share memory.
 
         Arguments:
             tensor: any shape, the same number of bytes on all ranks; best contiguous.
@@ -197,7 +197,7 @@ class ProcessGroupCollectives(ProcessGroupBase):
 
     @entry_point
     def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Work:
-        """output_tensors[0][r] becomes rank r's input; the outputs may differ in size from rank to rank.
+        """Write rank r's input to output_tensors[0][r]; the outputs may differ in size from rank to rank.
 
         Of n inputs per rank each list of outputs gets all, those of a rank one after the other.
         """
@@ -248,7 +248,7 @@ class ProcessGroupCollectives(ProcessGroupBase):
 
     @entry_point
     def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Work:
-        """`output` becomes all ranks' tensors, one after the other."""
+        """Write all ranks' tensors to `output`, one after the other."""
         check_tensor(output, "all_gather_into_tensor", written=True)
         check_tensor(tensor, "all_gather_into_tensor")
         check_parts(output, tensor, self._size, "all_gather_into_tensor", ("the output", "the input"))
@@ -262,7 +262,7 @@ class ProcessGroupCollectives(ProcessGroupBase):
 
     @entry_point
     def gather(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Work:
-        """On the root output_tensors[0][r] becomes rank r's input."""
+        """Write rank r's input to output_tensors[0][r] on the root."""
         root = check_root(opts, self._size, "gather", "dst")
         tensor = one(input_tensors, "gather", words="requires a single-element input tensor list")
         outputs: list[Tensor] = []
@@ -285,7 +285,7 @@ class ProcessGroupCollectives(ProcessGroupBase):
         return self._carry_out(run, opts, outputs)
 
     def gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Work:
-        """On the root, `output` becomes all ranks' tensors, one after the other; a `gather` into its parts."""
+        """Write all ranks' tensors to `output` on the root, one after the other: a `gather` into its parts."""
         opts = c10d.GatherOptions() if opts is None else opts
         if check_root(opts, self._size, "gather_single", "dst") != self._rank:
             gathered: Work = self.gather([], [tensor], opts)
@@ -301,7 +301,7 @@ class ProcessGroupCollectives(ProcessGroupBase):
 
     @entry_point
     def scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Work:
-        """Each output becomes the root's input_tensors[0][rank]."""
+        """Write the root's input_tensors[0][rank] to each output."""
         root = check_root(opts, self._size, "scatter", "src")
         output = one(output_tensors, "scatter", words="requires a single-element output tensor list", written=True)
         inputs: list[Tensor] = []
@@ -362,7 +362,7 @@ class ProcessGroupCollectives(ProcessGroupBase):
 
     @entry_point
     def alltoall(self, output_tensors: Sequence[Tensor], input_tensors: Sequence[Tensor], opts: Any = None) -> Work:
-        """output_tensors[r] becomes rank r's input_tensors[rank]; sizes may differ from pair to pair."""
+        """Write rank r's input_tensors[rank] to output_tensors[r]; sizes may differ from pair to pair."""
         if not input_tensors:
             raise ArgumentError(f"all_to_all: no input tensors, the group has {self._size} ranks")
         like = check_tensor(input_tensors[0], "all_to_all")
@@ -385,7 +385,7 @@ class ProcessGroupCollectives(ProcessGroupBase):
         input_split_sizes: Sequence[int] | None = None,
         opts: Any = None,
     ) -> Work:
-        """Rows of `output` from rank r become the rows that rank r's tensor holds for this rank."""
+        """Write the rows that rank r's tensor holds for this rank to the rows of `output` from rank r."""
         check_tensor(output, "all_to_all_single", written=True)
         check_tensor(tensor, "all_to_all_single")
         if output.dtype != tensor.dtype:
@@ -419,7 +419,7 @@ class ProcessGroupCollectives(ProcessGroupBase):
 
     @entry_point
     def barrier(self, opts: Any = None) -> Work:
-        """Over when every rank has come."""
+        """Return a work that is over when every rank has come."""
         return self._carry_out(lambda ctx: self.transport.barrier(ctx), opts, [])
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
@@ -443,7 +443,7 @@ def _is_sparse(tensor: Any) -> bool:
 
 
 def _in_torchs_words(error: DeadlineError, rank: int, *, wait_all_ranks: bool) -> DeadlineError:
-    """`error` of a barrier, below the sentence with which Gloo's monitored barrier begins."""
+    """Return `error` of a barrier, below the sentence with which Gloo's monitored barrier begins."""
     missing = error.missing if wait_all_ranks else error.missing[:1]
     who = f"Rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
     failed = f"; {who} failed to pass monitoredBarrier" if missing else ""

@@ -30,12 +30,12 @@ from phalanx.backend.rendezvous import ranks_share_gpus
 from phalanx.diagnostics.failure_report import closed
 from phalanx.log import get_logger, warn_once
 
-_IDENTITY_BYTES = 128  # of a device, in UTF-8
+_IDENTITY_BYTES = 128  # a device's name has at most so many bytes in UTF-8
 _IDENTITY_TAG = -(
     1 << 20
-)  # of the messages in which two ranks tell each other their devices; PyTorch's are not below 0
+)  # these tags are for the messages in which two ranks tell each other their devices; PyTorch's are not below 0
 
-# What torch calls with tensors first. Names that mean the same are passed on as they come.
+# torch calls these with tensors first. Names that mean the same are passed on as they come.
 _COLLECTIVES = (
     "allreduce", "allreduce_coalesced", "broadcast", "reduce", "allgather", "all_gather_single", "_allgather_base",
     "all_gather_single_coalesced", "allgather_into_tensor_coalesced", "allgather_coalesced", "gather", "scatter",
@@ -71,7 +71,7 @@ class RoutedProcessGroup(StagedProcessGroup):
         self._inside: dict[str, Any] = {}
         self._agreed: set[str] = set()
         self._asking = threading.Lock()
-        self._one_device: dict[tuple[str, int], _Once] = {}  # by type of device and rank
+        self._one_device: dict[tuple[str, int], _Once] = {}  # keyed by type of device and rank
         self._staged: set[str] = set()  # types of device whose tensors NCCL, or its like, does not carry
 
     @property
@@ -92,7 +92,7 @@ class RoutedProcessGroup(StagedProcessGroup):
         super()._part(patience_s, **how)
 
     def _group_inside(self, kind: str) -> Any:
-        """Return the group for the tensors of that type of device; talks to nobody."""
+        """Return the group for the tensors of that type of device; this sends nothing."""
         with self._opening:
             if self._closed:
                 raise closed(self._name)
@@ -110,7 +110,7 @@ class RoutedProcessGroup(StagedProcessGroup):
             return self._inside[kind]
 
     def _is_staged(self, kind: str) -> bool:
-        """Whether no engine carries tensors of that type of device, as far as this rank knows without asking."""
+        """Return whether no engine carries tensors of that type of device, as far as this rank knows without asking."""
         return kind in self._staged or self._device_backends[kind].open is None or ranks_share_gpus()
 
     def _route(self, device: torch.device, operation: str, *, collective: bool) -> Any:
@@ -122,7 +122,9 @@ class RoutedProcessGroup(StagedProcessGroup):
         return None if self._is_staged(device.type) else self._group_inside(device.type)
 
     def _route_message(self, device: torch.device, operation: str, args: tuple[Any, ...]) -> Any:
-        """As `_route`, for a message: the two ranks may not have taken part in a collective of that device yet."""
+        """Do what `_route` does, for a message: the two ranks may not have taken part in a collective of that device
+        yet.
+        """
         self._device_backend(device, operation)
         asks = self.shares_memory and not (self._is_staged(device.type) or device.type in self._agreed)
         # NCCL has no receive from anybody, so a message that is awaited so goes through the host.
@@ -137,7 +139,7 @@ class RoutedProcessGroup(StagedProcessGroup):
         return device_backend
 
     def _use_one_device(self, device: torch.device, peer: int) -> bool:
-        """Whether that rank uses this rank's device; both ask each other before their first message."""
+        """Return whether that rank uses this rank's device; both ask each other before their first message."""
         with self._asking:
             asked = self._one_device.setdefault((device.type, peer), _Once())
         device_backend = self._device_backends[device.type]
@@ -155,7 +157,7 @@ class RoutedProcessGroup(StagedProcessGroup):
         return asked.answer(ask)
 
     def _agree(self, device_backend: DeviceBackend, device: torch.device) -> None:
-        """Tell all ranks which device this one uses, once; all decide alike who carries its tensors.
+        """Tell all ranks once which device this one uses; all decide alike which engine carries its tensors.
 
         Raises:
             DeadlineError, PeerLostError, MismatchError: not every rank came with a tensor of this device.
@@ -177,7 +179,9 @@ class RoutedProcessGroup(StagedProcessGroup):
             self._staged.add(device.type)
 
     def barrier(self, *args: Any, **kwargs: Any) -> dist.Work:
-        """Over when every rank has come; with a device (`device_ids`) also what is queued on it."""
+        """Return a work that is over when every rank has come; with a device (`device_ids`) also what is queued on
+        it.
+        """
         (opts,) = first_form("barrier", args, kwargs)
         device = getattr(opts, "device", None)
         if device is None or torch.device(device).type not in self._device_backends:
@@ -209,7 +213,7 @@ class RoutedProcessGroup(StagedProcessGroup):
         return self._route(torch.device(device), "coalescing", collective=False)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """How long operations may take from now on, on every device."""
+        """Set how long operations may take from now on, on every device."""
         super().set_timeout(timeout)
         for group in self._inside.values():
             group.set_timeout(timeout)
@@ -222,7 +226,7 @@ class RoutedProcessGroup(StagedProcessGroup):
         super().shutdown()
 
     def abort(self) -> None:
-        """Leave the group at once; whoever waits in it gets an error."""
+        """Leave the group at once; threads that wait in it get an error."""
         self._end(lambda group: group.abort())
         super().abort()
 

@@ -13,7 +13,7 @@ from phalanx.backend.process_group.observed import early_modes, is_recorded, num
 
 
 def entry_point(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Have a collective or a message of a group take what PyTorch's takes.
+    """Have a collective or a message of a group take the arguments that PyTorch's takes.
 
     The method is written for one form of its arguments, the one in which torch's functions call it: every argument in
     its place, the options last. It may raise `FakeCall`; PyTorch's tools see it. `allreduce` sees to all that by
@@ -38,5 +38,5 @@ def entry_point(method: Callable[..., Any]) -> Callable[..., Any]:
             resolve(name, args, {})  # a TypeError, if it is no call of PyTorch's at all
             raise
 
-    del call.__wrapped__  # what looks through decorators, as `untraced` does, shall find this function
+    del call.__wrapped__  # code that looks through decorators, as `untraced` does, shall find this function
     return call

@@ -28,11 +28,11 @@ class Posted(PhalanxWork):
 
     @property
     def is_pending(self) -> bool:
-        """Whether its message has not come, and nothing has ended the wait for it."""
+        """Return whether its message has not come, and nothing has ended the wait for it."""
         return self.receive.is_pending
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until the message is here; True, or what went wrong."""
+        """Block until the message is here; return True, or raise what went wrong."""
         if not self._done.is_set():
             self._check_end_is_near()
             limited = timeout is not None and timeout > timedelta(0)
@@ -40,13 +40,13 @@ class Posted(PhalanxWork):
         return super().wait(timeout)
 
     def is_completed(self) -> bool:
-        """Whether it is over, well or not; looks once for what has come."""
+        """Return whether it is over, well or not; this looks once for what has come."""
         if not self._done.is_set():
             self._inbox.look()
         return super().is_completed()
 
     def finish(self) -> None:
-        """Its status is known: tell everybody. Called once."""
+        """Tell all waiters the outcome, since its status is known. This is called once."""
         error: BaseException | None = None
         try:
             self.receive.conclude()
@@ -76,10 +76,12 @@ class Inbox:
         self._thread: threading.Thread | None = None
 
     def post(self, tensor: Tensor, src: int, tag: int, ctx: CallContext) -> PhalanxWork | DoneWork:
-        """`tensor` will be the next message with `tag` from `src` (below zero: from anybody). Never waits."""
+        """Post a receive into `tensor` of the next message from `src` (if below zero, any rank) with `tag`. It never
+        waits.
+        """
         receive = self._memory.post(tensor, src, tag, ctx)
         if self._works:
-            self._reap()  # what came may have ended others
+            self._reap()  # the messages that came may have ended other receives
         if receive.was_here:
             receive.conclude()
             return DoneWork([tensor], source=receive.source)
@@ -105,14 +107,14 @@ class Inbox:
         self._reap()
 
     def look(self) -> None:
-        """Take in what is there."""
+        """Take in the messages that are there."""
         if self._works:
             with contextlib.suppress(ClosedError):
                 self._memory.core.poll()
             self._reap()
 
     def close(self, timeout_s: float) -> bool:
-        """Wait for what is posted, then let the thread end; whether all was over within `timeout_s`."""
+        """Wait for what is posted, then let the thread end; return whether all was over within `timeout_s`."""
         deadline = Deadline.after(timeout_s)
         for work in list(self._works.values()):
             self.wait_for(work, deadline)
@@ -141,7 +143,7 @@ class Inbox:
                 self._reap()
 
     def _reap(self) -> None:
-        """Finish the works whose receives are over; any thread may, each work is finished by one."""
+        """Finish the works whose receives are over; any thread may do so, and each work is finished by one."""
         for receive, work in list(self._works.items()):
             if not work.is_pending and self._works.pop(receive, None) is not None:
                 work.finish()

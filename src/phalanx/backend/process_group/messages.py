@@ -55,7 +55,7 @@ class ProcessGroupMessages(ProcessGroupBase):
 
     @entry_point
     def send(self, tensors: Sequence[Tensor], dst: int, tag: int) -> dist.Work:
-        """Over when the tensor may be changed again; the receiver may not have it yet."""
+        """Send the tensor; the work is over when it may be changed again, which may be before the receiver has it."""
         tensor = one(tensors, "send", words=_SINGLE)
         self._check_peer(dst, "send", "dst")
         ctx = self._call_context(None, 3)
@@ -72,14 +72,14 @@ class ProcessGroupMessages(ProcessGroupBase):
 
     @entry_point
     def recv(self, tensors: Sequence[Tensor], src: int, tag: int) -> dist.Work:
-        """Over when the tensor holds the message."""
+        """Receive the tensor; the work is over when the tensor holds the message."""
         tensor = one(tensors, "recv", words=_SINGLE, written=True)
         self._check_peer(src, "recv", "src")
         return self._receive(tensor, src, tag)
 
     @entry_point
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> dist.Work:
-        """As `recv`, from whoever sends first; `source_rank()` of the work says who."""
+        """Receive as `recv` does, from the first rank that sends; `source_rank()` of the work says which it was."""
         tensor = one(tensors, "recv", words=_SINGLE, written=True)
         if self._size == 1:
             raise ArgumentError("recv: the group has one rank, so there is nobody to receive from")
@@ -130,7 +130,7 @@ class ProcessGroupMessages(ProcessGroupBase):
         return self._channels[key]
 
     def _end_receives(self, tag: int) -> Callable[[], None]:
-        """Return the first action of the executor for receives from anybody: wait until all receives before it are
+        """Return the first action of the executor for receives from any rank: it waits until all receives before it are
         over.
         """
         keys = [key for key in self._channels if (key[0], key[2]) == ("recv", tag)]
@@ -147,7 +147,7 @@ def _close_all(executors: Sequence[SerialExecutor], timeout_s: float) -> None:
 
 
 def _failed(error: PhalanxError, outputs: list[Tensor]) -> dist.Work:
-    """Return a work that is over, and not well."""
+    """Return a work that is over and has failed."""
     work = PhalanxWork(outputs)
     work.settle(error)
     work.release()

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from phalanx.torch_names import find
 
-c10d: Any = dist.distributed_c10d  # whose stubs lack what is used here
+c10d: Any = dist.distributed_c10d  # its stubs lack what is used here
 
 _library_of: Any = torch.library.Library
 _UNSEEN = "PyTorch's tools (modes of the dispatcher, make_fx, torch.func) do not see our operations"
@@ -37,7 +37,7 @@ num_modes: Any = find("torch._C._len_torch_dispatch_stack", loses=_UNSEEN, inste
 transform: Any = find("torch._C._functorch.maybe_current_level", loses=_UNSEEN, instead=lambda: None)
 _is_profiling: Any = find("torch._C._autograd._profiler_enabled", loses=_UNPROFILED, instead=bool)
 _keyset_after: Any = find("torch._C._dispatch_keyset_full_after", loses=_UNSEEN)
-_place: Any = find("torch._C.DispatchKey.BackendSelect", loses=_UNSEEN)  # of our kernels
+_place: Any = find("torch._C.DispatchKey.BackendSelect", loses=_UNSEEN)  # our kernels sit here
 _begin_event: Any = find("torch._C._autograd._record_function_with_args_enter", loses=_UNPROFILED)
 _end_event: Any = find("torch.ops.profiler._call_end_callbacks_on_jit_fut._RecordFunction", loses=_UNPROFILED)
 _has_flag = find("torch.autograd.profiler._is_profiler_enabled", loses=_UNPROFILED, instead=None) is not None
@@ -50,7 +50,7 @@ early_modes: list[Any] = getattr(
     "_ModeStackStateForPreDispatch__infra_modes",
     [None, None],
 )
-_Kernel = Callable[[Any, dict[str, Any]], Any]  # of the group and the operator's arguments, by name
+_Kernel = Callable[[Any, dict[str, Any]], Any]  # it takes the group, and the operator's arguments by name
 
 # By the method: the event in the profiler, and which argument holds what the operation reads.
 _EVENTS = {
@@ -77,20 +77,22 @@ _EVENTS = {
 
 
 def is_recorded() -> bool:
-    """Whether who looks on has been told of the call, or nobody does in this thread; then it is carried out."""
+    """Return whether PyTorch's tools have been told of the call, or none looks on in this thread; then it is carried
+    out.
+    """
     if getattr(_this_thread, "is_recorded", False):
-        _this_thread.is_recorded = False  # of this call alone
+        _this_thread.is_recorded = False  # it holds for this call alone
         return True
     return not _is_dispatched() and not _is_profiling()
 
 
 def record(group: Any, name: str, args: tuple[Any, ...]) -> Any:
-    """Carry `group.<name>` out before the eyes of the modes, or of the profiler."""
+    """Carry out `group.<name>` where the modes or the profiler see it."""
     return (_through_dispatcher if _is_dispatched() else _profiled)(group, name, args)
 
 
 def _is_dispatched() -> bool:
-    """Whether the dispatcher has something to do here with the operator of a call."""
+    """Return whether the dispatcher has something to do here with the operator of a call."""
     if getattr(_this_thread, "below", False):
         return False
     return bool(num_modes()) or early_modes[0] is not None or transform() is not None
@@ -103,7 +105,7 @@ _this_thread = threading.local()  # told; below: it carries an operator out; red
 
 
 def _profiled(group: Any, name: str, args: tuple[Any, ...]) -> Any:
-    """Return an event as those of torch's backends: asynchronous, entered where called and left where done."""
+    """Return an event like those of torch's backends: it is asynchronous, entered where called and left where done."""
     title, position = _EVENTS[name]
     read = list(_tensors(args[position])) if 0 <= position < len(args) else []
     event = _begin_event(f"{group.getBackendName()}:{title}", *read)
@@ -143,7 +145,7 @@ def _tensors(value: Any) -> Any:
 
 _library: list[Any] = []
 _faces: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # a group's face, kept as long as the group
-_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # by the face, a reference to its group
+_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # a reference to the group, by its face
 
 
 def _through_dispatcher(group: Any, name: str, args: tuple[Any, ...]) -> Any:
@@ -163,7 +165,7 @@ def _through_dispatcher(group: Any, name: str, args: tuple[Any, ...]) -> Any:
         _this_thread.reduce_op = _this_thread.work = None
 
 
-# As torch called them up to 2.12.
+# Torch called them so up to 2.12.
 _OLDER_NAMES = {
     "all_gather_single": "_allgather_base",
     "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
@@ -178,7 +180,7 @@ def _reduction(argument: Any) -> Any:
 
 
 def _offer_kernels() -> Any:
-    library: Any = _library_of("c10d", "IMPL")  # for good: graphs outlive their makers
+    library: Any = _library_of("c10d", "IMPL")  # it stays for good, since graphs outlive their makers
     for operator, carry_out in _KERNELS.items():
         library.impl(operator, _kernel(operator, carry_out), "BackendSelect", with_keyset=True)
     return library
@@ -205,7 +207,7 @@ def _kernel(operator: str, carry_out: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _group_behind(process_group: Any) -> Any:
-    """Return the group of ours whose face this is, or None."""
+    """Return our group whose face this is, or None."""
     reference = _groups.get(c10d.ProcessGroup.unbox(process_group))
     return reference() if reference is not None else None
 
@@ -223,7 +225,7 @@ def _options(kind: Callable[[], Any], given: dict[str, Any]) -> Any:
 
 
 def _boxed(group: Any, work: Any) -> Any:
-    """Return the work as operators return it: torch's half alone, so somebody must keep ours."""
+    """Return the work as operators return it: that is torch's half alone, so another reference must keep ours."""
     _this_thread.work = work
     group._recent.append(work)
     return work.boxed()

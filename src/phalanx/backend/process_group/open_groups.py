@@ -19,12 +19,12 @@ def next_number() -> int:
 
 
 def add(group: ProcessGroupBase) -> None:
-    """Take a group for open from here on."""
+    """Count a group as open from here on."""
     _groups.add(group)
 
 
 def discard(group: ProcessGroupBase) -> None:
-    """Take a group for open no more, if it was."""
+    """Count a group as open no more, if it was."""
     _groups.discard(group)
 
 
@@ -34,6 +34,6 @@ def open_groups() -> list[ProcessGroupBase]:
 
 
 def leave_all(exit_reason: str) -> None:
-    """At the end of the process: leave every group that is still open, saying why."""
+    """Leave every group that is still open, at the end of the process, and say why."""
     for group in open_groups():
         group.leave_at_exit(exit_reason)

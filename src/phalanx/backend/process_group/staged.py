@@ -37,11 +37,11 @@ from phalanx.transport.staging import CopyStream, HostMemory, StagedCall, open_c
 from phalanx.transport.staging.host_memory import staging_bytes
 from phalanx.transport.staging.staged_call import InFlight
 
-c10d: Any = dist.distributed_c10d  # whose stubs lack what is used here
+c10d: Any = dist.distributed_c10d  # its stubs lack what is used here
 
 _PATIENCE_S = 5.0
 _MESSAGES = ("send", "recv", "recv_anysource")
-# Those whose first argument is both read and written; the others have their outputs first and their inputs second.
+# The first argument of these is both read and written; the others have their outputs first and their inputs second.
 _IN_PLACE = frozenset({"allreduce", "allreduce_coalesced", "broadcast", "reduce"})
 
 
@@ -66,25 +66,25 @@ class StagedProcessGroup(PhalanxProcessGroup):
         self._opening = threading.Lock()
 
     def _open_host_memory(self, kind: str) -> None:
-        """Open the host's memory for this kind of device. Collective, where ranks share memory."""
+        """Open the host's memory for this kind of device. All ranks call it, where ranks share memory."""
         piece = None
         if self.shares_memory and self._size > 1:
             nbytes = staging_bytes(self.symm_mem.heap_bytes)
             try:
                 piece = self.allocate_symmetric((nbytes,), torch.uint8, calling_site())
-            except PhalanxError:  # of memory that lies in a file system there is not as much; on all ranks
+            except PhalanxError:  # memory that lies in a file system may not suffice; all ranks see that
                 piece = None
         self._host_memory[kind] = HostMemory(kind, piece)
 
     def _open_device_memory(self, device: torch.device, memory: DeviceMemory) -> None:
-        """Let this group's ranks map each other's memory of their devices, if all of them can. Collective."""
+        """Let this group's ranks map each other's memory of their devices, if all of them can. All ranks call it."""
         assert self._shared_memory is not None
         if areas := open_areas(self._tell_all, self._rank, device, memory, Deadline.after(self._timeout_s)):
             with self._opening:
                 self._on_device[device] = DeviceCollectives(self._shared_memory, areas, self._stream_of(device)[0])
 
     def _tell_all(self, mine: bytes, nbytes: int) -> list[bytes]:
-        """Return what each rank tells, by rank: up to `nbytes` without zeros at the end. Collective.
+        """Return what each rank tells, by rank: up to `nbytes` without zeros at the end. All ranks call it.
 
         Raises:
             DeadlineError, PeerLostError, MismatchError: not every rank came.
@@ -115,18 +115,18 @@ class StagedProcessGroup(PhalanxProcessGroup):
 
     @property
     def carrier(self) -> Collectives:
-        """As `ProcessGroupCollectives` says."""
+        """Return the object that carries out a collective, as `ProcessGroupCollectives` says."""
         return self._calling.carrier or super().carrier
 
     def _await_device(self, device: torch.device) -> None:
-        """Return when all is over that this thread has queued there."""
+        """Return when all is over that this thread has queued on the device."""
         stream = self._new_call(device).stream
         stream.await_on_host(stream.mark())
 
     def _on_ranks_devices(
         self, name: str, here: Callable[..., dist.Work], device: torch.device, args: tuple[Any, ...]
     ) -> dist.Work:
-        """Return the operation `here` of the CPU with tensors of a device that no engine carries."""
+        """Return the CPU's operation `here` as one that takes tensors of a device that no engine carries."""
         on_device = device in self._on_device and self._uneven_inputs is None
         call = self._new_call(device, on_device=on_device and stays_on_device(name, args, self.on_device_from_bytes))
         try:

@@ -57,7 +57,7 @@ def _create(options: Any, backend_options: Any) -> Any:
 
 
 class _Plugins(dict[str, Any]):
-    """This is torch's table of backends; it has "PHALANX" for whoever looks it up, and lists it from then on.
+    """This is torch's table of backends; it has "PHALANX" for code that looks it up, and lists it from then on.
 
     Libraries that make groups of their own take a backend's `creator_fn` from it, without asking torch for the name.
     """

@@ -20,7 +20,7 @@ def observe_loaders(
 ) -> None:
     """Call `before(owner, loader)` and `listener(owner, loader, iterator, is_new)` whenever a DataLoader is iterated.
 
-    As long as `owner` lives. Workers take indices already between the two.
+    It does so as long as `owner` lives. Between the two calls workers already take indices.
     """
     _loader_listeners[owner] = before, listener
     _observe_loaders()

@@ -27,7 +27,7 @@ BACKEND = "phalanx"
 _FILE_VARIABLES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 _SIZE_VARIABLES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 _OLDEST_FORMAT = "2.10"
-_since_ns = [0]  # what began before is not dumped any more
+_since_ns = [0]  # entries that began before are not dumped any more
 
 _Original = Callable[..., Any]
 _originals: dict[str, _Original] = {}
@@ -39,7 +39,7 @@ _originals: dict[str, _Original] = {}
     loses="PyTorch's flight recorder does not show our groups; `phalanx stacks` does",
 )
 def serve_dumps() -> None:
-    """Let torch's functions that dump its flight recorder answer for our groups too; each that this torch has."""
+    """Let torch's functions that dump its flight recorder answer for our groups too, each that this torch has."""
     c10d = _bindings()
     is_new = _names_backends(c10d._dump_fr_trace)
     for name, ours in (
@@ -77,7 +77,9 @@ def _answering(original: _Original, ours: _Original) -> _Original:
 
 
 def _names_backends(dump: Any) -> bool:
-    """Whether this function of torch's takes a backend's name (2.15); older analysers refuse names new to them."""
+    """Return whether this function of torch's takes a backend's name (2.15); older analysers refuse names new to
+    them.
+    """
     return "backend" in (getattr(dump, "__doc__", "") or "")
 
 
@@ -109,7 +111,7 @@ def take_dump(
 
 
 def is_recording() -> bool:
-    """Whether torch's recorder is on, by the variables that say so: then its dumps hold something."""
+    """Return whether torch's recorder is on, by the variables that say so: then its dumps hold something."""
     sizes = (os.environ.get(name) for name in _SIZE_VARIABLES)
     return int(next((size for size in sizes if size), "2000")) > 0
 
@@ -128,7 +130,7 @@ def _dump(
 
 def _dump_json(includeCollectives: bool | None = None, onlyActive: bool | None = None) -> bytes:
     dump = take_dump(includeCollectives, False, onlyActive)
-    for entry in dump.get("entries", ()):  # as torch's, which has no null there
+    for entry in dump.get("entries", ()):  # it is as in torch's, which has no null there
         entry["time_discovered_completed_ns"] = entry["time_discovered_completed_ns"] or 0
     if not dump.get("entries", True):
         del dump["entries"]

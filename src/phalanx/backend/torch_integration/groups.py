@@ -55,10 +55,10 @@ def store_of(group: Any) -> Any:
 
 @dataclass(frozen=True)
 class Registration:
-    """A group, and what torch has noted of it in its tables."""
+    """A registration is a group, and what torch has noted of it in its tables."""
 
     group: Any
-    name: Any  # a string; for mypy a type of torch's
+    name: Any  # it is a string; for mypy it is a type of torch's
     ranks: tuple[int, ...]
     backend: str
     config: str
@@ -80,7 +80,7 @@ def list_registrations() -> list[Registration]:
 
 
 def register_again(registration: Registration, store: Any, ranks: Sequence[int]) -> None:
-    """Have torch know a group again, of these ranks and over this store, after the default group took it along."""
+    """Have torch know a group again, of these ranks and over this store: it was destroyed with the default group."""
     noted, group = _noted(), registration.group
     noted.pg_map[group] = (registration.backend, store)
     noted.pg_names[group] = registration.name

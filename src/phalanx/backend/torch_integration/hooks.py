@@ -24,7 +24,8 @@ from phalanx.torch_names import report_loss
 _Group = TypeVar("_Group", bound=type)
 _torch_group: Any = dist.ProcessGroup
 
-# What torch dispatches, by the name under which its C++ looks for an override, and the older names of the same.
+# Torch dispatches these; they are by the name under which its C++ looks for an override, and by older names of the
+# same.
 _METHODS = (
     "allreduce", "allreduce_coalesced", "broadcast", "reduce", "allgather", "allgather_coalesced", "all_gather_single",
     "all_gather_single_coalesced", "gather", "scatter", "reduce_scatter", "reduce_scatter_single",
@@ -198,5 +199,7 @@ def _attach(name: str, theirs: Callable[..., Any], group: Any, *args: Any, loses
 
 
 def _has_backend(group: Any) -> bool:
-    """Whether torch's C++ finds our group behind its own: the way that an operation takes through the dispatcher."""
+    """Return whether torch's C++ finds our group behind its own: the way that an operation takes through the
+    dispatcher.
+    """
     return getattr(group, "_inner_backend", None) is not None

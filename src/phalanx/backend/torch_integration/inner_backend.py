@@ -20,7 +20,7 @@ from phalanx.torch_names import describe_missing, find
 
 _torch: Any = find("torch._C._distributed_c10d", loses="hooks of our groups are not called")
 
-# What torch's C++ calls on a `Backend`, by the name that a Python override has, and a group of ours answers.
+# Torch's C++ calls these on a `Backend`, by the name that a Python override has, and a group of ours answers.
 _OPERATIONS = (
     "allreduce", "allreduce_coalesced", "broadcast", "reduce", "allgather", "allgather_coalesced",
     "all_gather_single", "all_gather_single_coalesced", "gather", "scatter", "reduce_scatter",
@@ -38,7 +38,9 @@ _NEEDS = (
 
 @functools.cache
 def can_attach() -> bool:
-    """Whether this torch lets Python make a `Backend` and put it behind a group; up to 2.13 none has a constructor."""
+    """Return whether this torch lets Python make a `Backend` and put it behind a group; up to 2.13 none has a
+    constructor.
+    """
     if any(map(describe_missing, _NEEDS)):
         return False
     try:
@@ -51,7 +53,7 @@ def can_attach() -> bool:
 def attach_backend(group: Any, device_types: Sequence[torch.device]) -> Any:
     """Put a `Backend` that leads to `group` behind it in C++ for these devices; the caller keeps what is returned.
 
-    Return None where torch lets Python make none.
+    It returns None where torch lets Python make none.
     """
     if not can_attach():
         return None
@@ -68,7 +70,7 @@ def _inner_class() -> type[Any]:
     base: Any = _torch.Backend
 
     class InnerBackend(base):  # type: ignore[misc]
-        """Our group, as torch's C++ sees a backend; it does not keep the group alive."""
+        """This is our group, as torch's C++ sees a backend; it does not keep the group alive."""
 
         def __init__(self, group: Any) -> None:
             super().__init__(group.rank(), group.size())
@@ -80,18 +82,20 @@ def _inner_class() -> type[Any]:
             return "phalanx" if group is None else group.getBackendName()
 
         def rank(self) -> int:
-            """Return the group's, which `reconfigure` may change."""
+            """Return the group's rank, which `reconfigure` may change."""
             group = self._group()
             return int(super().rank() if group is None else group.rank())
 
         def size(self) -> int:
-            """Return the group's, which `reconfigure` may change."""
+            """Return the group's size, which `reconfigure` may change."""
             group = self._group()
             return int(super().size() if group is None else group.size())
 
         @property
         def options(self) -> Any:
-            """The group's timeout as torch's own class; what is inherited calls itself without end (2.14, 2.15)."""
+            """Return the group's timeout as torch's own class; the inherited method calls itself without end (2.14,
+            2.15).
+            """
             group = self._group()
             timeout = timedelta() if group is None else group.options._timeout
             return base.Options(self.getBackendName(), timeout)

@@ -15,7 +15,7 @@ from phalanx.backend.torch_integration.stores import serve_prefixes, serve_queue
 def serve_launcher() -> None:
     """Let a start that names no backend mean ours, and `env://` use the agent's store, where the launcher says so.
 
-    Called before the variables are known in the zygote of `phalanx run`, which imports torch for all ranks.
+    The zygote of `phalanx run`, which imports torch for all ranks, calls it before the variables are known.
     """
     _extend_start()
     serve_agents_store()

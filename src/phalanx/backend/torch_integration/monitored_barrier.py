@@ -17,7 +17,7 @@ from phalanx.backend.torch_integration.patch import distributed_c10d, patch
     loses="torch.distributed.monitored_barrier refuses our groups; call the group's own, group.monitored_barrier()",
 )
 def extend_monitored_barrier() -> None:
-    """torch's function refuses all groups but Gloo's, by name; ends when it asks the group.
+    """Let torch's function, which refuses all groups but Gloo's by name, take ours; ends when it asks the group.
 
     It is changed in place: a program may have imported it long before it asks for us.
     """
@@ -42,7 +42,7 @@ _originals: dict[str, Callable[..., Any]] = {}
 
 
 def monitored_barrier(group: Any, timeout: timedelta | float | None, wait_all_ranks: bool) -> None:
-    """Carry out `dist.monitored_barrier`: ours for our groups, torch's for all others.
+    """Carry out `dist.monitored_barrier`: our own for our groups, torch's for all others.
 
     Raises:
         DeadlineError: some rank did not come within `timeout` (by default the group's); `missing` says which.
@@ -51,6 +51,6 @@ def monitored_barrier(group: Any, timeout: timedelta | float | None, wait_all_ra
     if ours is None:
         _originals["monitored_barrier"](group, timeout, wait_all_ranks)
         return
-    if isinstance(timeout, (int, float)):  # as torch's own takes it
+    if isinstance(timeout, (int, float)):  # torch's own takes it so, too
         timeout = timedelta(seconds=timeout)
     ours.monitored_barrier(timeout, wait_all_ranks)

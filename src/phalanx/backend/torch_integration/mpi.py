@@ -18,7 +18,9 @@ from phalanx.backend.torch_integration.patch import distributed_c10d, patch
     loses="backend 'mpi' is not there, as this torch was built without MPI",
 )
 def serve_mpi() -> None:
-    """Let backend "mpi" work through mpi4py; `is_mpi_available()` says so only from then on: libraries choose by it."""
+    """Let backend "mpi" work through mpi4py; `is_mpi_available()` says so only from then on, since libraries choose by
+    it.
+    """
     c10d = distributed_c10d()
     helper = c10d._new_process_group_helper
     signature = inspect.signature(helper)
@@ -34,5 +36,5 @@ def serve_mpi() -> None:
 
 
 def _give_torch_mpi(create: Callable[[Any], Any]) -> None:
-    """torch makes a group of backend "mpi" where this flag is set, and by that name."""
+    """Set the flag and the name by which torch makes a group of backend "mpi"."""
     vars(distributed_c10d()).update(_MPI_AVAILABLE=True, ProcessGroupMPI=types.SimpleNamespace(create=create))

@@ -79,7 +79,8 @@ def authenticate_object_collectives() -> None:
     loses=_REPLAYED,
 )
 def number_object_collectives() -> None:
-    """Let each call of an object collective be known where its pickles are made and read; ends as the one above.
+    """Let each call of an object collective be known where its pickles are made and read; ends when torch authenticates
+    them.
 
     The functions are wrapped inside of torch's own wrapper around each, so that whoever has imported them by name,
     before this, calls the same.
@@ -155,6 +156,9 @@ class _Call:
         """Return the pickle of the next object that this rank receives.
 
         Raises:
+            PhalanxError: the message is not the one that is due.
+
+        Raises:
             PhalanxError: it is not the one that stands there.
         """
         if not self._receives:
@@ -178,7 +182,7 @@ class _Call:
         return [PickleStream(self._kind, self._rank_of("src"))]
 
     def _rank_of(self, end: str) -> int:
-        """Return the rank in the group that an argument names, `src` or `dst`, as torch takes it."""
+        """Return the rank in the group that the argument `end` names, `src` or `dst`, as torch takes it."""
         in_group = self._arguments.get(f"group_{end}")
         if in_group is not None:
             return int(in_group)

@@ -14,7 +14,7 @@ from phalanx.torch_names import describe_missing, report_loss
 
 @dataclass(frozen=True)
 class Patch:
-    """It is a change to torch.
+    """A patch is a change to torch.
 
     `needs` names what it needs there, as `phalanx.torch_names.find` takes it, and `loses` says what is lost without it.
     """

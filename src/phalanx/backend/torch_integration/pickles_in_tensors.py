@@ -99,7 +99,7 @@ class _Pickle:
         return getattr(pickle, name)
 
     def dumps(self, obj: Any, *args: Any, **kwargs: Any) -> bytes:
-        """Return the pickle of an object, with MACs for those to whom it goes."""
+        """Return the pickle of an object, with MACs for the ranks to which it goes."""
         data = pickle.dumps(obj, *args, **kwargs)
         transfer = _running.transfer
         if transfer is None:
@@ -132,7 +132,7 @@ def _hash(data: bytes) -> bytes:
 
 @dataclass(frozen=True)
 class _Transfer:
-    """This is a checkpoint on its way from this rank to others, or from another one to this."""
+    """This is a checkpoint on its way from this rank to others, or from another rank to this one."""
 
     pickles: PickleAuthenticator
     rank: int
@@ -140,7 +140,7 @@ class _Transfer:
     src_rank: int
 
     def verify(self, data: bytes) -> bytes:
-        """Return the pickle in what has come."""
+        """Return the pickle in the message that has come."""
         stream = PickleStream("PGTransport", self.src_rank, self.rank)
         number = _RANK.unpack_from(data)[0] if len(data) >= _RANK.size else 0
         end = _RANK.size + number * _HEAD_BYTES

@@ -129,7 +129,7 @@ def _entry(group: RecordedGroup, record: Record, offset_ns: int, *, stacks: bool
     entry: dict[str, Any] = {
         "pg_id": group.number,
         "process_group": (gradients_name(group) if record.kind == GRADIENTS else group.name, group.desc),
-        "thread_name": "",  # which our recorder does not keep
+        "thread_name": "",  # our recorder does not keep it
         "thread_id": "",
         "input_sizes": inputs,
         "input_dtypes": [dtype] * len(inputs),
@@ -139,7 +139,7 @@ def _entry(group: RecordedGroup, record: Record, offset_ns: int, *, stacks: bool
         "time_discovered_started_ns": began,
         "time_discovered_completed_ns": record.leave_ns + offset_ns if completed else None,
         "state": "completed" if completed else "started",
-        "retired": over,  # what is over and not completed has failed
+        "retired": over,  # an operation that is over and not completed has failed
         "timeout_ms": round(group.timeout_s * 1000),
         "is_p2p": not record.is_collective,
     }

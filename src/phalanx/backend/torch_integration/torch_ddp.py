@@ -32,7 +32,7 @@ def look_at_batches() -> None:
     def _pre_forward(self: Any, *inputs: Any, **kwargs: Any) -> Any:
         if not is_compiling() and self.training and is_grad_enabled():
             watch = watches.get(self, self)
-            if watch is self:  # its first
+            if watch is self:  # this is its first forward
                 watch = watches[self] = _begin(self.process_group, dist)
             if watch is not None and not watch.look(inputs, kwargs):
                 watches[self] = None

@@ -8,15 +8,15 @@ from typing import Any
 
 from phalanx.backend.torch_integration.patch import patch
 
-_recorders: list[Any] = []  # one, or none
+_recorders: list[Any] = []  # there is one, or none
 _marks: list[Any] = []  # its log's `mark`, by which a batch or a backward is told
-_hooks: list[Any] = []  # of optimizers, which tell its log
+_hooks: list[Any] = []  # the optimizers' hooks, which tell its log
 
 
 def observe_steps(recorder: Any) -> None:
     """Tell `recorder` (a `phalanx.diagnostics.step_recorder.StepRecorder`) of batches, backwards and updates.
 
-    Where torch has not been imported, from its import on; the one before hears nothing any more.
+    If torch has not been imported, this begins with its import. The recorder before is told nothing any more.
     """
     _recorders[:] = [recorder]
     _marks[:] = [recorder.log.mark]
@@ -34,7 +34,7 @@ def begin_to_observe() -> None:
 
 
 def _hook_optimizers() -> None:
-    """Let torch call the log itself as the optimizers' hooks: a function of ours in between costs more than what it
+    """Let torch call the log itself as the optimizers' hooks: a function of ours in between costs more than its work
     does.
     """
     from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -51,7 +51,9 @@ def _hook_optimizers() -> None:
     loses="a run report does not hear of a DataLoader's batches",
 )
 def _observe_batches() -> None:
-    """Every line of this runs with cold caches, beside a step that streams its parameters through them: few lines."""
+    """Tell the report of batches, in few lines: each line runs with cold caches, beside a step that streams its
+    parameters through them.
+    """
     import torch
     from torch.utils.data import dataloader
 
@@ -106,14 +108,14 @@ def _observe_backward() -> None:
         if type(tensors) is tensor and tensors.is_cpu and not has_scaled:
             try:
                 loss = tensors.item()
-            except BaseException as error:  # more than one number, or a tracer's tensor without any
+            except BaseException as error:  # it has more than one number, or is a tracer's tensor without any
                 mark(END_BACKWARD)
                 if is_interruption(error):
                     raise
             else:
                 mark(END_BACKWARD_WITH_LOSS, loss) if type(loss) is float else mark(END_BACKWARD)
         elif not isinstance(tensors, tensor) or (has_scaled and not hasattr(tensors, "unscaled_loss")):
-            mark(END_BACKWARD)  # of several, or of what was made of a scaled loss
+            mark(END_BACKWARD)  # there are several, or it was made of a scaled loss
         else:
             _recorders[0].end_backward(tensors)
 
@@ -134,8 +136,8 @@ _has_scaled = [False]  # a GradScaler has, since the last backward
 def _observe_scaler() -> None:
     """Let what `GradScaler.scale` returns know the loss that it was: the backward begins from a scaled one.
 
-    Those of subclasses, too: FSDP's ShardedGradScaler has a `scale` of its own. One that is imported later is seen when
-    the first of its kind is made.
+    Scalers of subclasses do so, too: FSDP's ShardedGradScaler has a `scale` of its own. One that is imported later is
+    seen when the first of its kind is made.
     """
     import torch
 

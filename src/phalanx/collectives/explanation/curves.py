@@ -27,7 +27,7 @@ _MARKS = {"hierarchical": "h", "ring": "o", "halving_doubling": "x", "doubling":
 
 @dataclass(frozen=True)
 class Curves:
-    """Its costs[algorithm] has one entry for each of `world_sizes`, ascending."""
+    """`Curves` has `costs[algorithm]`, with one entry for each of `world_sizes`, ascending."""
 
     operation: Operation
     nbytes: int
@@ -38,7 +38,7 @@ class Curves:
 
     @property
     def headline(self) -> str:
-        """The question in one line."""
+        """Return the question in one line."""
         latency, bandwidth = (
             format_seconds(self.links.inter.latency_s),
             format_bytes_per_s(self.links.inter.bytes_per_s),
@@ -132,7 +132,9 @@ def _shown(world_sizes: Sequence[int]) -> list[int]:
 
 
 def _plot(curves: Curves, width: int = 64, height: int = 16) -> Iterator[str]:
-    """Time over ranks, both logarithmic, in characters; where curves meet, the first listed is seen."""
+    """Yield the lines of a plot of time over ranks, both logarithmic, in characters; where curves meet, the first
+    listed is seen.
+    """
     points = [(name, size, cost.seconds) for name, size, cost in _points(curves) if cost.seconds > 0]
     if len({size for _, size, _ in points}) < 2:
         return
@@ -184,7 +186,7 @@ class _Axis:
 
 
 def draw(curves: Curves) -> str:
-    """Two panels as SVG: the predicted time, and the bytes at the busiest rank. Raises ValueError for one point."""
+    """Return two panels as SVG: the predicted time, and the bytes at the busiest rank. One point is a ValueError."""
     if len([size for size in curves.world_sizes if size > 1]) < 2:
         raise ValueError("a plot needs at least two numbers of ranks above 1, such as 2..64")
     width, height, panel_width, panel_height = 940.0, 470.0, 350.0, 300.0

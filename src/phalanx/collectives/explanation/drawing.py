@@ -45,7 +45,7 @@ def draw(schedule: Schedule) -> str:
 
 
 class _Page:
-    """It knows where everything goes on the picture."""
+    """A page knows where everything goes on the picture."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
@@ -94,7 +94,7 @@ class _Page:
             row += phase.num_steps
 
     def arrows(self, row: int, snapshot: Snapshot) -> None:
-        """From the boxes of the row above to the boxes of this row."""
+        """Draw arrows from the boxes of the row above to the boxes of this row."""
         for t in snapshot.transfers:
             middle = (t.start + t.stop) / 2
             start = (self.box_left(t.src, middle), self.row_top(row - 1) + _BOX_HEIGHT + 1)
@@ -116,7 +116,7 @@ class _Page:
                 self.value(x + 1, y, chunk, value, written=(rank, chunk) in written)
 
     def value(self, x: float, y: float, chunk: int, value: Value | None, *, written: bool) -> None:
-        """One box."""
+        """Draw one box."""
         width = self.box - 2
         if value is None:
             self.drawing.rect(x, y, width, _BOX_HEIGHT, fill=PAPER, stroke=RULE, radius=4, dashed=True)
@@ -135,7 +135,7 @@ class _Page:
             self.drawing.rect(x + 4 + rank * tick + 0.4, y + 22, tick - 0.8, 5, fill=fill)
 
     def legend(self, rows: int) -> None:
-        """How to read it."""
+        """Draw the legend, which says how to read the picture."""
         y = self.row_top(rows - 1) + _BOX_HEIGHT + 36
         self.drawing.line([(24, y - 4), (56, y - 4)], stroke=INK, width=1.8)
         self.drawing.text(62, y, "combine", anchor="start", fill=FAINT)

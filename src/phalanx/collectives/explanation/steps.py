@@ -26,7 +26,7 @@ _VALUES_SHOWN = 3
 
 @dataclass(frozen=True)
 class Cell:
-    """It is what a rank holds of a chunk, in symbols; whether the step wrote it, and whether it is final."""
+    """A cell is what a rank holds of a chunk, in symbols; whether the step wrote it, and whether it is final."""
 
     text: str
     written: bool
@@ -35,7 +35,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class StepView:
-    """It is one step: its title, a line for each transfer, and cells[rank][chunk] after it."""
+    """A `StepView` is one step: its title, a line for each transfer, and cells[rank][chunk] after it."""
 
     title: str
     moves: tuple[str, ...]
@@ -92,7 +92,7 @@ def plain(schedule: Schedule) -> Iterator[str]:
 
 
 def count_lines(schedule: Schedule) -> int:
-    """How many lines `plain` gives, without making them."""
+    """Return how many lines `plain` gives, without making them."""
     moves = sum(1 for step in schedule.steps() for _ in step.phase.transfers(step.within))
     return len(headline(schedule)) + 1 + moves + (schedule.num_steps + 1) * (schedule.world_size + 3)
 

@@ -32,7 +32,7 @@ class Candidate:
 
     @property
     def is_eligible(self) -> bool:
-        """Whether it has everything that was granted, as far as it knows."""
+        """Return whether it has everything that was granted, as far as it knows."""
         return self.term[1] == self.known.primary or self.term[1] in self.known.standbys
 
     def hear(self, reply: Reply) -> Candidate:

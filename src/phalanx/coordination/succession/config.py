@@ -56,7 +56,7 @@ class Config:
 
     @property
     def is_joint(self) -> bool:
-        """Whether members are being exchanged: the next config has the last of the electorates alone."""
+        """Return whether members are being exchanged: the next config has the last of the electorates alone."""
         return len(self.electorates) > 1
 
     @property

@@ -26,7 +26,7 @@ def message_bytes(numel: int, block: int) -> int:
 
 
 def encode(values: Tensor, block: int) -> Tensor:
-    """One message per row of `values`.
+    """Return one message per row of `values`.
 
     Shape: (rows, n) floating, n a positive multiple of `block`; returns (rows, message_bytes(n, block)) of uint8.
     """

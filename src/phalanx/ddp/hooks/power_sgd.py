@@ -25,7 +25,7 @@ from phalanx.ddp.hooks.stages import Pipeline, Stages
 
 
 class PowerSGDState:
-    """It is the state of `powerSGD_hook`, for one model: PyTorch's arguments.
+    """This is the state of `powerSGD_hook`, for one model; it takes PyTorch's arguments.
 
     Arguments:
         process_group: the default group if None.
@@ -92,7 +92,9 @@ class PowerSGDState:
         return int(self._rng.randint(1_000_000_000))
 
     def state_dict(self, named_parameters: Named) -> dict[str, Any]:
-        """All that a later run needs, by name, with `model.named_parameters()`; the residual is this rank's own."""
+        """Return all that a later run needs, by name, with `model.named_parameters()`; the residual is this rank's
+        own.
+        """
         named = list(named_parameters)
         return {
             "iter": self.iter,
@@ -102,10 +104,10 @@ class PowerSGDState:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any], named_parameters: Named) -> None:
-        """Go on where `state_dict` was taken. All ranks must load the same but for "residual".
+        """Go on where `state_dict` was taken. All ranks must load the same, except for "residual".
 
         Raises:
-            ValueError: it is of another model.
+            ValueError: it is the state of another model.
         """
         parameters = dict(named_parameters)
         strangers = [name for name in state_dict["factors"] if name not in parameters]
@@ -127,7 +129,9 @@ class PowerSGDState:
 
 @dataclass
 class _Factored:
-    """It is one matrix on its way. `value` is a view of the bucket's values; `p` and `q` are the thin ones."""
+    """A `_Factored` is one matrix on its way. `value` is a view of the bucket's values; `p` and `q` are the thin
+    ones.
+    """
 
     parameter: Tensor
     value: Tensor
@@ -136,7 +140,7 @@ class _Factored:
 
 
 def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket, its large matrices in rank `state.matrix_approximation_rank`.
+    """Average a bucket, with its large matrices approximated in rank `state.matrix_approximation_rank`.
 
     Cost: two all_reduces, of r·n numbers per matrix and all that is not compressed, then of r·m.
     Numerics: bitwise equal on all ranks. P and Q travel in the gradient's dtype, and are computed in float32 or double
@@ -185,7 +189,7 @@ def _compress(state: PowerSGDState, bucket: Any) -> Stages:
 
     _unpack(first, [*(m.p for m in matrices), *whole])
     for matrix in matrices:
-        matrix.p = torch.linalg.qr(matrix.p).Q  # of a zero matrix as well: no epsilon needed
+        matrix.p = torch.linalg.qr(matrix.p).Q  # this serves for a zero matrix as well, and no epsilon is needed
         torch.matmul(matrix.value.t(), matrix.p, out=matrix.q)
         matrix.q /= size
     second = _pack([m.q for m in matrices], buffer)
@@ -230,7 +234,7 @@ def _divide(state: PowerSGDState, bucket: Any, values: Tensor) -> tuple[list[_Fa
         state.total_numel_after_compression += after
         q = state.factors.get(parameter) if state.warm_start else None
         if q is None or q.shape != (columns, rank) or not bool(q.isfinite().all()):
-            if seed is None:  # one per bucket and step, drawn alike on every rank
+            if seed is None:  # one is drawn per bucket and step, alike on every rank
                 seed = torch.Generator().manual_seed(state.draw_seed())
             q = torch.randn(columns, rank, generator=seed).to(values)
         q = torch.linalg.qr(q).Q

@@ -22,7 +22,7 @@ from phalanx.ddp.hooks.stages import Pipeline, Stages
 
 
 class QuantizationState:
-    """It is the state of `quantize_hook`, for one model.
+    """This is the state of `quantize_hook`, for one model.
 
     Arguments:
         process_group: the default group if None.
@@ -57,7 +57,7 @@ class QuantizationState:
         """Go on from saved residuals. Without them, or on other ranks, training is right, but the residual is lost.
 
         Raises:
-            ValueError: they are of another model.
+            ValueError: the residuals are of another model.
         """
         self.residual.load_state_dict(state_dict["residual"], named_parameters)
 
@@ -86,7 +86,7 @@ def _stages(state: QuantizationState, bucket: Any) -> Stages:
     numel = buffer.numel()
     if size == 1 or numel == 0:
         return buffer
-    part = -(-numel // (size * block)) * block  # of each rank; the last may reach beyond the bucket
+    part = -(-numel // (size * block)) * block  # the length of each rank's part; the last may reach beyond the bucket
     residual = state.residual.of(bucket) if state.use_error_feedback else None
 
     values = torch.zeros(size * part, dtype=accumulator(buffer.dtype), device=buffer.device)
@@ -107,7 +107,7 @@ def _stages(state: QuantizationState, bucket: Any) -> Stages:
     mean /= size
     answer = encode(mean, block)
     if residual is not None:
-        # What this rank's rounding of the mean loses comes back through its own gradient, which counts 1/size.
+        # The rounding of the mean by this rank comes back through its own gradient, which counts 1/size.
         lost = mean.sub_(decode(answer, block, values.dtype)).mul_(size).nan_to_num_(0.0, 0.0, 0.0)
         mine = residual[rank * part : (rank + 1) * part]
         mine += lost[0, : mine.numel()]

@@ -17,11 +17,13 @@ import torch
 from torch import Tensor
 
 Named = Iterable[tuple[str, Tensor]]
-_Layout = tuple[tuple[int, int, int], ...]  # of each slot: the parameter's id, its offset and its number of elements
+# it has of each slot the parameter's id, its offset and its number of elements
+_Layout = tuple[tuple[int, int, int], ...]
 
 
 class Residual:
-    """It has one residual per parameter, laid out as the buckets are, so that a bucket's residual is one flat tensor.
+    """A `Residual` has one residual per parameter, laid out as the buckets are, so that a bucket's residual is one flat
+    tensor.
 
     When buckets are planned anew each parameter takes its own along. Half types keep theirs in float32.
     Memory: 4 bytes per element of gradient (8 for double precision), on every rank.
@@ -32,8 +34,8 @@ class Residual:
         self._views: dict[Tensor, Tensor] = {}
 
     def of(self, bucket: Any) -> Tensor:
-        """Return the residual of a bucket as one flat tensor of `bucket.buffer()`'s length; write into it to
-        change it.
+        """Return the residual of a bucket as one flat tensor of `bucket.buffer()`'s length; writing into it changes the
+        residual.
         """
         buffer: Tensor = bucket.buffer()
         parameters: list[Tensor] = bucket.parameters()
@@ -79,5 +81,5 @@ class Residual:
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """In what gradients of `dtype` are added up and compressed."""
+    """Return the type in which gradients of `dtype` are added up and compressed."""
     return torch.float64 if dtype == torch.float64 else torch.float32

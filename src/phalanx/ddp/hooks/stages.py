@@ -23,13 +23,13 @@ from phalanx.ddp.comm_hook import GradBucket
 
 
 class Pending(Protocol):
-    """It is a collective in flight, which `async_op=True` returns.
+    """A `Pending` is a collective in flight, which `async_op=True` returns.
 
     Some calls return None, for ranks outside of the group.
     """
 
     def wait(self) -> Any:
-        """Return when it is over."""
+        """Wait until it is over."""
 
 
 Stages = Generator[Pending | None, None, Tensor]
@@ -37,7 +37,7 @@ Stages = Generator[Pending | None, None, Tensor]
 
 
 class Flight:
-    """It is one bucket's stages, as far as they have come."""
+    """A flight is one bucket's stages, as far as they have come."""
 
     def __init__(self, stages: Stages) -> None:
         self._stages = stages
@@ -47,7 +47,7 @@ class Flight:
 
     @property
     def landed(self) -> bool:
-        """Whether the bucket's new content is there."""
+        """Return whether the bucket's new content is there."""
         return self.result is not None
 
     def advance(self) -> None:
@@ -63,14 +63,14 @@ class Flight:
             self.result = end.value
 
     def land(self) -> Tensor:
-        """Go through to the end."""
+        """Go through all remaining stages, and return the bucket's new content."""
         while self.result is None:
             self.advance()
         return self.result
 
 
 class Pipeline:
-    """It has the flights of one backward. A state of a hook holds one; it is not for two models at a time."""
+    """A pipeline has the flights of one backward. A state of a hook holds one; it is not for two models at a time."""
 
     def __init__(self) -> None:
         self._flying: list[Flight] = []
@@ -94,7 +94,7 @@ class Pipeline:
 
 
 class _OnDemand(torch.futures.Future[Tensor]):
-    """It is a future whose value is made by the thread that waits for it. Errors keep their type.
+    """This is a future whose value is made by the thread that waits for it. Errors keep their type.
 
     The exchange waits for it; `then` serves the wrappers, which put a step of their own behind a hook's.
     """
@@ -104,7 +104,7 @@ class _OnDemand(torch.futures.Future[Tensor]):
         self._make = make
 
     def wait(self) -> Any:
-        """Make the value if nobody has."""
+        """Make the value if no thread has."""
         if not self.done():
             self.set_result(self._make())
         return super().wait()
@@ -112,7 +112,7 @@ class _OnDemand(torch.futures.Future[Tensor]):
     value = wait
 
     def then(self, callback: Callable[[Any], Any]) -> Any:
-        """Return what `callback` makes of this future, when somebody waits for it."""
+        """Return what `callback` makes of this future, when a thread waits for it."""
 
         def make() -> Any:
             self.wait()

@@ -17,7 +17,7 @@ from phalanx.engines.engine import DATA
 from phalanx.engines.mpi.polling import wait_until
 from phalanx.engines.mpi.runtime import Runtime
 
-# How long a message may still take when its sender or receiver has said that it leaves: it may be under way.
+# A message may take so long when its sender or receiver has said that it leaves: it may be under way.
 _GRACE_S = 0.2
 _GOODBYE_S = 0.05
 _ANYBODY = -1
@@ -61,7 +61,7 @@ class Underway:
         self.is_over = False
 
     def test(self) -> bool:
-        """Whether it is over; asks MPI.
+        """Ask MPI whether the operation is over, and return that.
 
         Raises:
             RuntimeError: MPI says that it failed, or this rank has left.
@@ -92,7 +92,7 @@ class Underway:
         self._engine._forget(self)
 
     def give_up(self) -> bool:
-        """Try to take a receive back; whether MPI has let go of the memory."""
+        """Try to take a receive back; return whether MPI has let go of the memory."""
         with self._testing:
             if self._request is None:
                 self._error = EngineClosed("this rank has left the group")
@@ -105,7 +105,7 @@ class Underway:
         return True
 
     def finish(self, timeout_s: float, look_around: Callable[[], None]) -> None:
-        """Return when it is over; `look_around` may raise to end a long wait.
+        """Wait until the operation is over; `look_around` may raise to end a long wait.
 
         Raises:
             TimedOut, EngineClosed: it is not over.
@@ -121,7 +121,7 @@ class Underway:
             raise TimedOut(f"no answer within {timeout_s:.1f} s")
 
     def wait(self, timeout: timedelta) -> None:
-        """As `finish`, for a message: also ends when its other end leaves.
+        """Wait for a message as `finish` does; this also ends when the message's other end leaves.
 
         Raises:
             RuntimeError: what `finish` raises, or PeerLeft.
@@ -145,7 +145,7 @@ class Watch:
         self._left: Deadline | None = None
 
     def look(self) -> None:
-        """Raise PeerLeft if it left a while ago."""
+        """Raise PeerLeft if the rank left a while ago."""
         engine = self._engine
         if self._peer >= 0:
             gone = [self._peer] if self._peer in engine.departed else []
@@ -158,10 +158,10 @@ class Watch:
 
 
 class MpiEngine:
-    """It carries messages between the ranks of a group. Collective: all ranks build theirs, and wait for each other.
+    """It carries messages between the ranks of a group. All ranks build theirs together, and wait for each other.
 
-    Sends and receives start at once; MPI moves their bytes while this process waits for any of them. A rank that
-    leaves tells all others.
+    Sends and receives start at once; MPI moves their bytes while this process waits for any of them. A rank that leaves
+    tells all others.
 
     Raises:
         TimedOut: some rank did not come within `timeout`.
@@ -194,7 +194,7 @@ class MpiEngine:
         runtime.add_listener(self.listen)
 
     def _in_time(self, call: Callable[[], Any], timeout: timedelta) -> Any:
-        """Return what `call` returns, from a thread of its own: there is no way to ask MPI for this and come back
+        """Return what `call` returns, from a thread of its own: MPI offers no way to ask for this and come back
         later.
         """
         answers: list[Any] = []
@@ -218,7 +218,7 @@ class MpiEngine:
 
     @property
     def num_tags(self) -> int:
-        """The user's messages have tags below this."""
+        """Return the number of tags: the user's messages have tags below this."""
         return min(self._half, DATA)
 
     # -- messages ------------------------------------------------------------------------------------------------
@@ -234,10 +234,10 @@ class MpiEngine:
         return self.begin(lambda: self.comm.Irecv(data, src, self._tag(tag)), tensor, src, receives=True)
 
     def recv_any(self, tensor: Tensor, tag: int) -> Underway:
-        """Start to receive from whoever sends first; after the wait, `_source_rank()` says who it was.
+        """Start to receive from the first rank that sends; after the wait, `_source_rank()` says which it was.
 
         The message is looked for before it is received: MPICH 5.0.2 over UCX does not find one that came before a
-        receive from anybody, where there are hosts of several ranks.
+        receive from any rank, where there are hosts of several ranks.
         """
         data, anybody = self._bytes(tensor), self.runtime.mpi.ANY_SOURCE
 
@@ -248,7 +248,7 @@ class MpiEngine:
         return self.begin(start, tensor, receives=True)
 
     def begin(self, start: Callable[[], Any], memory: Any, peer: int = _ANYBODY, *, receives: bool = False) -> Underway:
-        """`start` returns MPI's request for an operation that uses `memory`, anything that owns it."""
+        """Begin an operation that uses `memory`, anything that owns it; `start` returns MPI's request for it."""
         with self._guard:
             if self.is_closed:
                 raise EngineClosed("this rank has left the group")
@@ -274,7 +274,7 @@ class MpiEngine:
         self._underway.discard(operation)  # no lock: `close` holds it while it tests
 
     def check(self, peer: int) -> None:
-        """Nothing: whoever waits hears that a peer has left."""
+        """Do nothing: a thread that waits hears that a peer has left."""
 
     # -- control messages --------------------------------------------------------------------------------
 
@@ -288,7 +288,9 @@ class MpiEngine:
         ]
 
     def listen(self) -> bool:
-        """Receive control messages: a goodbye is kept, any other goes to `on_control_message`. False once closed."""
+        """Receive control messages: keep a goodbye, give any other to `on_control_message`. Return False once
+        closed.
+        """
         with self._guard:
             if self.is_closed:
                 return False
@@ -313,10 +315,10 @@ class MpiEngine:
     # -- the end -------------------------------------------------------------------------------------------------
 
     def deliver(self, deadline: Deadline) -> None:
-        """MPI delivers what was sent, also after this rank has left."""
+        """Do nothing: MPI delivers what was sent, also after this rank has left."""
 
     def close(self, **message: Any) -> None:
-        """Leave at once: say goodbye to all others, with `message`, and wake whoever waits here."""
+        """Leave at once: say goodbye to all others, with `message`, and wake the threads that wait here."""
         with self._guard:
             if self.is_closed:
                 return
@@ -335,10 +337,12 @@ class MpiEngine:
                 self.runtime.sweep()
 
     def free(self) -> None:
-        """MPI lets go of a communicator when all others have left it as well: see `close`."""
+        """Do nothing: MPI lets go of a communicator when all others have left it as well: see `close`."""
 
     def _is_free(self) -> bool:
-        """Let the communicator go when all others have left as well: MPI wants every message received."""
+        """Let the communicator go when all others have left as well, since MPI wants every message received; return
+        whether it went.
+        """
         with self._guard:
             self._receive_control()
             if len(self.departed) < self.world_size - 1:

@@ -25,7 +25,8 @@ _EXIT_SWEEP_S = 1.0
 
 @dataclass(frozen=True)
 class Launcher:
-    """It started this process. It has a name for messages, a number of ranks, and whether it speaks an MPI's language.
+    """It started this process. It has a name for messages, a number of ranks, and whether it speaks an MPI's
+    language.
 
     `name` is "Open MPI" or "MPICH" (and those that descend from it) for an `mpiexec`; others are no MPI's launcher.
     """
@@ -47,19 +48,21 @@ class Runtime:
     failed: bool = False
     # Operations that will never end, with their memory: MPI may still write there.
     abandoned: list[Any] = field(default_factory=list)
-    # What is left to do for groups that this process has left; each says whether it is done.
+    # These remain to be done for groups that this process has left; each says whether it is done.
     pending_frees: list[Callable[[], bool]] = field(default_factory=list)
     _listeners: list[Callable[[], bool]] = field(default_factory=list)
     _guard: Any = field(default_factory=threading.Lock)
 
     def sweep(self) -> bool:
-        """Do what can be done for groups that this process has left; whether nothing remains."""
+        """Do what can be done for groups that this process has left; return whether nothing remains."""
         self.pending_frees[:] = [pending_free for pending_free in self.pending_frees if not pending_free()]
         return not self.pending_frees
 
     @property
     def is_over(self) -> bool:
-        """Whether MPI was finalized, or this process is a fork of the one that started it: no call is allowed."""
+        """Return whether MPI was finalized, or this process is a fork of the one that started it: no call is
+        allowed.
+        """
         return self.pid != os.getpid() or bool(self.mpi.Is_finalized())
 
     def add_listener(self, listen: Callable[[], bool]) -> None:
@@ -87,7 +90,7 @@ class Runtime:
                             return
 
     def broadcast(self, message: bytes, here: str, deadline: Deadline) -> bytes:
-        """Rank 0's `message`, at most 4 KiB, on all ranks of MPI_COMM_WORLD; errors begin with `here`.
+        """Return rank 0's `message`, at most 4 KiB, on all ranks of MPI_COMM_WORLD; errors begin with `here`.
 
         Raises:
             DeadlineError: rank 0 did not come.
@@ -109,7 +112,7 @@ _starting = threading.Lock()
 def start(launcher: Launcher | None) -> Runtime:
     """Return the MPI of this process, started unless it was; `launcher` is what the environment says.
 
-    Waits for all processes of the job, as MPI_Init does. At the end of the process MPI is finalized, which waits for
+    It waits for all processes of the job, as MPI_Init does. At the end of the process MPI is finalized, which waits for
     all as well; after an uncaught exception, or with operations that never ended, the job is ended instead (MPI_Abort).
 
     Raises:
@@ -127,7 +130,7 @@ def start(launcher: Launcher | None) -> Runtime:
 
 
 def why_not(launcher: Launcher | None) -> str:
-    """Why MPI cannot be started in this process, as far as that can be said without starting it; or nothing.
+    """Return why MPI cannot be started in this process, as far as that can be said without starting it; or "".
 
     Ranks tell each other before any of them starts MPI: one that cannot would let all others wait in there.
     """
@@ -197,7 +200,7 @@ def _start(mpi: Any) -> Runtime:
 
 
 def _unlike(launcher: Launcher, vendor: str, size: int) -> str:
-    """Return what to say when the launcher and MPI count differently."""
+    """Return the message for a launcher and an MPI that count ranks differently."""
     if launcher.is_mpi:
         return (
             f"MPI: mpiexec ({launcher.name}) started {launcher.world_size} processes, but {vendor} sees {size}.\n"
@@ -221,7 +224,7 @@ def _remember_failure(runtime: Runtime) -> None:
 
 
 def _finish(runtime: Runtime, ours: bool) -> None:
-    """At the end of the process, after all groups were left."""
+    """Finish at the end of the process, after all groups were left."""
     if runtime.is_over:
         return
     if runtime.failed or runtime.abandoned:

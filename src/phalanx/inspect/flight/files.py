@@ -17,7 +17,7 @@ FORMAT_VERSION = 1
 def write_flight(
     folder: str, groups: Sequence[GroupLog], ended_ns: Mapping[int, int], *, attempt: int | None = None
 ) -> None:
-    """Write both files into `folder`; of an attempt that is started again under names with its number.
+    """Write both files into `folder`; for an attempt that is started again their names have its number.
 
     Raises:
         OSError: the folder cannot be written.
@@ -35,7 +35,7 @@ def write_flight(
 def plan_records(
     groups: Sequence[GroupLog], ended_ns: Mapping[int, int], taken_ns: int, unix_offset_ns: int
 ) -> dict[str, Any]:
-    """All records of all groups as plain data; times are CLOCK_MONOTONIC nanoseconds.
+    """Return all records of all groups as plain data; times are CLOCK_MONOTONIC nanoseconds.
 
     `unix_offset_ns` added to a time gives nanoseconds since 1970.
     """

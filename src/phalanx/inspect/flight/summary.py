@@ -13,7 +13,7 @@ from phalanx.diagnostics.rank_list import name_ranks
 _MAX_GROUPS = 4
 _MAX_LINES = 12
 
-# What ended the wait.
+# These ended the wait.
 _ENDINGS = {
     MISMATCH: "until the ranks were found to call different operations",
     PEER_LOST: "until a rank was lost",
@@ -24,7 +24,7 @@ _ENDINGS = {
 
 
 def describe_flight(groups: Sequence[GroupLog], ended_ns: Mapping[int, int], *, waited_s: float = 0.0) -> str:
-    """Return a block for each group in which somebody was waiting; empty when nobody was.
+    """Return a block for each group in which some rank was waiting; it is empty when none was.
 
     Arguments:
         groups: their logs, taken after the end.
@@ -79,7 +79,7 @@ def _seconds(record: Record, rank: RankLog, ended_ns: Mapping[int, int]) -> floa
 
 
 def _clauses(last: Record | None, rank: RankLog) -> tuple[str, str]:
-    """Where the rank was, and how its wait ended: "." for one that lasted to the end; empty for no wait."""
+    """Return where the rank was, and how its wait ended: "." for one that lasted to the end; "" for no wait."""
     if last is None:
         return ("had called nothing yet" if rank.came else "never came"), ""
     if last.leave_ns == 0:

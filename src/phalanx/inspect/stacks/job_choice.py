@@ -39,7 +39,7 @@ def choose_job(wanted: str | None, command: str) -> RunningJob:
 
 
 def is_called(target: str, wanted: str) -> bool:
-    """Whether people call a job that runs `target` so: `exp/train.py` is also `train.py` and `train`."""
+    """Return whether people call a job that runs `target` so: `exp/train.py` is also `train.py` and `train`."""
     name = target.rpartition("/")[2]
     return wanted in (target, name, name.removesuffix(".py"))
 
@@ -53,7 +53,7 @@ def _target(job: RunningJob, command: str) -> str:
 
 
 def _started(pid: int) -> int:
-    """When a process began, in ticks since the system did."""
+    """Return when a process began, in ticks since the system did."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             return int(file.read().rpartition(b")")[2].split()[19])

@@ -45,12 +45,12 @@ class JobSnapshot:
     restart_count: int = 0
     max_restarts: int = 0
     generation: int = 0
-    started_ns: int = 0  # of this attempt; CLOCK_MONOTONIC
+    started_ns: int = 0  # when this attempt started; CLOCK_MONOTONIC
     lost: tuple[tuple[int, int, int, str], ...] = ()  # ranks that an elastic job has lost: process, when (ns), why
     report: str = ""  # the folder for which its ranks record
 
     def to_bytes(self) -> bytes:
-        """As JSON."""
+        """Return the snapshot as JSON."""
         return json.dumps(asdict(self)).encode()
 
     @classmethod
@@ -74,7 +74,7 @@ class JobSnapshot:
 
 
 class Answer(NamedTuple):
-    """It is a snapshot and its descriptors.
+    """An answer is a snapshot and its descriptors.
 
     Those of the stacks are in the order of `ranks` (none if not asked for), those of the control memories in that of
     `groups`, and those of the pages in that of `pages`.
@@ -126,8 +126,8 @@ def answer_others(channel: Channel, told: Sequence[Told]) -> None:
 
 
 def ask_others(name: str, timeout_s: float, *, what: str = "stacks") -> list[Told]:
-    """Return what `phalanx stacks`, or the command `what`, would say on each other host of the job. Empty if nobody
-    says.
+    """Return what `phalanx stacks`, or the command `what`, would say on each other host of the job; an empty list if
+    none answers.
     """
     deadline = Deadline.after(timeout_s)
     try:
@@ -149,7 +149,7 @@ def ask_others(name: str, timeout_s: float, *, what: str = "stacks") -> list[Tol
 def ask(
     name: str, agent: int, timeout_s: float, *, command: str = "phalanx stacks", stacks: bool = True
 ) -> Iterator[Answer]:
-    """Yield what the agent with process number `agent` says to `command` at the socket `name`; closes all on exit.
+    """Yield what the agent with process number `agent` says to `command` at the socket `name`; close all on exit.
 
     Raises:
         LaunchError: it is gone, is another user's, or does not answer.

@@ -22,7 +22,7 @@ _OTHERS_TIMEOUT_S = 10.0  # more than the agent of the first host waits for the 
 
 
 def report_stacks(wanted: str | None) -> str:
-    """Where each rank of the job is that is called `wanted` (`choose_job`); with None of the only job of this user.
+    """Return where each rank is of the job called `wanted` (see `choose_job`); with None, of the only job of this user.
 
     Raises:
         LaunchError: there is no such job, or several to choose from, or it does not answer.
@@ -41,7 +41,7 @@ def report_stacks(wanted: str | None) -> str:
 
 
 def report_own_stacks() -> str:
-    """Where the ranks are whose agent this process is, for the first host; called in a thread of the agent."""
+    """Return where the ranks are whose agent this process is, for the first host; a thread of the agent calls it."""
     try:
         return _report_here(next(job for job in find_jobs() if job.pid == os.getpid()))[0]
     except (LaunchError, StopIteration) as error:

@@ -19,7 +19,7 @@ _MAX_DUMP_BYTES = 1 << 20
 def ask_ranks(ranks: Sequence[tuple[int, int]], stacks: Sequence[int], parents: Collection[int]) -> dict[int, str]:
     """Return what each rank (number and process) wrote to its descriptor of `stacks`, or why it wrote nothing.
 
-    `parents`: the zygote, and the agent, which adopts ranks that outlive theirs.
+    `parents` are the zygote, and the agent, which adopts ranks that outlive the zygote.
 
     The ranks go on as if nothing had happened: the handler runs in C, between two instructions, whatever the rank is
     doing, and the system call that it was in goes on.
@@ -44,7 +44,7 @@ def ask_ranks(ranks: Sequence[tuple[int, int]], stacks: Sequence[int], parents: 
 
 
 def decide_silence(status: Mapping[str, str], parents: Collection[int]) -> str | None:
-    """Why a process with this /proc/PID/status need not be asked; None if it should be."""
+    """Return why a process with this /proc/PID/status need not be asked; None if it should be."""
     if not status or int(status.get("PPid", "0")) not in parents or status["State"][0] in "ZX":
         return "has just ended"
     if status["State"][0] in "Tt":
@@ -58,7 +58,7 @@ def decide_silence(status: Mapping[str, str], parents: Collection[int]) -> str |
 
 
 def explain_silence(status: Mapping[str, str]) -> str:
-    """Why a process that was asked has not answered."""
+    """Return why a process that was asked has not answered."""
     why = decide_silence(status, (int(status.get("PPid", "0")),))
     if why is not None:
         return why
@@ -80,7 +80,7 @@ def _ask(pid: int) -> None:
 
 
 def _await(asked: Mapping[int, tuple[int, int]]) -> dict[int, str]:
-    """Return what the asked ranks have written once all have answered and add nothing more, or patience has run out."""
+    """Return what the asked ranks have written, once all have answered and add nothing more, or the time is up."""
     end = time.monotonic() + PATIENCE_S
     before: list[int] = []
     while time.monotonic() < end:
@@ -93,7 +93,7 @@ def _await(asked: Mapping[int, tuple[int, int]]) -> dict[int, str]:
 
 
 def _status(pid: int) -> dict[str, str]:
-    """Return the fields of /proc/PID/status; empty when there is no such process."""
+    """Return the fields of /proc/PID/status; it is empty when there is no such process."""
     try:
         with open(f"/proc/{pid}/status", encoding="utf-8", errors="replace") as file:
             return {name: value.strip() for name, _, value in (line.partition(":") for line in file)}
@@ -103,7 +103,7 @@ def _status(pid: int) -> dict[str, str]:
 
 @contextmanager
 def _one_at_a_time(fd: int) -> Iterator[None]:
-    """Two commands at once would mix up their answers: they queue at the first rank's file."""
+    """Let only one command ask at a time, since two would mix up their answers: they queue at the first rank's file."""
     # opened anew, because a lock belongs to an open file, and the one that we were handed is everybody's
     own = os.open(f"/proc/self/fd/{fd}", os.O_RDWR)
     try:

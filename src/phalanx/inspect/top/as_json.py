@@ -12,7 +12,7 @@ FORMAT_VERSION = 1
 
 
 def as_json(job: JobView) -> str:
-    """One JSON object on one line."""
+    """Return one JSON object on one line."""
     fields = asdict(job)
     fields["ended"] = [{"rank": rank, "exit_code": code} for rank, code in job.ended]
     fields["ranks"] = [

@@ -20,7 +20,7 @@ from phalanx.processes import read_processor_ns, read_state
 
 COMMAND = "phalanx top"
 TIMEOUT_S = 5.0
-MAX_OPERATIONS = 64  # of a rank in a group: what tells of the last seconds, and is quickly sent
+MAX_OPERATIONS = 64  # so many operations of a rank in a group tell of the last seconds, and are quickly sent
 
 
 class Operation(NamedTuple):
@@ -99,7 +99,7 @@ def look(job: RunningJob, memory: MemoryReader) -> HostLook:
 
 
 def look_at_own(memory: MemoryReader) -> str:
-    """Return the ranks whose agent this process is, as JSON, for the first host; called in a thread of the agent."""
+    """Return the ranks whose agent this process is, as JSON, for the first host; a thread of the agent calls it."""
     try:
         job = next(job for job in find_jobs(COMMAND) if job.pid == os.getpid())
         return to_json(look(job, memory))
@@ -166,11 +166,11 @@ def to_json(host: HostLook) -> str:
 
 
 def from_json(text: str, name: str, offset_ns: int) -> HostLook | str:
-    """Read what `to_json` wrote on a host that people call `name` and whose clock is `offset_ns` behind ours; or why
-    there is none.
+    """Return the look that `to_json` wrote on a host that people call `name` and whose clock is `offset_ns` behind
+    ours; or why there is none.
 
     Raises:
-        ValueError, KeyError, TypeError: it is none.
+        ValueError, KeyError, TypeError: the text is no look.
     """
     fields: dict[str, Any] = json.loads(text)
     if "why" in fields:

@@ -7,7 +7,8 @@ import time
 from dataclasses import dataclass
 
 _AGAIN_S = 10.0
-_SHARE = 1 / 200  # of the time may go into it: the kernel walks over all pages, and holds the process's map meanwhile
+# so much of the time may go into it: the kernel walks over all pages, and holds the process's map meanwhile
+_SHARE = 1 / 200
 _KEPT = 4096
 
 
@@ -32,7 +33,7 @@ class MemoryReader:
         self._readings: dict[int, _Reading] = {}
 
     def read(self, pid: int) -> Memory | None:
-        """Of process `pid`; None if it has gone."""
+        """Return the memory of process `pid`; None if it has gone."""
         began_s = time.monotonic()
         reading = self._readings.get(pid)
         if reading is None or began_s >= reading.next_s:

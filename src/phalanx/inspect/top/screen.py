@@ -28,7 +28,7 @@ from phalanx.inspect.top.watch import Watch
 from phalanx.ipc.signals import caught_signals, read_signals
 from phalanx.ipc.wakeup import Mailbox
 
-_SHARE = 1 / 50  # of a core, at most: with many ranks there are fewer looks
+_SHARE = 1 / 50  # looks take at most so much of a core: with many ranks there are fewer looks
 _SIGNALS = (signal.SIGWINCH, signal.SIGTERM, signal.SIGINT, signal.SIGTSTP)
 _KEYS = {"\x1b[A": -1, "\x1b[B": 1, "k": -1, "j": 1, "\x1b[5~": -10, "\x1b[6~": 10, "\x1b[H": -(10**9), "g": -(10**9)}
 
@@ -46,11 +46,11 @@ class Looker:
         self._thread.start()
 
     def fileno(self) -> int:
-        """Readable when there is something to take."""
+        """Return a descriptor that is readable when there is something to take."""
         return self._found.fileno()
 
     def take(self) -> list[JobView | str | None]:
-        """Return views; words that say why there is none now; None when the job has ended."""
+        """Return views; words that say why there is none now; and None when the job has ended."""
         return self._found.take()
 
     def close(self) -> None:
@@ -85,7 +85,7 @@ class _Screen:
         return Live(console=self.console, screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
 
     def draw(self) -> None:
-        """All of it, at the terminal's present size."""
+        """Draw all of it, at the terminal's present size."""
         if self.job is None:
             self.live.update(self.problem or "looking for the ranks ...", refresh=True)
             return
@@ -96,7 +96,7 @@ class _Screen:
         self.live.update(Group(*lines), refresh=True)
 
     def press(self, keys: str) -> bool:
-        """Whether to go on."""
+        """Do what the keys ask; return whether to go on."""
         if keys in ("q", "Q", "\x03", ""):
             return False
         if keys == "s":
@@ -107,10 +107,10 @@ class _Screen:
 
 
 def show(watch: Watch, interval_s: float) -> JobView | None:
-    """Show the job until it ends or the user has seen enough; returns the last view if it has ended.
+    """Show the job until it ends or the user has seen enough; return the last view if it has ended.
 
     Raises:
-        SystemExit: of SIGTERM.
+        SystemExit: SIGTERM came.
     """
     screen = _Screen(Console(file=sys.stdout, highlight=False))
     looker = Looker(watch, interval_s)
@@ -150,7 +150,7 @@ def _loop(screen: _Screen, looker: Looker, signals: int, stdin: int | None) -> J
 
 @contextlib.contextmanager
 def _keys(stdin: int | None) -> Iterator[None]:
-    """Keys come one by one, and are not shown."""
+    """Let keys come one by one inside, without showing them."""
     if stdin is None:
         yield
         return
@@ -164,7 +164,7 @@ def _keys(stdin: int | None) -> Iterator[None]:
 
 
 def _suspend(screen: _Screen, stdin: int | None) -> None:
-    """Ctrl-Z: give the terminal back as it was, stop, and take it again."""
+    """Suspend on Ctrl-Z: give the terminal back as it was, stop, and take it again."""
     screen.live.stop()
     mode = termios.tcgetattr(stdin) if stdin is not None else None
     if stdin is not None and mode is not None:

@@ -14,9 +14,9 @@ from phalanx.diagnostics.rank_list import name_ranks
 from phalanx.inspect.top.view import COUNTED, ROUNDS, JobView, RankView, left_s
 
 _FOLDER = re.compile(r"\([^()]*/")
-_LAST_WIDTH = 16  # of the last column, before others make way for it
-_WHY = 100  # characters of a reason
-_MOSTLY = 0.5  # of the time a rank must be idle, for that to be told as what it does now
+_LAST_WIDTH = 16  # the width of the last column, before others make way for it
+_WHY = 100  # so many characters of a reason are shown
+_MOSTLY = 0.5  # a rank must be idle for this part of the time, for that to be told as what it does now
 _LONG_S = 1.0  # an operation that takes longer is told with its time
 
 _STATES = {
@@ -94,9 +94,9 @@ def summary(job: JobView) -> list[Text]:
 
 
 def table(job: JobView, width: int | None, *, slowest_first: bool = False) -> tuple[Text, list[Text]]:
-    """Return the heading and the rows: of each rank one, of each host one above its ranks if there are several.
+    """Return the heading and the rows: one for each rank, and above them one for each host if there are several.
 
-    No line is wider than `width`; columns that nobody has anything in are left out.
+    No line is wider than `width`; columns in which no rank has anything are left out.
     """
     ranks = sorted(job.ranks, key=_least_waiting) if slowest_first else job.ranks
     cells = [[column.text(rank) for column in _COLUMNS] for rank in ranks]
@@ -121,8 +121,8 @@ def table(job: JobView, width: int | None, *, slowest_first: bool = False) -> tu
 
 
 def page(job: JobView, width: int, height: int, *, offset: int = 0, slowest_first: bool = False) -> list[Text]:
-    """Return a screen of `height` lines: the summary, and as many rows from `offset` on as fit, with a line that says
-    so.
+    """Return a screen of `height` lines: the summary, and as many rows from `offset` on as fit; a line says which rows
+    they are.
     """
     above = [part for line in summary(job) for part in _wrap(line, width)]
     if len(above) > height // 2:  # the ranks need room, too
@@ -140,7 +140,7 @@ def page(job: JobView, width: int, height: int, *, offset: int = 0, slowest_firs
 
 
 def all_lines(job: JobView, width: int | None) -> list[Text]:
-    """Everything, one line after the other."""
+    """Return everything, one line after the other."""
     above = [part for line in summary(job) for part in _wrap(line, width)]
     if not job.ranks:
         return above
@@ -232,7 +232,7 @@ def _least_waiting(rank: RankView) -> tuple[float, int]:
 
 
 def _without_folder(text: str) -> str:
-    """`all_reduce #3 (/data/train.py:88)` and `/data/train.py` without the folders."""
+    """Return `all_reduce #3 (/data/train.py:88)` and `/data/train.py` without the folders."""
     return _FOLDER.sub("(", text) if "(" in text else text.rpartition("/")[2]
 
 
@@ -263,5 +263,5 @@ def _clock(seconds: float) -> str:
 
 
 def as_text(lines: Sequence[Text]) -> str:
-    """Without colours."""
+    """Return the lines as text without colours."""
     return "\n".join(line.plain.rstrip() for line in lines)

@@ -92,7 +92,7 @@ def measure(
 ) -> Measured:
     """Return the time from `since_ns` to the looks; from later on where the recorders do not reach that far back.
 
-    `before`: the processor's time for each process, as it was at `since_ns`.
+    `before` is the processor's time for each process, as it was at `since_ns`.
     """
     now_ns = min((host.at_ns for host in hosts), default=0)
     members = [
@@ -113,7 +113,8 @@ def measure(
         come_ns = _everybody_there(call)
         for who, operation in call.operations.items():
             leave_ns = operation.leave_ns or now_ns
-            # who is still inside waits for somebody; of one that is over nobody knows when the others came
+            # a process that is still inside waits for others; of an operation that is over it is not known when they
+            # came
             alone_ns = operation.enter_ns if operation.leave_ns else now_ns
             spans[who].append((operation.enter_ns, min(alone_ns if come_ns is None else come_ns, leave_ns), leave_ns))
         if come_ns is None or call.kind in _ONE_WAY or call.world_size < 2 or come_ns < begin_ns:
@@ -131,7 +132,7 @@ def measure(
 
 
 def add(several: Iterable[Measured]) -> Measured | None:
-    """All the time that they cover; `stuck` is the last one's. None of none."""
+    """Return all the time that they cover; `stuck` is the last one's. It is None if there are none."""
     list_ = list(several)
     if not list_:
         return None
@@ -152,7 +153,7 @@ def add(several: Iterable[Measured]) -> Measured | None:
 
 
 def processor_times(hosts: Sequence[HostLook]) -> dict[HostPid, int]:
-    """How long a processor has worked for each process of which that is known, in nanoseconds."""
+    """Return how long a processor has worked for each process of which that is known, in nanoseconds."""
     return {
         (host.node, rank.pid): rank.processor_ns
         for host in hosts
@@ -168,12 +169,12 @@ def _with_idle(times: Times, processor_ns: int) -> Times:
 
 
 def _reaches_back(member: MemberLook) -> int:
-    """From when on all that the process did in the group is known."""
+    """Return from when on all that the process did in the group is known."""
     return member.operations[0].enter_ns if len(member.operations) >= MAX_OPERATIONS else 0
 
 
 def _match(hosts: Sequence[HostLook]) -> list[_Call]:
-    """Return the collectives, each with those who are known to have called it."""
+    """Return the collectives, each with the processes that are known to have called it."""
     calls: dict[tuple[str, int, int, int, int], _Call] = {}
     for host in hosts:
         # Groups of one name follow each other when the ranks form theirs anew: counted from the newest, hosts agree.
@@ -195,7 +196,7 @@ def _match(hosts: Sequence[HostLook]) -> list[_Call]:
 
 
 def _everybody_there(call: _Call) -> int | None:
-    """When the last one came whom the others need; None if somebody has yet to come, or nobody knows any more."""
+    """Return when the last one came whom the others need; None if one has yet to come, or it is not known any more."""
     if call.kind in _FROM_ROOT:
         for who, operation in call.operations.items():
             if operation.root == call.ranks[who]:
@@ -206,14 +207,14 @@ def _everybody_there(call: _Call) -> int | None:
 
 
 def _divide(spans: Sequence[tuple[int, int, int]], begin_ns: int, now_ns: int) -> Times:
-    """Of operations that may overlap: what they cover together, and how much of that was waiting."""
+    """Return the time of operations that may overlap: what they cover together, and how much of that was waiting."""
     busy = _length([(enter, leave) for enter, _, leave in spans], begin_ns, now_ns)
     waiting = _length([(enter, come) for enter, come, _ in spans], begin_ns, now_ns)
     return Times(max(0, now_ns - begin_ns), waiting, busy - waiting)
 
 
 def _length(intervals: Iterable[tuple[int, int]], begin_ns: int, end_ns: int) -> int:
-    """Of the union of `intervals`, between two times."""
+    """Return the length of the union of `intervals`, between two times."""
     total, reached = 0, begin_ns
     for start, stop in sorted(intervals):
         start, stop = max(start, reached), min(stop, end_ns)
@@ -224,7 +225,7 @@ def _length(intervals: Iterable[tuple[int, int]], begin_ns: int, end_ns: int) ->
 
 
 def _find_stuck(hosts: Sequence[HostLook], calls: Sequence[_Call], now_ns: int) -> Stuck | None:
-    """Return the operation in which somebody waits longest for others."""
+    """Return the operation in which a process waits longest for others."""
     living = {(host.node, rank.pid) for host in hosts for rank in host.ranks}
     longest: Stuck | None = None
     for call in calls:

@@ -11,10 +11,10 @@ from phalanx.diagnostics.progress_page import Track
 from phalanx.inspect.top.look import HostLook, Operation, RankLook
 from phalanx.inspect.top.times import HostPid, Measured, Times
 
-RECENT_NS = 10_000_000_000  # what "per second" is taken over
-_OFTEN = 0.5  # of the operations a rank must come last to, to be called the slowest
-_FEW = 5  # operations say nothing about who is slow
-_COSTLY = 0.01  # of the time
+RECENT_NS = 10_000_000_000  # "per second" is taken over this time
+_OFTEN = 0.5  # a rank must come last to this part of the operations, to be called the slowest
+_FEW = 5  # so few operations say nothing about which rank is slow
+_COSTLY = 0.01  # so much of the time is worth a remark
 _STUCK_NS = 1_000_000_000
 
 COMMITTED, COUNTED, ROUNDS = "phalanx.elastic.State", "phalanx.progress", "rounds of gradients"
@@ -22,7 +22,7 @@ COMMITTED, COUNTED, ROUNDS = "phalanx.elastic.State", "phalanx.progress", "round
 
 @dataclass(frozen=True)
 class Pace:
-    """It says how far a rank is. `steps_of` is who counts: State, progress, or only the recorder of DDP's rounds."""
+    """It says how far a rank is. `steps_of` is what counts: State, progress, or only the recorder of DDP's rounds."""
 
     steps_of: str
     step: int
@@ -168,7 +168,7 @@ def _view_rank(host: HostLook, rank: RankLook, measured: Measured | None) -> Ran
 
 
 def _shares(times: Times | None) -> tuple[float | None, float | None, float | None, float | None]:
-    """How much of the time went into computing, idling, waiting and communicating; together 1."""
+    """Return how much of the time went into computing, idling, waiting and communicating; together they are 1."""
     if times is None or times.span_ns <= 0:
         return None, None, None, None
     waiting, moving = times.waiting_ns / times.span_ns, times.moving_ns / times.span_ns
@@ -180,7 +180,7 @@ def _shares(times: Times | None) -> tuple[float | None, float | None, float | No
 
 
 def _position(operations: Sequence[Sequence[Operation]], now_ns: int) -> Position:
-    """In which operation the rank is, the one that it entered last, or which it left last."""
+    """Return in which operation the rank is, the one that it entered last, or which it left last."""
     last = [operations_[-1] for operations_ in operations]
     if not last:
         return Position()
@@ -215,20 +215,22 @@ def _pace(rank: RankLook, operations: Sequence[Sequence[Operation]], now_ns: int
 
 
 def _recent(times: Sequence[int], now_ns: int) -> int:
-    """From which of `times`, oldest first, on the pace is taken; two of them at least, if there are."""
+    """Return from which of `times`, oldest first, on the pace is taken; there are at least two of them, if there are
+    two.
+    """
     begin = next((i for i, at in enumerate(times) if at >= now_ns - RECENT_NS), len(times))
     return max(0, min(begin, len(times) - 2))
 
 
 def _span_ns(times: Sequence[int], now_ns: int) -> int:
-    """Return what so many steps took; with the time since the last one, if it is longer than usual."""
+    """Return what so many steps took; the time since the last one counts if it is longer than usual."""
     took_ns = times[-1] - times[0]
     since_ns = now_ns - times[-1]
     return took_ns + since_ns if since_ns * (len(times) - 1) > 3 * took_ns else took_ns
 
 
 def _rate(times: Sequence[int], now_ns: int) -> float | None:
-    """Events per second; None if there were fewer than two."""
+    """Return events per second; None if there were fewer than two."""
     times = times[_recent(times, now_ns) :]
     if len(times) < 2 or times[-1] <= times[0]:
         return None
@@ -243,7 +245,7 @@ def _samples_per_s(track: Track, now_ns: int) -> float | None:
 
 
 def _pace_of_job(paces: Sequence[Pace]) -> Pace | None:
-    """Of all ranks together: a step is done when all have done it; samples are those of all."""
+    """Return the pace of all ranks together: a step is done when all have done it; samples are those of all."""
     if not paces:
         return None
     behind = min(paces, key=lambda pace: pace.step)
@@ -259,7 +261,7 @@ def _pace_of_job(paces: Sequence[Pace]) -> Pace | None:
 
 
 def left_s(pace: Pace | None) -> float | None:
-    """Seconds until the loop's end at this pace; None if it cannot be known."""
+    """Return the seconds until the loop's end at this pace; None if it cannot be known."""
     if pace is None or not pace.total_steps or not pace.steps_per_s:
         return None
     return max(0, pace.total_steps - pace.step) / pace.steps_per_s

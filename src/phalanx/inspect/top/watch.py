@@ -53,7 +53,9 @@ class Watch:
         return view(hosts, add(measured for _, measured in self._measured), notes)
 
     def look_once(self) -> JobView:
-        """Look several times: processors are measured between looks, and recorders may hold a moment only."""
+        """Return the job after several looks: processors are measured between looks, and recorders may hold a moment
+        only.
+        """
         seen = self.look()
         for number in range(_MORE_LOOKS):
             is_long = seen.span_s * 1e9 >= _ENOUGH_NS and number >= _LEAST_MORE_LOOKS
@@ -64,7 +66,7 @@ class Watch:
         return seen
 
     def has_ended(self) -> bool:
-        """Whether the command that ran the job is gone."""
+        """Return whether the command that ran the job is gone."""
         return self.job not in find_jobs(COMMAND) or not os.path.exists(f"/proc/{self.job.pid}")
 
 

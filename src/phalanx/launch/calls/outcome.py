@@ -23,7 +23,7 @@ class Outcome:
 
     @property
     def failed(self) -> bool:
-        """Whether the rank did anything but return."""
+        """Return whether the rank did anything but return."""
         return bool(self.text)
 
 

@@ -74,8 +74,8 @@ def take_over(data: bytes) -> None:
     linecache.cache.update(surroundings["lines"])
     main = sys.modules["__main__"]
     for name in [name for name in vars(main) if not name.startswith("__")]:
-        delattr(main, name)  # those of our own `__main__`
-    # What the ranks start by spawning (DataLoader workers) runs the caller's script again, as in the caller.
+        delattr(main, name)  # these are names of our own `__main__`
+    # Processes that the ranks spawn (DataLoader workers) run the caller's script again, as in the caller.
     main.__spec__ = None
     main.__file__ = surroundings["main_file"]
     if main.__file__ is None:
@@ -84,7 +84,7 @@ def take_over(data: bytes) -> None:
 
 def show_in_main(fn: Callable[..., Any]) -> None:
     """Put the names that `fn` brought into `__main__`, so that plain pickle finds its classes (`all_gather_object`)."""
-    fn = getattr(fn, "__func__", getattr(fn, "func", fn))  # of a bound method, of a partial
+    fn = getattr(fn, "__func__", getattr(fn, "func", fn))  # it looks inside a bound method, and a partial
     if getattr(fn, "__module__", None) == "__main__":
         main = vars(sys.modules["__main__"])
         main.update({k: v for k, v in getattr(fn, "__globals__", {}).items() if not k.startswith("__")})

@@ -42,7 +42,7 @@ def run(folder: str) -> None:
 
 def _run(rank: int, folder: str) -> None:
     path = outcome_path(folder, rank)
-    path.unlink(missing_ok=True)  # of an attempt before this one
+    path.unlink(missing_ok=True)  # it may be left of an attempt before this one
     try:
         payload.take_over(surroundings_path(folder).read_bytes())
         fn, args, kwargs = payload.decode(payload_path(folder).read_bytes())

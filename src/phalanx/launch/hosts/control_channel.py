@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from phalanx.coordination.service import Service
 
 FIRST = 0  # the first host's member: it joins before anybody else can
-_POST_S = 5.0  # of one try; while the link is cut the next one follows
+_POST_S = 5.0  # one try takes so long; while the link is cut the next one follows
 MAX_WAITING_BYTES = 1 << 20
 _MAX_BATCH, _MAX_BATCH_BYTES = 64, 1 << 18  # messages to one member that travel together
 _KEY = -2  # in place of a member: the bytes are a key and its value
 
 
-# What makes no sense in what another process has sent: it is as if it had not come.
+# A message that makes no sense counts as if it had not come.
 MALFORMED = (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
 
 
@@ -53,7 +53,7 @@ class Change:
 
     kind: str
     member: int
-    facts: dict[str, Any]  # of one that has joined
+    facts: dict[str, Any]  # the facts of one that has joined
     why: str
 
 
@@ -83,8 +83,8 @@ class ControlChannel:
         self._redirects = 0  # how often another coordinator has taken over
         self._is_held = False
         self.notices = notices or Notices()
-        self._queue: deque[tuple[int, bytes]] = deque()  # without words: expel that member
-        self._num_sending = 1  # of them, the first ones
+        self._queue: deque[tuple[int, bytes]] = deque()  # a message without words means to expel that member
+        self._num_sending = 1  # so many of them, the first ones, are being sent
         self._lock = threading.Condition()
         self._waiting_bytes = 0
         self._is_closing = False
@@ -106,7 +106,7 @@ class ControlChannel:
 
     @property
     def full(self) -> bool:
-        """Whether so much is still to be sent that nothing more should be printed."""
+        """Return whether so much is still to be sent that nothing more should be printed."""
         return self._waiting_bytes > MAX_WAITING_BYTES
 
     def put(self, member: int, kind: str, **body: Any) -> None:
@@ -142,7 +142,7 @@ class ControlChannel:
 
     @property
     def has_more(self) -> bool:
-        """Whether `take` has something that was given back."""
+        """Return whether `take` has something that was given back."""
         return bool(self._given_back)
 
     def take(self) -> list[ControlMessage | Change]:
@@ -199,7 +199,7 @@ class ControlChannel:
 
     @property
     def is_counted_out(self) -> bool:
-        """Whether the coordinator itself has said that this host is no member any more."""
+        """Return whether the coordinator itself has said that this host is no member any more."""
         return self._client.is_counted_out
 
     def redirect(self, first: int, address: Address, epoch: bytes, timeout_s: float) -> None:
@@ -232,7 +232,7 @@ class ControlChannel:
 
     @property
     def is_over(self) -> bool:
-        """Whether the coordinator has ended, as far as can be seen. Slow."""
+        """Return whether the coordinator has ended, as far as can be seen. This is slow."""
         return self._client.is_over()
 
     def flush(self, timeout_s: float) -> bool:

@@ -51,11 +51,11 @@ class Departure:
 
     @property
     def has_left(self) -> bool:
-        """Whether this host is in the job no more, and another one is to lead."""
+        """Return whether this host is in the job no more, and another one is to lead."""
         return self._stage == "left"
 
     def has_let_go(self, pid: int) -> bool:
-        """Whether the others go on without this process of a rank of this host."""
+        """Return whether the others go on without this process of a rank of this host."""
         return pid in self._processes
 
     def ask(self, attempt: Attempt) -> bool:
@@ -114,7 +114,9 @@ class Departure:
         attempt.on_signal(signal.SIGTERM)
 
     def _may_hand_over(self, attempt: Attempt) -> bool:
-        """Whether nothing is needed of this host any more: its ranks have ended, and the others train without them."""
+        """Return whether nothing is needed of this host any more: its ranks have ended, and the others train without
+        them.
+        """
         if self._processes - attempt.ranks.processes.lost_ns.keys() or not self._guard.has_standbys:
             return False
         return self._elastic.is_waiting or self._elastic.is_regrouped

@@ -44,7 +44,7 @@ class Arrival:
 
     @property
     def is_ready(self) -> bool:
-        """Whether all its ranks have come as far as training."""
+        """Return whether all its ranks have come as far as training."""
         return len(self.members) == self.seats.num_seats and all(member.joined for member in self.members.values())
 
 
@@ -65,7 +65,7 @@ class ElasticHosts(Elastic):
         self.spares: dict[int, Candidate] = {}  # by number, in the order of coming
         self.arrivals: dict[int, Arrival] = {}
         self._untried: set[int] = set()  # hosts that are new in this generation, in which no rank is yet
-        self._tries = 0  # in vain, with them
+        self._tries = 0  # how many tries with them were in vain
         self._waits_since: float | None = None
         self._waits_for = ""
 
@@ -93,13 +93,13 @@ class ElasticHosts(Elastic):
 
     @property
     def is_regrouped(self) -> bool:
-        """Whether all ranks have come to the newest generation, and none is on its way."""
+        """Return whether all ranks have come to the newest generation, and none is on its way."""
         number = self.generation.number
         return not self._forking and all(member.generation == number for member in self.members.values())
 
     @property
     def is_waiting(self) -> bool:
-        """Whether too few are left, and hosts are awaited."""
+        """Return whether too few are left, and hosts are awaited."""
         return self._waits_since is not None and self.ended is None
 
     def on_started(self, seat: int, pid: int) -> None:
@@ -121,7 +121,7 @@ class ElasticHosts(Elastic):
                 self._tries = 0
             if kind in ("regrouped", "elastic"):
                 actions += self._take_in_arrivals(now)
-            if kind == "elastic":  # from now on, perhaps, there is something to come to
+            if kind == "elastic":  # from now on there may be something to come to
                 actions += self._use_spares(now)
             return actions
         member = arrival.members.get(seat)
@@ -238,7 +238,7 @@ class ElasticHosts(Elastic):
         return None if member is None else member.pid
 
     def is_arriving(self, seat: int) -> bool:
-        """Whether the rank in this seat has yet to be taken in."""
+        """Return whether the rank in this seat has yet to be taken in."""
         return self._arrival_of(seat) is not None
 
     def _arrival_of(self, seat: int) -> Arrival | None:
@@ -265,7 +265,7 @@ class ElasticHosts(Elastic):
             del self.spares[candidate.member]
             seats = self._find_seats(candidate)
             self.arrivals[candidate.member] = Arrival(seats)
-            # As it would be if it were taken in now: its ranks need numbers to start with.
+            # It is as it would be if it were taken in now: its ranks need numbers to start with.
             generation = plan_generation(self.generation.number + 1, self._with_arrivals())
             actions.append(PrepareHost(seats, BeginGeneration(generation, (), ())))
         return actions
@@ -339,7 +339,7 @@ class ElasticHosts(Elastic):
             self.next_due = limit if self.next_due is None else min(self.next_due, limit)
 
     def _describe_loss(self, lost: list[LostRank], forked: set[int], without_loss: str) -> str:
-        host_losses = [each for each in lost if each.host]  # of which it was said
+        host_losses = [each for each in lost if each.host]  # of these a host was said
         rest = [each for each in lost if not each.host]
         if rest or not (host_losses or without_loss):
             return super()._describe_loss(rest, forked, without_loss)

@@ -16,7 +16,7 @@ _ANSWER_S = 2.0
 
 
 def is_etcd(address: str) -> bool:
-    """Whether an address is that of an etcd: etcd://HOST:PORT, or etcds:// with TLS."""
+    """Return whether an address is that of an etcd: etcd://HOST:PORT, or etcds:// with TLS."""
     return address.partition("://")[0] in _SCHEMES
 
 

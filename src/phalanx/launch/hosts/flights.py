@@ -44,7 +44,7 @@ def merge_logs(logs: Sequence[GroupLog]) -> list[GroupLog]:
         if known is None:
             merged[log.name, log.world_size] = log
         elif {rank.rank for rank in known.ranks} & {rank.rank for rank in log.ranks}:
-            apart.append(log)  # two groups of one name, one after the other
+            apart.append(log)  # they are two groups of one name, one after the other
         else:
             ranks = sorted((*known.ranks, *log.ranks), key=lambda rank: rank.rank)
             merged[log.name, log.world_size] = replace(known, ranks=tuple(ranks))

@@ -57,7 +57,7 @@ class FollowedSuccession:
         self._host_timeout_s = host_timeout_s
         self.store = store
         self._on_redirected = on_redirected
-        self._lost = channel.first  # who led until now
+        self._lost = channel.first  # the member that led until now
         self._why = ""
         self._early: list[Change | ControlMessage] = []  # what has come during the election
         self._take_over: TakeOver | None = None
@@ -70,7 +70,7 @@ class FollowedSuccession:
 
     @property
     def is_electing(self) -> bool:
-        """Whether it is not decided yet who leads."""
+        """Return whether it is not decided yet who leads."""
         return self._successor.is_electing or self._take_over is not None
 
     def take(self, message: Change | ControlMessage) -> bool:

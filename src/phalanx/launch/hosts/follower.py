@@ -65,12 +65,12 @@ class FollowerSupervision(Supervision):
         return tuple(rank for rank in self.place.ranks if self.is_running(rank))
 
     def is_running(self, rank: int) -> bool:
-        """Whether this rank is one of this host's, and has not ended."""
+        """Return whether this rank is one of this host's, and has not ended."""
         return rank in self.place.ranks and rank not in self.exits and rank not in self.abandoned
 
     @property
     def finished(self) -> bool:
-        """Whether no rank is left, and none will be: what an elastic job has lost may be started again."""
+        """Return whether no rank is left, and none will be: what an elastic job has lost may be started again."""
         is_replaced = self.is_elastic and self.phase == "running" and not self.leaves
         awaits_orders = is_replaced and any(end.status for end in self.exits.values())
         return not self.running and not awaits_orders
@@ -148,7 +148,7 @@ class FollowerSupervision(Supervision):
 
 
 def tells_first_lost(change: Change, first: int) -> bool:
-    """Whether this host and the first one, which is member `first`, are not in one job any more."""
+    """Return whether this host and the first one, which is member `first`, are not in one job any more."""
     return change.kind in ("unreachable", "expelled") or (change.member == first and change.kind in ("left", "lost"))
 
 
@@ -298,7 +298,7 @@ class FollowerLink(HostLink):
             if not self.supervision.abandoned_by:
                 with contextlib.suppress(OSError):  # a folder that nobody may write to any more
                     os.unlink(os.path.join(folder, RANKS, name))
-        with contextlib.suppress(OSError):  # not empty, or shared
+        with contextlib.suppress(OSError):  # the folder is not empty, or shared
             os.rmdir(os.path.join(folder, RANKS))
         host, speed = socket.gethostname(), measure_copy_speed()
         self._channel.put(self._channel.first, "report host", attempt=self._number, host=host, copy_bytes_per_s=speed)

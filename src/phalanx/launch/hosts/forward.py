@@ -14,7 +14,7 @@ class Forward:
 
     def __init__(self) -> None:
         self._channel: ControlChannel | None = None
-        self._display: Display | None = None  # of this host, once it leads the job
+        self._display: Display | None = None  # the display of this host, once it leads the job
         self.attempt = 0
         self._items: list[list[Any]] = []  # rank, stream, lines, status, whether it was the last of both streams
         self._shown: dict[tuple[int, int], bytes] = {}
@@ -25,7 +25,7 @@ class Forward:
 
     @property
     def full(self) -> bool:
-        """Whether so much is still to be sent that the ranks should wait."""
+        """Return whether so much is still to be sent that the ranks should wait."""
         if self._display is not None:
             return self._display.full
         return self._channel is not None and self._channel.full

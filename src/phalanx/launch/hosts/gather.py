@@ -65,8 +65,8 @@ class Gathering:
         self._port = port
         self._joined_hosts: dict[int, JoinedHost] = {}  # in the order of coming
         self._trial = 0
-        self._ports: dict[int, tuple[int, str]] = {}  # of this trial: where each member answers; 0, and why it does not
-        self._results: dict[int, dict[int, str]] = {}  # of this trial: member -> node -> what came back
+        self._ports: dict[int, tuple[int, str]] = {}  # where each member answers in this trial; 0, and why it does not
+        self._results: dict[int, dict[int, str]] = {}  # member -> node -> what came back in this trial
         self._tried: set[int] = set()  # the members that this trial is about
         self._gone: set[int] = set()  # the members that have gone since it began
         self._peers: PeerHosts | None = None
@@ -130,7 +130,7 @@ class Gathering:
 
     @property
     def has_left(self) -> bool:
-        """Whether this host has left the job, which goes on under the lead of another one."""
+        """Return whether this host has left the job, which goes on under the lead of another one."""
         return self._link is not None and self._link.has_left
 
     def end(self, code: int, why: str) -> None:
@@ -155,7 +155,7 @@ class Gathering:
 
     @property
     def _own(self) -> HostFacts:
-        # What leads here for the others is what they are to use; of several, the first to come knows best.
+        # The hosts use the address that leads here; of several, the first host to come knows best.
         reached = (joined_host.reached for joined_host in self._joined_hosts.values())
         address = next(reached, self._advertised[0].address)
         settings = self._plan.settings
@@ -202,7 +202,7 @@ class Gathering:
 
     @property
     def _is_inviting(self) -> bool:
-        """Whether others can only know from us where to come."""
+        """Return whether others can only know from us where to come."""
         return not self._rendezvous.endpoint or self._rendezvous.endpoint.startswith(":")
 
     def _invite(self, count: int) -> str:

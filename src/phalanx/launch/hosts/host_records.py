@@ -13,7 +13,7 @@ from phalanx.launch.hosts.flights import logs_from_json, merge_logs
 if TYPE_CHECKING:
     from phalanx.agent.attempt import Attempt
 
-KINDS = ("flight", "rank file", "report host")  # of the messages that it takes
+KINDS = ("flight", "rank file", "report host")  # the kinds of messages that it takes
 
 
 class HostRecords:

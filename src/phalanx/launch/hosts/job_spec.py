@@ -12,10 +12,10 @@ from phalanx.agent.settings import Settings
 from phalanx.agent.target import Kind, Target
 from phalanx.output.streams import Streams
 
-KEY = "launch/job_spec"  # where it lies in the coordinator's store
+KEY = "launch/job_spec"  # the key under which it lies in the coordinator's store
 VERSION = 1
 
-# Of the first host's environment these go to the ranks of all hosts, where a host does not set them itself.
+# These variables of the first host go to the ranks of all hosts, where a host does not set them itself.
 _PASSED = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "PYTHONHASHSEED", "PYTHONPATH", "GLIBC_TUNABLES")
 _PASSED_PREFIXES = ("NCCL_", "TORCH_", "PYTORCH_")
 _OF_ONE_HOST = ("NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_TOPO_FILE", "TORCH_HOME")

@@ -295,7 +295,7 @@ class _Followed:
                 order = self._read(message)
                 if first != self._channel.first:
                     return  # the rest was said by the host that is lost
-                if order is not None:  # what has come behind it is for the ranks that it starts
+                if order is not None:  # messages after it are for the ranks that it starts
                     self._channel.give_back(messages[number + 1 :])
                     orders.append(order)
                     return

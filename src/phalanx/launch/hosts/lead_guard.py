@@ -45,7 +45,7 @@ class LeadGuard:
 
     @property
     def is_begun(self) -> bool:
-        """Whether another host may take over."""
+        """Return whether another host may take over."""
         return self._succession is not None
 
     def begin(self, seating: Seating) -> None:
@@ -65,11 +65,11 @@ class LeadGuard:
 
     @property
     def has_standbys(self) -> bool:
-        """Whether another host takes over when this one is lost."""
+        """Return whether another host takes over when this one is lost."""
         return self._succession is not None and self._succession.has_standbys
 
     def may_go_on_with(self, num_others: int) -> bool:
-        """Whether one of so many other hosts could lead them."""
+        """Return whether one of so many other hosts could lead them."""
         return 1 + num_others + (self._witness is not None) >= FEWEST_VOTERS and num_others > 0
 
     def hand_over(self) -> None:

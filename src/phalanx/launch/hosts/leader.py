@@ -253,12 +253,12 @@ class LeaderLink(HostLink):
         return signum == signal.SIGTERM and self._departure.ask(self._attempt)
 
     def has_let_go(self, pid: int) -> bool:
-        """Whether the others go on without this process of a rank of this host, which leaves."""
+        """Return whether the others go on without this process of a rank of this host, which leaves."""
         return self._departure.has_let_go(pid)
 
     @property
     def has_left(self) -> bool:
-        """Whether this host is in the job no more, and another one is to lead."""
+        """Return whether this host is in the job no more, and another one is to lead."""
         return self._departure.has_left
 
     def sweep(self) -> None:
@@ -272,7 +272,7 @@ class LeaderLink(HostLink):
 
     @property
     def is_swept(self) -> bool:
-        """Whether no process of the job is left on any other host that is still there."""
+        """Return whether no process of the job is left on any other host that is still there."""
         return self.has_left or all(node.facts.member in self._swept_hosts for node in self._peers.present)
 
     def ask_for_stacks(self, request: Request) -> None:
@@ -337,7 +337,7 @@ class LeaderLink(HostLink):
             is_spare = self._attempt.state.phase == "running" and self._elastic.active
             self._late.tell(change.member, is_spare=is_spare)
             self._peers.channel.put(change.member, "standbys", addresses=self._guard.polling_places)
-        elif change.kind in ("expelled", "unreachable"):  # of ourselves: the coordinator's thread has ended
+        elif change.kind in ("expelled", "unreachable"):  # it is about ourselves: the coordinator's thread has ended
             for member in list(self._peers.others):
                 self._lose(member, f"the coordinator on this host has failed: {change.why}")
 
@@ -395,7 +395,7 @@ class LeaderLink(HostLink):
             self._lose_now(member, why)
 
     def _lose_now(self, member: int, why: str) -> None:
-        self._attempt.hear_ranks()  # first, as in on_exit
+        self._attempt.hear_ranks()  # this comes first, as in on_exit
         node = self._peers.lose(member, why)
         now = time.monotonic()
         if node is None:

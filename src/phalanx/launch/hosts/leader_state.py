@@ -29,7 +29,7 @@ class LeaderState:
     num_replaced: int
     max_replacements: int | None
     losses: tuple[LostRank, ...]
-    pids: dict[int, int]  # of the processes that there were, by seat
+    pids: dict[int, int]  # the processes that there were, by seat
 
     def to_bytes(self) -> bytes:
         """Return it as bytes for the store."""

@@ -29,7 +29,7 @@ class PeerHosts:
         self.others = {node.facts.member: node for node in nodes if node is not own}
         self.lost: dict[int, str] = {}  # member -> why
         self.late: dict[int, Change] = {}  # by member: hosts that have joined since, and are still there
-        self.taken_in: dict[int, Change] = {}  # of these, those that an elastic job has taken in
+        self.taken_in: dict[int, Change] = {}  # the ones of these that an elastic job has taken in
 
     @property
     def own_and_present(self) -> list[Node]:

@@ -35,7 +35,7 @@ from phalanx.deadline import Deadline
 
 _NONCE_BYTES = 32
 _ANSWER_S = 2.0
-_MOST_TARGETS = 32  # that a host tries; of more hosts it tries some
+_MOST_TARGETS = 32  # a host tries so many; of more hosts it tries some
 _MAX_CONNECTIONS = 128  # at a time; beyond that the oldest is sent away
 TRY_S = 5.0
 
@@ -131,7 +131,7 @@ def choose_targets(node: int, nodes: Sequence[int]) -> set[int]:
 
 
 def check_own(address: str) -> None:
-    """Whether a port can be opened at `address`: whether it is one of this host's.
+    """Return whether a port can be opened at `address`: whether it is one of this host's.
 
     Raises:
         OSError: it cannot.

@@ -54,7 +54,7 @@ def run_with_other_hosts(plan: JobPlan, zygote: ZygoteProcess, signals: int, joi
 
 
 def decide_lead(rendezvous: Rendezvous) -> bool:
-    """Whether this host is the first."""
+    """Return whether this host is the first."""
     if rendezvous.leads is not None:
         return rendezvous.leads
     return is_own(split_endpoint(rendezvous.endpoint, 0)[0])

@@ -25,9 +25,9 @@ from phalanx.launch.hosts.succession_message import config_to_json, reply_from_j
 from phalanx.launch.hosts.witness import WITNESS
 from phalanx.launch.hosts.witness_calls import WitnessCalls
 
-FEWEST_VOTERS = 3  # of two none is a majority without the first
+FEWEST_VOTERS = 3  # of two voters, neither is a majority without the first host
 _MOST_STANDBYS = 2
-_NOTHING: Stamp = ((0, -1), -1)  # before every config
+_NOTHING: Stamp = ((0, -1), -1)  # it comes before every config
 _ASK_AGAIN_S = 5.0  # after which a host that held the others up may stand by again
 _AGAIN_S = 0.3  # after which a proposal is repeated to those that have not answered
 
@@ -54,9 +54,10 @@ class Succession:
         self._primary = primary or Primary(Config.begin(channel.member))
         self._voter = voter or Voter(channel.member)
         self._witness = witness
-        self._wanted: tuple[int, ...] = tuple(sorted(self._primary.committed.newest_voters))  # in the order of hosts
-        self._tickets: dict[int, bytes] = {}  # of the standbys that were asked
-        self._addresses: dict[int, str] = {}  # of those that follow
+        # they are in the order of hosts
+        self._wanted: tuple[int, ...] = tuple(sorted(self._primary.committed.newest_voters))
+        self._tickets: dict[int, bytes] = {}  # the tickets of the standbys that were asked
+        self._addresses: dict[int, str] = {}  # the addresses of those that follow
         self._stalled: Mailbox[bytes] = Mailbox()
         self._proposed_at = 0.0
         self._accepted: dict[int, Stamp] = {}  # by host: the newest config that it is known to have accepted
@@ -74,7 +75,7 @@ class Succession:
 
     @property
     def is_deposed(self) -> bool:
-        """Whether the hosts have agreed on another leader."""
+        """Return whether the hosts have agreed on another leader."""
         return self._primary.deposed_by is not None
 
     def take_standbys(self) -> tuple[int, ...] | None:
@@ -90,7 +91,7 @@ class Succession:
 
     @property
     def has_standbys(self) -> bool:
-        """Whether a host takes over if this one is lost, and all hosts know which one."""
+        """Return whether a host takes over if this one is lost, and all hosts know which one."""
         config = self._primary.committed
         return not config.is_joint and bool(config.standbys) and not self._find_behind(config)
 
@@ -100,7 +101,7 @@ class Succession:
         return tuple(address for _, address in self._primary.committed.addresses)
 
     def has_left(self, member: int) -> bool:
-        """Whether a majority has agreed to go on without this host, if it had a vote."""
+        """Return whether a majority has agreed to go on without this host, if it had a vote."""
         return member not in self._primary.committed.newest_voters
 
     def describe_lack(self) -> str:

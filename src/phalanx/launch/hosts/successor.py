@@ -106,11 +106,11 @@ class Successor:
         self._key = key
         self._own = own
         self._host_timeout_s = host_timeout_s
-        self._lock = threading.Lock()  # of the vote
+        self._lock = threading.Lock()  # it guards the vote
         self._voter = Voter(channel.member)
         self._standby: Standby | None = None
         self._standby_term: Term | None = None
-        self._witness: Witness | None = None  # of the job, once this host stands by
+        self._witness: Witness | None = None  # the witness of the job, once this host stands by
         self._place: Service | None = None  # the polling place
         self._polling_places: tuple[str, ...] = ()  # of the standbys, for a host that has no vote
         self._num_asked = 0
@@ -175,7 +175,7 @@ class Successor:
 
     @property
     def may_elect(self) -> bool:
-        """Whether the hosts could agree on another leader, as far as this one knows."""
+        """Return whether the hosts could agree on another leader, as far as this one knows."""
         config = self._voter.newest
         return config is not None and self._channel.member in config.voters and bool(config.addresses)
 

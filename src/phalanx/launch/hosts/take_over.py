@@ -53,7 +53,7 @@ class TakeOver:
         self._channel = channel
         self._states: dict[int, HostState] = {}
         self._others = {node.facts.member for node in state.nodes} - {channel.member, lost}
-        self._later: list[Change | ControlMessage] = []  # for the link of the leader
+        self._later: list[Change | ControlMessage] = []  # they are for the link of the leader
 
     def hear(self, message: Change | ControlMessage) -> None:
         """Hear what comes while hosts say what their ranks do."""
@@ -69,7 +69,7 @@ class TakeOver:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all have said it, or are lost."""
+        """Return whether all have said it, or are lost."""
         return self._others <= self._states.keys()
 
     def begin(

@@ -22,7 +22,7 @@ from phalanx.launch.hosts.succession_message import config_from_json, config_to_
 from phalanx.launch.hosts.witness_register import Register, open_register
 
 WITNESS = -2  # its number among the voters, which no member has
-_MOST_TRIES = 100  # of a step between two steps of others
+_MOST_TRIES = 100  # a step between two steps of others is tried so often
 
 
 class Witness:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def tensors_in(value: object) -> Iterator[Tensor]:
-    """Every tensor in `value`, in order."""
+    """Yield every tensor in `value`, in order."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
@@ -22,7 +22,7 @@ def tensors_in(value: object) -> Iterator[Tensor]:
 
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
-    """`value` with `function(tensor)` in the place of each tensor; containers are new, everything else is shared."""
+    """Return `value` with `function(tensor)` in place of each tensor; containers are new, everything else is shared."""
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, (tuple, list)):

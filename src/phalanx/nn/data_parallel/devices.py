@@ -12,9 +12,9 @@ DeviceId = int | str | torch.device
 
 
 def decide_replicas(device_ids: int | Sequence[DeviceId] | None, num_threads: int) -> list[torch.device]:
-    """One CPU device per replica: as many as `device_ids` says, or names; one per intra-op thread if it is None.
+    """Return one CPU device per replica: as many as `device_ids` says, or names; one per intra-op thread if it is None.
 
-    Numbers are PyTorch's names for accelerators. Where there is none, each stands for one more replica.
+    Numbers are PyTorch's names for accelerators. On a machine without one, each stands for one more replica.
 
     Raises:
         ValueError: there would be no replica, or a device is not the CPU.
@@ -36,14 +36,16 @@ def check_output_device(output_device: DeviceId | None) -> None:
     """Refuse an output device that is not the CPU, where replicas are threads.
 
     Raises:
-        ValueError: it is another one.
+        ValueError: it is another device.
     """
     if output_device is not None:
         _check_cpu("output_device", output_device)
 
 
 def name_accelerators(device_ids: int | Sequence[DeviceId] | None, output_device: DeviceId | None) -> bool:
-    """Whether the arguments mean accelerators, on a machine that has one: all but those that name the CPU do."""
+    """Return whether the arguments mean accelerators, on a machine that has one: all do, except those that name the
+    CPU.
+    """
     if isinstance(device_ids, int):
         return False  # a number of replicas, which is not in PyTorch's interface
     named = [*(device_ids or ()), *(() if output_device is None else (output_device,))]

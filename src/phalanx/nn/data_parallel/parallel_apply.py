@@ -31,7 +31,7 @@ _keeps_graph: Any = find(
     loses="a backward through phalanx.nn.DataParallel keeps its graph",
     instead=lambda: True,
 )
-# Where the count is not known, a storage is taken for shared, and copied.
+# If the count is not known, a storage is taken for shared, and copied.
 _storage_use_count: Any = find(
     "torch._C._storage_Use_Count", loses="phalanx.nn.DataParallel copies gradients", instead=lambda storage: 3
 )
@@ -83,7 +83,7 @@ def _call(replicas: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Sequence
 
 
 class _Graph:
-    """It is one replica's part of a step: from its leaves to its outputs."""
+    """A graph is one replica's part of a step: from its leaves to its outputs."""
 
     def __init__(self, leaves: list[Tensor], arguments: list[Tensor], outputs: list[Tensor]) -> None:
         self._leaves = leaves
@@ -116,7 +116,7 @@ class _Join(torch.autograd.Function):
         """Run all graphs backward, side by side.
 
         Raises:
-            RuntimeError: called with create_graph=True.
+            RuntimeError: it was called with create_graph=True.
         """
         if torch.is_grad_enabled():
             raise RuntimeError(
@@ -151,5 +151,5 @@ def _add(gradients: Sequence[Tensor | None]) -> Tensor | None:
 
 
 def _is_shared(tensor: Tensor) -> bool:
-    """Whether the storage has another holder than `tensor` and the object that asks for it."""
+    """Return whether the storage has another holder than `tensor` and the object that asks for it."""
     return bool(_storage_use_count(tensor.untyped_storage()._cdata) > 2)

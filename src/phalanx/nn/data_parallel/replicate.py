@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 
 def replicate(module: nn.Module, num_replicas: int) -> list[nn.Module]:
-    """`num_replicas` modules with the hooks and attributes of `module`, each with submodules of its own.
+    """Return `num_replicas` modules with the hooks and attributes of `module`, each with submodules of its own.
 
     Parameters share the memory of the module's; where gradients are wanted each replica has leaves of its own in it.
     Replica 0 has the module's buffers, the others have copies. What is tied stays tied.
@@ -36,7 +36,7 @@ def replicate(module: nn.Module, num_replicas: int) -> list[nn.Module]:
 
 
 def trained_tensors(module: nn.Module) -> list[Tensor]:
-    """Return what backward reaches, each once: the same order for a module and its replicas."""
+    """Return what backward reaches, each tensor once: the order is the same for a module and its replicas."""
     return [tensor for tensor in (*module.parameters(), *module.buffers()) if tensor.requires_grad]
 
 

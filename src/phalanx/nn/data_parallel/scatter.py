@@ -10,7 +10,8 @@ from phalanx.nn.data_parallel.containers import map_tensors, tensors_in
 
 
 def scatter(value: Any, num_replicas: int, dim: int) -> list[Any]:
-    """`value` once for each replica, with a part of each tensor in the tensor's place; at most `num_replicas`.
+    """Return `value` once for each replica, with a part of each tensor in the tensor's place; at most `num_replicas`
+    times.
 
     Tensors are cut along `dim` as `torch.chunk` cuts them: into equal parts, the last one perhaps smaller, and into
     fewer parts than there are replicas when the batch is too small. Tuples, lists and dicts are copied; everything
@@ -22,7 +23,7 @@ def scatter(value: Any, num_replicas: int, dim: int) -> list[Any]:
         ValueError: a tensor has no dimension `dim`, or tensors come in different numbers of parts.
     """
     parts: dict[int, tuple[Tensor, ...]] = {}
-    shapes: dict[int, tuple[int, ...]] = {}  # by number of parts, one example
+    shapes: dict[int, tuple[int, ...]] = {}  # one example by number of parts
     for tensor in tensors_in(value):
         if not -tensor.dim() <= dim < tensor.dim():
             raise ValueError(

@@ -12,7 +12,7 @@ import torch
 
 from phalanx.torch_names import find
 
-# What PyTorch's DataParallel raises with; there is no public name.
+# PyTorch's DataParallel raises with this; it has no public name.
 ExceptionWrapper: Any = find(
     "torch._utils.ExceptionWrapper", loses="phalanx.nn.DataParallel does not run on several devices"
 )
@@ -71,10 +71,10 @@ class _Modes:
 
     @contextmanager
     def entered(self, num_calls: int) -> Iterator[None]:
-        """Yield the modes, in a thread that is one of `num_calls`."""
+        """Enter the modes, in a thread that is one of `num_calls`."""
         share = max(1, self._num_threads // num_calls)
         if share != self._num_threads:
-            torch.set_num_threads(share)  # of this thread, and of those that begin until it is restored
+            torch.set_num_threads(share)  # this holds for this thread, and for those that begin until it is restored
         autocast = torch.autocast(
             "cpu", self._autocast_dtype, enabled=self._autocast, cache_enabled=self._autocast_cache
         )

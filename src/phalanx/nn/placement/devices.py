@@ -16,15 +16,15 @@ _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?I?)B?\s*", re.IGNORECASE
 
 @dataclass(frozen=True)
 class Room:
-    """It is a device, and how many bytes it may hold; None: as many as come."""
+    """It is a device, and how many bytes it may hold; None means no limit."""
 
     device: torch.device
     budget: int | None = None
 
 
 def read_rooms(devices: Sequence[DeviceId] | Mapping[DeviceId, int | str]) -> list[Room]:
-    """Return the devices in their order. Names, numbers of accelerators and torch.devices; sizes in bytes or as '10
-    GiB'.
+    """Return the devices in their order. They come as names, numbers of accelerators and torch.devices; sizes come in
+    bytes or as '10 GiB'.
 
     Raises:
         ValueError: there is none, one is no device, or a size is none. All that is wrong is told.
@@ -55,7 +55,7 @@ def read_rooms(devices: Sequence[DeviceId] | Mapping[DeviceId, int | str]) -> li
 
 
 def parse_bytes(size: int | str) -> int:
-    """`size` in bytes: a number, or text such as '10 GiB', '500MB'.
+    """Return `size` in bytes: it is a number, or text such as '10 GiB', '500MB'.
 
     Raises:
         ValueError: it is neither, or not positive.
@@ -74,7 +74,7 @@ def parse_bytes(size: int | str) -> int:
 
 
 def format_bytes(size: float) -> str:
-    """`1.5 GiB`, `12.0 MiB`, `300 B`."""
+    """Return a size as text: `1.5 GiB`, `12.0 MiB`, `300 B`."""
     for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if size >= factor:
             return f"{size / factor:.1f} {unit}"

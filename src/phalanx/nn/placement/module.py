@@ -39,11 +39,11 @@ class Placed(nn.Module):
 
     @property
     def placement(self) -> Placement:
-        """Which layer is on which device."""
+        """Return the placement, which says which layer is on which device."""
         return self._phalanx_way.placement
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the module's own, each layer on its device. Arguments may be on any."""
+        """Run the module's own forward, each layer on its device. Arguments may be on any device."""
         return self._phalanx_way.run(self, *args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -135,9 +135,9 @@ def attach(
     graph = insert_transfers(layers, placement.devices, tensors, output)
     code = graph.python_code("self")
     name = f"<placed {type(module).__name__} {id(graph)}>"
-    linecache.cache[name] = (len(code.src), None, code.src.splitlines(keepends=True), name)  # for tracebacks
+    linecache.cache[name] = (len(code.src), None, code.src.splitlines(keepends=True), name)  # tracebacks read it
     namespace: dict[str, Any] = dict(code.globals)
-    exec(compile(code.src, name, "exec"), namespace)  # as torch.fx does
+    exec(compile(code.src, name, "exec"), namespace)  # torch.fx does the same
     module.__class__ = _placed_class(type(module))
     way = _Way(placement, split_points, given, output, namespace["forward"])
     object.__setattr__(module, "_phalanx_way", way)
@@ -161,7 +161,7 @@ def _arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _reads(layers: LayerList) -> dict[int, list[int]]:
-    """For each layer, those whose values it needs."""
+    """Return for each layer the layers whose values it needs."""
     home = {node: index for index, layer in enumerate(layers.layers) for node in layer.nodes}
     return {
         index: sorted({home[s] for node in layer.nodes for s in node.all_input_nodes if s in home and home[s] != index})
@@ -170,7 +170,7 @@ def _reads(layers: LayerList) -> dict[int, list[int]]:
 
 
 def _devices_of_tensors(layers: LayerList, placement: Placement) -> dict[int, torch.device]:
-    """Where each parameter and buffer goes; those that no layer uses go to the first device."""
+    """Return where each parameter and buffer goes; those that no layer uses go to the first device."""
     devices: dict[int, torch.device] = {}
     for layer, device in zip(layers.layers, placement.devices, strict=True):
         for node in layer.nodes:
@@ -187,7 +187,7 @@ def _devices_of_tensors(layers: LayerList, placement: Placement) -> dict[int, to
 
 
 def _homes_of_attributes(layers: LayerList, placement: Placement) -> dict[str, torch.device]:
-    """Where the parameters and buffers are that forward uses itself; a constant is wherever it was made."""
+    """Return where the parameters and buffers are that forward itself uses; a constant is wherever it was made."""
     homes = {}
     for index in range(len(layers.layers)):
         for name in read_by(layers, index):

@@ -33,14 +33,14 @@ class PlacedLayer:
 
 @dataclass(frozen=True)
 class Placement:
-    """It says which layer is on which device; `print` it for a table."""
+    """It says which layer is on which device; `print` shows it as a table."""
 
     rooms: tuple[Room, ...]
     layers: tuple[PlacedLayer, ...]
 
     @property
     def devices(self) -> list[torch.device]:
-        """The device of each layer."""
+        """Return the device of each layer."""
         return [self.rooms[layer.device].device for layer in self.layers]
 
     def memory_bytes(self, device: int) -> int:
@@ -49,7 +49,7 @@ class Placement:
 
     @property
     def transferred_bytes(self) -> int:
-        """What goes from device to device in one forward."""
+        """Return the bytes that go from device to device in one forward."""
         return sum(layer.received_bytes for layer in self.layers)
 
     def __str__(self) -> str:
@@ -92,7 +92,7 @@ class Placement:
 
 
 def memory_of(cost: LayerCost, *, training: bool, optimizer_state: int) -> int:
-    """Return what a layer needs while the model runs: parameters, gradients, the optimizer's numbers, what backward
+    """Return what a layer needs while the model runs: parameters, gradients, the optimizer's numbers, and what backward
     keeps.
     """
     if not training:
@@ -111,7 +111,7 @@ def decide_placement(
     """Cut the layers into runs, a device each, in the devices' order; a layer that is tied follows its home.
 
     Without budgets every device gets a layer. With budgets as few devices are used as hold the model, the first ones:
-    each one more costs transfers and saves no time, because they work one after another. Of all such cuts the one is
+    each further one costs transfers and saves no time, because they work one after another. Of all such cuts the one is
     taken whose fullest device is as empty as can be, in its share of memory or in time.
 
     Arguments:
@@ -166,7 +166,7 @@ def decide_placement(
 def _cut(
     free: Sequence[int], weight: Sequence[float], held: Sequence[int], rooms: Sequence[Room], *, relative: bool
 ) -> list[int] | None:
-    """Before which layer each device's run ends; None if there is no such cut."""
+    """Return before which layer each device's run ends; None if there is no such cut."""
     budgets = all(room.budget is not None for room in rooms)
     for num_devices in range(1 if budgets else len(rooms), len(rooms) + 1):
         ends = _cut_over(free, weight, held, rooms[:num_devices], relative=relative)
@@ -226,7 +226,7 @@ def _check_largest(names: Sequence[str], held: Sequence[int], homes: Sequence[in
 
 
 def _refuse(names: Sequence[str], held: Sequence[int], homes: Sequence[int], rooms: Sequence[Room]) -> NoReturn:
-    """Say why there is no cut."""
+    """Raise an error that says why there is no cut."""
     free = sum(home == index for index, home in enumerate(homes))
     if free < len(rooms) and any(room.budget is None for room in rooms):
         tied = len(names) - free

@@ -12,7 +12,7 @@ from phalanx.partition import LayerCost, LayerList
 
 
 def find_homes(layers: LayerList, costs: Sequence[LayerCost]) -> list[int]:
-    """For each layer the first one with which it has to be; itself, if it is free.
+    """Return for each layer the first one with which it has to be; itself, if it is free.
 
     Layers whose modules share a tensor are together (tied weights, a module that is called twice). A tensor that
     forward itself uses travels to the layer that needs it, unless it is larger than what that layer hands on: then the
@@ -50,7 +50,7 @@ def count_once(layers: LayerList, costs: Sequence[LayerCost]) -> list[LayerCost]
 
 
 def _tensors_of(layers: LayerList, index: int) -> list[Tensor]:
-    """Parameters and buffers of the modules that the layer calls."""
+    """Return the parameters and buffers of the modules that the layer calls."""
     modules = [layers.root.get_submodule(str(n.target)) for n in layers.layers[index].nodes if n.op == "call_module"]
     return [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
 

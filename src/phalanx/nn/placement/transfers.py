@@ -16,7 +16,7 @@ tree_map: Any = find(
     "torch.utils._pytree.tree_map", loses="layers that are placed on several devices do not move their inputs"
 )
 
-# What makes a tensor from nothing makes it where the default device is, whoever calls it.
+# These functions make a tensor from nothing where the default device is, whatever calls them.
 _FACTORIES = frozenset(
     getattr(torch, name)
     for name in (
@@ -30,19 +30,19 @@ _AS_THEY_ARE = (int, float, complex, str, bytes, torch.dtype, torch.device, torc
 
 
 def transfer(value: Any, device: torch.device, source: str) -> Any:
-    """`value`, which comes from layer `source`, on `device`; of a list, tuple or dict every tensor in it.
+    """Return `value`, which comes from layer `source`, on `device`; in a list, tuple or dict every tensor is moved.
 
-    What is there already stays. Backward brings the gradient the other way. From one accelerator to another nobody
-    waits; else until it is there.
+    What is there already stays. Backward brings the gradient the other way. From one accelerator to another nothing
+    waits; else this waits until it is there.
 
     Raises:
-        TypeError: it is something of whose tensors nobody knows.
+        TypeError: it is something whose tensors are not known.
     """
     if isinstance(value, Tensor):
         return value.to(device, non_blocking=value.device.type == device.type != "cpu")
     if isinstance(value, _AS_THEY_ARE):
         return value
-    if callable(getattr(value, "to", None)):  # a packed sequence, a batch of a tokenizer
+    if callable(getattr(value, "to", None)):  # it may be a packed sequence, or a batch of a tokenizer
         return value.to(device)
     if isinstance(value, list | tuple | dict):
         return tree_map(lambda item: transfer(item, device, source), value)

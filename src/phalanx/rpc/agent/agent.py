@@ -46,7 +46,7 @@ _Future: Any = find("torch._C.Future", loses="phalanx.rpc does not work")
 
 _logger = get_logger(__name__)
 _NO_EXTRAS = (None, None, None)
-_TICK_S = 1.0  # of the clock, while calls are under way
+_TICK_S = 1.0  # the clock ticks so often while calls are under way
 _CONNECT_S = 30.0
 _LAST_S = 5.0  # for what the end of this worker runs of the user's
 
@@ -167,7 +167,7 @@ class Agent:
         return self.invoke(to, "rpc", name, (name, argument), timeout_s, kind=wire.CONTROL)
 
     def tell(self, to: WorkerAddress, name: str, argument: Any) -> None:
-        """As `control`, without an answer; who is gone is not told."""
+        """Send as `control` does, without an answer; a worker that is gone is not told."""
         peer = self.peer(to)
         connection = peer.connection
         if connection is None and not peer.lost and not self.closed:
@@ -193,7 +193,7 @@ class Agent:
         *,
         read: Callable[[Frame], Any] | None = None,
     ) -> Answer[Any]:
-        """As `control`, in bytes, by one who waits for the answer; `read` makes something of that."""
+        """Ask as `control` does, in bytes, and wait for the answer, of which `read` makes something."""
         if self.closed:
             raise ClosedError(f"{what} to {to}: this worker was shut down.")
         call = Call("rpc", what, self.default_timeout_s if timeout_s < 0 else timeout_s)
@@ -206,7 +206,7 @@ class Agent:
         return call.future
 
     def tell_order(self, to: WorkerAddress, data: bytes, buffers: Sequence[Any], *, back: bool) -> None:
-        """As `tell`, in bytes; `back`: to one who waits for an answer of ours, whose thread that waits hears it."""
+        """Send as `tell` does, in bytes; with `back` the thread that waits for an answer of ours hears it."""
         peer = self.peer(to)
         connection = (peer.calls_us if back else None) or peer.connection
         if connection is None and not peer.lost and not self.closed:
@@ -300,7 +300,7 @@ class Agent:
     make_rref: Callable[..., Any]
 
     def _drop_forks(self, frame: Frame) -> None:
-        """Never raises: it may be the thread of another call that has read it."""
+        """Drop the references without raising: the thread of another call may have read the frame."""
         forks: Any = None
         try:
             forks = pickle.loads(frame.extras)[0]
@@ -372,7 +372,7 @@ class Agent:
 
     @property
     def num_in_flight(self) -> int:
-        """How many calls of ours wait for an answer."""
+        """Return how many calls of ours wait for an answer."""
         return count(list(self.peers.values())) or self.retries.num_under_way
 
     # -- the end -------------------------------------------------------------------------------------------------------
@@ -383,7 +383,7 @@ class Agent:
         self.me = self.connections.me
 
     def abandon(self) -> None:
-        """In a fork of this worker: let go of its sockets, and of nothing that is shared with it."""
+        """Let go of the sockets, in a fork of this worker, and of nothing that is shared with it."""
         self.closed = True
         self.connections.abandon()
 

@@ -180,11 +180,11 @@ class Serving:
                 self._poll.unregister(fd)
 
     def wake(self) -> None:
-        """Make the leader check its queue. Takes no lock: finalizers may call it."""
+        """Make the leader check its queue. It takes no lock, since finalizers may call it."""
         self._wakeup.ring()
 
     def wake_clock(self, due: float) -> None:
-        """Have the clock tick by `due`. Takes no lock: finalizers may call it."""
+        """Have the clock tick by `due`. It takes no lock, since finalizers may call it."""
         if due < self._due:
             self._due = due
             self._wanted.append(due)  # the clock may overwrite `_due` at this moment
@@ -204,12 +204,12 @@ class Serving:
 
     @property
     def is_served_here(self) -> bool:
-        """Whether this thread is one of the agent's."""
+        """Return whether this thread is one of the agent's."""
         return getattr(self._inside, "yes", False)
 
     @property
     def is_leader(self) -> bool:
-        """Whether this thread leads."""
+        """Return whether this thread leads."""
         lead = getattr(self._inside, "lead", None)
         return lead is not None and lead is self._leader
 

@@ -60,7 +60,7 @@ def context() -> Iterator[int]:
 def backward(context_id: int, roots: Sequence[Tensor], retain_graph: bool = False) -> None:
     """Run the backward pass from `roots` through all workers that took part, and gather gradients in the context.
 
-    Returns when it is over on all of them. Gradients are added to those that earlier passes left in the
+    It returns when the pass is over on all of them. Gradients are added to those that earlier passes left in the
     context. Any worker that the context has come to can call it, and several at a time.
 
     Numerics: as in one process; where a tensor has several uses, the order in which gradients are added may differ.

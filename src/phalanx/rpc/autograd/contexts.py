@@ -44,13 +44,13 @@ class Context:
             for variable, gradient in found:
                 before = self.gradients.get(variable)
                 if before is not None:
-                    # Not in place: who has asked for the gradients holds them.
+                    # This is not done in place: callers that have asked for the gradients hold them.
                     gradient = gradient + before if before.is_sparse else before + gradient
                 elif is_shared or (counts and counts[_memory(gradient)] > 1) or not _is_plain(gradient, variable):
                     gradient = gradient.clone()
                 self.gradients[variable] = gradient
 
-    # What PyTorch's contexts tell of themselves.
+    # PyTorch's contexts tell this of themselves.
 
     def _context_id(self) -> int:
         return self.id

@@ -148,7 +148,7 @@ def _current_pass() -> Gradients:
     return current.run
 
 
-# What RecvRpc hangs on, so that the engine finds something to run it for.
+# RecvRpc hangs on this, so that the engine finds something to run it for.
 _anchor = torch.zeros((), requires_grad=True)
 _anchor_edge = get_gradient_edge(_anchor)
 _through_grad = threading.Lock()

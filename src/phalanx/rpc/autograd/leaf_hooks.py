@@ -51,8 +51,8 @@ class Begin(torch.autograd.Function):
 def node_hooks(node: Any) -> tuple[Hooks, Hooks]:
     """Return the hooks before and after of an AccumulateGrad node, as they are and as they will be.
 
-    PyTorch has no name for them: a hook that is registered is given the dictionary of all, and taken out again. Costs
-    4 µs the first time for a node, and nothing later.
+    PyTorch has no name for them: a hook that is registered is given the dictionary of all, and taken out again. It
+    costs 4 µs the first time for a node, and nothing later.
     """
     found: tuple[Hooks, Hooks] | None = node.metadata.get(_KEY)
     if found is None:

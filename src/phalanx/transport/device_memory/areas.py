@@ -42,7 +42,7 @@ class Areas:
                 self._view(self.turn, self._rank, slot, len(pieces), piece.numel(), piece.dtype).copy_(piece)
 
     def met(self) -> None:
-        """Go on: all have met."""
+        """Go on to the next exchange: all ranks have met."""
         self.turn += 1
 
     def read(self, rank: int, slot: int, slots: int, count: int, dtype: torch.dtype) -> Tensor:
@@ -57,6 +57,6 @@ class Areas:
         return self._half_bytes // slots // _ALIGNMENT * _ALIGNMENT
 
     def close(self) -> None:
-        """Unmap them. What was queued on the device must be over."""
+        """Unmap the areas. What was queued on the device must be over."""
         for mapped in self._mapped:
             mapped.close()

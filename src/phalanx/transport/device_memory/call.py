@@ -36,7 +36,7 @@ class DeviceCall:
         return tensor
 
     def around(self, operation: Operation) -> Operation:
-        """`operation`, queued on the stream."""
+        """Return a function that queues `operation` on the stream."""
 
         def carry_out(ctx: CallContext) -> None:
             with self.stream.queueing():

@@ -39,7 +39,7 @@ from phalanx.transport.tensors import dense, flat, is_plain, nbytes, scaled, unc
 
 @dataclass(frozen=True)
 class _Operation:
-    """It is what the ranks must agree on."""
+    """An operation holds what the ranks must agree on."""
 
     kind: int
     tensor: Tensor
@@ -61,7 +61,7 @@ class DeviceCollectives(Collectives):
         self._stream = stream
 
     def all_reduce(self, tensor: Tensor, redop: int, ctx: CallContext, *, root: int = -1, factor: Any = None) -> None:
-        """`tensor` becomes the reduction over ranks, everywhere or on `root`; each input times `factor` first."""
+        """Reduce `tensor` over ranks in place, on all or only on `root`; multiply each input by `factor` first."""
         operation = _Operation(REDUCE if root >= 0 else ALL_REDUCE, tensor, tensor.numel(), redop, root)
         target = tensor if root in (-1, self._host.rank) else None
         with self._alone(ctx), _written(target) as out:
@@ -72,7 +72,7 @@ class DeviceCollectives(Collectives):
                     combine(out[start:stop], self._of_all(0, 1, stop - start, source.dtype), redop)
 
     def broadcast(self, tensor: Tensor, root: int, ctx: CallContext) -> None:
-        """`tensor` becomes root's."""
+        """Overwrite `tensor` on every rank with root's."""
         is_root = root == self._host.rank
         operation = _Operation(BROADCAST, tensor, nbytes(tensor), root=root)
         with self._alone(ctx), _written(None if is_root else tensor) as out:
@@ -83,7 +83,7 @@ class DeviceCollectives(Collectives):
                     out[start:stop].copy_(self._areas.read(root, 0, 1, stop - start, out.dtype))
 
     def gather(self, outputs: Sequence[Tensor], tensor: Tensor, ctx: CallContext, *, root: int = -1) -> None:
-        """outputs[r] becomes rank r's `tensor`, everywhere or on `root`; elsewhere `outputs` is empty."""
+        """Write rank r's `tensor` to outputs[r], on every rank or only on `root`; elsewhere `outputs` is empty."""
         counts = [output.numel() for output in outputs] or [tensor.numel()] * self._host.world_size
         sizes = tuple(count * tensor.element_size() for count in counts)
         operation = _Operation(GATHER if root >= 0 else ALL_GATHER, tensor, sizes[0], root=root, sizes=sizes)
@@ -98,13 +98,13 @@ class DeviceCollectives(Collectives):
                         out[start : start + count].copy_(self._areas.read(rank, 0, 1, count, source.dtype))
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, ctx: CallContext) -> None:
-        """`output`, split in world_size equal parts, becomes all ranks' `tensor`s."""
+        """Write rank r's `tensor` to part r of `output`, which is split in world_size equal parts."""
         with torch.no_grad(), _written(output) as out:
             assert out is not None
             self.gather(out.view(self._host.world_size, tensor.numel()).unbind(), tensor, ctx)
 
     def scatter(self, output: Tensor, inputs: Sequence[Tensor], root: int, ctx: CallContext) -> None:
-        """`output` becomes root's inputs[rank]; elsewhere `inputs` is empty."""
+        """Write root's inputs[rank] to `output`; on the other ranks `inputs` is empty."""
         world = self._host.world_size
         operation = _Operation(SCATTER, output, nbytes(output), root=root)
         with self._alone(ctx), _written(output) as out:
@@ -117,7 +117,7 @@ class DeviceCollectives(Collectives):
     def reduce_scatter(
         self, output: Tensor, inputs: Sequence[Tensor], redop: int, ctx: CallContext, *, factor: Any = None
     ) -> None:
-        """`output` becomes the reduction over ranks of inputs[rank]; the inputs may differ in size."""
+        """Write the reduction over ranks of inputs[rank] to `output`; the inputs may differ in size."""
         world, rank = self._host.world_size, self._host.rank
         counts = tuple(one.numel() for one in inputs)
         operation = _Operation(REDUCE_SCATTER, output, counts[0], redop, sizes=counts)
@@ -133,7 +133,7 @@ class DeviceCollectives(Collectives):
     def reduce_scatter_single(
         self, output: Tensor, tensor: Tensor, redop: int, ctx: CallContext, *, factor: Any = None
     ) -> None:
-        """`output` becomes the reduction over ranks of the rank's part of `tensor`, split in equal parts."""
+        """Split `tensor` in equal parts, and write the reduction over ranks of this rank's part to `output`."""
         with torch.no_grad():
             parts = flat(dense(tensor)).view(self._host.world_size, output.numel()).unbind()
         self.reduce_scatter(output, parts, redop, ctx, factor=factor)
@@ -152,7 +152,7 @@ class DeviceCollectives(Collectives):
         return [self._areas.read(rank, slot, slots, count, dtype) for rank in range(self._host.world_size)]
 
     def _exchange(self, operation: _Operation, pieces: Sequence[Tensor], ctx: CallContext) -> None:
-        """Let the others read `pieces`, one for each slot, and return when theirs can be read.
+        """Let the others read `pieces`, one for each slot, and return when their pieces can be read.
 
         Raises:
             MismatchError, PeerLostError, DeadlineError: as the CPU's collectives.

@@ -20,7 +20,7 @@ _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: t
 
 
 def can_combine_on_device(dtype: torch.dtype, redop: int) -> bool:
-    """Whether `combine` knows this reduction of this dtype."""
+    """Return whether `combine` knows this reduction of this dtype."""
     if redop in (MIN, MAX):
         return dtype not in _SIGNED
     return redop != AVG or dtype.is_floating_point or dtype.is_complex
@@ -28,7 +28,7 @@ def can_combine_on_device(dtype: torch.dtype, redop: int) -> bool:
 
 def combine(out: Tensor, sources: Sequence[Tensor], redop: int) -> None:
     """Write the reduction of `sources`, in their order, to `out`; all contiguous, of one dtype, on one device."""
-    if out.dtype in _SIGNED:  # which wrap alike
+    if out.dtype in _SIGNED:  # these wrap alike
         signed = _SIGNED[out.dtype]
         out, sources = out.view(signed), [source.view(signed) for source in sources]
     apply = COMBINE[SUM if redop == AVG else redop]
@@ -49,7 +49,9 @@ def combine(out: Tensor, sources: Sequence[Tensor], redop: int) -> None:
 
 
 def _mean(total: Tensor, count: int) -> Tensor:
-    """Divide `total` in place. By a tensor: by a plain number PyTorch's GPU kernels multiply with its reciprocal."""
+    """Divide `total` in place. The divisor is a tensor, since PyTorch's GPU kernels multiply by the reciprocal of a
+    plain number.
+    """
     parts = torch.view_as_real(total) if total.is_complex() else total
     parts.div_(torch.full((), count, dtype=parts.dtype, device=parts.device))
     return total

@@ -31,13 +31,15 @@ _ORDERED = (dist.ReduceOp.MIN, dist.ReduceOp.MAX)
 
 
 def operation_of(redop: int, dtype: torch.dtype) -> dist.ReduceOp.RedOpType:
-    """Gloo's reduction for the one with this number, of tensors of `dtype`."""
+    """Return Gloo's reduction for the one with this number, of tensors of `dtype`."""
     op = _OP[redop]
     return _OP_OF_BOOL.get(op, op) if dtype == torch.bool else op
 
 
 def is_reducible(redop: int, dtype: torch.dtype) -> bool:
-    """Whether Gloo has that: it knows complex numbers as pairs of real ones, which can be added, not multiplied."""
+    """Return whether Gloo has this reduction: it takes complex numbers as pairs of real ones, which can be added, not
+    multiplied.
+    """
     return not dtype.is_complex or _OP[redop] != dist.ReduceOp.PRODUCT
 
 

@@ -51,10 +51,10 @@ class GlooFailed(Exception):
 
 
 class GlooSession(EngineSession):
-    """It is one rank's side of a group over Gloo.
+    """A `GlooSession` is one rank's side of a group over Gloo.
 
-    `names` is how people call each rank's process, 'pid 17 on node3'; `has_ended` says of a rank whether its process is
-    known to be gone.
+    `names` is what people call each rank's process, 'pid 17 on node3'; `has_ended` says of a rank whether its process
+    is known to be gone.
     """
 
     is_interruptible = False
@@ -71,7 +71,7 @@ class GlooSession(EngineSession):
         self._engine = engine
         self._failure_store = failure_store
         self._has_ended = has_ended
-        self._has_said = False  # how this rank ends
+        self._has_said = False  # whether it has said how this rank ends
         self._holder = 0  # the thread that has `lock`; a signal handler runs in that very thread
         self._background, self._background_messages = Background(), Background()
         self._process = os.getpid()
@@ -84,26 +84,26 @@ class GlooSession(EngineSession):
 
     @property
     def closed(self) -> bool:
-        """Whether this process has left, or is a fork of the one that came."""
+        """Return whether this process has left, or is a fork of the one that came."""
         return self._is_closed or os.getpid() != self._process
 
     @property
     def in_collective(self) -> bool:
-        """Whether this thread is in a collective already: it runs a signal handler that interrupted it."""
+        """Return whether this thread is in a collective already: it runs a signal handler that interrupted it."""
         return self._holder == threading.get_ident()
 
     def set_exit_reason(self, exit_reason: str) -> None:
-        """How this process ends, for those who will miss it."""
+        """Set how this process ends, in the words that the other ranks' errors will have."""
         self._publish_exit_reason(exit_reason)
         self._linger()
 
     def leave_in_flight(self) -> None:
-        """Operations are still running here: wake them."""
+        """Wake the operations of this process that still run."""
         self._publish_exit_reason(LEFT_IN_FLIGHT)
         self._engine.close()
 
     def close(self) -> None:
-        """Leave. Whoever waits for this rank hears it at once."""
+        """Leave the group. All ranks that wait for this one hear it at once."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -118,7 +118,9 @@ class GlooSession(EngineSession):
         self._background_messages.close()
 
     def _publish_exit_reason(self, reason: str) -> None:
-        """Before the connections close: whoever loses one asks the store why. What is said first stands."""
+        """Write `reason` to the store before the connections close: a rank that loses one looks there. The first one
+        stands.
+        """
         if self._report is None and not self._has_said and self.world_size > 1:
             self._has_said = True
             self._failure_store.leave_exit_reason(reason, self._where())
@@ -128,7 +130,9 @@ class GlooSession(EngineSession):
             self._failure_store.linger(self._report)
 
     def interrupted(self, error: BaseException, *, what: str = "", peer: int = -1) -> None:
-        """Whoever waits was interrupted (Ctrl-C, a signal handler that raised): end the operation, tell the peers."""
+        """End the operation and tell the peers: the thread that waited was interrupted (Ctrl-C, a signal handler that
+        raised).
+        """
         if self.closed or self._report is not None:
             return
         position = self._where()
@@ -141,14 +145,14 @@ class GlooSession(EngineSession):
             error.args = (describe_interruption(operation, error, self._processes(*missing), answers),)
 
     def _give_up(self, reason: str, position: Position) -> None:
-        """Something that is no failure of the group ended the operation: the peers should hear what."""
+        """Tell the peers what ended the operation, since it is no failure of the group."""
         me = self.rank
         report = FailureReport("interrupted", (me,), self._processes(me), {me: position}, reason=reason)
         self._report = self._failure_store.post(report)
         self._engine.close()
 
     def _take_report(self, report: FailureReport | None) -> None:
-        """Another rank has told why the group is over: wake up whoever waits here."""
+        """Take the report of another rank, which says why the group is over, and wake the threads that wait here."""
         self._report = self._report or report
         if report is not None:
             self._failure_store.acknowledge()
@@ -192,10 +196,10 @@ class GlooSession(EngineSession):
         self._run("_allgather_base", [into, head], deadline)
 
     def _run(self, method: str, arguments: Sequence[Any], deadline: Deadline, **options: Any) -> None:
-        """Carry out one of Gloo's collectives. Another thread waits for it, and this one for that thread.
+        """Carry out one of Gloo's collectives. Another thread waits for it, and this one waits for that thread.
 
-        So Ctrl-C is heard, and that a connection is gone: Gloo tells it to whoever waits for a message, but not if the
-        message had begun to come.
+        So this thread hears Ctrl-C, and learns that a connection is gone: Gloo tells that to a thread that waits for a
+        message, but not if the message had begun to come.
         """
         connected = set(self._others)
 
@@ -216,7 +220,9 @@ class GlooSession(EngineSession):
         self._background.run(carry_out, look, self.interrupted)
 
     def _wait_for(self, messages: Sequence[Pending], peer: int, num_bytes: int, deadline: Deadline) -> None:
-        """Wait for what is under way with `peer`; where it may be half there, another thread does, as in `_run`."""
+        """Wait for what is under way with `peer`; where a message may be half there, another thread waits, as in
+        `_run`.
+        """
 
         def wait() -> None:
             with talking():
@@ -232,7 +238,9 @@ class GlooSession(EngineSession):
 
     @contextlib.contextmanager
     def _reporting(self, operation: Operation, deadline: Deadline, peer: int | None = None) -> Iterator[None]:
-        """Turn what fails inside into the error that all ranks raise. `peer`: only it is waited for, below zero any."""
+        """Turn what fails inside into the error that all ranks raise. `peer` is the rank that is waited for, any if
+        below zero, all if None.
+        """
         try:
             yield
         except (Disagreement, GlooFailed) as cause:
@@ -269,7 +277,7 @@ class GlooSession(EngineSession):
         return self._report_lost(silent, "its connection closed without a word (killed, crashed, or cut off)", peer)
 
     def _find_lost(self, peer: int | None) -> FailureReport | None:
-        """Return a rank that has said that it leaves, or whose process has ended."""
+        """Return a report of a rank that has said that it leaves, or whose process has ended; None if there is none."""
         for r in self._others:
             reason, position = self._failure_store.exit_reason(r)
             if reason:

@@ -35,7 +35,7 @@ class GlooTransport(GlooSession):
             pass
 
     def all_reduce(self, tensor: Tensor, redop: int, ctx: CallContext, *, root: int = -1, factor: Any = None) -> None:
-        """`tensor` becomes the reduction over ranks, everywhere or on `root`; each input times `factor` first."""
+        """Reduce `tensor` over ranks in place, on all or only on `root`; multiply each input by `factor` first."""
         tensor = tensor.detach()
         call = describe_call("all_reduce" if root < 0 else "reduce", tensor, self._place(ctx), redop=redop, root=root)
         with self._collective(call, ctx) as deadline:
@@ -45,7 +45,7 @@ class GlooTransport(GlooSession):
 
     def _reduced(self, data: Tensor, redop: int, deadline: Deadline, root: int = -1) -> Tensor:
         """Return the reduction of all ranks' `data`, everywhere or on `root`."""
-        if not is_reducible(redop, data.dtype):  # a product of complex numbers
+        if not is_reducible(redop, data.dtype):  # it is a product of complex numbers
             parts = self._all_gather(bytes_of(data), [nbytes(data)] * self.world_size, deadline)
             return torch.stack([part.view(data.dtype) for part in parts]).prod(0).view(data.shape)
         work = summand(data, redop)
@@ -60,7 +60,7 @@ class GlooTransport(GlooSession):
     def reduce_scatter(
         self, output: Tensor, inputs: Sequence[Tensor], redop: int, ctx: CallContext, *, factor: Any = None
     ) -> None:
-        """`output` becomes the reduction over ranks of inputs[rank]; the inputs may differ in size."""
+        """Write the reduction over ranks of inputs[rank] to `output`; the inputs may differ in size."""
         output = output.detach()
         counts = [t.numel() for t in inputs]
         call = describe_call(
@@ -74,7 +74,7 @@ class GlooTransport(GlooSession):
     def reduce_scatter_single(
         self, output: Tensor, tensor: Tensor, redop: int, ctx: CallContext, *, factor: Any = None
     ) -> None:
-        """`output` becomes the reduction over ranks of the rank's part of `tensor`, split in equal parts."""
+        """Split `tensor` in equal parts, and write the reduction over ranks of this rank's part to `output`."""
         output = output.detach()
         count = output.numel()
         sizes = (count,) * self.world_size
@@ -86,7 +86,7 @@ class GlooTransport(GlooSession):
     # -- moves ---------------------------------------------------------------------------------------------------
 
     def broadcast(self, tensor: Tensor, root: int, ctx: CallContext) -> None:
-        """`tensor` becomes root's."""
+        """Overwrite `tensor` on every rank with root's."""
         tensor = tensor.detach()
         data = dense(tensor)
         with self._collective(describe_call("broadcast", data, self._place(ctx), root=root), ctx) as deadline:
@@ -96,7 +96,7 @@ class GlooTransport(GlooSession):
                 write_back(tensor, data)
 
     def gather(self, outputs: Sequence[Tensor], tensor: Tensor, ctx: CallContext, *, root: int = -1) -> None:
-        """outputs[r] becomes rank r's `tensor`, everywhere or on `root`; elsewhere `outputs` is empty."""
+        """Write rank r's `tensor` to outputs[r], on every rank or only on `root`; elsewhere `outputs` is empty."""
         tensor, outputs = tensor.detach(), [t.detach() for t in outputs]
         data = dense(tensor)
         if root >= 0:
@@ -119,14 +119,16 @@ class GlooTransport(GlooSession):
             self._hand_out(outputs, parts)
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, ctx: CallContext) -> None:
-        """`output`, split in world_size equal parts, becomes all ranks' `tensor`s."""
+        """Write rank r's `tensor` to part r of `output`, which is split in world_size equal parts."""
         output, data = output.detach(), dense(tensor.detach())
         with self._collective(describe_call("all_gather", data, self._place(ctx)), ctx) as deadline:
             parts = self._all_gather(bytes_of(data), [nbytes(data)] * self.world_size, deadline)
             write_back(output, torch.cat(parts).view(output.dtype).view(output.shape))
 
     def _all_gather(self, mine: Tensor, sizes: Sequence[int], deadline: Deadline) -> list[Tensor]:
-        """Every rank's bytes, by rank. Gloo's pieces are all of one size, so there may be room behind them."""
+        """Return every rank's bytes, by rank. Gloo's pieces are all of one size, so there may be room behind the
+        bytes.
+        """
         if self.world_size == 1:
             return [mine.clone()]
         most = max(sizes)
@@ -138,7 +140,7 @@ class GlooTransport(GlooSession):
         return [whole[r * most : r * most + size] for r, size in enumerate(sizes)]
 
     def scatter(self, output: Tensor, inputs: Sequence[Tensor], root: int, ctx: CallContext) -> None:
-        """`output` becomes root's inputs[rank]; elsewhere `inputs` is empty."""
+        """Write root's inputs[rank] to `output`; on the other ranks `inputs` is empty."""
         output = output.detach()
         data = dense(output)
         with self._collective(describe_call("scatter", data, self._place(ctx), root=root), ctx) as deadline:
@@ -153,7 +155,7 @@ class GlooTransport(GlooSession):
     def all_to_all(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], ctx: CallContext, *, splits: bool
     ) -> None:
-        """outputs[r] becomes rank r's inputs[rank]. `splits`: sizes may differ."""
+        """Write rank r's inputs[rank] to outputs[r]; with `splits` sizes may differ."""
         outputs = [t.detach() for t in outputs]
         sent, awaited = [nbytes(t) for t in inputs], [nbytes(t) for t in outputs]
         # The sizes differ from rank to rank, and are compared in a round of their own.
@@ -166,7 +168,7 @@ class GlooTransport(GlooSession):
             self._hand_out(outputs, torch.split(got, awaited))
 
     def all_to_all_single(self, output: Tensor, tensor: Tensor, ctx: CallContext) -> None:
-        """As `all_to_all` with the equal parts of two contiguous tensors, which are not copied."""
+        """Exchange the equal parts of two contiguous tensors as `all_to_all` does; they are not copied."""
         tensor, output = tensor.detach(), output.detach()
         sizes = [nbytes(tensor) // self.world_size] * self.world_size
         # The sizes differ from rank to rank, and are compared in a round of their own.
@@ -184,7 +186,7 @@ class GlooTransport(GlooSession):
             self._run("alltoall_base", [got, sent, list(awaited), list(sizes)], deadline)
 
     def _compare(self, sent: list[int], awaited: list[int], deadline: Deadline) -> None:
-        """Every rank learns what all send and await, so that all find the same pairs that do not fit."""
+        """Let every rank learn what all send and await, so that all find the same pairs that do not fit."""
         mine = bytes_of(torch.tensor([sent, awaited]))
         tables = torch.stack(self._all_gather(mine, [len(mine)] * self.world_size, deadline)).view(torch.int64)
         if calls := compare_splits(tables.view(self.world_size, 2, self.world_size).tolist()):
@@ -208,7 +210,7 @@ class GlooTransport(GlooSession):
             self._wait_for(under_way, dst, nbytes(data), deadline)
 
     def recv(self, tensor: Tensor, src: int, tag: int, ctx: CallContext) -> int:
-        """`tensor` becomes the next one from `src` (below zero: from anybody) with `tag`; returns who sent it."""
+        """Receive into `tensor` the next message from `src` (if below zero, any rank) with `tag`; return its sender."""
         self._check_tag(tag)
         tensor = tensor.detach()
         data = dense(tensor)

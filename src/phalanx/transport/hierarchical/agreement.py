@@ -40,11 +40,11 @@ class _Envelope:
 
     @property
     def head(self) -> bytes:
-        """The head that lies there."""
+        """Return the head that lies there."""
         return bytes(self._head)
 
     def pack(self, head: bytes, piece: Piece) -> None:
-        """Put these there."""
+        """Put a head and a piece there."""
         self._head[:] = head
         address, nbytes = piece
         if nbytes:
@@ -57,11 +57,11 @@ class Agreement(HierarchicalSession):
     _envelopes: list[_Envelope] | None = None
     _gathered: tuple[int, ...] | None = None  # on a leader: where the envelopes lie, and what is in them
     _payloads: tuple[int, ...] = ()
-    _heads: Sequence[bytes] = ()  # on a leader: of this host's ranks
+    _heads: Sequence[bytes] = ()  # on a leader: the heads of this host's ranks
 
     @property
     def _data(self) -> int:
-        """The tag of what the operation under way sends, where it sends all in one stream."""
+        """Return the tag of what the operation under way sends, where it sends all in one stream."""
         return self._stream(0)
 
     def _stream(self, number: int) -> int:
@@ -72,9 +72,10 @@ class Agreement(HierarchicalSession):
     def _give_to_leader(
         self, ctx: CallContext, deadline: Deadline, mine: Piece = (0, 0), sizes: Sequence[int] | int = 0
     ) -> Sequence[int]:
-        """Bring what this rank has to the leader of its host; sizes[i] bytes come from local rank i, or all as many.
+        """Bring what this rank has to the leader of its host. sizes[i] bytes come from local rank i; a number is every
+        rank's size.
 
-        Returns, on the leader, where the local ranks' bytes lie until the next operation.
+        On the leader it returns where the local ranks' bytes lie until the next operation.
         """
         count = len(self.layout.local_ranks)
         if count == 1:
@@ -111,7 +112,9 @@ class Agreement(HierarchicalSession):
         return self._payloads
 
     def _report_mismatch_of_sizes(self, deadline: Deadline) -> None:
-        """Ranks of this host bring different sizes, so they called different things: what, their records say."""
+        """Report that ranks of this host bring different sizes: they called different things, and their records say
+        what.
+        """
         called = self._called_here()
         self._heads = [self._head, *(foreign_head(called[r]) for r in self.layout.local_ranks[1:])]
         try:
@@ -123,12 +126,14 @@ class Agreement(HierarchicalSession):
     # -- 2 -------------------------------------------------------------------------------------------------------
 
     def _send_heads(self, deadline: Deadline, payloads: Mapping[int, Sequence[Piece]] = _NOTHING) -> None:
-        """On a leader: tell the others what the ranks of this host call, and host h what payloads[h] holds."""
+        """Tell the other leaders what the ranks of this host call, and host h what payloads[h] holds; only leaders call
+        this.
+        """
         if self._leaders is not None:
             self._leaders.send(self._heads, payloads, deadline)
 
     def _agree(self, deadline: Deadline) -> Mapping[int, HostMessage]:
-        """On a leader: return when all ranks are known to have called the same, with what the other hosts sent.
+        """Return what the other hosts sent, when all ranks are known to have called the same; only leaders call this.
 
         Raises:
             Disagreement: some did not; all leaders know every rank's call.
@@ -145,7 +150,7 @@ class Agreement(HierarchicalSession):
         return came
 
     def _used(self) -> None:
-        """On a leader: what the other hosts sent is not needed any more."""
+        """Give back the memory of what the other hosts sent, which is not needed any more; only leaders call this."""
         if self._leaders is not None:
             self._leaders.done()
 
@@ -161,7 +166,7 @@ class Agreement(HierarchicalSession):
             self._checked(self._core.barrier(timeout_ns(deadline.left_s), ctx.call_site, ctx.flags, ()))
 
     def _take_from_leader(self, ctx: CallContext, deadline: Deadline, address: int, nbytes: int) -> None:
-        """`nbytes` at `address` become the leader's, which comes here when all agree."""
+        """Copy `nbytes` at `address` from the leader, which comes here when all agree."""
         if len(self.layout.local_ranks) > 1:
             left = timeout_ns(deadline.left_s)
             self._checked(self._core.broadcast(address, nbytes, BYTES, 0, left, ctx.call_site, ctx.flags, (nbytes,)))
@@ -175,7 +180,7 @@ class Agreement(HierarchicalSession):
     def _gather_here(
         self, mine: Tensor, parts: Sequence[Tensor], ctx: CallContext, deadline: Deadline, dtype: int = 0
     ) -> None:
-        """parts[i] becomes local rank i's `mine`, on every rank of the host. `mine` may be its own part."""
+        """Write local rank i's `mine` to parts[i], on every rank of the host. `mine` may be its own part."""
         self._checked(
             self._core.gather(
                 mine.data_ptr(),
@@ -191,7 +196,7 @@ class Agreement(HierarchicalSession):
         )
 
     def _broadcast_here(self, data: Tensor, local_root: int, ctx: CallContext, deadline: Deadline) -> None:
-        """Make `data` (bytes) that of `local_root`, on every rank of the host."""
+        """Overwrite `data` (bytes) with that of `local_root`, on every rank of the host."""
         at, size = data.data_ptr(), len(data)
         self._checked(
             self._core.broadcast(

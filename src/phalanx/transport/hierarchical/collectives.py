@@ -30,7 +30,9 @@ class HierarchicalCollectives(DirectCollectives):
         self._small_barrier(Call("barrier", place=self._place(ctx)), ctx)
 
     def allocate_on_host(self, nbytes: int, ctx: CallContext) -> dict[int, Tensor]:
-        """Allocate it as `Transport` says: each host in its own memory, and all at one place of their sequence."""
+        """Allocate memory as `Transport` says: each host does so in its own memory, all at one place of their
+        sequence.
+        """
         found: dict[int, Tensor] = {}
         call = Call("barrier", count=nbytes, place=self._place(ctx))
         self._interruptible(call, ctx, lambda: found.update(self._allocate_on_host(nbytes, call, ctx)))
@@ -49,13 +51,13 @@ class HierarchicalCollectives(DirectCollectives):
     # -- reductions ----------------------------------------------------------------------------------------------
 
     def sum_in_place(self, tensor: Tensor, code: int, timeout_s: float, place: tuple[str, int]) -> None:
-        """As `all_reduce` with SUM."""
+        """Do what `all_reduce` does with SUM."""
         ctx = CallContext(timeout_s, self.call_site(place))
         ctx.awaited = True
         self.all_reduce(tensor, SUM, ctx)
 
     def all_reduce(self, tensor: Tensor, redop: int, ctx: CallContext, *, root: int = -1, factor: Any = None) -> None:
-        """`tensor` becomes the reduction over ranks, everywhere or on `root`; each input times `factor` first.
+        """Reduce `tensor` over ranks in place, on all or only on `root`; multiply each input by `factor` first.
 
         Cost: of S bytes on H hosts, S(H-1) leave a host at once if that is little; else 2S(H-1)/H, in segments.
         Numerics: half types add up in float32 and are rounded once; AVG divides the sum once. The same bits everywhere.
@@ -86,7 +88,7 @@ class HierarchicalCollectives(DirectCollectives):
     def reduce_scatter(
         self, output: Tensor, inputs: Sequence[Tensor], redop: int, ctx: CallContext, *, factor: Any = None
     ) -> None:
-        """`output` becomes the reduction over ranks of inputs[rank]; the inputs may differ in size.
+        """Write the reduction over ranks of inputs[rank] to `output`; the inputs may differ in size.
 
         Cost: of S bytes in all, S(H-1)/H leave each of H hosts.
         """
@@ -104,7 +106,7 @@ class HierarchicalCollectives(DirectCollectives):
     def reduce_scatter_single(
         self, output: Tensor, tensor: Tensor, redop: int, ctx: CallContext, *, factor: Any = None
     ) -> None:
-        """`output` becomes the reduction over ranks of the rank's part of `tensor`, split in equal parts."""
+        """Split `tensor` in equal parts, and write the reduction over ranks of this rank's part to `output`."""
         flat = dense(tensor.detach()).view(-1)
         self.reduce_scatter(output, torch.split(flat, [output.numel()] * self.world_size), redop, ctx, factor=factor)
 
@@ -123,7 +125,7 @@ class HierarchicalCollectives(DirectCollectives):
     # -- moves ---------------------------------------------------------------------------------------------------
 
     def broadcast(self, tensor: Tensor, root: int, ctx: CallContext) -> None:
-        """`tensor` becomes root's. Cost: S bytes to each host that it is passed on to."""
+        """Overwrite `tensor` on every rank with root's. Cost: S bytes to each host that it is passed on to."""
         tensor = tensor.detach()
         call = describe_call("broadcast", tensor, self._place(ctx), root=root)
         if self._is_small(nbytes(tensor)):
@@ -140,7 +142,7 @@ class HierarchicalCollectives(DirectCollectives):
                 write_back(tensor, data)
 
     def gather(self, outputs: Sequence[Tensor], tensor: Tensor, ctx: CallContext, *, root: int = -1) -> None:
-        """outputs[r] becomes rank r's `tensor`, everywhere or on `root`; elsewhere `outputs` is empty.
+        """Write rank r's `tensor` to outputs[r], on every rank or only on `root`; elsewhere `outputs` is empty.
 
         Cost: of S bytes in all, S(H-1)/H leave each of H hosts; what belongs to `root` crosses once.
         """
@@ -156,7 +158,7 @@ class HierarchicalCollectives(DirectCollectives):
             self._interruptible(call, ctx, partial(self._large_all_gather, outputs, tensor, call, ctx))
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, ctx: CallContext) -> None:
-        """`output`, split in world_size equal parts, becomes all ranks' `tensor`s."""
+        """Write rank r's `tensor` to part r of `output`, which is split in world_size equal parts."""
         output, tensor = output.detach(), tensor.detach()
         call = describe_call("all_gather", tensor, self._place(ctx))
         sizes = (nbytes(tensor),) * self.world_size
@@ -180,17 +182,17 @@ class HierarchicalCollectives(DirectCollectives):
                     write_back(output, got)
 
     def scatter(self, output: Tensor, inputs: Sequence[Tensor], root: int, ctx: CallContext) -> None:
-        """`output` becomes root's inputs[rank]; elsewhere `inputs` is empty."""
+        """Write root's inputs[rank] to `output`; on the other ranks `inputs` is empty."""
         self._interruptible(Call("scatter"), ctx, partial(self._scatter, output, inputs, root, ctx))
 
     def all_to_all(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], ctx: CallContext, *, splits: bool
     ) -> None:
-        """outputs[r] becomes rank r's inputs[rank]. `splits`: sizes may differ, and are compared across ranks."""
+        """Write rank r's inputs[rank] to outputs[r]; with `splits` sizes may differ, and are compared across ranks."""
         self._interruptible(Call("all_to_all"), ctx, partial(self._all_to_all, outputs, inputs, ctx, splits=splits))
 
     def all_to_all_single(self, output: Tensor, tensor: Tensor, ctx: CallContext) -> None:
-        """As `all_to_all` with the equal parts of two contiguous tensors."""
+        """Exchange the equal parts of two contiguous tensors as `all_to_all` does."""
         parts = [list(t.detach().view(-1).chunk(self.world_size)) for t in (output, tensor)]
         if tensor.numel() == 0:
             parts = [[t.detach()] * self.world_size for t in (output, tensor)]

@@ -15,7 +15,7 @@ from phalanx.log import get_logger, warn_once
 
 _logger = get_logger(__name__)
 
-# Of this host's memory, for each rank: so much as eight ranks may take half of it.
+# Each rank may take this part of the host's memory, so that eight ranks take at most half of it.
 _SHARE = 1 / 16
 # A tensor that has not come while so many times all others have is not expected any more.
 _ROUNDS = 4
@@ -24,7 +24,7 @@ _ROUNDS = 4
 @dataclass
 class _Residual:
     values: Tensor
-    met: int  # when it was last asked for, in tensors
+    met: int  # the number of tensors at which it was last asked for
 
 
 class Compression:
@@ -50,11 +50,13 @@ class Compression:
         self._residuals: OrderedDict[tuple[int, int], _Residual] = OrderedDict()  # the one met last is at the end
 
     def rounds(self, dtype: torch.dtype) -> bool:
-        """Whether tensors of `dtype` are shortened."""
+        """Return whether tensors of `dtype` are shortened."""
         return self._dtype is not None and dtype == torch.float32
 
     def begin(self, buffer: Tensor, *, key: int) -> Tensor | None:
-        """Add what the last time's rounding took from the tensor known as `key`; where to put this time's, if kept."""
+        """Add to `buffer` what the last rounding took from the tensor known as `key`; return where to put what this one
+        takes, if it is kept.
+        """
         if not self._feedback:
             return None
         name = (key, buffer.numel())
@@ -70,7 +72,9 @@ class Compression:
         return residual.values.zero_()
 
     def _keep(self, name: tuple[int, int], buffer: Tensor) -> _Residual | None:
-        """Room for one more, in the place of those that have not come for long; None if there is none."""
+        """Make room for one more residual, in the place of those that have not come for long; return None if there is
+        none.
+        """
         nbytes = buffer.numel() * buffer.element_size()
         while self._residuals and self._num_bytes + nbytes > self._most_bytes:
             oldest, residual = next(iter(self._residuals.items()))
@@ -91,7 +95,7 @@ class Compression:
         return residual
 
     def shorten(self, view: Tensor, lost: Tensor | None) -> Tensor:
-        """`view` in the type that is sent; `view` becomes what arrives, and `lost` grows by the difference."""
+        """Return `view` in the type that is sent. `view` becomes what arrives, and `lost` grows by the difference."""
         assert self._dtype is not None
         short = view.to(self._dtype)
         if lost is not None:
@@ -100,12 +104,12 @@ class Compression:
         return short
 
     def staging(self, view: Tensor) -> Tensor:
-        """Where to receive what becomes `view`."""
+        """Return the memory in which to receive what becomes `view`."""
         return torch.empty(view.numel(), dtype=self._dtype)
 
 
 class Widening:
-    """It is a receive in the type that is sent, that ends in `view`."""
+    """A `Widening` is a receive in the type that is sent; its end writes to `view`."""
 
     def __init__(self, pending: Pending, short: Tensor, view: Tensor) -> None:
         self._pending = pending
@@ -113,7 +117,7 @@ class Widening:
         self._view = view
 
     def wait(self, timeout: timedelta) -> None:
-        """Return when `view` holds what came."""
+        """Wait until `view` holds what came."""
         self._pending.wait(timeout)
         self._view.copy_(self._short)
 

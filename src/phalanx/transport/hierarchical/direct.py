@@ -44,7 +44,7 @@ class DirectCollectives(SmallCollectives, SegmentedCollectives):
             _write_all(outputs, parts)
 
     def _scatter(self, output: Tensor, inputs: Sequence[Tensor], root: int, ctx: CallContext) -> None:
-        """`output` becomes root's inputs[rank]; elsewhere `inputs` is empty."""
+        """Write root's inputs[rank] to `output`; on the other ranks `inputs` is empty."""
         output, parts = output.detach(), [dense(t.detach()) for t in inputs]
         data = dense(output)
         everybody, local = range(self.world_size), self.layout.local_ranks
@@ -67,7 +67,7 @@ class DirectCollectives(SmallCollectives, SegmentedCollectives):
     def _all_to_all(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], ctx: CallContext, *, splits: bool
     ) -> None:
-        """outputs[r] becomes rank r's inputs[rank]. `splits`: sizes may differ, and are compared across ranks."""
+        """Write rank r's inputs[rank] to outputs[r]; with `splits` sizes may differ, and are compared across ranks."""
         outputs, src = [t.detach() for t in outputs], [dense(t.detach()) for t in inputs]
         dst = [dense(t) for t in outputs]
         # Whether there are splits may differ from rank to rank, as on one host; the sizes themselves are compared.

@@ -35,13 +35,13 @@ from phalanx.transport.hierarchical.rails import (
     timedelta_of,
 )
 
-# What a rank may bring to, or take from, an operation whose data travel with its heads, for each other host.
+# A rank may bring so much to, or take so much from, an operation whose data travel with its heads, for each other host.
 SMALL_BYTES = 2**18
 _AHEAD = 8  # operations for which receives are posted; a peer may be one further than this host
 _TOGETHER = 6  # so many are posted at once: the peer's threads wake up once for them
 _SENT = 2
 _LOOKS = 200  # at memory, for a message's first bytes, before a thread is asked to wait for it
-_PREFIX = struct.Struct("<II")  # how many different heads, and the payload's bytes
+_PREFIX = struct.Struct("<II")  # the number of different heads, and the payload's bytes
 _ALIGNED = 64
 
 
@@ -55,7 +55,7 @@ class HostMessage:
 
 
 class _Buffer:
-    """It is memory for one message."""
+    """A buffer is memory for one message."""
 
     def __init__(self, nbytes: int) -> None:
         self.tensor = torch.empty(nbytes, dtype=torch.uint8)
@@ -66,7 +66,7 @@ class _Buffer:
         self._part = self.tensor
 
     def first(self, nbytes: int) -> Tensor:
-        """Return the beginning, as long as that; of the same length as the last time, most likely."""
+        """Return the first `nbytes` of it as a tensor; most likely they are as many as the last time."""
         if len(self._part) != nbytes:
             self._part = self.tensor[:nbytes]
         return self._part
@@ -109,7 +109,7 @@ class LeaderExchange:
         for host, peer in self._peers.items():
             outbox = self._outboxes[host][slot]
             with talking_to(peer):
-                if outbox.pending is not None:  # of the operation before the last: it is over, most likely
+                if outbox.pending is not None:  # it is of the operation before the last, and most likely over
                     outbox.pending.wait(timedelta_of(deadline))
                 end = end_of_heads
                 for address, size in payloads.get(host, ()):
@@ -145,7 +145,7 @@ class LeaderExchange:
         return HostMessage(heads, inbox.address + start, nbytes)
 
     def _sees(self, inbox: _Buffer) -> bool:
-        """Whether a message begins to arrive within a moment, in which other threads may have this core."""
+        """Return whether a message begins to arrive within a moment, in which other threads may have this core."""
         for _ in range(_LOOKS):
             if inbox.first_word.value:
                 return True
@@ -168,7 +168,7 @@ class LeaderExchange:
             except queue.Empty:
                 if deadline.passed:
                     raise ConnectionBroken(peer, "nothing came in time") from None
-            if inbox.first_word.value:  # what has begun to come may never end, and Gloo would not tell
+            if inbox.first_word.value:  # a message that has begun to come may never end, and Gloo would not tell
                 try:
                     look()
                 except ConnectionBroken:
@@ -180,7 +180,7 @@ class LeaderExchange:
                 raise error
 
     def done(self) -> None:
-        """Let the memory of this operation's messages, which are used, receive others."""
+        """Let the memory of this operation's messages, which have been used, receive others."""
         self._number += 1
         self._used += 1
         if self._used == _TOGETHER:
@@ -198,7 +198,7 @@ class LeaderExchange:
                 inbox.pending = NotBegun(error)
 
     def flush(self, deadline: Deadline) -> None:
-        """Return when all that was sent has been taken, or can't be: a peer needs it although this host does not."""
+        """Return when all that was sent has been taken, or can't be: a peer needs it even if this host does not."""
         for outboxes in self._outboxes.values():
             for outbox in outboxes:
                 if outbox.pending is not None:
@@ -207,7 +207,7 @@ class LeaderExchange:
                     outbox.pending = None
 
     def close(self) -> None:
-        """Let go of the messages, once the engine is closed: nothing else ends those that nobody sends."""
+        """Let go of the messages after the engine is closed: nothing else ends receives for which nobody sends."""
         self._background.close()
         for buffers in (*self._inboxes.values(), *self._outboxes.values()):
             for buffer in buffers:
@@ -215,7 +215,7 @@ class LeaderExchange:
 
 
 def all_agree(mine: bytes, *hosts: Sequence[bytes]) -> bool:
-    """Whether all ranks of these hosts called what `mine` says."""
+    """Return whether all ranks of these hosts called what `mine` says."""
     return all([head is mine or agree(mine, head) for heads in hosts for head in heads])
 
 
@@ -225,5 +225,5 @@ def _payload_offset(num_ranks: int, num_distinct: int) -> int:
 
 
 def _message_bytes(num_ranks: int) -> int:
-    """Return the longest message of a host with so many ranks."""
+    """Return the largest number of bytes in a message of a host with so many ranks."""
     return _payload_offset(num_ranks, num_ranks) + SMALL_BYTES

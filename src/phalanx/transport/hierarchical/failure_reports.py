@@ -52,19 +52,19 @@ class Reports(ABC):
     @property
     @abstractmethod
     def symm_mem(self) -> SymmetricMemory:
-        """The memory of this host."""
+        """Return the memory of this host."""
 
     @property
     @abstractmethod
     def _position(self) -> Position:
-        """Where this rank is."""
+        """Return where this rank is."""
 
     @property
     def _core(self) -> _core.Group:
         return self.symm_mem.core
 
     def _where(self) -> Position:
-        """Where this rank is now."""
+        """Return where this rank is now."""
         position = self._position
         return replace(position, seconds=time.monotonic() - self._entered_s) if position.inside else position
 
@@ -89,7 +89,8 @@ class Reports(ABC):
             return self._late(ctx.timeout_s, peer)
         if cause.status == PEER_LOST:
             local = self._core.poison()[1]
-            if local != self.layout.local_rank:  # our own number: the monitor ended the memory for another cause
+            # if it is our own number, the monitor ended the memory for another cause
+            if local != self.layout.local_rank:
                 # It may have ended this memory for a cause that it could tell nobody, without the store.
                 silence = self._server_lost(ctx.timeout_s, deadline)
                 return silence or self._lost(self.layout.local_ranks[local], how_it_ended(self.symm_mem, local), peer)
@@ -100,7 +101,7 @@ class Reports(ABC):
         )
 
     def _tell_here(self) -> None:
-        """Leave the report in this host's memory, where it is read also when the store, or this rank, has gone.
+        """Leave the report in this host's memory, where ranks read it also when the store, or this rank, has gone.
 
         What is told there first stands. Where the ranks are is left out if there is no room for it.
         """
@@ -113,7 +114,7 @@ class Reports(ABC):
     def _told_here(self) -> FailureReport | None:
         """Return the report that a rank of this host has left."""
         text = ""
-        with contextlib.suppress(ClosedError):  # meanwhile, by another thread
+        with contextlib.suppress(ClosedError):  # another thread may have closed it meanwhile
             text = self._core.failure()
         return FailureReport.from_json(text) if text else None
 
@@ -132,10 +133,11 @@ class Reports(ABC):
         return calls
 
     def _server_lost(self, timeout_s: float, deadline: Deadline) -> FailureReport | None:
-        """If the store is silent because the rank whose process serves it is gone or hangs: then it is that rank.
+        """Return the report of the rank whose process serves the store, if the store is silent because that process is
+        gone or hangs.
 
-        Its neighbours heard of it first and closed their connections, without being able to say why: whoever lost
-        those would blame them.
+        Its neighbours heard of it first and closed their connections, without being able to say why: ranks that lost
+        those connections would blame them.
         """
         fate = self._failure_store.server_fate()
         if fate is None:
@@ -155,7 +157,7 @@ class Reports(ABC):
         return {rank: self._names[rank] for rank in ranks}
 
     def _lost(self, who: int, how: str, peer: int | None) -> FailureReport:
-        """`who` is gone. `peer`: a message was waited for, not a collective."""
+        """Report that `who` is gone. `peer` is given where a message was waited for, and not a collective."""
         reason, position = self._failure_store.exit_reason(who)
         if position is None and who in self.layout.local_ranks:
             position = read_position(self._core, self.layout.local_ranks.index(who))
@@ -183,9 +185,10 @@ class Reports(ABC):
         return late(missing, self._names, answers, self.rank, timeout_s, is_collective=peer is None, remarks=remarks)
 
     def _with_this_host(self, answers: Mapping[int, Position], late_here: Collection[int]) -> dict[int, Position]:
-        """Add where ranks of this host are that have come, by its memory, and found no time to answer.
+        """Add to `answers` where the ranks of this host are that have come but found no time to answer; its memory
+        tells.
 
-        On a busy host a rank may take longer than it is given. One that is stopped is left out: it hangs.
+        On a busy host a rank may take longer than it is given. A rank that is stopped is left out: it hangs.
         """
         found = dict(answers)
         for local, rank in enumerate(self.layout.local_ranks):
@@ -200,7 +203,7 @@ class Reports(ABC):
         return [self.layout.local_ranks[r] for r in late]
 
     def _missing(self, answers: Mapping[int, Position], late_here: Sequence[int] = ()) -> list[int]:
-        """Who has not come as far as this rank, or does not answer."""
+        """Return the ranks that have not come as far as this one, or do not answer."""
         others = [r for r in range(self.world_size) if r != self.rank]
         return decide_missing(others, answers, self._seq, {*late_here, *self._late_here()}, self.layout.local_ranks[0])
 
@@ -208,11 +211,12 @@ class Reports(ABC):
 def decide_missing(
     others: Sequence[int], answers: Mapping[int, Position], seq: int, late_here: Collection[int], leader: int
 ) -> list[int]:
-    """Of the `others`, those for whom a rank in collective `seq` waits. `answers`: where those are that say so.
+    """Return those of `others` for which a rank in collective `seq` waits. `answers` says where the ranks are that
+    answered.
 
-    `late_here` are the ranks of this host that are behind in its memory; `leader` is its first. One that is in the same
-    collective is behind because it waits for other hosts: it is named only if nobody else is to blame, and the leader,
-    who waits for them in every collective, not even then.
+    `late_here` are the ranks of this host that are behind in its memory; `leader` is its first. A rank that is in the
+    same collective is behind because it waits for other hosts: it is named only if nobody else is to blame. The leader,
+    which waits for them in every collective, is not named even then.
     """
     waiting = {r for r in late_here if r in answers and answers[r].seq >= seq}
     missing = [r for r in others if r not in answers or answers[r].seq < seq]

@@ -11,7 +11,7 @@ from phalanx.collectives import Topology
 
 @dataclass(frozen=True)
 class Layout:
-    """It is one rank's view of the hosts of its group.
+    """A layout is one rank's view of the hosts of its group.
 
     Rail i joins the i-th rank of every host; there are as many rails as the smallest host has ranks.
 
@@ -24,7 +24,7 @@ class Layout:
 
     @classmethod
     def of(cls, hosts: Sequence[str], rank: int) -> Layout:
-        """From each rank's host, whatever it is called. Hosts are numbered by their first rank."""
+        """Return the layout, from each rank's host, whatever it is called. Hosts are numbered by their first rank."""
         by_host: dict[str, list[int]] = {}
         for r, host in enumerate(hosts):
             by_host.setdefault(host, []).append(r)
@@ -32,37 +32,37 @@ class Layout:
 
     @cached_property
     def host(self) -> int:
-        """This rank's host."""
+        """Return this rank's host."""
         return self.topology.host_of[self.rank]
 
     @cached_property
     def local_ranks(self) -> tuple[int, ...]:
-        """The group's ranks on this host; a place in it is a local rank."""
+        """Return the group's ranks on this host; a place in it is a local rank."""
         return self.topology.hosts[self.host]
 
     @cached_property
     def local_rank(self) -> int:
-        """This rank's place on its host."""
+        """Return this rank's place on its host."""
         return self.local_ranks.index(self.rank)
 
     @cached_property
     def num_hosts(self) -> int:
-        """How many hosts the group has."""
+        """Return how many hosts the group has."""
         return len(self.topology.hosts)
 
     @cached_property
     def num_rails(self) -> int:
-        """How many slices travel between the hosts at once."""
+        """Return how many slices travel between the hosts at once."""
         return min(len(ranks) for ranks in self.topology.hosts)
 
     @cached_property
     def rail(self) -> tuple[int, ...]:
-        """The ranks of this rank's rail, by host; empty for a rank that drives none."""
+        """Return the ranks of this rank's rail, by host; it is empty for a rank that drives none."""
         if self.local_rank >= self.num_rails:
             return ()
         return tuple(ranks[self.local_rank] for ranks in self.topology.hosts)
 
     @cached_property
     def by_host(self) -> tuple[int, ...]:
-        """All ranks, host after host."""
+        """Return all ranks, host after host."""
         return tuple(rank for ranks in self.topology.hosts for rank in ranks)

@@ -27,7 +27,7 @@ class HierarchicalMessages(HierarchicalSession):
     """It provides send and recv. Messages between two ranks keep their order per tag."""
 
     def send(self, tensor: Tensor, dst: int, tag: int, ctx: CallContext) -> None:
-        """Return when the bytes of `tensor` have left it; waits for the receive."""
+        """Return when the bytes of `tensor` have left it. It waits for the receive."""
         self._check_open(f"send to rank {dst}", tag, ctx)
         data = dense(tensor.detach())
         header = torch.tensor([nbytes(data), dtype_of(data.dtype).code])
@@ -45,7 +45,7 @@ class HierarchicalMessages(HierarchicalSession):
             self._wait_for(messages, dst, nbytes(data))
 
     def recv(self, tensor: Tensor, src: int, tag: int, ctx: CallContext) -> int:
-        """`tensor` becomes the next one from `src` (below zero: from anybody) with `tag`; returns who sent it."""
+        """Receive into `tensor` the next message from `src` (if below zero, any rank) with `tag`; return its sender."""
         self._check_open(f"recv from rank {src}" if src >= 0 else "recv from any rank", tag, ctx)
         data = dense(tensor.detach())
         header = torch.empty(2, dtype=torch.int64)
@@ -74,7 +74,8 @@ class HierarchicalMessages(HierarchicalSession):
         return source
 
     def _wait_for(self, messages: Sequence[Message], peer: int, num_bytes: int) -> None:
-        """Wait for what is under way with `peer`, and hear that its connection is gone while a message is half there.
+        """Wait for what is under way with `peer`, and hear that its connection is gone even while a message is half
+        there.
 
         Gloo tells that only of a message that has not begun to come; so another thread waits for a long one.
         """

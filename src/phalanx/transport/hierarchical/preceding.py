@@ -31,7 +31,9 @@ Action = Callable[[Deadline], None]
 
 
 class PrecedingMessages:
-    """It is one rank's end of them. `send` and `receive` alternate with those of the others, message by message."""
+    """`PrecedingMessages` is one rank's end of such messages. `send` and `receive` alternate with those of the others,
+    message by message.
+    """
 
     def __init__(self, engine: Engine, tag: int, max_bytes: int, senders: Sequence[int]) -> None:
         self._engine = engine
@@ -102,7 +104,7 @@ class PrecedingMessages:
             box.pending = NotBegun(error)
 
     def _wait(self, peer: int, pending: Pending, deadline: Deadline, *, is_soon: bool) -> None:
-        """Wait where no signal is heard if that is over at once; else let a thread wait there."""
+        """Wait on this thread if that `is_soon` over, or if the engine hears signals; else let another thread wait."""
         message = Message(pending, peer, deadline)
         if is_soon or self._engine.is_interruptible:
             message.wait()
@@ -111,7 +113,7 @@ class PrecedingMessages:
 
 
 class _Box:
-    """It is memory for one message."""
+    """A box is memory for one message."""
 
     def __init__(self, nbytes: int) -> None:
         self.memory = torch.empty(_PREFIX_BYTES + nbytes, dtype=torch.uint8)
@@ -121,7 +123,7 @@ class _Box:
 
 
 class Preceding:
-    """It is what a group does before its next collective, and the messages that it sends there."""
+    """`Preceding` holds what a group does before its next collective, and the messages that it sends there."""
 
     def __init__(self) -> None:
         self.action: Action | None = None

@@ -21,10 +21,10 @@ from phalanx.dtypes import dtype_of
 from phalanx.engines.engine import DATA, Engine, Pending
 from phalanx.transport.hierarchical.compression import Compression, Widening
 
-# Tags: below DATA those of the user's messages; from it those of collectives' data; behind these those of messages that
-# precede a collective; last of all the fingerprints'.
+# Tags below DATA are those of the user's messages; from it on come those of collectives' data, then those of messages
+# that precede a collective, and last of all those of the fingerprints.
 FINGERPRINT = 0x7FFFFFFE
-_NUMBERS = 4000  # of messages that are told apart within one collective
+_NUMBERS = 4000  # so many messages are told apart within one collective
 _LONGEST_WAIT_S = 1e8  # three years: what a timeout of "for ever" becomes in milliseconds
 FOR_EVER = timedelta(seconds=_LONGEST_WAIT_S)
 
@@ -38,7 +38,7 @@ class ConnectionBroken(Exception):
 
 
 class NotBegun:
-    """It takes the place of a receive that the engine refused: a wait for it raises the reason."""
+    """A `NotBegun` takes the place of a receive that the engine refused: a wait for it raises the reason."""
 
     def __init__(self, error: RuntimeError) -> None:
         self._error = error
@@ -58,20 +58,20 @@ def talking_to(peer: int) -> Iterator[None]:
 
 
 def timedelta_of(deadline: Deadline) -> timedelta:
-    """Return what is left, for an engine's wait."""
+    """Return what is left until the deadline, as an engine's wait takes it."""
     return timedelta(seconds=min(max(deadline.left_s, 0.001), _LONGEST_WAIT_S))
 
 
 @dataclass(frozen=True)
 class Message:
-    """It is a message under way with `peer`."""
+    """A `Message` is under way with `peer`."""
 
     pending: Pending | Widening
     peer: int
     deadline: Deadline
 
     def wait(self) -> None:
-        """Return when it is done; raise ConnectionBroken if it can't be."""
+        """Wait until the message is done; raise ConnectionBroken if it can't be."""
         with talking_to(self.peer):
             self.pending.wait(timedelta_of(self.deadline))
 
@@ -88,7 +88,7 @@ def data_tag(call: int, number: int) -> int:
 def plan(
     operation: Operation, num_hosts: int, log_bytes: int, root: int, algorithm: str | None, link: Link | None
 ) -> Schedule:
-    """Return the schedule between hosts for slices of about 2**log_bytes bytes. The same on every rank.
+    """Return the schedule between hosts for slices of about 2**log_bytes bytes. It is the same on every rank.
 
     `algorithm` is used for the operations that it offers; `link` is what the choice takes the network for.
     """
@@ -104,7 +104,7 @@ def plan(
 
 
 class Rail:
-    """It joins the ranks of one rail, by host. `run` is a collective of them."""
+    """A rail joins the ranks that share it, by host. `run` is a collective of them."""
 
     def __init__(
         self,
@@ -156,7 +156,8 @@ class Rail:
         bounds: Sequence[int] | None = None,
         key: int = 0,
     ) -> Iterator[None]:
-        """As `run` by `schedule`, step by step: see `phalanx.collectives.play`. Plays under way have tags of their own.
+        """Do what `run` does by `schedule`, step by step: see `phalanx.collectives.play`. Plays under way have tags of
+        their own.
 
         `buffer` is scratch: it may be written before the ranks of the rail have agreed.
         """
@@ -202,12 +203,12 @@ class Rail:
 
 
 class PendingSend:
-    """It is a send, and the tensor that it reads: the engine does not keep it."""
+    """A `PendingSend` is a send with the tensor that it reads, which the engine does not keep."""
 
     def __init__(self, pending: Any, tensor: Tensor) -> None:
         self._pending = pending
         self._tensor = tensor
 
     def wait(self, timeout: timedelta) -> None:
-        """Return when it is over."""
+        """Wait until the send is over."""
         self._pending.wait(timeout)

@@ -39,7 +39,7 @@ class SegmentedCollectives(Agreement):
     ) -> None:
         """Make `result` the reduction of `source` over all ranks. They may be the same tensor.
 
-        With a `root` only on its host; elsewhere `result` is scratch. It agrees with the other hosts on its way.
+        With a `root` only its host has the result; elsewhere `result` is scratch. The hosts agree on the way.
         """
         layout = self.layout
         root_host = 0 if root < 0 else layout.topology.host_of[root]
@@ -64,12 +64,14 @@ class SegmentedCollectives(Agreement):
         self._run_ticks(ticks, open_, start, finish, before_others=lambda: self._agree_in_time(deadline))
 
     def _agree_in_time(self, deadline: Deadline) -> None:
-        """From now on other hosts' data is awaited, and soon what the user sees is written."""
+        """Agree with the other hosts now: from here on their data is awaited, and soon what the user sees is
+        written.
+        """
         self._agree(deadline)
         self._used()
 
     def _reduce_segment(self, segment: Tensor, mine: Tensor, redop: int, ctx: CallContext, deadline: Deadline) -> None:
-        """`mine` becomes this host's reduction of this rank's slice of `segment`."""
+        """Write this host's reduction of this rank's slice of `segment` to `mine`."""
         if len(self.layout.local_ranks) == 1:
             mine.copy_(segment)
             return
@@ -77,7 +79,7 @@ class SegmentedCollectives(Agreement):
         self._reduce_here([segment[a:b] for a, b in itertools.pairwise(bounds)], mine, redop, ctx, deadline)
 
     def _finish_segment(self, mine: Tensor, result: Tensor, redop: int, ctx: CallContext, deadline: Deadline) -> None:
-        """Every rank of the host gets every slice from the rank that drives its rail."""
+        """Give every rank of the host every slice, from the rank that drives its rail."""
         divide(mine, redop, self.world_size)
         mine = mine.to(result.dtype)
         if len(self.layout.local_ranks) == 1:
@@ -88,7 +90,7 @@ class SegmentedCollectives(Agreement):
     # -- broadcast -----------------------------------------------------------------------------------------------
 
     def _broadcast_in_segments(self, flat: Tensor, root: int, ctx: CallContext, deadline: Deadline) -> None:
-        """`flat` (bytes) becomes root's."""
+        """Overwrite `flat` (bytes) on every rank with root's."""
         layout = self.layout
         root_host = layout.topology.host_of[root]
         is_source = layout.host == root_host
@@ -120,7 +122,8 @@ class SegmentedCollectives(Agreement):
         *,
         before_others: Callable[[], None] = lambda: None,
     ) -> None:
-        """Each segment is opened (its receives are posted), started, plays its steps, and is finished; see `Ticks`.
+        """Open each segment (post its receives), start it, play its steps and finish it, in the order of `ticks`; see
+        `Ticks`.
 
         `before_others` is called once, before anything of another host is waited for.
         """
@@ -147,7 +150,7 @@ class SegmentedCollectives(Agreement):
     def _play(
         self, schedule: Schedule, mine: Tensor, number: int, deadline: Deadline, *, redop: int = -1, key: int = 0
     ) -> tuple[Tensor, Iterator[None]]:
-        """`mine`, and what this rank does with it on its rail; receives are posted."""
+        """Return `mine`, and an iterator over what this rank does with it on its rail; the receives are posted."""
         if self._rail is None:
             return mine, itertools.repeat(None)
         steps = self._rail.play(schedule, mine, deadline, tag=self._stream(number), redop=redop, key=key)
@@ -161,7 +164,7 @@ class SegmentedCollectives(Agreement):
     def _all_gather_in_segments(
         self, mine: Tensor, outputs: Sequence[Tensor], ctx: CallContext, deadline: Deadline
     ) -> None:
-        """outputs[r] becomes rank r's `mine`: bytes. `mine` may be its own output."""
+        """Write rank r's `mine` to outputs[r], in bytes. `mine` may be its own output."""
         hosts, here = self.layout.topology.hosts, self.layout.host
         ticks = Ticks.of(sum(map(len, outputs)), 1)
         cuts = {r: [len(output) * n // ticks.num_segments for n in range(ticks.num_segments + 1)]
@@ -194,7 +197,7 @@ class SegmentedCollectives(Agreement):
         return [h for h in range(self.layout.num_hosts) if h != self.layout.host]
 
     def _carried(self, host: int) -> Sequence[int]:
-        """Return the ranks of `host` whose data cross by this rank's rail; none without a rail."""
+        """Return the ranks of `host` whose data cross by this rank's rail; there are none without a rail."""
         if self._rail is None:
             return ()
         return self.layout.topology.hosts[host][self.layout.local_rank :: self.layout.num_rails]
@@ -212,7 +215,7 @@ class SegmentedCollectives(Agreement):
         number: int,
         deadline: Deadline,
     ) -> Iterator[None]:
-        """One step of messages with ranks of other hosts, in two halves; receives are posted at once."""
+        """Exchange one step of messages with ranks of other hosts, in two halves; the receives are posted at once."""
         tag = self._stream(number)
         messages = [
             self._post(self._engine.recv, peer, tensor, tag, deadline) for peer, tensor in receives if len(tensor)
@@ -239,7 +242,7 @@ class SegmentedCollectives(Agreement):
         *,
         rounds: int,
     ) -> None:
-        """Every rank of this host gets the pieces of `host`'s ranks from the local ranks that have them."""
+        """Give every rank of this host the pieces of `host`'s ranks, from the local ranks that have them."""
         local_size, width = len(self.layout.local_ranks), self.layout.num_rails
         ranks = self.layout.topology.hosts[host]
         if host == self.layout.host:
@@ -259,7 +262,9 @@ class SegmentedCollectives(Agreement):
     def _reduce_scatter_in_segments(
         self, output: Tensor, inputs: Sequence[Tensor], redop: int, ctx: CallContext, deadline: Deadline
     ) -> None:
-        """`output` becomes the reduction over ranks of inputs[rank], in the order of the hosts; both in sum types."""
+        """Write the reduction over ranks of inputs[rank] to `output`, in the order of the hosts; both are in sum
+        types.
+        """
         layout, rank = self.layout, self.rank
         hosts, i = layout.topology.hosts, layout.local_rank
         item = output.element_size()
@@ -316,7 +321,7 @@ class SegmentedCollectives(Agreement):
         number: int,
         deadline: Deadline,
     ) -> Iterator[None]:
-        """As `_cross`, with sums, which may be rounded on their way."""
+        """Exchange messages as `_cross` does, of sums, which may be rounded on their way."""
         if not receives or not self._compression.rounds(receives[0][1].dtype):
             return self._cross(receives, sends, number, deadline)
         short = [(peer, self._compression.staging(tensor)) for peer, tensor in receives]
@@ -345,7 +350,7 @@ class SegmentedCollectives(Agreement):
     def _reduce_here(
         self, rails: Sequence[Tensor], mine: Tensor, redop: int, ctx: CallContext, deadline: Deadline
     ) -> None:
-        """`mine` becomes this host's reduction of rails[i], on the ranks that drive one; it may be rails[i]."""
+        """Write this host's reduction of rails[i] to `mine`, on the ranks that drive one; it may be rails[i]."""
         local_size = len(self.layout.local_ranks)
         if local_size == 1:
             return
@@ -368,14 +373,14 @@ class SegmentedCollectives(Agreement):
     # -- slices of one tensor ------------------------------------------------------------------------------------
 
     def _slice(self, flat: Tensor, bounds: Sequence[int]) -> Tensor:
-        """Return the slice of this rank's rail; empty without one."""
+        """Return the slice of this rank's rail; it is empty without a rail."""
         i = self.layout.local_rank
         return flat[bounds[i] : bounds[i + 1]] if self._rail is not None else flat[:0]
 
     def _gather_slices(
         self, mine: Tensor, flat: Tensor, bounds: Sequence[int], ctx: CallContext, deadline: Deadline
     ) -> None:
-        """`flat` becomes, slice by slice, what the ranks that drive the rails bring as `mine`, on every rank."""
+        """Write to `flat`, slice by slice, what the ranks that drive the rails bring as `mine`, on every rank."""
         local_size = len(self.layout.local_ranks)
         if local_size == 1:
             return

@@ -29,12 +29,12 @@ class Ticks:
 
     @classmethod
     def of(cls, nbytes: int, num_steps: int) -> Ticks:
-        """For a tensor of `nbytes` on this host, and so many steps between the hosts."""
+        """Return the ticks for a tensor of `nbytes` on this host, and so many steps between the hosts."""
         size = min(max(nbytes // _WANTED, _LEAST_BYTES), _MOST_BYTES)
         return cls(max(1, -(-nbytes // size)), num_steps)
 
     def bounds(self, length: int) -> list[int]:
-        """Where the segments of `length` elements begin, and at last `length`.
+        """Return where the segments of `length` elements begin, and `length` at the end.
 
         The first and the last are half as long as the others: nothing travels while they are added up and gathered.
         """
@@ -43,21 +43,21 @@ class Ticks:
 
     @property
     def per_step(self) -> int:
-        """Ticks from a step's start to its end."""
+        """Return the number of ticks from a step's start to its end."""
         return max(1, _UNDER_WAY // max(1, self.num_steps))
 
     @property
     def depth(self) -> int:
-        """Ticks from a segment's start to its end."""
+        """Return the number of ticks from a segment's start to its end."""
         return self.num_steps * self.per_step
 
     @property
     def count(self) -> int:
-        """Ticks in all."""
+        """Return the number of all ticks."""
         return self.num_segments + self.depth
 
     def opened(self, tick: int) -> int:
-        """How many segments' receives are posted by the time that `tick`'s segment starts."""
+        """Return how many segments' receives are posted by the time that `tick`'s segment starts."""
         return min(self.num_segments, tick + self.depth + 1)
 
     def stepping(self, tick: int) -> list[int]:

@@ -111,7 +111,7 @@ class Running:
 
 
 class HierarchicalSession(Reports):
-    """It is one rank's side of a group on several hosts: its host's memory, the engine and the failure store.
+    """A session is one rank's side of a group on several hosts: its host's memory, the engine and the failure store.
 
     It runs one collective at a time, and holds `lock` meanwhile.
     """
@@ -130,7 +130,7 @@ class HierarchicalSession(Reports):
         self._memory = SharedMemoryTransport(group)
         self._seq = 0
         self._said_seq = -1
-        self._has_said = False  # how this rank ends
+        self._has_said = False  # whether it has said how this rank ends
         self._current: Call | None = None  # the call under way, or (unless `_inside`) the last
         self._inside = False
         self._entered_s = 0.0
@@ -141,13 +141,13 @@ class HierarchicalSession(Reports):
         self._monitor: HealthMonitor | None = None
         self._rail: Rail | None = None
         self._leaders: LeaderExchange | None = None
-        self._head = b""  # of the call that is under way
+        self._head = b""  # the head of the call that is under way
         self._holder = 0  # the thread that has `lock`, or waits for the one that has it; a signal handler runs in it
         self._background, self._background_messages = Background(), Background()
         self._preceding = Preceding()
 
     def attach(self, symm_mem: SymmetricMemory, engine: Engine, failure_store: FailureStore) -> None:
-        """Take the memory, the engine and the store; before the first operation."""
+        """Take the memory, the engine and the store; this is called before the first operation."""
         self._memory.attach(symm_mem)
         self._core.hide_steps()  # the flight recorder tells the user's operations, not what they are made of
         self._engine = engine
@@ -162,17 +162,17 @@ class HierarchicalSession(Reports):
 
     @property
     def symm_mem(self) -> SymmetricMemory:
-        """The memory of this host."""
+        """Return the memory of this host."""
         return self._memory.symm_mem
 
     @property
     def closed(self) -> bool:
-        """Whether this process has left."""
+        """Return whether this process has left."""
         return self._memory.closed
 
     @property
     def engine(self) -> Engine:
-        """What carries bytes between the hosts."""
+        """Return the engine, which carries bytes between the hosts."""
         return self._engine
 
     def records(self) -> list[Record]:
@@ -181,7 +181,7 @@ class HierarchicalSession(Reports):
 
     @property
     def seq(self) -> int:
-        """How many collectives this rank has begun."""
+        """Return how many collectives this rank has begun."""
         return self._seq
 
     @property
@@ -194,7 +194,7 @@ class HierarchicalSession(Reports):
 
     def idle(self, waited_s: float) -> None:
         """Say once per operation that ranks of this host are waited for; the core calls this meanwhile."""
-        # What the others do is told when time runs out; to ask them now would cost a question where everybody is.
+        # The ranks' positions are told when time runs out; to ask for them now would cost a question to everybody.
         if waited_s >= NOTICE_S and self._said_seq != self._seq and not self.closed:
             self._said_seq = self._seq
             operation, where = self._position.operation or "operation", "ranks of this host"
@@ -203,20 +203,20 @@ class HierarchicalSession(Reports):
     # -- the end -------------------------------------------------------------------------------------------------
 
     def set_exit_reason(self, exit_reason: str) -> None:
-        """How this process ends, for those who will miss it."""
+        """Set how this process ends, in the words that the other ranks' errors will have."""
         self._memory.set_exit_reason(exit_reason)
         self._publish_exit_reason(exit_reason)
         self._linger()
         self._deliver()
 
     def leave_in_flight(self) -> None:
-        """Operations are still running here: wake them, for their memory is about to go."""
+        """Wake the operations of this process that still run, for their memory is about to go."""
         self._memory.set_exit_reason(LEFT_IN_FLIGHT)
         self._publish_exit_reason(LEFT_IN_FLIGHT)
         self._end()
 
     def close(self) -> None:
-        """Leave. Whoever waits for this rank hears it at once."""
+        """Leave the group. All ranks that wait for this one hear it at once."""
         if self._monitor is not None:
             self._monitor.close()
         if not self._memory.closed:
@@ -234,7 +234,9 @@ class HierarchicalSession(Reports):
             self._engine.free()
 
     def _publish_exit_reason(self, reason: str) -> None:
-        """Before the connections close: whoever loses one asks the store why. What is said first stands."""
+        """Write `reason` to the store before the connections close: a rank that loses one reads it; the first one
+        stands.
+        """
         if self._report is None and not self._has_said:
             self._has_said = True
             self._failure_store.leave_exit_reason(reason, self._where())
@@ -263,7 +265,7 @@ class HierarchicalSession(Reports):
         self._end()
 
     def _end(self) -> None:
-        """Wake everybody who waits on this host or for it, once the ranks of this host can read why."""
+        """Wake all that wait on this host or for it, once the ranks of this host can read why."""
         if not self.closed:
             self._tell_here()
             self._core.set_poison(PEER_LOST, self.layout.local_rank)
@@ -276,7 +278,7 @@ class HierarchicalSession(Reports):
 
     @property
     def in_collective(self) -> bool:
-        """Whether this thread is in a collective already: it runs a signal handler that interrupted it."""
+        """Return whether this thread is in a collective already: it runs a signal handler that interrupted it."""
         me = threading.get_ident()
         return me in (self._holder, self._background.caller)
 
@@ -304,8 +306,9 @@ class HierarchicalSession(Reports):
     def _interruptible(self, call: Call, ctx: CallContext, operation: Callable[[], None]) -> None:
         """Carry out `operation`, which waits in an engine that may hear neither signals nor that a peer is gone.
 
-        Another thread does, and this one waits for that. Ctrl-C ends the operation, and the group. So does a connection
-        that is gone: Gloo tells that to whoever waits for a message, but not if the message had begun to come.
+        Another thread carries it out, and this one waits for that thread. Ctrl-C ends the operation, and the group. So
+        does a connection that is gone: Gloo tells that to a thread that waits for a message, but not if the message had
+        begun to come.
         """
         if self._engine.is_interruptible or self.closed:
             operation()
@@ -331,7 +334,8 @@ class HierarchicalSession(Reports):
         self._background.run(operation, look, self.interrupted)
 
     def _running(self, call: Call, ctx: CallContext) -> Running:
-        """One collective, with its place in the sequence; what fails inside becomes the error that all ranks tell.
+        """Return a context for one collective, with its place in the sequence; a failure inside becomes the error that
+        all ranks tell.
 
         Raises:
             MismatchError: some rank called something else; no tensor was changed.
@@ -340,7 +344,7 @@ class HierarchicalSession(Reports):
         return Running(self, call, ctx)
 
     def _begin(self, call: Call, ctx: CallContext) -> int:
-        """Take the place in the sequence; the number of the flight recorder's line."""
+        """Take the place in the sequence; return the number of the flight recorder's line."""
         if self.closed:
             raise closed(self.group)
         self._seq += 1
@@ -357,7 +361,7 @@ class HierarchicalSession(Reports):
 
     @property
     def _position(self) -> Position:
-        """Where this rank is, for those who ask."""
+        """Return where this rank is, for ranks that ask."""
         call, inside = self._current, self._inside
         return Position() if call is None else Position(self._seq, self._operation_of(call).place, inside=inside)
 
@@ -366,9 +370,7 @@ class HierarchicalSession(Reports):
 
     @contextlib.contextmanager
     def _recorded(self, call: Call, ctx: CallContext, peer: int) -> Iterator[None]:
-        """Record what happens inside as one line of the flight recorder, of a message, which has no place in the
-        sequence.
-        """
+        """Record a message inside as one line of the flight recorder; it has no place in the sequence."""
         peer = self._numbers[peer] if peer >= 0 else -1
         about = (max(call.dtype, 0), 0, -1, peer, max(call.count, 0))
         number = self._core.begin_record(1, _KINDS[call.name], *about, ctx.call_site, call.shape)
@@ -411,18 +413,18 @@ class HierarchicalSession(Reports):
             raise self._report.error(operation) from None
         if isinstance(error, Exception):
             self._broke(error)
-        else:  # Ctrl-C
+        else:  # it is Ctrl-C
             self.interrupted(error)
 
     def _broke(self, error: BaseException) -> None:
-        """Something that is no failure of the group ended the operation: the peers should hear what."""
+        """Tell the peers what ended the operation, since it is no failure of the group."""
         self._give_up(type(error).__name__, self._where())
 
     def interrupted(self, error: BaseException, *, what: str = "", peer: int = -1) -> None:
-        """Whoever waits for an operation of this group was interrupted (Ctrl-C, a signal handler that raised).
+        """End the operation and the group: a thread that waited was interrupted (Ctrl-C, a signal handler that raised).
 
-        Ends the operation and the group, tells the peers, and says in `error` what was waited for. `what`: a message
-        with `peer`; else it is the collective. Takes a second at most, in which the others say where they are.
+        It tells the peers, and says in `error` what was waited for. `what` describes a message with `peer`; if it is
+        empty, the operation is the collective. It takes a second at most, in which the others say where they are.
         """
         if self.closed or self._report is not None:
             return

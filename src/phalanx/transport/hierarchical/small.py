@@ -26,18 +26,20 @@ from phalanx.transport.hierarchical.exchange import SMALL_BYTES
 from phalanx.transport.numerics import HALF, divide, sum_of, sum_type
 from phalanx.transport.tensors import dense, is_plain, nbytes, scaled, write_back
 
-ALWAYS_SMALL_BYTES = 256  # of a sum that travels with the heads although the options name an algorithm
+ALWAYS_SMALL_BYTES = 256  # a sum of so many bytes travels with the heads although the options name an algorithm
 
 
 class SmallCollectives(Agreement):
     """Each has the arguments of the collective, and its call."""
 
     def _is_small(self, size: int) -> bool:
-        """Whether so many bytes, which each host sends to each other, are sent at once."""
+        """Return whether so many bytes, which each host sends to each other, are sent at once."""
         return size * (self.layout.num_hosts - 1) <= SMALL_BYTES
 
     def _is_small_sum(self, dtype: torch.dtype, count: int) -> bool:
-        """As `_is_small`, for a sum of so many elements, unless the options say how one of this size travels."""
+        """Return whether a sum of so many elements is sent at once, as in `_is_small`, unless the options say how it
+        travels.
+        """
         size = count * (torch.float32 if dtype in HALF else dtype).itemsize
         if self._options.algorithm is not None or self._compression.rounds(torch.float32 if dtype in HALF else dtype):
             return size <= ALWAYS_SMALL_BYTES
@@ -109,7 +111,7 @@ class SmallCollectives(Agreement):
     def _small_all_gather(
         self, outputs: Sequence[Tensor], tensor: Tensor, call: Call, sizes: Sequence[int], ctx: CallContext
     ) -> None:
-        """outputs[r] becomes rank r's `tensor`, or one output all of them one after the other."""
+        """Write rank r's `tensor` to outputs[r], or if there is one output, all of them to it, one after the other."""
         ends = [0, *itertools.accumulate(sizes)]
         with self._running(call, ctx) as deadline:
             mine = dense(tensor)
@@ -124,7 +126,7 @@ class SmallCollectives(Agreement):
     def _gather_small(
         self, mine: Piece, whole: Tensor, sizes: Sequence[int], ctx: CallContext, deadline: Deadline
     ) -> None:
-        """`whole` becomes all ranks' pieces, one after the other: sizes[r] bytes from rank r."""
+        """Write all ranks' pieces to `whole`, one after the other; rank r's has sizes[r] bytes."""
         layout = self.layout
         ends = [0, *itertools.accumulate(sizes)]
         parts = self._give_to_leader(ctx, deadline, mine, [sizes[r] for r in layout.local_ranks])
@@ -173,7 +175,7 @@ class SmallCollectives(Agreement):
 
 
 def _typed(data: Tensor, like: Tensor) -> Tensor:
-    """Bytes as a tensor like `like`."""
+    """Return bytes as a tensor like `like`."""
     if not data.numel():
         return torch.empty(like.shape, dtype=like.dtype)
     if data.storage_offset() % like.element_size():

@@ -45,25 +45,27 @@ _BY_SIZE: Mapping[int, str] = {1: "UINT8_T", 2: "UINT16_T", 4: "UINT32_T", 8: "U
 
 
 def summand(tensor: Tensor) -> Tensor:
-    """`tensor` in a type that MPI can reduce: half types become float32 (a copy), a bool a byte (in place)."""
+    """Return `tensor` in a type that MPI can reduce: half types become float32 (a copy), a bool becomes a byte (in
+    place).
+    """
     if tensor.dtype in (torch.float16, torch.bfloat16):
         return tensor.float()
     return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
 
 
 def datatype_of(mpi: Any, dtype: torch.dtype) -> Any:
-    """MPI's type for a type that it can reduce."""
+    """Return MPI's type for a type that it can reduce."""
     return getattr(mpi, _DATATYPES[dtype])
 
 
 def operation_of(mpi: Any, redop: int, dtype: torch.dtype) -> Any:
-    """MPI's reduction with this number in `phalanx.dtypes`, for tensors that were of `dtype`."""
+    """Return MPI's reduction with this number in `phalanx.dtypes`, for tensors that were of `dtype`."""
     name = _OPERATIONS[redop]
     return getattr(mpi, _OF_BOOL.get(name, name) if dtype == torch.bool else name)
 
 
 def element_of(mpi: Any, dtype: torch.dtype) -> Any:
-    """Return a type as large as `dtype`, for elements that are only moved: counts of bytes end at 2 GiB in some
-    MPIs.
+    """Return a type as large as `dtype`, for elements that are only moved: in some MPIs counts of bytes end at 2
+    GiB.
     """
     return getattr(mpi, _BY_SIZE[dtype.itemsize])

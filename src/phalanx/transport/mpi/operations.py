@@ -39,7 +39,7 @@ class MpiTransport(MpiSession):
             pass
 
     def all_reduce(self, tensor: Tensor, redop: int, ctx: CallContext, *, root: int = -1, factor: Any = None) -> None:
-        """`tensor` becomes the reduction over ranks, everywhere or on `root`; each input times `factor` first."""
+        """Reduce `tensor` over ranks in place, on all or only on `root`; multiply each input by `factor` first."""
         tensor = tensor.detach()
         call = describe_call("all_reduce" if root < 0 else "reduce", tensor, self._place(ctx), redop=redop, root=root)
         with self._collective(call, ctx) as deadline:
@@ -58,7 +58,7 @@ class MpiTransport(MpiSession):
     def reduce_scatter(
         self, output: Tensor, inputs: Sequence[Tensor], redop: int, ctx: CallContext, *, factor: Any = None
     ) -> None:
-        """`output` becomes the reduction over ranks of inputs[rank]; the inputs may differ in size."""
+        """Write the reduction over ranks of inputs[rank] to `output`; the inputs may differ in size."""
         output = output.detach()
         counts = [t.numel() for t in inputs]
         call = describe_call(
@@ -77,7 +77,7 @@ class MpiTransport(MpiSession):
     def reduce_scatter_single(
         self, output: Tensor, tensor: Tensor, redop: int, ctx: CallContext, *, factor: Any = None
     ) -> None:
-        """`output` becomes the reduction over ranks of the rank's part of `tensor`, split in equal parts."""
+        """Split `tensor` in equal parts, and write the reduction over ranks of this rank's part to `output`."""
         output, tensor = output.detach(), tensor.detach()
         count = output.numel()
         sizes = (count,) * self.world_size
@@ -105,7 +105,7 @@ class MpiTransport(MpiSession):
     # -- moves ---------------------------------------------------------------------------------------------------
 
     def broadcast(self, tensor: Tensor, root: int, ctx: CallContext) -> None:
-        """`tensor` becomes root's."""
+        """Overwrite `tensor` on every rank with root's."""
         tensor = tensor.detach()
         data = dense(tensor)
         with self._collective(describe_call("broadcast", data, self._place(ctx), root=root), ctx) as deadline:
@@ -114,7 +114,7 @@ class MpiTransport(MpiSession):
                 write_back(tensor, data)
 
     def gather(self, outputs: Sequence[Tensor], tensor: Tensor, ctx: CallContext, *, root: int = -1) -> None:
-        """outputs[r] becomes rank r's `tensor`, everywhere or on `root`; elsewhere `outputs` is empty."""
+        """Write rank r's `tensor` to outputs[r], on every rank or only on `root`; elsewhere `outputs` is empty."""
         tensor, outputs = tensor.detach(), [t.detach() for t in outputs]
         data = dense(tensor)
         counts = [t.numel() for t in outputs]
@@ -134,7 +134,7 @@ class MpiTransport(MpiSession):
             self._hand_out(outputs, whole, counts)
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, ctx: CallContext) -> None:
-        """`output`, split in world_size equal parts, becomes all ranks' `tensor`s."""
+        """Write rank r's `tensor` to part r of `output`, which is split in world_size equal parts."""
         output, data = output.detach(), dense(tensor.detach())
         whole = dense(output)
         with self._collective(describe_call("all_gather", data, self._place(ctx)), ctx) as deadline:
@@ -145,7 +145,7 @@ class MpiTransport(MpiSession):
                 write_back(output, whole)
 
     def scatter(self, output: Tensor, inputs: Sequence[Tensor], root: int, ctx: CallContext) -> None:
-        """`output` becomes root's inputs[rank]; elsewhere `inputs` is empty."""
+        """Write root's inputs[rank] to `output`; on the other ranks `inputs` is empty."""
         output = output.detach()
         data = dense(output)
         with self._collective(describe_call("scatter", data, self._place(ctx), root=root), ctx) as deadline:
@@ -160,7 +160,7 @@ class MpiTransport(MpiSession):
     def all_to_all(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], ctx: CallContext, *, splits: bool
     ) -> None:
-        """outputs[r] becomes rank r's inputs[rank]. `splits`: sizes may differ."""
+        """Write rank r's inputs[rank] to outputs[r]; with `splits` sizes may differ."""
         outputs = [t.detach() for t in outputs]
         sent_counts, received_counts = [t.numel() for t in inputs], [t.numel() for t in outputs]
         # The sizes differ from rank to rank, and are compared in a round of their own.
@@ -174,7 +174,7 @@ class MpiTransport(MpiSession):
             self._hand_out(outputs, got, received_counts)
 
     def all_to_all_single(self, output: Tensor, tensor: Tensor, ctx: CallContext) -> None:
-        """As `all_to_all` with the equal parts of two contiguous tensors, which are not copied."""
+        """Exchange the equal parts of two contiguous tensors as `all_to_all` does; they are not copied."""
         tensor, output = tensor.detach(), output.detach()
         counts = [tensor.numel() // self.world_size] * self.world_size
         # The sizes differ from rank to rank, and are compared in a round of their own.
@@ -185,7 +185,7 @@ class MpiTransport(MpiSession):
             self._run(lambda comm: comm.Ialltoallv(sent, received), (tensor, output), deadline)
 
     def _compare(self, sent: list[int], awaited: list[int], size: int, deadline: Deadline) -> None:
-        """Every rank learns what all send and await, so that all find the same pairs that do not fit."""
+        """Let every rank learn what all send and await, so that all find the same pairs that do not fit."""
         mine = torch.tensor([sent, awaited])
         tables = torch.empty((self.world_size, 2, self.world_size), dtype=torch.int64)
         ours = self._elements(mine)
@@ -214,7 +214,7 @@ class MpiTransport(MpiSession):
         self.end_send(self.begin_send(dense(tensor.detach()), dst, tag), dst, Deadline.after(ctx.timeout_s))
 
     def recv(self, tensor: Tensor, src: int, tag: int, ctx: CallContext) -> int:
-        """`tensor` becomes the next one from `src` (below zero: from anybody) with `tag`; returns who sent it."""
+        """Receive into `tensor` the next message from `src` (if below zero, any rank) with `tag`; return its sender."""
         tensor = tensor.detach()
         data = dense(tensor)
         source = self.end_recv(self.begin_recv(data, src, tag), data, src, Deadline.after(ctx.timeout_s))
@@ -238,7 +238,7 @@ class MpiTransport(MpiSession):
             message.finish(deadline.left_s, message.watch().look)
 
     def end_recv(self, message: Underway, data: Tensor, src: int, deadline: Deadline) -> int:
-        """Return when `data` holds the message; who sent it.
+        """Wait until `data` holds the message; return the rank that sent it.
 
         Raises:
             MismatchError: the message is not as long as the tensor.

@@ -34,7 +34,8 @@ _COLLECT_S = 0.5
 
 
 class MpiSession(EngineSession):
-    """It is one rank's side of a group over MPI. `names` is how people call each rank's process: 'pid 17 on node3'.
+    """An `MpiSession` is one rank's side of a group over MPI. `names` is what people call each rank's process: 'pid 17
+    on node3'.
 
     It runs one collective at a time, and holds `lock` meanwhile.
     """
@@ -51,20 +52,20 @@ class MpiSession(EngineSession):
 
     @property
     def closed(self) -> bool:
-        """Whether this process has left."""
+        """Return whether this process has left."""
         return (self._engine.is_closed and self._report is None) or self._engine.runtime.is_over
 
     def set_exit_reason(self, exit_reason: str) -> None:
-        """How this process ends, for those who will miss it."""
+        """Set how this process ends, in the words that the other ranks' errors will have."""
         self._exit_reason = exit_reason
 
     def leave_in_flight(self) -> None:
-        """Operations are still running here: wake them."""
+        """Wake the operations of this process that still run."""
         self._exit_reason = LEFT_IN_FLIGHT
         self.close()
 
     def close(self) -> None:
-        """Leave. Whoever waits for this rank hears it at once."""
+        """Leave the group. All ranks that wait for this one hear it at once."""
         self._engine.close(seq=self._seq, exit_reason=self._exit_reason, position=asdict(self._where()))
 
     # -- around a collective -------------------------------------------------------------------------------------
@@ -82,7 +83,9 @@ class MpiSession(EngineSession):
 
     @contextlib.contextmanager
     def _reporting(self, operation: Operation, deadline: Deadline, peer: int | None = None) -> Iterator[None]:
-        """Turn what fails inside into the error that all ranks raise. `peer`: only it is waited for, below zero any."""
+        """Turn what fails inside into the error that all ranks raise. `peer` is the rank that is waited for, any if
+        below zero, all if None.
+        """
         try:
             yield
         except Disagreement as error:
@@ -110,7 +113,7 @@ class MpiSession(EngineSession):
         raise self._report.error(operation) from None
 
     def _interrupted(self, error: BaseException) -> None:
-        """Ctrl-C, or a signal handler that raised, ended the wait: the peers should hear why."""
+        """Tell the peers that Ctrl-C, or a signal handler that raised, ended the wait."""
         me = self.rank
         positions = {me: self._where()}
         reason = type(error).__name__
@@ -146,7 +149,9 @@ class MpiSession(EngineSession):
             self._answers[src] = Position(**message)
 
     def _lost(self, who: int, message: dict[str, Any], peer: int | None) -> FailureReport:
-        """`who` has left, with `message` as its goodbye. `peer`: a message was waited for, not a collective."""
+        """Report that `who` has left, with `message` as its goodbye. `peer` is given where a message was waited for,
+        and not a collective.
+        """
         if "report" in message:
             return FailureReport.from_json(message["report"])
         return self._report_lost(who, message["exit_reason"], peer, Position(**message["position"]))

@@ -64,7 +64,9 @@ class SharedMemoryCollectives(SharedMemorySession):
         self.check(status, ctx)
 
     def sum_in_place(self, tensor: Tensor, code: int, timeout_s: float, place: tuple[str, int]) -> None:
-        """As `all_reduce` with SUM, for a contiguous tensor of a real dtype: the shortest way to the core."""
+        """Do what `all_reduce` does with SUM, for a contiguous tensor of a real dtype: this is the shortest way to the
+        core.
+        """
         if self.symm_mem.one_memory:
             self._refuse_one_memory(tensor)
         call_site = self._sites.get(place)
@@ -72,7 +74,7 @@ class SharedMemoryCollectives(SharedMemorySession):
         me = threading.get_ident()
         if self.lock.locked():
             self._await_lock(timeout_s)
-        with self.lock:  # `exclusive`, spelt out
+        with self.lock:  # this is `exclusive`, spelt out
             self._holder = me
             try:
                 status = self.core.all_reduce(
@@ -99,7 +101,7 @@ class SharedMemoryCollectives(SharedMemorySession):
             self.check(status, CallContext(timeout_s, 0))
 
     def all_reduce(self, tensor: Tensor, redop: int, ctx: CallContext, *, root: int = -1, factor: Any = None) -> None:
-        """`tensor` becomes the reduction over ranks, everywhere or on `root`; each input times `factor` first.
+        """Reduce `tensor` over ranks in place, on all or only on `root`; multiply each input by `factor` first.
 
         Raises:
             ValueError: the tensor is one memory for all ranks.
@@ -137,7 +139,7 @@ class SharedMemoryCollectives(SharedMemorySession):
             )
 
     def broadcast(self, tensor: Tensor, root: int, ctx: CallContext) -> None:
-        """`tensor` becomes root's."""
+        """Overwrite `tensor` on every rank with root's."""
         data = dense(tensor)
         self._collective(
             ctx,
@@ -156,7 +158,7 @@ class SharedMemoryCollectives(SharedMemorySession):
             write_back(tensor, data)
 
     def broadcast_buffers(self, tensor: Tensor, root: int, ctx: CallContext, *, number: int) -> None:
-        """As `broadcast`, but the root waits for nobody, and the others for the root alone; see csrc/early.h.
+        """Do what `broadcast` does, but the root waits for nobody, and the others for the root alone; see csrc/early.h.
 
         Whether all ranks called it, with the same `number`, is asked when the next collective begins.
         """
@@ -187,7 +189,9 @@ class SharedMemoryCollectives(SharedMemorySession):
             write_back(tensor, data)
 
     def _two_areas(self, size: int, ctx: CallContext) -> list[Buffer]:
-        """Where in this rank's heap `size` bytes lie, in alternation. Collective where they are new."""
+        """Return two places of `size` bytes in this rank's heap, for use in turn. All ranks call it where they are
+        new.
+        """
         areas = self._areas.get(size)
         if areas is None:
             with self.exclusive(ctx.timeout_s):
@@ -200,7 +204,7 @@ class SharedMemoryCollectives(SharedMemorySession):
         return areas
 
     def gather(self, outputs: Sequence[Tensor], tensor: Tensor, ctx: CallContext, *, root: int = -1) -> None:
-        """outputs[r] becomes rank r's `tensor`, everywhere or on `root`; elsewhere `outputs` is empty."""
+        """Write rank r's `tensor` to outputs[r], on every rank or only on `root`; elsewhere `outputs` is empty."""
         src, dst = dense(tensor), [dense(t) for t in outputs]
         sizes = tuple(nbytes(t) for t in dst) if dst else (nbytes(src),) * self.symm_mem.world_size
         self._collective(
@@ -222,7 +226,7 @@ class SharedMemoryCollectives(SharedMemorySession):
                 write_back(output, got)
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, ctx: CallContext) -> None:
-        """`output`, split in world_size equal parts, becomes all ranks' `tensor`s."""
+        """Write rank r's `tensor` to part r of `output`, which is split in world_size equal parts."""
         src, dst = dense(tensor), dense(output)
         size, at = nbytes(src), dst.data_ptr()
         world = self.symm_mem.world_size
@@ -244,7 +248,7 @@ class SharedMemoryCollectives(SharedMemorySession):
             write_back(output, dst)
 
     def scatter(self, output: Tensor, inputs: Sequence[Tensor], root: int, ctx: CallContext) -> None:
-        """`output` becomes root's inputs[rank]; elsewhere `inputs` is empty."""
+        """Write root's inputs[rank] to `output`; on the other ranks `inputs` is empty."""
         src, dst = [dense(t) for t in inputs], dense(output)
         self._collective(
             ctx,
@@ -266,7 +270,7 @@ class SharedMemoryCollectives(SharedMemorySession):
     def reduce_scatter(
         self, output: Tensor, inputs: Sequence[Tensor], redop: int, ctx: CallContext, *, factor: Any = None
     ) -> None:
-        """`output` becomes the reduction over ranks of inputs[rank]; the inputs may differ in size."""
+        """Write the reduction over ranks of inputs[rank] to `output`; the inputs may differ in size."""
         src, dst = [dense(scaled(t, factor)) for t in inputs], dense(output)
         self._reduce_scatter(
             tuple(t.data_ptr() for t in src), tuple(t.numel() for t in src), dst, redop, ctx, output.shape
@@ -277,7 +281,7 @@ class SharedMemoryCollectives(SharedMemorySession):
     def reduce_scatter_single(
         self, output: Tensor, tensor: Tensor, redop: int, ctx: CallContext, *, factor: Any = None
     ) -> None:
-        """`output` becomes the reduction over ranks of the rank's part of `tensor`, split in equal parts."""
+        """Split `tensor` in equal parts, and write the reduction over ranks of this rank's part to `output`."""
         src, dst = dense(scaled(tensor, factor)), dense(output)
         at, size, world = src.data_ptr(), nbytes(dst), self.symm_mem.world_size
         addresses = tuple(at + r * size for r in range(world))
@@ -312,7 +316,7 @@ class SharedMemoryCollectives(SharedMemorySession):
     def all_to_all(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], ctx: CallContext, *, splits: bool
     ) -> None:
-        """outputs[r] becomes rank r's inputs[rank]. `splits`: sizes may differ, and are compared across ranks."""
+        """Write rank r's inputs[rank] to outputs[r]; with `splits` sizes may differ, and are compared across ranks."""
         src, dst = [dense(t) for t in inputs], [dense(t) for t in outputs]
         self._collective(
             ctx,
@@ -334,7 +338,7 @@ class SharedMemoryCollectives(SharedMemorySession):
                 write_back(output, got)
 
     def all_to_all_single(self, output: Tensor, tensor: Tensor, ctx: CallContext) -> None:
-        """As `all_to_all` with the equal parts of two contiguous tensors, without cutting them into views."""
+        """Exchange the equal parts of two contiguous tensors as `all_to_all` does, without cutting them into views."""
         world = self.symm_mem.world_size
         size = nbytes(tensor) // world
         sizes = (size,) * world
@@ -358,20 +362,22 @@ class SharedMemoryCollectives(SharedMemorySession):
     # -- symmetric tensors ----------------------------------------------------------------------------------------
 
     def allocate_on_host(self, nbytes: int, ctx: CallContext) -> dict[int, Tensor]:
-        """Allocate it as `Transport` says."""
+        """Allocate memory as `Transport` says."""
         pieces = self.symm_mem.pieces(self._allocate(nbytes, ctx))
         return {rank: torch.frombuffer(piece, dtype=torch.uint8) for rank, piece in enumerate(pieces)}
 
     def allocate(
         self, shape: tuple[int, ...], dtype: torch.dtype, ctx: CallContext, *, owner: int | None = None
     ) -> Tensor:
-        """Return an uninitialised tensor, at one place of all ranks' heaps, or in `owner`'s alone. Collective."""
+        """Return an uninitialised tensor, at one place of all ranks' heaps, or in `owner`'s alone. All ranks call
+        it.
+        """
         buffer = self._allocate(math.prod(shape) * dtype.itemsize, ctx, owner)
         return torch.frombuffer(buffer, dtype=dtype).view(shape)
 
     def _allocate(self, nbytes: int, ctx: CallContext, owner: int | None = None) -> Buffer:
         if self.uneven is not None:
-            self.barrier(ctx)  # where all meet again, if some were out of training steps
+            self.barrier(ctx)  # all meet again here, if some were out of training steps
         deadline = Deadline.after(ctx.timeout_s)
         with self.exclusive(ctx.timeout_s):
             return self.symm_mem.allocate(

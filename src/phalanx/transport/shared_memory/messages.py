@@ -16,7 +16,7 @@ from phalanx.transport.tensors import dense, nbytes, write_back
 
 
 class PostedReceive:
-    """It is a receive that matches a message by sender and tag, in the order of posting, whatever comes first.
+    """A posted receive matches a message by sender and tag, in the order of posting, whatever comes first.
 
     It is over once any thread of this rank that takes messages in has found its message, or its end.
     """
@@ -46,16 +46,17 @@ class PostedReceive:
 
     @property
     def is_pending(self) -> bool:
-        """Whether its message has not come, and nothing has ended the wait for it."""
+        """Return whether its message has not come, and nothing has ended the wait for it."""
         return self.handle.status == _core.PENDING
 
     @property
     def source(self) -> int:
-        """Who sent the message, once it is not pending."""
+        """Return the rank that sent the message, once it is not pending."""
         return self.handle.source
 
     def conclude(self) -> None:
-        """Once it is not pending: give the tensor its message, or raise what went wrong. Called once.
+        """Give the tensor its message, or raise what went wrong. It is called once, when the receive is not pending any
+        more.
 
         The tensor is let go: a group keeps its last few thousand receives (see PhalanxWork.settle).
         """
@@ -81,7 +82,9 @@ class SharedMemoryMessages(SharedMemorySession):
         )
 
     def send_now(self, tensor: Tensor, dst: int, tag: int, ctx: CallContext) -> bool:
-        """As `send` if that needs no waiting; else False, and nothing has happened."""
+        """Do what `send` does if that needs no waiting, and return True; else return False, and nothing has
+        happened.
+        """
         data = dense(tensor)
         code = dtype_of(data.dtype).code
         status = self.core.send_now(
@@ -92,11 +95,13 @@ class SharedMemoryMessages(SharedMemorySession):
         return status is not None
 
     def post(self, tensor: Tensor, src: int, tag: int, ctx: CallContext) -> PostedReceive:
-        """`tensor` will be the next message with `tag` from `src` (below zero: from anybody). Never waits."""
+        """Post a receive into `tensor` of the next message from `src` (if below zero, any rank) with `tag`. It never
+        waits.
+        """
         return PostedReceive(self, tensor, src, tag, ctx)
 
     def recv(self, tensor: Tensor, src: int, tag: int, ctx: CallContext) -> int:
-        """`tensor` becomes the next message with `tag` from `src` (below zero: from anybody); who sent it."""
+        """Receive into `tensor` the next message from `src` (if below zero, any rank) with `tag`; return its sender."""
         receive = self.post(tensor, src, tag, ctx)
         while receive.is_pending:
             self.core.progress(receive.handle, timeout_ns(math.inf))  # up to the deadline with which it was posted

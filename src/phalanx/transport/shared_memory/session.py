@@ -37,16 +37,16 @@ class SharedMemorySession:
         self.group = group
         self.lock = threading.Lock()  # held while the core runs a collective
         self._holder = 0  # the thread that has it; a signal handler runs in that very thread
-        self.uneven: UnevenInputs | None = None  # of those who train over the group
+        self.uneven: UnevenInputs | None = None  # the participants that train over the group
         self.symm_mem: SymmetricMemory = None  # type: ignore[assignment]  # set by `attach`: it needs our `idle`
         self._sites: dict[tuple[str, int], int] = {}
         self._places: dict[int, str] = {}
-        self._areas: dict[int, list[Buffer]] = {}  # for `broadcast_buffers`, by their size
+        self._areas: dict[int, list[Buffer]] = {}  # the areas for `broadcast_buffers`, by their size
         self._said_at = 0
         self._say_again_s = 0.0
 
     def attach(self, symm_mem: SymmetricMemory) -> None:
-        """Take the memory; before the first operation."""
+        """Take the memory; this is called before the first operation."""
         self.symm_mem = symm_mem
         self.rank, self.world_size = symm_mem.rank, symm_mem.world_size
         self.core = symm_mem.core
@@ -54,12 +54,12 @@ class SharedMemorySession:
 
     @property
     def closed(self) -> bool:
-        """Whether this process has left."""
+        """Return whether this process has left."""
         return self.symm_mem.closed
 
     @property
     def seq(self) -> int:
-        """How many collectives this rank has begun."""
+        """Return how many collectives this rank has begun."""
         return self.core.seq
 
     def records(self) -> list[Record]:
@@ -69,29 +69,31 @@ class SharedMemorySession:
     # -- the end -------------------------------------------------------------------------------------------------
 
     def set_exit_reason(self, exit_reason: str) -> None:
-        """How this process ends, for those who will miss it."""
+        """Set how this process ends, in the words that the other ranks' errors will have."""
         self.core.set_exit_reason(exit_reason)
 
     def leave_in_flight(self) -> None:
-        """Operations are still running here: end the group, so that they wake up before its memory goes."""
+        """End the group while operations of this process still run, so that they wake up before its memory goes."""
         self.core.set_exit_reason(LEFT_IN_FLIGHT)
         self.core.set_poison(PEER_LOST, self.symm_mem.rank)
 
     def settle(self, patience_s: float) -> bool:
-        """Whether no thread of this process is in an operation, after at most `patience_s`.
+        """Return whether no thread of this process is in an operation, after at most `patience_s`.
 
         In a signal handler the operation that it interrupted is not waited for.
         """
         return self.core.settle(timeout_ns(patience_s))
 
     def close(self) -> None:
-        """Leave. Whoever waits for this rank hears it at once, and so does whoever is in an operation here."""
+        """Leave the group. All ranks that wait for this one hear it at once, and so do threads that are in operations
+        here.
+        """
         if not self.symm_mem.closed:
             tell_end(self)
         self.symm_mem.close()
 
     def abandon(self) -> None:
-        """As `close`, at the end of the process, while threads are in operations: nothing happens to them."""
+        """Do what `close` does, at the end of the process, while threads are in operations: nothing happens to them."""
         if not self.symm_mem.closed:
             tell_end(self)
         self.symm_mem.close_for_good()
@@ -115,11 +117,13 @@ class SharedMemorySession:
         return number
 
     def place(self, number: int) -> str:
-        """Return the 'file:line' that `call_site` gave this number, or nothing."""
+        """Return the 'file:line' that `call_site` gave this number, or an empty string."""
         return self._places.get(number, "")
 
     def idle(self, waited_s: float) -> None:
-        """Say who is missing, and after as long again who is then; the core calls this while it waits."""
+        """Say which ranks are missing, and after as long again which are missing then; the core calls this while it
+        waits.
+        """
         if waited_s < NOTICE_S or self.symm_mem is None or self.symm_mem.closed:
             return
         with contextlib.suppress(ClosedError):  # meanwhile, by another thread: whoever waits is about to hear it
@@ -143,7 +147,9 @@ class SharedMemorySession:
         _logger.warning("%s", describe_wait(last.label, self.group, self.symm_mem.rank, missing, waited_s, where))
 
     def check(self, status: int, ctx: CallContext, *, kind: int = 0, peer: int = -1) -> None:
-        """Raise the error that `status` stands for, if it is one; `kind` and `peer` if it was a message's."""
+        """Raise the error that `status` stands for, if it is one. `kind` and `peer` describe a message, if it was
+        one.
+        """
         if status:
             try:
                 error = failures.failure(status, self.symm_mem, self.group, ctx.timeout_s, kind=kind, peer=peer)
@@ -167,7 +173,7 @@ class SharedMemorySession:
 
     @contextlib.contextmanager
     def exclusive(self, timeout_s: float) -> Iterator[None]:
-        """Hold `lock`, for one collective.
+        """Hold `lock` for one collective.
 
         Raises:
             PhalanxError: this is a signal handler, and the collective that it interrupted waits for its end.
@@ -185,7 +191,7 @@ class SharedMemorySession:
 
     @property
     def in_collective(self) -> bool:
-        """Whether this thread is in a collective already: it runs a signal handler that interrupted it."""
+        """Return whether this thread is in a collective already: it runs a signal handler that interrupted it."""
         return self._holder == threading.get_ident()
 
     def _await_lock(self, timeout_s: float) -> None:
@@ -196,11 +202,13 @@ class SharedMemorySession:
         self.lock.release()
 
     def _rejoin(self) -> None:
-        """All wait at this collective, and some were out of training steps; after this it is called again."""
+        """Bring ranks up to date that were out of training steps: all wait at this collective, which is called again
+        after this.
+        """
         assert self.uneven is not None  # it is what made the core look
         self.uneven.rejoin()
 
     def _interrupted(self, error: BaseException) -> None:
-        """Ctrl-C, or a signal handler that raised, ended the wait: the peers should hear why."""
+        """Tell the peers that Ctrl-C, or a signal handler that raised, ended the wait."""
         with contextlib.suppress(ClosedError):
             self.core.set_exit_reason(type(error).__name__)

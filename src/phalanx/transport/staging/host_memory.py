@@ -25,17 +25,19 @@ _LARGEST_BYTES = 1 << 34  # addresses; what nobody uses has no pages
 
 
 def staging_bytes(heap_bytes: int) -> int:
-    """How large a piece of a rank's heap is taken."""
+    """Return how large a piece of a rank's heap staging takes."""
     return min(_LARGEST_BYTES, heap_bytes // 8) // _PAGE * _PAGE
 
 
 def block_bytes(nbytes: int) -> int:
-    """Return what is taken for a tensor of `nbytes`: a power of two, so that blocks serve again, in whole pages."""
+    """Return how many bytes are taken for a tensor of `nbytes`: a power of two in whole pages, so that blocks serve
+    again.
+    """
     return max(_PAGE, 1 << (nbytes - 1).bit_length())
 
 
 class HostMemory:
-    """Tensors of a device are staged in it. `piece` is memory of this rank's symmetric heap; None without one.
+    """`HostMemory` holds staged tensors of a device. `piece` is memory of this rank's symmetric heap; None without one.
 
     Blocks of it are page-locked when they are first used, and stay so until `close`.
     """
@@ -76,7 +78,7 @@ class HostMemory:
         self._page_locked[at] = error
 
     def close(self) -> None:
-        """Let the pages go, before the memory does."""
+        """Unlock the pages, before the memory goes."""
         with self._lock:
             blocks, self._page_locked = self._page_locked, {}
             self._scratch = None

@@ -22,40 +22,40 @@ Operation = Callable[[CallContext], None]
 
 
 class InFlight:
-    """It holds staged tensors that the device still reads."""
+    """`InFlight` holds staged tensors that the device still reads."""
 
     def __init__(self, stream: CopyStream) -> None:
         self._stream = stream
         self._held: deque[tuple[Any, list[Tensor]]] = deque()
 
     def hold(self, mark: Any, tensors: list[Tensor]) -> None:
-        """Keep `tensors` until what came before `mark` is over, or a little longer."""
+        """Keep `tensors` at least until what came before `mark` is over."""
         while self._held and self._stream.is_over(self._held[0][0]):
             self._held.popleft()
         self._held.append((mark, tensors))
 
 
 class StagedCall:
-    """It has the tensors of one operation in both places."""
+    """A staged call has the tensors of one operation in both places."""
 
     def __init__(self, stream: CopyStream, memory: HostMemory, in_flight: InFlight) -> None:
         self.stream = stream
         self._memory = memory
         self._in_flight = in_flight
         self._written: list[tuple[Tensor, Tensor]] = []
-        self._arriving: list[Tensor] = []  # where the device writes to, until somebody has waited for it
+        self._arriving: list[Tensor] = []  # the device writes to these until somebody has waited for it
         self._read_mark: Any = None
         self._done_mark: Any = None
         stream.follow_caller()
 
     @property
     def outputs(self) -> list[Tensor]:
-        """The device's tensors that receive results; empty once they have."""
+        """Return the device's tensors that receive results; there are none once they have."""
         return [tensor for tensor, _ in self._written]
 
     def stage(self, tensor: Tensor, *, read: bool, written: bool) -> Tensor:
-        """Return the host's tensor for `tensor`: it holds its elements once `await_inputs` has returned, if it is
-        `read`.
+        """Return the host's tensor for `tensor`. If it is `read`, it holds the elements once `await_inputs` has
+        returned.
         """
         if tensor.layout is not torch.strided:  # its sizes are only known once the device has come there
             host = tensor.detach().cpu()
@@ -76,7 +76,7 @@ class StagedCall:
         return host
 
     def around(self, operation: Operation) -> Operation:
-        """`operation` on the host's tensors, with what comes before and after it."""
+        """Return a function that carries out `operation` on the host's tensors, with what comes before and after it."""
 
         def carry_out(ctx: CallContext) -> None:
             self.await_inputs()
@@ -92,8 +92,8 @@ class StagedCall:
         self._arriving.clear()
 
     def abandon(self) -> None:
-        """Give up a call that was refused: its memory serves others once the device has written what it was
-        asked for.
+        """Give up a call that was refused: its memory serves others once the device has written to it what it was told
+        to.
         """
         arriving, self._arriving, self._written = self._arriving, [], []
         if arriving:

@@ -23,23 +23,23 @@ _PAUSE_S = 0.001
 
 
 class CopyStream(Protocol):
-    """The copies of one device are queued on it."""
+    """A copy stream is where the copies of one device are queued."""
 
     @property
     def future_devices(self) -> list[int | str | torch.device]:
-        """What a future must be told whose value lies on the device."""
+        """Return the devices that a future must be told whose value lies on the device."""
 
     def follow_caller(self) -> None:
         """Let what is queued from now on come after all that the calling thread has queued on its own stream."""
 
     def queueing(self) -> contextlib.AbstractContextManager[None]:
-        """Queue here what the block does with the device's tensors."""
+        """Return a context in which what is done with the device's tensors is queued here."""
 
     def mark(self) -> Any:
         """Return a point after all that has been queued here."""
 
     def drain(self, patience_s: float) -> bool:
-        """Whether all that was queued here is over, after at most so long."""
+        """Return whether all that was queued here is over, after at most `patience_s`."""
 
     def keep(self, tensor: Tensor) -> None:
         """Keep the memory of `tensor` from others until what is queued here is over."""
@@ -48,30 +48,30 @@ class CopyStream(Protocol):
         """Return when what came before `mark` is over."""
 
     def is_over(self, mark: Any) -> bool:
-        """Whether what came before `mark` is over."""
+        """Return whether what came before `mark` is over."""
 
     def await_on_device(self, mark: Any) -> None:
         """Let what the calling thread queues on its own stream from now on come after `mark`; the host goes on."""
 
 
 class InOrder:
-    """It is a device whose operations are over when they return."""
+    """`InOrder` stands for a device whose operations are over when they return."""
 
     @property
     def future_devices(self) -> list[int | str | torch.device]:
-        """None that has streams."""
+        """Return an empty list, since no device has streams."""
         return []
 
     def follow_caller(self) -> None:
-        """Nothing is under way."""
+        """Do nothing: no operation is under way."""
 
     @contextlib.contextmanager
     def queueing(self) -> Iterator[None]:
-        """Done at once."""
+        """Run the block as it is: each operation is done at once."""
         yield
 
     def mark(self) -> Any:
-        """Now."""
+        """Return a mark whose operations are over."""
         return True
 
     def drain(self, patience_s: float) -> bool:
@@ -79,7 +79,7 @@ class InOrder:
         return True
 
     def keep(self, tensor: Tensor) -> None:
-        """Nothing uses it any longer."""
+        """Do nothing: no operation uses the tensor any longer."""
 
     def await_on_host(self, mark: Any) -> None:
         """Do nothing: it is over."""
@@ -93,7 +93,7 @@ class InOrder:
 
 
 class DeviceStream:
-    """It is a stream of its own on one device."""
+    """A device stream is a stream of its own on one device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -102,26 +102,26 @@ class DeviceStream:
 
     @property
     def future_devices(self) -> list[int | str | torch.device]:
-        """This one."""
+        """Return this device."""
         return [self._device]
 
     def follow_caller(self) -> None:
-        """Let the copy stream wait for the caller's; the host does not."""
+        """Let the copy stream wait for the caller's; the host does not wait."""
         self._stream.wait_stream(self._module.current_stream(self._device))
 
     def queueing(self) -> contextlib.AbstractContextManager[None]:
-        """Make it this thread's stream for a while."""
+        """Make it this thread's stream for the time of the block."""
         block: contextlib.AbstractContextManager[None] = self._module.stream(self._stream)
         return block
 
     def mark(self) -> Any:
-        """Return an event behind what is queued."""
+        """Return an event after what is queued."""
         event = self._module.Event()
         event.record(self._stream)
         return event
 
     def drain(self, patience_s: float) -> bool:
-        """Ask again and again: a kernel that never ends must not keep the process from ending."""
+        """Poll until all is over or the time is up: a kernel that never ends must not keep the process from ending."""
         mark, deadline = self.mark(), Deadline.after(patience_s)
         while not self.is_over(mark):
             if deadline.passed:
@@ -130,26 +130,26 @@ class DeviceStream:
         return True
 
     def keep(self, tensor: Tensor) -> None:
-        """Tell the device's allocator."""
+        """Tell the device's allocator that the copy stream uses the tensor."""
         if tensor.layout is torch.strided:
             tensor.record_stream(self._stream)
 
     def await_on_host(self, mark: Any) -> None:
-        """Block this thread; others go on."""
+        """Block this thread until the event has come; other threads go on."""
         mark.synchronize()
 
     def is_over(self, mark: Any) -> bool:
-        """Ask the device, and go on."""
+        """Ask the device whether the event has come, without waiting."""
         over: bool = mark.query()
         return over
 
     def await_on_device(self, mark: Any) -> None:
-        """Let the caller's stream wait for the event; the host does not."""
+        """Let the caller's stream wait for the event; the host does not wait."""
         self._module.current_stream(self._device).wait_event(mark)
 
 
 def open_copy_stream(device: torch.device) -> CopyStream:
-    """Return the copy stream for `device`, a new one; in order where the device has no streams."""
+    """Return a new copy stream for `device`; it is an `InOrder` where the device has no streams."""
     module: Any = torch.get_device_module(device) if device.type not in ("cpu", "meta") else None
     if module is None or not (hasattr(module, "Stream") and hasattr(module, "Event")):
         return InOrder()
