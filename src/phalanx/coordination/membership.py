@@ -112,6 +112,7 @@ class Membership:
     def __init__(self, lost_after_s: float) -> None:
         self.lost_after_s = lost_after_s
         self._members: dict[int, Member] = {}
+        self._watchers: dict[int | None, set[int]] = {}  # by the member that is watched; None: those that watch all
         self._gone: dict[int, str] = {}
         self._next = 0
         self._told: list[Member] = []
@@ -139,6 +140,7 @@ class Membership:
         self._next += 1
         self._tell(b"joined", member.id, facts)
         self._members[member.id] = member
+        self._note_watches(member)
         self._heard[member.id] = None
         return member
 
@@ -150,6 +152,7 @@ class Membership:
 
     def remove(self, member: Member, kind: bytes, why: str) -> None:
         """Remove a member that has `left`, or is `lost`; those that watch it are told why."""
+        self._forget_watches(member)
         del self._members[member.id]
         del self._heard[member.id]
         self._gone[member.id] = why
@@ -178,6 +181,7 @@ class Membership:
     def restore(self, member: Member, last: int) -> Member:
         """Restore a member of another `Membership`; `last` is the number of its last event."""
         self._members[member.id] = member
+        self._note_watches(member)
         self._heard[member.id] = None
         self._grown.add(member.id)
         member.restore_last(last)
@@ -222,12 +226,30 @@ class Membership:
         to.put(b"message", sender, detail)
         self._grown.add(to.id)
 
+    def watch(self, member: Member, watches: frozenset[int] | None) -> None:
+        """Have a member told of these others from now on; None stands for all."""
+        self._forget_watches(member)
+        member.watches = watches
+        self._note_watches(member)
+
+    def _note_watches(self, member: Member) -> None:
+        for watched in (None,) if member.watches is None else member.watches:
+            self._watchers.setdefault(watched, set()).add(member.id)
+
+    def _forget_watches(self, member: Member) -> None:
+        for watched in (None,) if member.watches is None else member.watches:
+            watchers = self._watchers[watched]
+            watchers.remove(member.id)
+            if not watchers:
+                del self._watchers[watched]
+
     def _tell(self, kind: bytes, member: int, detail: bytes) -> None:
-        for other in self._members.values():
-            if other.watches is None or member in other.watches:
-                other.put(kind, member, detail)
-                self._grown.add(other.id)
-                self._told.append(other)
+        """Tell those that watch a member what becomes of it; with thousands of members these are few."""
+        for number in sorted(self._watchers.get(None, set()) | self._watchers.get(member, set())):
+            other = self._members[number]
+            other.put(kind, member, detail)
+            self._grown.add(number)
+            self._told.append(other)
 
     def take_told(self) -> list[Member]:
         """Return the members that have been told of a change since the last call."""

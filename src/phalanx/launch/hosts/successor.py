@@ -384,7 +384,7 @@ def prepare(copy: ReplicatedCoordinator, leader: int, lost: int) -> list[tuple[i
     gone = copy.members.get(lost)
     unread = [] if gone is None else gone.unread_messages()
     for member in copy.members:
-        member.watches = None if member.id == leader else frozenset([leader])
+        copy.members.watch(member, None if member.id == leader else frozenset([leader]))
     if gone is not None:
         copy.lose(gone, "its host is lost")
     return unread
