@@ -234,7 +234,8 @@ class LeaderLink(HostLink):
         if standbys:
             names = " or ".join(self._peers.others[member].where for member in standbys)
             self._host.display.say(f"phalanx run: without this host, {names} would lead the job")
-            self._peers.channel.put(-1, "standbys", addresses=self._guard.polling_places)
+            for member in {*self._peers.late, *self._elastic.arrivals}:  # those that have no vote
+                self._peers.channel.put(member, "standbys", addresses=self._guard.polling_places)
 
     def create_store(self) -> tuple[int | None, str]:
         """Return the coordinator, by the way that leads there from this host."""
