@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from typing import Any
 
@@ -102,6 +103,60 @@ def test_what_can_only_be_iterated_trains_as_one_process_does_with_any_number_of
         assert step == 2 * -(-size // (batch * accumulate))
         for mine, theirs in zip(weights, model.parameters(), strict=True):
             torch.testing.assert_close(mine, theirs.detach())
+
+
+def _normalized_model():
+    return nn.Sequential(plain_model()[0], nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 1))
+
+
+def _train_normalized(rank, world_size, size, batch, seed):
+    torch.manual_seed(seed)
+    with strategies.MirroredStrategy(launch=False, sync_batchnorm=True) as strategy:
+        trainer = phalanx.Trainer(
+            _normalized_model(), lambda p: torch.optim.SGD(p, lr=1e-2), F.mse_loss, strategy=strategy, max_epochs=2,
+            show_progress=False,
+        )  # fmt: skip
+        trainer.fit(loader_of("iterable", size, batch))
+        return {name: value.clone() for name, value in trainer.strategy.bare_model.state_dict().items()}
+
+
+def test_a_batch_that_does_not_count_is_in_no_statistics_of_batchnorm():
+    """The sample that a replica computes for nothing, where it has none of a last batch, was one of those by which
+    SyncBatchNorm normalized all the others: other weights than those of one process, and nothing said so."""
+    size, batch, seed = 14, 6, 3  # the last batch has two samples for three ranks
+    torch.manual_seed(seed)
+    model = _normalized_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    inputs, targets = make_data(size).tensors
+    for _ in range(2):
+        for x, y in zip(inputs.split(batch), targets.split(batch), strict=True):
+            optimizer.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
+    for state in run_ranks(_train_normalized, 3, size, batch, seed):
+        torch.testing.assert_close(state, dict(model.state_dict()), rtol=1e-4, atol=1e-5)
+
+
+def _log_of_training(rank, world_size, size, batch, accumulate):
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("phalanx")
+    logger.addHandler(handler)
+    try:
+        with strategies.get("mirrored", launch=False) as strategy:
+            make_trainer(strategy, accumulate=accumulate, max_epochs=3).fit(loader_of("iterable", size, batch))
+    finally:
+        logger.removeHandler(handler)
+    return lines
+
+
+@pytest.mark.parametrize(("size", "batch", "accumulate"), [(2, 6, 1), (13, 6, 3)])
+def test_a_batch_that_does_not_count_is_not_taken_for_one_that_two_ranks_were_given(size, batch, accumulate):
+    """A rank without a sample of the last batch computes another rank's for nothing. In the first three epochs this
+    was "the same batch in each of the first 3 steps, so they do the same work twice"."""
+    for lines in run_ranks(_log_of_training, 3, size, batch, accumulate):
+        assert not [line for line in lines if "same batch" in line]
 
 
 def _train_uneven(rank, world_size):

@@ -23,6 +23,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from phalanx.ddp.digest import digest, digests, find_differences, has_bytes
 from phalanx.ddp.mistakes import NUM_STEPS, Observation, StepObservations, decide_warnings
 from phalanx.log import get_logger
+from phalanx.nn.uncounted import is_uncounted
 
 _logger = get_logger("phalanx.ddp")
 
@@ -64,7 +65,7 @@ class FirstSteps:
             return
         self._has_forward = True
         tensors = [tensor for tensor in inputs if tensor.numel()]
-        if tensors and all(has_bytes(tensor) for tensor in tensors):
+        if tensors and all(has_bytes(tensor) for tensor in tensors) and not is_uncounted():
             self._inputs = digest(digests(tensors, self._device))
         self._generator = self._generator_state()
         kind = self._device.type

@@ -52,11 +52,13 @@ class Normalize(torch.autograd.Function):
         statistics: BatchStatistics,
         eps: float,
         group: dist.ProcessGroup,
+        counts: bool,
     ) -> Tensor:
-        """Scale and shift `x`, in one pass."""
+        """Scale and shift `x`, in one pass; `counts` says whether the statistics are of it, too."""
         variance = statistics.variance if statistics.count else torch.ones_like(statistics.m2)
         ctx.save_for_backward(x, weight, statistics.mean, variance)
         ctx.count, ctx.eps, ctx.group = statistics.count, eps, group
+        ctx.counts = counts and x.numel() > 0
         ctx.bias_dtype = None if bias is None else bias.dtype
         if not x.numel():
             return torch.empty_like(x)
@@ -82,25 +84,25 @@ class Normalize(torch.autograd.Function):
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         values, slopes = x.to(mean.dtype), dy.to(mean.dtype)
         scale = None if weight is None else weight.to(mean.dtype)
-        if x.numel():
+        if ctx.counts:
             # With statistics that are held to be constant this is dx's first term, and both sums, in one kernel.
             dx, sum_dy_xhat, sum_dy = torch.ops.aten.native_batch_norm_backward(
                 slopes, values, scale, mean, variance, None, None, False, ctx.eps, [needs_x, True, True]
             )
         else:
-            dx, sum_dy_xhat, sum_dy = torch.empty_like(values), torch.zeros_like(mean), torch.zeros_like(mean)
+            dx, sum_dy_xhat, sum_dy = torch.zeros_like(values), torch.zeros_like(mean), torch.zeros_like(mean)
         grad_weight = sum_dy_xhat.to(weight.dtype) if weight is not None and needs_weight else None
         grad_bias = sum_dy.to(ctx.bias_dtype) if needs_bias else None
         if not needs_x:
-            return None, grad_weight, grad_bias, None, None, None
+            return None, grad_weight, grad_bias, None, None, None, None
         sums = torch.cat([sum_dy, sum_dy_xhat])
         with training_step(ctx.group):
             dist.all_reduce(sums, group=ctx.group)
-        if x.numel():
+        if ctx.counts:
             total_dy, total_dy_xhat = (sums / ctx.count).chunk(2)
             s = torch.rsqrt(variance + ctx.eps)
             factor = s if scale is None else s * scale
             shape = [1, -1] + [1] * (x.dim() - 2)
             dx.addcmul_(values - mean.view(shape), (-factor * s * total_dy_xhat).view(shape))
             dx.sub_((factor * total_dy).view(shape))
-        return dx.to(x.dtype), grad_weight, grad_bias, None, None, None
+        return dx.to(x.dtype), grad_weight, grad_bias, None, None, None, None

@@ -12,6 +12,7 @@ from phalanx.backend.dynamo import untraced
 from phalanx.log import get_logger
 from phalanx.nn.batch_statistics import BatchStatistics
 from phalanx.nn.normalize import Normalize, gather_statistics
+from phalanx.nn.uncounted import is_uncounted
 from phalanx.torch_names import find
 
 _logger = get_logger(__name__)
@@ -85,8 +86,9 @@ class SyncBatchNorm(_BatchNorm):
     def _span(self, input: Tensor, group: dist.ProcessGroup) -> Tensor:
         """Normalize by the statistics of all ranks' inputs."""
         self._check_input_dim(input)
+        counts = not is_uncounted()
         with torch.no_grad():
-            statistics = gather_statistics(input, group)
+            statistics = gather_statistics(input if counts else input[:0], group)
             if statistics.count == 1:
                 raise ValueError(
                     "SyncBatchNorm expects more than 1 value per channel when training: all ranks together have 1, on "
@@ -95,7 +97,7 @@ class SyncBatchNorm(_BatchNorm):
             if self.track_running_stats:
                 self._track(statistics)
         # apply has no type of its own
-        return cast(Tensor, Normalize.apply(input, self.weight, self.bias, statistics, self.eps, group))  # type: ignore[no-untyped-call]
+        return cast(Tensor, Normalize.apply(input, self.weight, self.bias, statistics, self.eps, group, counts))  # type: ignore[no-untyped-call]
 
     def _group(self) -> dist.ProcessGroup | None:
         if self.process_group is not None:

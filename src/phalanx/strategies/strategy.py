@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from phalanx.backend import Job
 from phalanx.backend.shared import rehearses
 from phalanx.ddp.replicate import broadcast_tensors
+from phalanx.nn.uncounted import uncounted_batch
 from phalanx.strategies.current import ReplicaContext, entered
 from phalanx.strategies.iterable_loader import IterableLoader
 from phalanx.strategies.loader import (
@@ -274,7 +275,8 @@ class Strategy(ABC):
         With `is_last=False` more batches follow before the update, and gradients are not exchanged yet.
         """
         model, loss_of = self._require_ready()
-        with contextlib.nullcontext() if is_last else self.no_sync():
+        counting = contextlib.nullcontext() if share else uncounted_batch()
+        with counting, contextlib.nullcontext() if is_last else self.no_sync():
             with self.autocasting():
                 loss = loss_of(model, batch)
             if not (isinstance(loss, Tensor) and loss.requires_grad and loss.numel() == 1):

@@ -1,0 +1,28 @@
+"""Mark a batch that does not count: a replica that has no sample of a step takes part in it with one for nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+# Of the process, not of a thread: autograd runs the recomputations of checkpointing on threads of its own.
+_open_marks: list[None] = []
+
+
+@contextmanager
+def uncounted_batch() -> Iterator[None]:
+    """Inside, forward and backward are of a batch that is in no mean: its loss is multiplied by zero.
+
+    Layers that span ranks take part in their collectives with no value, so that the other ranks get what they would
+    get without this one.
+    """
+    _open_marks.append(None)
+    try:
+        yield
+    finally:
+        _open_marks.pop()
+
+
+def is_uncounted() -> bool:
+    """Whether the forward that runs is of a batch that does not count."""
+    return bool(_open_marks)
