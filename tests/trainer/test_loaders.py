@@ -105,6 +105,40 @@ def test_what_can_only_be_iterated_trains_as_one_process_does_with_any_number_of
             torch.testing.assert_close(mine, theirs.detach())
 
 
+def _step_over_iterable(rank, world_size, size, batch):
+    with strategies.get("mirrored", launch=False) as strategy:
+        strategy.setup(plain_model(), lambda p: torch.optim.SGD(p, lr=1e-2), F.mse_loss)
+        iterated, table = (
+            strategy.loader(data, 3, shuffle=False) for data in (Iterated(5), make_data(6))
+        )  # one that is only read, and one that all share evenly
+        loader = strategy.distribute(DataLoader(Iterated(size), batch))
+        for x, y in loader:
+            strategy.step(x, y)
+            for inputs, _ in iterated:
+                strategy.evaluate(inputs)
+        for x, y in table:
+            strategy.step(x, y)
+        return [one.detach().clone() for one in strategy.bare_model.parameters()]
+
+
+@pytest.mark.parametrize(("size", "batch"), [(20, 6), (7, 4), (13, 5), (1, 4)])
+def test_a_loop_of_ones_own_counts_what_can_only_be_iterated_by_its_samples(size, batch):
+    """The part of a last batch that has fewer samples counted as much as a full one, and so did the sample that a
+    replica computes for nothing."""
+    model = plain_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    inputs, targets = make_data(size).tensors
+    parts = list(zip(inputs.split(batch), targets.split(batch), strict=True))
+    inputs, targets = make_data(6).tensors
+    for x, y in [*parts, *zip(inputs.split(3), targets.split(3), strict=True)]:
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+    for weights in run_ranks(_step_over_iterable, 3, size, batch):
+        for mine, theirs in zip(weights, model.parameters(), strict=True):
+            torch.testing.assert_close(mine, theirs.detach())
+
+
 def _normalized_model():
     return nn.Sequential(plain_model()[0], nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 1))
 

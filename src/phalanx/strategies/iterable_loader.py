@@ -35,6 +35,7 @@ class IterableLoader(DataLoader[Any]):
     ) -> None:
         self.global_batch_size = global_batch_size
         self.own = self.total = 0
+        self.on_batch: Callable[[IterableLoader | None], None] = lambda loader: None  # None: the iteration is over
         parts = _Parts(dataset, global_batch_size, drop_last, collate_fn)
         super().__init__(parts, batch_size=None, collate_fn=_as_it_is, **options)
         self.regroup(num_replicas, replica)
@@ -53,9 +54,18 @@ class IterableLoader(DataLoader[Any]):
         """Divide among another number of replicas, from the next iteration on; global batches stay what they are."""
         self._parts.num_replicas, self._parts.replica = num_replicas, replica
 
+    @property
+    def share(self) -> float:
+        """Return how much the latest batch counts in a mean over replicas: 1 where all have equally many samples."""
+        return self.own * self._parts.num_replicas / self.total
+
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        for self.own, self.total, batch in super().__iter__():
-            yield batch
+        try:
+            for self.own, self.total, batch in super().__iter__():
+                self.on_batch(self)
+                yield batch
+        finally:
+            self.on_batch(None)
 
 
 class _Parts(IterableDataset[Any]):

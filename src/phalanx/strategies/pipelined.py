@@ -82,8 +82,9 @@ class PipelineStrategy(Strategy):
         """Compute gradients as every strategy does; the loss is that of the pipeline's mini-batch."""
         if share != 1.0 or not is_last:
             raise ValueError(
-                "PipelineStrategy: a step has its micro-batches for what others accumulate: make the batch larger, "
-                "and give more micro_batches"
+                "PipelineStrategy: a step has its micro-batches for what others accumulate, and all replicas have "
+                "equally many samples: make the batch larger, and give more micro_batches; for the last batch of an "
+                "IterableDataset, drop_last=True"
             )
         pipe = self._pipe()
         *inputs, target = require_pair(batch)

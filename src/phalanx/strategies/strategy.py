@@ -89,6 +89,7 @@ class Strategy(ABC):
         self._loss_of: LossOf | None = None
         self._autocast: torch.dtype | None = None
         self._num_setups = 0
+        self._stream: IterableLoader | None = None  # it has given a batch last, and its iteration is not over
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -210,7 +211,9 @@ class Strategy(ABC):
         group = world()
         if isinstance(dataset, IterableDataset):
             place = self.num_replicas_in_sync, self.replica_id_in_sync_group
-            return make_iterable_loader(dataset, batch_size, *place, drop_last, options)
+            made = make_iterable_loader(dataset, batch_size, *place, drop_last, options)
+            made.on_batch = self._note_stream
+            return made
         if group is not None and rehearses(group):
             # It comes to a job that has divided the batch among fewer: elastic.State gives it the others' share.
             own = max(1, batch_size // self.num_replicas_in_sync)
@@ -263,11 +266,16 @@ class Strategy(ABC):
     def step(self, *batch: Any) -> Tensor:
         """Take one step on this replica's batch, which ends with the target; return its loss (the mean of its samples).
 
+        A batch of `loader` over an IterableDataset counts by its samples: that is the batch which was read last.
+
         Shape: of the loss (). On replicas that hold parts of the model the loss is the same on each of their ranks.
         """
-        loss = self.compute_gradients(batch)
+        loss = self.compute_gradients(batch, share=1.0 if self._stream is None else self._stream.share)
         self.update()
         return loss
+
+    def _note_stream(self, loader: IterableLoader | None) -> None:
+        self._stream = loader
 
     def compute_gradients(self, batch: Any, *, share: float = 1.0, is_last: bool = True) -> Tensor:
         """Run forward and backward of one batch: add `share` of its gradients, and return its loss, detached.
