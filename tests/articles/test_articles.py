@@ -145,6 +145,7 @@ def srun(script):
 
 
 @pytest.mark.parametrize(("name", "start"), [("spawn", spawn), ("slurm", srun)])
+@pytest.mark.slow
 def test_a_script_gives_the_numbers_of_the_article(tmp_path, name, start):
     said = []
     for side in "+-":
@@ -155,6 +156,7 @@ def test_a_script_gives_the_numbers_of_the_article(tmp_path, name, start):
 
 
 @pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.slow(but=("phalanx run --nproc-per-node 2 train.py",))
 def test_a_command_starts_the_script_on_two_ranks(tmp_path, command):
     (tmp_path / "train.py").write_text(TRAIN)
     words = command.replace("29512", free_port()).split()  # the page's port may be in use beside us

@@ -158,6 +158,7 @@ def test_a_wrong_call_is_refused_before_anybody_waits(given, said) -> None:
         phalanx.init(**given)
 
 
+@pytest.mark.slow
 def test_a_script_that_nobody_launched_is_alone_and_one_with_half_of_the_variables_is_not() -> None:
     code = "import phalanx; print(phalanx.init())"
     plain = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}

@@ -90,6 +90,7 @@ def test_orders_with_few_interruptions_of_longer_programs(explore, arguments):
 
 
 @pytest.mark.parametrize("arguments", ["-p0", "-p0 -u"])
+@pytest.mark.slow(but=("-p0",))
 def test_all_pairs_of_programs_of_two_calls(explore, arguments):
     assert "in 900 programs" in explore(*arguments.split(), "-a2", "-n2")
 

@@ -55,6 +55,7 @@ def test_bad_input_is_one_clear_line_before_anything_is_measured(args, message):
     assert "Traceback" not in result.output
 
 
+@pytest.mark.slow
 def test_an_interrupt_ends_it_and_every_process_that_it_started():
     # As Ctrl-C does, in the middle of a round; the police fixture looks for what is left.
     code = (

@@ -24,6 +24,7 @@ def lines_of(host: str) -> list[str]:
     return re.findall(rf"^{host}\$ phalanx (.*)$", page, re.M)
 
 
+@pytest.mark.slow
 def test_the_tutorials_lines_train_the_script_of_step_two_on_two_hosts(tmp_path):
     (script,) = (block for block in blocks(TUTORIALS / "every-core.md") if block.title == "many.py")
     (tmp_path / "many.py").write_text(script.code, encoding="utf-8")
@@ -44,6 +45,7 @@ def test_the_tutorials_lines_train_the_script_of_step_two_on_two_hosts(tmp_path)
     assert re.search(r"^\[0[^\]]*\] [\d.]+ % of the answers are right", ended.out, re.M)
 
 
+@pytest.mark.slow
 def test_the_line_of_the_compose_file_is_one_job_of_two_hosts(tmp_path):
     services = yaml.safe_load((ROOT / "docker" / "compose.yaml").read_text(encoding="utf-8"))["services"]
     lines = {services[name]["command"] for name in ("host-a", "host-b")}

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).parents[2] / "examples" / "elastic.py"
 COMMAND = [sys.executable, "-m", "phalanx", "run", "--nproc-per-node", "2", str(SCRIPT), "--epochs", "12"]
 
@@ -23,6 +25,7 @@ def finish(process, said=""):
     return output, weights
 
 
+@pytest.mark.slow
 def test_killed_ranks_cost_no_bit():
     disturbed = start()
     processes: dict[str, int] = {}

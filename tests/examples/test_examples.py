@@ -7,6 +7,8 @@ import sys
 import sysconfig
 from pathlib import Path
 
+import pytest
+
 from phalanx.checkpoint import load_checkpoint
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -53,6 +55,7 @@ def test_the_report_names_the_straggler(tmp_path):
     assert "Rank 1 on" in page
 
 
+@pytest.mark.slow
 def test_digits_go_on_where_they_stopped_with_another_number_of_ranks(tmp_path):
     output = run(tmp_path, ALONE, "digits.py", "--epochs", 1, "--checkpoint", "mine.pt")
     assert epochs(output) == [("1", "1,497")]
@@ -97,6 +100,7 @@ def test_the_transformer_learns_letters_and_writes_some(tmp_path):
     assert bits[-1] < min(5.0, bits[0] - 0.5)  # about 6.6 before the first step
 
 
+@pytest.mark.slow
 def test_a_language_model_learns_in_pipeline_stages(tmp_path):
     output = run(tmp_path, PHALANX_RUN, "pipeline_transformer.py", "--steps", 60, "--width", 32, "--record", "run.json")
     bits = [float(number) for number in re.findall(r"step \d+: ([\d.]+) bits per letter", output)]
@@ -107,6 +111,7 @@ def test_a_language_model_learns_in_pipeline_stages(tmp_path):
     assert (tmp_path / "run.json").exists()
 
 
+@pytest.mark.slow
 def test_a_convolutional_network_with_skips_learns_in_pipeline_stages(tmp_path):
     three = [*PHALANX_RUN[:-1], "3"]
     output = run(tmp_path, three, "pipeline_unet.py", "--steps", 60, "--checkpoint", "except_last")
@@ -117,6 +122,7 @@ def test_a_convolutional_network_with_skips_learns_in_pipeline_stages(tmp_path):
     assert next(iter(load_checkpoint(tmp_path / "unet.pt")["model"])) == "inwards.0.weight"
 
 
+@pytest.mark.slow
 def test_a_trainer_reaches_its_accuracy_and_goes_on_where_it_stopped(tmp_path):
     output = run(tmp_path, ALONE, "trainer.py", "--strategy", "single_device", "--epochs", 2)
     assert "epoch 2, step 64: test accuracy 0.9" in output

@@ -11,6 +11,7 @@ SCRIPT = Path(__file__).parents[2] / "examples" / "factorisation.py"
 
 
 @pytest.mark.parametrize("arguments", [[], ["--max-staleness", "2"]], ids=["synchronous", "stale"])
+@pytest.mark.slow
 def test_two_trainers_and_two_servers_reach_the_error_of_one_process(arguments):
     command = [sys.executable, str(SCRIPT), "--epochs", "3", "--batch-size", "2048", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=110)

@@ -6,6 +6,7 @@ import sysconfig
 from collections import Counter, defaultdict
 from pathlib import Path
 
+import pytest
 from tests.examples.test_examples import ALONE, PHALANX_RUN, run
 
 ROOT = Path(__file__).parents[2]
@@ -34,6 +35,7 @@ def test_an_index_of_our_documentation_names_the_files_that_have_a_word():
     assert f"gradient: {best}\n" in output
 
 
+@pytest.mark.slow
 def test_the_sampler_draws_by_what_was_counted_and_two_ranks_count_as_one():
     alone, two = (run(ROOT, launcher, "class_balance.py") for launcher in (ALONE, PHALANX_RUN))
     pattern = r"pixels: .*|samples of each digit: .*"

@@ -43,6 +43,7 @@ def run(tmp_path):
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.slow
 def test_the_first_steps_start_ranks_train_and_fail_as_the_notebook_says(run):
     hello, trained, failed = run("first_steps.ipynb")
     assert "[0] I am rank 0 of 2. The sum is 3." in hello
@@ -53,6 +54,7 @@ def test_the_first_steps_start_ranks_train_and_fail_as_the_notebook_says(run):
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.slow
 def test_the_report_names_the_rank_that_waits_for_its_data(run):
     _, told, shares, compared, page = run("look_at_a_report.ipynb")
     assert "* Rank 1 " in told

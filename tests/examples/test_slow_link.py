@@ -14,6 +14,7 @@ SCRIPT = Path(__file__).parents[2] / "examples" / "slow_link.py"
 
 
 @pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts())
+@pytest.mark.slow
 def test_replicas_that_train_apart_send_a_fraction_of_the_bytes(tmp_path):
     command = [sys.executable, str(SCRIPT), "--steps", "48", "--rate", "1gbit"]
     done = subprocess.run(

@@ -5,6 +5,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
+import pytest
 from tests.rpc.workers import event, run_workers, set_event
 
 from phalanx import rpc
@@ -85,6 +86,7 @@ def _work(rank, folder):
     return done.stdout
 
 
+@pytest.mark.slow
 def test_a_trainer_that_is_lost_is_replaced_and_nothing_is_pushed_twice():
     """Who came in its place took the largest of its servers' clocks: what it had not pushed to all was never pushed."""
     output = run_workers(_work, 3, timeout=110)[2]

@@ -371,6 +371,7 @@ def run_cases(rank, world_size, seeds, folder):
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.slow
 def test_the_state_of_random_modules_is_that_of_plain_pytorch(models, tmp_path):
     """Versions did not reach modules in wrappers, and moments in channels_last came back contiguous."""
     seeds = range(max(models // 5, 1))

@@ -45,6 +45,7 @@ def ports():
         yield numbers
 
 
+@pytest.mark.slow
 def test_a_program_that_does_not_ask_for_us_sees_torch_alone(tmp_path, ports):
     ended = {there: _run(tmp_path / str(there), *ports, installed=there) for there in (True, False)}
     assert [run.returncode for run in ended.values()] == [0, 0], ended[True].stderr + ended[False].stderr

@@ -86,6 +86,7 @@ def test_every_overload_between_hosts():
     _assert_as_gloo(on_hosts((1, 1), _every_call, run_s=120), 2)
 
 
+@pytest.mark.slow
 def test_every_overload_over_mpi():
     outcome = mpi_job(_over_mpi, 2)
     _assert_as_gloo([outcome.returned[rank] for rank in range(2)], 2)

@@ -161,6 +161,7 @@ def _compile_all(rank, world_size, compilers, libraries):
 
 
 @pytest.mark.timeout(300)  # the C++ compiler takes its time on a machine that has other work
+@pytest.mark.slow
 def test_what_torch_compiles_gives_what_it_gives_uncompiled():
     compilers = ["aot_eager", *(["inductor"] if shutil.which("c++") or shutil.which("g++") else [])]
     # Torch's inductor hands its folders to the compiler without quotes: where one has a space in it, nothing compiles.

@@ -40,6 +40,7 @@ def _free_port():
         return probe.getsockname()[1]
 
 
+@pytest.mark.slow
 def test_torchrun_starts_again_after_a_start_that_failed(tmp_path):
     """The agent's store outlives the attempt: who had come in the one before was taken for somebody of this one."""
     script = tmp_path / "train.py"

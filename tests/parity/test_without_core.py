@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 _HIDE = "import sys; sys.modules['phalanx._core'] = None\n"
 _SENTENCE = "Phalanx's C core is not there"
 
@@ -19,6 +21,7 @@ def _run(code: str, *words: str, cwd: Path | None = None) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_every_public_name_of_the_facade_and_of_its_packages_is_there():
     """`from phalanx import rpc` was "cannot import name '_core'", and with it `Trainer` and eleven other names."""
     code = """
@@ -41,6 +44,7 @@ print(len(phalanx.__all__), failed)
     assert failed == "[]"
 
 
+@pytest.mark.slow
 def test_every_module_is_imported_or_says_what_is_missing():
     code = f"""
 import importlib, pkgutil, phalanx
@@ -118,6 +122,7 @@ print("trained")
 """
 
 
+@pytest.mark.slow
 def test_training_goes_over_gloo():
     assert _run(_TRAINING).endswith("trained\n")
 

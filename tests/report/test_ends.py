@@ -168,6 +168,7 @@ def test_an_interrupted_job_says_by_what_and_after_which_step(tmp_path):
     assert "stopped" in page
 
 
+@pytest.mark.slow
 def test_a_launcher_that_is_killed_leaves_what_the_ranks_have_written(tmp_path):
     with start("run", *options(tmp_path), write_script(tmp_path, LOOP), "1000000") as running:
         running.read_until_all("twenty", 2)
@@ -187,6 +188,7 @@ def test_a_launcher_that_is_killed_leaves_what_the_ranks_have_written(tmp_path):
     assert "was killed" in told.stdout
 
 
+@pytest.mark.slow
 def test_the_loss_of_an_elastic_rank_is_on_the_time_line(tmp_path):
     done = run(*options(tmp_path), write_script(tmp_path, ELASTIC), str(tmp_path / "flag"))
     assert done.code == 0, done.err
@@ -206,6 +208,7 @@ def test_the_loss_of_an_elastic_rank_is_on_the_time_line(tmp_path):
     assert "Rank 1 was lost and the others went on" in sentences
 
 
+@pytest.mark.slow
 def test_a_restart_of_all_is_on_the_time_line_between_its_attempts(tmp_path):
     done = run(*options(tmp_path, "--max-restarts", "1"), write_script(tmp_path, RESTARTED))
     assert done.code == 0, done.err
@@ -221,6 +224,7 @@ def test_a_restart_of_all_is_on_the_time_line_between_its_attempts(tmp_path):
     assert "The job was started again once" in sentences
 
 
+@pytest.mark.slow
 def test_a_trainer_asks_the_launcher_for_its_report(tmp_path):
     script = write_script(tmp_path, TRAINER.replace('"out"', repr(str(tmp_path / "out"))))
     done = run("--nproc-per-node", "2", script)
@@ -247,6 +251,7 @@ def test_a_loop_of_ones_own_without_a_launcher_marks_its_steps(tmp_path):
 
 
 @pytest.mark.parametrize("script", [SCALED, SHARDED])
+@pytest.mark.slow
 def test_a_scaled_loss_is_told_as_it_was_and_an_exit_without_an_exception_is_no_success(tmp_path, script):
     """A loop with a GradScaler showed the loss times its factor, which doubles every so often: "The loss rises". Its
     batches, of HuggingFace's kind, counted as one sample. And what `sys.exit("...")` ended was told as "ended well".

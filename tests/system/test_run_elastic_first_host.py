@@ -212,6 +212,7 @@ def train(machines: list[Host], folder: Path, *, loses_first: bool = False, lets
     return [(folder / f"weights-{rank}").read_text() for rank in range(3)]
 
 
+@pytest.mark.slow
 def test_training_whose_first_host_is_lost_or_leaves_has_the_bits_of_an_undisturbed_run_and_each_sample_once(
     tmp_path: Path,
 ) -> None:

@@ -42,6 +42,7 @@ def run_job(machines: list[Host], folder: Path, job: Job, *, late: int) -> list[
     return [torch.load(path, weights_only=False) for path in sorted(folder.glob("end-*"))]
 
 
+@pytest.mark.slow
 def test_hosts_that_come_late_share_the_steps_of_a_job_with_a_global_batch(tmp_path: Path) -> None:
     """They ended the healthy job: there were more ranks than a step had batches."""
     job = dataclasses.replace(PLAIN, samples=102, batch=6)

@@ -73,6 +73,7 @@ def require_same(seed: int, machines: list[Host], folder: Path, job: Job, progra
         assert not different, f"seed {seed}, rank {rank}: {program}, {job.strikes}: {different}"
 
 
+@pytest.mark.slow
 def test_a_program_on_two_hosts_loses_ranks_and_no_bit(tmp_path: Path, pytestconfig: pytest.Config) -> None:
     """What a rank alone knew (buffers, values, random states) went with it, and its replacement had another's."""
     first = pytestconfig.getoption("--first-program")
@@ -85,6 +86,7 @@ def test_a_program_on_two_hosts_loses_ranks_and_no_bit(tmp_path: Path, pytestcon
             require_same(seed, machines, tmp_path, job, program)
 
 
+@pytest.mark.slow
 def test_a_program_whose_second_host_is_lost_goes_on_with_a_spare_one_and_loses_no_bit(tmp_path: Path) -> None:
     """What its ranks alone knew went with it: the spare host's ranks drew other random numbers, and a warning said so.
 
@@ -98,6 +100,7 @@ def test_a_program_whose_second_host_is_lost_goes_on_with_a_spare_one_and_loses_
         require_same(1, machines, tmp_path, Job("", (strike,), samples=64), program)
 
 
+@pytest.mark.slow
 def test_a_host_that_is_told_to_leave_finishes_its_step_and_a_spare_one_goes_on_with_no_bit_lost(
     tmp_path: Path,
 ) -> None:

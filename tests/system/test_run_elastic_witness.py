@@ -227,6 +227,7 @@ def train(machines: list[Host], folder: Path, *, loses_first: bool) -> list[str]
     return [(folder / f"weights-{rank}").read_text() for rank in range(2)]
 
 
+@pytest.mark.slow
 def test_training_on_two_hosts_that_loses_the_first_has_the_bits_of_an_undisturbed_run(tmp_path: Path) -> None:
     with hosts(4) as machines, start_coordinator(machines[3]) as running:
         running.read_until("coordinator: listening")

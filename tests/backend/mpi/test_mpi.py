@@ -52,6 +52,7 @@ def texts():
     return [outcome.returned[rank] for rank in range(3)]  # it ends with MPI_Abort: some operations never ended
 
 
+@pytest.mark.slow
 def test_ranks_that_call_different_things_all_hear_what_each_called(texts):
     for rank, seen in enumerate(texts):
         assert seen["mismatch"].startswith("MismatchError: ")
@@ -85,6 +86,7 @@ def test_a_rank_that_left_or_was_interrupted_is_named(texts):
 
 
 @pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
+@pytest.mark.slow
 def test_a_rank_that_ends_or_is_killed_does_not_leave_the_others_waiting(mpi):
     outcome = mpi_job(checks.exits, 3, mpi=mpi)
     assert outcome.exit_code != 0
@@ -93,6 +95,7 @@ def test_a_rank_that_ends_or_is_killed_does_not_leave_the_others_waiting(mpi):
     assert mpi_job(checks.killed, 2, mpi=mpi).exit_code != 0
 
 
+@pytest.mark.slow
 def test_ranks_below_the_launcher_of_another_mpi_say_so():
     outcome = mpi_job(checks.joins, 2, variables={"MPI4PY_LIBMPI": str(OPEN_MPI / "lib" / "libmpi.so.40")})
     for said in outcome.results():
@@ -101,6 +104,7 @@ def test_ranks_below_the_launcher_of_another_mpi_say_so():
         assert "Start it with the mpiexec of Open MPI, or name the library of MPICH in MPI4PY_LIBMPI." in said
 
 
+@pytest.mark.slow
 def test_a_library_that_cannot_be_loaded_is_named():
     outcome = mpi_job(checks.joins, 1, variables={"MPI4PY_LIBMPI": "/no/such/libmpi.so"})
     [said] = outcome.results()
@@ -160,6 +164,7 @@ CONFORMANCE = [
 ]
 
 
+@pytest.mark.slow
 def test_pytorchs_own_suite_passes(tmp_path):
     for name in CONFORMANCE:
         for inner in ("barrier", "test_dir", "init_dir"):

@@ -76,6 +76,7 @@ def trials():
     return json.loads(run.stdout)
 
 
+@pytest.mark.slow
 def test_a_patch_whose_need_is_gone_is_left_out_in_one_line_and_groups_work(trials):
     assert len(trials) >= 20
     for trial, (loses, printed, told) in trials.items():

@@ -173,6 +173,7 @@ def exact_total(num_steps: int) -> int:
     return sum(1 + 2 * step for step in range(num_steps))
 
 
+@pytest.mark.slow
 def test_no_stranger_costs_a_job_more_than_a_little_and_those_beside_it_nothing(
     tmp_path: Path, num_frames: int
 ) -> None:
