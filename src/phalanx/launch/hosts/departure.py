@@ -26,9 +26,10 @@ _SEND_S = 2.0
 
 
 class Departure:
-    """`Departure` follows one attempt. `let_go` lets another host leave; it returns whether the others go on without.
+    """`Departure` follows one attempt, and has these stages: stays, asked, then leaves and left, or ends (the job does).
 
-    The stages are "stays", "asked", then "leaves" and "left", or "ends": the job does.
+    Arguments:
+        let_go: lets another host leave, and returns whether the others go on without it.
     """
 
     def __init__(
@@ -101,7 +102,8 @@ class Departure:
             actions = self._elastic.on_host_leaves(own.facts.member, own.where, time.monotonic())
             if actions is not None:
                 self._stage = "leaves"
-                self._processes = set(attempt.ranks.processes.pids.values())
+                ended = {exit.pid for exit in attempt.state.exits.values()}
+                self._processes = set(attempt.ranks.processes.pids.values()) - ended
                 attempt.do_elastic(actions)
                 for rank in attempt.place.ranks:
                     attempt.links.send(rank, LEAVE)
