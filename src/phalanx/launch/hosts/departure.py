@@ -26,7 +26,7 @@ _SEND_S = 2.0
 
 
 class Departure:
-    """`Departure` follows one attempt, and has these stages: stays, asked, then leaves and left, or ends (the job does).
+    """`Departure` follows one attempt; its stages are stays, asked, then leaves and left, or ends (the job does).
 
     Arguments:
         let_go: lets another host leave, and returns whether the others go on without it.
