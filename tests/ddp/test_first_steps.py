@@ -132,6 +132,37 @@ def test_parameters_that_were_never_the_same():
     assert "in step 1 parameter '0.weight' had other values on rank 1" in line
 
 
+@pytest.mark.parametrize("drifts", [False, True])
+def test_parameters_that_are_moved_for_a_backward_and_put_back_do_not_differ(drifts):
+    """Sharpness-aware minimization was told that every rank trains a model of its own, and got the same one on all."""
+
+    def fn(rank, world_size):
+        ddp = DistributedDataParallel(_model())
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+
+        def train():
+            for step in range(5):
+                batch = torch.randn(2, 3, generator=torch.Generator().manual_seed(10 * step + rank))
+                with ddp.no_sync():
+                    ddp(batch).square().sum().backward()
+                before = [parameter.detach().clone() for parameter in ddp.parameters()]
+                with torch.no_grad():
+                    for parameter in ddp.parameters():
+                        parameter.add_(parameter.grad, alpha=0.05)
+                optimizer.zero_grad()
+                ddp(batch).square().sum().backward()
+                with torch.no_grad():
+                    for parameter, old in zip(ddp.parameters(), before, strict=True):
+                        parameter.copy_(old + drifts * rank)
+                optimizer.step()
+
+        return _lines(train)
+
+    lines, nothing = run_ranks(fn, 2)
+    assert nothing == []
+    assert ["other values on rank 1" in line for line in lines] == [True] * drifts, lines
+
+
 def test_a_nan_in_the_output_of_one_rank():
     def fn(rank, world_size):
         ddp = DistributedDataParallel(_model())

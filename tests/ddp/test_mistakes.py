@@ -27,7 +27,7 @@ def _inputs(*rows):
 
 
 def test_an_observation_survives_its_row():
-    observation = Observation(1, 2, 1, -3, 4, 1, 2, 1)
+    observation = Observation(1, 2, 1, -3, 4, 1, 2, 1, 5)
     assert Observation(*observation.row()) == observation
 
 

@@ -21,7 +21,15 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from phalanx.ddp.digest import digest, digests, find_differences, has_bytes
-from phalanx.ddp.mistakes import NUM_STEPS, Observation, StepObservations, decide_warnings
+from phalanx.ddp.mistakes import (
+    DIFFERING_PARAMETERS,
+    NUM_STEPS,
+    Mistake,
+    Observation,
+    StepObservations,
+    decide_warnings,
+    were_put_back,
+)
 from phalanx.log import get_logger
 from phalanx.nn.uncounted import is_uncounted
 
@@ -46,6 +54,8 @@ class FirstSteps:
         self._device = parameters[0].device
         self._steps: list[StepObservations] = []
         self._said: set[str] = set()
+        self._doubted: list[Mistake] = []  # parameters differed in the last backward: the step after it decides
+        self._puts_back = False  # they are moved for a backward, and put back before the step
         self._optimizers = OptimizerWatch(parameters)
         weakref.finalize(self, self._optimizers.close)
         self._begin_step()
@@ -98,7 +108,7 @@ class FirstSteps:
         differing: list[int] = []
         if len({one.parameters for one in self._steps[-1]}) > 1:
             differing = find_differences(self._gather(parameters))
-        mistakes = decide_warnings(self._steps, self._names, differing)
+        mistakes = self._settle_doubts(decide_warnings(self._steps, self._names, differing))
         if self._group.rank() == 0:
             for mistake in mistakes:
                 if mistake.kind not in self._said:
@@ -109,6 +119,16 @@ class FirstSteps:
             return True
         self.close()
         return False
+
+    def _settle_doubts(self, found: list[Mistake]) -> list[Mistake]:
+        """Return what to warn of now: of parameters that differ once a step has been taken from them."""
+        if self._doubted and were_put_back(self._steps[-1]):
+            self._puts_back = True
+        settled = [] if self._puts_back else self._doubted
+        differing = [one for one in found if one.kind == DIFFERING_PARAMETERS and not self._puts_back]
+        self._doubted = differing if len(self._steps) < NUM_STEPS else []
+        rest = [one for one in found if one.kind != DIFFERING_PARAMETERS]
+        return [*(settled or ([] if self._doubted else differing)), *rest]
 
     def close(self) -> None:
         """Look at no more steps."""
@@ -125,6 +145,7 @@ class FirstSteps:
             nan_output=int(any(nan.item() for nan in self._nan_outputs)),
             nan_gradient=nan_gradients[0] + 1 if nan_gradients else 0,
             stale_optimizer=int(self._optimizers.stale),
+            stepped=self._optimizers.take_stepped(),
         )
 
     def _gather(self, mine: Tensor) -> list[list[int]]:
@@ -165,6 +186,8 @@ class OptimizerWatch:
     """
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self._parameters = parameters
+        self._stepped = 0
         self._ours = {id(parameter) for parameter in parameters}
         self._forms = _forms(parameters)
         self._found_ours = False
@@ -178,6 +201,11 @@ class OptimizerWatch:
         """
         return self._found_lookalikes and not self._found_ours
 
+    def take_stepped(self) -> int:
+        """Return the digest of the parameters as the last step found them; 0 if there was none since the last call."""
+        stepped, self._stepped = self._stepped, 0
+        return stepped
+
     def close(self) -> None:
         """See no more steps."""
         self._hook.remove()
@@ -186,6 +214,7 @@ class OptimizerWatch:
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if any(id(parameter) in self._ours for parameter in held):
             self._found_ours = True
+            self._stepped = int(digest(digests(self._parameters, self._parameters[0].device)))
         elif all(parameter.grad is None for parameter in held) and _forms(held) == self._forms:
             self._found_lookalikes = True
 

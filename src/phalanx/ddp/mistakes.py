@@ -15,6 +15,9 @@ NUM_STEPS = 3
 """How many steps are watched: enough that equal batches are no accident, few enough to cost nothing."""
 
 
+DIFFERING_PARAMETERS = "differing parameters"
+
+
 @dataclass(frozen=True)
 class Observation:
     """An observation is what one rank saw in one step, in numbers that can be gathered: digests, flags and
@@ -37,6 +40,8 @@ class Observation:
     """Position, from 1, of the first parameter whose own gradient was NaN; 0 if there was none."""
     stale_optimizer: int = 0
     """1 if an optimizer has stepped over look-alikes of the parameters, and none over the parameters."""
+    stepped: int = 0
+    """The digest of all parameters as the optimizer's step after the last backward found them; 0 if there was none."""
 
     def row(self) -> list[int]:
         """Return the numbers, in the order of the fields."""
@@ -77,6 +82,14 @@ def decide_warnings(
     return [mistake for mistake in found if mistake is not None]
 
 
+def were_put_back(latest: StepObservations) -> bool:
+    """Return whether all ranks stepped from the same parameters, though their last backwards may have seen others.
+
+    Some methods move the parameters for one backward and put them back, as sharpness-aware minimization (SAM) does.
+    """
+    return latest[0].stepped != 0 and len({one.stepped for one in latest}) == 1
+
+
 def _equal_batches(steps: Sequence[StepObservations]) -> Mistake | None:
     ranks = range(len(steps[0]))
     seen = {
@@ -115,7 +128,7 @@ def _differing_parameters(
     others = [str(rank) for rank, one in enumerate(latest) if one.parameters != latest[0].parameters]
     more = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
     return Mistake(
-        "differing parameters",
+        DIFFERING_PARAMETERS,
         f"in step {number} parameter {names[differing[0]]!r}{more} had other values on {_ranks(others)} than on rank "
         "0: gradients are averaged, but every rank trains a model of its own. Change parameters in the same way on "
         "every rank, and load checkpoints before wrapping the model. To see by how much they differ: "
