@@ -46,6 +46,7 @@ def test_digits_reach_their_accuracy_on_two_ranks(tmp_path):
     assert len(epochs(output)) == 12
 
 
+@pytest.mark.slow
 def test_the_report_names_the_straggler(tmp_path):
     launcher = [*PHALANX_RUN, "--report", "out"]
     run(tmp_path, launcher, "report.py", "--epochs", 1, "--samples", 896, "--delay", 0.008)
@@ -93,6 +94,7 @@ def test_the_demo_says_when_its_speeds_say_nothing(monkeypatch, capsys):
     monkeypatch.delitem(sys.modules, "demo")
 
 
+@pytest.mark.slow
 def test_the_transformer_learns_letters_and_writes_some(tmp_path):
     output = run(tmp_path, PHALANX_RUN, "char_transformer.py", "--steps", 64, "--sample", 20)
     bits = [float(number) for number in re.findall(r"samples/s, bits_per_letter ([\d.]+)", output)]

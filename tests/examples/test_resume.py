@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).parents[2] / "examples" / "resume.py"
 
 
@@ -23,6 +25,7 @@ def finish(process):
     return output, weights
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_to_the_same_weights(tmp_path):
     peaceful = start(tmp_path / "peaceful")
     killed = start(tmp_path / "killed")

@@ -59,6 +59,7 @@ nbformat.write(notebook, sys.argv[1])
 """
 
 
+@pytest.mark.slow
 def test_a_notebook_trains_on_ranks(tmp_path):
     path = tmp_path / "train.ipynb"
     nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in CELLS]), path)

@@ -45,6 +45,7 @@ def test_buckets_go_from_host_to_host():
 
 @pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts())
 @pytest.mark.parametrize(("sizes", "victims"), [((1, 2), (2,)), ((2, 1, 2), (3, 4)), ((1, 2, 2), (1, 2, 4))], ids=str)
+@pytest.mark.slow
 def test_ranks_and_whole_hosts_are_lost_and_the_others_do_their_part(sizes, victims):
     lost = [victims if rank not in victims else None for rank in range(sum(sizes))]
     assert on_hosts(sizes, count, victims, lost=victims) == lost

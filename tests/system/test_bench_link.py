@@ -31,6 +31,7 @@ def _start(machine, number, *words):
     )
 
 
+@pytest.mark.slow
 def test_the_link_between_two_hosts_is_measured_and_told_as_an_option():
     with hosts(2, rate="100mbit") as machines:
         started = [_start(machine, i, "--rounds=3", "--json") for i, machine in enumerate(machines)]

@@ -9,6 +9,7 @@ from phalanx.testing import hosts, why_no_hosts
 pytestmark = pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts())
 
 
+@pytest.mark.slow
 def test_every_collective_over_mpi_gives_the_values_of_one_host():
     with hosts(2) as machines:
         results = mpi_job(everything, 4, hosts=machines).results()

@@ -362,6 +362,7 @@ def test_a_loss_after_training_is_a_failure_that_lets_the_others_save(tmp_path: 
     assert "First failure: rank 1 of 3" in finished.err
 
 
+@pytest.mark.slow
 def test_a_training_that_loses_ranks_and_its_zygote_ends_with_the_bits_of_one_that_was_left_alone(
     tmp_path: Path,
 ) -> None:

@@ -302,6 +302,7 @@ def train_undisturbed() -> str:
     return b"".join(p.detach().numpy().tobytes() for p in models[0].parameters()).hex()
 
 
+@pytest.mark.slow
 def test_training_loses_a_rank_and_a_link_and_ends_with_the_bits_of_an_undisturbed_run(
     tmp_path: Path,
 ) -> None:
@@ -331,6 +332,7 @@ def test_training_loses_a_rank_and_a_link_and_ends_with_the_bits_of_an_undisturb
     assert samples_of_epochs(tmp_path) == [list(range(elastic_training.SAMPLES))] * elastic_training.EPOCHS
 
 
+@pytest.mark.slow
 def test_a_stage_that_is_lost_on_another_host_ends_the_job_and_is_named(tmp_path: Path) -> None:
     """Nothing of it is on the first host; nor does the first wait for ever, or go on with half of a model."""
     with hosts(2) as machines:
@@ -349,6 +351,7 @@ def test_a_stage_that_is_lost_on_another_host_ends_the_job_and_is_named(tmp_path
     assert "Start again, with a new Pipeline and the last checkpoint" in first.out + second.out
 
 
+@pytest.mark.slow
 def test_a_host_with_a_stage_is_lost_and_a_spare_gets_the_stage_from_the_next_host(tmp_path: Path) -> None:
     with hosts(3) as machines:
         made = Cluster(machines, tmp_path, "2", {"OMP_NUM_THREADS": "1"}, ())

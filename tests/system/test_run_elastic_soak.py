@@ -328,6 +328,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("kind", [pytest.param(kind, marks=limit) for kind in kinds])
 
 
+@pytest.mark.slow
 def test_kills_and_stops_at_random_moments_cost_no_bit_and_no_sample(
     kind: str, strikes: int, seed: int, tmp_path: Path
 ) -> None:

@@ -32,6 +32,7 @@ def test_a_run_that_was_ended_anywhere_goes_on_to_the_same_bits(tmp_path, resump
 
 @pytest.mark.filterwarnings("ignore:Length of IterableDataset")
 @pytest.mark.parametrize("data", DATA[1:])
+@pytest.mark.slow
 def test_so_does_a_run_over_streams_what_has_no_length_and_several_loaders(tmp_path, resumptions, data):
     for number in [*resumptions, 3]:
         case = draw_case(number, data)

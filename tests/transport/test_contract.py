@@ -48,6 +48,7 @@ def over_mpi():
     return _all(dist.get_rank(), dist.get_world_size())
 
 
+@pytest.mark.slow
 def test_mpi_keeps_the_contract():
     outcome = mpi_job(over_mpi, WORLD)
     # It ends with MPI_Abort: some operations never ended, as they were to fail.
