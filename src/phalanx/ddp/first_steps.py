@@ -127,6 +127,8 @@ class FirstSteps:
         settled = [] if self._puts_back else self._doubted
         differing = [one for one in found if one.kind == DIFFERING_PARAMETERS and not self._puts_back]
         self._doubted = differing if len(self._steps) < NUM_STEPS else []
+        if self._doubted:
+            self._optimizers.expect_step()
         rest = [one for one in found if one.kind != DIFFERING_PARAMETERS]
         return [*(settled or ([] if self._doubted else differing)), *rest]
 
@@ -188,6 +190,7 @@ class OptimizerWatch:
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self._parameters = parameters
         self._stepped = 0
+        self._is_expected = False
         self._ours = {id(parameter) for parameter in parameters}
         self._forms = _forms(parameters)
         self._found_ours = False
@@ -201,9 +204,13 @@ class OptimizerWatch:
         """
         return self._found_lookalikes and not self._found_ours
 
+    def expect_step(self) -> None:
+        """Take the digest of the parameters as the next step finds them; otherwise steps cost nothing."""
+        self._is_expected = True
+
     def take_stepped(self) -> int:
-        """Return the digest of the parameters as the last step found them; 0 if there was none since the last call."""
-        stepped, self._stepped = self._stepped, 0
+        """Return the digest that the expected step found; 0 if no optimizer has stepped."""
+        stepped, self._stepped, self._is_expected = self._stepped, 0, False
         return stepped
 
     def close(self) -> None:
@@ -214,7 +221,9 @@ class OptimizerWatch:
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if any(id(parameter) in self._ours for parameter in held):
             self._found_ours = True
-            self._stepped = int(digest(digests(self._parameters, self._parameters[0].device)))
+            if self._is_expected:
+                self._is_expected = False
+                self._stepped = int(digest(digests(self._parameters, self._parameters[0].device)))
         elif all(parameter.grad is None for parameter in held) and _forms(held) == self._forms:
             self._found_lookalikes = True
 

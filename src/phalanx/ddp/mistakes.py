@@ -41,7 +41,7 @@ class Observation:
     stale_optimizer: int = 0
     """1 if an optimizer has stepped over look-alikes of the parameters, and none over the parameters."""
     stepped: int = 0
-    """The digest of all parameters as the optimizer's step after the last backward found them; 0 if there was none."""
+    """The digest of all parameters as the step after a backward that saw others found them; 0 if none was expected."""
 
     def row(self) -> list[int]:
         """Return the numbers, in the order of the fields."""
