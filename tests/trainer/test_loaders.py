@@ -112,8 +112,12 @@ def _step_over_iterable(rank, world_size, size, batch):
             strategy.loader(data, 3, shuffle=False) for data in (Iterated(5), make_data(6))
         )  # one that is only read, and one that all share evenly
         loader = strategy.distribute(DataLoader(Iterated(size), batch))
-        for x, y in loader:
-            strategy.step(x, y)
+        for number, (x, y) in enumerate(loader):
+            if number % 2:
+                strategy.step(x, y)
+            else:  # its halves
+                strategy.compute_gradients((x, y))
+                strategy.update()
             for inputs, _ in iterated:
                 strategy.evaluate(inputs)
         for x, y in table:

@@ -55,7 +55,7 @@ class IterableLoader(DataLoader[Any]):
         self._parts.num_replicas, self._parts.replica = num_replicas, replica
 
     @property
-    def share(self) -> float:
+    def weight(self) -> float:
         """Return how much the latest batch counts in a mean over replicas: 1 where all have equally many samples."""
         return self.own * self._parts.num_replicas / self.total
 

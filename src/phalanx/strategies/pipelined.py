@@ -78,9 +78,11 @@ class PipelineStrategy(Strategy):
         pipe = Pipeline(model, loss_fn=self._loss_fn, mesh=self._mesh, **self._pipeline_options)
         return pipe, recipe.make(dict(pipe.named_parameters()))
 
-    def compute_gradients(self, batch: Any, *, share: float = 1.0, is_last: bool = True) -> Tensor:
+    def compute_gradients(
+        self, batch: Any, *, share: float = 1.0, weight: float | None = None, is_last: bool = True
+    ) -> Tensor:
         """Compute gradients as every strategy does; the loss is that of the pipeline's mini-batch."""
-        if share != 1.0 or not is_last:
+        if share * self._weigh(weight) != 1.0 or not is_last:
             raise ValueError(
                 "PipelineStrategy: a step has its micro-batches for what others accumulate, and all replicas have "
                 "equally many samples: make the batch larger, and give more micro_batches; for the last batch of an "

@@ -245,6 +245,7 @@ class Strategy(ABC):
             place = self.num_replicas_in_sync, self.replica_id_in_sync_group
             if isinstance(loader, IterableLoader):
                 loader.regroup(*place)
+                loader.on_batch = self._note_stream
                 return loader
             require_divided(loader, place, padding=padding)
             return loader
@@ -266,23 +267,30 @@ class Strategy(ABC):
     def step(self, *batch: Any) -> Tensor:
         """Take one step on this replica's batch, which ends with the target; return its loss (the mean of its samples).
 
-        A batch of `loader` over an IterableDataset counts by its samples: that is the batch which was read last.
-
         Shape: of the loss (). On replicas that hold parts of the model the loss is the same on each of their ranks.
         """
-        loss = self.compute_gradients(batch, share=1.0 if self._stream is None else self._stream.share)
+        loss = self.compute_gradients(batch)
         self.update()
         return loss
 
     def _note_stream(self, loader: IterableLoader | None) -> None:
         self._stream = loader
 
-    def compute_gradients(self, batch: Any, *, share: float = 1.0, is_last: bool = True) -> Tensor:
+    def _weigh(self, weight: float | None) -> float:
+        if weight is not None:
+            return weight
+        return 1.0 if self._stream is None else self._stream.weight
+
+    def compute_gradients(
+        self, batch: Any, *, share: float = 1.0, weight: float | None = None, is_last: bool = True
+    ) -> Tensor:
         """Run forward and backward of one batch: add `share` of its gradients, and return its loss, detached.
 
-        With `is_last=False` more batches follow before the update, and gradients are not exchanged yet.
+        With `is_last=False` more batches follow before the update, and gradients are not exchanged yet. `weight` is how
+        much this replica's part counts: that of the batch that a loader over an IterableDataset has given last, or 1.
         """
         model, loss_of = self._require_ready()
+        share *= self._weigh(weight)
         counting = contextlib.nullcontext() if share else uncounted_batch()
         with counting, contextlib.nullcontext() if is_last else self.no_sync():
             with self.autocasting():

@@ -335,7 +335,7 @@ class Trainer:
         number = 0
         for batch, share, is_last, number in loader.batches(shown, self._accumulate, state.batches):
             loss = self.strategy.compute_gradients(
-                move_batch(batch, self.strategy.device), share=share, is_last=is_last
+                move_batch(batch, self.strategy.device), share=share, weight=1.0, is_last=is_last
             )
             self._display.add_loss(loss, self.step + 1)
             if not is_last:
