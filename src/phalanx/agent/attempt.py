@@ -163,7 +163,10 @@ class Attempt:
         for fd in self.links.fds:
             if fd in ready:
                 for rank, pid, message in self.links.read(fd):
-                    self.on_rank_message(rank, pid, message)
+                    if self.link.is_leaving:  # another host may have a rank in this seat by now
+                        self.link.remind(rank, message)
+                    else:
+                        self.on_rank_message(rank, pid, message)
 
     def hear_ranks(self) -> None:
         """Process all messages that elastic ranks of this host have sent until now."""
@@ -212,6 +215,16 @@ class Attempt:
         failures = [] if self.state.interrupted is not None or self.state.overdue else self.state.failures
         return failures[0].rank if failures and failures[0].report is not None else None
 
+    def on_own_start(self, rank: int, pid: int) -> None:
+        """Note that the process of a rank of this host exists, unless the others go on without it."""
+        if not self.link.is_leaving:
+            self.on_started(rank, pid)
+
+    def on_own_report(self, report: Report) -> None:
+        """Process the failure that a rank of this host has reported, unless the others go on without it."""
+        if not self.link.is_leaving:
+            self.on_report(report)
+
     def on_started(self, rank: int, pid: int) -> None:
         """Note that the process of a rank exists."""
         self.state.on_started(rank)
@@ -224,6 +237,11 @@ class Attempt:
         self.ranks.read_reports()
         if self.ranks.processes.pids.get(rank) != pid:
             return  # it was handled before
+        if self.link.is_leaving:
+            self.links.drop(pid)
+            self.ranks.processes.lose(Exit(rank, pid, status, at))
+            self.pages.drop(pid)
+            return
         for _, _, message in self.links.drop(pid):
             self.on_rank_message(rank, pid, message)
         self.ranks.read_error_file(rank, pid, status, at)
@@ -233,9 +251,6 @@ class Attempt:
 
     def on_exit(self, exit: Exit) -> None:
         """Process the end of a rank's process on any host, after reading all that it sent."""
-        if self.link.has_let_go(exit.pid):
-            self.ranks.processes.lose(exit)
-            return
         # these come first, or the last known holder of the state ends before others have said that they hold it
         self.hear_ranks()
         for pid in self.ranks.processes.pids.values():
@@ -254,8 +269,6 @@ class Attempt:
 
     def on_report(self, report: Report) -> None:
         """Process the failure that a rank has reported: a loss in an elastic job, or a failure of the job."""
-        if self.link.has_let_go(report.pid):
-            return
         actions = self.elastic.on_report(report, time.monotonic()) if self.state.phase == "running" else None
         if actions is not None:
             self.do_elastic(actions)

@@ -113,9 +113,13 @@ class HostLink:
         """Take a signal that has come at this host and would end the job; return whether nothing else is to be done."""
         return False
 
-    def has_let_go(self, pid: int) -> bool:
-        """Return whether an elastic job goes on without this process of a rank of this host, which leaves the job."""
+    @property
+    def is_leaving(self) -> bool:
+        """Return whether an elastic job goes on without this host's ranks; the host leads it until they have ended."""
         return False
+
+    def remind(self, rank: int, message: dict[str, Any]) -> None:
+        """Answer a rank of this host that speaks while this host is leaving."""
 
     @property
     def has_left(self) -> bool:

@@ -34,13 +34,13 @@ _MAX_STILLBORN = 3
 class Listener(Protocol):
     """A `Listener` is told what becomes of the processes; the attempt is one."""
 
-    def on_started(self, rank: int, pid: int) -> None:
+    def on_own_start(self, rank: int, pid: int) -> None:
         """Note that the process of a rank exists."""
 
     def on_ended(self, rank: int, pid: int, status: int, at: float) -> None:
         """Note that a rank's process has ended."""
 
-    def on_report(self, report: Report) -> None:
+    def on_own_report(self, report: Report) -> None:
         """Process the failure that a rank has reported."""
 
     def do_elastic(self, actions: list[ElasticAction]) -> None:
@@ -184,7 +184,7 @@ class HostRanks:
         if self.processes.pids.get(report.rank) == report.pid:
             self._reported.add(report.pid)
             path = self._host.errors.find(report.rank - self._place.first_rank)
-            self._listener.on_report(replace(report, error_file=path))
+            self._listener.on_own_report(replace(report, error_file=path))
 
     def read_error_file(self, rank: int, pid: int, status: int, at: float) -> None:
         """Read the error file of a process that could not report its failure to us, below a shell script for
@@ -195,7 +195,7 @@ class HostRanks:
             return
         report = error_files.read_report(path, rank, pid, at)
         if report is not None:
-            self._listener.on_report(report)
+            self._listener.on_own_report(report)
 
     def hear_zygote(self, ready: set[int]) -> None:
         """Process the zygote's events, and its end."""
@@ -213,7 +213,7 @@ class HostRanks:
         if event["event"] == "started":
             self.has_started = True
             self.processes.pids[event["rank"]] = event["pid"]
-            self._listener.on_started(event["rank"], event["pid"])
+            self._listener.on_own_start(event["rank"], event["pid"])
             early, self._early = self._early, []
             for report in early:
                 if report.rank == event["rank"]:

@@ -47,7 +47,6 @@ class Departure:
         self._let_go = let_go
         self._stage = "stays"
         self._told: set[int] = set()  # the members at which a SIGTERM has come as well
-        self._processes: set[int] = set()  # of this host's ranks, when it left
         self.due: float | None = None
 
     @property
@@ -55,9 +54,10 @@ class Departure:
         """Return whether this host is in the job no more, and another one is to lead."""
         return self._stage == "left"
 
-    def has_let_go(self, pid: int) -> bool:
-        """Return whether the others go on without this process of a rank of this host."""
-        return pid in self._processes
+    @property
+    def is_leaving(self) -> bool:
+        """Return whether the others go on without the ranks of this host."""
+        return self._stage in ("leaves", "left")
 
     def ask(self, attempt: Attempt) -> bool:
         """Process a SIGTERM that has come at this host; return whether it may leave: otherwise the job ends."""
@@ -87,12 +87,6 @@ class Departure:
         elif self._stage == "leaves" and attempt.state.phase == "running" and self._may_hand_over(attempt):
             self._hand_over()
 
-    def remind(self, attempt: Attempt, rank: int, pid: int, kind: object) -> None:
-        """Tell a rank of this host to leave that was not there to be told."""
-        is_own = attempt.ranks.processes.pids.get(rank) == pid
-        if self._stage == "leaves" and is_own and kind in ("elastic", "waiting"):
-            attempt.links.send(rank, LEAVE)
-
     def _decide(self, attempt: Attempt) -> None:
         """Leave, if enough hosts stay of which one can lead; otherwise end the job."""
         told = [node for node in self._peers.present if node.facts.member in self._told]
@@ -102,8 +96,6 @@ class Departure:
             actions = self._elastic.on_host_leaves(own.facts.member, own.where, time.monotonic())
             if actions is not None:
                 self._stage = "leaves"
-                ended = {exit.pid for exit in attempt.state.exits.values()}
-                self._processes = set(attempt.ranks.processes.pids.values()) - ended
                 attempt.do_elastic(actions)
                 for rank in attempt.place.ranks:
                     attempt.links.send(rank, LEAVE)
@@ -119,7 +111,8 @@ class Departure:
         """Return whether nothing is needed of this host any more: its ranks have ended, and the others train without
         them.
         """
-        if self._processes - attempt.ranks.processes.lost_ns.keys() or not self._guard.has_standbys:
+        ended = {(exit.rank, exit.pid) for exit in attempt.state.exits.values()}  # before this host was told to leave
+        if attempt.ranks.processes.pids.items() - ended or not self._guard.has_standbys:
             return False
         return self._elastic.is_waiting or self._elastic.is_regrouped
 

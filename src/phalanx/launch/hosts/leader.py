@@ -22,7 +22,7 @@ from phalanx.diagnostics.printable import printable, printable_lines
 from phalanx.diagnostics.rank_list import name_ranks
 from phalanx.inspect.agent_socket import Request
 from phalanx.launch.hosts.control_channel import MALFORMED, Change, ControlMessage
-from phalanx.launch.hosts.departure import Departure
+from phalanx.launch.hosts.departure import LEAVE, Departure
 from phalanx.launch.hosts.elastic_hosts import ElasticHosts
 from phalanx.launch.hosts.generation_message import generation_to_json
 from phalanx.launch.hosts.host_records import KINDS as RECORD_KINDS
@@ -253,9 +253,15 @@ class LeaderLink(HostLink):
         """Take a signal that has come at this host, if it asks this host to leave and not the job to end."""
         return signum == signal.SIGTERM and self._departure.ask(self._attempt)
 
-    def has_let_go(self, pid: int) -> bool:
+    @property
+    def is_leaving(self) -> bool:
         """Return whether the others go on without this process of a rank of this host, which leaves."""
-        return self._departure.has_let_go(pid)
+        return self._departure.is_leaving
+
+    def remind(self, rank: int, message: dict[str, Any]) -> None:
+        """Tell a rank of this host again that it leaves: it was not there to be told."""
+        if message.get("kind") in ("elastic", "waiting"):
+            self._attempt.links.send(rank, LEAVE)
 
     @property
     def has_left(self) -> bool:
@@ -350,7 +356,6 @@ class LeaderLink(HostLink):
                 self._guard.want(self._elastic.seating)
                 self._record(None)
             self._late.tell_again(is_spare=self._attempt.state.phase == "running")
-        self._departure.remind(self._attempt, rank, pid, message.get("kind"))
 
     def _follow(self, message: ControlMessage, node: Node) -> None:
         body = message.body

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from phalanx.agent.attempt import Attempt
 
 
+_OF_RANKS = ("started", "abandoned", "exit", "rank says", "report")
+
+
 class RemoteRanks:
     """`RemoteRanks` handles these messages during one attempt."""
 
@@ -33,6 +36,8 @@ class RemoteRanks:
         body = message.body
         if message.kind == "lines":
             self._show(body["items"], node)
+        elif message.kind in _OF_RANKS and message.member in self._peers.lost:
+            pass  # its seats may be another host's by now, with processes that have the same numbers
         elif message.kind == "started":
             attempt.on_started(_rank_of(body, node), int(body["pid"]))
         elif message.kind == "abandoned":
