@@ -38,9 +38,9 @@ _HEAD = """# With which Python and which PyTorch Phalanx works
 This page is for people who want to know with which Python and PyTorch all tests were run, and what came out.
 
 `make matrix` writes this page. For each pair it makes a fresh environment, runs the small programs of
-`tests/programs` and then the whole suite, and notes what came out. `make test TORCH=2.15.0 PYTHON=python3.13` runs one
-pair and writes nothing. Nobody has tried a PyTorch that is newer than these. With such a PyTorch, Phalanx says so
-once, in the log and in `phalanx doctor`, and goes on.
+`tests/programs` and then the whole suite, and notes what came out. `make test ARGS=--slow TORCH=2.15.0
+PYTHON=python3.13` runs one pair and writes nothing. Nobody has tried a PyTorch that is newer than these. With such a
+PyTorch, Phalanx says so once, in the log and in `phalanx doctor`, and goes on.
 
 The column "Programs" counts the tests of `tests/programs` that ended with the right numbers. The column "As" says who
 ran the tests: root, or a user without privileges. A skipped test names its reason: there is no GPU, or a privilege, a

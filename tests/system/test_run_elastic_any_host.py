@@ -9,13 +9,12 @@ import os
 import random
 import re
 import signal
-import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from tests.system.test_run_elastic_first_host import WAITS, await_standbys
 from tests.system.test_run_elastic_hosts import Cluster, cluster
+from tests.system.test_run_elastic_hosts_generated import Listener
 
 from phalanx.testing import why_no_hosts
 
@@ -26,59 +25,20 @@ WAYS = ("killed", "told to leave", "stopped", "cut off", "cut off for a moment")
 IS_OUT = ("waiting up to", "this host leads the job, and does not go on")
 
 
-class Job:
-    """What the commands on all hosts say, read as it comes: who leads, and which ranks are in which generation."""
+class LedJob(Listener):
+    """A `LedJob` knows which host leads the job now, too, and loses hosts of it."""
 
     def __init__(self, made: Cluster) -> None:
-        self.made = made
         self.leader = 0
         self.address = ""  # where hosts join a leader that was elected; the first host's stands in the command line
-        self.changed = threading.Condition()
-        self.lines: dict[int, list[str]] = {}
-        self.threads: dict[int, threading.Thread] = {}
-        self.ranks: dict[int, set[int]] = {}  # by generation
-        self.sizes: dict[int, int] = {}
-        self.halves: list[str] = []
-        for number in range(NUM_HOSTS):
-            self.listen(number)
-
-    def listen(self, number: int) -> None:
-        job = self.made.jobs[number]
-        lines = self.lines[number] = list(job.lines)
-        stdout = job.running.process.stdout
-        assert stdout is not None
-
-        def read() -> None:
-            for line in stdout:
-                with self.changed:
-                    lines.append(line)
-                    self.note(number, line)
-                    self.changed.notify_all()
-
-        for line in lines:
-            self.note(number, line)
-        self.threads[number] = threading.Thread(target=read)
-        self.threads[number].start()
+        super().__init__(made)
+        for line in made.first.lines:
+            self.note(0, line)
 
     def note(self, number: int, line: str) -> None:
+        super().note(number, line)
         if match := re.search(r"this host leads the job now.* phalanx join (\S+)$", line):
             self.leader, self.address = number, match[1]
-        if match := re.search(r"generation (\d+) as (\d+) of (\d+) ", line):
-            generation, rank, size = map(int, match.groups())
-            self.ranks.setdefault(generation, set()).add(rank)
-            if self.sizes.setdefault(generation, size) != size:
-                self.halves.append(line)
-
-    def wait(self, what: str, ready: Callable[[], object]) -> None:
-        with self.changed:
-            if not self.changed.wait_for(ready, 90.0):
-                everything = "".join(f"--- host {n}\n{''.join(lines)}" for n, lines in self.lines.items())
-                raise AssertionError(f"{what}: this has not come; the commands said:\n{everything}")
-
-    def is_whole(self, after: int, num_ranks: int) -> bool:
-        """Whether so many ranks are in one generation, the newest, later than `after`."""
-        newest = max(self.ranks, default=0)
-        return newest > after and self.sizes[newest] == num_ranks == len(self.ranks[newest])
 
     def signal_host(self, number: int, signum: int) -> None:
         """Send a signal to every process of a host."""
@@ -93,7 +53,7 @@ class Job:
 
     def lose(self, number: int, way: str, what: str) -> None:
         """Lose a host; return once the others go on without it, and it is out or has ended."""
-        process, before = self.made.jobs[number].running.process, max(self.ranks, default=0)
+        process, before = self.made.jobs[number].running.process, self.newest
         told = len(self.lines[number])
         if way == "killed":
             process.kill()
@@ -123,9 +83,8 @@ class Job:
         said = "".join(self.lines[number])
         if process.poll() is not None or IS_OUT[1] in said:
             process.wait()
-            self.threads[number].join()
             assert self.made.jobs[number].running.survivors() == []
-            before = max(self.ranks)
+            before = self.newest
             if self.address:
                 self.made.join(number, self.address)
             else:
@@ -141,7 +100,7 @@ def test_whichever_host_is_lost_the_others_go_on_and_it_comes_back(tmp_path: Pat
     options = ("--host-timeout", "3")
     with cluster(tmp_path, *(1,) * NUM_HOSTS, nnodes=f"1:{NUM_HOSTS}", env=WAITS, options=options) as made:
         await_standbys(made, 0)
-        job = Job(made)
+        job = LedJob(made)
         for number in range(num_any_host_losses):
             way = draw.choice(WAYS)
             host = job.leader if draw.random() < 0.5 else draw.randrange(NUM_HOSTS)
@@ -154,7 +113,7 @@ def test_whichever_host_is_lost_the_others_go_on_and_it_comes_back(tmp_path: Pat
             job.bring_back(host, what)
             assert job.halves == [], what
         made.jobs[job.leader].order("finish")
-        for thread in job.threads.values():
+        for thread in job.threads:
             thread.join()
         codes = {number: one.running.process.wait() for number, one in made.jobs.items()}
         assert codes == dict.fromkeys(codes, 0), "".join(job.lines[job.leader][-20:])

@@ -161,12 +161,12 @@ def test_a_host_whose_ranks_start_as_the_first_host_is_lost_comes_to_the_one_tha
     """It ended with the first host."""
     slow = tmp_path / "slow.py"
     slow.write_text(
-        "import os, runpy, sys, time\n"
+        "import os, runpy, sys\n"
         "open(os.path.join(sys.argv[1], 'starts'), 'w').close()\n"
-        "while not os.path.exists(os.path.join(sys.argv[1], 'come')):\n"
-        "    time.sleep(0.01)\n"
+        "open(os.path.join(sys.argv[1], 'come')).close()\n"  # which waits until the test opens it as well
         f"runpy.run_path({SCRIPT!r}, run_name='__main__')\n"
     )
+    os.mkfifo(tmp_path / "come")
     with cluster(tmp_path, 1, 1, 1, nnodes="2:4", spare=1, env=WAITS) as made:
         await_standbys(made, 0)
         made.start(3, 1, str(slow))
@@ -174,7 +174,7 @@ def test_a_host_whose_ranks_start_as_the_first_host_is_lost_comes_to_the_one_tha
         made.kill(0)
         leader = find_leader(made, 1, 2)
         made.wait_for(3, "leads the job now; this host waits there")
-        made.jobs[leader].order("come")
+        (tmp_path / "come").open("w").close()
         made.wait_for(leader, "taken in; 3 ranks on 3 hosts go on")
         made.wait_for(leader, "as 2 of 3")
         made.jobs[leader].order("finish")

@@ -30,6 +30,7 @@ class Listener:
         self.lines: dict[int, list[str]] = {}
         self.ranks: dict[int, set[int]] = {}  # by generation
         self.sizes: dict[int, int] = {}
+        self.halves: list[str] = []  # lines of a generation that is of another size elsewhere: two halves go on
         self.pids: dict[int, int] = {}  # seat -> pid
         self.threads: list[threading.Thread] = []
         for number in made.jobs:
@@ -45,27 +46,28 @@ class Listener:
             for line in stdout:
                 with self.changed:
                     lines.append(line)
-                    if number == 0:
-                        self.note(line)
+                    self.note(number, line)
                     self.changed.notify_all()
 
         thread = threading.Thread(target=read)
         thread.start()
         self.threads.append(thread)
 
-    def note(self, line: str) -> None:
+    def note(self, number: int, line: str) -> None:
+        """Note a line of the command on host `number`; the one that leads the job shows what all ranks say."""
         if match := re.search(r"joined \d+ as \d+ of \d+ (\d+)", line):
             for seat in said_by(line):
                 self.pids[seat] = int(match[1])
         if match := re.search(r"generation (\d+) as (\d+) of (\d+) ", line):
             generation, rank, size = (int(word) for word in match.groups())
             self.ranks.setdefault(generation, set()).add(rank)
-            self.sizes[generation] = size
+            if self.sizes.setdefault(generation, size) != size:
+                self.halves.append(line)
 
-    def wait(self, what: str, ready: Callable[[], bool]) -> None:
+    def wait(self, what: str, ready: Callable[[], object]) -> None:
         """Until it is ready."""
         with self.changed:
-            if not self.changed.wait_for(ready, 60.0):
+            if not self.changed.wait_for(ready, 90.0):
                 everything = "".join(f"--- host {n}\n{''.join(lines)}" for n, lines in self.lines.items())
                 raise AssertionError(f"{what} has not come; the commands said:\n{everything}")
 
@@ -112,7 +114,7 @@ def test_whatever_is_lost_the_job_goes_on_and_is_whole_again(tmp_path: Path, req
     with cluster(tmp_path, *SIZES, nnodes="1:3", env={"WAIT_S": "600"}, options=("--host-timeout", "1.5")) as made:
         listener = Listener(made)
         for line in made.first.lines:
-            listener.note(line)
+            listener.note(0, line)
         first, before = made.first.running.process.pid, 0
         for number in range(count):
             what = draw.choice(("a rank", "two ranks", "a host is killed", "a link is cut for long", "a link is cut"))
