@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# Of the process, not of a thread: autograd runs the recomputations of checkpointing on threads of its own.
+# They are the process's, not a thread's: autograd runs the recomputations of checkpointing on threads of its own.
 _open_marks: list[None] = []
 
 
 @contextmanager
 def uncounted_batch() -> Iterator[None]:
-    """Inside, forward and backward are of a batch that is in no mean: its loss is multiplied by zero.
+    """Mark the forward and backward inside as those of a batch that is in no mean: its loss is multiplied by zero.
 
     Layers that span ranks take part in their collectives with no value, so that the other ranks get what they would
     get without this one.
@@ -24,5 +24,5 @@ def uncounted_batch() -> Iterator[None]:
 
 
 def is_uncounted() -> bool:
-    """Whether the forward that runs is of a batch that does not count."""
+    """Return whether the forward that runs is of a batch that does not count."""
     return bool(_open_marks)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from phalanx.agent.attempt import Attempt
 
 LEAVE = {"kind": "leave"}  # what the ranks of a host that leaves are told
-_SETTLE_S = 2.0  # within which a scheduler that ends a job has told all of its hosts
+_SETTLE_S = 2.0  # a scheduler that ends a job has told all of its hosts within this time
 _SEND_S = 2.0
 
 

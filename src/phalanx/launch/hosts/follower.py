@@ -240,7 +240,7 @@ class FollowerLink(HostLink):
             for message in self._channel.take():
                 self._read(message)
         if self._succession is not None and self._succession.receive(ready, self._attempt):
-            asked_for = self.supervision.asked_for  # of a leader that could not answer any more
+            asked_for = self.supervision.asked_for  # the leader that was asked could not answer any more
             if asked_for and not self.supervision.leaves:
                 self._attempt.on_signal(asked_for)
             return  # this host leads the job now, by another link

@@ -71,7 +71,7 @@ class Gathering:
         self._gone: set[int] = set()  # the members that have gone since it began
         self._peers: PeerHosts | None = None
         self.guard: LeadGuard | None = None
-        self._link: LeaderLink | None = None  # of the newest attempt
+        self._link: LeaderLink | None = None  # the link of the newest attempt
         self._loop = EventLoop(
             host.watch_signals(self._on_signal),
             Source(self._hear_zygote, lambda: (host.zygote.control.fileno(),)),

@@ -112,7 +112,7 @@ class Successor:
         self._standby_term: Term | None = None
         self._witness: Witness | None = None  # the witness of the job, once this host stands by
         self._place: Service | None = None  # the polling place
-        self._polling_places: tuple[str, ...] = ()  # of the standbys, for a host that has no vote
+        self._polling_places: tuple[str, ...] = ()  # where standbys say who was elected, for a host without a vote
         self._num_asked = 0
         self._results: Mailbox[Elected | None] = Mailbox()
         self._threads: list[threading.Thread] = []
