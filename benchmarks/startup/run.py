@@ -1,7 +1,7 @@
-"""How long from Enter to the end of the first all_reduce? `phalanx run` and torchrun, in turns.
+"""How long from Enter to the end of the first all_reduce, or of the first step? `phalanx run` and torchrun, in turns.
 
-With --hosts the command is typed on each of so many network namespaces at once, and torchrun's hosts meet by its c10d
-rendezvous.
+With --train the script trains a small network with DDP and AdamW, as most scripts do, for one step. With --hosts the
+command is typed on each of so many network namespaces at once, and torchrun's hosts meet by its c10d rendezvous.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import harness  # noqa: E402 - the line above says where it is
 from phalanx.coordination.key import Key  # noqa: E402
 from phalanx.testing.namespaces import Host, hosts  # noqa: E402
 
-SCRIPT = str(HERE / "first_all_reduce.py")
+SCRIPTS = {False: str(HERE / "first_all_reduce.py"), True: str(HERE / "first_step.py")}  # by --train
 PHALANX = [sys.executable, "-m", "phalanx.cli", "run"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 PEER = "torchrun, gloo"
@@ -46,18 +46,18 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-def plan_contestants(ranks: int) -> dict[str, Callable[[], float]]:
+def plan_contestants(ranks: int, script: str) -> dict[str, Callable[[], float]]:
     count = ["--nproc-per-node", str(ranks)]
     commands = {
-        "phalanx run, phalanx": ([*PHALANX, *count, SCRIPT, "phalanx"], ranks),
-        "phalanx run, gloo": ([*PHALANX, *count, SCRIPT, "gloo"], ranks),
-        PEER: ([*TORCHRUN, *count, SCRIPT, "gloo"], ranks),
+        "phalanx run, phalanx": ([*PHALANX, *count, script, "phalanx"], ranks),
+        "phalanx run, gloo": ([*PHALANX, *count, script, "gloo"], ranks),
+        PEER: ([*TORCHRUN, *count, script, "gloo"], ranks),
         "agent until the zygote starts": ([sys.executable, "-c", AGENT, "--no-python", *count, "true"], 1),
     }
     return {name: lambda command=command, n=n: seconds_to_done([command], n) for name, (command, n) in commands.items()}
 
 
-def plan_contestants_on(machines: Sequence[Host], ranks: int) -> dict[str, Callable[[], float]]:
+def plan_contestants_on(machines: Sequence[Host], ranks: int, script: str) -> dict[str, Callable[[], float]]:
     """The same, with `ranks` on each of several hosts: one line for all, as it is typed."""
     where = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{machines[0].address}:{RENDEZVOUS_PORT}"]
     options = ["--nnodes", str(len(machines)), "--nproc-per-node", str(ranks), *where]
@@ -70,7 +70,7 @@ def plan_contestants_on(machines: Sequence[Host], ranks: int) -> dict[str, Calla
             for host in machines
         ]
         commands = [
-            [*host.command, *program, *options, *words, SCRIPT, backend]
+            [*host.command, *program, *options, *words, script, backend]
             for host, words in zip(machines, told, strict=True)
         ]
         return lambda: seconds_to_done(commands, total)
@@ -105,6 +105,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--hosts", type=int, default=1, help="network namespaces, each with --ranks of its own")
     parser.add_argument("--ranks", type=int, help="default: 4; with --hosts 2 on each")
+    parser.add_argument("--train", action="store_true", help="until the first step of a training is over")
     parser.add_argument("--rounds", type=int, default=5)
     harness.add_output_arguments(parser, HERE)
     arguments = parser.parse_args()
@@ -114,9 +115,10 @@ def main() -> None:
     target = TARGET if arguments.hosts == 1 else TARGET_WITH_HOSTS
     with contextlib.ExitStack() as stack:
         if arguments.hosts == 1:
-            contestants = plan_contestants(ranks)
+            contestants = plan_contestants(ranks, SCRIPTS[arguments.train])
         else:
-            contestants = plan_contestants_on(stack.enter_context(hosts(arguments.hosts)), ranks)
+            machines = stack.enter_context(hosts(arguments.hosts, one_clock=True))
+            contestants = plan_contestants_on(machines, ranks, SCRIPTS[arguments.train])
         for contestant in contestants.values():
             contestant()  # once unmeasured: the files come into the page cache
         samples = harness.interleave(contestants, arguments.rounds)
@@ -133,12 +135,20 @@ def main() -> None:
     ]
     of_hosts = f"{arguments.hosts} hosts x " if arguments.hosts > 1 else ""
     title = f"{of_hosts}{ranks} ranks, median of {arguments.rounds} rounds"
-    harness.print_table(["command, backend", "first all_reduce done", "range", "of torchrun"], rows, title=title)
+    event = "first step" if arguments.train else "first all_reduce"
+    harness.print_table(["command, backend", f"{event} done", "range", "of torchrun"], rows, title=title)
     ratio = summaries["phalanx run, phalanx"].median / peer
     print(
         f"\nTarget, at most {harness.format_ratio(target)} of torchrun: {'reached' if ratio <= target else 'missed'}."
     )
-    results = {"hosts": arguments.hosts, "ranks": ranks, "target": target, "ratio": ratio, "seconds": samples}
+    results = {
+        "hosts": arguments.hosts,
+        "ranks": ranks,
+        "event": event,
+        "target": target,
+        "ratio": ratio,
+        "seconds": samples,
+    }
     harness.write_results(arguments.output, results, machine=machine)
 
 

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.agent.target import Kind, Target, find_problem
+from phalanx.agent.target import Kind, Target, find_problem, may_train
 
 
 def problem(kind: Kind, name: str | Path) -> str:
@@ -97,3 +97,29 @@ def test_what_is_no_modules_name_is_refused(name: str) -> None:
 
 def test_a_missing_program_says_where_to_look() -> None:
     assert "look at PATH" in problem("program", "no-such-program")
+
+
+@pytest.mark.parametrize(
+    ("line", "trains"),
+    [
+        ("optimizer = torch.optim.SGD(model.parameters(), lr=0.1)", True),
+        ("model = DistributedDataParallel(model)", True),
+        ("phalanx.Trainer(model, loss).fit(data)", True),
+        ("@phalanx.elastic.run", True),
+        ("dist.all_reduce(torch.ones(2))", False),
+        ("os.environ['TORCHDYNAMO_DISABLE'] = '1'\nimport torch.optim", False),
+        ("os.environ['TORCH_LOGS'] = 'dynamo'\nimport torch.optim", False),
+    ],
+)
+def test_a_script_or_module_that_may_train_is_known_by_its_words(
+    line: str, trains: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "package" / "inner").mkdir(parents=True)
+    for name in ("train.py", "package/inner/train.py", "package/__main__.py"):
+        (tmp_path / name).write_text(line)
+    assert may_train(Target("script", str(tmp_path / "train.py"))) is trains
+    for module in ("train", "package.inner.train", "package"):
+        assert may_train(Target("module", module)) is trains
+    assert not may_train(Target("module", "json.tool"))
+    assert not may_train(Target("program", "train.py"))

@@ -1,5 +1,6 @@
 """Any host of an elastic job is lost, leaves, is stopped or cut off, drawn at random: the one that leads, too.
 
+It may be cut off in one direction only. Each host has a clock of its own; the second job has links of 2 Mbit/s.
 The others go on each time, never two halves at once, and whoever is out comes back. By hand: --any-host-losses 200.
 """
 
@@ -10,6 +11,7 @@ import random
 import re
 import signal
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from tests.system.test_run_elastic_first_host import WAITS, await_standbys
@@ -21,7 +23,10 @@ from phalanx.testing import why_no_hosts
 pytestmark = [pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts()), pytest.mark.slow]
 
 NUM_HOSTS = 5  # a majority of which is left, also where the last loss is not agreed on yet
-WAYS = ("killed", "told to leave", "stopped", "cut off", "cut off for a moment")
+WAYS = (
+    "killed", "told to leave", "stopped", "cut off", "heard by nobody", "deaf to all", "cut off for a moment",
+)  # fmt: skip
+ONE_WAY: dict[str, Literal["sent", "received"]] = {"heard by nobody": "sent", "deaf to all": "received"}
 IS_OUT = ("waiting up to", "this host leads the job, and does not go on")
 
 
@@ -62,11 +67,11 @@ class LedJob(Listener):
         elif way == "stopped":
             self.signal_host(number, signal.SIGSTOP)
         else:
-            self.made.machines[number].cut_off()
+            self.made.machines[number].cut_off(ONE_WAY.get(way, ""))
         self.wait(f"{what}: the others go on", lambda: self.is_whole(before, NUM_HOSTS - 1))
         if way == "stopped":
             self.signal_host(number, signal.SIGCONT)
-        elif way == "cut off":
+        elif way == "cut off" or way in ONE_WAY:
             self.made.machines[number].plug_in()
 
         def is_out() -> bool:
@@ -95,10 +100,13 @@ class LedJob(Listener):
             self.wait(f"{what}: it is taken in again", lambda: self.is_whole(0, NUM_HOSTS))
 
 
-def test_whichever_host_is_lost_the_others_go_on_and_it_comes_back(tmp_path: Path, num_any_host_losses: int) -> None:
-    draw = random.Random(num_any_host_losses)
-    options = ("--host-timeout", "3")
-    with cluster(tmp_path, *(1,) * NUM_HOSTS, nnodes=f"1:{NUM_HOSTS}", env=WAITS, options=options) as made:
+@pytest.mark.parametrize("rate", [None, "2mbit"])
+def test_whichever_host_is_lost_the_others_go_on_and_it_comes_back(
+    rate: str | None, tmp_path: Path, num_any_host_losses: int
+) -> None:
+    draw = random.Random(f"{num_any_host_losses} {rate}")
+    options, sizes = ("--host-timeout", "3"), (1,) * NUM_HOSTS
+    with cluster(tmp_path, *sizes, nnodes=f"1:{NUM_HOSTS}", env=WAITS, options=options, rate=rate) as made:
         await_standbys(made, 0)
         job = LedJob(made)
         for number in range(num_any_host_losses):

@@ -129,9 +129,10 @@ def cluster(
     spare: int = 0,
     env: dict[str, str] | None = None,
     options: tuple[str, ...] = (),
+    rate: str | None = None,
 ) -> Iterator[Cluster]:
     """Hosts with so many ranks each, all of which have joined; and `spare` more without a command."""
-    with hosts(len(sizes) + spare) as machines:
+    with hosts(len(sizes) + spare, rate=rate, both_ways=True) as machines:
         made = Cluster(machines, folder, nnodes, env or {}, ("--no-preload", *options))
         try:
             for number, size in enumerate(sizes):

@@ -398,9 +398,7 @@ class Attempt:
 
     def tell_generation(self, rank: int) -> None:
         """Tell an elastic rank of any host which rank it is in the current generation."""
-        if self.link.tell_generation(rank):
-            return
-        message = self.numbers.plan_message(rank)
+        message = None if self.link.tell_generation(rank) else self.numbers.plan_message(rank)
         if message is not None:
             self.send_to_rank(rank, message)
 
@@ -420,13 +418,9 @@ class Attempt:
             self.link.sweep()
 
     def _report_stragglers(self, waited_s: float) -> None:
+        pids, place = self.ranks.processes.pids, self.place
         text = describe_stragglers(
-            self.ranks.processes.pids,
-            self.state.running,
-            self.place.world_size,
-            waited_s,
-            self.flights.logs(),
-            self.place.ranks,
+            pids, self.state.running, place.world_size, waited_s, self.flights.logs(), place.ranks
         )
         if not self.state.overdue:
             text += "\n`phalanx stacks` shows where they are; --exit-timeout SECONDS would stop them."

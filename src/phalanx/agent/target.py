@@ -39,15 +39,26 @@ def find_local_rank_flag(target: Target) -> str:
     return "--local_rank" if only_underscore else "--local-rank"
 
 
-def may_be_elastic(target: Target) -> bool:
-    """Return whether the script mentions `phalanx.elastic`; if only other files of it do, it says so when it runs."""
+def may_train(target: Target) -> bool:
+    """Return whether the script mentions an optimizer, what brings one, or `phalanx.elastic`.
+
+    Each rank of such a script imports what torch's optimizers import, which takes longer than torch itself. If only
+    other files of it do, nobody knows before they run. A script that mentions a variable which is read in that import
+    may set it, and is left to import for itself.
+    """
     source = _read_source(target)
-    return b"elastic" in source and b"phalanx" in source
+    trains = any(word in source for word in (b"optim", b"DistributedDataParallel", b"Trainer", b"elastic"))
+    return trains and not any(word in source for word in (b"TORCHDYNAMO", b"TORCHINDUCTOR", b"TORCH_"))
 
 
 def _read_source(target: Target) -> bytes:
-    if target.kind == "script":
-        with contextlib.suppress(OSError), open(target.name, "rb") as file:
+    """Return the source of a script, or of a module below the working directory; of any other nothing."""
+    paths = [target.name] if target.kind == "script" else []
+    if target.kind == "module":
+        path = os.path.join(*target.name.split("."))
+        paths = [f"{path}.py", os.path.join(path, "__main__.py")]
+    for path in paths:
+        with contextlib.suppress(OSError), open(path, "rb") as file:
             return file.read()
     return b""
 

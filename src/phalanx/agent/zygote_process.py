@@ -73,8 +73,8 @@ class ZygoteProcess:
         sessions: Sequence[int] = (),
         spare: Spare | None = None,
     ) -> None:
-        """Start a zygote. `warm`: it also imports what ranks import when they begin to train, because they may have to
-        be restarted.
+        """Start a zygote. `warm`: it also imports what ranks import when they begin to train, once for all, because
+        they will train, or may have to be restarted.
 
         `tells`: the first host must be told if this process is killed, also while the zygote imports.
 

@@ -1,4 +1,4 @@
-"""Set up glibc's malloc so that it keeps the memory that a training step frees for the next step."""
+"""Set up glibc's malloc so that it keeps the memory that a training step frees for the next step, and no other."""
 
 from __future__ import annotations
 
@@ -27,3 +27,15 @@ def keep_freed_memory() -> None:
         return
     mallopt(_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD)
     mallopt(_TRIM_THRESHOLD, 2 * _LARGEST_MMAP_THRESHOLD)
+
+
+def give_back_freed_memory() -> None:
+    """Give back what was freed and no later step needs, as where parameters have moved into shared memory.
+
+    malloc would keep it for good: by `keep_freed_memory`, or as `phalanx run` sets it up. The next step takes what it
+    needs anew, and from then on it is kept.
+    """
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except (OSError, AttributeError):  # it is not glibc's
+        return

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from phalanx.backend.dynamo import untraced
+from phalanx.backend.malloc import give_back_freed_memory
 from phalanx.backend.uneven import absent_ranks, training_step
 from phalanx.ddp.broken_round import another_gradient, interrupted, missing_gradients, nothing_learnt
 from phalanx.ddp.bucket import DenseBucket, SparseBucket
@@ -425,8 +426,7 @@ class Reducer:
     def _rebuild(self, order: list[int]) -> None:
         """Plan anew, in the order in which the first round's gradients became ready on rank 0.
 
-        Here, at the end of a backward, all ranks are in step for certain, and activations are already freed, so that
-        the old and new buckets together stay below the step's peak.
+        All ranks are in step at the end of a backward, and old and new buckets are smaller than activations were.
         """
         shared = torch.tensor(order, dtype=torch.int64, device=self._parameters[0].device)
         dist.broadcast(shared, group=self._group, group_src=0)
@@ -434,6 +434,7 @@ class Reducer:
         if plan != self.plan:
             self._set.adopt(plan, [parameter.grad for parameter in self._parameters])
             self._begin_round()
+        give_back_freed_memory()  # the first gradients, which have moved into buckets
 
     def _begin_round(self) -> None:
         self._round = Round([bucket.plan for bucket in self._set.buckets], len(self._parameters))

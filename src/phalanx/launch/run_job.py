@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from phalanx.agent import limits
 from phalanx.agent.environment import plan_zygote_environment
 from phalanx.agent.plan import JobPlan
-from phalanx.agent.target import may_be_elastic
+from phalanx.agent.target import may_train
 from phalanx.agent.title import count_room
 from phalanx.agent.zygote_process import ZygoteProcess
 from phalanx.errors import LaunchError
@@ -33,7 +33,7 @@ def run_job(plan: JobPlan, joined: Joined | None = None) -> int:
     with caught_signals(signal.Signals[name] for name in _CAUGHT) as signals:
         environment = plan_zygote_environment(plan.environ, plan.placement.threads)
         preload = plan.settings.preload and plan.settings.target.kind != "program"
-        warm = preload and (bool(plan.settings.max_restarts) or may_be_elastic(plan.settings.target))
+        warm = preload and (bool(plan.settings.max_restarts) or may_train(plan.settings.target))
         try:
             room = count_room(plan.settings.target.command)
             has_hosts = plan.settings.rendezvous is not None

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from phalanx.backend.malloc import give_back_freed_memory
 from phalanx.optim.plan import Extent, Slice, plan_offsets
 from phalanx.transport.tensors import is_dense
 
@@ -87,6 +88,7 @@ class SharedParameters(SharedBlock):
         dist.barrier(group=group)
         for parameter, view in zip(self.parameters, views, strict=True):
             parameter.data = view
+        give_back_freed_memory()
 
     def leave(self, memory: Tensor) -> None:
         """Take over the values of `memory`, which is laid out as the block, and is this rank's own."""

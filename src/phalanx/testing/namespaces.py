@@ -5,33 +5,47 @@
     plx-17-2 ──eth0── 10.77.0.3 ┘
 
 Processes of different namespaces cannot reach each other but through these interfaces, whose counters and rates are
-real. They share one kernel: memory, process numbers and the machine's name are the same on all.
+real. They share one kernel: memory, process numbers and the machine's name are the same on all. A command that is run
+on a host (`Host.command`) sees a CLOCK_MONOTONIC of that host's own, as it counts from each host's start.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import json
 import os
 import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from phalanx.errors import PhalanxError
 
 _CLONE_NEWNET = 0x40000000
 # TCP hands so much to an interface at once; the headers that the bucket counts are included
 _LONGEST_PACKET = 65536 + 256
+_UP_LONGER_S = 100_000  # than the host before it
 
 
 @dataclass(frozen=True)
 class Host:
-    """A host is one namespace. `address` is its own; the other hosts reach it there."""
+    """A host is one namespace. `address` is its own; the other hosts reach it there.
+
+    `up_s` is for how many seconds it has been running longer than the machine: its CLOCK_MONOTONIC is ahead by that.
+    `switch` and `port` are the namespace and the interface there to which its cable leads. `bucket` is what limits the
+    rate at which it sends, and with `both_ways` at which it receives, in the words of tc.
+    """
 
     name: str
     address: str
+    switch: str
+    port: str
+    up_s: int = 0
+    bucket: tuple[str, ...] = ()
+    both_ways: bool = False
 
     def enter(self) -> None:
         """Move the calling thread, and what it starts from now on, to this host; there is no way back.
@@ -49,18 +63,45 @@ class Host:
         link = json.loads(_ip("-n", self.name, "-s", "-j", "link", "show", "dev", "eth0"))[0]
         return int(link["stats64"]["tx"]["bytes"])
 
-    def cut_off(self) -> None:
-        """Pull the cable: nothing comes or goes any more, and no process is told."""
-        _ip("-n", self.name, "link", "set", "eth0", "down")
+    def cut_off(self, only: Literal["sent", "received", ""] = "") -> None:
+        """Pull the cable: nothing comes or goes any more, and no process is told.
+
+        `only`: what it has "sent" is lost, or what it would have "received"; the other way goes on.
+        """
+        if only:
+            self._queue(only, "blackhole")
+        else:
+            _ip("-n", self.name, "link", "set", "eth0", "down")
 
     def plug_in(self) -> None:
         """Put the cable back, after `cut_off`."""
         _ip("-n", self.name, "link", "set", "eth0", "up")
+        self._queue("sent", *self.bucket)
+        self._queue("received", *(self.bucket if self.both_ways else ()))
+
+    def _queue(self, way: str, *words: str) -> None:
+        """Have packets wait as `tc` says, which the host sends, or which the switch sends to it; without words, none
+        waits.
+        """
+        device = ["-n", self.name, "qdisc", "replace", "dev", "eth0"]
+        if way == "received":
+            device = ["-n", self.switch, "qdisc", "replace", "dev", self.port]
+        _run(["tc", *device, "root", *(words or ("noqueue",))])
 
     @property
     def command(self) -> tuple[str, ...]:
-        """Return the words that, before a command, run it on this host."""
-        return ("ip", "netns", "exec", self.name)
+        """Return the words that, before a command, run it on this host, with this host's clock, as far as it can be
+        had.
+        """
+        words = ("ip", "netns", "exec", self.name)
+        return (*words, "unshare", "--time", "--monotonic", str(self.up_s)) if self.up_s and _has_clocks() else words
+
+
+@functools.cache
+def _has_clocks() -> bool:
+    """Return whether a program can be given another CLOCK_MONOTONIC."""
+    probe = ["unshare", "--time", "--monotonic", "1", "true"]
+    return subprocess.run(probe, capture_output=True, check=False).returncode == 0
 
 
 def why_no_hosts() -> str:
@@ -104,6 +145,7 @@ def hosts(
     ipv6: bool = False,
     mtu: int | None = None,
     dead_end: bool = False,
+    one_clock: bool = False,
     network: str = "10.77.0",
 ) -> Iterator[list[Host]]:
     """Yield `count` hosts joined by a switch; they are gone on the way out, whatever happens.
@@ -115,6 +157,7 @@ def hosts(
         both_ways: what each may receive is limited too, as at the port of a real switch.
         ipv6: the hosts have IPv6 addresses, and no others.
         mtu: how long a packet may be, in bytes, if not the usual 1500; 1280 is the least that IPv6 allows.
+        one_clock: all have the machine's CLOCK_MONOTONIC, so that times of several hosts can be compared.
         dead_end: each has a second interface, with addresses of one network and a default route, that leads nowhere.
 
     Raises:
@@ -125,15 +168,17 @@ def hosts(
         raise ValueError(f"hosts: count must be in 1..250, got {count}")
     prefix = f"plx-{os.getpid()}"
     switch = f"{prefix}-switch"
+    bucket = () if rate is None else ("tbf", "rate", rate, "burst", f"{burst_bytes}b", "latency", "50ms")
     made: list[Host] = []
     with contextlib.ExitStack() as stack:
         _add(switch, stack)
         _ip("-n", switch, "link", "add", "bridge", "type", "bridge")
         _ip("-n", switch, "link", "set", "bridge", "up")
         for number in range(count):
-            host = Host(f"{prefix}-{number}", f"fd77::{number + 1}" if ipv6 else f"{network}.{number + 1}")
+            address = f"fd77::{number + 1}" if ipv6 else f"{network}.{number + 1}"
+            port, up_s = f"port{number}", 0 if one_clock else number * _UP_LONGER_S
+            host = Host(f"{prefix}-{number}", address, switch, port, up_s, bucket, both_ways)
             _add(host.name, stack)
-            port = f"port{number}"
             _ip("-n", switch, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", host.name)
             _ip("-n", switch, "link", "set", port, "master", "bridge", "up")
             _ip("-n", host.name, "link", "set", "lo", "up")
@@ -151,12 +196,9 @@ def hosts(
                 _ip("-n", host.name, "link", "set", "ant1", "up")
                 _ip("-n", host.name, "route", "add", "default", "dev", "ant0")
             if rate is not None:
-                bucket = ["tbf", "rate", rate, "burst", f"{burst_bytes}b", "latency", "50ms"]
                 if burst_bytes < _LONGEST_PACKET:  # or the bucket would have to cut each packet, at the cost of a core
                     _ip("-n", host.name, "link", "set", "eth0", "gso_max_size", str(burst_bytes * 3 // 4))
-                _run(["tc", "-n", host.name, "qdisc", "add", "dev", "eth0", "root", *bucket])
-                if both_ways:
-                    _run(["tc", "-n", switch, "qdisc", "add", "dev", port, "root", *bucket])
+                host.plug_in()
             made.append(host)
         yield made
 
