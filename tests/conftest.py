@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import pytest
 
@@ -21,7 +22,9 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False
     gc.disable()  # until all tests are collected: what an import makes stays
-    if not hasattr(config, "workerinput"):  # whoever names tests wants them, whatever they take; workers are told so
+    if hasattr(config, "workerinput"):
+        config.option.slow = config.workerinput["slow"]
+    else:  # whoever names tests wants them, whatever they take
         names_tests = config.args_source != pytest.Config.ArgsSource.TESTPATHS
         config.option.slow = config.option.slow or names_tests or bool(config.option.keyword or config.option.markexpr)
     # `nohup` ignores the one, a shell that puts us into the background the other, for all that a test starts as well.
@@ -32,6 +35,12 @@ def pytest_configure(config: pytest.Config) -> None:
     # the peer had, and that a rank of another test has now: that one's connections break.
     if hasattr(config, "workerinput") and sys.platform == "linux" and not why_no_hosts():
         enter_own_network()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Tell a worker of pytest-xdist what was decided about slow tests: it has the words of the command line only."""
+    node.workerinput["slow"] = node.config.option.slow
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
