@@ -374,7 +374,9 @@ class Attempt:
                 for exit in action.exits:
                     self.do(self.state.on_exit(exit))
                 self.link.on_given_up()
-        self.numbers.close_stores_before(min((each.generation for each in self.elastic.members.values()), default=0))
+        if self.numbers.has_old_stores:  # thousands of ranks are looked at only then
+            generations = (each.generation for each in self.elastic.members.values())
+            self.numbers.close_stores_before(min(generations, default=0))
 
     def begin_generation(self, begun: BeginGeneration) -> None:
         """Do this host's part of a generation: fork the processes that are missing here, and tell the others their

@@ -84,6 +84,11 @@ class RankNumbers:
             return None
         return plan_message(self._begun.generation, rank, self._begun, self.plan_environment(rank))
 
+    @property
+    def has_old_stores(self) -> bool:
+        """Return whether stores of earlier generations are open."""
+        return bool(self._old_stores)
+
     def close_stores_before(self, generation: int) -> None:
         """Close the stores of earlier generations, which no rank will open any more."""
         for number in [number for number in self._old_stores if number < generation]:
