@@ -38,9 +38,12 @@ Path(sys.argv[1], f"{os.environ['RANK']}.json").write_text(json.dumps(seen))
 """
 
 
-@pytest.mark.parametrize(("words", "visible", "num_ranks"), [(["gpu"], None, 4), (["auto"], "2,0", 2)])
+@pytest.mark.parametrize(
+    ("words", "visible", "num_ranks", "rest"),
+    [(["gpu"], None, 4, ""), (["auto"], "2,0", 2, ""), (["gpu"], None, 4, "torch.optim.SGD([torch.ones(1)], lr=1)")],
+)
 def test_agent_and_zygote_never_initialise_cuda_and_each_rank_may(
-    words: list[str], visible: str | None, num_ranks: int, tmp_path: Path
+    words: list[str], visible: str | None, num_ranks: int, rest: str, tmp_path: Path
 ) -> None:
     """With a driver that counts four GPUs and writes down who asks: the agent counts, and nobody else says anything.
 
@@ -48,7 +51,7 @@ def test_agent_and_zygote_never_initialise_cuda_and_each_rank_may(
     """
     driver = fake_driver.build(tmp_path / "driver", gpus=4)
     environment = driver.environment if visible is None else {**driver.environment, "CUDA_VISIBLE_DEVICES": visible}
-    script = write_script(tmp_path, LOOK)
+    script = write_script(tmp_path, LOOK + rest)
     finished = run("--nproc-per-node", *words, script, str(tmp_path), env=environment)
     assert finished.code == 0, finished.err
     assert "CUDA was initialised" not in finished.err  # a build for GPUs says itself that this driver is too old
@@ -99,6 +102,35 @@ def test_a_plugin_that_initialises_cuda_while_torch_is_imported_costs_the_early_
     initialised = [str(call.pid) for call in driver.calls() if call.function == "cuInit"]
     assert initialised[0] == zygote
     assert sorted(initialised[1:]) == sorted(pid for pid, _ in said)
+
+
+def test_cuda_that_an_optimizers_import_initialises_costs_that_import_alone(tmp_path: Path) -> None:
+    """Ranks of a script with an optimizer find its import done; where it makes a CUDA context each does it itself."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import ctypes, importlib.abc, sys\n"
+        "class Eager(importlib.abc.MetaPathFinder):\n"
+        "    def find_spec(self, name, path, target=None):\n"
+        "        if name == 'torch._dynamo':\n"
+        "            import torch\n"
+        "            ctypes.CDLL('libcuda.so.1').cuInit(0)\n"
+        "            torch.cuda._initialized = True\n"
+        "sys.meta_path.insert(0, Eager())\n"
+    )
+    script = write_script(
+        tmp_path,
+        "import os, sys\n"
+        "print('torch' in sys.modules, 'torch._dynamo' in sys.modules)\n"
+        "import torch.optim\n"
+        "print(torch.cuda.is_initialized(), os.getppid())\n",
+    )
+    driver = fake_driver.build(tmp_path / "driver", gpus=0)
+    finished = run("--nproc-per-node", "1", script, env={**driver.environment, "PYTHONPATH": str(tmp_path)})
+    assert finished.code == 0, finished.err
+    assert "CUDA was initialised" not in finished.err
+    assert finished.lines[0] == "[0] True False"
+    rank_has_used_it, zygote = finished.lines[1].split()[-2:]
+    assert rank_has_used_it == "False"
+    assert [str(call.pid) for call in driver.calls() if call.function == "cuInit"] == [zygote]
 
 
 class _Torch:

@@ -93,23 +93,25 @@ def main(
     gc.disable()  # an import makes objects that stay: to look for garbage in between only takes time
     if preload:
         _import_torch()
-    if warm:
-        _import_for_training()
     if use := find_own_cuda_use():
         print(describe(use, preloads=preload), file=sys.stderr, flush=True)
         if preload:
-            _begin_again(control, agent, sessions, tells)
+            _begin_again(control, agent, sessions, tells, preload=False)
+    elif warm:
+        _import_for_training()
+        if find_own_cuda_use():  # then each rank imports that by itself, as under any other launcher
+            _begin_again(control, agent, sessions, tells, preload=preload)
     gc.freeze()  # this also keeps the pages of the modules shared when the ranks' collector runs
     gc.enable()
     assignment = _Zygote(Channel(socket.socket(fileno=control)), agent, sessions).serve(tells=tells)
     run_worker(assignment)
 
 
-def _begin_again(control: int, agent: int, sessions: Sequence[int], tells: bool) -> None:
-    """Start again as a zygote that imports nothing: with what this one has imported its forks cannot use a GPU."""
+def _begin_again(control: int, agent: int, sessions: Sequence[int], tells: bool, *, preload: bool) -> None:
+    """Start again as a zygote that imports less: with what this one has imported its forks cannot use a GPU."""
     close_devices()
     own, room = sys.orig_argv.index("-c"), sys.orig_argv[-1]
-    code = plan_zygote_code(control, agent, preload=False, warm=False, sessions=sessions, tells=tells)
+    code = plan_zygote_code(control, agent, preload=preload, warm=False, sessions=sessions, tells=tells)
     os.execv(sys.executable, [*sys.orig_argv[:own], "-c", code, room])
 
 
