@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.compatibility.run import PAIRS
+from tests.sources import tree as parse
 
 from phalanx.torch_names import describe_missing, resolve
 from phalanx.torch_versions import OLDEST, TESTED, describe_untested, release_of
@@ -91,7 +92,7 @@ GONE = {"torch.distributed._dist2": (2, 14)}
 
 @functools.cache
 def trees() -> dict[Path, ast.Module]:
-    return {file: ast.parse(file.read_text()) for file in sorted(PACKAGE.rglob("*.py"))}
+    return {file: parse(file) for file in sorted(PACKAGE.rglob("*.py"))}
 
 
 def is_private(path: str) -> bool:
@@ -126,10 +127,10 @@ def path_of(node: ast.AST, known: dict[str, str]) -> str:
         base = path_of(node.value, known)
         return f"{base}.{node.attr}" if base else ""
     if isinstance(node, ast.Call):
-        called, first = ast.unparse(node.func), node.args[0] if node.args else None
-        if called == "importlib.import_module" and isinstance(first, ast.Constant):
+        called, first = node.func, node.args[0] if node.args else None
+        if isinstance(called, ast.Attribute) and called.attr == "import_module" and isinstance(first, ast.Constant):
             return first.value if str(first.value).split(".")[0] == "torch" else ""
-        if called == "distributed_c10d":
+        if isinstance(called, ast.Name) and called.id == "distributed_c10d":
             return "torch.distributed.distributed_c10d"
     return ""
 
@@ -160,9 +161,9 @@ def used_names() -> frozenset[tuple[str, str, str]]:
 def _find_used() -> Iterator[tuple[str, str, str]]:
     own = own_names()
     for file, tree in trees().items():
-        known = aliases(tree)
+        known, name_of_file = aliases(tree), str(file.relative_to(PACKAGE.parent))
         for node in ast.walk(tree):
-            where = f"{file.relative_to(PACKAGE.parent)}:{getattr(node, 'lineno', 0)}"
+            where = f"{name_of_file}:{getattr(node, 'lineno', 0)}"
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
                 for alias in node.names:
                     if is_private(path := f"{node.module}.{alias.name}"):
