@@ -1,13 +1,14 @@
 """Memory is given back after much was sent, and not after little."""
 
+from phalanx.coordination import unused_memory
 from phalanx.coordination.unused_memory import UnusedMemory
 
 
-def test_memory_is_given_back_once_after_a_burst():
+def test_memory_is_given_back_once_after_a_burst(monkeypatch):
     """What answers to a thousand hosts had taken stayed with the first host's agent for the rest of the job."""
     calls = []
     memory = UnusedMemory()
-    memory._trim = calls.append
+    monkeypatch.setattr(unused_memory, "give_back_freed_memory", lambda: calls.append(0))
     memory.note_sent(1 << 20)
     memory.give_back()
     assert calls == []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
+from phalanx.malloc import give_back_freed_memory
 
 _WORTH_BYTES = 16 << 20
 
@@ -16,7 +16,6 @@ class UnusedMemory:
 
     def __init__(self) -> None:
         self._sent_bytes = 0
-        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # the C library of Linux has it
 
     def note_sent(self, nbytes: int) -> None:
         """Note that a message of so many bytes was sent."""
@@ -26,5 +25,4 @@ class UnusedMemory:
         """Return unused memory to the system, if much was sent since the last call."""
         if self._sent_bytes >= _WORTH_BYTES:
             self._sent_bytes = 0
-            if self._trim is not None:
-                self._trim(0)
+            give_back_freed_memory()

@@ -14,7 +14,6 @@ from torch.distributed.algorithms.join import Joinable
 from torch.distributed.device_mesh import DeviceMesh
 
 from phalanx.backend.dynamo import skipped, untraced
-from phalanx.backend.malloc import keep_freed_memory
 from phalanx.backend.uneven import can_be_uneven, take_part, training_step
 from phalanx.ddp.arguments import decide_caps, decide_device, decide_group, refuse, refuse_hook
 from phalanx.ddp.batchnorm import SyncChoice, check_choice, span_ranks, sync_if_small
@@ -30,6 +29,7 @@ from phalanx.ddp.replicate import BufferBroadcast, broadcast_tensors, replicate
 from phalanx.ddp.structure import describe, refuse_in_backward, refuse_uninitialized, specify, verify_same
 from phalanx.ddp.torch_interface import TorchInterface
 from phalanx.ddp.uneven import UnevenInputs, decide_source
+from phalanx.malloc import keep_freed_memory
 from phalanx.nn.sync_batchnorm import find_batchnorms
 from phalanx.torch_names import find
 from phalanx.transport.uneven import RejoinChannel

@@ -26,7 +26,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from phalanx.backend.dynamo import untraced
-from phalanx.backend.malloc import give_back_freed_memory
 from phalanx.backend.uneven import absent_ranks, training_step
 from phalanx.ddp.broken_round import another_gradient, interrupted, missing_gradients, nothing_learnt
 from phalanx.ddp.bucket import DenseBucket, SparseBucket
@@ -38,6 +37,7 @@ from phalanx.ddp.plan import BucketPlan, ParameterSpec
 from phalanx.ddp.round import Round
 from phalanx.ddp.shadow_round import ShadowRound
 from phalanx.ddp.uneven import UnevenInputs
+from phalanx.malloc import give_back_freed_memory
 from phalanx.torch_names import find
 
 _engine: Any = find(

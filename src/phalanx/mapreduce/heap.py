@@ -5,9 +5,7 @@ In a test with values of 1 MB, 70 MB had been freed and were still held, where 1
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Callable
-from functools import cache
+from phalanx.malloc import give_back_freed_memory
 
 _LARGE_BYTES = 32 << 10
 
@@ -16,16 +14,5 @@ def give_back(held_bytes: int, count: int) -> None:
     """Give memory back after so many values of so many bytes together were freed; if they were small, this does
     nothing.
     """
-    if count and held_bytes // count >= _LARGE_BYTES and (trim := _find_trim()) is not None:
-        trim(0)
-
-
-@cache
-def _find_trim() -> Callable[[int], int] | None:
-    try:
-        trim = ctypes.CDLL(None).malloc_trim
-    except (AttributeError, OSError, TypeError):  # it is not glibc's
-        return None
-    trim.argtypes = [ctypes.c_size_t]
-    found: Callable[[int], int] = trim
-    return found
+    if count and held_bytes // count >= _LARGE_BYTES:
+        give_back_freed_memory()

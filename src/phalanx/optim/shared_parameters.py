@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.backend.malloc import give_back_freed_memory
+from phalanx.malloc import give_back_freed_memory
 from phalanx.optim.plan import Extent, Slice, plan_offsets
 from phalanx.transport.tensors import is_dense
 

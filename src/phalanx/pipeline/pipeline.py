@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from phalanx.backend.malloc import keep_freed_memory
 from phalanx.backend.shared import rehearses
 from phalanx.diagnostics.step_notes import note_loss
 from phalanx.errors import ClosedError, summary_of
+from phalanx.malloc import keep_freed_memory
 from phalanx.partition.layers import given_arguments, list_layers
 from phalanx.partition.measure import bind
 from phalanx.partition.parts import Part, split
