@@ -6,7 +6,7 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -21,7 +21,6 @@ def pytest_configure(config: pytest.Config) -> None:
     # Container images set this; each of the thousands of processes would compile the modules that it imports, anew.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False
-    gc.disable()  # until all tests are collected: what an import makes stays
     if hasattr(config, "workerinput"):
         config.option.slow = config.workerinput["slow"]
     else:  # whoever names tests wants them, whatever they take
@@ -112,9 +111,18 @@ def _marked_descendants() -> None:
     leaks.mark_descendants()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect without looking for garbage: what an import makes stays."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 def pytest_collection_finish() -> None:
     gc.freeze()  # what was imported and collected is neither searched for garbage nor copied in each forked rank
-    gc.enable()
     # One intra-op thread: no pool starts in the middle of a test, and what is forked from here starts clean.
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(1)

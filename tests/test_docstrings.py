@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.sources import tree as parse
 
 PACKAGE = Path(__file__).parents[1] / "src" / "phalanx"
 
@@ -31,7 +32,7 @@ def modules() -> list[Path]:
 
 
 def docstrings(module: Path) -> Iterator[tuple[str, str]]:
-    for node in ast.walk(ast.parse(module.read_text())):
+    for node in ast.walk(parse(module)):
         if isinstance(node, Documented) and (text := ast.get_docstring(node)):
             yield f"{module.relative_to(PACKAGE)}:{getattr(node, 'lineno', 1)}", text
 
@@ -61,7 +62,7 @@ def public_names() -> dict[str, str]:
     """Each public name, and the module from which its room takes it."""
     names = {}
     for room in ROOMS:
-        tree = ast.parse((PACKAGE / room / "__init__.py").read_text())
+        tree = parse(PACKAGE / room / "__init__.py")
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("phalanx."):
                 names |= {alias.name: node.module or "" for alias in node.names}
@@ -80,7 +81,7 @@ def public_tensor_functions() -> Iterator[tuple[str, str]]:
     names = public_names()
     for module in modules():
         dotted = ".".join(["phalanx", *module.relative_to(PACKAGE).with_suffix("").parts]).removesuffix(".__init__")
-        for node in ast.parse(module.read_text()).body:
+        for node in parse(module).body:
             if isinstance(node, ast.FunctionDef) and names.get(node.name) == dotted and takes_tensors(node):
                 yield node.name, ast.get_docstring(node) or ""
             if not isinstance(node, ast.ClassDef):

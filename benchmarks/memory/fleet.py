@@ -28,7 +28,7 @@ def measure(name: str, width: int, world_size: int, steps: int, folder: Path) ->
         processes[-1].start()
         theirs.close()
         pipes.append(mine)
-    readings = [sum((_pss(process.pid) for process in processes), Counter()) for _ in _stops(pipes, 1 + len(MOMENTS))]
+    readings = [sum((pss(process.pid) for process in processes), Counter()) for _ in _stops(pipes, 1 + len(MOMENTS))]
     for process in processes:
         process.join()
         if process.exitcode != 0:
@@ -50,7 +50,7 @@ def _stops(pipes: list[Connection], count: int) -> Iterator[None]:
             pipe.send(None)
 
 
-def _pss(pid: int | None) -> Counter[str]:
+def pss(pid: int | None) -> Counter[str]:
     """Bytes of a process by kind of mapping, with each shared page divided among those that have it mapped."""
     bytes_of: Counter[str] = Counter()
     kind = ""

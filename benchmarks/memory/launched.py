@@ -23,6 +23,9 @@ sys.path.insert(0, str(HERE.parent))
 
 import harness  # noqa: E402 - the line above says where it is
 from contestants import WIDTHS  # noqa: E402 - the line above says where they are
+from fleet import pss  # noqa: E402
+
+from phalanx.processes import find_descendants  # noqa: E402
 
 SCRIPT = str(HERE / "still.py")
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -69,27 +72,10 @@ def measure(name: str, width: int, ranks: int) -> float:
                 said += part
                 if not part or time.monotonic() > give_up:
                     raise SystemExit(f"{' '.join(command)} did not come so far:\n{said.decode()}")
-            return sum(pss(pid) for pid in descendants(job.pid)) / 1e6
+            return sum(pss(pid).total() for pid in (job.pid, *find_descendants(job.pid))) / 1e6
         finally:
             job.send_signal(signal.SIGTERM)
             job.communicate()
-
-
-def descendants(pid: int) -> list[int]:
-    """Return a process and all below it."""
-    found = [pid]
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        for child in (task / "children").read_text().split():
-            found += descendants(int(child))
-    return found
-
-
-def pss(pid: int) -> int:
-    """Return the bytes of a process, with each shared page divided among those that have it mapped."""
-    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-        if line.startswith("Pss:"):
-            return int(line.split()[1]) * 1024
-    raise SystemExit("this kernel has no Pss in smaps_rollup")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.agent.target import Kind, Target, find_problem, may_train
+from phalanx.agent.target import Kind, Target, find_local_rank_flag, find_problem, may_train
 
 
 def problem(kind: Kind, name: str | Path) -> str:
@@ -123,3 +123,13 @@ def test_a_script_or_module_that_may_train_is_known_by_its_words(
         assert may_train(Target("module", module)) is trains
     assert not may_train(Target("module", "json.tool"))
     assert not may_train(Target("program", "train.py"))
+
+
+def test_a_module_gets_its_local_rank_in_its_own_spelling_as_a_script_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("parser.add_argument('--local_rank')")
+    assert find_local_rank_flag(Target("script", "train.py")) == "--local_rank"
+    assert find_local_rank_flag(Target("module", "train")) == "--local_rank"
+    assert find_local_rank_flag(Target("module", "other")) == "--local-rank"

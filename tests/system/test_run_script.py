@@ -299,3 +299,18 @@ def test_ranks_of_a_script_with_an_optimizer_find_imported_what_it_loads(tmp_pat
     assert run("--nproc-per-node", "1", write_script(tmp_path, lines)).lines == ["[0] True", "[0] False"]
     lines = f"import os\nos.environ['TORCH_COMPILE_DISABLE'] = '1'\n{lines}"  # it is read in that import
     assert run("--nproc-per-node", "1", write_script(tmp_path, lines)).lines == ["[0] False", "[0] True"]
+
+
+def test_ranks_on_one_host_import_nothing_of_phalanx_to_join_their_group(tmp_path: Path) -> None:
+    """Each imported 16 modules by itself, which the process that they are forked from imports once."""
+    script = write_script(
+        tmp_path,
+        "import sys\n"
+        "before = set(sys.modules)\n"
+        "import torch, torch.distributed as dist\n"
+        "dist.init_process_group('phalanx')\n"
+        "dist.all_reduce(torch.ones(1))\n"
+        "print(sorted(name for name in set(sys.modules) - before if name.startswith('phalanx')))\n"
+        "dist.destroy_process_group()\n",
+    )
+    assert run("--nproc-per-node", "2", script).lines == ["[0-1] []"]

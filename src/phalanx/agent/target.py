@@ -42,9 +42,9 @@ def find_local_rank_flag(target: Target) -> str:
 def may_train(target: Target) -> bool:
     """Return whether the script mentions an optimizer, what brings one, or `phalanx.elastic`.
 
-    Each rank of such a script imports what torch's optimizers import, which takes longer than torch itself. If only
-    other files of it do, nobody knows before they run. A script that mentions a variable which is read in that import
-    may set it, and is left to import for itself.
+    Each rank of such a script imports what torch's optimizers import, which takes nearly as long as torch itself. If
+    only other files of it do, nobody knows before they run. A script that mentions a variable which is read in that
+    import may set it, and is left to import for itself.
     """
     source = _read_source(target)
     trains = any(word in source for word in (b"optim", b"DistributedDataParallel", b"Trainer", b"elastic"))
