@@ -313,4 +313,4 @@ def test_ranks_on_one_host_import_nothing_of_phalanx_to_join_their_group(tmp_pat
         "print(sorted(name for name in set(sys.modules) - before if name.startswith('phalanx')))\n"
         "dist.destroy_process_group()\n",
     )
-    assert run("--nproc-per-node", "2", script).lines == ["[0-1] []"]
+    assert {line.partition("] ")[2] for line in run("--nproc-per-node", "2", script).lines} == {"[]"}
