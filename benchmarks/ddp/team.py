@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -20,7 +20,8 @@ import torch.distributed.optim
 from models import Workload
 from torch import nn
 
-from phalanx import DistributedDataParallel, ZeroRedundancyOptimizer
+from phalanx import DistributedDataParallel, Options, ZeroRedundancyOptimizer
+from phalanx.testing import Host
 
 Times = dict[str, float]  # seconds per step, by part
 PARTS = ("step", "forward_backward", "update")
@@ -28,13 +29,27 @@ PARTS = ("step", "forward_backward", "update")
 
 @dataclass(frozen=True)
 class Contestant:
-    """How a model is trained: on how many ranks, connected by what, wrapped in what."""
+    """How a model is trained: connected by what, wrapped in what; by one process, or on as many ranks as the others."""
 
-    world_size: int
     backend: str | None = None
     wrap: Callable[[nn.Module], nn.Module] | None = None
     sharded: Callable[..., torch.optim.Optimizer] | None = None  # a ZeroRedundancyOptimizer
     num_threads: int = 1  # inside each operation; a process has as many cores, and as many ranks' batches
+    options: Callable[[], object] = lambda: None  # of the backend
+    is_one: bool = False
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the ranks are: on this machine, or so many on each of several hosts."""
+
+    per_host: int = 2
+    machines: Sequence[Host] = ()
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks a contestant has that is not one process."""
+        return self.per_host * max(1, len(self.machines))
 
 
 def _pytorch(module: nn.Module) -> nn.Module:
@@ -49,32 +64,37 @@ def _without_gather(*args: Any, **kwargs: Any) -> torch.optim.Optimizer:
     return ZeroRedundancyOptimizer(*args, gather_gradients=False, **kwargs)
 
 
+def _bfloat16() -> object:
+    return Options(wire_dtype=torch.bfloat16)
+
+
 CONTESTANTS = {
-    "pytorch-gloo": Contestant(2, "gloo", _pytorch),
-    "pytorch-views-gloo": Contestant(2, "gloo", _pytorch_views),
-    "pytorch-phalanx": Contestant(2, "phalanx", _pytorch),
-    "phalanx-gloo": Contestant(2, "gloo", DistributedDataParallel),
-    "phalanx-phalanx": Contestant(2, "phalanx", DistributedDataParallel),
-    "pytorch-zero-gloo": Contestant(2, "gloo", _pytorch, torch.distributed.optim.ZeroRedundancyOptimizer),
-    "phalanx-zero": Contestant(2, "phalanx", DistributedDataParallel, ZeroRedundancyOptimizer),
-    "phalanx-zero-sliced": Contestant(2, "phalanx", DistributedDataParallel, _without_gather),
-    "alone": Contestant(1),
-    "threads": Contestant(1, num_threads=2),
-    "unconnected": Contestant(2),
+    "pytorch-gloo": Contestant("gloo", _pytorch),
+    "pytorch-views-gloo": Contestant("gloo", _pytorch_views),
+    "pytorch-phalanx": Contestant("phalanx", _pytorch),
+    "phalanx-gloo": Contestant("gloo", DistributedDataParallel),
+    "phalanx-phalanx": Contestant("phalanx", DistributedDataParallel),
+    "phalanx-bfloat16": Contestant("phalanx", DistributedDataParallel, options=_bfloat16),
+    "pytorch-zero-gloo": Contestant("gloo", _pytorch, torch.distributed.optim.ZeroRedundancyOptimizer),
+    "phalanx-zero": Contestant("phalanx", DistributedDataParallel, ZeroRedundancyOptimizer),
+    "phalanx-zero-sliced": Contestant("phalanx", DistributedDataParallel, _without_gather),
+    "alone": Contestant(is_one=True),
+    "threads": Contestant(num_threads=2, is_one=True),
+    "unconnected": Contestant(),
 }
 
 
 class Team:
     """The ranks of one contestant, which wait, without spinning, between its turns."""
 
-    def __init__(self, name: str, workload: Workload, warmup: int, folder: Path) -> None:
+    def __init__(self, name: str, workload: Workload, warmup: int, folder: Path, place: Place) -> None:
         contestant = CONTESTANTS[name]
         self._pipes: list[Connection] = []
         self._processes: list[BaseProcess] = []
         context = multiprocessing.get_context("fork")  # torch is imported once, here
-        for rank in range(contestant.world_size):
+        for rank in range(1 if contestant.is_one else place.world_size):
             mine, theirs = context.Pipe()
-            arguments = (rank, contestant, workload, warmup, folder / f"{name}-{workload.name}", theirs)
+            arguments = (rank, contestant, workload, warmup, folder / f"{name}-{workload.name}", theirs, place)
             process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             theirs.close()
@@ -98,21 +118,30 @@ class Team:
 
 
 def _serve(
-    rank: int, contestant: Contestant, workload: Workload, warmup: int, store_file: Path, pipe: Connection
+    rank: int,
+    contestant: Contestant,
+    workload: Workload,
+    warmup: int,
+    store_file: Path,
+    pipe: Connection,
+    place: Place,
 ) -> None:
     torch.set_num_threads(contestant.num_threads)
+    if place.machines:
+        place.machines[rank // place.per_host].enter()
+        os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
     cores = sorted(os.sched_getaffinity(0))
     wanted = contestant.num_threads
-    if contestant.world_size * wanted <= len(cores):
+    if place.world_size <= len(cores):
         os.sched_setaffinity(0, cores[rank * wanted : (rank + 1) * wanted])
     if contestant.backend is not None:
-        store = dist.FileStore(str(store_file), contestant.world_size)
         dist.init_process_group(
             contestant.backend,
-            store=store,
+            store=dist.FileStore(str(store_file), place.world_size),
             rank=rank,
-            world_size=contestant.world_size,
+            world_size=place.world_size,
             timeout=timedelta(seconds=120),
+            pg_options=contestant.options(),
         )
     step = _prepare(workload, rank, contestant)
     for _ in range(warmup):

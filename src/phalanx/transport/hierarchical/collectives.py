@@ -81,7 +81,16 @@ class HierarchicalCollectives(DirectCollectives):
             source = sum_type(dense(scaled(tensor, factor))).view(-1)
             in_place = wanted and is_plain(tensor)
             result = tensor.view(-1) if in_place else torch.empty(source.shape, dtype=tensor.dtype)
-            self._reduce_in_segments(source, result, redop, ctx, deadline, root=root, key=tensor.data_ptr())
+            self._reduce_in_segments(
+                source,
+                result,
+                redop,
+                ctx,
+                deadline,
+                root=root,
+                key=tensor.data_ptr(),
+                is_scratch=source.data_ptr() != tensor.data_ptr(),
+            )
             if wanted and not in_place:
                 write_back(tensor, result.view(tensor.shape))
 

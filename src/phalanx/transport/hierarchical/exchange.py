@@ -14,6 +14,7 @@ import ctypes
 import os
 import queue
 import struct
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -41,6 +42,10 @@ _AHEAD = 8  # operations for which receives are posted; a peer may be one furthe
 _TOGETHER = 6  # so many are posted at once: the peer's threads wake up once for them
 _SENT = 2
 _LOOKS = 200  # at memory, for a message's first bytes, before a thread is asked to wait for it
+_CROWDED_S = (
+    2e-5  # a look takes so long only if another thread wanted this core: perhaps the one that brings the message
+)
+_WITHOUT_LOOKS = 50  # messages, after that
 _PREFIX = struct.Struct("<II")  # the number of different heads, and the payload's bytes
 _ALIGNED = 64
 
@@ -92,6 +97,7 @@ class LeaderExchange:
         self._inboxes = {h: [_Buffer(_message_bytes(n)) for _ in range(_AHEAD)] for h, n in self._sizes.items()}
         self._number = 0
         self._background = Background()
+        self._without_looks = 0  # how many of the next messages are not looked for
         self._used = 0  # slots whose messages have been used, and that are not posted again
         for slot in range(_AHEAD):
             self._post(slot)
@@ -145,12 +151,25 @@ class LeaderExchange:
         return HostMessage(heads, inbox.address + start, nbytes)
 
     def _sees(self, inbox: _Buffer) -> bool:
-        """Return whether a message begins to arrive within a moment, in which other threads may have this core."""
+        """Return whether a message begins to arrive within a moment, in which other threads may have this core.
+
+        Where they do take it, looking only keeps the engine's thread from its work: then the next messages are not
+        looked for.
+        """
+        if self._without_looks > 0:
+            self._without_looks -= 1
+            return bool(inbox.first_word.value)
+        before = time.perf_counter()
         for _ in range(_LOOKS):
             if inbox.first_word.value:
                 return True
             os.sched_yield()
-        return False
+            now = time.perf_counter()
+            if now - before > _CROWDED_S:
+                self._without_looks = _WITHOUT_LOOKS
+                break
+            before = now
+        return bool(inbox.first_word.value)
 
     def _nbytes(self, inbox: _Buffer, host: int) -> int:
         """Return the length of the message that has begun to arrive; a guess while its first bytes do."""

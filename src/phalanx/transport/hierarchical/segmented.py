@@ -35,13 +35,27 @@ class SegmentedCollectives(Agreement):
     """It does what a large collective does between its agreement and its end. Tensors are flat and plain."""
 
     def _reduce_in_segments(
-        self, source: Tensor, result: Tensor, redop: int, ctx: CallContext, deadline: Deadline, *, root: int, key: int
+        self,
+        source: Tensor,
+        result: Tensor,
+        redop: int,
+        ctx: CallContext,
+        deadline: Deadline,
+        *,
+        root: int,
+        key: int,
+        is_scratch: bool,
     ) -> None:
         """Make `result` the reduction of `source` over all ranks. They may be the same tensor.
 
-        With a `root` only its host has the result; elsewhere `result` is scratch. The hosts agree on the way.
+        With a `root` only its host has the result; elsewhere `result` is scratch. `source` may be overwritten if it is
+        `result`, or if `is_scratch`. The hosts agree on the way, before anything is written to `source` or `result`.
         """
         layout = self.layout
+        # A rank that has its host for itself adds up where its tensor lies. (What is rounded is written before all
+        # hosts have agreed.)
+        in_place = len(layout.local_ranks) == 1 and not self._compression.rounds(source.dtype)
+        in_place = in_place and (is_scratch or source.data_ptr() == result.data_ptr())
         root_host = 0 if root < 0 else layout.topology.host_of[root]
         schedule = self._plan("all_reduce" if root < 0 else "reduce", source.nbytes // layout.num_rails, root_host)
         ticks = Ticks.of(source.nbytes, schedule.num_steps)
@@ -51,11 +65,15 @@ class SegmentedCollectives(Agreement):
             if self._rail is None:
                 return source[:0], itertools.repeat(None)
             bounds = chunk_bounds(ends[number + 1] - ends[number], layout.num_rails)
-            mine = torch.empty(bounds[layout.local_rank + 1] - bounds[layout.local_rank], dtype=source.dtype)
+            if in_place:
+                mine = source[ends[number] : ends[number + 1]]
+            else:
+                mine = torch.empty(bounds[layout.local_rank + 1] - bounds[layout.local_rank], dtype=source.dtype)
             return self._play(schedule, mine, number, deadline, redop=sum_of(redop), key=key + number)
 
         def start(number: int, mine: Tensor) -> None:
-            self._reduce_segment(source[ends[number] : ends[number + 1]], mine, redop, ctx, deadline)
+            if not in_place:
+                self._reduce_segment(source[ends[number] : ends[number + 1]], mine, redop, ctx, deadline)
 
         def finish(number: int, mine: Tensor) -> None:
             if root < 0 or layout.host == root_host:
@@ -83,7 +101,8 @@ class SegmentedCollectives(Agreement):
         divide(mine, redop, self.world_size)
         mine = mine.to(result.dtype)
         if len(self.layout.local_ranks) == 1:
-            result.copy_(mine)
+            if mine.data_ptr() != result.data_ptr():
+                result.copy_(mine)
         else:
             self._gather_slices(mine, result, chunk_bounds(len(result), self.layout.num_rails), ctx, deadline)
 

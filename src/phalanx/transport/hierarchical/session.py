@@ -36,6 +36,7 @@ from phalanx.diagnostics.flight_recorder import Position, Record
 from phalanx.engines.engine import DELIVERY_S, Engine
 from phalanx.errors import PhalanxError
 from phalanx.log import get_logger
+from phalanx.malloc import keep_freed_memory
 from phalanx.loss_detection import LOOK_S
 from phalanx.symmetric_memory.memory import SymmetricMemory
 from phalanx.transport.background import Background
@@ -148,6 +149,7 @@ class HierarchicalSession(Reports):
 
     def attach(self, symm_mem: SymmetricMemory, engine: Engine, failure_store: FailureStore) -> None:
         """Take the memory, the engine and the store; this is called before the first operation."""
+        keep_freed_memory()  # each large operation takes and frees scratch memory
         self._memory.attach(symm_mem)
         self._core.hide_steps()  # the flight recorder tells the user's operations, not what they are made of
         self._engine = engine
