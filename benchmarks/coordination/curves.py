@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from harness.curves import Panel, draw, extend  # noqa: E402 - the line above says where it is
+from harness.curves import Panel, draw, extend
 
 Result = dict[str, float]
 

@@ -1,4 +1,4 @@
-"""GPT-2 as nanoGPT writes it, of 30 million parameters, and the text that it reads: the help topics of Python itself."""
+"""GPT-2 as nanoGPT writes it, of 30 million parameters, and the text that it reads: the help topics of Python."""
 
 from __future__ import annotations
 

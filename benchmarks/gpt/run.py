@@ -1,4 +1,4 @@
-"""How many tokens a second does a GPT of 30 million parameters learn from? Ours, PyTorch, Accelerate, Fabric, DeepSpeed.
+"""How many tokens a second does a GPT of 30 million parameters learn from, by whatever people wrap it in?
 
 Each contestant is a command that is started anew in each round: `phalanx run` or torchrun, with the same script.
 """

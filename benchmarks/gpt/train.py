@@ -1,7 +1,7 @@
 """One rank of one contestant: `train.py NAME STEPS` trains for so many steps; rank 0 prints a line of JSON.
 
-What a contestant wants in place of the bare loop's four calls is its `Loop`: how a step goes forward, backward, clips the
-gradients and updates. Everything else is the same for all.
+What a contestant wants in place of the bare loop's four calls is its `Loop`: how a step goes forward and backward,
+clips the gradients and updates. Everything else is the same for all.
 """
 
 from __future__ import annotations

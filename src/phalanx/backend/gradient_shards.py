@@ -48,9 +48,6 @@ _needed: MutableMapping[Tensor, NeededSlice] = WeakIdKeyDictionary()
 def need_slice(parameter: Tensor, start: int, stop: int, group: dist.ProcessGroup) -> None:
     """From the next backward on, average only elements `start` to `stop` of the parameter's gradient for this rank.
 
-    All ranks take part in this sense: every rank of `group` says so for the same parameters before the next backward,
-    and every element is needed by one of them.
-
     Collective in this sense: every rank of `group` says so for the same parameters before the next backward, and every
     element is needed by one of them.
     """

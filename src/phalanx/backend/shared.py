@@ -30,6 +30,14 @@ def sharing_group(group: dist.ProcessGroup) -> PhalanxProcessGroup | None:
     return ours if ours is not None and ours.shares_memory else None
 
 
+def ranks_by_host(group: dist.ProcessGroup) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks of `group` on each of several hosts, as it numbers them; nothing where the group is not ours, or
+    its ranks are on one host.
+    """
+    ours = phalanx_group(group)
+    return () if ours is None else ours.transport.hosts
+
+
 def rehearses(group: dist.ProcessGroup) -> bool:
     """Return whether this process is alone in `group`: it replaces a rank that was lost, and has not met the others
     yet.

@@ -90,15 +90,17 @@ class Objects:
                 an optimizer whose state is shared out among ranks that do not share memory, or among some ranks only.
         """
         for name, thing in self.things.items():
-            is_some = isinstance(thing, ZeroRedundancyOptimizer) and thing.world_size not in (1, world_size)
-            if self.pipelines and is_some:
+            is_ours = isinstance(thing, ZeroRedundancyOptimizer)
+            is_on_hosts = thing.is_on_hosts if is_ours else _is_of_torch_in_shards(thing)
+            is_some = is_ours and thing.world_size not in (1, world_size)
+            if self.pipelines and is_some and not is_on_hosts:
                 continue  # each stage is restored from what its rank kept
-            if is_some or _is_of_torch_in_shards(thing):
+            if is_on_hosts or is_some:
+                over = "ranks that share no memory (several hosts)" if is_on_hosts else "some ranks of the job"
                 raise ValueError(
-                    f"phalanx.elastic: {name!r} is a ZeroRedundancyOptimizer over "
-                    f"{'some ranks of the job' if is_some else 'ranks that share no memory (several hosts)'}. What a "
-                    "rank that is lost held of its state nobody else has. Use the optimizer itself, or start the job "
-                    "as a whole again (no elastic.run, --max-restarts)."
+                    f"phalanx.elastic: {name!r} is a ZeroRedundancyOptimizer over {over}. What a "
+                    "rank that is lost held of its state no replacement gets. Use the optimizer itself, or start the "
+                    "job as a whole again (no elastic.run, --max-restarts)."
                 )
         for name, module in self.named_modules.items():
             for layer in averaging_modules([module]):

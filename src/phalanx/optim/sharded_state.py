@@ -29,6 +29,7 @@ class ShardedState(Optimizer):
     """
 
     process_group: dist.ProcessGroup
+    _all_hosts: dist.ProcessGroup  # the group that was given, of which `process_group` has the ranks of this host
     rank: int
     world_size: int
     _optimizer_class: type[Optimizer]
@@ -38,6 +39,11 @@ class ShardedState(Optimizer):
     _local: Optimizer | None
     _moving: tuple[int, dict[int, Any] | None] | None
     _consolidated: bool
+
+    @property
+    def is_on_hosts(self) -> bool:
+        """Return whether the group that was given is on several hosts, each of which updates all parameters."""
+        return self._all_hosts is not self.process_group
 
     @property
     def optim(self) -> Optimizer:
@@ -78,7 +84,8 @@ class ShardedState(Optimizer):
         }
 
     def consolidate_state_dict(self, to: int = 0) -> None:
-        """Gather the whole state on rank `to` of the group, where `state_dict` gives it until the next step.
+        """Gather the whole state on rank `to` of the group that the optimizer was given, where `state_dict` gives it
+        until the next step.
 
         All ranks call it.
         Cost: rank `to` holds the state of all ranks.
@@ -86,10 +93,16 @@ class ShardedState(Optimizer):
         Raises:
             ValueError: `to` is not a rank of the group.
         """
-        if not 0 <= to < self.world_size:
-            raise ValueError(f"consolidate_state_dict: to={to} is not a rank of the group, which has {self.world_size}")
-        shards: list[Any] | None = [None] * self.world_size if self.rank == to else None
-        dist.gather_object(self.shard_state_dict(), shards, group=self.process_group, group_dst=to)
+        if not 0 <= to < self._all_hosts.size():
+            raise ValueError(
+                f"consolidate_state_dict: to={to} is not a rank of the group, which has {self._all_hosts.size()}"
+            )
+        number = dist.get_global_rank(self._all_hosts, to)
+        on_host = dist.get_process_group_ranks(self.process_group)
+        if number not in on_host:  # that rank's host has all that it needs
+            return
+        shards: list[Any] | None = [None] * self.world_size if self._all_hosts.rank() == to else None
+        dist.gather_object(self.shard_state_dict(), shards, group=self.process_group, group_dst=on_host.index(number))
         if shards is not None:
             parameters = [p for group in self.param_groups for p in group["params"]]
             merged = merge_state_dicts(shards)["state"]
@@ -104,9 +117,10 @@ class ShardedState(Optimizer):
             RuntimeError: the present state was not consolidated on this rank.
         """
         if not self._consolidated:
+            rank = self._all_hosts.rank()
             raise RuntimeError(
-                f"ZeroRedundancyOptimizer.state_dict on rank {self.rank}: each rank has the state of its own slices. "
-                f"Call consolidate_state_dict(to={self.rank}) on all ranks after the last step and before this, or "
+                f"ZeroRedundancyOptimizer.state_dict on rank {rank}: each rank has the state of its own slices. "
+                f"Call consolidate_state_dict(to={rank}) on all ranks after the last step and before this, or "
                 "save shard_state_dict() on every rank."
             )
         whole: StateDict = undecorated(Optimizer.state_dict)(self)

@@ -25,7 +25,7 @@ StateDict = dict[str, Any]
 
 def merge_state_dicts(shards: Sequence[Mapping[str, Any]]) -> StateDict:
     """Return the whole state from the shards of all ranks, in any order: what the plain optimizer's `state_dict` would
-    be.
+    be. Those of the ranks of one host are enough.
 
     Raises:
         ValueError: the shards don't fit together, or some are missing; the message says for which parameter.
@@ -37,7 +37,8 @@ def merge_state_dicts(shards: Sequence[Mapping[str, Any]]) -> StateDict:
         raise ValueError("merge_state_dicts: the shards are of different models: their parameters' shapes differ")
     state = {}
     for number, (shape, stride) in layout.items():
-        parts = sorted((s["state"][number] for s in shards if number in s["state"]), key=lambda part: part["start"])
+        slices = {(part["start"], part["stop"]): part for s in shards if (part := s["state"].get(number)) is not None}
+        parts = [slices[bounds] for bounds in sorted(slices)]  # of several hosts each has all of them
         if parts:
             state[number] = _merge(number, parts, tuple(shape), tuple(stride))
     groups = [{key: value for key, value in group.items()} for group in shards[0]["param_groups"]]

@@ -23,7 +23,15 @@ from torch.optim import Optimizer
 from phalanx.backend.dynamo import undecorated, untraced
 from phalanx.backend.gradient_shards import NeededSlice, find_needed
 from phalanx.backend.shared import rehearses, shares_memory
-from phalanx.optim.arguments import check_parameters, decide_cut, decide_group, list_parameters, refuse
+from phalanx.optim.arguments import (
+    check_parameters,
+    decide_cut,
+    decide_group,
+    divide_by_host,
+    list_parameters,
+    make_group_of_host,
+    refuse,
+)
 from phalanx.optim.kept_state import KeptState
 from phalanx.optim.local_optimizer import build_local
 from phalanx.optim.master_parameters import MasterParameters
@@ -46,8 +54,9 @@ class ZeroRedundancyOptimizer(ShardedState):
     """Shard `optimizer_class` over the ranks of `process_group`, with the name and arguments of PyTorch's class.
 
     On backend `phalanx`, with all ranks on one host, every parameter moves into memory that the ranks share, and takes
-    rank 0's values. Each rank updates its part of it, and nothing is sent. On any other group the call returns
-    PyTorch's own class, which gives whole parameters to ranks and broadcasts them.
+    rank 0's values. Each rank updates its part of it, and nothing is sent. On several hosts with equally many ranks, at
+    least two on each, each host does so for itself, from the same gradients: parameters and state exist once per host.
+    On any other group the call returns PyTorch's own class, which gives whole parameters to ranks and broadcasts them.
 
     Collective: construction, `step`, `add_param_group` and `consolidate_state_dict` are called by all ranks.
 
@@ -64,20 +73,20 @@ class ZeroRedundancyOptimizer(ShardedState):
     Arguments:
         params: parameters, named parameters, or groups, as any optimizer takes them; the same on every rank.
         optimizer_class: a class of optimizers; LBFGS is refused.
-        process_group: the default group if None.
+        process_group: the default group if None. The attribute of this name is the group of this host's ranks.
         parameters_as_bucket_view: has no effect; parameters are always views of shared memory.
         overlap_with_ddp: refused, because there is no broadcast whose time it could hide.
         gather_gradients: an addition of Phalanx. With False, `DistributedDataParallel` writes the mean of a large
             gradient (256 KiB or more) only into the slices that this rank updates, and leaves the rank's own gradient
             in the rest. Clip with this class's `clip_grad_norm_`, and let `zero_grad` set gradients to None; calls that
-            would use wrong values are refused. On any other group it changes nothing.
+            would use wrong values are refused. On several hosts, and on any other group, it changes nothing.
         offload: an addition of Phalanx. With True, parameters stay on their device, usually a GPU, and each rank has
             its own. Their masters (float32 copies of float16 and bfloat16 parameters; else of the parameter's dtype)
             and the optimizer's state lie in the host's memory, once for all its ranks. `step` copies this rank's slices
             of the gradients there and updates its slices of the masters on the CPU, by torch's fused kernels if `fused`
             and `foreach` are left out; then all new parameters are copied to every device. `step` uses the parameters
-            and gradients that it finds, whichever code has changed them. It needs a group of backend `phalanx` whose
-            ranks are on one host; with several hosts, pass the group of this host's ranks.
+            and gradients that it finds, whichever code has changed them. It needs a group of backend `phalanx` on one
+            host, or on several with equally many ranks, at least two on each.
         defaults: options of `optimizer_class`.
 
     Raises:
@@ -101,13 +110,14 @@ class ZeroRedundancyOptimizer(ShardedState):
     ) -> Any:
         """Return an instance of this class where ranks share memory; of PyTorch's where they don't."""
         group = decide_group(process_group)
-        if shares_memory(group) or rehearses(group):
+        if shares_memory(group) or rehearses(group) or divide_by_host(group):
             return super().__new__(cls)
         if offload:
             raise ValueError(
-                "ZeroRedundancyOptimizer: offload=True needs a process group of backend 'phalanx' whose ranks are on "
-                "one host, which share its memory. With several hosts, pass process_group=dist.new_group(ranks of this "
-                "host); each host then updates all parameters, from the same gradients."
+                "ZeroRedundancyOptimizer: offload=True needs a process group of backend 'phalanx' on one host, or on "
+                "several hosts with equally many ranks, at least two on each. Otherwise pass "
+                "process_group=dist.new_group(ranks of this host); each host then updates all parameters, from the "
+                "same gradients."
             )
         from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZeroRedundancyOptimizer
 
@@ -128,7 +138,10 @@ class ZeroRedundancyOptimizer(ShardedState):
     ) -> None:
         self._cut = decide_cut(optimizer_class)
         refuse(overlap_with_ddp, defaults)
-        self.process_group = decide_group(process_group)
+        self._all_hosts = self.process_group = decide_group(process_group)
+        if on_host := divide_by_host(self._all_hosts):
+            self.process_group = make_group_of_host(self._all_hosts, on_host)
+            gather_gradients = True
         self.rank: int = self.process_group.rank()
         self.world_size: int = self.process_group.size()
         self.parameters_as_bucket_view = parameters_as_bucket_view
@@ -158,10 +171,13 @@ class ZeroRedundancyOptimizer(ShardedState):
         group = self.param_groups[-1]
         try:
             others = [*self._given_parameters, *(p for other in self.param_groups[:-1] for p in other["params"])]
-            check_parameters(group["params"], self.process_group, offload=self.offload, others=others)
+            check_parameters(group["params"], self._all_hosts, offload=self.offload, others=others)
         except BaseException:
             self.param_groups.pop()
             raise
+        if self.is_on_hosts:
+            for parameter in group["params"]:
+                dist.broadcast(parameter.detach(), group=self._all_hosts, group_src=0)
         self._share(group, source=0)
 
     def _new_offload(self) -> Offload | None:
@@ -426,7 +442,7 @@ class ZeroRedundancyOptimizer(ShardedState):
         """
         if self._moving is None:  # else the last attempt was interrupted
             self._moving = self.num_updates, self.kept_state()
-        self.process_group = process_group
+        self._all_hosts = self.process_group = process_group
         self.rank, self.world_size = process_group.rank(), process_group.size()
         self._undo = Undo(process_group) if self.world_size > 1 else None
         masters = [one if isinstance(one, MasterParameters) else None for one in self._shared]

@@ -122,6 +122,11 @@ class Transport(Collectives):
     is_interruptible = True
     """Whether its waits end with Ctrl-C. Else the main thread leaves them to another one."""
 
+    @property
+    def hosts(self) -> tuple[tuple[int, ...], ...]:
+        """Return the ranks on each of several hosts; nothing where all are on one, or nobody knows."""
+        return ()
+
     closes_in_flight = False
     """Whether `close` may come while operations of this process are inside: its memory stays until they are out."""
 

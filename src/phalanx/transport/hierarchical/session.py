@@ -36,8 +36,8 @@ from phalanx.diagnostics.flight_recorder import Position, Record
 from phalanx.engines.engine import DELIVERY_S, Engine
 from phalanx.errors import PhalanxError
 from phalanx.log import get_logger
-from phalanx.malloc import keep_freed_memory
 from phalanx.loss_detection import LOOK_S
+from phalanx.malloc import keep_freed_memory
 from phalanx.symmetric_memory.memory import SymmetricMemory
 from phalanx.transport.background import Background
 from phalanx.transport.base import CallContext

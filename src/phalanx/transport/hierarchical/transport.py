@@ -15,6 +15,11 @@ class HierarchicalTransport(HierarchicalCollectives, HierarchicalMessages, Trans
 
     is_interruptible = False  # its engine may wait in C++
 
+    @property
+    def hosts(self) -> tuple[tuple[int, ...], ...]:
+        """Return the ranks on each host."""
+        return self.layout.topology.hosts
+
     def open_preceding(self, max_bytes: int, senders: Sequence[int]) -> PrecedingMessages:
         """Return this rank's end of messages that precede collectives. All ranks call it together."""
         return self._preceding.open(self._engine, max_bytes, senders)
