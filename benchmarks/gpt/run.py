@@ -9,10 +9,8 @@ import argparse
 import contextlib
 import importlib.util
 import json
-import os
 import re
 import statistics
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,8 +20,8 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 import harness  # noqa: E402 - the line above says where it is
+from harness.jobs import run_lines, type_lines  # noqa: E402
 
-from phalanx.coordination.key import Key  # noqa: E402
 from phalanx.testing import Host, hosts, why_no_hosts  # noqa: E402
 
 PEER = "PyTorch's DDP, Gloo"
@@ -40,9 +38,7 @@ CONTESTANTS = {
     "our DDP, bfloat16 between hosts": ("phalanx run", "phalanx"),
 }
 BETWEEN_HOSTS = "our DDP, bfloat16 between hosts"  # does the same as the one before on one host
-PROGRAMS = {"torchrun": "torch.distributed.run", "phalanx run": "phalanx.cli"}
 UNCOUNTED = 2  # steps: buckets are laid out anew after the first
-RENDEZVOUS_PORT = 29400
 
 
 @dataclass(frozen=True)
@@ -54,44 +50,14 @@ class Training:
     peak_mb: float
 
 
-def command_of(name: str, steps: int, ranks: int, machines: Sequence[Host], host: Host | None) -> list[str]:
-    """The line that is typed, on one of several hosts or on the only one."""
-    launcher, _ = CONTESTANTS[name]
-    command = [sys.executable, "-m", PROGRAMS[launcher]]
-    if launcher == "phalanx run":
-        command.append("run")
-    command += ["--nproc-per-node", str(ranks)]
-    if host is None:
-        command += ["--standalone"] if launcher == "torchrun" else []
-    else:
-        where = f"{machines[0].address}:{RENDEZVOUS_PORT}"
-        command += ["--nnodes", str(len(machines)), "--rdzv-backend", "c10d", "--rdzv-endpoint", where]
-        if launcher == "torchrun":  # namespaces share a name: torchrun must be told who it is
-            command += ["--local-addr", host.address, "--rdzv-conf", f"is_host={int(host is machines[0])}"]
-    return [*(host.command if host else []), *command, str(HERE / "train.py"), name, str(steps)]
-
-
 def train(name: str, steps: int, ranks: int, machines: Sequence[Host]) -> Training:
     """Start the job, wait until it is done, and read what rank 0 has printed."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PHALANX_KEY": str(Key(bytes(32)))}
-    if machines:
-        environment["GLOO_SOCKET_IFNAME"] = "eth0"
-    started = [
-        subprocess.Popen(
-            command_of(name, steps, ranks, machines, host),
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for host in (machines or [None])
-    ]
-    output = "".join(process.communicate()[0] for process in started)
-    found = re.search(r"result (\{.*\})", output)
+    launcher, _ = CONTESTANTS[name]
+    ended = run_lines(type_lines(launcher, ranks, [str(HERE / "train.py"), name, str(steps)], machines))
+    found = re.search(r"result (\{.*\})", ended.output)
     # An agent of torchrun may end with an error when all has been done: the first host's, with the store, has ended.
-    is_bad = any(process.returncode for process in started) and CONTESTANTS[name][0] != "torchrun"
-    if is_bad or found is None:
-        raise RuntimeError(f"{name} ended with {[process.returncode for process in started]}:\n{output[-3000:]}")
+    if found is None or (any(ended.codes) and launcher != "torchrun"):
+        raise RuntimeError(f"{name} ended with {ended.codes}:\n{ended.output[-3000:]}")
     result = json.loads(found[1])
     step_s = statistics.median(result["seconds"][UNCOUNTED:])
     return Training(result["tokens_per_step"] / step_s, result["losses"], result["peak_mb"])

@@ -84,7 +84,10 @@ def _draw_panel(drawing: Drawing, left: float, top: float, panel: Panel, colours
     for name, curve in panel.dashed.items():
         drawing.line([place(*point) for point in curve], stroke=colours[name], dashed=True)
         x, y = place(*curve[-1])
-        drawing.text(x, y - 8, f"{curve[-1][1]:,.3g}", size=10, anchor="end", fill=colours[name])
+        value = curve[-1][1]
+        drawing.text(
+            x, y - 8, f"{value:,.0f}" if value >= 100 else f"{value:.3g}", size=10, anchor="end", fill=colours[name]
+        )
 
 
 def _ticks(places: Sequence[float]) -> list[float]:

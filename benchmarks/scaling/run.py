@@ -111,7 +111,7 @@ def panels(table: Table, sizes: list[int], link: Link) -> list[Panel]:
             for name in BACKENDS
         }
         if all(len(curve) > 1 for curve in curves.values()):
-            made.append(Panel(f"one host, {format_bytes(nbytes)}: CPU µs a rank, over ranks", curves))
+            made.append(Panel(f"one host, {format_bytes(nbytes)}: CPU, µs a rank", curves))
     for nbytes in sizes:
         curves = {
             name: [

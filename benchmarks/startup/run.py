@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -20,17 +18,14 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 import harness  # noqa: E402 - the line above says where it is
+from harness.jobs import run_lines, type_lines  # noqa: E402
 
-from phalanx.coordination.key import Key  # noqa: E402
-from phalanx.testing.namespaces import Host, hosts  # noqa: E402
+from phalanx.testing import Host, hosts  # noqa: E402
 
 SCRIPTS = {False: str(HERE / "first_all_reduce.py"), True: str(HERE / "first_step.py")}  # by --train
-PHALANX = [sys.executable, "-m", "phalanx.cli", "run"]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 PEER = "torchrun, gloo"
 TARGET = 1 / 3
 TARGET_WITH_HOSTS = 0.4
-RENDEZVOUS_PORT = 29400
 
 # The agent as it is, noting when it is about to start the zygote: all that lies between Enter and the import of torch.
 AGENT = """
@@ -46,58 +41,31 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-def plan_contestants(ranks: int, script: str) -> dict[str, Callable[[], float]]:
-    count = ["--nproc-per-node", str(ranks)]
-    commands = {
-        "phalanx run, phalanx": ([*PHALANX, *count, script, "phalanx"], ranks),
-        "phalanx run, gloo": ([*PHALANX, *count, script, "gloo"], ranks),
-        PEER: ([*TORCHRUN, *count, script, "gloo"], ranks),
-        "agent until the zygote starts": ([sys.executable, "-c", AGENT, "--no-python", *count, "true"], 1),
+def plan_contestants(ranks: int, script: str, machines: Sequence[Host]) -> dict[str, Callable[[], float]]:
+    """With `ranks` here or on each of several hosts; the agent alone is a part of a job on one host."""
+
+    def contest(launcher: str, backend: str) -> Callable[[], float]:
+        lines = type_lines(launcher, ranks, [script, backend], machines)
+        return lambda: seconds_to_done(lines, ranks * max(1, len(machines)))
+
+    contestants = {
+        "phalanx run, phalanx": contest("phalanx run", "phalanx"),
+        "phalanx run, gloo": contest("phalanx run", "gloo"),
+        PEER: contest("torchrun", "gloo"),
     }
-    return {name: lambda command=command, n=n: seconds_to_done([command], n) for name, (command, n) in commands.items()}
+    if not machines:
+        line = [sys.executable, "-c", AGENT, "--no-python", "--nproc-per-node", str(ranks), "true"]
+        contestants["agent until the zygote starts"] = lambda: seconds_to_done([line], 1)
+    return contestants
 
 
-def plan_contestants_on(machines: Sequence[Host], ranks: int, script: str) -> dict[str, Callable[[], float]]:
-    """The same, with `ranks` on each of several hosts: one line for all, as it is typed."""
-    where = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{machines[0].address}:{RENDEZVOUS_PORT}"]
-    options = ["--nnodes", str(len(machines)), "--nproc-per-node", str(ranks), *where]
-    total = ranks * len(machines)
-
-    def contest(program: list[str], backend: str, *, is_peer: bool = False) -> Callable[[], float]:
-        # Namespaces have one name in common: torchrun must be told each host's address, and which one is the first.
-        told = [
-            ["--local-addr", host.address, "--rdzv-conf", f"is_host={int(host is machines[0])}"] if is_peer else []
-            for host in machines
-        ]
-        commands = [
-            [*host.command, *program, *options, *words, script, backend]
-            for host, words in zip(machines, told, strict=True)
-        ]
-        return lambda: seconds_to_done(commands, total)
-
-    return {
-        "phalanx run, phalanx": contest(PHALANX, "phalanx"),
-        "phalanx run, gloo": contest(PHALANX, "gloo"),
-        PEER: contest([sys.executable, "-m", "torch.distributed.run"], "gloo", is_peer=True),
-    }
-
-
-def seconds_to_done(commands: Sequence[list[str]], times: int) -> float:
-    """Seconds from the start of `commands` to the last of the `times` moments that they print."""
-    # One thread is torchrun's default: the same for both. Gloo cannot tell the interface from a name that all share.
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PHALANX_KEY": str(Key(bytes(32)))}
-    if len(commands) > 1:
-        environment["GLOO_SOCKET_IFNAME"] = "eth0"
+def seconds_to_done(lines: Sequence[list[str]], times: int) -> float:
+    """Seconds from the start of `lines` to the last of the `times` moments that they print."""
     start = time.monotonic()
-    started = [
-        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        for command in commands
-    ]
-    output = "".join(process.communicate()[0] for process in started)
-    found = [float(at) for at in re.findall(r"done at ([0-9.]+)", output)]
-    codes = [process.returncode for process in started]
-    if any(codes) or len(found) != times:
-        raise SystemExit(f"{' '.join(commands[0])} ended with {codes}:\n{output}")
+    ended = run_lines(lines)
+    found = [float(at) for at in re.findall(r"done at ([0-9.]+)", ended.output)]
+    if any(ended.codes) or len(found) != times:
+        raise SystemExit(f"{' '.join(lines[0])} ended with {ended.codes}:\n{ended.output}")
     return max(found) - start
 
 
@@ -114,11 +82,10 @@ def main() -> None:
     ranks = arguments.ranks or (4 if arguments.hosts == 1 else 2)
     target = None if arguments.train else TARGET if arguments.hosts == 1 else TARGET_WITH_HOSTS
     with contextlib.ExitStack() as stack:
-        if arguments.hosts == 1:
-            contestants = plan_contestants(ranks, SCRIPTS[arguments.train])
-        else:
+        machines: Sequence[Host] = ()
+        if arguments.hosts > 1:
             machines = stack.enter_context(hosts(arguments.hosts, one_clock=True))
-            contestants = plan_contestants_on(machines, ranks, SCRIPTS[arguments.train])
+        contestants = plan_contestants(ranks, SCRIPTS[arguments.train], machines)
         for contestant in contestants.values():
             contestant()  # once unmeasured: the files come into the page cache
         samples = harness.interleave(contestants, arguments.rounds)

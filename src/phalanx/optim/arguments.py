@@ -33,9 +33,9 @@ def decide_group(process_group: dist.ProcessGroup | None, caller: str = "ZeroRed
 
 
 def divide_by_host(group: dist.ProcessGroup) -> tuple[int, ...]:
-    """Return the ranks of `group` on this host, if all are on several hosts, each of which has as many, at least two.
+    """Return the ranks of `group` on this host, if they share an update inside of each host.
 
-    Then they share an update inside of each host. Nothing is returned for any other group.
+    They do if they are on several hosts with equally many, at least two on each. Nothing is returned for other groups.
     """
     hosts = ranks_by_host(group)
     sizes = {len(ranks) for ranks in hosts}
@@ -48,7 +48,7 @@ def make_group_of_host(group: dist.ProcessGroup, ranks: Sequence[int]) -> dist.P
     """Return a group of `ranks`, which `group` has on this host. They call it together."""
     numbers = dist.get_process_group_ranks(group)
     made: dist.ProcessGroup = dist.new_group(
-        [numbers[rank] for rank in ranks], backend=dist.get_backend(group), use_local_synchronization=True
+        [numbers[rank] for rank in ranks], backend="phalanx", use_local_synchronization=True
     )
     return made
 

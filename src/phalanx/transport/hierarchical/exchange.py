@@ -42,10 +42,10 @@ _AHEAD = 8  # operations for which receives are posted; a peer may be one furthe
 _TOGETHER = 6  # so many are posted at once: the peer's threads wake up once for them
 _SENT = 2
 _LOOKS = 200  # at memory, for a message's first bytes, before a thread is asked to wait for it
-_CROWDED_S = (
-    2e-5  # a look takes so long only if another thread wanted this core: perhaps the one that brings the message
-)
-_WITHOUT_LOOKS = 50  # messages, after that
+# A look takes so long only if another thread wanted this core, perhaps the one that brings the message. So many
+# messages are not looked for after that.
+_CROWDED_S = 2e-5
+_WITHOUT_LOOKS = 50
 _PREFIX = struct.Struct("<II")  # the number of different heads, and the payload's bytes
 _ALIGNED = 64
 
