@@ -80,6 +80,8 @@ class SegmentedCollectives(Agreement):
                 self._finish_segment(mine, result[ends[number] : ends[number + 1]], redop, ctx, deadline)
 
         self._run_ticks(ticks, open_, start, finish, before_others=lambda: self._agree_in_time(deadline))
+        if in_place and not result.is_inference():
+            result[:0].zero_()  # what was added up through addresses counts as a change, as a copy does
 
     def _agree_in_time(self, deadline: Deadline) -> None:
         """Agree with the other hosts now: from here on their data is awaited, and soon what the user sees is
