@@ -24,7 +24,7 @@ def _clip(module):
 
 
 def _trains_as_the_plain_one(rank, world_size, machines):
-    """Of the element-wise ones parameters are cut; Adafactor's are whole."""
+    """Train with optimizers whose parameters are cut between ranks, and with one that gets whole ones (Adafactor)."""
     cases = [(optim.SGD, {"lr": 0.1, "momentum": 0.9}), (optim.AdamW, {"fused": True}), (optim.Adafactor, {})]
     for (kind, options), is_first in itertools.product(cases, (False, True)):
         plain = wrapped()
@@ -112,6 +112,18 @@ def test_its_state_is_saved_and_taken_up_again_as_on_one_host(tmp_path):
     on_hosts((2, 2), _saves, str(tmp_path / "series"))
 
 
+def _is_refused(rank, world_size, machines):
+    model = wrapped()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), optim.SGD, lr=0.1)
+    state = phalanx.elastic.State(model=model, optimizer=optimizer)
+    with pytest.raises(ValueError, match=r"'optimizer' is a ZeroRedundancyOptimizer over ranks that share no memory"):
+        state._objects.refuse_what_is_not_kept(world_size)
+
+
+def test_an_elastic_job_refuses_it():
+    on_hosts((2, 2), _is_refused)
+
+
 def _offloads(rank, world_size, machines):
     plain, sharded = wrapped(), wrapped()
     expected = train(plain, optim.AdamW(plain.parameters(), fused=True), rank, STEPS)
@@ -126,6 +138,9 @@ def test_offloaded_it_trains_to_the_same_bits():
 def _uses_torchs(rank, world_size, machines):
     model = wrapped()
     optimizer = ZeroRedundancyOptimizer(model.parameters(), optim.SGD, lr=0.1)
+    from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZeroRedundancyOptimizer
+
+    assert type(optimizer) is TorchZeroRedundancyOptimizer
     backward(model, rank, 0)
     optimizer.step()
     with pytest.raises(ValueError, match=r"offload=True needs .* hosts with equally many ranks, at least two on each"):

@@ -91,12 +91,12 @@ class Objects:
         """
         for name, thing in self.things.items():
             is_ours = isinstance(thing, ZeroRedundancyOptimizer)
-            is_on_hosts = thing.is_on_hosts if is_ours else _is_of_torch_in_shards(thing)
+            is_apart = thing.is_on_hosts if is_ours else _is_of_torch_in_shards(thing)
             is_some = is_ours and thing.world_size not in (1, world_size)
-            if self.pipelines and is_some and not is_on_hosts:
+            if self.pipelines and is_some and not is_apart:
                 continue  # each stage is restored from what its rank kept
-            if is_on_hosts or is_some:
-                over = "ranks that share no memory (several hosts)" if is_on_hosts else "some ranks of the job"
+            if is_apart or is_some:
+                over = "ranks that share no memory (several hosts)" if is_apart else "some ranks of the job"
                 raise ValueError(
                     f"phalanx.elastic: {name!r} is a ZeroRedundancyOptimizer over {over}. What a "
                     "rank that is lost held of its state no replacement gets. Use the optimizer itself, or start the "

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, optim
 
-from phalanx.backend.shared import ranks_by_host
 from phalanx.errors import MismatchError
 from phalanx.transport.tensors import is_dense, memory_order
 
@@ -30,27 +29,6 @@ def decide_group(process_group: dist.ProcessGroup | None, caller: str = "ZeroRed
             f"{caller} needs a process group: call phalanx.init() or torch.distributed.init_process_group() first"
         )
     return dist.group.WORLD
-
-
-def divide_by_host(group: dist.ProcessGroup) -> tuple[int, ...]:
-    """Return the ranks of `group` on this host, if they share an update inside of each host.
-
-    They do if they are on several hosts with equally many, at least two on each. Nothing is returned for other groups.
-    """
-    hosts = ranks_by_host(group)
-    sizes = {len(ranks) for ranks in hosts}
-    if len(sizes) != 1 or min(sizes) < 2:
-        return ()
-    return next(ranks for ranks in hosts if group.rank() in ranks)
-
-
-def make_group_of_host(group: dist.ProcessGroup, ranks: Sequence[int]) -> dist.ProcessGroup:
-    """Return a group of `ranks`, which `group` has on this host. They call it together."""
-    numbers = dist.get_process_group_ranks(group)
-    made: dist.ProcessGroup = dist.new_group(
-        [numbers[rank] for rank in ranks], backend="phalanx", use_local_synchronization=True
-    )
-    return made
 
 
 # Each element's update depends on that element's gradient and state alone, and on numbers that are the same for all.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,3 +29,9 @@ def total_norm(
     norm = norm.pow(norm_type)
     dist.all_reduce(norm, group=group)
     return norm.pow(1 / norm_type)
+
+
+def dtype_of_norm(groups: Sequence[Mapping[str, Any]]) -> torch.dtype:
+    """Return the dtype of the norm over an optimizer's groups: double if any parameter is double."""
+    wide = {torch.float64, torch.complex128}
+    return torch.float64 if any(p.dtype in wide for group in groups for p in group["params"]) else torch.float32

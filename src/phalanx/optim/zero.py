@@ -23,15 +23,8 @@ from torch.optim import Optimizer
 from phalanx.backend.dynamo import undecorated, untraced
 from phalanx.backend.gradient_shards import NeededSlice, find_needed
 from phalanx.backend.shared import rehearses, shares_memory
-from phalanx.optim.arguments import (
-    check_parameters,
-    decide_cut,
-    decide_group,
-    divide_by_host,
-    list_parameters,
-    make_group_of_host,
-    refuse,
-)
+from phalanx.optim.arguments import check_parameters, decide_cut, decide_group, list_parameters, refuse
+from phalanx.optim.host_group import divide_by_host, make_host_group, take_first_ranks_values
 from phalanx.optim.kept_state import KeptState
 from phalanx.optim.local_optimizer import build_local
 from phalanx.optim.master_parameters import MasterParameters
@@ -44,7 +37,7 @@ from phalanx.optim.sharded_state import ShardedState
 from phalanx.optim.shared_parameters import SharedParameters
 from phalanx.optim.staging import Staging
 from phalanx.optim.state import merge_states
-from phalanx.optim.total_norm import total_norm
+from phalanx.optim.total_norm import dtype_of_norm, total_norm
 from phalanx.optim.undo import Undo
 
 _OF_THE_WHOLE = {"params", "param_names"}  # keys of a group that are not options
@@ -79,14 +72,13 @@ class ZeroRedundancyOptimizer(ShardedState):
         gather_gradients: an addition of Phalanx. With False, `DistributedDataParallel` writes the mean of a large
             gradient (256 KiB or more) only into the slices that this rank updates, and leaves the rank's own gradient
             in the rest. Clip with this class's `clip_grad_norm_`, and let `zero_grad` set gradients to None; calls that
-            would use wrong values are refused. On several hosts, and on any other group, it changes nothing.
+            would use wrong values are refused. On several hosts and other groups it changes nothing.
         offload: an addition of Phalanx. With True, parameters stay on their device, usually a GPU, and each rank has
             its own. Their masters (float32 copies of float16 and bfloat16 parameters; else of the parameter's dtype)
             and the optimizer's state lie in the host's memory, once for all its ranks. `step` copies this rank's slices
             of the gradients there and updates its slices of the masters on the CPU, by torch's fused kernels if `fused`
             and `foreach` are left out; then all new parameters are copied to every device. `step` uses the parameters
-            and gradients that it finds, whichever code has changed them. It needs a group of backend `phalanx` on one
-            host, or on several with equally many ranks, at least two on each.
+            and gradients that it finds, whichever code has changed them. It is not there in PyTorch's own class.
         defaults: options of `optimizer_class`.
 
     Raises:
@@ -115,9 +107,8 @@ class ZeroRedundancyOptimizer(ShardedState):
         if offload:
             raise ValueError(
                 "ZeroRedundancyOptimizer: offload=True needs a process group of backend 'phalanx' on one host, or on "
-                "several hosts with equally many ranks, at least two on each. Otherwise pass "
-                "process_group=dist.new_group(ranks of this host); each host then updates all parameters, from the "
-                "same gradients."
+                "several hosts with equally many ranks, at least two on each. Otherwise pass process_group="
+                "dist.new_group(ranks of this host); each host then updates all parameters, from the same gradients."
             )
         from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZeroRedundancyOptimizer
 
@@ -140,7 +131,7 @@ class ZeroRedundancyOptimizer(ShardedState):
         refuse(overlap_with_ddp, defaults)
         self._all_hosts = self.process_group = decide_group(process_group)
         if on_host := divide_by_host(self._all_hosts):
-            self.process_group = make_group_of_host(self._all_hosts, on_host)
+            self.process_group = make_host_group(self._all_hosts, on_host)
             gather_gradients = True
         self.rank: int = self.process_group.rank()
         self.world_size: int = self.process_group.size()
@@ -176,8 +167,7 @@ class ZeroRedundancyOptimizer(ShardedState):
             self.param_groups.pop()
             raise
         if self.is_on_hosts:
-            for parameter in group["params"]:
-                dist.broadcast(parameter.detach(), group=self._all_hosts, group_src=0)
+            take_first_ranks_values(group["params"], self._all_hosts)
         self._share(group, source=0)
 
     def _new_offload(self) -> Offload | None:
@@ -339,18 +329,13 @@ class ZeroRedundancyOptimizer(ShardedState):
     def _norm(
         self, gradients: list[Tensor], norm_type: float, error_if_nonfinite: bool, foreach: bool | None
     ) -> Tensor:
-        norm = total_norm(gradients, norm_type, self._norm_dtype(), self.process_group, foreach=foreach)
+        norm = total_norm(gradients, norm_type, dtype_of_norm(self.param_groups), self.process_group, foreach=foreach)
         if error_if_nonfinite and not norm.isfinite():
             raise RuntimeError(
                 f"ZeroRedundancyOptimizer.clip_grad_norm_: the total norm of order {norm_type} is {norm.item()}. "
                 "To clip with it anyway, leave error_if_nonfinite out."
             )
         return norm
-
-    def _norm_dtype(self) -> torch.dtype:
-        """Return the dtype of the total norm: double if any parameter is double."""
-        wide = {torch.float64, torch.complex128}
-        return torch.float64 if any(p.dtype in wide for g in self.param_groups for p in g["params"]) else torch.float32
 
     def _needed_slices(self) -> Iterator[tuple[Tensor, NeededSlice]]:
         if not self.gather_gradients:

@@ -27,7 +27,8 @@ class ShardedStrategy(MirroredStrategy):
             too large for one device.
         gather_gradients: False leaves large means in slices, which saves a copy (of ZeroRedundancyOptimizer).
         offload: True keeps the optimizer's state in the host's memory and updates there, for models on GPUs; of
-            ZeroRedundancyOptimizer, on one host, and of FSDP2 (its `CPUOffloadPolicy`) with shard="model".
+            ZeroRedundancyOptimizer (which says on which hosts), and of FSDP2 (its `CPUOffloadPolicy`) with
+            shard="model".
         devices, launch, timeout: as of MirroredStrategy.
         options: of DistributedDataParallel, or of fully_shard.
 

@@ -16,12 +16,12 @@ LARGE = 1_200_001  # elements: several segments
 
 
 def _values(rank, dtype=torch.float32, count=LARGE):
-    """Whole numbers, so that every order of addition gives the same bits."""
+    """Return whole numbers, so that every order of addition gives the same bits."""
     return torch.randint(-50, 50, (count,), generator=torch.Generator().manual_seed(rank)).to(dtype)
 
 
 def _expected(world_size, dtype, op):
-    """What a single process makes of all ranks' values."""
+    """Return what a single process makes of all ranks' values."""
     wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
     parts = [_values(rank, dtype).to(wide) for rank in range(world_size)]
     total = parts[0]

@@ -19,6 +19,7 @@ from phalanx.collectives.schedule import Operation
 from phalanx.deadline import Deadline
 from phalanx.dtypes import dtype_of
 from phalanx.engines.engine import DATA, Engine, Pending
+from phalanx.malloc import keep_freed_memory
 from phalanx.transport.hierarchical.compression import Compression, Widening
 
 # Tags below DATA are those of the user's messages; from it on come those of collectives' data, then those of messages
@@ -121,6 +122,7 @@ class Rail:
         self._algorithm = algorithm
         self._compression = compression
         self._link = link
+        keep_freed_memory()  # each large operation takes and frees scratch memory
 
     def run(
         self,

@@ -37,7 +37,6 @@ from phalanx.engines.engine import DELIVERY_S, Engine
 from phalanx.errors import PhalanxError
 from phalanx.log import get_logger
 from phalanx.loss_detection import LOOK_S
-from phalanx.malloc import keep_freed_memory
 from phalanx.symmetric_memory.memory import SymmetricMemory
 from phalanx.transport.background import Background
 from phalanx.transport.base import CallContext
@@ -149,7 +148,6 @@ class HierarchicalSession(Reports):
 
     def attach(self, symm_mem: SymmetricMemory, engine: Engine, failure_store: FailureStore) -> None:
         """Take the memory, the engine and the store; this is called before the first operation."""
-        keep_freed_memory()  # each large operation takes and frees scratch memory
         self._memory.attach(symm_mem)
         self._core.hide_steps()  # the flight recorder tells the user's operations, not what they are made of
         self._engine = engine
