@@ -1,6 +1,6 @@
 """How long is a training step on two ranks? Ours and PyTorch's DDP, one process, and two that don't talk.
 
-With --hosts the ranks are on network namespaces, two on each, whose links have the rate that is asked for.
+With --hosts the ranks are on network namespaces, whose links have the rate that is asked for.
 """
 
 from __future__ import annotations
@@ -96,7 +96,12 @@ def main() -> None:
         for workload in arguments.models:
             samples[workload] = measure(workload, names, place, arguments.rounds, arguments.steps, arguments.warmup)
             harness.print_table(HEADER, [row(name, samples[workload]) for name in names], title=workload + where)
-    results = {"hosts": arguments.hosts, "rate": arguments.rate, "seconds_per_step": samples}
+    results = {
+        "hosts": arguments.hosts,
+        "ranks_per_host": place.per_host,
+        "rate": arguments.rate,
+        "seconds_per_step": samples,
+    }
     harness.write_results(arguments.output, results, machine=machine)
 
 

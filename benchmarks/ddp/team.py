@@ -41,14 +41,14 @@ class Contestant:
 
 @dataclass(frozen=True)
 class Place:
-    """Where the ranks are: on this machine, or so many on each of several hosts."""
+    """A place is where the ranks are: on this machine, or so many on each of several hosts."""
 
     per_host: int = 2
     machines: Sequence[Host] = ()
 
     @property
     def world_size(self) -> int:
-        """How many ranks a contestant has that is not one process."""
+        """Return how many ranks a contestant has that is not one process."""
         return self.per_host * max(1, len(self.machines))
 
 

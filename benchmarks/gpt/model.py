@@ -55,7 +55,7 @@ class GPT(nn.Module):
 
 
 def groups_of(model: nn.Module) -> list[dict[str, object]]:
-    """The parameters in nanoGPT's two groups: matrices decay, the others do not."""
+    """Return the parameters in nanoGPT's two groups: matrices decay, the others do not."""
     parameters = list(model.parameters())
     return [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": WEIGHT_DECAY},
@@ -64,14 +64,14 @@ def groups_of(model: nn.Module) -> list[dict[str, object]]:
 
 
 def read_text() -> Tensor:
-    """Python's help topics as bytes: about 460,000, in each installation of Python."""
+    """Return Python's help topics as bytes: about 460,000, in each installation of Python."""
     from pydoc_data.topics import topics
 
     return torch.tensor(list("\n".join(topics[name] for name in sorted(topics)).encode()), dtype=torch.long)
 
 
 def batch_of(text: Tensor, step: int, rank: int, world_size: int) -> tuple[Tensor, Tensor]:
-    """The batch of one rank in one step: the same for every contestant."""
+    """Return the batch of one rank in one step; it is the same for every contestant."""
     generator = torch.Generator().manual_seed(1337 + step * world_size + rank)
     starts = torch.randint(len(text) - BLOCK, (BATCH,), generator=generator)
     windows = text[starts[:, None] + torch.arange(BLOCK + 1)]

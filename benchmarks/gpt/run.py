@@ -43,7 +43,7 @@ UNCOUNTED = 2  # steps: buckets are laid out anew after the first
 
 @dataclass(frozen=True)
 class Training:
-    """What one run of a contestant says."""
+    """A training is what one run of a contestant has told."""
 
     tokens_per_s: float
     losses: list[float]
@@ -64,7 +64,7 @@ def train(name: str, steps: int, ranks: int, machines: Sequence[Host]) -> Traini
 
 
 def rows_of(trainings: dict[str, list[Training]]) -> list[list[str]]:
-    """A row for each contestant; the ratio is that of the same round."""
+    """Return a row for each contestant; ratios are those of the same round."""
     peer = trainings[PEER]
     rows = []
     for name, mine in trainings.items():
@@ -84,7 +84,7 @@ def rows_of(trainings: dict[str, list[Training]]) -> list[list[str]]:
 
 
 def measure(names: list[str], rounds: int, run: Callable[[str], Training]) -> dict[str, list[Training]]:
-    """All contestants in turns; one that fails is left out from then on, and its end is printed."""
+    """Run all contestants in turns; leave out one that fails from then on, and print how it ended."""
     trainings: dict[str, list[Training]] = {name: [] for name in names}
     for order in harness.plan_rounds(names, rounds):
         for name in order:

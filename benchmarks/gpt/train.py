@@ -1,4 +1,4 @@
-"""One rank of one contestant: `train.py NAME STEPS` trains for so many steps; rank 0 prints a line of JSON.
+"""Be one rank of one contestant: `train.py NAME STEPS` trains for so many steps; rank 0 prints a line of JSON.
 
 What a contestant wants in place of the bare loop's four calls is its `Loop`: how a step goes forward and backward,
 clips the gradients and updates. Everything else is the same for all.
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Loop:
-    """The calls that differ between contestants."""
+    """A loop has the calls that differ between contestants."""
 
     model: Callable[[Tensor, Tensor], Tensor]
     backward: Callable[[Tensor], object]
@@ -38,7 +38,7 @@ def adamw(model: nn.Module) -> torch.optim.AdamW:
 
 
 def loop_of(model: nn.Module, optimizer: Any) -> Loop:
-    """The loop as people write it by hand."""
+    """Return the loop as people write it by hand."""
 
     def update() -> None:
         optimizer.step()
@@ -55,14 +55,14 @@ def loop_of(model: nn.Module, optimizer: Any) -> Loop:
 
 
 def pytorch(backend: str) -> Loop:
-    """PyTorch's DDP."""
+    """Wrap the model in PyTorch's DDP."""
     dist.init_process_group(backend)
     model = nn.parallel.DistributedDataParallel(GPT())
     return loop_of(model, adamw(model))
 
 
 def phalanx_ddp(options: Any = None) -> Loop:
-    """Our DDP over our backend."""
+    """Wrap it in our DDP over our backend."""
     import phalanx
 
     dist.init_process_group("phalanx", pg_options=options)
@@ -71,14 +71,14 @@ def phalanx_ddp(options: Any = None) -> Loop:
 
 
 def phalanx_bfloat16() -> Loop:
-    """The same; between hosts each gradient has 16 bits."""
+    """Do the same; between hosts each gradient has 16 bits."""
     import phalanx
 
     return phalanx_ddp(phalanx.Options(wire_dtype=torch.bfloat16))
 
 
 def phalanx_zero() -> Loop:
-    """Our DDP with our sharded optimizer."""
+    """Use our DDP with our sharded optimizer."""
     import phalanx
 
     dist.init_process_group("phalanx")
@@ -90,7 +90,7 @@ def phalanx_zero() -> Loop:
 
 
 def accelerate() -> Loop:
-    """Accelerate, with its own clipping."""
+    """Use Accelerate, with its own clipping."""
     from accelerate import Accelerator
 
     one = Accelerator(cpu=True)
@@ -101,7 +101,7 @@ def accelerate() -> Loop:
 
 
 def fabric() -> Loop:
-    """Lightning Fabric, with its own clipping."""
+    """Use Lightning Fabric, with its own clipping."""
     from lightning_fabric import Fabric
     from lightning_fabric.plugins.environments import TorchElasticEnvironment
 
@@ -121,7 +121,7 @@ def fabric() -> Loop:
 
 
 def deepspeed(stage: int) -> Loop:
-    """DeepSpeed's engine, which clips in its step."""
+    """Use DeepSpeed's engine, which clips in its step."""
     import deepspeed
 
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)

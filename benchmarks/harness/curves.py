@@ -1,4 +1,4 @@
-"""Curves over a number (of hosts, of ranks) on two logarithmic axes, as an SVG that a README shows."""
+"""Draw curves over a number (of hosts, of ranks) on two logarithmic axes, as an SVG that a README shows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WIDTH, HEIGHT, MARGIN = 250.0, 200.0, 56.0
 
 @dataclass(frozen=True)
 class Panel:
-    """One picture: its curves by name; `dashed` are those that were not measured. `target`: a point to be below."""
+    """A panel is one picture: its curves by name, those that were not measured dashed, and a point to stay below."""
 
     title: str
     curves: Mapping[str, Sequence[Point]]
@@ -91,7 +91,7 @@ def _draw_panel(drawing: Drawing, left: float, top: float, panel: Panel, colours
 
 
 def _ticks(places: Sequence[float]) -> list[float]:
-    """Those of `places` that are at least twice the one before: numbers would lie on each other."""
+    """Return those of `places` that are at least twice the one before: the others' numbers would lie on theirs."""
     kept: list[float] = []
     for at in places:
         if not kept or at >= 2 * kept[-1]:

@@ -1,4 +1,4 @@
-"""Jobs as they are typed: `phalanx run` and torchrun with the same script, on this machine or on several hosts."""
+"""Start jobs as they are typed: `phalanx run` and torchrun with the same script, here or on several hosts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _RENDEZVOUS_PORT = 29400
 
 @dataclass(frozen=True)
 class Ended:
-    """What a job's commands have printed, and their exit codes."""
+    """A job that has ended has printed `output`; its commands had these exit codes."""
 
     output: str
     codes: list[int]

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +22,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 import harness  # noqa: E402 - the line above says where it is
+from harness.ranks import join_on_host  # noqa: E402
 
 HOOKS: dict[str, Callable[[Any], Any]] = {
     "no hook": lambda group: None,
@@ -64,15 +63,7 @@ def step(ddp: nn.Module, inputs: torch.Tensor) -> None:
 
 def rank_main(rank: int, world_size: int, machines: list[Host], width: int, rounds: int) -> dict[str, list[Sample]]:
     """Build every contestant, check that ranks agree and are near the mean, and measure them in turns."""
-    machines[rank].enter()
-    os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
-    dist.init_process_group(
-        "phalanx",
-        init_method=f"tcp://{machines[0].address}:29511",
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=300),
-    )
+    join_on_host(rank, world_size, machines, 1, timeout_s=300.0)
     groups = {"phalanx": dist.group.WORLD, "gloo": dist.new_group(list(range(world_size)), backend="gloo")}
     inputs = torch.randn(16, width // 3, generator=torch.Generator().manual_seed(rank))
     contestants = {f"{backend}, {hook}": build(width, groups[backend], hook) for backend in BACKENDS for hook in HOOKS}

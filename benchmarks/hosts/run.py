@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -21,6 +19,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 import harness  # noqa: E402 - the line above says where it is
+from harness.ranks import join_on_host  # noqa: E402
 
 PEER, ROUNDED = "gloo", "phalanx-bfloat16"
 KIB, MIB = 2**10, 2**20
@@ -118,15 +117,7 @@ def rank_main(
     rank: int, world_size: int, machines: list[Host], per_host: int, cases: Sequence[Case], rounds: int
 ) -> Samples:
     """Build a group per contestant, check its values, and measure all of them in turns."""
-    machines[rank // per_host].enter()
-    os.environ["GLOO_SOCKET_IFNAME"] = "eth0"  # the peer's own groups would bind what the machine's name resolves to
-    dist.init_process_group(
-        "phalanx",
-        init_method=f"tcp://{machines[0].address}:29511",
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=120),
-    )
+    join_on_host(rank, world_size, machines, per_host)
     everybody = list(range(world_size))
     groups = {
         PEER: dist.new_group(everybody, backend="gloo"),

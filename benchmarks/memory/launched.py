@@ -24,17 +24,16 @@ sys.path.insert(0, str(HERE.parent))
 import harness  # noqa: E402 - the line above says where it is
 from contestants import WIDTHS  # noqa: E402 - the line above says where they are
 from fleet import pss  # noqa: E402
+from harness.jobs import type_lines  # noqa: E402
 
 from phalanx.processes import find_descendants  # noqa: E402
 
 SCRIPT = str(HERE / "still.py")
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-PHALANX = [sys.executable, "-m", "phalanx.cli", "run"]
 PEER = "torchrun, pytorch"
 JOBS = {
-    PEER: (TORCHRUN, "pytorch", "gloo"),
-    "phalanx run, pytorch": (PHALANX, "pytorch", "phalanx"),
-    "phalanx run, phalanx-zero": (PHALANX, "phalanx-zero", "phalanx"),
+    PEER: ("torchrun", "pytorch", "gloo"),
+    "phalanx run, pytorch": ("phalanx run", "pytorch", "phalanx"),
+    "phalanx run, phalanx-zero": ("phalanx run", "phalanx-zero", "phalanx"),
 }
 PATIENCE_S = 300.0
 
@@ -61,7 +60,7 @@ def main() -> None:
 def measure(name: str, width: int, ranks: int) -> float:
     """Return the MB (10^6 bytes) of all processes of the job, when its ranks stand still."""
     launcher, contestant, backend = JOBS[name]
-    command = [*launcher, "--nproc-per-node", str(ranks), SCRIPT, contestant, backend, str(width)]
+    (command,) = type_lines(launcher, ranks, [SCRIPT, contestant, backend, str(width)])
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as job:
         try:

@@ -1,14 +1,12 @@
-"""What one rank counts while it reduces: time, processor time, waits, and what its host sent."""
+"""Count on one rank, while it reduces, time, processor time, waits, and what its host sends."""
 
 from __future__ import annotations
 
-import os
 import resource
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -19,6 +17,7 @@ from phalanx.testing import Host
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from harness import plan_rounds
+from harness.ranks import join_on_host
 
 BACKENDS = ("gloo", "phalanx")
 _ROUND_S = 0.3  # of calls, back to back, or one call
@@ -26,7 +25,7 @@ _ROUND_S = 0.3  # of calls, back to back, or one call
 
 @dataclass(frozen=True)
 class Sample:
-    """One round of one backend and size, for each call: seconds of the slowest rank, and the means of a rank.
+    """A sample is one round of one backend and size: for each call, seconds of the slowest rank, and a rank's means.
 
     `cpu_s` is processor time of all threads of a rank, `waits` how often one of them gave up its core to wait. `sent`
     and `packets` are bytes and packets that left a rank through the interfaces of its host, loopback's included.
@@ -46,15 +45,7 @@ def rank_main(
     rank: int, world_size: int, machines: Sequence[Host], per_host: int, sizes: Sequence[int], rounds: int
 ) -> Samples:
     """Enter this rank's host, check both backends' sums, and measure them in turns."""
-    machines[rank // per_host].enter()
-    os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
-    dist.init_process_group(
-        "phalanx",
-        init_method=f"tcp://{machines[0].address}:29513",
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=120),
-    )
+    join_on_host(rank, world_size, machines, per_host)
     groups = {"gloo": dist.new_group(backend="gloo"), "phalanx": dist.group.WORLD}
     samples: Samples = {}
     for nbytes in sizes:
@@ -70,7 +61,7 @@ def rank_main(
 
 
 def _calls_of(tensor: torch.Tensor, group: dist.ProcessGroup | None, world_size: int, rank: int) -> int:
-    """How many calls make a round, equal on all ranks; the first one is checked."""
+    """Return how many calls make a round, equal on all ranks; the first one is checked."""
     tensor.fill_(rank + 1.0)
     dist.all_reduce(tensor, group=group)
     if not bool((tensor == world_size * (world_size + 1) / 2).all()):
@@ -107,7 +98,7 @@ def _measure(
 
 
 def _sent() -> tuple[int, int]:
-    """Bytes and packets that have left through the interfaces of this host, loopback's included."""
+    """Return the bytes and packets that have left through the interfaces of this host, loopback's included."""
     lines = Path("/proc/thread-self/net/dev").read_text(encoding="ascii").splitlines()[2:]
     columns = [line.partition(":")[2].split() for line in lines]
     return sum(int(column[8]) for column in columns), sum(int(column[9]) for column in columns)

@@ -34,12 +34,12 @@ Table = dict[tuple[int, int], Samples]  # by hosts and ranks on each
 
 
 def median(samples: list[Sample]) -> Sample:
-    """The median of each figure."""
+    """Return the median of each figure."""
     return Sample(**{name: statistics.median(getattr(one, name) for one in samples) for name in asdict(samples[0])})
 
 
 def predicted_s(num_hosts: int, per_host: int, nbytes: int, link: Link) -> float:
-    """What the model says of the ring between hosts, under memory inside of them."""
+    """Return what the model predicts for the ring between hosts, with memory inside of them."""
     topology = Topology.of_sizes([per_host] * num_hosts)
     schedule = build("ring", "all_reduce", Topology.flat(num_hosts))
     if per_host > 1:
@@ -48,7 +48,7 @@ def predicted_s(num_hosts: int, per_host: int, nbytes: int, link: Link) -> float
 
 
 def rows_on_one_host(table: Table, sizes: list[int]) -> list[list[str]]:
-    """A row for each size and number of ranks: ours, and Gloo's in turn."""
+    """Return a row for each size and number of ranks of one host."""
     rows = []
     for nbytes in sizes:
         for (num_hosts, per_host), samples in table.items():
@@ -72,7 +72,7 @@ def rows_on_one_host(table: Table, sizes: list[int]) -> list[list[str]]:
 
 
 def rows_between_hosts(table: Table, sizes: list[int], link: Link) -> list[list[str]]:
-    """A row for each size and number of hosts: what was counted, what is predicted."""
+    """Return a row for each size and number of hosts: what was counted, and what is predicted."""
     rows = []
     for nbytes in sizes:
         for (num_hosts, per_host), samples in table.items():
@@ -99,7 +99,7 @@ def rows_between_hosts(table: Table, sizes: list[int], link: Link) -> list[list[
 
 
 def panels(table: Table, sizes: list[int], link: Link) -> list[Panel]:
-    """Processor time and waits over ranks, time over hosts."""
+    """Return what to draw: processor time over ranks, and time over hosts."""
     made = []
     for nbytes in sizes:
         curves: dict[str, list[Point]] = {
@@ -129,7 +129,7 @@ def panels(table: Table, sizes: list[int], link: Link) -> list[Panel]:
 
 
 def far_rows(table: Table, sizes: list[int]) -> list[list[str]]:
-    """What is predicted for many ranks: time by the model, processor time as a power through what was counted."""
+    """Predict for many ranks: time by the model, processor time as a power through what was counted."""
     rows = []
     for nbytes in sizes:
         counted = [

@@ -42,7 +42,7 @@ sys.exit(main(sys.argv[1:]))
 
 
 def plan_contestants(ranks: int, script: str, machines: Sequence[Host]) -> dict[str, Callable[[], float]]:
-    """With `ranks` here or on each of several hosts; the agent alone is a part of a job on one host."""
+    """Return the contestants, with `ranks` here or on each of several hosts; the agent alone only here."""
 
     def contest(launcher: str, backend: str) -> Callable[[], float]:
         lines = type_lines(launcher, ranks, [script, backend], machines)
