@@ -120,9 +120,9 @@ class Arrivals:
     # -- who has come --------------------------------------------------------------------------------------------
 
     def count(self) -> int:
-        """Return how many have taken a place."""
+        """Return how many have taken a place; the ranks of one host ask for it together."""
         came = self.key("came")
-        return int(self._store.get(came)) if self._store.check([came]) else 0
+        return int(self._store.compare_set(came, "", "") or 0) if self._store.check([came]) else 0
 
     def read_all(self) -> dict[int, Arrival]:
         """Return all who have come, by place."""

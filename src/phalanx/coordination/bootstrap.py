@@ -315,7 +315,7 @@ class Bootstrap:
         waited = patience.timeout_s - patience.left_s
         first, size = self._arrivals.first, self._me.world_size
         if size > _MOST_DESCRIBED and not is_first:  # thousands of ranks would read each other's words
-            num_missing = size - int(self._store.get(self._arrivals.key("came")))
+            num_missing = size - self._arrivals.count()
             who_knows = f"rank {first.rank}" if first is not self._me else "the rank that came first"
             whom = f"{num_missing} of {size} ranks ({who_knows} says which)"
         else:

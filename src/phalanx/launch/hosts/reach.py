@@ -204,10 +204,11 @@ def describe(labels: Sequence[str], results: Mapping[int, Mapping[int, str]], ta
     """Return a line for each host that could not be reached from another: who tried which address, and what
     came back.
     """
+    by_node = {target.node: target for target in targets}
     lines = []
-    for node, answers in sorted(results.items()):
-        for target in targets:
-            if answer := answers.get(target.node, ""):
+    for node, answers in sorted(results.items()):  # of a thousand hosts each has tried few
+        for tried, answer in sorted(answers.items()):
+            if answer and (target := by_node.get(tried)) is not None:
                 place = Address(target.address, target.port)
                 lines.append(f"  from {labels[node]} to {target.label} at {place}: {answer}")
     return lines
