@@ -11,6 +11,7 @@ from tests.system.collective_checks import tensor_of
 from tests.system.hosts_jobs import on_hosts
 
 from phalanx.testing import why_no_hosts
+from phalanx.transport.hierarchical import bruck
 from phalanx.transport.hierarchical.exchange import SMALL_BYTES
 
 pytestmark = pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts())
@@ -26,14 +27,14 @@ OPERATIONS = (
 class Case:
     """An operation on tensors that every rank can tell; `parts` are the elements that belong to each rank."""
 
-    def __init__(self, seed, world_size):
+    def __init__(self, seed, world_size, num_hosts):
         draw = random.Random(seed)
-        self.seed, self.world_size = seed, world_size
+        self.seed, self.world_size, self.num_hosts = seed, world_size, num_hosts
         self.operation = draw.choice(OPERATIONS)
         self.dtype = draw.choice(DTYPES)
         self.reduction = draw.choice(REDUCTIONS)
         self.root = draw.randrange(world_size)
-        limit = SMALL_BYTES // self.dtype.itemsize
+        limit = SMALL_BYTES // (num_hosts - 1) // self.dtype.itemsize
         # Nothing, little, about as much as still travels with the head of the call, and several segments.
         count = draw.choice(
             (0, 1, draw.randrange(2, 300), limit + draw.randrange(-2, 3), draw.randrange(limit, 6 * limit))
@@ -101,7 +102,7 @@ class Case:
         """What Gloo says, where it can be asked: it knows no uneven parts, and takes strided tensors for dense ones."""
         if self.operation == "all_gather of uneven parts":
             return [self.tensor(r, self.part + r) for r in range(self.world_size)]
-        dense = Case(self.seed, self.world_size)
+        dense = Case(self.seed, self.world_size, self.num_hosts)
         dense.strided = False
         outputs, work = dense.call(group, rank)
         if work is not None:
@@ -118,13 +119,19 @@ def exact(case):
     return case.reduction is not dist.ReduceOp.PRODUCT or case.dtype not in (torch.float16, torch.bfloat16)
 
 
-@pytest.mark.parametrize("sizes", [(2, 2), (1, 1, 1), (3, 1), (2, 3)], ids=str)
-def test_generated_collectives_give_what_gloo_gives(sizes):
+@pytest.mark.parametrize(
+    ("sizes", "most_direct"),
+    [((2, 2), 8), ((1, 1, 1), 8), ((3, 1), 8), ((2, 3), 8), ((1, 1, 1), 2), ((1, 2, 1, 1, 2), 4)],
+    ids=str,
+)
+def test_generated_collectives_give_what_gloo_gives(sizes, most_direct):
+    """Of more hosts than `most_direct` leaders forward each other's messages."""
+
     def check(rank, world_size, machines):
         gloo = dist.new_group(list(range(world_size)), backend="gloo")
         under_way = []
         for seed in range(70):
-            case = Case(seed, world_size)
+            case = Case(seed, world_size, len(sizes))
             outputs, work = case.call(None, rank)
             under_way.append((case, outputs, work))
             if len(under_way) < 4 and seed < 69:  # several asynchronous ones at once, with others between
@@ -141,4 +148,5 @@ def test_generated_collectives_give_what_gloo_gives(sizes):
     # Gloo's own group takes the interface that it is told.
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GLOO_SOCKET_IFNAME", "eth0")
+        patch.setattr(bruck, "MOST_DIRECT", most_direct)
         assert all(on_hosts(sizes, check, timeout_s=30.0))

@@ -11,6 +11,7 @@ from tests.transport import contract
 
 from phalanx.backend import create
 from phalanx.testing import run_ranks, why_no_hosts
+from phalanx.transport.hierarchical import bruck
 
 WORLD = 3
 
@@ -38,8 +39,9 @@ def test_gloo_keeps_the_contract(monkeypatch):
 
 
 @pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts())
-@pytest.mark.parametrize("sizes", [(2, 1), (1, 1, 1)], ids=str)
-def test_several_hosts_keep_the_contract(sizes):
+@pytest.mark.parametrize(("sizes", "most_direct"), [((2, 1), 8), ((1, 1, 1), 8), ((1, 1, 1), 2)], ids=str)
+def test_several_hosts_keep_the_contract(monkeypatch, sizes, most_direct):
+    monkeypatch.setattr(bruck, "MOST_DIRECT", most_direct)  # of more hosts leaders forward each other's messages
     assert on_hosts(sizes, _all, run_s=100) == ["HierarchicalTransport"] * WORLD
 
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from tests.system.hosts_jobs import on_hosts
 
 from phalanx.testing import why_no_hosts
-from phalanx.transport.hierarchical import exchange
+from phalanx.transport.hierarchical import inboxes
 
 pytestmark = pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts())
 CALLS = 30
@@ -29,9 +29,9 @@ def _count_looks(rank, world_size, machines, core_is_wanted):
         else:
             yield_core()
 
-    exchange._CROWDED_S = 5e-4 if core_is_wanted else 1e9  # a busy machine takes the core away whenever it likes
+    inboxes._CROWDED_S = 5e-4 if core_is_wanted else 1e9  # a busy machine takes the core away whenever it likes
     os.sched_yield = counted
-    group.transport._leaders._without_looks = 0  # the machine may have been busy before
+    group.transport._leaders._inboxes._without_looks = 0  # the machine may have been busy before
     try:
         for n in range(CALLS):
             tensor = torch.tensor([float(n + rank)])

@@ -146,17 +146,21 @@ class SegmentedCollectives(Agreement):
         """Open each segment (post its receives), start it, play its steps and finish it, in the order of `ticks`; see
         `Ticks`.
 
-        `before_others` is called once, before anything of another host is waited for.
+        `before_others` is called once, before anything of another host is waited for; where leaders forward each
+        other's messages, before anything is sent, behind which those would have to wait.
         """
+        before_others_at = ticks.per_step if self._leaders is None or self._leaders.is_direct else 0
         under_way: dict[int, tuple[Tensor, Iterator[None]]] = {}
         opened = 0
         for tick in range(ticks.count):
             for number in range(opened, ticks.opened(tick)):
                 under_way[number] = open_(number)
             opened = max(opened, ticks.opened(tick))
+            if tick == before_others_at == 0:
+                before_others()
             if tick < ticks.num_segments:
                 start(tick, under_way[tick][0])
-            if tick == ticks.per_step:
+            if tick == before_others_at > 0:
                 before_others()
             for number in ticks.stepping(tick):
                 next(under_way[number][1], None)  # waits for its last step, and starts the next

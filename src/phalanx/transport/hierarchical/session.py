@@ -42,6 +42,7 @@ from phalanx.transport.background import Background
 from phalanx.transport.base import CallContext
 from phalanx.transport.call import Call, Disagreement
 from phalanx.transport.health_monitor import HealthMonitor
+from phalanx.transport.hierarchical.bruck import open_exchange
 from phalanx.transport.hierarchical.compression import Compression
 from phalanx.transport.hierarchical.exchange import LeaderExchange
 from phalanx.transport.hierarchical.failure_reports import LocalFailure, Reports
@@ -157,7 +158,7 @@ class HierarchicalSession(Reports):
         if layout.rail:
             self._rail = Rail(engine, layout.rail, layout.host, options.algorithm, self._compression, options.link)
         if layout.local_rank == 0:
-            self._leaders = LeaderExchange(engine, layout)
+            self._leaders = open_exchange(engine, layout)
         self._monitor = HealthMonitor(failure_store, self._where, self._is_over, self._take_report)
 
     @property

@@ -22,11 +22,9 @@ from phalanx.dtypes import dtype_of
 from phalanx.transport.base import CallContext
 from phalanx.transport.call import Call
 from phalanx.transport.hierarchical.agreement import Agreement, Piece
-from phalanx.transport.hierarchical.exchange import SMALL_BYTES
+from phalanx.transport.hierarchical.exchange import ALWAYS_SMALL_BYTES, SMALL_BYTES
 from phalanx.transport.numerics import HALF, divide, sum_of, sum_type
 from phalanx.transport.tensors import dense, is_plain, nbytes, scaled, write_back
-
-ALWAYS_SMALL_BYTES = 256  # a sum of so many bytes travels with the heads although the options name an algorithm
 
 
 class SmallCollectives(Agreement):
@@ -162,10 +160,16 @@ class SmallCollectives(Agreement):
             if self._leaders is not None:
                 code, op, at = dtype_of(source.dtype).code, sum_of(redop), source.data_ptr()
                 _core.reduce(at, tuple(parts), len(source), code, op)
-                self._send_heads(deadline, {h: ((at + a * item, (b - a) * item),) for h, (a, b) in enumerate(bounds)})
+                if self._leaders.is_direct:
+                    pieces = {h: ((at + a * item, (b - a) * item),) for h, (a, b) in enumerate(bounds)}
+                    skipped = 0
+                else:
+                    pieces = dict.fromkeys(self._leaders.hosts, ((at, nbytes(source)),))
+                    skipped = begin * item
+                self._send_heads(deadline, pieces)
                 came = self._agree(deadline)
                 at += begin * item
-                hosts = tuple([came[h].address if h in came else at for h in range(layout.num_hosts)])
+                hosts = tuple([came[h].address + skipped if h in came else at for h in range(layout.num_hosts)])
                 _core.reduce(at, hosts, len(total), code, op)
                 divide(total, redop, self.world_size)
                 self._used()
