@@ -12,7 +12,7 @@ from torch import nn, optim
 import phalanx
 from phalanx import ZeroRedundancyOptimizer
 from phalanx.optim import merge_state_dicts
-from phalanx.testing import why_no_hosts
+from phalanx.testing import RankFailed, why_no_hosts
 
 pytestmark = pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts())
 
@@ -122,6 +122,23 @@ def _is_refused(rank, world_size, machines):
 
 def test_an_elastic_job_refuses_it():
     on_hosts((2, 2), _is_refused)
+
+
+def _joins(rank, world_size, machines, offload):
+    model = wrapped()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), optim.SGD, lr=0.1, offload=offload)
+    with model.join():
+        train(model, optimizer, rank, STEPS - (rank == world_size - 1))
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_rank_that_runs_out_of_data_is_refused_by_name(offload):
+    """Ranks of a host that had left changed no parameter in later steps, those of the other host did, and all went on;
+    or one rank had left, and all others waited for their whole timeout.
+    """
+    with pytest.raises(RankFailed) as caught:
+        on_hosts((2, 2), _joins, offload)
+    assert "every rank updates a part of the parameters" in str(caught.value.errors[3])
 
 
 def _offloads(rank, world_size, machines):

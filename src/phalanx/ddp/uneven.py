@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from phalanx.backend.shared import sharing_group
-from phalanx.backend.shared_masters import has_master
+from phalanx.backend.shared_updates import has_shared_update
 from phalanx.core_numbers import LEFT, MISMATCH
 from phalanx.diagnostics.divergence import EVEN_ADVICE
 from phalanx.diagnostics.flight_recorder import read_position
@@ -74,11 +74,12 @@ class UnevenInputs:
 
 def are_shared(parameters: Iterable[Tensor], group: Any) -> bool:
     """Return whether ranks share some parameter or its master, of which each updates a part, as ZeroRedundancyOptimizer
-    does.
+    does; on several hosts the ranks of each host do.
     """
     ours = sharing_group(group)
-    return ours is not None and any(
-        has_master(parameter) or ours.symm_mem.holds(parameter.data_ptr()) for parameter in parameters
+    return any(
+        has_shared_update(parameter) or (ours is not None and ours.symm_mem.holds(parameter.data_ptr()))
+        for parameter in parameters
     )
 
 

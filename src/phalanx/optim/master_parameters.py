@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from phalanx.backend.shared_updates import note_shared_update
 from phalanx.optim.parameter_shard import in_memory_order
 from phalanx.optim.plan import Slice, plan_waves
 from phalanx.optim.shared_parameters import SharedBlock
@@ -75,6 +76,8 @@ class MasterParameters(SharedBlock):
         self._lock()
         self.push_exact()
         dist.barrier(group=group)  # nobody updates what another still reads
+        if group.size() > 1:
+            note_shared_update(self.parameters, self)
 
     def leave(self, memory: Tensor) -> None:
         """Take over the values of `memory`, which is laid out as the block and is this rank's own; the devices do so,

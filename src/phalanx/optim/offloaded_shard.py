@@ -7,7 +7,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from phalanx.backend.shared_masters import note_master
 from phalanx.optim.master_parameters import MasterParameters
 from phalanx.optim.parameter_shard import in_memory_order
 from phalanx.optim.plan import Slice
@@ -29,7 +28,6 @@ class OffloadedShard:
         self.tensor.requires_grad_(self.tensor.is_floating_point() or self.tensor.is_complex())
         self._copy: Tensor | None = None
         self._wait: Callable[[], object] | None = None  # for the copy that is under way
-        note_master(parameter, self)
 
     @property
     def widens(self) -> bool:

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from phalanx.backend.shared_updates import note_shared_update
 from phalanx.malloc import give_back_freed_memory
 from phalanx.optim.plan import Extent, Slice, plan_offsets
 from phalanx.transport.tensors import is_dense
@@ -88,6 +89,8 @@ class SharedParameters(SharedBlock):
         dist.barrier(group=group)
         for parameter, view in zip(self.parameters, views, strict=True):
             parameter.data = view
+        if group.size() > 1:
+            note_shared_update(self.parameters, self)
         give_back_freed_memory()
 
     def leave(self, memory: Tensor) -> None:

@@ -26,6 +26,18 @@ copy_all: Any = find("torch._foreach_copy_", loses="copies of many tensors take 
 """Copy each of the second list of tensors into the one at its place in the first."""
 
 
+def alias(tensor: Tensor) -> Tensor:
+    """Return a tensor of the same memory, unknown to autograd, to which any thread may write.
+
+    Only inference mode may write to its tensors, and it belongs to a thread: a collective may run in another one.
+    """
+    if not tensor.is_inference() or is_zero_tensor(tensor) or tensor.is_neg() or tensor.is_conj():
+        return tensor.detach()
+    with torch.inference_mode(False):
+        same = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return same.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
 def is_plain(tensor: Tensor) -> bool:
     """Return whether the elements lie in order in memory and mean what they say."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg() and not is_zero_tensor(tensor)

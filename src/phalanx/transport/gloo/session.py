@@ -39,7 +39,7 @@ from phalanx.transport.base import CallContext
 from phalanx.transport.call import Call, Disagreement
 from phalanx.transport.engine_session import EngineSession
 from phalanx.transport.health_monitor import HealthMonitor
-from phalanx.transport.tensors import flat
+from phalanx.transport.tensors import alias, flat
 
 _PAUSE_S = 0.02
 _SOON_S = 0.01  # Gloo counts milliseconds, and may give up one early
@@ -202,6 +202,7 @@ class GlooSession(EngineSession):
         message, but not if the message had begun to come.
         """
         connected = set(self._others)
+        arguments = _aliases(arguments)
 
         def carry_out() -> None:
             with talking():
@@ -309,3 +310,11 @@ def timedelta_of(deadline: Deadline) -> timedelta:
 def bytes_of(tensor: Tensor) -> Tensor:
     """Return the memory of a plain tensor."""
     return flat(tensor).view(torch.uint8)
+
+
+def _aliases(arguments: Sequence[Any]) -> list[Any]:
+    """Return the arguments of one of Gloo's collectives with tensors that any thread may write."""
+    found: list[Any] = []
+    for each in arguments:
+        found.append(_aliases(each) if isinstance(each, list) else alias(each) if isinstance(each, Tensor) else each)
+    return found

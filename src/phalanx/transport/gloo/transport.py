@@ -15,7 +15,7 @@ from phalanx.transport.base import CallContext
 from phalanx.transport.call import Call, Disagreement, compare_splits, describe_call
 from phalanx.transport.gloo.numerics import is_reducible, operation_of, result_of, summand
 from phalanx.transport.gloo.session import GlooSession, bytes_of, talking, timedelta_of
-from phalanx.transport.tensors import dense, nbytes, scaled, write_back
+from phalanx.transport.tensors import alias, dense, nbytes, scaled, write_back
 
 
 class GlooTransport(GlooSession):
@@ -36,7 +36,7 @@ class GlooTransport(GlooSession):
 
     def all_reduce(self, tensor: Tensor, redop: int, ctx: CallContext, *, root: int = -1, factor: Any = None) -> None:
         """Reduce `tensor` over ranks in place, on all or only on `root`; multiply each input by `factor` first."""
-        tensor = tensor.detach()
+        tensor = alias(tensor)
         call = describe_call("all_reduce" if root < 0 else "reduce", tensor, self._place(ctx), redop=redop, root=root)
         with self._collective(call, ctx) as deadline:
             result = self._reduced(dense(scaled(tensor, factor)), redop, deadline, root)
@@ -61,13 +61,13 @@ class GlooTransport(GlooSession):
         self, output: Tensor, inputs: Sequence[Tensor], redop: int, ctx: CallContext, *, factor: Any = None
     ) -> None:
         """Write the reduction over ranks of inputs[rank] to `output`; the inputs may differ in size."""
-        output = output.detach()
+        output = alias(output)
         counts = [t.numel() for t in inputs]
         call = describe_call(
             "reduce_scatter", output, self._place(ctx), redop=redop, count=sum(counts), sizes=tuple(counts)
         )
         with self._collective(call, ctx) as deadline:
-            whole = torch.cat([dense(scaled(t.detach(), factor)).view(-1) for t in inputs])
+            whole = torch.cat([dense(scaled(alias(t), factor)).view(-1) for t in inputs])
             parts = torch.split(self._reduced(whole, redop, deadline), counts)
             write_back(output, parts[self.rank].view(output.shape))
 
@@ -75,19 +75,19 @@ class GlooTransport(GlooSession):
         self, output: Tensor, tensor: Tensor, redop: int, ctx: CallContext, *, factor: Any = None
     ) -> None:
         """Split `tensor` in equal parts, and write the reduction over ranks of this rank's part to `output`."""
-        output = output.detach()
+        output = alias(output)
         count = output.numel()
         sizes = (count,) * self.world_size
         call = describe_call("reduce_scatter", output, self._place(ctx), redop=redop, count=tensor.numel(), sizes=sizes)
         with self._collective(call, ctx) as deadline:
-            whole = self._reduced(dense(scaled(tensor.detach(), factor)).view(-1), redop, deadline)
+            whole = self._reduced(dense(scaled(alias(tensor), factor)).view(-1), redop, deadline)
             write_back(output, whole[self.rank * count : (self.rank + 1) * count].view(output.shape))
 
     # -- moves ---------------------------------------------------------------------------------------------------
 
     def broadcast(self, tensor: Tensor, root: int, ctx: CallContext) -> None:
         """Overwrite `tensor` on every rank with root's."""
-        tensor = tensor.detach()
+        tensor = alias(tensor)
         data = dense(tensor)
         with self._collective(describe_call("broadcast", data, self._place(ctx), root=root), ctx) as deadline:
             if self.world_size > 1 and nbytes(data):
@@ -97,7 +97,7 @@ class GlooTransport(GlooSession):
 
     def gather(self, outputs: Sequence[Tensor], tensor: Tensor, ctx: CallContext, *, root: int = -1) -> None:
         """Write rank r's `tensor` to outputs[r], on every rank or only on `root`; elsewhere `outputs` is empty."""
-        tensor, outputs = tensor.detach(), [t.detach() for t in outputs]
+        tensor, outputs = alias(tensor), [alias(t) for t in outputs]
         data = dense(tensor)
         if root >= 0:
             self._gather_to(outputs, data, root, ctx)
@@ -120,7 +120,7 @@ class GlooTransport(GlooSession):
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, ctx: CallContext) -> None:
         """Write rank r's `tensor` to part r of `output`, which is split in world_size equal parts."""
-        output, data = output.detach(), dense(tensor.detach())
+        output, data = alias(output), dense(alias(tensor))
         with self._collective(describe_call("all_gather", data, self._place(ctx)), ctx) as deadline:
             parts = self._all_gather(bytes_of(data), [nbytes(data)] * self.world_size, deadline)
             write_back(output, torch.cat(parts).view(output.dtype).view(output.shape))
@@ -141,10 +141,10 @@ class GlooTransport(GlooSession):
 
     def scatter(self, output: Tensor, inputs: Sequence[Tensor], root: int, ctx: CallContext) -> None:
         """Write root's inputs[rank] to `output`; on the other ranks `inputs` is empty."""
-        output = output.detach()
+        output = alias(output)
         data = dense(output)
         with self._collective(describe_call("scatter", data, self._place(ctx), root=root), ctx) as deadline:
-            pieces = [bytes_of(dense(t.detach())) for t in inputs]
+            pieces = [bytes_of(dense(alias(t))) for t in inputs]
             if self.world_size == 1:
                 bytes_of(data).copy_(pieces[0])
             elif nbytes(data):
@@ -156,20 +156,20 @@ class GlooTransport(GlooSession):
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], ctx: CallContext, *, splits: bool
     ) -> None:
         """Write rank r's inputs[rank] to outputs[r]; with `splits` sizes may differ."""
-        outputs = [t.detach() for t in outputs]
+        outputs = [alias(t) for t in outputs]
         sent, awaited = [nbytes(t) for t in inputs], [nbytes(t) for t in outputs]
         # The sizes differ from rank to rank, and are compared in a round of their own.
         call = describe_call("all_to_all", inputs[0], self._place(ctx), count=-1)
         with self._collective(call, ctx) as deadline:
             self._compare(sent, awaited, deadline)
-            whole = torch.cat([bytes_of(dense(t.detach())) for t in inputs])
+            whole = torch.cat([bytes_of(dense(alias(t))) for t in inputs])
             got = torch.empty(sum(awaited), dtype=torch.uint8)
             self._exchange(got, whole, awaited, sent, deadline)
             self._hand_out(outputs, torch.split(got, awaited))
 
     def all_to_all_single(self, output: Tensor, tensor: Tensor, ctx: CallContext) -> None:
         """Exchange the equal parts of two contiguous tensors as `all_to_all` does; they are not copied."""
-        tensor, output = tensor.detach(), output.detach()
+        tensor, output = alias(tensor), alias(output)
         sizes = [nbytes(tensor) // self.world_size] * self.world_size
         # The sizes differ from rank to rank, and are compared in a round of their own.
         call = describe_call("all_to_all", tensor, self._place(ctx), count=-1)
@@ -202,7 +202,7 @@ class GlooTransport(GlooSession):
     def send(self, tensor: Tensor, dst: int, tag: int, ctx: CallContext) -> None:
         """Return when the bytes of `tensor` have left it."""
         self._check_tag(tag)
-        data = dense(tensor.detach())
+        data = dense(alias(tensor))
         header = torch.tensor([nbytes(data), dtype_of(data.dtype).code])
         deadline = Deadline.after(ctx.timeout_s)
         with self._reporting(Operation(f"send to rank {dst}", self.group, self.rank), deadline, dst), talking():
@@ -212,7 +212,7 @@ class GlooTransport(GlooSession):
     def recv(self, tensor: Tensor, src: int, tag: int, ctx: CallContext) -> int:
         """Receive into `tensor` the next message from `src` (if below zero, any rank) with `tag`; return its sender."""
         self._check_tag(tag)
-        tensor = tensor.detach()
+        tensor = alias(tensor)
         data = dense(tensor)
         header = torch.empty(2, dtype=torch.int64)
         deadline = Deadline.after(ctx.timeout_s)

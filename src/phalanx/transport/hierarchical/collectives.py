@@ -14,7 +14,7 @@ from phalanx.transport.base import CallContext
 from phalanx.transport.call import Call, describe_call
 from phalanx.transport.hierarchical.direct import DirectCollectives
 from phalanx.transport.numerics import HALF, sum_type
-from phalanx.transport.tensors import dense, is_plain, nbytes, scaled, write_back
+from phalanx.transport.tensors import alias, dense, is_plain, nbytes, scaled, write_back
 
 
 class HierarchicalCollectives(DirectCollectives):
@@ -62,7 +62,7 @@ class HierarchicalCollectives(DirectCollectives):
         Cost: of S bytes on H hosts, S(H-1) leave a host at once if that is little; else 2S(H-1)/H, in segments.
         Numerics: half types add up in float32 and are rounded once; AVG divides the sum once. The same bits everywhere.
         """
-        tensor = tensor.detach()
+        tensor = alias(tensor)
         call = describe_call("all_reduce" if root < 0 else "reduce", tensor, self._place(ctx), redop=redop, root=root)
         if self._is_small_sum(tensor.dtype, tensor.numel()):
             self._small_all_reduce(tensor, call, redop, ctx, root=root, factor=factor)
@@ -101,7 +101,7 @@ class HierarchicalCollectives(DirectCollectives):
 
         Cost: of S bytes in all, S(H-1)/H leave each of H hosts.
         """
-        output, inputs = output.detach(), [t.detach() for t in inputs]
+        output, inputs = alias(output), [alias(t) for t in inputs]
         counts = tuple(t.numel() for t in inputs)
         call = describe_call("reduce_scatter", output, self._place(ctx), redop=redop, count=sum(counts), sizes=counts)
         if self._is_small_sum(output.dtype, sum(counts)):
@@ -116,7 +116,7 @@ class HierarchicalCollectives(DirectCollectives):
         self, output: Tensor, tensor: Tensor, redop: int, ctx: CallContext, *, factor: Any = None
     ) -> None:
         """Split `tensor` in equal parts, and write the reduction over ranks of this rank's part to `output`."""
-        flat = dense(tensor.detach()).view(-1)
+        flat = dense(alias(tensor)).view(-1)
         self.reduce_scatter(output, torch.split(flat, [output.numel()] * self.world_size), redop, ctx, factor=factor)
 
     def _large_reduce_scatter(
@@ -135,7 +135,7 @@ class HierarchicalCollectives(DirectCollectives):
 
     def broadcast(self, tensor: Tensor, root: int, ctx: CallContext) -> None:
         """Overwrite `tensor` on every rank with root's. Cost: S bytes to each host that it is passed on to."""
-        tensor = tensor.detach()
+        tensor = alias(tensor)
         call = describe_call("broadcast", tensor, self._place(ctx), root=root)
         if self._is_small(nbytes(tensor)):
             self._small_broadcast(tensor, call, root, ctx)
@@ -155,7 +155,7 @@ class HierarchicalCollectives(DirectCollectives):
 
         Cost: of S bytes in all, S(H-1)/H leave each of H hosts; what belongs to `root` crosses once.
         """
-        tensor, outputs = tensor.detach(), [t.detach() for t in outputs]
+        tensor, outputs = alias(tensor), [alias(t) for t in outputs]
         if root >= 0:
             self._interruptible(Call("gather"), ctx, partial(self._gather_to, outputs, tensor, root, ctx))
             return
@@ -168,7 +168,7 @@ class HierarchicalCollectives(DirectCollectives):
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, ctx: CallContext) -> None:
         """Write rank r's `tensor` to part r of `output`, which is split in world_size equal parts."""
-        output, tensor = output.detach(), tensor.detach()
+        output, tensor = alias(output), alias(tensor)
         call = describe_call("all_gather", tensor, self._place(ctx))
         sizes = (nbytes(tensor),) * self.world_size
         if self._is_small(sum(sizes)):
@@ -202,7 +202,7 @@ class HierarchicalCollectives(DirectCollectives):
 
     def all_to_all_single(self, output: Tensor, tensor: Tensor, ctx: CallContext) -> None:
         """Exchange the equal parts of two contiguous tensors as `all_to_all` does."""
-        parts = [list(t.detach().view(-1).chunk(self.world_size)) for t in (output, tensor)]
+        parts = [list(alias(t).view(-1).chunk(self.world_size)) for t in (output, tensor)]
         if tensor.numel() == 0:
-            parts = [[t.detach()] * self.world_size for t in (output, tensor)]
+            parts = [[alias(t)] * self.world_size for t in (output, tensor)]
         self.all_to_all(parts[0], parts[1], ctx, splits=False)

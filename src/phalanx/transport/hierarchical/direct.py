@@ -18,7 +18,7 @@ from phalanx.transport.call import Disagreement, compare_splits, describe_call
 from phalanx.transport.hierarchical.rails import Message, talking_to
 from phalanx.transport.hierarchical.segmented import SegmentedCollectives
 from phalanx.transport.hierarchical.small import SmallCollectives
-from phalanx.transport.tensors import dense, nbytes, write_back
+from phalanx.transport.tensors import alias, dense, nbytes, write_back
 
 
 class DirectCollectives(SmallCollectives, SegmentedCollectives):
@@ -45,7 +45,7 @@ class DirectCollectives(SmallCollectives, SegmentedCollectives):
 
     def _scatter(self, output: Tensor, inputs: Sequence[Tensor], root: int, ctx: CallContext) -> None:
         """Write root's inputs[rank] to `output`; on the other ranks `inputs` is empty."""
-        output, parts = output.detach(), [dense(t.detach()) for t in inputs]
+        output, parts = alias(output), [dense(alias(t)) for t in inputs]
         data = dense(output)
         everybody, local = range(self.world_size), self.layout.local_ranks
         with self._running(describe_call("scatter", data, self._place(ctx), root=root), ctx) as deadline:
@@ -68,7 +68,7 @@ class DirectCollectives(SmallCollectives, SegmentedCollectives):
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], ctx: CallContext, *, splits: bool
     ) -> None:
         """Write rank r's inputs[rank] to outputs[r]; with `splits` sizes may differ, and are compared across ranks."""
-        outputs, src = [t.detach() for t in outputs], [dense(t.detach()) for t in inputs]
+        outputs, src = [alias(t) for t in outputs], [dense(alias(t)) for t in inputs]
         dst = [dense(t) for t in outputs]
         # Whether there are splits may differ from rank to rank, as on one host; the sizes themselves are compared.
         call = describe_call("all_to_all", src[0], self._place(ctx), count=-1)

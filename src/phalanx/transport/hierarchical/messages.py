@@ -20,7 +20,7 @@ from phalanx.transport.base import CallContext
 from phalanx.transport.call import describe_call
 from phalanx.transport.hierarchical.rails import ConnectionBroken, Message, talking_to
 from phalanx.transport.hierarchical.session import HierarchicalSession
-from phalanx.transport.tensors import dense, nbytes, write_back
+from phalanx.transport.tensors import alias, dense, nbytes, write_back
 
 
 class HierarchicalMessages(HierarchicalSession):
@@ -29,7 +29,7 @@ class HierarchicalMessages(HierarchicalSession):
     def send(self, tensor: Tensor, dst: int, tag: int, ctx: CallContext) -> None:
         """Return when the bytes of `tensor` have left it. It waits for the receive."""
         self._check_open(f"send to rank {dst}", tag, ctx)
-        data = dense(tensor.detach())
+        data = dense(alias(tensor))
         header = torch.tensor([nbytes(data), dtype_of(data.dtype).code])
         deadline = Deadline.after(ctx.timeout_s)
         here = self._operation(f"send to rank {dst}", ctx)
@@ -47,7 +47,7 @@ class HierarchicalMessages(HierarchicalSession):
     def recv(self, tensor: Tensor, src: int, tag: int, ctx: CallContext) -> int:
         """Receive into `tensor` the next message from `src` (if below zero, any rank) with `tag`; return its sender."""
         self._check_open(f"recv from rank {src}" if src >= 0 else "recv from any rank", tag, ctx)
-        data = dense(tensor.detach())
+        data = dense(alias(tensor))
         header = torch.empty(2, dtype=torch.int64)
         deadline = Deadline.after(ctx.timeout_s)
         here = self._operation(f"recv from rank {src}" if src >= 0 else "recv from any rank", ctx)
@@ -70,7 +70,7 @@ class HierarchicalMessages(HierarchicalSession):
                     message = Message(self._engine.recv(source, data, tag), source, deadline)
                 self._wait_for([message], source, sent_bytes)
             if data.data_ptr() != tensor.data_ptr():
-                write_back(tensor.detach(), data)
+                write_back(alias(tensor), data)
         return source
 
     def _wait_for(self, messages: Sequence[Message], peer: int, num_bytes: int) -> None:

@@ -80,7 +80,7 @@ class SegmentedCollectives(Agreement):
                 self._finish_segment(mine, result[ends[number] : ends[number + 1]], redop, ctx, deadline)
 
         self._run_ticks(ticks, open_, start, finish, before_others=lambda: self._agree_in_time(deadline))
-        if in_place and not result.is_inference():
+        if in_place:
             result[:0].zero_()  # what was added up through addresses counts as a change, as a copy does
 
     def _agree_in_time(self, deadline: Deadline) -> None:

@@ -18,7 +18,7 @@ from phalanx.transport.call import Call, Disagreement, compare_splits, describe_
 from phalanx.transport.mpi.datatypes import datatype_of, element_of, operation_of, summand
 from phalanx.transport.mpi.session import MpiSession
 from phalanx.transport.numerics import divide
-from phalanx.transport.tensors import dense, nbytes, scaled, write_back
+from phalanx.transport.tensors import alias, dense, nbytes, scaled, write_back
 
 
 class MpiTransport(MpiSession):
@@ -40,7 +40,7 @@ class MpiTransport(MpiSession):
 
     def all_reduce(self, tensor: Tensor, redop: int, ctx: CallContext, *, root: int = -1, factor: Any = None) -> None:
         """Reduce `tensor` over ranks in place, on all or only on `root`; multiply each input by `factor` first."""
-        tensor = tensor.detach()
+        tensor = alias(tensor)
         call = describe_call("all_reduce" if root < 0 else "reduce", tensor, self._place(ctx), redop=redop, root=root)
         with self._collective(call, ctx) as deadline:
             work = summand(dense(scaled(tensor, factor)))
@@ -59,13 +59,13 @@ class MpiTransport(MpiSession):
         self, output: Tensor, inputs: Sequence[Tensor], redop: int, ctx: CallContext, *, factor: Any = None
     ) -> None:
         """Write the reduction over ranks of inputs[rank] to `output`; the inputs may differ in size."""
-        output = output.detach()
+        output = alias(output)
         counts = [t.numel() for t in inputs]
         call = describe_call(
             "reduce_scatter", output, self._place(ctx), redop=redop, count=sum(counts), sizes=tuple(counts)
         )
         with self._collective(call, ctx) as deadline:
-            whole = summand(torch.cat([dense(scaled(t.detach(), factor)).view(-1) for t in inputs]))
+            whole = summand(torch.cat([dense(scaled(alias(t), factor)).view(-1) for t in inputs]))
             part = torch.empty(counts[self.rank], dtype=whole.dtype)
             operation = operation_of(self._mpi, redop, output.dtype)
             sent, received = self._reducible(whole), self._reducible(part)
@@ -78,7 +78,7 @@ class MpiTransport(MpiSession):
         self, output: Tensor, tensor: Tensor, redop: int, ctx: CallContext, *, factor: Any = None
     ) -> None:
         """Split `tensor` in equal parts, and write the reduction over ranks of this rank's part to `output`."""
-        output, tensor = output.detach(), tensor.detach()
+        output, tensor = alias(output), alias(tensor)
         count = output.numel()
         sizes = (count,) * self.world_size
         call = describe_call("reduce_scatter", output, self._place(ctx), redop=redop, count=tensor.numel(), sizes=sizes)
@@ -106,7 +106,7 @@ class MpiTransport(MpiSession):
 
     def broadcast(self, tensor: Tensor, root: int, ctx: CallContext) -> None:
         """Overwrite `tensor` on every rank with root's."""
-        tensor = tensor.detach()
+        tensor = alias(tensor)
         data = dense(tensor)
         with self._collective(describe_call("broadcast", data, self._place(ctx), root=root), ctx) as deadline:
             self._run(lambda comm: comm.Ibcast(self._elements(data), root), data, deadline)
@@ -115,7 +115,7 @@ class MpiTransport(MpiSession):
 
     def gather(self, outputs: Sequence[Tensor], tensor: Tensor, ctx: CallContext, *, root: int = -1) -> None:
         """Write rank r's `tensor` to outputs[r], on every rank or only on `root`; elsewhere `outputs` is empty."""
-        tensor, outputs = tensor.detach(), [t.detach() for t in outputs]
+        tensor, outputs = alias(tensor), [alias(t) for t in outputs]
         data = dense(tensor)
         counts = [t.numel() for t in outputs]
         all_sizes = tuple(counts) if root < 0 else ()
@@ -135,7 +135,7 @@ class MpiTransport(MpiSession):
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, ctx: CallContext) -> None:
         """Write rank r's `tensor` to part r of `output`, which is split in world_size equal parts."""
-        output, data = output.detach(), dense(tensor.detach())
+        output, data = alias(output), dense(alias(tensor))
         whole = dense(output)
         with self._collective(describe_call("all_gather", data, self._place(ctx)), ctx) as deadline:
             sent = self._elements(data)
@@ -146,10 +146,10 @@ class MpiTransport(MpiSession):
 
     def scatter(self, output: Tensor, inputs: Sequence[Tensor], root: int, ctx: CallContext) -> None:
         """Write root's inputs[rank] to `output`; on the other ranks `inputs` is empty."""
-        output = output.detach()
+        output = alias(output)
         data = dense(output)
         with self._collective(describe_call("scatter", data, self._place(ctx), root=root), ctx) as deadline:
-            whole = torch.cat([dense(t.detach()).view(-1) for t in inputs]) if inputs else data[:0]
+            whole = torch.cat([dense(alias(t)).view(-1) for t in inputs]) if inputs else data[:0]
             counts = [t.numel() for t in inputs]
             sent = self._pieces(whole, counts) if root == self.rank else None
             received = self._elements(data)
@@ -161,13 +161,13 @@ class MpiTransport(MpiSession):
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], ctx: CallContext, *, splits: bool
     ) -> None:
         """Write rank r's inputs[rank] to outputs[r]; with `splits` sizes may differ."""
-        outputs = [t.detach() for t in outputs]
+        outputs = [alias(t) for t in outputs]
         sent_counts, received_counts = [t.numel() for t in inputs], [t.numel() for t in outputs]
         # The sizes differ from rank to rank, and are compared in a round of their own.
         call = describe_call("all_to_all", inputs[0], self._place(ctx), count=-1)
         with self._collective(call, ctx) as deadline:
             self._compare(sent_counts, received_counts, inputs[0].element_size(), deadline)
-            whole = torch.cat([dense(t.detach()).view(-1) for t in inputs])
+            whole = torch.cat([dense(alias(t)).view(-1) for t in inputs])
             got = torch.empty(sum(received_counts), dtype=whole.dtype)
             sent, received = self._pieces(whole, sent_counts), self._pieces(got, received_counts)
             self._run(lambda comm: comm.Ialltoallv(sent, received), (whole, got), deadline)
@@ -175,7 +175,7 @@ class MpiTransport(MpiSession):
 
     def all_to_all_single(self, output: Tensor, tensor: Tensor, ctx: CallContext) -> None:
         """Exchange the equal parts of two contiguous tensors as `all_to_all` does; they are not copied."""
-        tensor, output = tensor.detach(), output.detach()
+        tensor, output = alias(tensor), alias(output)
         counts = [tensor.numel() // self.world_size] * self.world_size
         # The sizes differ from rank to rank, and are compared in a round of their own.
         call = describe_call("all_to_all", tensor, self._place(ctx), count=-1)
@@ -211,11 +211,11 @@ class MpiTransport(MpiSession):
 
     def send(self, tensor: Tensor, dst: int, tag: int, ctx: CallContext) -> None:
         """Return when the bytes of `tensor` have left it."""
-        self.end_send(self.begin_send(dense(tensor.detach()), dst, tag), dst, Deadline.after(ctx.timeout_s))
+        self.end_send(self.begin_send(dense(alias(tensor)), dst, tag), dst, Deadline.after(ctx.timeout_s))
 
     def recv(self, tensor: Tensor, src: int, tag: int, ctx: CallContext) -> int:
         """Receive into `tensor` the next message from `src` (if below zero, any rank) with `tag`; return its sender."""
-        tensor = tensor.detach()
+        tensor = alias(tensor)
         data = dense(tensor)
         source = self.end_recv(self.begin_recv(data, src, tag), data, src, Deadline.after(ctx.timeout_s))
         if data is not tensor:
