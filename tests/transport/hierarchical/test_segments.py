@@ -5,10 +5,11 @@ import pytest
 from phalanx.transport.hierarchical.segments import Ticks
 
 
+@pytest.mark.parametrize("num_messages", [1, 2, 3, 8, 100])
 @pytest.mark.parametrize("num_steps", [1, 2, 4, 6, 9])
 @pytest.mark.parametrize("nbytes", [0, 1, 2**19, 2**19 + 1, 2**20, 5 * 2**20, 64 * 2**20])
-def test_every_segment_starts_once_takes_all_its_steps_and_ends_once(nbytes, num_steps):
-    ticks = Ticks.of(nbytes, num_steps)
+def test_every_segment_starts_once_takes_all_its_steps_and_ends_once(nbytes, num_steps, num_messages):
+    ticks = Ticks.of(nbytes, num_steps, num_messages)
     taken = [0] * ticks.num_segments
     ended = []
     for tick in range(ticks.count):
@@ -31,6 +32,15 @@ def test_small_tensors_are_not_cut_and_large_ones_into_segments_of_two_mebibytes
     assert Ticks.of(1000, 1).num_segments == 1
     assert Ticks.of(2**20, 1).num_segments == 2
     assert Ticks.of(64 * 2**20, 1).num_segments == 32
+
+
+def test_between_many_hosts_messages_are_long_and_no_more_than_some_segments_are_in_memory():
+    """Each segment is cut once more, for the hosts: 4 MiB between eight went in messages of 64 KiB."""
+    for num_hosts in (3, 4, 8, 16, 64):
+        for nbytes in (2**19, 2**22, 2**24, 2**26, 2**30):
+            segment = nbytes / Ticks.of(nbytes, 2 * (num_hosts - 1), num_hosts).num_segments
+            assert segment >= min(nbytes, 2**18 * (num_hosts // 2)), (num_hosts, nbytes)
+            assert segment <= max(2**23, 2**20 * (num_hosts // 2)), (num_hosts, nbytes)
 
 
 def test_segments_cover_the_tensor_and_the_outer_ones_are_half_as_long():

@@ -33,7 +33,7 @@ from phalanx.transport.hierarchical.inboxes import Buffer, Inboxes
 from phalanx.transport.hierarchical.layout import Layout
 from phalanx.transport.hierarchical.rails import FINGERPRINT, talking_to
 
-MOST_DIRECT = 8  # of more hosts leaders forward messages
+MOST_DIRECT = 5  # of more hosts leaders forward messages
 _HEADER_BYTES = 64  # in front of the messages of a round; the first word is the length of all
 
 

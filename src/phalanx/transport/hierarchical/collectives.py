@@ -26,7 +26,7 @@ class HierarchicalCollectives(DirectCollectives):
     """
 
     def barrier(self, ctx: CallContext) -> None:
-        """Return when every rank has come. Cost: H - 1 messages from each host's leader, and log2 H of more than 8."""
+        """Return when every rank has come. Cost: H - 1 messages from each host's leader, and log2 H of more than 5."""
         self._small_barrier(Call("barrier", place=self._place(ctx)), ctx)
 
     def allocate_on_host(self, nbytes: int, ctx: CallContext) -> dict[int, Tensor]:

@@ -58,7 +58,7 @@ class SegmentedCollectives(Agreement):
         in_place = in_place and (is_scratch or source.data_ptr() == result.data_ptr())
         root_host = 0 if root < 0 else layout.topology.host_of[root]
         schedule = self._plan("all_reduce" if root < 0 else "reduce", source.nbytes // layout.num_rails, root_host)
-        ticks = Ticks.of(source.nbytes, schedule.num_steps)
+        ticks = Ticks.of(source.nbytes, schedule.num_steps, layout.num_hosts)
         ends = ticks.bounds(source.numel())
 
         def open_(number: int) -> tuple[Tensor, Iterator[None]]:
@@ -191,7 +191,7 @@ class SegmentedCollectives(Agreement):
     ) -> None:
         """Write rank r's `mine` to outputs[r], in bytes. `mine` may be its own output."""
         hosts, here = self.layout.topology.hosts, self.layout.host
-        ticks = Ticks.of(sum(map(len, outputs)), 1)
+        ticks = Ticks.of(sum(map(len, outputs)), 1, self.layout.num_hosts)
         cuts = {r: [len(output) * n // ticks.num_segments for n in range(ticks.num_segments + 1)]
                 for r, output in enumerate(outputs)}  # fmt: skip
 
@@ -293,7 +293,7 @@ class SegmentedCollectives(Agreement):
         layout, rank = self.layout, self.rank
         hosts, i = layout.topology.hosts, layout.local_rank
         item = output.element_size()
-        ticks = Ticks.of(sum(map(len, inputs)) * item, 1)
+        ticks = Ticks.of(sum(map(len, inputs)) * item, 1, layout.num_hosts)
         cuts = {r: [len(part) * n // ticks.num_segments for n in range(ticks.num_segments + 1)]
                 for r, part in enumerate(inputs)}  # fmt: skip
         partial: dict[tuple[int, int], Tensor] = {}  # by segment and the rank for which it is

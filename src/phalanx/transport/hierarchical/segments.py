@@ -8,6 +8,10 @@ from dataclasses import dataclass
 _MOST_BYTES = 2**21
 _LEAST_BYTES = 2**19
 _WANTED = 16
+# Between three and more hosts each segment is cut again, one part for each host, and a message costs a processor more
+# than the overlap saves.
+_MOST_OF_MANY_BYTES = 2**23
+_WANTED_OF_MANY = 4
 # Segments under way at once: as long as the link is busy with them, nobody has to be on time.
 _UNDER_WAY = 6
 
@@ -28,9 +32,15 @@ class Ticks:
     num_steps: int
 
     @classmethod
-    def of(cls, nbytes: int, num_steps: int) -> Ticks:
-        """Return the ticks for a tensor of `nbytes` on this host, and so many steps between the hosts."""
-        size = min(max(nbytes // _WANTED, _LEAST_BYTES), _MOST_BYTES)
+    def of(cls, nbytes: int, num_steps: int, num_messages: int = 1) -> Ticks:
+        """Return the ticks for a tensor of `nbytes` on this host, so many steps between the hosts, and a segment that
+        travels in so many messages, one after the other or to as many hosts.
+        """
+        if num_messages <= 2:
+            size = min(max(nbytes // _WANTED, _LEAST_BYTES), _MOST_BYTES)
+        else:
+            least = _LEAST_BYTES * (num_messages // 2)
+            size = min(max(nbytes // _WANTED_OF_MANY, least), max(_MOST_OF_MANY_BYTES, 2 * least))
         return cls(max(1, -(-nbytes // size)), num_steps)
 
     def bounds(self, length: int) -> list[int]:
