@@ -471,7 +471,7 @@ def test_the_line_on_a_restart_says_how_many_ranks_are_started(tmp_path: Path) -
     )
     with hosts(2) as machines:
         where = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{machines[0].address}:{_PORT}")
-        options = ("--rdzv-conf", "last_call_timeout=1", "--max-restarts", "2", "--host-timeout", "2")
+        options = ("--rdzv-conf", "last_call_timeout=10", "--max-restarts", "2", "--host-timeout", "2")
         line = ("run", "--nnodes", "1:2", *where, *options, "--nproc-per-node", "1", script)
         with commands(machines, line, line) as jobs:
             jobs[0].read_until_all("running 2", 2)
