@@ -1,7 +1,7 @@
 """Let the ranks of all hosts learn that they called the same operation, before a tensor of the user changes.
 
     1  the ranks of a host give their leader the heads of their calls, and little tensors with them: one sync
-    2  the leaders send each other these: one message each way
+    2  the leaders send each other these: one message each way, or some that are forwarded (see `bruck`)
     3  whatever writes into a tensor of the user on this host waits for its leader, which comes there when all agree
 
 Between 1 and 3 data may travel from scratch to scratch.
