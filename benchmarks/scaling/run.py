@@ -71,7 +71,7 @@ def rows_on_one_host(table: Table, sizes: list[int]) -> list[list[str]]:
     return rows
 
 
-def rows_between_hosts(table: Table, sizes: list[int], link: Link) -> list[list[str]]:
+def rows_between_hosts(table: Table, sizes: list[int], link: Link | None) -> list[list[str]]:
     """Return a row for each size and number of hosts: what was counted, and what is predicted."""
     rows = []
     for nbytes in sizes:
@@ -80,7 +80,7 @@ def rows_between_hosts(table: Table, sizes: list[int], link: Link) -> list[list[
                 continue
             gloo, ours = (median(samples[name, nbytes]) for name in BACKENDS)
             least = 2 * (num_hosts - 1) / num_hosts
-            predicted = predicted_s(num_hosts, per_host, nbytes, link)
+            predicted = float("nan") if link is None else predicted_s(num_hosts, per_host, nbytes, link)
             rows.append(
                 [
                     f"{format_bytes(nbytes)}, {num_hosts} x {per_host}",
@@ -98,7 +98,7 @@ def rows_between_hosts(table: Table, sizes: list[int], link: Link) -> list[list[
     return rows
 
 
-def panels(table: Table, sizes: list[int], link: Link) -> list[Panel]:
+def panels(table: Table, sizes: list[int], link: Link | None) -> list[Panel]:
     """Return what to draw: processor time over ranks, and time over hosts."""
     made = []
     for nbytes in sizes:
@@ -123,7 +123,7 @@ def panels(table: Table, sizes: list[int], link: Link) -> list[Panel]:
         }
         if all(len(curve) > 1 for curve in curves.values()):
             at = [num_hosts for num_hosts, _ in curves["phalanx"]]
-            dashed = {"predicted": [(n, predicted_s(int(n), 1, nbytes, link) * 1e3) for n in at]}
+            dashed = {"predicted": [(n, predicted_s(int(n), 1, nbytes, link) * 1e3) for n in at]} if link else {}
             made.append(Panel(f"hosts, {format_bytes(nbytes)}: ms, over hosts", curves, dashed))
     return made
 
@@ -166,10 +166,10 @@ def main() -> None:
             table[num_hosts, per_host] = run_ranks(rank_main, num_hosts * per_host, *job, init=False, timeout=1800)[0]
         print(f"{layout} done", file=sys.stderr, flush=True)
 
-    link = Link(0.0, parse_bytes_per_s(arguments.rate) * PAYLOAD)
+    link = None  # without two hosts nothing is known of its latency, and nothing is predicted
     smallest = [median(samples["phalanx", sizes[0]]) for (n, _), samples in table.items() if n == 2]
     if smallest:  # what two hosts take for the smallest tensor, which is one exchange
-        link = Link(smallest[0].seconds, link.bytes_per_s)
+        link = Link(smallest[0].seconds, parse_bytes_per_s(arguments.rate) * PAYLOAD)
     if one_host := rows_on_one_host(table, sizes):
         header = ["one host", "CPU a rank, gloo", "phalanx", "of Gloo's"]
         header += ["waits, gloo", "phalanx", "packets, gloo", "phalanx", "time, of Gloo's"]

@@ -125,7 +125,7 @@ def exact(case):
     ids=str,
 )
 def test_generated_collectives_give_what_gloo_gives(sizes, most_direct):
-    """Of more hosts than `most_direct` leaders forward each other's messages."""
+    """Leaders of more hosts than `most_direct` forward each other's messages."""
 
     def check(rank, world_size, machines):
         gloo = dist.new_group(list(range(world_size)), backend="gloo")

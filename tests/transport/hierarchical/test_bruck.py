@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 
 import pytest
 import torch
@@ -62,7 +61,7 @@ def test_a_call_costs_each_of_many_hosts_as_many_messages_as_its_number_has_bits
 
 
 def _sizes_around_the_limit(rank, world_size, machines):
-    """What is just small enough for the messages of all other hosts fills their memory to the end."""
+    """Add up what is just small enough, so that the messages of all other hosts fill their memory to the end."""
     most = SMALL_BYTES // (world_size - 1) // 4
     for count in (most - 1, most, most + 1, 3 * most):
         tensor = torch.arange(count, dtype=torch.float32) + rank
@@ -79,7 +78,8 @@ def test_sums_are_right_on_both_sides_of_the_limit_of_what_travels_with_the_head
 
 
 def _fails(rank, world_size, machines, how):
-    """The third rank fails in the tenth call: return what this one is told."""
+    """Have the third rank fail in the tenth call, and return what this one is told."""
+    store = dist.distributed_c10d._get_default_store()
     for n in range(20):
         tensor = torch.tensor([float(n)])
         if n == 10:
@@ -90,12 +90,14 @@ def _fails(rank, world_size, machines, how):
             if how == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
             if how == "late":
-                time.sleep(6.0)
+                store.wait(["told"])
             if how == "differs":
                 tensor = torch.tensor([float(n), 0.0])
         try:
             dist.all_reduce(tensor)
         except (PeerLostError, DeadlineError, MismatchError) as error:
+            if rank != 2:
+                store.set("told", "")
             return n, type(error).__name__, str(error)
     return None
 

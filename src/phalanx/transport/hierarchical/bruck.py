@@ -38,10 +38,11 @@ _HEADER_BYTES = 64  # in front of the messages of a round; the first word is the
 
 
 class _Round(NamedTuple):
-    """It is one round of an operation: to whom a leader sends, from whom it receives, and the messages of how many
-    hosts.
+    """It is one round of an operation: how many hosts further a leader sends, to whom, from whom it receives, and the
+    messages of how many hosts.
     """
 
+    step: int
     receiver: int
     sender: int
     num_hosts: int
@@ -60,20 +61,19 @@ class BruckExchange(LeaderExchange):
         self._order = [(me - n) % size for n in range(size)]
         self._sizes = [len(hosts[host]) for host in self._order]
         self._rounds = [
-            _Round(hosts[(me + step) % size][0], hosts[(me - step) % size][0], min(step, size - step))
-            for step in _powers_below(size)
+            _Round(step, hosts[(me + step) % size][0], hosts[(me - step) % size][0], min(step, size - step))
+            for step in (1 << number for number in range((size - 1).bit_length()))
         ]
         payload_bytes = max(SMALL_BYTES // (size - 1), ALWAYS_SMALL_BYTES)
         longest = [aligned(longest_message(num_ranks, payload_bytes)) for num_ranks in self._sizes]
         self._own = Buffer(longest[0])
         self._messages: list[tuple[int, int]] = []  # those of this operation: addresses and bytes, as in `_order`
-        steps = _powers_below(size)
         inboxes = Inboxes(
             engine,
             {number: one.sender for number, one in enumerate(self._rounds)},
             {
-                number: _HEADER_BYTES + sum(longest[step : step + one.num_hosts])
-                for number, (step, one) in enumerate(zip(steps, self._rounds, strict=True))
+                number: _HEADER_BYTES + sum(longest[one.step : one.step + one.num_hosts])
+                for number, one in enumerate(self._rounds)
             },
             lambda _, inbox: int(inbox.first_word.value),
         )
@@ -117,10 +117,6 @@ class BruckExchange(LeaderExchange):
                 self._messages.append((inbox.address + at, end - at))
                 at = end
         return found
-
-
-def _powers_below(number: int) -> list[int]:
-    return [1 << bit for bit in range((number - 1).bit_length())]
 
 
 def open_exchange(engine: Engine, layout: Layout) -> LeaderExchange:

@@ -156,12 +156,10 @@ class SegmentedCollectives(Agreement):
             for number in range(opened, ticks.opened(tick)):
                 under_way[number] = open_(number)
             opened = max(opened, ticks.opened(tick))
-            if tick == before_others_at == 0:
+            if tick == before_others_at:
                 before_others()
             if tick < ticks.num_segments:
                 start(tick, under_way[tick][0])
-            if tick == before_others_at > 0:
-                before_others()
             for number in ticks.stepping(tick):
                 next(under_way[number][1], None)  # waits for its last step, and starts the next
             if (done := ticks.finishing(tick)) is not None:
