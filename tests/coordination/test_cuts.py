@@ -3,10 +3,12 @@
 import contextlib
 import itertools
 import os
+import select
 import signal
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 from tests.coordination.cable import Cable
@@ -186,6 +188,59 @@ def test_a_member_that_stops_is_lost_the_others_hear_why_and_so_does_it_when_it_
         os.close(ready)
         near.leave()
     assert len([line for line in said if line.startswith("member 1 (far) is lost: the coordinator did not hear")]) == 1
+
+
+def fork(work):
+    """Carry out `work` in a child, with the end of a pipe to write to; return its number and the other end."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            work(writer)
+        finally:
+            os._exit(0)
+    os.close(writer)
+    return child, reader
+
+
+def test_members_of_a_machine_that_stood_still_do_not_take_its_coordinator_for_lost():
+    """They believed it silent when they went on, and ended their ranks."""
+
+    def serve(writer):
+        with Service("127.0.0.1:0", KEY, lost_after_s=2.0) as service:
+            os.write(writer, str(service.address).encode())
+            time.sleep(600)
+
+    server, reader = fork(serve)
+    address = os.read(reader, 100).decode()
+    os.close(reader)
+
+    def follow(writer):
+        with Client(address, KEY) as client:
+            client.join({"host": "far"})
+            os.write(writer, b"joined ")
+            while True:
+                for event in client.wait_event(600.0):
+                    os.write(writer, f"{event.kind} ".encode())
+
+    member, reader = fork(follow)
+    try:
+        assert os.read(reader, 100) == b"joined "
+        time.sleep(0.25)  # the answer to the first heartbeat has come, and the next one is not due
+        for child in (server, member):
+            os.kill(child, signal.SIGSTOP)
+        time.sleep(4.0)
+        os.kill(member, signal.SIGCONT)  # and an answer takes a moment
+        time.sleep(0.3)
+        os.kill(server, signal.SIGCONT)
+        assert select.select([reader], [], [], 2.5)[0] == []
+        os.kill(server, signal.SIGSTOP)  # but a coordinator that alone stands still is missed
+        assert os.read(reader, 100) == b"unreachable "
+    finally:
+        for child in (server, member):
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        os.close(reader)
 
 
 def test_an_item_of_a_queue_is_not_given_to_a_process_that_was_killed_while_it_waited():

@@ -66,7 +66,8 @@ class Rank:
             self.generation = message["generation"]
             assert os.path.exists(message["store"].removeprefix(COORDINATOR))
             self.say("regrouped", generation=self.generation)
-            self.say("progress", step=self.generation)  # losses without a step in between are not survived for ever
+            if not os.environ.get("NO_STEPS"):
+                self.say("progress", step=self.generation)  # losses without a step in between are not survived for ever
             of = f"{message['rank']} of {message['world_size']}"
             assert of == f"{os.environ['RANK']} of {os.environ['WORLD_SIZE']}"
             self.shout("generation", self.generation, "as", of, "holders", message["survivors"])

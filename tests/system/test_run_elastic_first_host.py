@@ -28,11 +28,13 @@ def await_standbys(made: Cluster, leader: int, count: int = 1) -> None:
     made.wait_for(leader, "without this host, " if count == 1 else " or vm")
 
 
-def find_leader(made: Cluster, *numbers: int) -> int:
-    """Return which of these hosts leads the job now, as soon as it says so."""
+def find_leader(made: Cluster, *numbers: int, changes: int = 1) -> int:
+    """Return which of these hosts leads the job after so many changes, as soon as it says so."""
     for number in numbers:
-        made.wait_for(number, "leads the job now")
-        if any("this host leads the job now" in line for line in made.jobs[number].lines):
+        lines = made.jobs[number].lines
+        while len(told := [line for line in lines if "leads the job now" in line]) < changes:
+            lines.append(made.jobs[number].running.read_until("").rstrip("\n"))
+        if "this host leads the job now" in told[-1]:
             return number
     raise AssertionError("no host says that it leads the job")
 
@@ -85,6 +87,41 @@ def test_two_of_five_hosts_are_lost_at_once_the_first_one_and_its_successor(tmp_
         made.jobs[leader].order("finish")
         ends = made.ended(2, 3, 4)
     assert [end.code for end in ends] == [0, 0, 0], ends[0].out
+
+
+@pytest.mark.slow
+def test_after_a_failure_the_host_that_leads_now_starts_all_ranks_again_as_often_as_max_restarts_allows(
+    tmp_path: Path,
+) -> None:
+    """The job ended with the failure. Here the host that leads after the restart is lost as well."""
+    options = ("--max-restarts", "6", "--rdzv-conf", "last_call_timeout=10")
+
+    def fail(leader: int, generation: int, size: int) -> None:
+        """A rank raises twice at one step: that is no loss any more."""
+        job = made.jobs[leader]
+        job.order("raise-1")
+        job.wait(rf"joined {generation} as 1 of {size} ")
+        job.wait_generation(generation, size)
+        job.order("raise-1")
+
+    with cluster(tmp_path, 1, 1, 1, 1, nnodes="1:4", env={**WAITS, "NO_STEPS": "1"}, options=options) as made:
+        await_standbys(made, 0)
+        made.kill(0)
+        second = find_leader(made, 1, 2, 3)
+        made.jobs[second].wait_generation(1, 3)
+        fail(second, 2, 3)
+        made.wait_for(second, "starting all 3 ranks again (up to 5 times more)")
+        made.jobs[second].wait_joined(0, 0, 1, 2)
+        made.kill(second)
+        rest = [number for number in (1, 2, 3) if number != second]
+        third = find_leader(made, *rest, changes=2)
+        made.jobs[third].wait_generation(1, 2)
+        fail(third, 2, 2)
+        made.wait_for(third, "starting all 2 ranks again (up to 3 times more)")
+        made.jobs[third].wait_joined(0, 0, 1)
+        made.jobs[third].order("finish")
+        ends = made.ended(*rest)
+    assert [end.code for end in ends] == [0, 0], ends[0].out
 
 
 @pytest.mark.parametrize("how", ["stopped", "cut off"])

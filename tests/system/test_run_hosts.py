@@ -96,6 +96,32 @@ def sums(finished: Finished) -> list[list[str]]:
     return sorted(said, key=lambda words: int(words[2]))
 
 
+def test_hosts_that_share_a_home_without_a_key_may_start_in_any_order(tmp_path: Path) -> None:
+    """The others ended at once, unless the first host had made the key by then, which waited ten minutes for them."""
+    script = write_script(tmp_path, "import os; print('this is rank', os.environ['RANK'])")
+    environ = {"XDG_CONFIG_HOME": str(tmp_path)}
+    with hosts(2) as machines, contextlib.ExitStack() as stack:
+        jobs: list[Running] = []
+        lines = numbered(machines, "--no-preload", script=(script,), nproc="1")
+        for machine, line in reversed([*zip(machines, lines, strict=True)]):
+            running = start(*line, env=environ, before=machine.command, stderr=subprocess.STDOUT)
+            jobs.append(stack.enter_context(running))
+            if len(jobs) == 1:
+                jobs[0].read_until("for the first host to make one, in case it shares this home")
+        second, first = finish(jobs)
+    assert (first.code, second.code) == (0, 0), first.out + second.out
+    assert sorted(re.findall(r"this is rank (\d)", first.out)) == ["0", "1"]
+
+
+def test_a_host_without_a_key_ends_and_says_what_to_do(tmp_path: Path) -> None:
+    where = ("--node-rank", "1", "--master-addr", "192.0.2.1", "--rdzv-conf", "join_timeout=0.5", "--no-preload")
+    line = ("run", "--nnodes", "2", *where, write_script(tmp_path, ""))
+    with start(*line, env={"XDG_CONFIG_HOME": str(tmp_path)}, stderr=subprocess.STDOUT) as running:
+        end = running.finish()
+    assert end.code == 2
+    assert "no key to join 192.0.2.1:" in end.out
+
+
 @pytest.mark.parametrize("backend", ["phalanx", "gloo"])
 def test_two_hosts_are_one_job(tmp_path: Path, backend: str) -> None:
     script = write_script(tmp_path, _ADD_UP)

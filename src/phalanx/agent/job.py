@@ -57,6 +57,16 @@ class Flight:
     ended_ns: dict[int, int]
 
 
+@dataclass(frozen=True)
+class LedAttempt:
+    """A `LedAttempt` has run to its end on a host that took over from another one; the host came to the job at `begun`
+    (time.monotonic()).
+    """
+
+    attempt: Attempt
+    begun: float
+
+
 def run_to_end(plan: JobPlan, zygote: ZygoteProcess, signals: int) -> int:
     """Run the job on `zygote` to its end, with signals arriving on descriptor `signals`; return the exit code.
 
@@ -119,21 +129,22 @@ def opened_host(
         host.pump.close()
 
 
-def run_attempts(plan: JobPlan, host: Host, begin: Callable[[int], Attempt]) -> int:
+def run_attempts(plan: JobPlan, host: Host, begin: Callable[[int], Attempt], led: LedAttempt | None = None) -> int:
     """Run attempts until the job has succeeded or may not be restarted, print how it ended, and return the exit code.
 
-    `begin` makes the attempt of a number. If a report is asked for it is written, however the job ends.
+    `begin` makes the attempt of a number. The first attempt is `led` if this host has led that to its end in the place
+    of another one, which began the job. If a report is asked for it is written, however the job ends.
 
     Raises:
         LaunchError: the report's folder cannot be written.
     """
     reports: list[JobReport] = []  # it has one entry, or none
-    begun = time.monotonic()
-    if plan.settings.report is not None:
+    begun = time.monotonic() if led is None else led.begun
+    if plan.settings.report is not None and led is None:
         reports.append(_begin_report(plan, plan.settings.report, begun))
     code = 1
     try:
-        code = _run_attempts(plan, host, begin, reports, begun)
+        code = _run_attempts(plan, host, begin, reports, begun, led)
     finally:
         for report in reports:
             host.display.say(report.write(code))
@@ -153,21 +164,28 @@ def _begin_report(plan: JobPlan, folder: str, begun: float, *, is_new: bool = Tr
 
 
 def _run_attempts(
-    plan: JobPlan, host: Host, begin: Callable[[int], Attempt], reports: list[JobReport], begun: float
+    plan: JobPlan,
+    host: Host,
+    begin: Callable[[int], Attempt],
+    reports: list[JobReport],
+    begun: float,
+    led: LedAttempt | None,
 ) -> int:
-    # how many restarts of all ranks, or replacements in an elastic job, are left
-    left = plan.settings.max_restarts or 0
+    # How many restarts of all ranks, or replacements in an elastic job, are left; None: of replacements any number.
+    left = plan.settings.max_restarts if led is None else led.attempt.elastic.max_replacements
     left_early, times = _MAX_EARLY_RESTARTS, ""
     losses: list[LostRank] = []
     refused = False
-    for restart_count in itertools.count():
-        attempt = begin(restart_count)
-        if plan.settings.max_restarts is not None:
+    for restart_count in itertools.count(0 if led is None else led.attempt.restart_count):
+        has_run = led is not None and restart_count == led.attempt.restart_count
+        attempt = led.attempt if led is not None and has_run else begin(restart_count)
+        if left is not None:
             attempt.elastic.max_replacements = left
-        if restart_count:  # now it is known how many they are: fewer hosts may have come back
+        if times:  # now it is known how many they are: fewer hosts may have come back
             host.display.say(f"phalanx run: starting all {attempt.place.world_size} ranks again ({times})")
         try:
-            attempt.run()
+            if not has_run:
+                attempt.run()
             state = attempt.state
             asked_for = plan.settings.log_dir is not None or state.failures or state.interrupted is not None
             flight = Flight(attempt.collect_logs() if asked_for else [], attempt.ended_ns)
@@ -185,10 +203,10 @@ def _run_attempts(
         losses += attempt.elastic.losses
         if attempt.link.has_left:
             return 128 + signal.SIGTERM
-        left = max(0, left - attempt.elastic.num_replaced)
+        left = None if left is None else max(0, left - attempt.elastic.num_replaced)
         failed = state.interrupted is None and bool(state.failures) and not state.overdue
         early = attempt.elastic.lost_early and attempt.place.num_nodes == 1 and left_early > 0
-        again = failed and (left > 0 or early) and not attempt.ranks.zygote_lost and attempt.elastic.ended is None
+        again = failed and bool(left or early) and not attempt.ranks.zygote_lost and attempt.elastic.ended is None
         _keep_flight(plan, host, flight, restart_count if again else None)
         if attempt.ranks.zygote_lost and not attempt.ranks.zygote_given_up and state.interrupted is None:
             return _report_zygote_lost(host, state)
@@ -198,7 +216,7 @@ def _run_attempts(
             left_early -= 1
             times = "a rank was lost before all had begun to train"
         else:
-            left -= 1
+            left = (left or 0) - 1
             times = "once more" if left == 0 else f"up to {left + 1} times more"
         for report in reports:
             report.add_restart(times)
@@ -206,29 +224,6 @@ def _run_attempts(
     if losses:
         host.display.say(describe_losses(losses))
     return _conclude(plan, host, attempt, flight)
-
-
-def end_taken_over(plan: JobPlan, host: Host, attempt: Attempt, begun: float) -> int:
-    """Print how a job ended that this host has led to its end, write its report, and return the exit code.
-
-    Such a job is not started again.
-    """
-    state = attempt.state
-    asked_for = plan.settings.log_dir is not None or state.failures or state.interrupted is not None
-    flight = Flight(attempt.collect_logs() if asked_for else [], attempt.ended_ns)
-    _keep_flight(plan, host, flight, None)
-    if attempt.elastic.losses:
-        host.display.say(describe_losses(attempt.elastic.losses))
-    code = _conclude(plan, host, attempt, flight)
-    if attempt.report_folder:
-        try:
-            report = _begin_report(plan, attempt.report_folder, begun, is_new=False)
-        except LaunchError as error:
-            host.display.say(str(error))
-        else:
-            report.add_attempt(state, attempt.elastic.losses, attempt.place.world_size, attempt.report_hosts)
-            host.display.say(report.write(code))
-    return code
 
 
 def _conclude(plan: JobPlan, host: Host, attempt: Attempt, flight: Flight) -> int:

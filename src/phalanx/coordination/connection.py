@@ -282,6 +282,8 @@ class Connection:
         """Wait until the request is answered, or time is up; it goes on nevertheless."""
         while not call.is_over and not deadline.passed:
             self._reader.wait(call, deadline, self._poll_once)
+        if not call.is_over:  # this process may have stood still, and the answer lies there
+            self._look(call)
 
     def _look(self, call: PendingCall) -> None:
         """Read what has arrived, unless another thread reads."""

@@ -22,6 +22,7 @@ from phalanx.coordination.wire import Op, pack, pack_number
 from phalanx.loss_detection import COORDINATOR_REFUSED_S
 
 _REFUSED_EVERY_S, _PROBE_S = 0.25, 0.3
+_STOOD_STILL_S = 1.0  # a heartbeat that is so late was held up by the whole process, or by its machine
 
 
 class MemberConnection(Connection):
@@ -127,11 +128,13 @@ class MemberConnection(Connection):
         while not self._stop.is_set():
             now = time.monotonic()
             if now >= next_at:
-                next_at = now + self._beat_s
                 with self._lock:
+                    if now - next_at > _STOOD_STILL_S:  # this process: that it heard nothing is its own doing
+                        self._heard_at = min(now, self._heard_at + now - next_at)
                     self._send_heartbeat()
                     self._read()
                     self._judge(now)
+                next_at = now + self._beat_s
             left_s = max(0.0, next_at - time.monotonic())
             if self._cut_at is not None:
                 self._look_for_end(self._cut_at)

@@ -13,7 +13,7 @@ from phalanx.agent.host import Host
 from phalanx.agent.plan import JobPlan
 from phalanx.coordination.client import Client
 from phalanx.coordination.key import Key
-from phalanx.coordination.key_file import find_key
+from phalanx.coordination.key_file import default_path, find_key
 from phalanx.coordination.rendezvous import Rendezvous
 from phalanx.errors import AuthenticationError, CoordinationError, DeadlineError, LaunchError, PhalanxError
 from phalanx.ipc.event_loop import EventLoop, Source
@@ -24,6 +24,8 @@ from phalanx.processes import ENDING_SIGNALS, name_signal
 T = TypeVar("T")
 _PAUSE_S = 0.1
 _FIRST_TRY_S, _TRY_S = 5.0, 20.0
+_CALL_S = 30.0  # for each question to a coordinator that has answered
+_KEY_S = 20.0
 _TELL_AFTER_S = 3.0
 
 
@@ -77,6 +79,7 @@ def connect(
             told = True
             say(f"phalanx run: waiting for the first host. {str(problem).splitlines()[0]}")
         time.sleep(_PAUSE_S)
+    client.timeout = _CALL_S
     try:
         job_spec = JobSpec.from_bytes(client.get(KEY, max(end - time.monotonic(), 1.0)))
     except (PhalanxError, ValueError) as error:
@@ -91,36 +94,54 @@ def join_first_host(plan: JobPlan, rendezvous: Rendezvous, host: Host) -> Joined
     Raises:
         LaunchError: as `connect`; there is no key; or a signal came.
     """
-    key = None
-    try:
-        if rendezvous.is_local:
-            pass
-        elif rendezvous.key is not None:
-            key = Key.parse(rendezvous.key)
-        else:
-            key = find_key(plan.settings.key_file, plan.environ)
-    except (AuthenticationError, ValueError) as error:
-        raise LaunchError(f"phalanx run: {error}", exit_code=2) from None
-    if key is None and not rendezvous.is_local:
-        raise LaunchError(
-            f"phalanx run: no key to join {rendezvous.endpoint}. `phalanx key` makes one, once, on any host; then it "
-            "lies in ~/.config/phalanx/key, and that file is to be on every host (a shared home, or a copy with mode "
-            "600). "
-            "PHALANX_KEY_FILE names another file.",
-            exit_code=2,
-        )
     over = threading.Event()
-    return while_listening(
-        host,
-        over,
-        lambda say: connect(
+
+    def join(say: Callable[[str], None]) -> Joined:
+        key = None if rendezvous.is_local else _find_key(plan, rendezvous, over, say)
+        return connect(
             (rendezvous.endpoint, *rendezvous.more_endpoints),
             key,
             rendezvous.join_timeout_s,
             job=plan.settings.run_id,
             is_over=over.is_set,
             say=say,
-        ),
+        )
+
+    return while_listening(host, over, join)
+
+
+def _find_key(plan: JobPlan, rendezvous: Rendezvous, over: threading.Event, say: Callable[[str], None]) -> Key:
+    """Return the job's key. It is awaited for a moment: where hosts share a home and are started together for the first
+    time, the first of them makes it as they start.
+
+    Raises:
+        LaunchError: there is none, or one that may not be used.
+    """
+    wait_s = min(_KEY_S, rendezvous.join_timeout_s)
+    end, told = time.monotonic() + wait_s, False
+    try:
+        while rendezvous.key is None:
+            key = find_key(plan.settings.key_file, plan.environ)
+            if key is not None:
+                return key
+            if time.monotonic() > end or over.is_set():
+                break
+            if not told:
+                told = True
+                say(
+                    f"phalanx run: no key yet ({default_path(plan.environ)}); waiting {wait_s:g} s for the first host to "
+                    "make one, in case it shares this home"
+                )
+            over.wait(_PAUSE_S)
+        else:
+            return Key.parse(rendezvous.key)
+    except (AuthenticationError, ValueError) as error:
+        raise LaunchError(f"phalanx run: {error}", exit_code=2) from None
+    raise LaunchError(
+        f"phalanx run: no key to join {rendezvous.endpoint}. `phalanx key` makes one, once, on any host; then it "
+        "lies in ~/.config/phalanx/key, and that file is to be on every host (a shared home, or a copy with mode "
+        "600). PHALANX_KEY_FILE names another file.",
+        exit_code=2,
     )
 
 

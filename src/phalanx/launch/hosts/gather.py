@@ -22,8 +22,7 @@ from phalanx.errors import LaunchError
 from phalanx.host_addresses import OwnAddress, find_interface
 from phalanx.ipc.event_loop import EventLoop, Source
 from phalanx.launch.hosts.control_channel import MALFORMED, Change, ControlChannel, ControlMessage
-from phalanx.launch.hosts.job_spec import choose_environment
-from phalanx.launch.hosts.join_job import name_own_address
+from phalanx.launch.hosts.job_spec import choose_environment, name_own_address
 from phalanx.launch.hosts.lead_guard import LeadGuard
 from phalanx.launch.hosts.leader import LeaderLink
 from phalanx.launch.hosts.node_plan import HostFacts, Node, describe_nnodes, describe_unfit, find_conflict, plan_nodes
@@ -79,6 +78,12 @@ class Gathering:
             Source(self._hear_hosts, lambda: (channel.fileno(),)),
             host.watch_display(),
         )
+
+    def take_over(self, link: LeaderLink) -> None:
+        """Go on from an attempt that this host leads in the place of a lost one: the others of its hosts have come."""
+        self._link, self.guard, self._peers = link, link.guard, link.peers
+        for member, node in link.peers.others.items():
+            self._joined_hosts[member] = JoinedHost(node.facts, self._advertised[0].address)
 
     def begin(self, restart_count: int, local_store: str) -> Attempt:
         """Return the next attempt, with all that have come; every other host has been told to start.

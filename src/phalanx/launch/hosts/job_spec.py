@@ -133,3 +133,11 @@ def choose_environment(environ: Mapping[str, str], named: Mapping[str, str | Non
         elif name in environ:
             chosen[name] = environ[name]
     return chosen
+
+
+def name_own_address(address: str, interface: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return variables by which ranks and the engines between hosts use the address that was tried."""
+    told = {"PHALANX_ADDRESS": address}
+    if interface:
+        told |= {name: interface for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if not environ.get(name)}
+    return told

@@ -16,7 +16,7 @@ from phalanx.agent.attempt import Attempt
 from phalanx.agent.environment import Place, describe_ranks
 from phalanx.agent.generation import Limits
 from phalanx.agent.host import Host
-from phalanx.agent.job import LOST_OUTPUT_EXIT_CODE, end_taken_over
+from phalanx.agent.job import LedAttempt
 from phalanx.agent.orphaned import describe_membership
 from phalanx.agent.plan import JobPlan
 from phalanx.coordination.address import Address
@@ -25,19 +25,22 @@ from phalanx.coordination.rendezvous import Rendezvous
 from phalanx.descriptors import wait_readable
 from phalanx.diagnostics.printable import printable, printable_lines
 from phalanx.errors import LaunchError, PhalanxError
-from phalanx.host_addresses import find_interface
+from phalanx.host_addresses import OwnAddress, find_interface
 from phalanx.ipc.event_loop import EventLoop, Source
 from phalanx.launch.hosts.control_channel import FIRST, MALFORMED, Change, ControlChannel, ControlMessage
 from phalanx.launch.hosts.first_host import Joined, while_listening
 from phalanx.launch.hosts.followed_succession import FollowedSuccession
 from phalanx.launch.hosts.follower import FollowerLink, say_host_lost, tells_first_lost
 from phalanx.launch.hosts.forward import Forward
+from phalanx.launch.hosts.gather import Gathering
 from phalanx.launch.hosts.generation_message import generation_from_json
+from phalanx.launch.hosts.job_spec import name_own_address
+from phalanx.launch.hosts.lead import lead
 from phalanx.launch.hosts.leader import LeaderLink
 from phalanx.launch.hosts.node_plan import HostFacts, describe_nnodes
 from phalanx.launch.hosts.reach import Responder, Target, check_own, try_all
 from phalanx.launch.hosts.successor import Elected, Successor
-from phalanx.launch.hosts.take_over import FIRST_KEY, tell_end
+from phalanx.launch.hosts.take_over import FIRST_KEY
 from phalanx.processes import ENDING_SIGNALS, name_signal
 
 _PAUSE_S = 0.1
@@ -87,7 +90,7 @@ def follow(plan: JobPlan, rendezvous: Rendezvous, host: Host, joined: Joined) ->
         raise LaunchError(f"phalanx run: {error}") from None
     host.pump.viewer.connect(channel)
     host.zygote.remember(describe_membership(client))
-    followed = _Followed(plan, host, joined, channel, own, told)
+    followed = _Followed(plan, rendezvous, host, joined, channel, own, told)
     try:
         return followed.run()
     finally:
@@ -107,10 +110,18 @@ class _Followed:
     """This host in a job: start after start, until the first host says that it is over."""
 
     def __init__(
-        self, plan: JobPlan, host: Host, joined: Joined, channel: ControlChannel, own: str, facts: dict[str, Any]
+        self,
+        plan: JobPlan,
+        rendezvous: Rendezvous,
+        host: Host,
+        joined: Joined,
+        channel: ControlChannel,
+        own: str,
+        facts: dict[str, Any],
     ) -> None:
         self._facts = facts  # what the first host is told of this one
         self._plan = plan
+        self._rendezvous = rendezvous
         self._host = host
         self._joined = joined
         self._channel = channel
@@ -128,12 +139,10 @@ class _Followed:
             if message.kind == "end":
                 return self._end(message.body)
             attempt, link = self._begin(message.body)
-            try:
+            with contextlib.closing(attempt):
                 attempt.run()
                 if isinstance(attempt.link, LeaderLink):
-                    return self._end_led(attempt, attempt.link)
-            finally:
-                attempt.close()
+                    return self._lead(attempt, attempt.link)
             if attempt.ranks.zygote_lost and not attempt.ranks.zygote_given_up:
                 why = "the process from which its ranks are forked (the zygote) has ended"
                 self._channel.put(self._channel.first, "failed", attempt=int(message.body["attempt"]), why=why)
@@ -150,20 +159,29 @@ class _Followed:
             return None
         return Successor(self._channel, self._joined.key, self._own, self._joined.job_spec.host_timeout_s)
 
-    def _end_led(self, attempt: Attempt, link: LeaderLink) -> int:
-        """End a job that this host has led to its end: say how, and tell the others; or leave it to another host."""
-        if link.has_left:
-            self.is_alone = True
-            link.end_succession()
-            return 128 + signal.SIGTERM
-        code = 1
-        try:
-            code = end_taken_over(attempt.plan, self._host, attempt, self._began_at)
-        finally:
-            link.end_succession()
-            tell_end(self._channel, link.others, code)
-            link.forget_succession()
-        return code or (0 if self._host.display.lost is None else LOST_OUTPUT_EXIT_CODE)
+    def _lead(self, attempt: Attempt, link: LeaderLink) -> int:
+        """Lead the job on, of which this host has led an attempt to its end; or leave that to another host."""
+        successor, key, spec = self._successor, self._joined.key, self._joined.job_spec
+        assert successor is not None
+        assert successor.office is not None
+        assert key is not None
+        service = successor.office.service
+        rendezvous = replace(
+            self._rendezvous,
+            endpoint=str(service.address),
+            leads=True,
+            min_nodes=spec.min_nodes,
+            max_nodes=spec.max_nodes,
+            join_timeout_s=spec.join_timeout_s,
+            host_timeout_s=spec.host_timeout_s,
+        )
+        port = service.address.port if service.address is not None else 0
+        own = OwnAddress(self._own, find_interface(self._own))
+        gathering = Gathering(attempt.plan, rendezvous, self._host, self._channel, key, [own], port)
+        gathering.take_over(link)
+        code = lead(attempt.plan, self._host, gathering, service.local, LedAttempt(attempt, self._began_at))
+        self.is_alone = gathering.has_left
+        return code
 
     def _come_back(self, link: FollowerLink) -> bool:
         """Join again after an elastic job's ranks of this host were given up, if the first host is heard in time.
@@ -384,11 +402,3 @@ class _Followed:
             self._relay.redirect(client.endpoint, elected.epoch)
         self._host.zygote.remember(describe_membership(client))
         return str(client.address), str(self._joined.key or ""), self._open_relay()
-
-
-def name_own_address(address: str, interface: str, environ: Any) -> dict[str, str]:
-    """Return variables by which ranks and the engines between hosts use the address that was tried."""
-    told = {"PHALANX_ADDRESS": address}
-    if interface:
-        told |= {name: interface for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if not environ.get(name)}
-    return told

@@ -290,18 +290,15 @@ class LeaderLink(HostLink):
         """Let go of those who wait to be told where ranks are."""
         self._stacks_requests.close()
 
-    def end_succession(self) -> None:
-        """Hold no answers back any more: the job is over, and the standbys leave."""
-        self._guard.close()
-
-    def forget_succession(self) -> None:
-        """Have the job's witness forget it, once all hosts have been told that it is over."""
-        self._guard.forget()
+    @property
+    def guard(self) -> LeadGuard:
+        """Return what sees to it that another host could lead, for the next attempt."""
+        return self._guard
 
     @property
-    def others(self) -> set[int]:
-        """Return the members of the other hosts that are there, or wait."""
-        return {node.facts.member for node in self._peers.present} | set(self._peers.late)
+    def peers(self) -> PeerHosts:
+        """Return the other hosts, for the next attempt."""
+        return self._peers
 
     def merge_logs(self, logs: list[GroupLog]) -> list[GroupLog]:
         """Add what the ranks of other hosts have recorded to `logs`, group by group."""

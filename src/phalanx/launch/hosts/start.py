@@ -8,8 +8,7 @@ import socket
 from collections.abc import Iterator
 from dataclasses import replace
 
-from phalanx.agent.attempt import Attempt
-from phalanx.agent.job import LOST_OUTPUT_EXIT_CODE, opened_host, run_attempts
+from phalanx.agent.job import opened_host
 from phalanx.agent.plan import JobPlan
 from phalanx.agent.zygote_process import ZygoteProcess
 from phalanx.coordination.client import Client
@@ -27,6 +26,7 @@ from phalanx.launch.hosts.forward import Forward
 from phalanx.launch.hosts.gather import Gathering
 from phalanx.launch.hosts.job_spec import KEY, JobSpec
 from phalanx.launch.hosts.join_job import follow
+from phalanx.launch.hosts.lead import lead
 from phalanx.launch.hosts.lead_guard import LeadGuard
 from phalanx.launch.hosts.witness import Witness
 
@@ -78,28 +78,11 @@ def _lead(
             witness = Witness(rendezvous.witness, key, os.urandom(8).hex()) if rendezvous.witness else None
             gathering.guard = LeadGuard(channel, service.coordinator.followers, rendezvous.host_timeout_s, witness)
 
-        def begin(restart_count: int) -> Attempt:
-            return gathering.begin(restart_count, service.local)
-
-        try:
-            code = run_attempts(plan, host, begin)
-            if plan.verdict:  # while the coordinator is there
+        def fetch(code: int) -> None:
+            if plan.verdict:
                 _fetch_outcomes(service, plan.verdict, code)
-        except LaunchError as error:
-            gathering.end(error.exit_code, str(error))
-            raise
-        except BaseException:
-            gathering.end(1, "the first host has failed")
-            raise
-        finally:
-            if gathering.guard is not None:
-                gathering.guard.close()
-        if gathering.has_left:
-            return code
-        gathering.end(code, "")
-        if gathering.guard is not None:
-            gathering.guard.forget()
-    return code or (0 if host.display.lost is None else LOST_OUTPUT_EXIT_CODE)
+
+        return lead(plan, host, gathering, service.local, before_end=fetch)
 
 
 def _fetch_outcomes(service: Service, verdict: str, code: int) -> None:

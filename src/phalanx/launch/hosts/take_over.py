@@ -17,7 +17,6 @@ from phalanx.agent.generation import Limits, plan_generation
 from phalanx.agent.host import Host
 from phalanx.agent.plan import JobPlan
 from phalanx.agent.supervision import Supervision
-from phalanx.descriptors import wait_readable
 from phalanx.launch.hosts.control_channel import MALFORMED, Change, ControlChannel, ControlMessage, decode_lines
 from phalanx.launch.hosts.elastic_hosts import ElasticHosts
 from phalanx.launch.hosts.forward import Forward
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
     from phalanx.agent.attempt import Attempt
 
 FIRST_KEY = "launch/first"  # the key of the member that leads the job, once it is not the first any more
-_END_TIMEOUT_S = 5.0
 
 
 class TakeOver:
@@ -159,16 +157,3 @@ def restore_elastic(
                 rank = elastic.rank_of(seat)
                 elastic.note_gone(seat, LostRank(seat, rank, pid, why, now, elastic.generation.number, elastic.step))
     return elastic
-
-
-def tell_end(channel: ControlChannel, members: set[int], code: int) -> None:
-    """Tell the other hosts that the job is over, and wait a moment until they have heard it."""
-    channel.put(-1, "end", code=code, why="")
-    end = time.monotonic() + _END_TIMEOUT_S
-    waiting = set(members)
-    while waiting and time.monotonic() < end:
-        wait_readable([channel], 0.1)
-        for message in channel.take():
-            if isinstance(message, Change) and message.kind in ("left", "lost"):
-                waiting.discard(message.member)
-    channel.flush(1.0)
