@@ -129,8 +129,8 @@ def _find_key(plan: JobPlan, rendezvous: Rendezvous, over: threading.Event, say:
             if not told:
                 told = True
                 say(
-                    f"phalanx run: no key yet ({default_path(plan.environ)}); waiting {wait_s:g} s for the first host to "
-                    "make one, in case it shares this home"
+                    f"phalanx run: no key yet ({default_path(plan.environ)}); waiting {wait_s:g} s for the first host "
+                    "to make one, in case it shares this home"
                 )
             over.wait(_PAUSE_S)
         else:
