@@ -28,10 +28,12 @@ def test_receives_are_posted_ahead_of_what_their_sender_has_under_way():
     assert ticks.opened(ticks.count - 1) == ticks.num_segments
 
 
-def test_small_tensors_are_not_cut_and_large_ones_into_segments_of_two_mebibytes():
+def test_small_tensors_are_not_cut_and_large_ones_into_four_segments_of_two_to_eight_mebibytes():
     assert Ticks.of(1000, 1).num_segments == 1
-    assert Ticks.of(2**20, 1).num_segments == 2
-    assert Ticks.of(64 * 2**20, 1).num_segments == 32
+    assert Ticks.of(2**21, 1).num_segments == 1
+    assert Ticks.of(2**22, 1).num_segments == 2
+    assert [Ticks.of(nbytes, 1).num_segments for nbytes in (2**23, 2**23 + 3, 2**25)] == [4, 4, 4]
+    assert Ticks.of(64 * 2**20, 1).num_segments == 8
 
 
 def test_between_many_hosts_messages_are_long_and_no_more_than_some_segments_are_in_memory():

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Each segment costs two syncs in memory and, per step, a message on each rail; smaller ones overlap better.
-_MOST_BYTES = 2**21
-_LEAST_BYTES = 2**19
-_WANTED = 16
-# Between three and more hosts each segment is cut again, one part for each host, and a message costs a processor more
-# than the overlap saves.
-_MOST_OF_MANY_BYTES = 2**23
-_WANTED_OF_MANY = 4
+# Each segment costs two syncs in memory and, per step, a message on each rail, which costs the processors more than a
+# smaller one overlaps: four segments are enough, unless they would be very large.
+_WANTED = 4
+_LEAST_BYTES, _MOST_BYTES = 2**21, 2**23
+_LEAST_MESSAGE_BYTES = 2**18  # of many hosts: each segment is cut again, one part for each
 # Segments under way at once: as long as the link is busy with them, nobody has to be on time.
 _UNDER_WAY = 6
 
@@ -36,11 +33,8 @@ class Ticks:
         """Return the ticks for a tensor of `nbytes` on this host, so many steps between the hosts, and a segment that
         travels in so many messages, one after the other or to as many hosts.
         """
-        if num_messages <= 2:
-            size = min(max(nbytes // _WANTED, _LEAST_BYTES), _MOST_BYTES)
-        else:
-            least = _LEAST_BYTES * (num_messages // 2)
-            size = min(max(nbytes // _WANTED_OF_MANY, least), max(_MOST_OF_MANY_BYTES, 2 * least))
+        least = max(_LEAST_BYTES, _LEAST_MESSAGE_BYTES * num_messages)
+        size = min(max(-(-nbytes // _WANTED), least), max(_MOST_BYTES, 2 * least))
         return cls(max(1, -(-nbytes // size)), num_steps)
 
     def bounds(self, length: int) -> list[int]:
