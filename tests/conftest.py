@@ -106,6 +106,15 @@ def is_slow(item: pytest.Item) -> bool:
     return mark is not None and called not in mark.kwargs.get("but", ())
 
 
+@pytest.fixture
+def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between hosts, cut tensors of some hundred KiB into several segments, as large ones are cut."""
+    from phalanx.transport.hierarchical import segments
+
+    monkeypatch.setattr(segments, "_LEAST_BYTES", 2**18)
+    monkeypatch.setattr(segments, "_LEAST_MESSAGE_BYTES", 2**15)
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _marked_descendants() -> None:
     leaks.mark_descendants()

@@ -21,7 +21,10 @@ from phalanx.backend import connect
 from phalanx.errors import ClosedError, DeadlineError, MismatchError, PeerLostError, PhalanxError
 from phalanx.testing import RankFailed, why_no_hosts
 
-pytestmark = pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts())
+pytestmark = [
+    pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts()),
+    pytest.mark.usefixtures("small_segments"),
+]
 
 
 def cause_of(error):

@@ -14,7 +14,10 @@ from phalanx.testing import why_no_hosts
 from phalanx.transport.hierarchical import bruck
 from phalanx.transport.hierarchical.exchange import SMALL_BYTES
 
-pytestmark = pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts())
+pytestmark = [
+    pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts()),
+    pytest.mark.usefixtures("small_segments"),
+]
 
 DTYPES = (torch.float32, torch.float64, torch.int64, torch.uint8, torch.float16, torch.bfloat16)
 REDUCTIONS = (dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN, dist.ReduceOp.PRODUCT)

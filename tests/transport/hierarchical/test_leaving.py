@@ -9,7 +9,10 @@ from tests.system.hosts_jobs import on_hosts
 
 from phalanx.testing import why_no_hosts
 
-pytestmark = pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts())
+pytestmark = [
+    pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts()),
+    pytest.mark.usefixtures("small_segments"),
+]
 _TOGETHER = 6  # collectives after which leaders post receives for more
 
 
