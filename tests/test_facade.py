@@ -17,6 +17,7 @@ def test_every_public_name_is_found_where_the_facade_says(name):
     assert name in vars(phalanx), "the second use costs a dictionary lookup"
 
 
+@pytest.mark.slow
 def test_a_package_that_is_used_by_its_name_is_found_without_an_import():
     """`phalanx.nn.place`, as the documents have it, was an AttributeError until something had imported phalanx.nn."""
     code = "import sys, phalanx\nfor name in phalanx._PACKAGES: print(getattr(phalanx, name).__name__)"

@@ -220,6 +220,7 @@ def problem_with(path: str, name: str) -> str:
     return f"has no {name} in {OWNERS[name]}"
 
 
+@pytest.mark.slow
 def test_every_private_name_that_is_used_is_in_this_torch(monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # which torch._dynamo sets when it is imported
     with warnings.catch_warnings():
@@ -294,6 +295,7 @@ def run_without(names: list[str], users: list[str]) -> subprocess.CompletedProce
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_without_private_names_what_does_not_need_them_works():
     """A name that was imported at the top of a file, and gone from torch, was the end of `phalanx.init`."""
     users: dict[str, set[str]] = {}
@@ -311,6 +313,7 @@ def test_without_private_names_what_does_not_need_them_works():
     assert len(told) >= 15, run.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DDP_NEEDS)
 def test_without_a_name_that_it_needs_a_wrapper_says_so(name):
     run = run_without([name], [])
@@ -336,6 +339,7 @@ def test_a_newer_torch_is_told(version, newer):
     assert TESTED[-1] in describe_untested("99.0")
 
 
+@pytest.mark.slow
 def test_a_group_of_a_newer_torch_works_and_says_so_once():
     code = (
         "import torch, torch.distributed as dist\n"

@@ -52,6 +52,7 @@ def _steps(ddp, rank, world_size, steps, size):
         alone.zero_grad(set_to_none=True)
 
 
+@pytest.mark.slow
 def test_collectives_beside_a_backward_and_allocations_behind_them():
     def fn(rank, world_size):
         ddp = DistributedDataParallel(_Model(), bucket_cap_mb=0.001, check=False)

@@ -111,6 +111,7 @@ class Squares(torch.utils.data.Dataset):
         return torch.tensor(index * index)
 
 
+@pytest.mark.slow(but=("fork",))
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")  # where there is one core
 @pytest.mark.parametrize("start", ["fork", "spawn"])
 def test_data_loaders_have_workers_while_the_group_is_alive_and_busy(start):
@@ -184,6 +185,7 @@ def _held():
     return len(os.listdir("/proc/self/fd")), mapped, kib
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_thousand_groups_come_and_go_without_a_descriptor_or_a_page():
     def check(rank, world_size):
@@ -205,6 +207,7 @@ def test_a_thousand_groups_come_and_go_without_a_descriptor_or_a_page():
     run_ranks(check, 2, timeout=280)  # five seconds, but for a machine that is busy with ten other things
 
 
+@pytest.mark.slow
 def test_hundreds_of_groups_live_at_once_within_few_descriptors():
     def check(rank, world_size):
         import phalanx

@@ -173,6 +173,7 @@ def test_a_timeout_that_leaves_no_time_is_refused_before_anybody_waits(seconds, 
     run_ranks(check, 2, init=False)
 
 
+@pytest.mark.slow
 def test_a_long_wait_for_gradients_is_announced_with_who_is_missing_and_again(monkeypatch, tmp_path):
     """The notice said "waiting for other ranks", and was the only one however long the wait."""
     monkeypatch.setattr(session, "NOTICE_S", 0.0)

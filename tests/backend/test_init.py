@@ -96,6 +96,7 @@ def test_two_trials_of_one_program_that_spawn_ranks_at_once_do_not_mix(tmp_path)
     }
 
 
+@pytest.mark.slow
 def test_processes_that_a_program_starts_join_through_it(tmp_path) -> None:
     mp.spawn(_spawned, (3, tmp_path), nprocs=3)
     for rank in range(3):

@@ -397,6 +397,7 @@ def test_a_receive_in_a_signal_handler_has_a_deadline():
     assert run_ranks(check, 2) == [[], ["DeadlineError"]]
 
 
+@pytest.mark.slow
 def test_a_group_is_destroyed_in_a_signal_handler():
     """The handler interrupted an operation of that very group: it cannot wait for its end."""
 

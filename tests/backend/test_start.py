@@ -43,6 +43,7 @@ look("torchrun:")
 """
 
 
+@pytest.mark.slow
 def test_under_phalanx_run_a_start_that_names_no_backend_means_ours(tmp_path) -> None:
     finished = run("--nproc-per-node", "2", write_script(tmp_path, UNNAMED))
     for rank in "01":  # lines that come more than a moment apart are not folded into one
@@ -77,6 +78,7 @@ def test_only_a_start_under_phalanx_run_that_names_no_device_is_ours() -> None:
         assert not is_default({**ours, name: "7"}, None, "cpu", ["cpu"])
 
 
+@pytest.mark.slow
 def test_a_script_without_a_launcher_is_told_to_use_one(tmp_path) -> None:
     script = write_script(
         tmp_path,
@@ -128,6 +130,7 @@ def test_a_backend_that_torch_knows_is_left_to_torch(given) -> None:
     refuse_unknown_backend(given)
 
 
+@pytest.mark.slow
 def test_a_mistyped_backend_ends_a_job_with_that_error(tmp_path) -> None:
     script = write_script(tmp_path, "import torch.distributed as dist\ndist.init_process_group('phalnax')\n")
     finished = run("--nproc-per-node", "2", script)

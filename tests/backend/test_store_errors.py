@@ -78,6 +78,7 @@ def _error_of(port, number):
     return caught.value.errors[0]
 
 
+@pytest.mark.slow
 def test_a_master_that_is_not_there_is_told_with_its_place(deaf_port) -> None:
     error = _error_of(deaf_port, 1)
     assert isinstance(error, dist.DistNetworkError)
@@ -148,6 +149,7 @@ def test_two_processes_that_are_rank_0_hear_of_each_other_and_so_does_rank_1() -
     )
 
 
+@pytest.mark.slow(but=("silent",))
 @pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"", None], ids=["web", "closes", "silent"])
 def test_a_port_of_another_program_is_told_as_such(answer, monkeypatch) -> None:
     """It was told as a rank that never came, at the end of the timeout; torch's client waits for ever for one that

@@ -21,6 +21,7 @@ def test_without_an_argument_it_lists_what_there_is():
     assert "dp-vs-ddp    DataParallel against DistributedDataParallel and one process." in result.output
 
 
+@pytest.mark.slow
 def test_a_comparison_is_printed_as_json_and_drawn(tmp_path):
     file = tmp_path / "bars.svg"
     result = bench("dp-vs-ddp", "--rounds=1", "--steps=1", "--workload=many-small", "--json", "--svg", str(file))

@@ -37,6 +37,7 @@ def alone(function, *args, **options):
     return run_ranks(lambda rank, world_size: function(*args), 1, backend=None, timeout=120, **options)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["whole", "sharded"])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_ranks_save_and_any_number_of_ranks_goes_on(s3, form, world_size):
@@ -70,6 +71,7 @@ def test_ranks_save_and_any_number_of_ranks_goes_on(s3, form, world_size):
     assert run_ranks(load, 3, timeout=120) == [(3, told[2])] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["save", "async_save"])
 @pytest.mark.parametrize("form", ["whole", "sharded"])
 def test_a_saver_killed_at_a_random_moment_leaves_the_one_before_whole(s3, tmp_path, form, how, kill):
@@ -109,6 +111,7 @@ def test_a_saver_killed_at_a_random_moment_leaves_the_one_before_whole(s3, tmp_p
     assert saved <= alone(go_on) <= saving
 
 
+@pytest.mark.slow
 def test_a_rank_killed_while_ranks_save_costs_that_save_only(s3):
     folder = s3.new_folder()
 
@@ -165,6 +168,7 @@ def test_what_fails_for_a_while_is_tried_again_and_told(s3, caplog):
     assert "it has succeeded, after" in told[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["save", "async_save"])
 def test_what_fails_for_longer_is_an_error_on_every_rank_and_changes_nothing(s3, how):
     folder = s3.new_folder()
@@ -223,6 +227,7 @@ def test_a_damaged_object_is_named_and_the_one_before_is_taken_if_wished(s3):
     alone(damage)
 
 
+@pytest.mark.slow
 def test_one_that_is_removed_while_it_is_read_is_no_error(s3, tmp_path):
     folder = s3.new_folder()
 
@@ -267,6 +272,7 @@ def test_what_a_living_writer_has_put_there_is_left_alone(s3):
     assert left == []
 
 
+@pytest.mark.slow
 def test_single_files_are_saved_loaded_and_shown(s3):
     address = f"{s3.new_folder()}/run.pt"
 
@@ -315,6 +321,7 @@ def test_a_file_system_in_memory_keeps_them_too(form):
     assert alone(work) == (2, 4)
 
 
+@pytest.mark.slow
 def test_a_script_that_ends_without_waiting_ends_its_save_first(s3):
     """It is sent by threads of the file system, and by Python's, which end early when an interpreter does."""
     folder = s3.new_folder()

@@ -24,6 +24,7 @@ def as_bits(state):
     return tensors, {name: value for name, value in state.items() if name != "model"}
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_is_an_error_or_changes_nothing(tmp_path):
     path = tmp_path / "run.pt"
     save_checkpoint(path, STATE)

@@ -109,6 +109,7 @@ def test_what_another_rank_writes_while_a_failed_save_is_removed_is_removed_too(
     assert not folder.exists()
 
 
+@pytest.mark.slow
 def test_a_disk_that_becomes_full_at_any_place_leaves_what_was_there(tmp_path):
     """Torch's files, the structure, the manifest, the link to the latest: each in its turn has no room."""
 

@@ -141,6 +141,7 @@ class Wrapped(nn.Module):
         self.module = nn.Linear(1, 1)  # the user's own name
 
 
+@pytest.mark.slow(but=("whole",))
 @KINDS
 @in_its_own_process
 def test_keys_have_no_trace_of_wrappers(tmp_path, sharded):
@@ -300,6 +301,7 @@ def test_plain_torch_opens_a_whole_one(tmp_path):
     assert load_checkpoint(tmp_path / "latest" / "state.pt").keys() == state.keys()
 
 
+@pytest.mark.slow
 def test_a_script_that_ends_at_once_finishes_its_last_save(tmp_path):
     """The thread that writes would have died with the interpreter."""
     script = (

@@ -47,6 +47,7 @@ def network(seed):
 # --- replicas --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_replicas_save_in_either_form_and_any_number_of_ranks_goes_on(tmp_path):
     def save(rank, world_size):
         model = phalanx.DistributedDataParallel(network(rank))
@@ -97,6 +98,7 @@ def test_replicas_save_in_either_form_and_any_number_of_ranks_goes_on(tmp_path):
 # --- sharded models --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_model_of_fsdp2_is_read_by_any_number_of_ranks_by_one_process_and_by_plain_torch(tmp_path):
     def build(seed):
         model = network(seed)
@@ -146,6 +148,7 @@ def test_a_model_of_fsdp2_is_read_by_any_number_of_ranks_by_one_process_and_by_p
     assert_equal([plain["optimizer"]["state"][str(n)]["exp_avg"] for n in range(5)], expected[5:])
 
 
+@pytest.mark.slow
 def test_what_one_process_or_replicas_saved_whole_goes_on_in_a_model_of_fsdp2(tmp_path):
     """It was refused, "got mixed torch.Tensor and DTensor": a run under one device or "mirrored" could not be continued
     under `ShardedStrategy("model")`, only the other way round.
@@ -176,6 +179,7 @@ def test_what_one_process_or_replicas_saved_whole_goes_on_in_a_model_of_fsdp2(tm
         run_ranks(load, world_size)
 
 
+@pytest.mark.slow
 def test_tensors_sharded_in_every_way_come_back_into_every_other(tmp_path):
     wholes = {"a": torch.arange(35.0).view(7, 5), "b": torch.arange(12).view(3, 2, 2), "c": torch.tensor(3.5)}
 

@@ -157,6 +157,7 @@ def pythons_here():
             yield python
 
 
+@pytest.mark.slow
 def test_what_another_python_pickled_is_read(tmp_path):
     for name, content in STANDING_IN.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)

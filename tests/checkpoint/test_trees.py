@@ -21,6 +21,7 @@ def by_torch(state):
     return torch.load(buffer, weights_only=True)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 def test_random_states_come_back_as_from_torch_save(tmp_path, trees):
     def save(rank, world_size):

@@ -63,6 +63,7 @@ def load_versions(rank, world_size, folder):
     return found
 
 
+@pytest.mark.slow
 def test_modules_are_told_the_version_of_their_state_through_every_wrapper(tmp_path):
     """A state that was loaded into a wrapper had no versions, and modules took it for one of their first version."""
     (found,) = run_ranks(load_versions, 1, tmp_path)
@@ -113,6 +114,7 @@ def load_into_int8(rank, world_size, folder):
         torch.testing.assert_close(here.state_dict(), before, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_a_buffer_in_a_wrapper_takes_only_what_it_can_hold(tmp_path):
     """In DistributedDataParallel, 300 became 44: a hook of the wrapper's kept dtypes from being compared."""
     run_ranks(load_into_int8, 1, tmp_path)

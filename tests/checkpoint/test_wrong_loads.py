@@ -117,6 +117,7 @@ def load_many(rank, world_size, folder, by_file):
     return {load_by_dice(folder, seed, by_file) for seed in range(40)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by_file", [False, True], ids=["manager", "file"])
 def test_what_does_not_fit_changes_nothing(tmp_path, by_file):
     """An AdamW state went into SGD, 300 became 44 in int8, moments went to other parameters, all without a word."""
@@ -257,6 +258,7 @@ def fail_in_shared_memory(rank, world_size, folder, offload):
     assert_equal(now(), after)
 
 
+@pytest.mark.slow(but=("shared",))
 @pytest.mark.parametrize("offload", [False, True], ids=["shared", "offload"])
 def test_a_load_that_fails_leaves_a_sharded_optimizer_and_its_parameters_as_they_were(tmp_path, offload):
     """Its state was that of the checkpoint; and one rank remembered parameters that another had loaded already."""

@@ -54,11 +54,13 @@ def test_an_ascii_terminal_gets_question_marks(words):
     assert len(done.stdout) > 10
 
 
+@pytest.mark.slow
 def test_doctor_lives_without_a_standard_output():
     closed = phalanx(["doctor"], ">&-")
     assert (closed.returncode, closed.stdout, closed.stderr) == (0, b"", b"")
 
 
+@pytest.mark.slow
 def test_a_current_folder_that_has_been_removed_is_named(tmp_path):
     def inside(command):
         folder = tmp_path / "gone"

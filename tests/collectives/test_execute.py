@@ -112,6 +112,7 @@ def expect(schedule: Schedule, before: list[Array], after: list[Array], bounds: 
             assert all(result.tobytes() == np.concatenate(parts).tobytes() for result in after)
 
 
+@pytest.mark.slow(but=("0",))
 @pytest.mark.parametrize("length", [0, 1, 23])
 def test_every_schedule_does_what_its_operation_promises(length: int) -> None:
     for schedule in every_schedule(range(1, 10)):

@@ -16,6 +16,7 @@ def explain(*args: str) -> Result:
     return CliRunner().invoke(command, list(args), prog_name="phalanx explain")
 
 
+@pytest.mark.slow
 def test_a_long_explanation_is_summarised_unless_it_is_asked_for():
     """`explain ring --world-size 40` printed 6,520 lines."""
     short = explain("ring", "--world-size", "40").output.splitlines()

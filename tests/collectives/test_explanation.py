@@ -59,6 +59,7 @@ def test_a_step_says_who_hands_what_to_whom_and_what_each_rank_then_holds() -> N
     assert all(cell.final for row in scenes[-1].cells for cell in row)
 
 
+@pytest.mark.slow
 def test_plain_text_and_terminal_tell_every_schedule() -> None:
     for schedule in every_schedule(range(1, 4)):
         if schedule.world_size > 5:

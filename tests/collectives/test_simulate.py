@@ -32,6 +32,7 @@ def test_leaving_out_steps_that_repeat_gives_the_clocks_of_playing_them_all(algo
     assert quick.transfers == full.transfers == full.played
 
 
+@pytest.mark.slow
 def test_a_ring_of_65536_ranks_is_exact_after_two_steps_of_131070() -> None:
     topology = Topology.flat(65_536)
     result = simulate(ring.all_reduce(65_536), 64 * MIB, topology, LINKS)

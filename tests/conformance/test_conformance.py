@@ -79,6 +79,7 @@ def add(suite, monkeypatch):
     return run_added
 
 
+@pytest.mark.slow
 def test_the_suite_tells_each_ranks_failure_and_why_it_skips(add):
     def fail(case):
         raise AssertionError(f"rank {case.rank} disagrees")
@@ -106,6 +107,7 @@ def test_groups_made_by_the_suite_are_of_the_backend_that_was_asked_for(add):
     assert add(look).outcome == "passed"
 
 
+@pytest.mark.slow
 def test_mpis_tests_of_all_to_all_on_the_cpu_pass_as_well():
     suite = TorchSuite("phalanx", 2, part="mpi")
     for test in (

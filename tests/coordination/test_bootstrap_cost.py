@@ -60,6 +60,7 @@ def test_one_who_died_before_it_could_say_who_it_is_hides_nobody(store):
     assert store.num_requests - before < 60
 
 
+@pytest.mark.slow
 def test_who_waits_for_the_first_asks_seldom(store):
     """It waits for two seconds, and two more for the first to say who is missing."""
     come_all(store, [0], 3)
@@ -69,6 +70,7 @@ def test_who_waits_for_the_first_asks_seldom(store):
     assert store.num_requests - before < 60  # asking every 20 ms makes 200 and more; asking for the outcome, too, 80
 
 
+@pytest.mark.slow
 def test_who_waits_hears_that_all_have_come(store):
     """In a group of many, whose ranks look after themselves every five seconds."""
     first = Bootstrap(store, 0, 5000, INFO, "0", Deadline.after(60.0))

@@ -27,6 +27,7 @@ def phalanx(*words, env, **options):
     return subprocess.run([*PHALANX, *words], env=env, capture_output=True, text=True, timeout=60, **options)
 
 
+@pytest.mark.slow
 def test_key_makes_one_once_and_shows_what_is_asked_for(home, tmp_path):
     path = tmp_path / ".config" / "phalanx" / "key"
     first = phalanx("key", env=home)
@@ -102,6 +103,7 @@ def test_the_lines_of_the_manual_do_what_it_says(home, tmp_path):
         assert done.stdout
 
 
+@pytest.mark.slow
 def test_what_cannot_be_bound_is_said_with_what_can(home, tmp_path):
     phalanx("key", env=home)
     for bind in ("203.0.113.1:0", "no-such-host.invalid:0"):

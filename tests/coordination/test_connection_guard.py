@@ -98,6 +98,7 @@ def is_open(stranger):
     return False
 
 
+@pytest.mark.slow
 def test_more_strangers_than_descriptors_keep_no_member_out_and_lose_none(served):
     place = f"127.0.0.1:{served.port}"
     with Client(place, KEY) as member, contextlib.ExitStack() as stack:

@@ -46,6 +46,7 @@ def way_through(line, is_relayed):
     relay.close()
 
 
+@pytest.mark.slow(but=("False",))
 @pytest.mark.parametrize("is_relayed", [False, True])
 def test_what_is_sent_again_after_a_cut_is_done_once(is_relayed):
     with (
@@ -126,6 +127,7 @@ def test_a_coordinator_that_was_started_again_is_told_from_the_one_before():
         assert "started again" in event.why
 
 
+@pytest.mark.slow
 def test_a_coordinator_that_has_gone_is_told_to_who_waits():
     with contextlib.ExitStack() as stack:
         service = stack.enter_context(Service("127.0.0.1:0", KEY, lost_after_s=0.5))
@@ -155,6 +157,7 @@ def test_a_coordinator_that_has_ended_is_told_to_members_at_once():
             assert "has ended: its host answers, and nothing listens there any more" in event.why
 
 
+@pytest.mark.slow
 def test_a_member_that_stops_is_lost_the_others_hear_why_and_so_does_it_when_it_goes_on():
     said = []
     with Service("127.0.0.1:0", KEY, lost_after_s=2.0, say=said.append) as service, Client(service.local) as near:
@@ -385,6 +388,7 @@ with Service("127.0.0.1:0", key) as service:
 """
 
 
+@pytest.mark.slow
 def test_a_member_that_goes_while_its_messages_wait_does_not_end_the_coordinator():
     """The coordinator was busy for a few seconds, and a member died whose messages it had yet to read. libzmq sent that
     member a heartbeat, and an assertion of its own ended the agent of the first host, and the job."""

@@ -156,6 +156,7 @@ def test_eight_ranks_of_a_host_cost_hardly_more_than_one(num_hosts):
     assert eight <= one + 10
 
 
+@pytest.mark.slow
 def test_the_cost_of_a_start_grows_as_the_number_of_hosts():
     four, forty = num_asked(4, 4), num_asked(40, 4)
     assert forty <= 11 * four

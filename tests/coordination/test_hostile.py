@@ -64,6 +64,7 @@ def random_frame(rng):
     return bytes(frame)
 
 
+@pytest.mark.slow
 def test_no_frame_ends_the_coordinator_or_costs_a_member_its_place(num_frames):
     rng = random.Random(num_frames)
     coordinator = Coordinator(max_bytes=1 << 20)
@@ -266,6 +267,7 @@ def test_strangers_do_not_get_in_and_members_go_on(num_strangers):
     assert len(said) <= 21 + num_strangers // 500  # a few lines, not one for each
 
 
+@pytest.mark.slow
 def test_a_client_that_asks_for_much_and_reads_nothing_is_told_so_and_keeps_nobody_waiting():
     with Service("127.0.0.1:0", KEY) as service:
         work = Work(service)

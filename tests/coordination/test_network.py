@@ -106,6 +106,7 @@ def on(host, function):
     return result[0]
 
 
+@pytest.mark.slow
 @needs_hosts
 def test_hosts_meet_over_ipv4_and_ipv6_and_a_pulled_cable_is_named():
     with contextlib.ExitStack() as stack:

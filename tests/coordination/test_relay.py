@@ -59,6 +59,7 @@ def requests_of(service):
     return asked
 
 
+@pytest.mark.slow
 def test_random_calls_through_a_relay_are_answered_as_without_one(service, relay):
     """The same calls at the coordinator's own socket are the anchor."""
     for seed in range(20):
@@ -210,6 +211,7 @@ def test_after_a_cut_what_was_asked_is_asked_again(service):
     line.close()
 
 
+@pytest.mark.slow
 def test_who_asks_hears_that_the_coordinator_has_gone():
     service = Service("127.0.0.1:0", KEY, lost_after_s=0.3)
     relay = Relay(f"tcp://{service.address}", KEY)
@@ -221,6 +223,7 @@ def test_who_asks_hears_that_the_coordinator_has_gone():
     relay.close()
 
 
+@pytest.mark.slow
 def test_who_asks_hears_that_the_relay_has_gone(service):
     relay = Relay(f"tcp://{service.address}", KEY)
     with Client(relay.path) as client:

@@ -69,6 +69,7 @@ def test_keys_values_queues_and_waits_over_the_network_and_on_the_host(local):
             one.add("late", 1)
 
 
+@pytest.mark.slow
 def test_calls_of_many_keys_and_of_large_values_are_as_those_of_few():
     with service(None, None) as (running, _, _), Client(running.local) as client:
         keys = [f"key{n}" for n in range(70000)]
@@ -194,6 +195,7 @@ def test_an_address_where_nothing_listens_is_told_with_what_came_back():
         Client("/nowhere")
 
 
+@pytest.mark.slow
 def test_a_member_in_the_coordinators_own_process_may_be_late_on_a_machine_that_is_too_busy():
     """A first host whose heartbeats were not sent in time counted itself out, and ended its job."""
     with service(lost_after_s=1.0) as (running, connect, _):
@@ -210,6 +212,7 @@ def test_a_member_in_the_coordinators_own_process_may_be_late_on_a_machine_that_
         assert sorted(watching.members()) == sorted([own.member, watching.member])
 
 
+@pytest.mark.slow
 def test_a_member_in_the_coordinators_own_process_waits_for_it_as_long_as_its_thread_runs():
     with service(lost_after_s=1.0) as (running, connect, _):
         own, other = connect(local=True), connect(local=True)

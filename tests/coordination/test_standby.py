@@ -44,6 +44,7 @@ def take_over(standby: Standby, leader: int, lost: int) -> Service:
     return Service("127.0.0.1:0", KEY, coordinator=copy)
 
 
+@pytest.mark.slow
 def test_a_standby_has_every_key_whose_set_was_answered(service: Service) -> None:
     with Client(str(service.address), KEY) as client:
         client.set("before", "1")

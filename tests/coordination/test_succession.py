@@ -29,16 +29,19 @@ LARGE = [
 ]
 
 
+@pytest.mark.slow(but=("standbys2-limits2",))
 @pytest.mark.parametrize(("standbys", "limits"), WHOLE)
 def test_three_hosts_lose_nothing_and_never_part_in_any_order(standbys, limits):
     assert explore(Job(3, standbys, limits)) > 3000
 
 
+@pytest.mark.slow(but=("standbys4-limits4",))
 @pytest.mark.parametrize(("standbys", "limits"), LARGE)
 def test_and_with_more_going_on_as_many_states_as_there_is_time_for(standbys, limits, model_states):
     explore(Job(3, standbys, limits), model_states)
 
 
+@pytest.mark.slow(but=("0",))
 @pytest.mark.parametrize("seed", range(4))
 def test_five_hosts_on_paths_at_random(seed, model_strolls):
     rng = random.Random(seed)
@@ -139,6 +142,7 @@ MISTAKES = [
 ]
 
 
+@pytest.mark.slow(but=("exchanges_members_without_asking_the_old_ones",))
 @pytest.mark.parametrize(("mistake", "case"), MISTAKES, ids=[mistake.__name__ for mistake, _ in MISTAKES])
 def test_the_checker_finds_a_protocol_that(mistake, case, monkeypatch):
     mistake(monkeypatch)

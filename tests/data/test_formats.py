@@ -108,6 +108,7 @@ def of_webdataset(names: list[str]) -> list[Any]:
         return sorted(pipeline, key=lambda sample: sample["__key__"])
 
 
+@pytest.mark.slow(but=("0-.gz",))
 @pytest.mark.parametrize("suffix", ["", ".gz", ".bz2"])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_samples_of_tar_files_are_those_of_webdataset(tmp_path, suffix, workers):
@@ -256,6 +257,7 @@ def test_a_line_that_is_passed_over_is_not_parsed(tmp_path):
 # -- Hugging Face datasets ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_rows_of_a_table_are_those_of_datasets():
     datasets = pytest.importorskip("datasets")
     table = datasets.Dataset.from_dict({"number": ALL, "text": [f"text {n}" for n in ALL]})
@@ -266,6 +268,7 @@ def test_rows_of_a_table_are_those_of_datasets():
     assert torch.equal(tensors[40]["number"], table.with_format("torch")[40]["number"])
 
 
+@pytest.mark.slow
 def test_samples_of_a_streamed_dataset_are_those_of_datasets(tmp_path):
     datasets = pytest.importorskip("datasets")
     names = [name for name, size in zip(write_parquet(str(tmp_path)), SIZES, strict=True) if size]

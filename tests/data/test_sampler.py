@@ -396,6 +396,7 @@ def test_many_epochs_give_each_sample_its_turn_on_each_rank():
     assert all(20 <= count <= 85 for count in counts.values())  # 50 expected, spread 6.1
 
 
+@pytest.mark.slow
 def test_fewer_readers_read_each_sample_of_all_parts_once():
     """Without padding, a part that was one sample shorter than the first of its reader gave its beginning again."""
     for seed in range(200):

@@ -25,6 +25,7 @@ from phalanx.errors import CheckpointError, DataError
 _SHARES = 5
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 @pytest.mark.parametrize("share", range(_SHARES))
 def test_jobs_that_stop_and_go_on_with_other_ranks_and_workers_use_each_sample_once(
@@ -167,6 +168,7 @@ def test_a_shard_with_another_number_of_samples_is_named(kind):
             [stream[i] for i in range(said)]
 
 
+@pytest.mark.slow
 def test_a_shard_that_cannot_be_read_is_named_with_the_reason_also_by_a_worker():
     def read(shard: str) -> Any:
         raise FileNotFoundError(2, "No such file or directory", shard)
@@ -322,6 +324,7 @@ def test_a_position_of_other_shards_lengths_or_numbers_is_refused_by_name():
         phalanx.DistributedSampler(shards.stream(), 1, 0).load_state_dict(plain)
 
 
+@pytest.mark.slow
 def test_a_stream_that_has_been_read_can_be_given_to_workers_that_are_forked_or_spawned():
     stream = Stream([0, 1], _read_range, lengths=50)
     sampler = phalanx.DistributedSampler(stream)

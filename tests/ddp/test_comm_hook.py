@@ -107,6 +107,7 @@ PYTORCHS = {
 }
 
 
+@pytest.mark.slow
 def test_pytorchs_stateful_hooks_give_what_they_give_under_pytorchs_own():
     def fn(rank, world_size):
         def gradients(wrap, made):

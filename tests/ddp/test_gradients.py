@@ -411,6 +411,7 @@ def test_models_of_every_kind_get_the_mean(backend, build):
     run_ranks(fn, 2, backend=backend)
 
 
+@pytest.mark.slow
 def test_compiled_modules_get_the_mean_inside_and_outside_the_wrapper():
     def compiled(model, rank):
         _plain(torch.compile(model, backend="eager"), rank)

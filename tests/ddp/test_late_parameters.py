@@ -156,6 +156,7 @@ def test_the_tree_is_walked_only_after_something_was_registered(monkeypatch):
     assert walks == [1]
 
 
+@pytest.mark.slow
 def test_a_model_may_become_a_part_of_another_and_be_compiled():
     # All its parameters arrive once more, with the module that is registered.
     def fn(rank, world_size):

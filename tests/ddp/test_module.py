@@ -372,6 +372,7 @@ print(faults[-1])
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another allocator")
 @pytest.mark.parametrize(
     "variables", [{}, {"MALLOC_TRIM_THRESHOLD_": "131072"}], ids=["as it is", "set up by the user"]

@@ -96,6 +96,7 @@ def told_by(transport, folder, monkeypatch):
     return [pickle.loads(Path(folder, str(rank)).read_bytes()) for rank in range(2)]
 
 
+@pytest.mark.slow(but=("shared memory",))
 @pytest.mark.parametrize("transport", ["shared memory", "hosts", "Gloo", "MPI"])
 def test_a_mistake_is_told_in_the_same_words(transport, tmp_path, monkeypatch):
     told = told_by(transport, tmp_path, monkeypatch)

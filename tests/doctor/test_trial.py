@@ -38,6 +38,7 @@ def doctor(*words, cwd=None):
     )
 
 
+@pytest.mark.slow
 def test_the_command_succeeds_where_two_ranks_really_take_a_step():
     run = doctor("--json")
     assert (run.returncode, run.stderr) == (0, "")
@@ -61,6 +62,7 @@ def test_the_command_imports_no_torch_itself():
     assert run.stdout.strip() == "False"
 
 
+@pytest.mark.slow(but=("8",))
 @pytest.mark.parametrize("open_files", [5, 8, 30])
 def test_few_open_files_are_a_finding_and_no_traceback(open_files: int) -> None:
     """With fewer than ten it ended in a traceback of subprocess; with 40 its advice was `ulimit -n 40`."""

@@ -63,6 +63,7 @@ def test_where_no_memory_may_be_read_messages_carry_it() -> None:
     run_ranks(body, 3)
 
 
+@pytest.mark.slow
 def test_a_hand_over_may_take_longer_than_an_operation_of_the_group() -> None:
     """A gigabyte took 16.5 s on a loaded machine: the group's timeout of 15 s ended the recovery it was part of."""
 

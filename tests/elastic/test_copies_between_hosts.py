@@ -61,6 +61,7 @@ def _forge(rank, world_size, machines, copy, path):
     return told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("copy", [_copy_record, _copy_stage], ids=lambda copy: copy.__name__.strip("_"))
 def test_a_copy_that_no_rank_has_sent_is_refused_before_it_is_read(copy, tmp_path):
     """Records were taken as they came: after a loss, whoever got into a connection of Gloo's ran code."""

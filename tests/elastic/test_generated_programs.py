@@ -150,6 +150,7 @@ def run_drawn(seed: int, folder: Path, *, changes: bool = False) -> None:
     compare_with_quiet(job, lambda one: run_one(one, program, world_size, change), f"seed {seed}: {program}, {change}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", range(_SHARES))
 def test_a_program_that_is_drawn_at_random_loses_ranks_and_no_bit(
     share: int, tmp_path: Path, pytestconfig: pytest.Config
@@ -159,6 +160,7 @@ def test_a_program_that_is_drawn_at_random_loses_ranks_and_no_bit(
         run_drawn(seed, tmp_path / str(seed))
 
 
+@pytest.mark.slow(but=("0",))
 @pytest.mark.parametrize("share", range(_SHARES // 2))
 def test_a_program_that_grows_or_shrinks_loses_ranks_and_no_bit(
     share: int, tmp_path: Path, pytestconfig: pytest.Config

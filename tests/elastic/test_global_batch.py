@@ -49,6 +49,7 @@ KINDS = {
 }
 
 
+@pytest.mark.slow(but=("2 to 1",))
 @pytest.mark.parametrize("kind", KINDS)
 def test_with_fewer_ranks_each_step_has_the_samples_that_it_had_and_ends_in_the_same_weights(
     kind: str, tmp_path: Path
@@ -72,6 +73,7 @@ def test_with_fewer_ranks_each_step_has_the_samples_that_it_had_and_ends_in_the_
         torch.testing.assert_close(mine["weights"], theirs["weights"], rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_ranks_that_come_back_take_their_batches_back(tmp_path: Path) -> None:
     job = dataclasses.replace(PLAIN, samples=240, optimizer="momentum")
 
@@ -107,6 +109,7 @@ GROWING = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", GROWING)
 def test_with_more_ranks_than_at_the_start_each_step_has_the_samples_that_it_had_and_ends_in_the_same_weights(
     kind: str, tmp_path: Path

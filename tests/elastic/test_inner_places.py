@@ -68,6 +68,7 @@ def make(folder: Path, strikes: tuple[Strike, ...]) -> _WorkerJob:
     return _WorkerJob(str(folder), strikes, samples=96, workers=1)
 
 
+@pytest.mark.slow(but=("4",))
 @pytest.mark.parametrize("seed", range(NUM_DRAWN))
 def test_losses_inside_updates_and_workers_and_again_in_recovery_cost_no_bit(seed: int, tmp_path: Path) -> None:
     struck, quiet = make(tmp_path / "struck", draw(seed)), make(tmp_path / "quiet", ())

@@ -162,6 +162,7 @@ KINDS = {
 }
 
 
+@pytest.mark.slow(but=("validation in the middle",))
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_a_loop_does_behind_its_update_is_done_once_for_each_step(kind: str, tmp_path: Path) -> None:
     """A step that was past an update when a rank was lost counted as done, although the rest of it was missing.

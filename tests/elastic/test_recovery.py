@@ -67,6 +67,7 @@ def test_a_rank_that_is_killed_anywhere_in_a_step_costs_no_bit_and_no_sample(
     check(Job("", (Strike(rank, place, 5),)), 2, tmp_path, undisturbed, losses=1)
 
 
+@pytest.mark.slow(but=("finish",))
 @pytest.mark.parametrize("place", ["forward", "finish", "commit"])
 def test_the_last_step_the_first_and_the_very_end_are_steps_like_others(
     place: str, tmp_path: Path, undisturbed: Any
@@ -75,6 +76,7 @@ def test_the_last_step_the_first_and_the_very_end_are_steps_like_others(
     check(Job("", (Strike(1, place, step),)), 2, tmp_path, undisturbed, losses=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("persistent", [False, True])
 def test_what_workers_have_read_ahead_is_neither_lost_nor_seen_twice(
     persistent: bool, tmp_path: Path, undisturbed: Any
@@ -83,6 +85,7 @@ def test_what_workers_have_read_ahead_is_neither_lost_nor_seen_twice(
     check(Job("", strikes, workers=2, persistent=persistent), 2, tmp_path, undisturbed, losses=2)
 
 
+@pytest.mark.slow
 def test_a_replacement_at_the_beginning_of_an_epoch_draws_no_seed_that_lasting_workers_have(
     tmp_path: Path, undisturbed: Any
 ) -> None:
@@ -92,6 +95,7 @@ def test_a_replacement_at_the_beginning_of_an_epoch_draws_no_seed_that_lasting_w
     check(Job("", (Strike(1, "batch", 8),), workers=2, persistent=True), 2, tmp_path, undisturbed, losses=1)
 
 
+@pytest.mark.slow(but=("rebind",))
 @pytest.mark.parametrize("point", ["lost", "leave", "meet", "agree", "rebind", "hand over", "restore"])
 def test_a_rank_that_is_lost_while_the_others_recover_makes_them_recover_again(
     point: str, tmp_path: Path, undisturbed: Any
@@ -100,6 +104,7 @@ def test_a_rank_that_is_lost_while_the_others_recover_makes_them_recover_again(
     check(Job("", strikes, samples=96), 3, tmp_path, undisturbed)
 
 
+@pytest.mark.slow(but=("hand over",))
 @pytest.mark.parametrize("point", ["meet", "agree", "rebind", "hand over", "restore"])
 def test_a_replacement_that_is_lost_before_it_has_the_state_is_replaced(
     point: str, tmp_path: Path, undisturbed: Any
@@ -117,6 +122,7 @@ KINDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_step_goes_on_where_it_was(kind: str, tmp_path: Path, undisturbed: Any) -> None:
     world_size = 3 if "three" in kind else 2
@@ -124,6 +130,7 @@ def test_every_kind_of_step_goes_on_where_it_was(kind: str, tmp_path: Path, undi
     check(dataclasses.replace(KINDS[kind], strikes=strikes), world_size, tmp_path, undisturbed, losses=2)
 
 
+@pytest.mark.slow(but=("restore-zero",))
 @pytest.mark.parametrize(
     ("place", "optimizer"),
     [
@@ -138,6 +145,7 @@ def test_an_optimizer_in_shards_loses_the_owner_of_a_slice_and_no_bit(
     check(Job("", strikes, optimizer=optimizer), 2, tmp_path, undisturbed, losses=2)
 
 
+@pytest.mark.slow(but=("restore",))
 @pytest.mark.parametrize("point", ["", "lost", "leave", "meet", "agree", "rebind", "hand over", "restore"])
 def test_an_update_in_shards_that_all_have_made_is_taken_back_where_none_has_committed_it(
     point: str, tmp_path: Path, undisturbed: Any
@@ -149,6 +157,7 @@ def test_an_update_in_shards_that_all_have_made_is_taken_back_where_none_has_com
     check(Job("", (Strike(1, "done", 5), *again), optimizer="zero", samples=96), 3, tmp_path, undisturbed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["zero", "offload"])
 def test_an_update_in_shards_is_taken_back_after_a_loss_in_a_later_collective_of_its_step(
     optimizer: str, tmp_path: Path, undisturbed: Any
@@ -158,6 +167,7 @@ def test_an_update_in_shards_is_taken_back_after_a_loss_in_a_later_collective_of
     check(job, 2, tmp_path, undisturbed, losses=3)
 
 
+@pytest.mark.slow
 def test_with_fewer_ranks_the_rest_of_the_epoch_is_shared_among_those_who_are_there(tmp_path: Path) -> None:
     job = Job(str(tmp_path), (Strike(1, "backward", 3),), samples=96, epochs=3, workers=2)
     ended = SmallAgent(train_job, 3, job, folder=tmp_path, replace=False).run()
@@ -169,6 +179,7 @@ def test_with_fewer_ranks_the_rest_of_the_epoch_is_shared_among_those_who_are_th
     assert first["step"] == 3 + (96 - 36) // 8 + 1 + 2 * 12  # 60 samples are left, in 7 steps of 8 and one of 4
 
 
+@pytest.mark.slow
 def test_ranks_that_come_are_taken_in_at_a_step_and_get_their_share(tmp_path: Path) -> None:
     job = Job(str(tmp_path), samples=240, epochs=3, optimizer="zero")
     lines: list[int] = []
@@ -190,6 +201,7 @@ def test_ranks_that_come_are_taken_in_at_a_step_and_get_their_share(tmp_path: Pa
         assert all(torch.equal(weights[key], other["weights"][key]) for key in ("module.0.weight", "module.4.bias"))
 
 
+@pytest.mark.slow(but=("GossipSGD",))
 @pytest.mark.parametrize("kind", ["LocalSGD", "DiLoCo", "EASGD", "GossipSGD", "StreamingDiLoCo"])
 def test_an_island_that_is_lost_misses_a_round(kind: str, tmp_path: Path) -> None:
     """The others hold it when they hear of the loss; a replacement has their model from then on."""
@@ -231,6 +243,7 @@ def test_ranks_that_train_apart_may_hear_of_a_loss_at_different_steps(tmp_path: 
     assert all(torch.equal(weights[0][key], other[key]) for other in weights for key in other)
 
 
+@pytest.mark.slow(but=("adam",))
 @pytest.mark.parametrize("optimizer", ["adam", "zero"])
 def test_with_too_few_ranks_the_state_is_saved_and_another_job_goes_on(
     optimizer: str, tmp_path: Path, undisturbed: Any

@@ -33,6 +33,7 @@ def random_strikes(numbers: random.Random, world_size: int, most: int) -> tuple[
     return tuple(strikes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adam", "zero"])
 def test_a_random_schedule_of_kills_costs_no_sample_and_no_bit(
     optimizer: str, num_elastic_kills: int, tmp_path: Path

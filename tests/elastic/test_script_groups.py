@@ -58,6 +58,7 @@ def use_groups(job: Job) -> bool:
         return state.step == 6
 
 
+@pytest.mark.slow
 def test_groups_and_meshes_that_were_made_before_are_the_same_objects_after_a_loss(tmp_path: Path) -> None:
     """They were "not initialized in the world group map", in the first step after it. Two losses, one of rank 0."""
     job = Job(str(tmp_path), (Strike(3, "batch", 2), Strike(0, "batch", 4)))

@@ -173,6 +173,7 @@ def check(strikes: tuple[Strike, ...], world_size: int, folder: Path, undisturbe
         assert mine["rate"] == theirs["rate"]
 
 
+@pytest.mark.slow(but=("1-backward",))
 @pytest.mark.parametrize("place", ["forward", "backward", "update", "updated", "commit"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_stage_that_is_lost_anywhere_in_a_step_costs_no_bit(
@@ -182,6 +183,7 @@ def test_a_stage_that_is_lost_anywhere_in_a_step_costs_no_bit(
     check((Strike(rank, place, 5),), 2, tmp_path, undisturbed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["", "sharded"])
 def test_a_replacement_that_loads_a_checkpoint_first_takes_the_stage_that_was_lost(
     mesh: str, tmp_path: Path, undisturbed: Any
@@ -191,6 +193,7 @@ def test_a_replacement_that_loads_a_checkpoint_first_takes_the_stage_that_was_lo
     check(strikes, 4 if mesh else 2, tmp_path, undisturbed, "1f1b", "auto", mesh, True)
 
 
+@pytest.mark.slow(but=("rebind",))
 @pytest.mark.parametrize("point", ["meet", "agree", "rebind", "hand over", "restore"])
 def test_another_stage_is_lost_while_the_first_is_handed_over(point: str, tmp_path: Path, undisturbed: Any) -> None:
     check((Strike(2, "backward", 2), Strike(1, point, -1)), 3, tmp_path, undisturbed)
@@ -202,6 +205,7 @@ def test_all_who_have_stages_are_lost(tmp_path: Path) -> None:
     assert "no rank is left that has what the pipeline's stages were" in text
 
 
+@pytest.mark.slow
 def test_stages_are_lost_one_after_the_other_and_two_at_once(tmp_path: Path, undisturbed: Any) -> None:
     """In three ranks of two stages each; also in the first step, and at the end of an epoch."""
     strikes = (Strike(1, "forward", 0), Strike(0, "commit", 4), Strike(2, "commit", 4), Strike(2, "update", 7))
@@ -219,6 +223,7 @@ def draw_cells(schedule: str, world_size: int, kills: int, seed: int) -> tuple[S
     return tuple(Strike(rank, cell, step) for rank, cell, step in zip(ranks, cells, steps, strict=True))
 
 
+@pytest.mark.slow
 def test_stages_are_lost_in_any_cells_of_the_schedule(
     tmp_path: Path, undisturbed: Any, pytestconfig: pytest.Config
 ) -> None:
@@ -246,6 +251,7 @@ def test_a_stage_that_nobody_replaces_is_named(tmp_path: Path) -> None:
     assert "the last checkpoint (phalanx.CheckpointManager)" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["replicas", "sharded"])
 def test_stages_of_pipelines_in_a_mesh_are_lost(mesh: str, tmp_path: Path, undisturbed: Any) -> None:
     """It ended the job. Also both replicas of a stage at once, whose peers map what they have left."""
@@ -282,6 +288,7 @@ def _state_of(model: Any, optimizer: Any) -> elastic.State:
     return elastic.State(model=model, optimizer=optimizer, scheduler=scheduler)
 
 
+@pytest.mark.slow
 def test_the_state_of_a_job_with_stages_loads_into_another_split_and_where_there_is_none() -> None:
     """That of the optimizer was this rank's stage's: another split, or another rank, took other parameters' moments."""
 

@@ -52,12 +52,14 @@ def check(sizes: tuple[int, ...], strikes: tuple[Strike, ...], folder: Path, *ar
         assert mine["rate"] == theirs["rate"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["forward", "updated", "commit"])
 def test_a_host_that_is_lost_takes_no_stage_with_it(place: str, tmp_path: Path) -> None:
     """Its weights were on no other host: the job ended, to start again from a checkpoint."""
     check((1, 1), (Strike(1, place, 5, host=True),), tmp_path, *_KEPT)
 
 
+@pytest.mark.slow
 def test_hosts_are_lost_one_after_the_other_while_stages_are_handed_over_and_with_a_rank(tmp_path: Path) -> None:
     """The one that has the copy of the first is lost as soon as the first is there again, on a spare host."""
     strikes = (
@@ -68,22 +70,26 @@ def test_hosts_are_lost_one_after_the_other_while_stages_are_handed_over_and_wit
     check((1, 2, 1), strikes, tmp_path, *_KEPT)
 
 
+@pytest.mark.slow
 def test_a_host_is_lost_while_another_one_is_had_back(tmp_path: Path) -> None:
     """Each has its copies on the host behind it, and those are there."""
     strikes = (Strike(2, "update", 2, host=True), Strike(0, "hand over", -1, host=True))
     check((1, 1, 1, 1), strikes, tmp_path, *_KEPT)
 
 
+@pytest.mark.slow
 def test_replicas_on_several_hosts_lose_one(tmp_path: Path) -> None:
     """Each rank has its own buffers and random numbers, and slices of the optimizer's state."""
     check((2, 2), (Strike(3, "updated", 3, host=True),), tmp_path, "1f1b", "auto", "sharded", False, "neighbour")
 
 
+@pytest.mark.slow
 def test_a_loop_that_commits_every_fourth_step_goes_back_to_the_last_of_them(tmp_path: Path) -> None:
     """It sends its stages over the network a fourth as often."""
     check((1, 1), (Strike(0, "backward", 1, host=True),), tmp_path, *_KEPT, 4)
 
 
+@pytest.mark.slow
 def test_hosts_are_lost_in_any_cells_of_the_schedule(tmp_path: Path, pytestconfig: pytest.Config) -> None:
     for number in range(-(-pytestconfig.getoption("--stage-kills") // 3)):
         schedule = ("zero_bubble", "interleaved", "1f1b", "gpipe")[number % 4]
@@ -100,6 +106,7 @@ def _fails_with(folder: Path, sizes: tuple[int, ...], strikes: tuple[Strike, ...
     return "\n".join(path.read_text() for path in (folder / "lost").glob("log-*"))
 
 
+@pytest.mark.slow
 def test_without_copies_the_job_says_how_stages_are_kept(tmp_path: Path) -> None:
     text = _fails_with(tmp_path, (1, 1), (Strike(1, "backward", 3, host=True),))
     assert "stage 1 (rank 1) was lost" in text

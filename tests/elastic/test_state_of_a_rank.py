@@ -71,12 +71,14 @@ def test_what_each_rank_counts_for_itself_stays_its_own(
     check(Program(does=(does,)), tmp_path, undisturbed, *strikes, world_size=world_size)
 
 
+@pytest.mark.slow(but=("extra",))
 @pytest.mark.parametrize("layer", ["extra", "attribute", "generator"])
 def test_what_a_layer_keeps_outside_of_its_buffers_is_kept(layer: str, tmp_path: Path, undisturbed: Any) -> None:
     """Scales of float8 (`get_extra_state`), counters and generators were neither handed over nor rolled back."""
     check(Program(("norm", layer)), tmp_path, undisturbed, *LOSSES)
 
 
+@pytest.mark.slow(but=("100-own value",))
 @pytest.mark.parametrize("does", ["seldom draw", "own value"])
 @pytest.mark.parametrize("trial", [2, 100])
 def test_what_a_rank_first_draws_or_counts_behind_the_backward_is_kept_from_the_first_time_on(
@@ -113,6 +115,7 @@ def test_the_buffers_of_an_average_are_those_of_the_rank(does: str, tmp_path: Pa
     check(Program(does=(does,)), tmp_path, undisturbed, *LOSSES)
 
 
+@pytest.mark.slow
 def test_two_names_for_one_tensor_stay_two_names_for_one_tensor(tmp_path: Path, undisturbed: Any) -> None:
     """They were two tensors after a loss."""
     check(Program(does=("alias",)), tmp_path, undisturbed, *LOSSES)
@@ -123,6 +126,7 @@ def test_a_group_of_parameters_that_the_loop_adds_is_handed_over(tmp_path: Path,
     check(Program(does=("new group",)), tmp_path, undisturbed, Strike(1, "backward", 4), Strike(0, "commit", 6))
 
 
+@pytest.mark.slow
 def test_a_replacement_has_the_batchnorm_layers_that_the_others_have(tmp_path: Path, undisturbed: Any) -> None:
     """`sync_batchnorm="auto"` had decided to span the ranks, in a step that the replacement had not seen."""
     check(Program(does=("auto",)), tmp_path, undisturbed, *LOSSES)

@@ -144,6 +144,7 @@ def run_drawn(seed: int, folder: Path) -> None:
             assert torch.equal(value, ended.results[0]["weights"][name]), told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", range(_SHARES))
 def test_a_job_that_loses_and_gains_ranks_uses_each_sample_of_a_stream_once(
     share: int, tmp_path: Path, pytestconfig: pytest.Config
@@ -153,6 +154,7 @@ def test_a_job_that_loses_and_gains_ranks_uses_each_sample_of_a_stream_once(
         run_drawn(seed, tmp_path / str(seed))
 
 
+@pytest.mark.slow(but=("torch",))
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 @pytest.mark.parametrize("loader_of", ["torch", "torchdata"])
 def test_a_run_over_a_stream_that_loses_a_rank_ends_with_the_bits_of_one_that_loses_none(

@@ -62,6 +62,7 @@ def train_augmented(job: Job) -> dict[str, Any]:
         return {"weights": {k: v.clone() for k, v in ddp.state_dict().items()}, "seen": seen}
 
 
+@pytest.mark.slow(but=("0-False",))
 @pytest.mark.parametrize(("workers", "persistent"), [(0, False), (1, False), (1, True)])
 def test_what_a_dataset_draws_after_a_loss_is_what_it_would_have_drawn(
     workers: int, persistent: bool, tmp_path: Path

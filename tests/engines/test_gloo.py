@@ -182,6 +182,7 @@ def test_ranks_that_come_from_other_addresses_than_they_have_said_meet_a_little_
     assert run_ranks(check, 2) == [1.0, 0.0]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux can be asked to drop what comes to a port")
 def test_the_program_takes_exactly_whom_it_should():
     """Drawn addresses, a listening socket for each, and connections from neighbours of the last bit."""
@@ -206,6 +207,7 @@ def refused(place):
         return stranger.connect_ex(place) == errno.ECONNREFUSED
 
 
+@pytest.mark.slow
 def test_the_port_is_closed_with_the_last_group():
     def check(rank, world_size):
         first, second = (engine_of(rank, world_size, f"group {n}") for n in range(2))

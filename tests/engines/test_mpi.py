@@ -13,6 +13,7 @@ def ranks(request):
     return mpi_job(engine_checks, 3, mpi=request.param).results()
 
 
+@pytest.mark.slow
 def test_the_engine_is_where_mpi_says(ranks):
     assert [seen["place"] for seen in ranks] == [(0, 3), (1, 3), (2, 3)]
     assert all(seen["again"] and seen["tags"] for seen in ranks)

@@ -40,6 +40,7 @@ def epochs(output):
     return re.findall(r"epoch (\d+)/\d+: ([\d,]+) samples", output)
 
 
+@pytest.mark.slow
 def test_digits_reach_their_accuracy_on_two_ranks(tmp_path):
     output = run(tmp_path, PHALANX_RUN, "digits.py")
     assert accuracy(output) >= 0.97

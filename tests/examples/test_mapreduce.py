@@ -23,6 +23,7 @@ def test_words_of_the_standard_library_are_counted_as_a_counter_does(tmp_path):
     assert f"{want.total():,} words, {len(want):,} different" in output
 
 
+@pytest.mark.slow
 def test_an_index_of_our_documentation_names_the_files_that_have_a_word():
     files = sorted(ROOT.glob("docs/*/*.md"))
     output = run(ROOT, PHALANX_RUN, "inverted_index.py", *files, "--words", "gradient")

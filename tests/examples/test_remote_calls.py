@@ -2,9 +2,11 @@
 
 import re
 
+import pytest
 from tests.examples.test_examples import PHALANX_RUN, run
 
 
+@pytest.mark.slow
 def test_a_language_model_over_two_workers_reaches_the_loss_of_one_process(tmp_path):
     output = run(tmp_path, PHALANX_RUN, "remote_language_model.py", "--steps", 40, "--words", 500, "--width", 32)
     (first,) = re.findall(r"step 0: loss ([\d.]+)", output)

@@ -33,6 +33,7 @@ def rank():
     return int(os.environ["RANK"])
 
 
+@pytest.mark.slow
 def test_what_each_rank_returns_comes_back_by_rank(capsys):
     """From a process with threads, which a fork would lose; with a closure, a lambda and a large tensor."""
     offset, stop = 10, threading.Event()
@@ -63,6 +64,7 @@ def test_what_each_rank_returns_comes_back_by_rank(capsys):
     assert all(f"[{rank}] rank {rank} is here\n" in shown.err for rank in range(3))
 
 
+@pytest.mark.slow
 def test_the_first_failure_is_raised_with_the_traceback_of_its_rank():
     def work():
         if rank() == 1:
@@ -79,6 +81,7 @@ def test_the_first_failure_is_raised_with_the_traceback_of_its_rank():
     assert "launch/calls/rank.py" not in told.replace(os.sep, "/"), "our own frames say nothing to a user"
 
 
+@pytest.mark.slow
 def test_what_cannot_be_raised_here_is_told():
     """An exception that does not survive pickling, `sys.exit`, a death, and an end before the function returned."""
 
@@ -105,6 +108,7 @@ def test_what_cannot_be_raised_here_is_told():
         assert "phalanx.launch of " in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_result_that_cannot_be_pickled_is_named_with_its_rank():
     def work():
         return (word for word in "never") if rank() else "fine"
@@ -143,6 +147,7 @@ def test_a_rank_of_another_launcher_starts_no_job(monkeypatch):
         phalanx.launch(print, nproc_per_node=1)
 
 
+@pytest.mark.slow
 def test_a_restart_returns_what_the_last_attempt_returned(capsys):
     def work():
         attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
@@ -154,6 +159,7 @@ def test_a_restart_returns_what_the_last_attempt_returned(capsys):
     assert "the first time it goes wrong" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_every_rank_and_is_raised():
     def work(caller):
         if rank() == 0:
@@ -210,6 +216,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_functions_and_classes_of_a_script_are_the_same_in_the_ranks(tmp_path):
     """Its classes come back as the script's own, and are found by plain pickle in the ranks (`all_gather_object`)."""
     script = tmp_path / "train.py"
@@ -218,6 +225,7 @@ def test_functions_and_classes_of_a_script_are_the_same_in_the_ranks(tmp_path):
     assert (ended.returncode, "Refused by" in ended.stdout) == (0, True), ended.stderr
 
 
+@pytest.mark.slow
 def test_the_ranks_end_with_a_caller_that_is_killed(tmp_path):
     script = tmp_path / "wait.py"
     script.write_text(
@@ -230,6 +238,7 @@ def test_the_ranks_end_with_a_caller_that_is_killed(tmp_path):
         running.wait_gone()
 
 
+@pytest.mark.slow
 def test_the_example_of_the_documentation_runs_as_it_stands(tmp_path):
     (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "how-to" / "from-python.md").read_text(), re.DOTALL)
     script = tmp_path / "example.py"

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from phalanx.coordination.key import Key
 
 _AGENT = """
@@ -63,6 +65,7 @@ def test_agents_of_one_host_are_one_job_without_a_port(tmp_path: Path) -> None:
     _run_two(tmp_path, str(tmp_path / "meet"))
 
 
+@pytest.mark.slow
 def test_a_port_that_somebody_has_is_passed_over_by_all(tmp_path: Path) -> None:
     with socket.socket() as taken, socket.create_server(("127.0.0.1", 0)) as free:
         taken.bind(("127.0.0.1", 0))  # and does not listen: one that listened, and said nothing, would cost 20 s

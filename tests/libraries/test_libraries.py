@@ -36,6 +36,7 @@ def test_a_library_gives_the_numbers_that_it_gives_over_gloo(name):
     assert len(told) == len(SETTINGS.get(name, [{}]))
 
 
+@pytest.mark.slow
 def test_the_backend_is_found_in_torchs_table_by_who_has_not_asked_for_it():
     """torchft makes groups from that table, where "PHALANX" was a KeyError until somebody had asked for the backend."""
     code = """
@@ -53,6 +54,7 @@ print(group.getBackendName(), x.tolist(), "PHALANX" in dist.Backend._plugins, di
     assert done.stdout == "phalanx [1.0, 1.0, 1.0] True None\n", done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_a_library_that_is_not_told_of_us_chooses_as_without_us():
     """Accelerate chose "mpi" wherever mpi4py and Phalanx were installed, and a script that names no backend died."""
     code = "from accelerate import Accelerator; losses.append(Accelerator(cpu=True).num_processes)"

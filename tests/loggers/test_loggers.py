@@ -222,6 +222,7 @@ def _log_by_lightning(rank, world_size, folder):
     log_a_run(LightningLogger(str(folder), name="run", version=0), folder / "report")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="Lightning is not installed")
 def test_a_logger_of_lightning_is_taken_as_it_is(tmp_path):
     """In a process of its own: importing Lightning sets a variable, and starts a thread, for good."""

@@ -23,6 +23,7 @@ from phalanx.mapreduce.splits import Records
 SCRIPT = Path(__file__).with_name("elastic_count.py")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the launcher forks replacements on Linux")
 def test_a_call_that_a_loss_has_ended_is_made_again_with_what_was_done(tmp_path):
     command = [sys.executable, "-m", "phalanx", "run", "--nproc-per-node", "2", str(SCRIPT), str(tmp_path)]

@@ -51,6 +51,7 @@ def struck(rank, world_size, path, victims, gather):
     return dict(result), result.lost, 1 if result.group is None else result.group.size()
 
 
+@pytest.mark.slow(but=("gloo",))
 @pytest.mark.parametrize("backend", ["phalanx", "gloo"])
 def test_the_others_do_what_a_killed_rank_has_done_and_would_have(text, backend, pytestconfig):
     """The first call of all, in the middle of map, at the end of map, in reduce; then at random."""

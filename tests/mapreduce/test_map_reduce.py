@@ -50,6 +50,7 @@ def test_word_count_is_that_of_a_counter(text, combine):
     )
 
 
+@pytest.mark.slow
 def test_values_come_in_the_order_of_the_input_also_from_disk(tmp_path):
     """With a MiB for 20 MB of values tables, buckets and runs go to disk, and every value is where it belongs."""
     want = defaultdict(list)

@@ -56,6 +56,7 @@ def all_of(rank, world_size, folder):
     return found
 
 
+@pytest.mark.slow(but=("gloo",))
 @pytest.mark.parametrize("backend", ["phalanx", "gloo"])
 def test_results_do_not_depend_on_the_number_of_ranks(tmp_path, backend):
     rng = random.Random(11)
@@ -221,6 +222,7 @@ def status(name):
     return int(line.split()[1])
 
 
+@pytest.mark.slow(but=("combined",))
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's high-water mark")
 @pytest.mark.parametrize("combine", [None, operator.add], ids=["listed", "combined"])
 def test_a_rank_holds_about_as_much_as_it_may(combine):

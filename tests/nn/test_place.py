@@ -57,6 +57,7 @@ def test_outputs_gradients_and_weights_are_those_of_the_model_that_was_not_place
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.slow
 def test_every_value_is_brought_to_the_device_on_which_it_is_needed():
     """In a process of its own, because a device that is registered there stays (tests/nn/place_on_devices.py)."""
     command = [sys.executable, "-m", "tests.nn.place_on_devices"]

@@ -119,6 +119,7 @@ def simulate(kind, options, steps_of):
     return simulate_streaming(steps_of, options["sync_every"], fragments, options["delay"], options["mix"])
 
 
+@pytest.mark.slow(but=("1-phalanx",))
 @pytest.mark.parametrize(
     ("world_size", "backend"), [(1, "phalanx"), (2, "phalanx"), (3, "gloo"), (4, "phalanx"), (5, "phalanx")]
 )
@@ -227,6 +228,7 @@ def test_a_rank_that_dies_while_a_fragment_is_on_its_way_leaves_the_others_what_
     assert run_ranks(fn, 3, lost=(1,)) == [True, None, True]
 
 
+@pytest.mark.slow
 def test_a_saved_state_goes_on_bit_for_bit():
     """Also where a fragment was on its way, after 10 of 13 steps of streaming."""
 

@@ -166,6 +166,7 @@ def generate(kind, world_size, number, task=None):
     return Case(kind, task, options, tuple(steps_of), cuts)
 
 
+@pytest.mark.slow(but=("1-phalanx",))
 @pytest.mark.parametrize(
     ("world_size", "backend"), [(1, "phalanx"), (2, "gloo"), (3, "phalanx"), (4, "phalanx"), (5, "gloo")]
 )
@@ -253,6 +254,7 @@ class Optimized:
         self._plays[model].step(step, (rank,))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "backend"), [(2, "phalanx"), (3, "gloo")])
 def test_every_optimizer_trains_apart_as_the_papers_say(world_size, backend, num_averagings):
     """With groups that come later, schedulers and closures, as plain optimizers in one process, one for each rank."""

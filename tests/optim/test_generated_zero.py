@@ -28,6 +28,7 @@ def _is_close(one, other):
     return torch.allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow(but=("offload",))
 @pytest.mark.parametrize("offload", [False, True], ids=["shared", "offload"])
 def test_every_optimizer_under_zero_trains_as_it_does_alone(offload):
     def work(rank, world_size):

@@ -46,6 +46,7 @@ def test_the_consolidated_state_is_the_plain_optimizers(optimizer_class, options
     run_ranks(consolidated, 3)
 
 
+@pytest.mark.slow(but=("Adafactor-options1",))
 @pytest.mark.parametrize(("optimizer_class", "options"), CLASSES[1:])
 def test_training_goes_on_bitwise_in_another_number_of_ranks_and_in_the_plain_optimizer(
     optimizer_class, options, tmp_path

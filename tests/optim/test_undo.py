@@ -296,6 +296,7 @@ def _litmus(rank, world_size, rounds):
     torch.distributed.barrier()
 
 
+@pytest.mark.slow
 def test_whoever_sees_a_word_sees_what_was_written_before_it():
     """The words were elements of a tensor: plain stores, which on ARM may become visible in another order than written.
 

@@ -62,6 +62,7 @@ def _compare(make_plain, make_sharded, rank, **training):
     return same(got, expected) and not same(got, values(Uneven()))
 
 
+@pytest.mark.slow(but=("1",))
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_weights_are_bitwise_those_of_ddp_with_the_plain_optimizer(world_size):
     chosen = EVERY_CLASS if world_size == 3 else USUAL
@@ -645,6 +646,7 @@ sys.exit(sorted(name for name in sys.modules if name.startswith(("torch._dynamo"
 """
 
 
+@pytest.mark.slow
 def test_training_does_not_import_the_compiler():
     """torch's optimizers import Dynamo when they are built and when they step, and so did the wrapper's first forward.
 

@@ -42,6 +42,7 @@ def _trains_as_the_plain_one(rank, world_size, machines):
         assert same(train(sharded, optimizer, rank, STEPS, before_step=_clip), expected), (kind, is_first)
 
 
+@pytest.mark.slow
 def test_it_trains_as_the_plain_optimizer_and_ranks_of_both_hosts_begin_alike():
     on_hosts((2, 2), _trains_as_the_plain_one)
 

@@ -122,6 +122,7 @@ def _generated(rank, folder):
                 assert torch.equal(found, one), (seed, key, found, one)
 
 
+@pytest.mark.slow
 def test_generated_gradients_train_every_kind_of_row_optimizer_as_in_one_process():
     run_workers(_generated, 5, timeout=120)
 
@@ -211,6 +212,7 @@ def _zeros():
     return {"step": 0, "dense": {"d": torch.zeros(3)}, "tables": {"t": torch.zeros(7, 2)}, "optimizer": {}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(int(os.environ.get("PHALANX_TEST_SEEDS", "2"))))
 def test_no_push_is_lost_or_applied_twice_while_three_of_four_servers_are_killed_one_after_the_other(seed):
     victims = random.Random(seed).sample(["s0", "s1", "s2", "s3"], 3)
@@ -258,5 +260,6 @@ def _beside(rank, folder):
         dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_dense_layers_in_ddp_and_rows_on_servers_train_as_in_one_process():
     run_workers(_beside, 5, timeout=120)

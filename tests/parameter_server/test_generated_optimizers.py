@@ -86,6 +86,7 @@ def _compare(rank, folder, num_trainers, kinds, sparse):
     return problems
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_trainers", [1, 2])
 @pytest.mark.parametrize(("kinds", "sparse"), [(_DENSE, False), (_ROWS, True)], ids=["dense", "rows"])
 def test_every_optimizer_on_servers_trains_as_in_one_process(kinds, sparse, num_trainers):

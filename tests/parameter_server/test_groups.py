@@ -266,6 +266,7 @@ def _patience(seconds):
         agent.default_timeout_s = before
 
 
+@pytest.mark.slow
 def test_a_step_for_which_trainers_have_set_other_options_is_refused_before_it_is_applied():
     run_workers(_differs, 4)
 

@@ -53,6 +53,7 @@ def _train_and_lose_a_server(name):
         meet(name, f"closed {seed}")  # before one makes the next of this name
 
 
+@pytest.mark.slow
 def test_training_on_servers_of_two_hosts_has_the_bits_of_one_process_also_when_a_server_is_lost():
     """Dense parameters by SGD with momentum, then Adam; rows of tables by SparseAdam. s1 is killed, and s0 goes on."""
     on_hosts([2, 2], _train, joining=True, lost=[3])
@@ -81,6 +82,7 @@ def _train_and_lose_hosts(rank, options):
         rpc.shutdown()
 
 
+@pytest.mark.slow
 def test_hosts_with_two_servers_each_are_lost_and_their_shards_go_on_elsewhere():
     """The copies of a host's shards were on the same host, where that has more than one server."""
     on_hosts([2, 2, 2, 2], _train_and_lose_hosts, joining=True, lost=[2, 3, 6, 7])

@@ -125,6 +125,7 @@ def play(seed):
     return bound, ahead
 
 
+@pytest.mark.slow
 def test_pulls_and_pushes_are_answered_when_the_model_says_so_and_never_before():
     """Who pushed without a pull ran ahead of any bound, and a server kept all its gradients."""
     furthest = {}

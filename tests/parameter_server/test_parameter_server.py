@@ -167,6 +167,7 @@ def check_equal_states(one, other):
     assert one["groups"] == other["groups"]
 
 
+@pytest.mark.slow
 def test_synchronous_training_has_the_bits_of_one_process_also_from_a_checkpoint_on_other_servers():
     run_workers(_synchronous, 5)
 
@@ -366,6 +367,7 @@ def _servers_die(rank, folder, synchronous):
         server.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("synchronous", [True, False])
 def test_no_acknowledged_push_is_lost_or_applied_twice_when_two_of_three_servers_are_killed(synchronous):
     run_workers(_servers_die, 5, synchronous, lost=[2, 3])

@@ -177,6 +177,7 @@ def _outcome(wrap, scenario, options, rank):
     return {**left, **ddp.module.state_dict()}
 
 
+@pytest.mark.slow(but=("phalanx-2",))
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_every_scenario_leaves_what_pytorchs_own_leaves(backend, world_size):
     def fn(rank, world_size):

@@ -40,6 +40,7 @@ def _train_sharded(rank, world_size, settings):
     return [p.detach().clone() for p in _train(model, rank, world_size)]
 
 
+@pytest.mark.slow(but=("2",))
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_fully_shard_ends_with_the_weights_of_gloo_and_of_one_process(world_size):
     ours = assert_same_as_gloo(_train_sharded, world_size, {}, atol=1e-6)
@@ -49,6 +50,7 @@ def test_fully_shard_ends_with_the_weights_of_gloo_and_of_one_process(world_size
             torch.testing.assert_close(mine, reference, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow(but=("offloaded",))
 @pytest.mark.parametrize(
     "settings",
     [
@@ -62,6 +64,7 @@ def test_fully_shard_with_its_policies_ends_with_the_weights_of_gloo(settings):
     assert_same_as_gloo(_train_sharded, 2, settings, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_hybrid_sharding_reduces_over_both_axes_of_the_mesh():
     def train(rank, world_size):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))

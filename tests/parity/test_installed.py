@@ -74,6 +74,7 @@ def test_a_program_that_does_not_ask_for_us_sees_torch_alone(tmp_path, ports):
     assert ended[True].stderr == ended[False].stderr
 
 
+@pytest.mark.slow
 def test_an_rpc_program_that_also_asks_for_us_ends_in_silence(tmp_path, ports):
     program = tmp_path / "both.py"
     program.write_text(

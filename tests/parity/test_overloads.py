@@ -67,11 +67,13 @@ def test_gloo_itself_takes_what_torch_says_it_takes():
     assert not refused
 
 
+@pytest.mark.slow(but=("2",))
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_every_overload_does_what_it_does_with_gloo(world_size):
     _assert_as_gloo(run_ranks(_every_call, world_size, timeout=120), world_size)
 
 
+@pytest.mark.slow
 def test_every_overload_without_the_c_core(monkeypatch):
     monkeypatch.setattr(create, "_core", None)
     _assert_as_gloo(run_ranks(_every_call, 2, timeout=120), 2)

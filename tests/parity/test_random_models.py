@@ -238,12 +238,14 @@ def train(rank, world_size, first, count, tolerance):
     return wrong
 
 
+@pytest.mark.slow
 def test_random_models_train_as_in_pytorch(models):
     # With two ranks a sum has one order: the bits are the same.
     wrong, *_ = run_ranks(train, 2, 0, models, 0.0, timeout=60 + 5 * models)
     assert not wrong
 
 
+@pytest.mark.slow(but=("1",))
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_random_models_train_as_in_pytorch_up_to_rounding(world_size, models):
     wrong, *_ = run_ranks(train, world_size, 100000, max(models // 10, 1), 1e-4, timeout=60 + 5 * models)

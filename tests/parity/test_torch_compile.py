@@ -42,6 +42,7 @@ def _in_place(x):
     return y + 1
 
 
+@pytest.mark.slow(but=("_functional",))
 @pytest.mark.parametrize("function", [_functional, _in_place])
 def test_a_compiled_function_gives_what_it_gives_uncompiled(function):
     def call(rank, world_size):
@@ -178,6 +179,7 @@ def _run_all(compilers, folder):
     run_ranks(_compile_all, 2, compilers, f"{folder}/torch", timeout=280)
 
 
+@pytest.mark.slow
 def test_joining_does_not_import_dynamo():
     """It costs a second, and only a program that compiles needs it."""
     code = (

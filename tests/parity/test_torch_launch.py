@@ -88,6 +88,7 @@ def _spawned(rank, folder):
     Path(folder, str(rank)).write_text(str(_sum_of_ranks(rank)))
 
 
+@pytest.mark.slow
 def test_processes_of_mp_spawn_train_together(tmp_path):
     mp.spawn(_spawned, args=(str(tmp_path),), nprocs=2)
     assert [Path(tmp_path, str(rank)).read_text() for rank in range(2)] == ["3.0", "3.0"]
@@ -107,11 +108,13 @@ def _run_script(tmp_path, *launcher):
     return {path.name: path.read_text() for path in sorted(out.iterdir())}
 
 
+@pytest.mark.slow
 def test_a_script_with_the_backends_name_runs_under_torchrun(tmp_path):
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     assert _run_script(tmp_path, *launcher) == {"0": "phalanx 2 3.0", "1": "phalanx 2 3.0"}
 
 
+@pytest.mark.slow
 def test_a_script_with_the_backends_name_runs_under_mpiexec(tmp_path):
     launcher = [str(Path(sys.prefix, "bin", "mpiexec")), "-n", "2", sys.executable]
     assert _run_script(tmp_path, *launcher) == {"0": "phalanx 2 3.0", "1": "phalanx 2 3.0"}

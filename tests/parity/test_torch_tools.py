@@ -87,6 +87,7 @@ def _see(rank, world_size):
     return plain, watched
 
 
+@pytest.mark.slow
 def test_the_dispatchers_modes_see_what_they_see_of_gloo():
     for plain, watched in run_ranks(_see, 2):
         premul = slice(8, 12)  # PREMUL_SUM in the one, SUM in the other

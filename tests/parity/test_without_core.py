@@ -99,6 +99,7 @@ print("called")
 """
 
 
+@pytest.mark.slow
 def test_remote_calls_go_over_sockets(tmp_path):
     assert _run(_CALLS, str(tmp_path / "store")) == "called\n"
 

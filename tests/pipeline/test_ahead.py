@@ -122,6 +122,7 @@ def _train(rank, world_size, most, rows):
 ROWS = (8, 8, 8, 80, 80, 3, 6, 80, 8)  # each third one is an evaluation
 
 
+@pytest.mark.slow
 def test_from_a_second_step_on_each_message_is_one_and_what_has_another_size_comes_beside():
     told = run_ranks(_train, 3, MOST_BYTES, ROWS, backend="gloo")
     torch.manual_seed(1)

@@ -169,6 +169,7 @@ def test_a_stage_that_dies_is_told_in_every_schedule(schedule):
     assert "rank 1 (pid" in text
 
 
+@pytest.mark.slow
 def test_over_gloo_a_stage_that_dies_is_told_with_the_place_wherever_it_is_noticed():
     """In a send, a receive that is posted ahead, the wait for one, or behind the end of a rank's own part."""
 

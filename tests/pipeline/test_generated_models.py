@@ -132,6 +132,7 @@ def differences(case, ranks):
     return "\n".join(wrong)
 
 
+@pytest.mark.slow(but=("2",))
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_drawn_models_train_as_in_one_process(world_size, models):
     count = max(models // 20, 1)

@@ -134,6 +134,7 @@ def _cells(world_size):
                 yield world_size, rank, schedule, place
 
 
+@pytest.mark.slow
 def test_a_rank_lost_anywhere_is_heard_by_all_who_live_on(models, tmp_path):
     """By hand everywhere, for 3 and 4 ranks: --models 2000."""
     every = [*_cells(3), *_cells(4)]
@@ -186,6 +187,7 @@ def test_a_stage_tells_those_behind_it_though_the_next_one_is_gone(tmp_path):
     assert run_ranks(tell, 3, backend="gloo", lost=[2])[0] == "stage 2 is gone"
 
 
+@pytest.mark.slow
 def test_who_fails_behind_the_end_of_a_step_is_heard_by_all_in_the_next_one(tmp_path):
     """It refused that next step, and told nobody: the others waited for it there, in training as in evaluation."""
 

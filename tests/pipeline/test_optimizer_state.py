@@ -115,6 +115,7 @@ def _close(ours, theirs, what):
         )
 
 
+@pytest.mark.slow
 def test_the_state_of_stages_optimizers_is_that_of_one_and_loads_into_any_split(tmp_path):
     saved = run_ranks(_save, 2, tmp_path, timeout=100)
     undisturbed = {name: weights for name, (_, weights) in saved[0].items()}
@@ -195,6 +196,7 @@ def _load_by_manager(rank, world_size, folder):
     return pipe.state_dict()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("backend", "sharded"), [("phalanx", None), ("phalanx", False), ("gloo", True)])
 def test_a_sharded_optimizer_of_replicas_is_saved_as_that_of_the_whole_model(backend, sharded, tmp_path):
     """The manager refused it by name: every rank's optimizer updates other parameters."""

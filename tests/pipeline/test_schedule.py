@@ -7,6 +7,7 @@ from phalanx.pipeline.schedule import SCHEDULES, plan_schedule
 from phalanx.pipeline.simulate import ideal_efficiency, simulate, unit_seconds
 
 
+@pytest.mark.slow(but=("gpipe",))
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_no_schedule_waits_for_itself(name):
     for ranks in range(1, 9):

@@ -83,6 +83,7 @@ def train(rank, world_size, lent_bytes):
     return found
 
 
+@pytest.mark.slow(but=("phalanx-8",))
 @pytest.mark.parametrize(("backend", "lent_bytes"), [("phalanx", 8), ("phalanx", 2**20), ("gloo", 2**20)])
 def test_a_value_arrives_with_its_strides(backend, lent_bytes):
     """A transposed value arrived contiguous, so Dropout behind the cut dropped other elements than in one process."""

@@ -50,6 +50,7 @@ def train(rank, world_size, cases):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "backend"), [(2, "phalanx"), (2, "gloo"), (3, "phalanx"), (4, "phalanx")])
 def test_random_models_train_as_in_one_process(world_size, backend, models):
     cases = draw_cases(world_size, world_size, max(models // 5, 1) if backend == "phalanx" else 6)

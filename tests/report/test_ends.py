@@ -145,6 +145,7 @@ def options(folder, *more):
     return "--nproc-per-node", "2", "--report", str(folder / "out"), *more
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_is_named_with_its_line_and_traceback(tmp_path):
     done = run(*options(tmp_path), write_script(tmp_path, FAILS), "25")
     assert done.code == 1
@@ -155,6 +156,7 @@ def test_a_rank_that_fails_is_named_with_its_line_and_traceback(tmp_path):
     assert 'raise ValueError("the data is wrong")' in page
 
 
+@pytest.mark.slow
 def test_an_interrupted_job_says_by_what_and_after_which_step(tmp_path):
     with start("run", *options(tmp_path), write_script(tmp_path, LOOP), "1000000") as running:
         running.read_until_all("twenty", 2)

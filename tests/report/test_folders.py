@@ -54,6 +54,7 @@ def leave_record(folder, name, *, run="", pid=0, ago_s=0.0, host=HOST):
     return now
 
 
+@pytest.mark.slow
 def test_a_users_folder_named_ranks_stays_and_no_text_ends_a_job(tmp_path):
     """`--report DIR` deleted DIR/ranks, whoever had made it; an argument that is no UTF-8 ended the job with exit code
     1 and the launcher's own traceback, when it had succeeded.
@@ -85,6 +86,7 @@ def test_a_report_without_a_name_is_refused():
     assert "--report: needs the name of a directory" in done.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["ZeroDivisionError", "KeyboardInterrupt"])
 def test_what_comes_up_while_recording_ends_takes_no_report_with_it(tmp_path, fault):
     """`close` raised what had gone wrong once more, and whoever was to write the report behind it never did."""
@@ -105,6 +107,7 @@ def test_the_file_of_a_rank_has_all_its_blocks(tmp_path):
     assert (tmp_path / "a.steps").stat().st_blocks * 512 >= FILE_BYTES
 
 
+@pytest.mark.slow
 def test_a_launcher_that_cannot_write_a_report_that_the_program_asked_for_goes_on(tmp_path):
     """A job that had succeeded ended with 2; one that had failed lost its restarts and its summary."""
     script = STEPS + "os.rename(sys.argv[1], sys.argv[1] + '2'); open(sys.argv[1], 'w').close()\n"
@@ -137,6 +140,7 @@ def test_only_the_records_of_one_run_of_this_host_are_sent(tmp_path):
     assert [file.facts["run"] for _, file in list_records(str(tmp_path))] == ["b", "a", "a", "a"]
 
 
+@pytest.mark.slow
 def test_records_of_runs_that_are_over_go_and_those_of_one_that_runs_stay(tmp_path):
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
         leave_record(tmp_path, "lives.steps", run="b", pid=other.pid)
@@ -158,6 +162,7 @@ def test_records_of_runs_that_are_over_go_and_those_of_one_that_runs_stay(tmp_pa
     assert find_other_run(str(tmp_path)) is None
 
 
+@pytest.mark.slow
 def test_a_run_again_after_a_kill_is_not_mixed_with_the_one_that_was_killed(tmp_path):
     """Within a minute of each other, two runs without a launcher were told apart by the clock, and so not at all."""
     python(tmp_path, STEPS + "os.kill(os.getpid(), 9)", "out", code=-signal.SIGKILL)
@@ -167,6 +172,7 @@ def test_a_run_again_after_a_kill_is_not_mixed_with_the_one_that_was_killed(tmp_
     assert (rank.steps, rank.ended) == (5, True)
 
 
+@pytest.mark.slow
 def test_a_second_folder_in_one_process_gets_a_report_of_its_own(tmp_path):
     """What came after a second `begin` was recorded into the first folder, and nothing said so. And a batch that does
     not like to be asked for its shape was thrown away with an exception.
@@ -190,6 +196,7 @@ for name, steps in (("a", 3), ("b", 7), ("b", 2)):
     assert [(read(tmp_path / name).steps, read(tmp_path / name).end) for name in "ab"] == [(3, "ended"), (9, "ended")]
 
 
+@pytest.mark.slow
 def test_ranks_that_only_torch_distributed_knows_leave_one_report(tmp_path):
     """Each process that was started without RANK took itself for rank 0 of 1 and removed the others' records."""
     script = """
@@ -224,6 +231,7 @@ dist.destroy_process_group()
     assert (measured.world_size, [(rank.rank, rank.steps) for rank in measured.ranks]) == (2, [(0, 5), (1, 5)])
 
 
+@pytest.mark.slow
 def test_the_launchers_folder_is_the_one_for_a_program_that_it_starts(tmp_path):
     """Under `--no-python` the program's own folder was taken in place of `--report`'s, and never read."""
     script = write_script(tmp_path, STEPS)

@@ -29,6 +29,7 @@ for _ in range(30):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts() or "there are hosts")
 def test_the_first_host_gets_the_records_of_the_others_and_of_no_other_run(tmp_path):
     """What another host had left in a shared folder, of a run before with the same --rdzv-id, was this run's."""

@@ -41,6 +41,7 @@ def mouse(browser, kind, share, **how):
     browser.call("Input.dispatchMouseEvent", type=kind, **at(browser, share), **how)
 
 
+@pytest.mark.slow
 def test_the_value_under_the_pointer_is_told(browser):
     browser.evaluate(f"{PICTURE}.scrollIntoView({{block: 'center'}})")
     assert browser.evaluate(TOLD) == ""

@@ -40,6 +40,7 @@ def generated(draw):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_every_page_is_whole():
     draw = random.Random(5)
     for _ in range(60):

@@ -80,6 +80,7 @@ def test_the_trace_names_steps_phases_and_collectives():
     assert {"step 1", "step 40", "data", "forward", "backward", "update", "all_reduce #7"} <= names
 
 
+@pytest.mark.slow
 def test_a_trace_of_many_ranks_stays_as_small_as_a_browser_wants_it():
     trace = plan_trace(JOB, [rank_file(rank, num_steps=1000) for rank in range(40)])
     assert MAX_EVENTS * 0.9 < len(trace["traceEvents"]) < MAX_EVENTS * 1.05

@@ -51,6 +51,7 @@ def report(tmp_path_factory):
     return run(tmp_path_factory.mktemp("run"), TRAIN)
 
 
+@pytest.mark.slow
 def test_the_report_has_the_steps_of_all_ranks(report):
     run = Measurements.from_json((report / "report.json").read_text())
     assert (run.end, run.exit_code, run.world_size, run.name) == ("well", 0, 2, "train.py")
@@ -82,6 +83,7 @@ def test_the_page_is_whole_and_on_its_own(report):
     assert "phalanx run --nproc-per-node 2 train.py" in page.text
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_chromium() is None, reason="no Chromium is installed")
 def test_chromium_shows_the_page_without_a_complaint_on_every_screen(report):
     with chromium() as browser:

@@ -173,6 +173,7 @@ def _generated(rank: int, folder: str, seed: int, count: int) -> None:
             raise errors[0]
 
 
+@pytest.mark.slow
 def test_gradients_of_generated_computations_are_those_of_one_process():
     run_workers(_generated, 3, 100, 25, timeout=120)
 

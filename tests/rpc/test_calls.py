@@ -177,6 +177,7 @@ def _check_wrong_calls():
     assert rpc.get_worker_info() == rpc.WorkerInfo("w0", 0)
 
 
+@pytest.mark.slow
 def test_a_call_carries_any_value_error_and_tensor_between_two_workers():
     found = run_workers(_everything, 2)
     assert found[0] == found[1], "the function ran in the other process"

@@ -89,6 +89,7 @@ def _all(rank: int, folder: str) -> None:
             check(one, sent, sent.dtype)
 
 
+@pytest.mark.slow
 def test_tensors_of_every_dtype_arrive_with_the_same_bits():
     """Tensors of float8, uint16 to uint64 and complex32 could not be sent: torch pickles none of them."""
     run_workers(_all, 2, timeout=100)

@@ -191,6 +191,7 @@ def _call_all(rank: int, folder: str) -> None:
         assert rpc.rpc_sync("w1", nothing, timeout=30) is None
 
 
+@pytest.mark.slow
 def test_an_exception_of_any_class_is_answered():
     """One whose text or pickle raises was never answered, causes in a circle were walked for ever, and one that raised
     SystemExit as it was unpickled ended who called."""

@@ -97,6 +97,7 @@ def _lose(rank: int) -> None:
     assert rpc.rpc_sync("w1", same, (1,)) == 1
 
 
+@pytest.mark.slow
 def test_workers_of_two_hosts_call_each_other():
     found = on_hosts([1, 2], _calls)
     assert found[0] == found[2]
@@ -121,6 +122,7 @@ def _stop(rank: int) -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_a_worker_of_another_host_that_is_stopped_for_a_while_is_not_lost():
     """Silence of 0.8 s was a loss; a busy machine may be silent for longer. What tells is the kernel of its host."""
     on_hosts([1, 1], _stop)
@@ -143,10 +145,12 @@ def _cut(rank: int, options: rpc.RpcBackendOptions) -> None:
         rpc.shutdown()
 
 
+@pytest.mark.slow
 def test_a_host_that_is_cut_off_is_lost_for_those_on_both_sides():
     on_hosts([1, 1], _cut, joining=True)
 
 
+@pytest.mark.slow
 def test_a_worker_with_another_key_is_refused():
     with pytest.raises(RankFailed, match=r"one of the two does not know the job's key"):
         on_hosts([1, 1], lambda rank: rpc.rpc_sync(f"w{1 - rank}", nothing), keys=_KEYS)
@@ -229,5 +233,6 @@ def _besiege(rank: int) -> None:
     assert nbytes_during - nbytes < 64 << 20
 
 
+@pytest.mark.slow
 def test_strangers_at_the_port_of_a_worker_cost_it_few_descriptors_and_little_memory() -> None:
     on_hosts([1, 1], _besiege)

@@ -227,6 +227,7 @@ def check_same(found: Any, expected: Any, *where: Any) -> None:
         assert found == expected, (where, found, expected)
 
 
+@pytest.mark.slow
 def test_hooks_of_leaves_are_called_as_over_tensorpipe():
     """Hooks of the nodes that add to `.grad` were never called: nothing here adds to `.grad`."""
     if not torch.distributed.rpc.is_available():

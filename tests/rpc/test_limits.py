@@ -120,6 +120,7 @@ def _interrupt_when_begun(folder, name, num_calls):
     os.kill(os.getpid(), signal.SIGINT)
 
 
+@pytest.mark.slow
 def test_ctrl_c_is_heard_while_a_call_waits_and_the_next_one_works():
     """`Future.wait` waits in C++, where no signal is heard: Ctrl-C came when the answer had, a minute later."""
     run_workers(_interrupt, 2)

@@ -193,6 +193,7 @@ def _soak(rank, folder):
     return soak.soak(2.0, 1000, kill_every_s=0.4)
 
 
+@pytest.mark.slow
 def test_no_call_is_lost_or_runs_twice_while_workers_are_killed_and_come_again():
     (report,) = run_workers(_soak, 1)
     assert report.kills > 0

@@ -355,6 +355,7 @@ def test_frames_that_make_no_sense_lose_the_worker_whoever_reads_them():
     run_workers(_breaks, 2)
 
 
+@pytest.mark.slow
 def test_the_thread_that_waits_reads_and_nobody_who_is_stuck_keeps_others_waiting():
     run_workers(_all, 2)
 

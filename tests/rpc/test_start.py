@@ -35,6 +35,7 @@ rpc.shutdown()
 """
 
 
+@pytest.mark.slow
 def test_workers_of_phalanx_run_find_each_other_without_an_address(tmp_path: Path) -> None:
     finished = run("--nproc-per-node", "3", write_script(tmp_path, _SCRIPT))
     assert finished.code == 0, finished.err

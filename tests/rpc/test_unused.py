@@ -3,6 +3,7 @@
 import random
 from typing import Any
 
+import pytest
 import torch
 from tests.rpc.workers import run_workers, worker
 
@@ -173,6 +174,7 @@ def _compare(rank: int, folder: str, seed: int, count: int) -> None:
         assert num_sent > count // 2
 
 
+@pytest.mark.slow
 def test_hooks_and_gradients_are_those_of_one_process_where_tensors_are_not_used():
     """Hooks of a tensor that another worker was given and did not use were called with None."""
     run_workers(_compare, 3, 7000, 150, timeout=100)

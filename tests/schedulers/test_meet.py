@@ -55,6 +55,7 @@ def test_the_first_node_makes_the_key_and_the_others_find_it(home):
         assert (rendezvous.min_nodes, rendezvous.max_nodes, rendezvous.host_timeout_s) == (2, 2, 7.0)
 
 
+@pytest.mark.slow
 def test_what_keeps_nodes_apart_is_told(home, monkeypatch):
     other = replace(TWO_HOSTS, node=1)
     monkeypatch.setattr(place, "_KEY_PATIENCE_S", 0.2)

@@ -134,6 +134,7 @@ class Loop:
         return [one for one in WORDS if piped or one[0] != "pipeline"]
 
 
+@pytest.mark.slow(but=("2",))
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_generated_loops_train_under_each_strategy_as_in_one_process(world_size, request):
     num_loops = request.config.getoption("loops")

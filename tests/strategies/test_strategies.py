@@ -65,6 +65,7 @@ def alone():
     return train(strategies.SingleDeviceStrategy("cpu"), max_norm=5.0)
 
 
+@pytest.mark.slow
 def test_the_same_losses_come_with_each_word(alone):
     words = [
         ("mirrored", {"devices": 2}),
@@ -84,6 +85,7 @@ def test_the_same_losses_come_with_each_word(alone):
             torch.testing.assert_close(losses, alone, msg=f"{word}: {losses[-1]} alone {alone[-1]}")
 
 
+@pytest.mark.slow
 def test_pipelines_beside_each_other_share_the_batch(alone):
     def run(rank, world_size):
         strategy = strategies.PipelineStrategy(data=2, micro_batches=2)
@@ -511,6 +513,7 @@ def test_a_program_is_started_again_as_it_was_started(tmp_path):
     assert words == Program(("-m", "pkg.train", "x"))
 
 
+@pytest.mark.slow
 def test_a_second_strategy_with_other_devices_is_refused_with_what_there_is():
     """It was told that a launcher had started one rank, where the script's first strategy was this one rank."""
     script = """

@@ -77,6 +77,7 @@ print(type(strategy).__name__, strategy.num_replicas_in_sync, total, flush=True)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts())
 def test_a_plain_script_on_each_host_becomes_one_job(tmp_path: Path):
     (tmp_path / "train.py").write_text(TRAIN)

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tests.system.phalanx_command import run, start, write_script
 
 HANG = """
@@ -32,6 +33,7 @@ def stacks(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_a_hang_is_seen_while_it_lasts_and_told_when_it_is_ended(tmp_path: Path) -> None:
     script = write_script(tmp_path, HANG)
     with start("run", "--nproc-per-node", "2", "--log-dir", str(tmp_path / "logs"), script) as running:
@@ -75,6 +77,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_what_each_rank_was_doing_is_told_and_kept_when_one_is_killed_and_when_all_goes_well(tmp_path: Path) -> None:
     logs = tmp_path / "logs"
     script = write_script(tmp_path, DIE)
@@ -142,6 +145,7 @@ event.wait()
 """
 
 
+@pytest.mark.slow
 def test_a_rank_that_cannot_answer_is_reported_with_the_reason_and_nobody_is_disturbed(tmp_path: Path) -> None:
     script = write_script(tmp_path, EDGES)
     with start("run", "--no-preload", "--nproc-per-node", "4", "--grace", "0", script) as running:

@@ -47,6 +47,7 @@ def recorded(rank, world_size, machines):
         assert (lines[4].label, lines[4].shape) == ("recv from rank 0", (7,))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
 def test_every_collective_gives_the_values_of_one_host(sizes):
     def check(rank, world_size, machines):
@@ -81,6 +82,7 @@ def test_a_subgroup_uses_memory_alone_where_its_ranks_share_a_host():
     assert on_hosts((2, 2), check) == [1.0, 6.0, 6.0, 5.0]
 
 
+@pytest.mark.slow
 def test_an_all_reduce_sends_what_the_hierarchy_promises_and_half_of_it_in_bfloat16():
     nbytes = 4 * 2**20
 
@@ -99,6 +101,7 @@ def test_an_all_reduce_sends_what_the_hierarchy_promises_and_half_of_it_in_bfloa
     assert 0.5 <= on_hosts((2, 2), check, options=options)[0] <= 0.55
 
 
+@pytest.mark.slow
 def test_every_byte_crosses_a_hosts_edge_once():
     part = 2**18  # elements of a rank's part; bytes are told in such parts
 
@@ -175,6 +178,7 @@ def test_a_small_all_reduce_is_one_message_each_way_and_a_larger_one_two_that_tr
     assert on_hosts((1, 1), check) == [(expected, 2.0, 2.0)] * 2
 
 
+@pytest.mark.slow
 def test_a_large_tensor_arrives_whole_although_it_travels_in_segments():
     def check(rank, world_size, machines):
         shape = (1_500_001,)
@@ -206,6 +210,7 @@ def test_every_algorithm_gives_every_rank_the_same_bits(algorithm):
     assert all(on_hosts((1, 1, 1), check, options=options))
 
 
+@pytest.mark.slow
 def test_error_feedback_keeps_a_running_sum_true_where_plain_rounding_drifts():
     def drift(rank, world_size, machines):
         gradient = torch.full((256,), 1.0 + 2.0**-9)  # bfloat16 keeps 8 bits: rounded down, always

@@ -58,6 +58,7 @@ def test_everybody_learns_which_rank_of_another_host_died(sizes):
             assert "killed by SIGKILL" in text or "it ended without a word" in text
 
 
+@pytest.mark.slow(but=("False",))
 @pytest.mark.parametrize("is_async", [False, True])
 def test_a_rank_that_dies_in_the_middle_of_a_large_transfer_is_named_before_the_timeout(is_async):
     """Gloo wakes whoever waits for a message when its connection goes, but not if the message had begun to come: the
@@ -95,6 +96,7 @@ def test_after_a_death_in_the_middle_of_a_transfer_the_next_operation_tells_the_
     assert on_hosts((1, 1), check, lost=(1,), timeout_s=90.0, rate="1gbit")[0] == (1,)
 
 
+@pytest.mark.slow
 def test_over_gloo_alone_a_rank_that_dies_in_the_middle_of_a_transfer_is_named_in_every_thread(monkeypatch):
     """Where ranks cannot share memory, nobody looked at the connections: the death was heard when time was up, and the
     rank was called late. Outside of the main thread nothing was heard at all.
@@ -128,6 +130,7 @@ def test_over_gloo_alone_a_rank_that_dies_in_the_middle_of_a_transfer_is_named_i
         assert results[0] == ("GlooTransport", [(1,)])
 
 
+@pytest.mark.slow(but=("False-receiver",))
 @pytest.mark.parametrize("victim", ["sender", "receiver"])
 @pytest.mark.parametrize("without_memory", [False, True])
 def test_a_peer_that_dies_in_the_middle_of_a_message_is_named_before_the_timeout(monkeypatch, victim, without_memory):
@@ -330,6 +333,7 @@ def test_a_message_that_does_not_fit_its_receiver_is_refused():
     assert "rank 0: recv of 12 bytes of float32 from rank 1" in message
 
 
+@pytest.mark.slow(but=("sizes0-1",))
 @pytest.mark.parametrize(("sizes", "late"), [((1, 1), 1), ((2, 2), 3)])
 def test_a_late_rank_is_named_with_what_it_did_last(sizes, late):
     def check(rank, world_size, machines):
@@ -355,6 +359,7 @@ def test_a_late_rank_is_named_with_what_it_did_last(sizes, late):
     assert "Read the log of the missing rank first; if it is only slow, raise the timeout of the group.\n" in text
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_is_one_that_does_not_answer():
     def check(rank, world_size, machines):
         dist.barrier()
@@ -368,6 +373,7 @@ def test_a_stopped_rank_is_one_that_does_not_answer():
     assert on_hosts((1, 1), check, lost=(1,))[0] == (1,)
 
 
+@pytest.mark.slow
 def test_a_host_that_is_cut_off_is_late_as_a_whole_and_hears_that_it_is_cut_off():
     def check(rank, world_size, machines):
         dist.barrier()
@@ -385,6 +391,7 @@ def test_a_host_that_is_cut_off_is_late_as_a_whole_and_hears_that_it_is_cut_off(
     assert "The job's store does not answer either: this host may be cut off." in results[2][1]
 
 
+@pytest.mark.slow(but=("False",))
 @pytest.mark.parametrize("stops", [False, True])
 def test_a_rank_that_finds_no_time_to_answer_is_not_taken_for_the_missing_one(stops):
     """On a busy host it took longer than it is given, and was named beside the host that was cut off. One that is
@@ -410,6 +417,7 @@ def test_a_rank_that_finds_no_time_to_answer_is_not_taken_for_the_missing_one(st
     assert first == ((1, 2) if stops else (2,))
 
 
+@pytest.mark.slow
 def test_a_host_whose_link_is_cut_in_the_middle_of_a_large_transfer_is_named_within_the_timeout():
     def check(rank, world_size, machines):
         dist.barrier()
@@ -428,6 +436,7 @@ def test_a_host_whose_link_is_cut_in_the_middle_of_a_large_transfer_is_named_wit
     assert all(took < 30.0 for _, _, took in results), "it hung"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [3, 2**20])
 def test_ranks_of_a_host_that_is_cut_off_tell_the_same_where_the_time_of_one_is_up_first(size):
     """The first told why in the job's store, which it could not reach, and woke the others of its host: they knew only
@@ -450,6 +459,7 @@ def test_ranks_of_a_host_that_is_cut_off_tell_the_same_where_the_time_of_one_is_
     assert "The job's store does not answer either: this host may be cut off." in results[3][1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("timeout_s", [2.0, 30.0])
 def test_a_cut_of_three_seconds_ends_in_an_error_or_is_waited_out_as_the_timeout_says(timeout_s):
     def check(rank, world_size, machines):
@@ -673,6 +683,7 @@ def test_a_destroyed_group_refuses_calls():
     assert all(on_hosts((1, 1), check))
 
 
+@pytest.mark.slow(but=("0-9",))
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("victim", [0, 1, 3])
 def test_the_rank_to_blame_is_blamed_also_where_it_keeps_the_store(how, victim):

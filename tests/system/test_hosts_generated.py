@@ -122,6 +122,7 @@ def exact(case):
     return case.reduction is not dist.ReduceOp.PRODUCT or case.dtype not in (torch.float16, torch.bfloat16)
 
 
+@pytest.mark.slow(but=("(1, 1, 1)-2",))
 @pytest.mark.parametrize(
     ("sizes", "most_direct"),
     [((2, 2), 5), ((1, 1, 1), 5), ((3, 1), 5), ((2, 3), 5), ((1, 1, 1), 2), ((1, 2, 1, 1, 2), 4)],

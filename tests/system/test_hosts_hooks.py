@@ -67,6 +67,7 @@ def test_hooks_send_fewer_bytes_between_hosts_and_leave_the_same_bits():
     assert sent["power"] < 0.1 * sent["none"]
 
 
+@pytest.mark.slow
 def test_where_some_ranks_share_a_host_hooks_and_training_apart_leave_the_same_bits():
     def both(rank, world_size, machines):
         compressed_steps(rank, world_size, machines)

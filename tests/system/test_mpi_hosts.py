@@ -31,6 +31,7 @@ def test_ranks_that_disagree_or_fail_are_named_on_other_hosts():
     # That MPI_Abort ended it MPICH says itself, unless its launcher has ended before it read that line.
 
 
+@pytest.mark.slow
 def test_pickles_of_a_group_of_mpi_carry_a_mac_between_hosts_and_none_within_one():
     """Groups of backend "mpi" read whatever came as a pickle over MPI's connections, which authenticate nobody."""
     with hosts(2) as machines:

@@ -29,6 +29,7 @@ print(contained(train, namespaces=NAMESPACES))
 """
 
 
+@pytest.mark.slow
 @needs_containers
 def test_ranks_that_do_not_see_the_agent_get_the_store_from_its_hands(tmp_path: Path) -> None:
     finished = run("--nproc-per-node", "2", write_script(tmp_path, SCRIPT.replace("NAMESPACES", "('pid',)")))
@@ -36,6 +37,7 @@ def test_ranks_that_do_not_see_the_agent_get_the_store_from_its_hands(tmp_path: 
     assert {line.partition("] ")[2] for line in finished.lines} == {"3.0"}
 
 
+@pytest.mark.slow
 @needs_containers
 def test_ranks_that_cannot_reach_the_agent_at_all_say_so(tmp_path: Path) -> None:
     finished = run("--nproc-per-node", "2", write_script(tmp_path, SCRIPT.replace("NAMESPACES", "('pid', 'net')")))
@@ -79,6 +81,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 @needs_seccomp
 def test_the_whole_job_runs_under_a_filter_that_forbids_memfds_and_pidfds(tmp_path: Path) -> None:
     command = [sys.executable, write_script(tmp_path, FORBIDDEN, "outer.py"), write_script(tmp_path, PLAIN, "inner.py")]

@@ -115,6 +115,7 @@ def test_without_replacements_fewer_ranks_go_on_and_below_the_minimum_they_save_
     assert "First failure" not in finished.err
 
 
+@pytest.mark.slow
 def test_an_exception_that_a_replacement_raises_again_is_told_and_ends_the_job(tmp_path: Path) -> None:
     with elastic_job(tmp_path) as job:
         job.order("raise-1")
@@ -129,6 +130,7 @@ def test_an_exception_that_a_replacement_raises_again_is_told_and_ends_the_job(t
     assert finished.err.rstrip().endswith("ValueError: the sample is bad")
 
 
+@pytest.mark.slow
 def test_the_command_holds_no_more_after_many_losses_than_before(tmp_path: Path) -> None:
     """Of each lost process the descriptor of its progress page stayed open: a thousand losses were too many."""
     with elastic_job(tmp_path, ranks=2, env={"STEPS": "1"}) as job:
@@ -222,6 +224,7 @@ def test_a_zygote_that_is_killed_together_with_a_rank_has_a_spare_which_imports_
     assert finished.err.count("The ranks go on; its spare takes its place") == 2
 
 
+@pytest.mark.slow
 def test_where_the_spare_is_killed_too_another_zygote_is_started(tmp_path: Path) -> None:
     with elastic_job(tmp_path) as job:
         zygote = find_zygote(job)
@@ -234,6 +237,7 @@ def test_where_the_spare_is_killed_too_another_zygote_is_started(tmp_path: Path)
     assert re.search(rf"The ranks go on; {ANOTHER}", finished.err)
 
 
+@pytest.mark.slow
 def test_a_zygote_that_is_killed_while_a_failed_rank_takes_its_time_to_end_is_replaced(tmp_path: Path) -> None:
     """A lost rank, of which nothing was decided yet, was taken for one that was never started: all were killed."""
     with elastic_job(tmp_path, env={"LINGER": "1"}) as job:
@@ -279,6 +283,7 @@ def test_what_a_lost_rank_has_started_is_ended_with_it(tmp_path: Path) -> None:
         assert job.finish().code == 0
 
 
+@pytest.mark.slow
 def test_nothing_is_left_when_the_agent_is_killed_after_its_zygote(tmp_path: Path) -> None:
     with elastic_job(tmp_path, env={"CHILD": "1"}) as job:
         os.kill(find_zygote(job), signal.SIGKILL)
@@ -295,6 +300,7 @@ def test_nothing_is_left_when_the_agent_is_killed_after_its_zygote(tmp_path: Pat
         job.running.wait_gone()
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_is_evicted_and_replaced(tmp_path: Path) -> None:
     with elastic_job(tmp_path, "--evict-after", "0.5") as job:
         job.order("stop-1")
@@ -325,6 +331,7 @@ dist.barrier()
 """
 
 
+@pytest.mark.slow
 def test_a_rank_that_waits_for_itself_is_killed_and_told_with_its_stack(tmp_path: Path) -> None:
     script = write_script(tmp_path, DEADLOCKED)
     finished = run("--evict-after", "5", "--nproc-per-node", "3", script)
@@ -335,6 +342,7 @@ def test_a_rank_that_waits_for_itself_is_killed_and_told_with_its_stack(tmp_path
     assert "in wait_for_myself" in finished.err
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_before_all_have_come_makes_all_begin_again(tmp_path: Path) -> None:
     (tmp_path / "early-1").touch()
     words = ("run", "--no-preload", "--nproc-per-node", "2", SCRIPT, str(tmp_path))
@@ -351,6 +359,7 @@ def test_a_rank_that_is_killed_before_all_have_come_makes_all_begin_again(tmp_pa
     assert "starting all 2 ranks again (a rank was lost before all had begun to train)" in finished.err
 
 
+@pytest.mark.slow
 def test_a_loss_after_training_is_a_failure_that_lets_the_others_save(tmp_path: Path) -> None:
     (tmp_path / "save").touch()
     with elastic_job(tmp_path) as job:
@@ -408,6 +417,7 @@ with phalanx.init():
 """
 
 
+@pytest.mark.slow
 def test_a_second_elastic_function_says_that_it_is_not_elastic(tmp_path: Path) -> None:
     """It ran as an ordinary one, and nobody said so until a rank was lost in it."""
     finished = run("--nproc-per-node", "2", write_script(tmp_path, TWO_PHASES))
@@ -448,6 +458,7 @@ with phalanx.init():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["DDP", "LocalSGD"])
 def test_ranks_that_disagree_whenever_their_group_is_formed_fail_and_say_how(kind: str, tmp_path: Path) -> None:
     """All lived, and 21 times formed their group again; then all waited for another, until one was killed for it.

@@ -92,6 +92,7 @@ ATTACKS = {
 }
 
 
+@pytest.mark.slow
 def test_a_rank_is_replaced_while_others_flood_the_agent_and_each_kind_is_told_once(tmp_path: Path) -> None:
     with elastic_job(tmp_path) as job:
         agent = job.running.process.pid
@@ -130,6 +131,7 @@ def test_another_user_is_not_heard(tmp_path: Path) -> None:
     assert f"a process of user {NOBODY} (pid {pid}) has connected to the job of another user" in finished.err
 
 
+@pytest.mark.slow
 def test_who_is_no_rank_is_not_taken_for_one_though_it_has_the_token_and_hears_why(tmp_path: Path) -> None:
     """What a rank has started knows the token, and said whose connection it was: that of the rank was closed."""
     with elastic_job(tmp_path, env={"TELL": "1"}) as job:

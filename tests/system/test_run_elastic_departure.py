@@ -37,6 +37,7 @@ def require_in_order(left: Finished, *others: Finished) -> None:
         assert "was lost during the run" not in end.out
 
 
+@pytest.mark.slow
 def test_the_first_host_is_told_to_leave_and_the_others_go_on_in_the_same_processes(tmp_path: Path) -> None:
     """A SIGTERM at the first host ended the job on all of them."""
     with cluster(tmp_path, 2, 1, 1, nnodes="1:3", env=WAITS) as made:
@@ -56,6 +57,7 @@ def test_the_first_host_is_told_to_leave_and_the_others_go_on_in_the_same_proces
     assert sorted(started) == sorted(re.findall(r"joined \d+ as (\d) of", ends[0].out)) == ["0", "1"]
 
 
+@pytest.mark.slow
 def test_a_spare_takes_the_place_of_the_first_host_that_is_told_to_leave(tmp_path: Path) -> None:
     with cluster(tmp_path, 1, 1, 1, nnodes="2:3", spare=2, env=WAITS) as made:
         await_standbys(made, 0)
@@ -72,6 +74,7 @@ def test_a_spare_takes_the_place_of_the_first_host_that_is_told_to_leave(tmp_pat
     assert "3 ranks on 3 hosts go on: rank 0 is started anew" in left.out
 
 
+@pytest.mark.slow
 def test_a_host_that_was_elected_is_told_to_leave_as_well(tmp_path: Path) -> None:
     with cluster(tmp_path, 1, 1, 1, 1, nnodes="1:4", env=WAITS) as made:
         await_standbys(made, 0)
@@ -91,6 +94,7 @@ def test_a_host_that_was_elected_is_told_to_leave_as_well(tmp_path: Path) -> Non
     require_in_order(left, *ends)
 
 
+@pytest.mark.slow
 def test_of_two_hosts_and_a_witness_the_first_is_told_to_leave(tmp_path: Path) -> None:
     with witnessed(tmp_path, 1, 2) as (made, _):
         await_standbys(made, 0)
@@ -102,6 +106,7 @@ def test_of_two_hosts_and_a_witness_the_first_is_told_to_leave(tmp_path: Path) -
     require_in_order(left, end)
 
 
+@pytest.mark.slow
 def test_a_scheduler_that_tells_all_hosts_to_end_ends_the_job(tmp_path: Path) -> None:
     with cluster(tmp_path, 1, 1, 1, nnodes="1:3", env=WAITS) as made:
         await_standbys(made, 0)
@@ -112,6 +117,7 @@ def test_a_scheduler_that_tells_all_hosts_to_end_ends_the_job(tmp_path: Path) ->
     assert not any("leads the job now" in end.out for end in ends)
 
 
+@pytest.mark.slow
 def test_a_second_sigterm_at_the_first_host_stops_the_job_on_all_hosts(tmp_path: Path) -> None:
     with cluster(tmp_path, 1, 1, 1, nnodes="1:3", env=WAITS) as made:
         await_standbys(made, 0)
@@ -123,6 +129,7 @@ def test_a_second_sigterm_at_the_first_host_stops_the_job_on_all_hosts(tmp_path:
     assert "SIGTERM: stopping 3 ranks" in ends[0].out
 
 
+@pytest.mark.slow
 def test_the_first_host_and_another_one_are_told_to_leave_at_once_and_the_rest_goes_on(tmp_path: Path) -> None:
     with cluster(tmp_path, 1, 1, 1, 1, nnodes="1:4", env=WAITS) as made:
         await_standbys(made, 0)

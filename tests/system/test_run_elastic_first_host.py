@@ -60,6 +60,7 @@ def test_a_job_goes_on_without_its_first_host_and_its_successor_shows_what_all_p
     assert "finished" not in ends[1].out
 
 
+@pytest.mark.slow
 def test_a_host_joins_the_successor_which_is_lost_later_and_the_job_still_goes_on(tmp_path: Path) -> None:
     with cluster(tmp_path, 1, 1, 1, nnodes="1:3", env=WAITS) as made:
         await_standbys(made, 0)
@@ -77,6 +78,7 @@ def test_a_host_joins_the_successor_which_is_lost_later_and_the_job_still_goes_o
     assert [end.code for end in ends] == [0, 0], ends[0].out
 
 
+@pytest.mark.slow
 def test_two_of_five_hosts_are_lost_at_once_the_first_one_and_its_successor(tmp_path: Path) -> None:
     with cluster(tmp_path, 1, 1, 1, 1, 1, nnodes="1:5", env=WAITS, options=("--host-timeout", "3")) as made:
         await_standbys(made, 0, count=2)
@@ -124,6 +126,7 @@ def test_after_a_failure_the_host_that_leads_now_starts_all_ranks_again_as_often
     assert [end.code for end in ends] == [0, 0], ends[0].out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["stopped", "cut off"])
 def test_a_first_host_that_falls_silent_is_out_and_ends_when_it_is_back(tmp_path: Path, how: str) -> None:
     with cluster(tmp_path, 1, 1, 1, nnodes="1:3", env=WAITS, options=("--host-timeout", "3")) as made:
@@ -148,6 +151,7 @@ def test_a_first_host_that_falls_silent_is_out_and_ends_when_it_is_back(tmp_path
     assert [end.code for end in ends] == [0, 0], ends[0].out
 
 
+@pytest.mark.slow
 def test_a_link_that_is_cut_for_a_moment_changes_nothing(tmp_path: Path) -> None:
     with cluster(tmp_path, 1, 1, 1, nnodes="1:3", env=WAITS, options=("--host-timeout", "60")) as made:
         await_standbys(made, 0)
@@ -158,6 +162,7 @@ def test_a_link_that_is_cut_for_a_moment_changes_nothing(tmp_path: Path) -> None
     assert ", is lost: " not in ends[0].out
 
 
+@pytest.mark.slow
 def test_a_spare_takes_the_place_of_the_first_host_and_another_one_goes_on_waiting(tmp_path: Path) -> None:
     """They ended with the first host, and the job went on with fewer ranks."""
     with cluster(tmp_path, 1, 1, 1, nnodes="2:3", spare=2, env=WAITS) as made:
@@ -176,6 +181,7 @@ def test_a_spare_takes_the_place_of_the_first_host_and_another_one_goes_on_waiti
     assert "3 ranks on 3 hosts go on" in ends[0].out
 
 
+@pytest.mark.slow
 def test_a_spare_that_took_the_place_of_a_lost_host_goes_on_when_the_first_is_lost(tmp_path: Path) -> None:
     """The host that leads then did not know of it; or it was elected itself, and ended with an error."""
     with cluster(tmp_path, 1, 1, 1, nnodes="2:3", spare=1, env=WAITS) as made:
@@ -194,6 +200,7 @@ def test_a_spare_that_took_the_place_of_a_lost_host_goes_on_when_the_first_is_lo
     assert [end.code for end in ends] == [0, 0], ends[0].out
 
 
+@pytest.mark.slow
 def test_a_host_whose_ranks_start_as_the_first_host_is_lost_comes_to_the_one_that_leads_then(tmp_path: Path) -> None:
     """It ended with the first host."""
     slow = tmp_path / "slow.py"

@@ -159,6 +159,7 @@ def test_ranks_of_any_host_are_replaced_also_the_only_one_and_the_first(tmp_path
     assert re.search(r"rank 2 \(pid \d+\) is lost: SIGKILL", first.out)
 
 
+@pytest.mark.slow
 def test_a_job_goes_on_without_a_lost_host_and_takes_it_in_when_it_comes_back(tmp_path: Path) -> None:
     with cluster(tmp_path, 1, 1, 1, nnodes="1:3") as made:
         made.kill(1)
@@ -174,6 +175,7 @@ def test_a_job_goes_on_without_a_lost_host_and_takes_it_in_when_it_comes_back(tm
     assert "First failure" not in first.out
 
 
+@pytest.mark.slow
 def test_a_spare_takes_the_place_of_a_lost_host(tmp_path: Path) -> None:
     with cluster(tmp_path, 1, 2, nnodes="2", spare=1) as made:
         made.start(2, 2)
@@ -186,6 +188,7 @@ def test_a_spare_takes_the_place_of_a_lost_host(tmp_path: Path) -> None:
     assert "3 ranks on 2 hosts go on: ranks 1, 2 are started anew" in first.out
 
 
+@pytest.mark.slow
 def test_a_spare_that_dies_while_it_waits_is_told_at_once_and_another_one_has_its_place(tmp_path: Path) -> None:
     """Nobody was told, though the job counted on it. The silence of the network is not waited for: 9 s."""
     with cluster(tmp_path, 1, 1, nnodes="2", spare=2, options=("--host-timeout", "600")) as made:
@@ -202,6 +205,7 @@ def test_a_spare_that_dies_while_it_waits_is_told_at_once_and_another_one_has_it
     assert (first.code, spare.code) == (0, 0), first.out
 
 
+@pytest.mark.slow
 def test_a_host_that_is_told_to_leave_comes_back_into_the_same_job_and_no_other_rank_is_restarted(
     tmp_path: Path,
 ) -> None:
@@ -224,6 +228,7 @@ def test_a_host_that_is_told_to_leave_comes_back_into_the_same_job_and_no_other_
     assert "was lost during the run" not in first.out
 
 
+@pytest.mark.slow
 def test_with_too_few_hosts_the_ranks_wait_then_save_and_end_with_a_code_of_their_own(tmp_path: Path) -> None:
     with cluster(tmp_path, 1, 1, nnodes="2", env={"WAIT_S": "1"}) as made:
         made.kill(1)
@@ -234,6 +239,7 @@ def test_with_too_few_hosts_the_ranks_wait_then_save_and_end_with_a_code_of_thei
     assert "First failure" not in first.out
 
 
+@pytest.mark.slow
 def test_a_host_that_was_cut_off_comes_back_by_itself_with_its_link(tmp_path: Path) -> None:
     """It stopped its ranks, said that the first host was lost, and ended; and with it the job."""
     with cluster(tmp_path, 1, 2, nnodes="2", env={"WAIT_S": "600"}, options=("--host-timeout", "2")) as made:
@@ -248,6 +254,7 @@ def test_a_host_that_was_cut_off_comes_back_by_itself_with_its_link(tmp_path: Pa
     assert "the first host is heard again" in second.out
 
 
+@pytest.mark.slow
 def test_without_the_first_host_the_others_say_so_at_once_and_end(tmp_path: Path) -> None:
     """Not covered: it holds the coordinator, and decides. What the ranks of the others held is lost."""
     with cluster(tmp_path, 1, 1, nnodes="1:2", env={"WAIT_S": "600"}, options=("--host-timeout", "600")) as made:

@@ -75,6 +75,7 @@ def list_keys(made: Cluster) -> list[str]:
     return subprocess.run(line, check=True, capture_output=True, text=True, timeout=60).stdout.split()
 
 
+@pytest.mark.slow(but=("False",))
 @pytest.mark.parametrize("late", [False, True])
 def test_of_two_hosts_the_second_goes_on_without_the_first(tmp_path: Path, late: bool) -> None:
     with witnessed(tmp_path, 1, 2, late=late) as (made, _):
@@ -90,6 +91,7 @@ def test_of_two_hosts_the_second_goes_on_without_the_first(tmp_path: Path, late:
     assert "1 rank was lost during the run, and the others went on" in end.out
 
 
+@pytest.mark.slow
 def test_of_two_hosts_the_first_goes_on_without_the_second_and_takes_it_in_again(tmp_path: Path) -> None:
     with witnessed(tmp_path, 1, 1) as (made, _):
         await_standbys(made, 0)
@@ -105,6 +107,7 @@ def test_of_two_hosts_the_first_goes_on_without_the_second_and_takes_it_in_again
     assert end.code == 0, end.out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["stopped", "cut off"])
 def test_a_first_host_that_falls_silent_is_out_though_the_others_are_one_host_and_a_witness(
     tmp_path: Path, how: str
@@ -130,6 +133,7 @@ def test_a_first_host_that_falls_silent_is_out_though_the_others_are_one_host_an
     assert end.code == 0, end.out
 
 
+@pytest.mark.slow
 def test_a_second_host_that_is_cut_off_does_not_lead_and_is_taken_in_again(tmp_path: Path) -> None:
     """It and the first host would both have gone on, each as one of two."""
     with witnessed(tmp_path, 1, 1) as (made, _):
@@ -144,6 +148,7 @@ def test_a_second_host_that_is_cut_off_does_not_lead_and_is_taken_in_again(tmp_p
     assert "this host leads the job now" not in ends[1].out
 
 
+@pytest.mark.slow
 def test_a_witness_that_was_started_again_has_no_vote(tmp_path: Path) -> None:
     """It would promise the second host what it has promised the first one."""
     with witnessed(tmp_path, 1, 1) as (made, running):
@@ -159,6 +164,7 @@ def test_a_witness_that_was_started_again_has_no_vote(tmp_path: Path) -> None:
     assert "this host leads the job now" not in end.out
 
 
+@pytest.mark.slow
 def test_three_hosts_and_a_witness_lose_the_first_and_then_another_one(tmp_path: Path) -> None:
     with witnessed(tmp_path, 1, 1, 1) as (made, _):
         await_standbys(made, 0)

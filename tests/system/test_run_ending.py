@@ -232,6 +232,7 @@ def test_a_stopped_zygote_keeps_nothing_alive(tmp_path: Path, number: int) -> No
         assert running.process.returncode == (-number if number == signal.SIGKILL else 128 + number)
 
 
+@pytest.mark.slow
 def test_a_zygote_that_cannot_go_on_is_killed_at_the_third_signal(tmp_path: Path) -> None:
     # SIGCONT does not move a process that a debugger holds.
     script = write_script(tmp_path, "import os, signal\nprint('family', os.getppid())\nwhile True: signal.pause()\n")
@@ -279,6 +280,7 @@ def test_a_stopped_rank_hears_that_the_job_is_to_end(tmp_path: Path) -> None:
     assert (finished.out, finished.code) == ("[0] saved\n", 0), finished.err
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_still_there_is_named_with_its_state_and_stopped_after_the_exit_timeout(tmp_path: Path) -> None:
     # A rank that somebody stopped after its last collective kept the command waiting for ever, and without a word.
     script = write_script(

@@ -46,6 +46,7 @@ def _read(path: Path) -> dict[str, Any]:
     return error
 
 
+@pytest.mark.slow
 def test_a_script_leaves_the_same_error_files_under_both_launchers(tmp_path: Path) -> None:
     """In the log folder, by the same names for each attempt, and in the file that was named for the launcher itself."""
     script = write_script(tmp_path, _SCRIPT)
@@ -65,6 +66,7 @@ def test_a_script_leaves_the_same_error_files_under_both_launchers(tmp_path: Pat
     assert left["phalanx"]["own"]["message"]["errorCode"] == 1
 
 
+@pytest.mark.slow
 def test_an_error_file_outlives_the_job_is_named_and_nothing_else_is_left(tmp_path: Path) -> None:
     temporary = tmp_path / "t"
     temporary.mkdir()
@@ -76,6 +78,7 @@ def test_an_error_file_outlives_the_job_is_named_and_nothing_else_is_left(tmp_pa
     assert done.stderr.count("ValueError: no data at script.py:10 (exit code 1)") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [(), ("--log-dir", "logs")], ids=["temporary", "kept"])
 def test_a_job_without_errors_leaves_no_folder_for_them(tmp_path: Path, flags: tuple[str, ...]) -> None:
     temporary, logs = tmp_path / "t", tmp_path / "logs"
@@ -86,6 +89,7 @@ def test_a_job_without_errors_leaves_no_folder_for_them(tmp_path: Path, flags: t
     assert not flags or sorted(path.name for path in logs.iterdir()) == ["rank_0.log", "rank_1.log"]
 
 
+@pytest.mark.slow
 def test_what_a_script_below_a_shell_has_left_is_the_first_cause(tmp_path: Path) -> None:
     """Its Python can tell the launcher nothing: it said no more than "exit code 9"."""
     script = write_script(tmp_path, _SCRIPT)

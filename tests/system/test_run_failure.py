@@ -344,6 +344,7 @@ def test_who_waits_for_the_others_to_end_hears_of_the_failure_and_other_tracebac
     assert finished.err.count("Traceback") == 2
 
 
+@pytest.mark.slow
 def test_no_traceback_is_told_twice_with_the_hook_of_torch_distributed(tmp_path: Path) -> None:
     script = write_script(
         tmp_path,

@@ -109,6 +109,7 @@ def test_output_that_cannot_be_written_is_still_told_by_the_exit_code(tmp_path: 
     assert run("--no-preload", "--nproc-per-node", "1", script).code == alone.returncode == 120
 
 
+@pytest.mark.slow
 def test_the_end_of_a_rank_leaves_the_pages_of_the_zygote_alone(tmp_path: Path) -> None:
     """Measured by the rank itself, as late as there is Python: in the `__del__` of what its script still holds."""
     script = write_script(

@@ -38,6 +38,7 @@ Path(sys.argv[1], f"{os.environ['RANK']}.json").write_text(json.dumps(seen))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "visible", "num_ranks", "rest"),
     [(["gpu"], None, 4, ""), (["auto"], "2,0", 2, ""), (["gpu"], None, 4, "torch.optim.SGD([torch.ones(1)], lr=1)")],
@@ -73,6 +74,7 @@ def test_agent_and_zygote_never_initialise_cuda_and_each_rank_may(
     assert by_ranks == {("cuInit", local) for local in ranks.values()}
 
 
+@pytest.mark.slow
 def test_a_plugin_that_initialises_cuda_while_torch_is_imported_costs_the_early_import(tmp_path: Path) -> None:
     """torch's import runs plugins of other packages; one that makes a CUDA context broke every forked rank."""
     (tmp_path / "eager.py").write_text(
@@ -104,6 +106,7 @@ def test_a_plugin_that_initialises_cuda_while_torch_is_imported_costs_the_early_
     assert sorted(initialised[1:]) == sorted(pid for pid, _ in said)
 
 
+@pytest.mark.slow
 def test_cuda_that_an_optimizers_import_initialises_costs_that_import_alone(tmp_path: Path) -> None:
     """Ranks of a script with an optimizer find its import done; where it makes a CUDA context each does it itself."""
     (tmp_path / "sitecustomize.py").write_text(

@@ -122,6 +122,7 @@ def test_a_host_without_a_key_ends_and_says_what_to_do(tmp_path: Path) -> None:
     assert "no key to join 192.0.2.1:" in end.out
 
 
+@pytest.mark.slow(but=("phalanx",))
 @pytest.mark.parametrize("backend", ["phalanx", "gloo"])
 def test_two_hosts_are_one_job(tmp_path: Path, backend: str) -> None:
     script = write_script(tmp_path, _ADD_UP)
@@ -143,6 +144,7 @@ def test_two_hosts_are_one_job(tmp_path: Path, backend: str) -> None:
     assert "sum" not in second.out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("network", [{"ipv6": True, "mtu": 1280}, {"dead_end": True}], ids=["ipv6", "dead end"])
 def test_the_line_that_is_printed_is_all_that_others_type(tmp_path: Path, network: dict[str, bool]) -> None:
     """IPv6 alone, with the shortest packets; and a second interface with the default route that leads nowhere."""
@@ -165,6 +167,7 @@ def test_the_line_that_is_printed_is_all_that_others_type(tmp_path: Path, networ
     assert [words[1] for words in sums(ended[0])] == ["3.0", "3.0"]
 
 
+@pytest.mark.slow
 def test_hosts_without_numbers_meet_at_the_one_that_is_named(tmp_path: Path) -> None:
     """As torchrun's c10d rendezvous: one line for all; a host with another number of ranks, and another role."""
     script = write_script(tmp_path, _ADD_UP)
@@ -186,6 +189,7 @@ def test_hosts_without_numbers_meet_at_the_one_that_is_named(tmp_path: Path) -> 
     assert sorted(words[8] for words in said) == ["0", "0", "1", "1"]
 
 
+@pytest.mark.slow
 def test_the_first_failure_of_any_host_is_told_last_and_all_start_again(tmp_path: Path) -> None:
     script = write_script(
         tmp_path,
@@ -222,6 +226,7 @@ def test_the_first_failure_of_any_host_is_told_last_and_all_start_again(tmp_path
     assert [rank["rank"] for rank in group["ranks"]] == [0, 1, 2, 3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", [0, 1], ids=["first", "other"])
 def test_ctrl_c_on_any_host_ends_all(tmp_path: Path, where: int) -> None:
     script = write_script(tmp_path, _FOR_EVER)
@@ -238,6 +243,7 @@ def test_ctrl_c_on_any_host_ends_all(tmp_path: Path, where: int) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["killed", "cut off"])
 def test_a_host_that_goes_is_named_on_the_others(tmp_path: Path, how: str) -> None:
     """All three say who has gone, those that are left and the one that was cut off, and so does every rank.
@@ -282,6 +288,7 @@ def test_a_host_that_goes_is_named_on_the_others(tmp_path: Path, how: str) -> No
         assert "phalanx run: the first host is lost: nothing was heard from it for 2." in finished[1].out
 
 
+@pytest.mark.slow
 def test_a_host_that_is_killed_while_it_still_imports_is_noticed_at_once(tmp_path: Path) -> None:
     """Its zygote was ended with the command as long as it imported torch, so that nobody told: the host held its place
     until `--host-timeout` had passed."""
@@ -309,6 +316,7 @@ def test_a_host_that_is_killed_while_it_still_imports_is_noticed_at_once(tmp_pat
     assert f"`phalanx run` (pid {second.process.pid}) was killed there" in finished.out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["killed", "ended", "cut off"])
 def test_the_others_end_when_the_first_host_goes(tmp_path: Path, how: str) -> None:
     """A first host whose command was killed was waited for as long as one that is silent, though its kernel answered
@@ -331,6 +339,7 @@ def test_the_others_end_when_the_first_host_goes(tmp_path: Path, how: str) -> No
         assert (said in other.out) == (how == "killed")
 
 
+@pytest.mark.slow
 def test_a_first_host_that_is_killed_leaves_no_file(tmp_path: Path) -> None:
     """The coordinator's socket lay in a folder of its own in /tmp, which nobody removed who outlived the agent."""
     script = write_script(tmp_path, "import time\nprint('running', flush=True)\ntime.sleep(3600)\n")
@@ -348,6 +357,7 @@ def test_a_first_host_that_is_killed_leaves_no_file(tmp_path: Path) -> None:
         assert os.listdir(temporary) == []
 
 
+@pytest.mark.slow
 def test_a_short_cut_is_survived(tmp_path: Path) -> None:
     """Three seconds without a network, and a host is lost after ten: the ranks go on, and all ends well."""
     script = write_script(
@@ -378,6 +388,7 @@ def test_a_short_cut_is_survived(tmp_path: Path) -> None:
     assert "done" in first.out
 
 
+@pytest.mark.slow
 def test_hosts_that_cannot_meet_say_who_tried_what(tmp_path: Path) -> None:
     script = write_script(tmp_path, _ADD_UP)
     with hosts(3) as machines:
@@ -393,6 +404,7 @@ def test_hosts_that_cannot_meet_say_who_tried_what(tmp_path: Path) -> None:
     assert "Tried 10.77.0.1:29478: refused (nothing listens at this port there)" in finished[2].out
 
 
+@pytest.mark.slow
 def test_addresses_that_lead_nowhere_are_found_before_ranks_start(tmp_path: Path) -> None:
     """The second host gives the address of an interface that nobody can reach: each says who tried it from where."""
     script = write_script(tmp_path, "print('never')\n")
@@ -409,6 +421,7 @@ def test_addresses_that_lead_nowhere_are_found_before_ranks_start(tmp_path: Path
         assert "never" not in end.out
 
 
+@pytest.mark.slow
 def test_a_host_with_another_key_is_refused_by_address(tmp_path: Path) -> None:
     script = write_script(tmp_path, "print('never')\n")
     with hosts(2) as machines, contextlib.ExitStack() as stack:
@@ -427,6 +440,7 @@ def test_a_host_with_another_key_is_refused_by_address(tmp_path: Path) -> None:
     assert "does not accept our key" in ended[1].out
 
 
+@pytest.mark.slow
 def test_a_script_that_only_the_first_host_has_is_missed_where_it_is_not(tmp_path: Path) -> None:
     folder = tmp_path / "only here"
     folder.mkdir()
@@ -448,6 +462,7 @@ def test_a_script_that_only_the_first_host_has_is_missed_where_it_is_not(tmp_pat
     assert "1 of 2 hosts came within 6 s" in ended[0].out  # it has waited on
 
 
+@pytest.mark.slow
 def test_no_port_of_a_joining_agent_is_open_while_ranks_run(tmp_path: Path) -> None:
     """Each joining agent kept the port open at which others had tried to reach it, until the job was over."""
     script = write_script(
@@ -472,6 +487,7 @@ def test_no_port_of_a_joining_agent_is_open_while_ranks_run(tmp_path: Path) -> N
     assert said == sorted(f"{rank} {n} {'[]' if rank else coordinator}" for rank in range(3) for n in range(2))
 
 
+@pytest.mark.slow
 def test_ctrl_z_suspends_no_job_on_several_hosts(tmp_path: Path) -> None:
     """It stopped the agent, with its coordinator; and after --host-timeout the other host ended its ranks."""
     script = write_script(tmp_path, _FOR_EVER)
@@ -486,6 +502,7 @@ def test_ctrl_z_suspends_no_job_on_several_hosts(tmp_path: Path) -> None:
     assert "cannot be suspended" in ended[1].out
 
 
+@pytest.mark.slow
 def test_the_line_on_a_restart_says_how_many_ranks_are_started(tmp_path: Path) -> None:
     """It gave the number of the attempt before, although a host was gone for good."""
     script = write_script(
@@ -508,6 +525,7 @@ def test_the_line_on_a_restart_says_how_many_ranks_are_started(tmp_path: Path) -
     assert "starting all 2" not in first.out
 
 
+@pytest.mark.slow
 def test_stacks_of_all_hosts_are_shown_on_the_first(tmp_path: Path) -> None:
     script = write_script(tmp_path, _FOR_EVER)
     with hosts(2) as machines, commands(machines, *numbered(machines, script=(script,), nproc="1")) as jobs:
@@ -544,6 +562,7 @@ def test_a_job_on_one_host_loads_nothing_for_several(tmp_path: Path) -> None:
     assert {name for name in loaded if name.startswith("phalanx.coordination.")} == {"phalanx.coordination.launchers"}
 
 
+@pytest.mark.slow
 def test_a_host_too_many_is_told_so_and_one_that_is_lost_is_replaced(tmp_path: Path) -> None:
     """Two of three hosts begin; the third waits, and comes in when the second is lost and all start again."""
     over = tmp_path / "over"
@@ -580,6 +599,7 @@ def test_a_host_too_many_is_told_so_and_one_that_is_lost_is_replaced(tmp_path: P
     assert [end.code for end in ended] == [0, -signal.SIGKILL, 0], [end.out for end in ended]
 
 
+@pytest.mark.slow
 def test_what_all_print_arrives_in_order_however_much_it_is(tmp_path: Path) -> None:
     """5 MB from each rank, more than may wait on the way: each rank's own order is kept, and no line is lost."""
     script = write_script(
@@ -598,6 +618,7 @@ def test_what_all_print_arrives_in_order_however_much_it_is(tmp_path: Path) -> N
         )
 
 
+@pytest.mark.slow
 def test_ranks_on_two_hosts_see_what_torchrun_tells_them(tmp_path: Path) -> None:
     """One line, typed for torchrun and for us: the variables are the same, to the address and the job's name."""
     names = (
@@ -629,6 +650,7 @@ def test_ranks_on_two_hosts_see_what_torchrun_tells_them(tmp_path: Path) -> None
     assert seen[0] == seen[1]
 
 
+@pytest.mark.slow
 def test_a_group_that_is_made_again_and_again_leaves_nothing_open(tmp_path: Path) -> None:
     """Each time left a connection to the coordinator open (12 descriptors), and the engine's sockets until the garbage
     collector came: a job that forms its group anew after each loss would run out of them."""
@@ -669,6 +691,7 @@ def wait_for_files(folder: Path, *names: str) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.slow(but=("0",))
 @pytest.mark.parametrize("first", [0, 1])
 def test_a_sigterm_at_all_hosts_leaves_the_ranks_their_time_to_save(tmp_path: Path, first: int) -> None:
     """As Slurm sends it: that of the second host counted as the second signal, at which all are killed at once."""

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from tests.system.phalanx_command import run, write_script
 
 TRAINER = """
@@ -51,6 +52,7 @@ def rows_of(folder: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+@pytest.mark.slow
 def test_a_job_with_a_report_hands_it_to_the_loggers_of_one_rank(tmp_path: Path) -> None:
     logs, report = tmp_path / "logs", tmp_path / "report"
     finished = run("--nproc-per-node", "2", "--report", str(report), write_script(tmp_path, TRAINER), str(logs))
@@ -62,6 +64,7 @@ def test_a_job_with_a_report_hands_it_to_the_loggers_of_one_rank(tmp_path: Path)
     assert sorted(path.name for path in logs.iterdir()) == ["hyperparameters.json", "metrics.csv", "report.html"]
 
 
+@pytest.mark.slow
 def test_when_the_rank_that_writes_is_lost_another_goes_on_in_the_same_table(tmp_path: Path) -> None:
     logs = tmp_path / "logs"
     finished = run("--nproc-per-node", "2", write_script(tmp_path, TRAINER), str(logs), str(tmp_path / "killed"))

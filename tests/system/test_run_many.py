@@ -18,6 +18,7 @@ main()
 MANY = ("run", "--nproc-per-node", "400", "--grace", "600", "--no-python")
 
 
+@pytest.mark.slow
 def test_400_ranks_start_and_end() -> None:
     # The agent told the zygote of all ranks before it read what the zygote said of the first: from about 240 ranks on
     # both waited in a full socket, for each other, and only SIGKILL helped.
@@ -27,6 +28,7 @@ def test_400_ranks_start_and_end() -> None:
         assert running.survivors() == []
 
 
+@pytest.mark.slow(but=("2",))
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_start_of_many_ranks_can_be_interrupted(number: int) -> None:
     program = ("sh", "-c", "echo here; exec sleep 600")
@@ -37,6 +39,7 @@ def test_a_start_of_many_ranks_can_be_interrupted(number: int) -> None:
         assert running.survivors() == []
 
 
+@pytest.mark.slow
 def test_after_a_failure_no_further_ranks_are_started(tmp_path: Path) -> None:
     with start(*MANY, "sh", "-c", "exit 3", python=("-c", UNLIMITED)) as running:
         finished = running.finish()

@@ -68,6 +68,7 @@ def test_a_scraper_reads_the_running_job(tmp_path: Path) -> None:
         assert all(family.type in ("gauge", "counter") and family.documentation for family in families)
 
 
+@pytest.mark.slow
 def test_with_a_secret_only_who_sends_it_reads(tmp_path: Path) -> None:
     over = tmp_path / "over"
     words = ("run", "--metrics", "0.0.0.0:0", "--nproc-per-node", "1", write_script(tmp_path, SCRIPT), str(over))

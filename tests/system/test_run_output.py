@@ -56,6 +56,7 @@ def test_a_flood_arrives_whole_and_in_order(tmp_path: Path) -> None:
         assert all(len(fields[2]) == int(fields[1]) % 100 for fields in mine)
 
 
+@pytest.mark.slow
 def test_a_slow_reader_loses_nothing(tmp_path: Path) -> None:
     script = write_script(tmp_path, "for i in range(60_000): print(i, 'x' * 60)")
     with start("run", "--no-preload", "--nproc-per-node", "1", script) as running:
@@ -230,6 +231,7 @@ def test_a_full_disk_under_stdout_is_said_and_the_job_goes_on(tmp_path: Path) ->
     assert (tmp_path / "done").exists()
 
 
+@pytest.mark.slow
 def test_signals_are_heard_while_a_rank_floods_with_equal_lines(tmp_path: Path) -> None:
     # Each blank line was compared with all that were waiting: 60,000 of them took half a minute, in which the agent
     # heard no signal.

@@ -77,6 +77,7 @@ def mpiexec(mpi, machines, folder, environment, *words):
     return process.returncode, out, err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
 def test_the_processes_of_mpiexec_on_one_host_are_one_job(work, mpi):
     """Each was refused: it would have been a job of its own. No key of the user's is needed, and none is made."""
@@ -101,6 +102,7 @@ def test_a_job_of_its_own_in_each_process_is_still_to_be_had(work):
     assert out.count('[0, 1, 0.0, "0"') == 2
 
 
+@pytest.mark.slow
 @needs_hosts
 @pytest.mark.parametrize("address", [False, True], ids=["through MPI", "MASTER_ADDR"])
 def test_mpiexec_over_two_hosts_needs_no_address(work, address):
@@ -173,6 +175,7 @@ def pbs(machines, folder):
     return [{"PBS_JOBID": "7.server", "PBS_NODEFILE": str(folder / "nodes")}] * 2
 
 
+@pytest.mark.slow
 @needs_hosts
 @pytest.mark.parametrize(
     ("variables", "said"),
@@ -194,6 +197,7 @@ def test_what_a_scheduler_sets_on_each_host_makes_one_job(work, variables, said)
     assert said is None or said in ended[0][1]
 
 
+@pytest.mark.slow
 @needs_hosts
 def test_two_jobs_of_one_user_on_the_same_hosts_do_not_mix(work, monkeypatch):
     """Both come to the same ports, which follow from the first part of their names here, and know the same key."""

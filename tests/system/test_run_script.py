@@ -125,6 +125,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_workers_start_with_every_method(tmp_path: Path) -> None:
     script = write_script(tmp_path, LOADERS)
     finished = run("--nproc-per-node", "1", script, env={"OMP_NUM_THREADS": "1"})
@@ -155,6 +156,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_a_script_for_torchrun_runs_unchanged_and_ranks_do_not_share_random_numbers(tmp_path: Path) -> None:
     script = write_script(tmp_path, RANDOM_AND_GLOO)
     finished = run("--nproc-per-node", "3", script)
@@ -240,6 +242,7 @@ def test_words_that_are_too_long_to_show_are_cut() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.slow
 def test_a_pinned_rank_may_have_as_many_workers_as_the_job_has_cores(tmp_path: Path) -> None:
     # Pinned to one core, DataLoader warned of two workers, and they shared that core with the rank.
     script = write_script(
@@ -262,6 +265,7 @@ def test_a_pinned_rank_may_have_as_many_workers_as_the_job_has_cores(tmp_path: P
     assert f"This DataLoader will create {cores + 1} worker" in finished.err
 
 
+@pytest.mark.slow
 def test_a_group_of_our_backend_meets_in_the_agents_store_and_opens_no_port(tmp_path: Path) -> None:
     # With MASTER_ADDR and MASTER_PORT set, as they are in every rank, it met over TCP, at a port that was only free.
     script = write_script(
@@ -277,6 +281,7 @@ def test_a_group_of_our_backend_meets_in_the_agents_store_and_opens_no_port(tmp_
     assert {line.partition("] ")[2] for line in finished.lines} == {"FileStore"}, finished.err
 
 
+@pytest.mark.slow
 def test_ranks_that_may_begin_again_find_imported_what_every_optimizer_loads(tmp_path: Path) -> None:
     """A start of all took 2 s although nothing was to be imported: the first optimizer of each rank loaded Dynamo."""
     script = write_script(
@@ -292,6 +297,7 @@ def test_ranks_that_may_begin_again_find_imported_what_every_optimizer_loads(tmp
     assert run("--nproc-per-node", "1", script, "once").lines == ["[0] 0 False False"]
 
 
+@pytest.mark.slow
 def test_ranks_of_a_script_with_an_optimizer_find_imported_what_it_loads(tmp_path: Path) -> None:
     """Four ranks on two cores each took 2 s of processor time, and 70 MB, for the same import."""
     lines = "import sys\nprint('torch._dynamo' in sys.modules)\nimport torch.optim, torch._dynamo\n"
@@ -301,6 +307,7 @@ def test_ranks_of_a_script_with_an_optimizer_find_imported_what_it_loads(tmp_pat
     assert run("--nproc-per-node", "1", write_script(tmp_path, lines)).lines == ["[0] False", "[0] True"]
 
 
+@pytest.mark.slow
 def test_ranks_on_one_host_import_nothing_of_phalanx_to_join_their_group(tmp_path: Path) -> None:
     """Each imported 16 modules by itself, which the process that they are forked from imports once."""
     script = write_script(

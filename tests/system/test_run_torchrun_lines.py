@@ -90,6 +90,7 @@ def _see_under_both(tmp_path: Path, words: list[str], extra: dict[str, str]) -> 
             assert variables["TORCHELASTIC_ERROR_FILE"].endswith(f"/attempt_0/{rank}/error.json")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(_LINES)))
 def test_ranks_see_the_same_under_a_torchrun_line(tmp_path: Path, number: int) -> None:
     """Two of torchrun's variables were missing: a script that read TORCHELASTIC_ERROR_FILE, as the one by which PyTorch
@@ -105,6 +106,7 @@ def test_ranks_see_the_same_under_a_torchrun_line(tmp_path: Path, number: int) -
 _OF_RANK = ("LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("apart_s", [0.0, 2.0])
 def test_a_line_for_two_hosts_that_is_typed_twice_on_one_is_a_job_of_two_agents(tmp_path: Path, apart_s: float) -> None:
     """The second ended in "Address already in use", and the first waited for it."""
@@ -149,6 +151,7 @@ def test_hosts_that_were_given_different_numbers_of_hosts_all_refuse(tmp_path: P
         assert "Give the same number on all hosts" in err
 
 
+@pytest.mark.slow
 def test_a_host_with_another_number_of_hosts_that_comes_late_ends_no_running_job(tmp_path: Path) -> None:
     """It waited for the job's next start, and ended all hosts then."""
     over = tmp_path / "over"
@@ -184,6 +187,7 @@ def test_a_host_with_another_number_of_hosts_that_comes_late_ends_no_running_job
         assert "with --nnodes 2:4. " in out
 
 
+@pytest.mark.slow
 def test_variables_that_a_cluster_sets_for_torchrun_are_read(tmp_path: Path) -> None:
     extra = {
         "PET_NPROC_PER_NODE": "2",
@@ -195,6 +199,7 @@ def test_variables_that_a_cluster_sets_for_torchrun_are_read(tmp_path: Path) -> 
     _see_under_both(tmp_path, [write_script(tmp_path, _SEE)], extra)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spelling", ["--local-rank", "--local_rank"])
 def test_the_old_launchers_script_is_told_its_local_rank_as_it_spells_it(tmp_path: Path, spelling: str) -> None:
     script = write_script(
@@ -213,6 +218,7 @@ def test_the_old_launchers_script_is_told_its_local_rank_as_it_spells_it(tmp_pat
     assert sorted(done.stdout.splitlines()) == ["[0] local rank 0 0 3", "[1] local rank 1 1 3"]
 
 
+@pytest.mark.slow
 def test_redirected_streams_go_to_files_and_teed_ones_to_both(tmp_path: Path) -> None:
     script = write_script(tmp_path, _SEE)
     logs = tmp_path / "logs"
@@ -234,12 +240,14 @@ def test_redirected_streams_go_to_files_and_teed_ones_to_both(tmp_path: Path) ->
     assert sorted((logs / "rank_0.log").read_text().splitlines()) == ["err of 0", "out of 0"]
 
 
+@pytest.mark.slow
 def test_only_the_local_ranks_asked_for_are_shown(tmp_path: Path) -> None:
     script = write_script(tmp_path, _SEE)
     finished = run("--nproc-per-node", "3", "--local-ranks-filter", "0,2", script, env={"SEEN": str(tmp_path)})
     assert sorted(finished.out.splitlines()) == ["[0] out of 0", "[2] out of 2"]
 
 
+@pytest.mark.slow
 def test_a_launcher_inside_of_a_rank_meets_at_its_own_store(tmp_path: Path) -> None:
     """PHALANX_STORE was inherited: two ranks of a torchrun that a rank of ours had started met in our agent's store,
     as ranks 0 and 1 of the outer job, and with the outer job's ranks.
@@ -295,6 +303,7 @@ def test_ctrl_c_while_modules_are_loaded_shows_no_traceback(tmp_path: Path) -> N
     assert (finished.out, finished.err) == ("", "")
 
 
+@pytest.mark.slow
 def test_a_template_stands_before_the_lines_as_torchrun_puts_it(tmp_path: Path) -> None:
     """The torchrun of torch 2.15 and on has the option; ours has it with any torch."""
     script = write_script(tmp_path, "print('same')\nprint()\n")

@@ -47,6 +47,7 @@ def _loss(output):
     return float(*re.findall(r"epoch 1: loss ([\d.]+)", output))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("word", ["mirrored", "parameter_server"])
 def test_a_plain_script_trains_alike_with_each_word(tmp_path, word):
     output = run(tmp_path, sys.executable, EXAMPLE, word, "--epochs", 1)
@@ -114,6 +115,7 @@ print("averaged", trainer.strategy.replica_id_in_sync_group, sorted(average.stat
 """
 
 
+@pytest.mark.slow
 def test_a_trainer_that_loses_a_rank_ends_with_the_bits_of_one_that_does_not(tmp_path):
     """One is lost in a step, one in a validation. Callbacks lacked the step before the one that was done again."""
     (tmp_path / "train.py").write_text(TRAIN)
@@ -171,6 +173,7 @@ def _serve_and_train(rank, world_size, store, folder, epochs):
     return trainer.epoch, trainer.step, trainer.metrics["loss"]
 
 
+@pytest.mark.slow(but=("2",))
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_training_on_servers_resumes_as_if_it_had_not_ended(tmp_path, num_ranks):
     """The second start refused the checkpoint; and one trainer alone waited for the servers to load it.
@@ -220,6 +223,7 @@ trainer.fit(DataLoader(TensorDataset(torch.randn(96, 8), torch.randn(96, 1)), 16
 """
 
 
+@pytest.mark.slow
 def test_a_trainer_that_fails_ends_a_job_with_servers(tmp_path):
     """At its exit it waited for all others, who waited for it."""
     (tmp_path / "train.py").write_text(FAILS)

@@ -130,6 +130,7 @@ def terminal(*words: str) -> Iterator[Terminal]:
         os.close(ours)
 
 
+@pytest.mark.slow
 def test_a_job_that_trains_is_seen_in_a_pipe_by_programs_and_on_a_terminal_until_it_ends(tmp_path: Path) -> None:
     script, over = write_script(tmp_path, _TRAIN), tmp_path / "over"
     with start("run", "--nproc-per-node", "3", "--max-restarts", "2", script, str(over), "progress") as running:
@@ -186,6 +187,7 @@ def test_a_job_that_trains_is_seen_in_a_pipe_by_programs_and_on_a_terminal_until
     assert f"{job} is not the process number of a `phalanx run` of yours on this host" in gone.stderr
 
 
+@pytest.mark.slow
 def test_who_waits_for_whom_and_who_is_stopped_is_said_without_a_change_in_the_script(tmp_path: Path) -> None:
     script = write_script(tmp_path, _HANG)
     with start("run", "--nproc-per-node", "3", script) as running:
@@ -227,6 +229,7 @@ train(state)
 """
 
 
+@pytest.mark.slow
 def test_an_elastic_job_shows_its_steps_its_generation_and_whom_it_has_lost(tmp_path: Path) -> None:
     script = write_script(tmp_path, _ELASTIC)
     with start("run", "--nproc-per-node", "2", "--max-restarts", "2", script) as running:
@@ -257,6 +260,7 @@ def test_an_elastic_job_shows_its_steps_its_generation_and_whom_it_has_lost(tmp_
         running.finish()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts())
 def test_the_ranks_of_all_hosts_are_shown_on_the_first_and_no_job_is_said(tmp_path: Path) -> None:
     from tests.system.test_run_hosts import commands, numbered

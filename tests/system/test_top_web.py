@@ -79,6 +79,7 @@ def read_until(address: str, path: str, wanted: str) -> str:
             return text
 
 
+@pytest.mark.slow
 def test_a_running_job_and_its_report_so_far_are_a_page_for_who_has_the_token(tmp_path: Path) -> None:
     script, over = write_script(tmp_path, _TRAIN), tmp_path / "over"
     report = tmp_path / "report"
@@ -104,6 +105,7 @@ def test_a_running_job_and_its_report_so_far_are_a_page_for_who_has_the_token(tm
             assert "has ended" in top.stdout.read()
 
 
+@pytest.mark.slow
 def test_a_job_that_hangs_is_shown_with_who_does_not_come(tmp_path: Path) -> None:
     with start("run", "--nproc-per-node", "2", write_script(tmp_path, _HANG), stderr=subprocess.STDOUT) as job:
         job.read_until("running")
@@ -130,6 +132,7 @@ def test_a_port_that_is_taken_is_said_and_ctrl_c_ends_it(tmp_path: Path) -> None
             assert top.wait() == 0
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_chromium() is None, reason="there is no Chromium")
 def test_the_page_follows_the_job_in_a_browser(tmp_path: Path) -> None:
     script, over = write_script(tmp_path, _TRAIN), tmp_path / "over"

@@ -104,6 +104,7 @@ def test_a_cycle_that_holds_a_descriptor_is_not_a_leak(before, tmp_path):
     assert before.leaks() == []
 
 
+@pytest.mark.slow
 def test_the_police_fails_a_test_that_leaks(tmp_path):
     shutil.copy(Path(__file__).parents[1] / "conftest.py", tmp_path)
     (tmp_path / "test_it.py").write_text(

@@ -53,6 +53,7 @@ def hears(receiver: Host, sender: Host) -> bool:
         return listening.stdout.read() == "heard\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rate", [None, "2mbit"])
 def test_a_host_is_cut_off_in_one_direction_and_plugged_in_again(rate):
     with hosts(2, rate=rate, both_ways=True) as (one, other):

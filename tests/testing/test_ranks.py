@@ -127,6 +127,7 @@ def test_when_time_is_up_the_message_says_who_was_still_running_and_where():
     assert caught.value.running == (1,)
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_in_a_collective_is_told_by_the_group_before_time_is_up():
     def hang(rank, world_size):
         if rank == 0:
@@ -209,6 +210,7 @@ run_ranks(report, 2, init=False)
             os.close(handle)
 
 
+@pytest.mark.slow
 def test_a_caller_with_threads_gets_ranks_that_are_spawned():
     """A closure was refused then: only what a module holds could be pickled. It goes by value now."""
     done = threading.Event()

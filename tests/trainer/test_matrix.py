@@ -67,6 +67,7 @@ def generate(count):
         }
 
 
+@pytest.mark.slow
 def test_every_strategy_ends_with_the_metrics_of_one_process():
     cases = list(generate(4))
     alone = [fit(strategies.SingleDeviceStrategy("cpu"), **case) for case in cases]
@@ -89,6 +90,7 @@ def test_every_strategy_ends_with_the_metrics_of_one_process():
             assert metrics == pytest.approx(expected.metrics, rel=5e-2 if rough else 1e-4), (word, case)
 
 
+@pytest.mark.slow
 def test_every_strategy_resumes_inside_of_an_epoch_to_the_same_bits(tmp_path):
     """Under those that train apart each rank went on with the model and the optimizer of rank 0."""
 
@@ -126,6 +128,7 @@ def test_every_strategy_stops_early_on_all_ranks():
         assert set(ends.values()) == {(2, 4)}
 
 
+@pytest.mark.slow
 def test_each_rank_goes_on_with_its_own_where_each_writes_its_shards(tmp_path):
     """Rank 0 went on with another rank's model: the parts "model" of all were taken for replicas of one.
 

@@ -156,6 +156,7 @@ def test_what_makes_no_sense_is_said(tmp_path):
         make(checkpoint=tmp_path / "new").fit(loader, loader, resume="best")
 
 
+@pytest.mark.slow
 def test_a_run_at_an_address_ends_with_the_bits_of_one_that_never_ended(s3, tmp_path):
     folder = s3.new_folder()
     best = {"keep_best": ("accuracy", "max", 2), "keep": 1}

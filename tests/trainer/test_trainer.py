@@ -134,6 +134,7 @@ def test_a_run_that_was_ended_anywhere_goes_on_to_the_same_bits(tmp_path, end, a
     assert finished.step == 18
 
 
+@pytest.mark.slow
 def test_two_ranks_resume_to_the_same_bits_and_validate_each_sample_once(tmp_path):
     def train(rank, world_size):
         trainers = []

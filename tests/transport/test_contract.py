@@ -28,16 +28,19 @@ def _killed(rank, world_size, *_):
     contract.killed(rank, world_size, lambda: os.kill(os.getpid(), signal.SIGKILL))
 
 
+@pytest.mark.slow
 def test_shared_memory_keeps_the_contract():
     assert run_ranks(_all, WORLD, timeout=100) == ["SharedMemoryTransport"] * WORLD
 
 
+@pytest.mark.slow
 def test_gloo_keeps_the_contract(monkeypatch):
     """Without the C core a group was torch's own, which compares nothing and names nobody."""
     monkeypatch.setattr(create, "_core", None)
     assert run_ranks(_all, WORLD, timeout=100) == ["GlooTransport"] * WORLD
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts())
 @pytest.mark.parametrize(("sizes", "most_direct"), [((2, 1), 5), ((1, 1, 1), 5), ((1, 1, 1), 2)], ids=str)
 def test_several_hosts_keep_the_contract(monkeypatch, sizes, most_direct):

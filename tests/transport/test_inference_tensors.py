@@ -63,6 +63,7 @@ def _check_all(rank, world_size, *_):
     return True
 
 
+@pytest.mark.slow(but=("(1, 1)",))
 @pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts())
 @pytest.mark.parametrize("sizes", [(1, 1), (2, 1)], ids=str)
 def test_several_hosts_write_tensors_of_inference_mode(sizes):
@@ -74,6 +75,7 @@ def test_shared_memory_writes_tensors_of_inference_mode():
     assert all(run_ranks(_check_all, 2, timeout=100))
 
 
+@pytest.mark.slow
 def test_gloo_writes_tensors_of_inference_mode(monkeypatch):
     monkeypatch.setattr(create, "_core", None)
     assert all(run_ranks(_check_all, 2, timeout=100))

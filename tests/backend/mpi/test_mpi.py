@@ -13,6 +13,7 @@ def ranks(request):
     return mpi_job(checks.everything, 3, mpi=request.param).results()
 
 
+@pytest.mark.slow
 def test_every_collective_and_message_gives_the_values_that_all_ranks_expect(ranks):
     # The checks themselves are in the ranks.
     assert [seen["names"] for seen in ranks] == [("mpi", "mpi", True, True)] * 3
@@ -63,6 +64,7 @@ def test_ranks_that_call_different_things_all_hear_what_each_called(texts):
         assert "rank 0: all_to_all that sends 8 bytes to rank 2" in seen["sizes"]
 
 
+@pytest.mark.slow
 def test_a_message_that_does_not_fit_is_an_error_at_the_receiver(texts):
     assert texts[1]["message"].startswith("MismatchError: recv from rank 0 in group '3' on rank 1")
     assert "rank 0: send of more than 12 bytes to rank 1" in texts[1]["message"]

@@ -108,6 +108,7 @@ def test_zero_gradients_stay_zero_and_a_nan_is_seen_once(warm):
     torch.testing.assert_close(again, first)
 
 
+@pytest.mark.slow
 def test_a_saved_state_goes_on_bit_for_bit():
     def fn(rank, world_size):
         def state(warm):

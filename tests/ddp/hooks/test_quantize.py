@@ -23,6 +23,7 @@ def _mean(dicts):
     return {name: sum(one[name].double() for one in dicts) / len(dicts) for name in dicts[0]}
 
 
+@pytest.mark.slow(but=("1",))
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_what_was_applied_and_what_is_kept_add_up_to_the_true_gradients(world_size):
     def fn(rank, world_size):

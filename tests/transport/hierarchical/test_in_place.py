@@ -58,6 +58,7 @@ def _reduces(rank, world_size, machines):
     assert torch.equal(whole[2 * LARGE :], _values(9))
 
 
+@pytest.mark.slow(but=("sizes0",))
 @pytest.mark.parametrize("sizes", [(1, 1), (1, 1, 1), (2, 1)])
 def test_sums_are_those_of_one_process_and_nothing_else_changes(sizes):
     on_hosts(sizes, _reduces)

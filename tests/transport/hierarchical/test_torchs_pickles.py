@@ -261,6 +261,7 @@ def test_metadata_is_read_by_each_receiver_once_and_only_as_it_was_made(tmp_path
     assert not os.path.exists(tmp_path / str(os.getpid()))
 
 
+@pytest.mark.slow
 def test_modules_that_are_imported_before_and_after_the_backend_is_asked_for_are_changed_once():
     program = """
 import importlib.util, sys, torch.distributed as dist
