@@ -111,7 +111,8 @@ def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between hosts, cut tensors of some hundred KiB into several segments, as large ones are cut."""
     from phalanx.transport.hierarchical import segments
 
-    monkeypatch.setattr(segments, "_LEAST_BYTES", 2**18)
+    monkeypatch.setattr(segments, "_WANTED", 16)
+    monkeypatch.setattr(segments, "_LEAST_BYTES", 2**17)
     monkeypatch.setattr(segments, "_LEAST_MESSAGE_BYTES", 2**15)
 
 

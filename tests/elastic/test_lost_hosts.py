@@ -71,7 +71,7 @@ def run_drawn(seed: int, folder: Path) -> None:
         compare_with_quiet(job, lambda one: run_one(one, program, machines, sizes), f"seed {seed}: {sizes}, {program}")
 
 
-@pytest.mark.slow(but=("1",))
+@pytest.mark.slow
 @pytest.mark.parametrize("share", range(_SHARES))
 def test_a_program_loses_hosts_and_no_bit(share: int, tmp_path: Path, pytestconfig: pytest.Config) -> None:
     first = pytestconfig.getoption("--first-program")

@@ -9,6 +9,7 @@ from phalanx.errors import LaunchError
 from phalanx.launch.hosts.first_host import connect
 
 
+@pytest.mark.slow
 def test_a_port_where_something_else_listens_is_told_soon_and_at_the_end():
     said = []
     with socket.socket() as listener:

@@ -44,7 +44,7 @@ print("as it should be")
 """
 
 
-@pytest.mark.slow(but=("well",))
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["well", "fail"])
 def test_ranks_of_another_host_have_the_function_and_hand_back_what_came_of_it(tmp_path, how):
     (tmp_path / "first").mkdir()

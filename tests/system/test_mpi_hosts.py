@@ -18,6 +18,7 @@ def test_every_collective_over_mpi_gives_the_values_of_one_host():
     assert sent > 1_000_000  # it is not memory that carried them
 
 
+@pytest.mark.slow
 def test_ranks_that_disagree_or_fail_are_named_on_other_hosts():
     with hosts(2) as machines:
         outcome = mpi_job(different, 4, hosts=machines)

@@ -114,12 +114,15 @@ def test_after_a_failure_the_host_that_leads_now_starts_all_ranks_again_as_often
         fail(second, 2, 3)
         made.wait_for(second, "starting all 3 ranks again (up to 5 times more)")
         made.jobs[second].wait_joined(0, 0, 1, 2)
+        made.jobs[second].order("raise-1")
+        made.jobs[second].wait("joined 1 as 1 of 3 ")
+        made.jobs[second].wait(r"generation 1 as \d of 3 ", 6)  # as after the first loss
         made.kill(second)
         rest = [number for number in (1, 2, 3) if number != second]
         third = find_leader(made, *rest, changes=2)
-        made.jobs[third].wait_generation(1, 2)
-        fail(third, 2, 2)
-        made.wait_for(third, "starting all 2 ranks again (up to 3 times more)")
+        made.jobs[third].wait_generation(2, 2)
+        fail(third, 3, 2)
+        made.wait_for(third, "starting all 2 ranks again (up to 2 times more)")
         made.jobs[third].wait_joined(0, 0, 1)
         made.jobs[third].order("finish")
         ends = made.ended(*rest)

@@ -49,7 +49,7 @@ if trainer.strategy.is_main:
 """
 
 
-@pytest.mark.slow(but=("stream",))
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["stream", "iterable"])
 def test_a_trainer_that_loses_a_rank_ends_with_the_bits_of_one_that_does_not(tmp_path, kind):
     (tmp_path / "train.py").write_text(TRAIN)

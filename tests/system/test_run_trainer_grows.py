@@ -43,6 +43,7 @@ print("ended", trainer.strategy.name, seen[-1] - trainer.step, hashlib.sha256(bi
 """
 
 
+@pytest.mark.slow
 def test_a_trainer_that_begins_alone_trains_with_who_comes(tmp_path):
     """The model was not wrapped where there was one rank, and what came later waited for its gradients.
 

@@ -49,7 +49,7 @@ def find_key(path: str | os.PathLike[str] | None = None, environment: Mapping[st
         except ValueError as error:
             raise AuthenticationError(f"the key in {VARIABLE}: {error}.") from None
     own = default_path(environment)
-    return read_key(own) if os.path.exists(own) else None
+    return _read_when_whole(own) if os.path.exists(own) else None
 
 
 def ask_for_key(prompt: str = "The job's key (as `phalanx key --print` shows it): ") -> Key | None:

@@ -41,8 +41,9 @@ class Display:
         self._told: set[str] = set()  # what cannot be written is said once
 
     def begin(self, ranks: Iterable[int]) -> None:
-        """Begin with these ranks, which print from now on, or again."""
+        """Begin with these ranks, which print from now on, or again; they may be on another host than before."""
         self._folder.begin(ranks)
+        self._prefixes.clear()
 
     def end(self, rank: int) -> None:
         """End this rank, which prints nothing more."""

@@ -19,14 +19,17 @@ def test_every_collective_and_message_gives_the_values_that_all_ranks_expect(ran
     assert [seen["names"] for seen in ranks] == [("mpi", "mpi", True, True)] * 3
 
 
+@pytest.mark.slow(but=("openmpi",))
 def test_reductions_give_gloos_values(ranks):
     assert [seen["beside gloo"] for seen in ranks] == [[]] * 3
 
 
+@pytest.mark.slow(but=("openmpi",))
 def test_asynchronous_operations_end_in_order_and_messages_by_tag(ranks):
     assert ranks[0]["async"] == [0.0, 3.0, 6.0, 9.0, 12.0, 2.0, 4.0]
 
 
+@pytest.mark.slow(but=("openmpi",))
 def test_a_wrong_call_is_an_error_at_the_door(ranks):
     for seen in ranks:
         assert seen["errors"]["device"].startswith("ArgumentError: all_reduce: the tensor is on meta")
@@ -35,14 +38,17 @@ def test_a_wrong_call_is_an_error_at_the_door(ranks):
         assert seen["errors"]["local"].startswith("ValueError: MPI backend doesn't support use_local_synchronization")
 
 
+@pytest.mark.slow(but=("openmpi",))
 def test_groups_of_some_ranks_and_of_other_backends_live_beside_it(ranks):
     assert [seen["sub-groups"] for seen in ranks] == [(2.0, 3.0, True), (1.0, 3.0, True), (2.0, 3.0, True)]
 
 
+@pytest.mark.slow(but=("openmpi",))
 def test_ddp_averages_gradients(ranks):
     assert [seen["ddp"] for seen in ranks] == [1.0] * 3
 
 
+@pytest.mark.slow(but=("openmpi",))
 def test_a_job_can_be_left_and_joined_again(ranks):
     assert [(seen["again"], seen["init"]) for seen in ranks] == [((r, 3), (r, 3)) for r in range(3)]
 
@@ -70,6 +76,7 @@ def test_a_message_that_does_not_fit_is_an_error_at_the_receiver(texts):
     assert "rank 0: send of more than 12 bytes to rank 1" in texts[1]["message"]
 
 
+@pytest.mark.slow
 def test_a_late_rank_is_named_with_what_it_did_last(texts):
     for rank in (0, 2):
         assert texts[rank]["late"].startswith(f"DeadlineError: all_reduce #1 in group '4' on rank {rank}: no answer")
@@ -78,6 +85,7 @@ def test_a_late_rank_is_named_with_what_it_did_last(texts):
     assert "no answer from rank 1 within 0.3 s" in texts[1]["late"]  # the late one raises the same error
 
 
+@pytest.mark.slow
 def test_a_rank_that_left_or_was_interrupted_is_named(texts):
     for rank in (1, 2):
         assert texts[rank]["left"].startswith(f"PeerLostError: all_reduce #1 in group '5' on rank {rank}: rank 0 (pid ")

@@ -88,6 +88,7 @@ def test_a_patch_whose_need_is_gone_is_left_out_in_one_line_and_groups_work(tria
         assert any(need in line for line in lines), f"{trial}: {told}"
 
 
+@pytest.mark.slow
 def test_every_patch_is_tried(trials):
     """Whoever adds a patch says what it needs, and what is lost without it."""
     assert {trial.partition(" without ")[0] for trial in trials} >= {

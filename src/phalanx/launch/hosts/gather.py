@@ -25,6 +25,7 @@ from phalanx.launch.hosts.control_channel import MALFORMED, Change, ControlChann
 from phalanx.launch.hosts.job_spec import choose_environment, name_own_address
 from phalanx.launch.hosts.lead_guard import LeadGuard
 from phalanx.launch.hosts.leader import LeaderLink
+from phalanx.launch.hosts.leader_state import KEY as LEADER_STATE
 from phalanx.launch.hosts.node_plan import HostFacts, Node, describe_nnodes, describe_unfit, find_conflict, plan_nodes
 from phalanx.launch.hosts.peer_hosts import PeerHosts, tell_start
 from phalanx.launch.hosts.reach import TRY_S, Target, choose_targets, describe, try_all
@@ -101,6 +102,8 @@ class Gathering:
             if self._rendezvous.is_local or self._try_reach(nodes):
                 break
         own = next(node for node in nodes if node.facts.member == self._channel.member)
+        if restart_count:  # nobody takes over from what was decided in the attempt before
+            self._channel.put_key(LEADER_STATE, b"")
         self._peers = peers = PeerHosts(
             self._channel,
             nodes,
@@ -140,12 +143,13 @@ class Gathering:
 
     def end(self, code: int, why: str) -> None:
         """Tell all that the job is over, and wait a moment until they have heard it."""
-        for member in self._peers.late if self._peers is not None else ():
-            self._refuse(member, "the job is over, and had begun without this host")
-        self._channel.put(-1, "end", code=code, why=why)
         waiting = set(self._joined_hosts)
         if self._peers is not None:
-            waiting = (waiting | set(self._peers.taken_in)) - set(self._peers.lost)
+            spares = self._peers.late.keys() & self._peers.spares
+            for member in self._peers.late.keys() - spares:
+                self._refuse(member, "the job is over, and had begun without this host")
+            waiting = (waiting | set(self._peers.taken_in) | spares) - set(self._peers.lost)
+        self._channel.put(-1, "end", code=code, why=why)
         end = time.monotonic() + _END_TIMEOUT_S
         while waiting and time.monotonic() < end:
             wait_readable([self._channel], 0.1)

@@ -13,7 +13,7 @@ from phalanx.agent.target import Kind, Target
 from phalanx.output.streams import Streams
 
 KEY = "launch/job_spec"  # the key under which it lies in the coordinator's store
-VERSION = 1
+VERSION = 2
 
 # These variables of the first host go to the ranks of all hosts, where a host does not set them itself.
 _PASSED = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "PYTHONHASHSEED", "PYTHONPATH", "GLIBC_TUNABLES")
@@ -35,6 +35,7 @@ class JobSpec:
     max_nodes: int
     host_timeout_s: float
     join_timeout_s: float
+    last_call_s: float
     role: str
     signals_to_handle: str
     log_dir: str | None
@@ -61,11 +62,11 @@ class JobSpec:
         target = settings.target
         return cls(
             target.kind, target.name, target.arguments, os.getcwd(), settings.nproc, run_id, rendezvous.min_nodes,
-            rendezvous.max_nodes, rendezvous.host_timeout_s, rendezvous.join_timeout_s, settings.role,
-            settings.signals_to_handle, settings.log_dir, settings.report, settings.redirects, settings.tee,
-            settings.shown_ranks, settings.grace_s, settings.exit_timeout_s, settings.evict_after_s, settings.affinity,
-            settings.preload, settings.max_restarts, settings.local_rank_argument, settings.ranks_per_gpu,
-            choose_environment(environ, settings.environment),
+            rendezvous.max_nodes, rendezvous.host_timeout_s, rendezvous.join_timeout_s, rendezvous.last_call_s,
+            settings.role, settings.signals_to_handle, settings.log_dir, settings.report, settings.redirects,
+            settings.tee, settings.shown_ranks, settings.grace_s, settings.exit_timeout_s, settings.evict_after_s,
+            settings.affinity, settings.preload, settings.max_restarts, settings.local_rank_argument,
+            settings.ranks_per_gpu, choose_environment(environ, settings.environment),
         )  # fmt: skip
 
     def to_bytes(self) -> bytes:

@@ -80,14 +80,19 @@ def follow(plan: JobPlan, rendezvous: Rendezvous, host: Host, joined: Joined) ->
     )  # fmt: skip
     assert isinstance(host.pump.viewer, Forward)
     told = {**facts.to_json(), "reached": client.address.host}
-    try:
+
+    def join(say: Callable[[str], None]) -> int:
         first = int(client.get(FIRST_KEY)) if client.check([FIRST_KEY]) else FIRST
         client.join(told, watch=(first,))
+        return first
+
+    try:
+        first = while_listening(host, threading.Event(), join)
         channel = ControlChannel(client)
         channel.first = first
     except PhalanxError as error:
         client.close()
-        raise LaunchError(f"phalanx run: {error}") from None
+        raise error if isinstance(error, LaunchError) else LaunchError(f"phalanx run: {error}") from None
     host.pump.viewer.connect(channel)
     host.zygote.remember(describe_membership(client))
     followed = _Followed(plan, rendezvous, host, joined, channel, own, told)
@@ -153,6 +158,10 @@ class _Followed:
             if link.supervision.abandoned_by and not self._come_back(link):
                 self._raise_lost(link.supervision.abandoned_by)
 
+    def _told(self) -> dict[str, Any]:
+        """Return what the host that leads now is told of this one, and under which address that was found."""
+        return {**self._facts, "reached": self._joined.client.address.host}
+
     def _make_successor(self) -> Successor | None:
         """Return this host's part in the succession, which is that of one member."""
         if self._joined.key is None:  # all agents are on one host
@@ -173,6 +182,7 @@ class _Followed:
             min_nodes=spec.min_nodes,
             max_nodes=spec.max_nodes,
             join_timeout_s=spec.join_timeout_s,
+            last_call_s=spec.last_call_s,
             host_timeout_s=spec.host_timeout_s,
         )
         port = service.address.port if service.address is not None else 0
@@ -199,7 +209,7 @@ class _Followed:
         def join(say: Callable[[str], None]) -> bool:
             while not over.is_set() and time.monotonic() < end and not self._channel.is_over:
                 try:
-                    self._channel.join_again(self._facts, _REJOIN_TRY_S, (self._channel.first,))
+                    self._channel.join_again(self._told(), _REJOIN_TRY_S, (self._channel.first,))
                 except PhalanxError:
                     time.sleep(_PAUSE_S)
                 else:
@@ -234,7 +244,7 @@ class _Followed:
         if elected is None:
             return False
         try:
-            self._channel.join_again(self._facts, _REJOIN_TRY_S, (self._channel.first,))
+            self._channel.join_again(self._told(), _REJOIN_TRY_S, (self._channel.first,))
         except PhalanxError:
             return False
         self._move(elected)

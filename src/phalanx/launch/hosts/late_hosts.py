@@ -15,7 +15,6 @@ class LateHosts:
     def __init__(self, peers: PeerHosts, display: Display) -> None:
         self._peers = peers
         self._display = display
-        self._told_spare: set[int] = set()
 
     def on_joined(self, change: Change) -> Candidate | None:
         """Return what a host that has come brings; None if it cannot be in this job, which is said."""
@@ -45,10 +44,10 @@ class LateHosts:
         if member not in self._peers.late:
             return
         if is_spare:
-            self._told_spare.add(member)
+            self._peers.spares.add(member)
         self._peers.channel.put(member, "late", spare=is_spare)
 
     def tell_again(self, *, is_spare: bool) -> None:
         """Tell the hosts that came before the job was known to be elastic what they wait for now."""
-        for member in set(self._peers.late) - self._told_spare:
+        for member in set(self._peers.late) - self._peers.spares:
             self.tell(member, is_spare=is_spare)

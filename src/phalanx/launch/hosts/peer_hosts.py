@@ -29,6 +29,7 @@ class PeerHosts:
         self.others = {node.facts.member: node for node in nodes if node is not own}
         self.lost: dict[int, str] = {}  # member -> why
         self.late: dict[int, Change] = {}  # by member: hosts that have joined since, and are still there
+        self.spares: set[int] = set()  # those of them that were told that they wait for the place of a lost one
         self.taken_in: dict[int, Change] = {}  # the ones of these that an elastic job has taken in
 
     @property

@@ -344,7 +344,7 @@ class Successor:
         """Open the job's coordinator, and tell all that have voted where it is."""
         copy = self._standby.stop() if self._standby is not None else None
         state = copy.store.get(LEADER_STATE.encode()) if copy is not None else None
-        if copy is None or state is None or over.is_set():
+        if copy is None or not state or over.is_set():
             self._finish(over, None)
             return
         unread = prepare(copy, primary.committed.primary, self._channel.first)
