@@ -25,7 +25,7 @@ PAGES += [
 
 @pytest.mark.timeout(600)  # a page starts Python and PyTorch some ten times
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-@pytest.mark.slow(but=("first-script",))
+@pytest.mark.slow
 def test_its_commands_print_what_the_page_shows(page, tmp_path):
     for block in blocks(page):
         if block.title:

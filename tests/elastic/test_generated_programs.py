@@ -160,7 +160,7 @@ def test_a_program_that_is_drawn_at_random_loses_ranks_and_no_bit(
         run_drawn(seed, tmp_path / str(seed))
 
 
-@pytest.mark.slow(but=("0",))
+@pytest.mark.slow
 @pytest.mark.parametrize("share", range(_SHARES // 2))
 def test_a_program_that_grows_or_shrinks_loses_ranks_and_no_bit(
     share: int, tmp_path: Path, pytestconfig: pytest.Config

@@ -10,6 +10,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
+import pytest
 import torch
 
 from phalanx.checkpoint import load_checkpoint
@@ -48,6 +49,7 @@ def run(folder, sign, *launcher):
     return load_checkpoint(folder / "model.pt")
 
 
+@pytest.mark.slow
 def test_the_script_trains_alike_alone_and_on_two_ranks_and_its_file_loads_into_the_bare_module(tmp_path):
     phalanx = str(Path(sysconfig.get_path("scripts")) / "phalanx")
     before = run(tmp_path / "before", "-", sys.executable)

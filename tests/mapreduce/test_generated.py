@@ -97,6 +97,7 @@ def results(rank, world_size, folder):
     return found
 
 
+@pytest.mark.slow
 def test_generated_jobs_give_what_a_dict_gives_on_any_number_of_ranks(tmp_path):
     for world_size in (1, 3):
         (folder := tmp_path / str(world_size)).mkdir()

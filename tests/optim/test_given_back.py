@@ -37,6 +37,7 @@ with phalanx.init():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is measured as Linux tells it")
 def test_the_memory_that_parameters_and_first_gradients_had_is_given_back(tmp_path: Path) -> None:
     """Each rank kept 147 MB for good, at 25 million parameters."""

@@ -43,7 +43,7 @@ def test_a_small_program_gets_the_numbers_of_one_process_under_phalanx_run(name)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "elastic_kill"])  # torchrun replaces nobody
-@pytest.mark.slow(but=("torch_ddp",))
+@pytest.mark.slow
 def test_a_small_program_gets_the_numbers_of_one_process_under_torchrun(name):
     ended = _run(TORCHRUN, name)
     assert ended.returncode == 0, ended.stdout + ended.stderr

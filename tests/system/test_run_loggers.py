@@ -74,6 +74,7 @@ def test_when_the_rank_that_writes_is_lost_another_goes_on_in_the_same_table(tmp
     assert sorted(path.name for path in logs.iterdir()) == ["hyperparameters.json", "metrics.csv"]
 
 
+@pytest.mark.slow
 def test_a_loop_of_ones_own_logs_its_metrics_its_losses_and_its_report(tmp_path: Path) -> None:
     script = write_script(tmp_path, LOOP)
     for words, code in (((), 0), (("fail",), 1)):

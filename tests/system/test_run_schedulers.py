@@ -94,6 +94,7 @@ def test_the_processes_of_mpiexec_on_one_host_are_one_job(work, mpi):
     assert not (folder / ".config").exists()
 
 
+@pytest.mark.slow
 def test_a_job_of_its_own_in_each_process_is_still_to_be_had(work):
     folder, environment = work
     words = (*RUN, "--standalone", "--nproc-per-node=1", "train.py")
