@@ -131,7 +131,7 @@ PAGES = [
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-@pytest.mark.slow(but=("data-parallel", "strategies"))
+@pytest.mark.slow(but=("data-parallel",))
 def test_the_pieces_of_a_page_run(page, tmp_path):
     shown = [(str(block), block.code) for block in pieces(page)]
     script = tmp_path / "pieces.py"

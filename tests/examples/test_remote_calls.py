@@ -15,6 +15,7 @@ def test_a_language_model_over_two_workers_reaches_the_loss_of_one_process(tmp_p
     assert remote < float(first) - 1
 
 
+@pytest.mark.slow
 def test_observers_learn_from_actions_that_are_chosen_in_batches(tmp_path):
     output = run(tmp_path, PHALANX_RUN, "batched_actor_critic.py", "--updates", 8)
     (moves,) = re.findall(r"the last 50 episodes: ([\d.]+) moves", output)

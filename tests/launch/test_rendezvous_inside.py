@@ -61,6 +61,7 @@ def _run_two(tmp_path: Path, meet: str) -> list[str]:
     return said
 
 
+@pytest.mark.slow
 def test_agents_of_one_host_are_one_job_without_a_port(tmp_path: Path) -> None:
     _run_two(tmp_path, str(tmp_path / "meet"))
 

@@ -83,6 +83,7 @@ os._exit(0)  # ZeroMQ's end waits for what the worker does with the connections
 """
 
 
+@pytest.mark.slow
 def test_workers_of_two_hosts_call_each_other_and_whoever_has_not_the_key_calls_nobody(tmp_path: Path) -> None:
     """The ranks of the first host, whose agent keeps the job's store, were told no key, so they called nobody."""
     script = write_script(tmp_path, _SCRIPT)

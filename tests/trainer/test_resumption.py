@@ -22,6 +22,7 @@ def _end(rank, world_size, case, folder):
     end(case, folder, rank)
 
 
+@pytest.mark.slow
 def test_a_run_that_was_ended_anywhere_goes_on_to_the_same_bits(tmp_path, resumptions):
     """What validation had measured was forgotten, callbacks of ranks that train apart got the state of rank 0's, and
     TensorBoard showed each point twice that had been written behind the checkpoint.
