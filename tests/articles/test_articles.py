@@ -89,6 +89,7 @@ def in_ranks(code, folder):
     return run_ranks(_run, 2, code, str(folder), free_port(), free_port(), init=False)
 
 
+@pytest.mark.slow(but=("point-to-point",))
 @pytest.mark.parametrize("name", named("ranks"))
 @pytest.mark.filterwarnings("ignore")  # what torch says of its own parts is the article's affair
 def test_a_block_gives_the_numbers_of_the_article(tmp_path, name):

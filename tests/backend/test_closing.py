@@ -152,6 +152,7 @@ def _fork_and_call(times):
     return answers
 
 
+@pytest.mark.slow
 def test_a_fork_while_another_thread_is_in_the_middle_of_an_operation_harms_nobody():
     """The child inherits the memory with its parent amid a collective, and the parent's locks as they are."""
 

@@ -42,6 +42,7 @@ def test_a_rank_that_never_reaches_init_is_named_on_every_rank_that_did(tmp_path
         assert "Check that 4 processes were started" in message
 
 
+@pytest.mark.slow
 def test_when_rank_0_never_reaches_init_the_others_say_so(tmp_path, monkeypatch):
     def check(rank, world_size):
         if rank == 0:

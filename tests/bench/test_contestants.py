@@ -11,6 +11,7 @@ from phalanx.bench.workloads import WORKLOADS, Workload
 SMALL = Workload("small", "2 layers", num_layers=2, width=8, batch=6)
 
 
+@pytest.mark.slow
 def test_all_contestants_end_with_the_same_weights_and_name_the_parts_they_have():
     samples = {name: one.measure(SMALL, 2, 2) for name, one in CONTESTANTS.items()}
     (reference, *others) = [sample.weights for sample in samples.values()]

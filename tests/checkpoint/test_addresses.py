@@ -340,6 +340,7 @@ def test_files_of_this_machine_may_be_named_as_addresses(tmp_path):
     assert load_checkpoint(f"file://{tmp_path}/run") == {"a": 1}
 
 
+@pytest.mark.slow
 def test_a_package_that_is_missing_is_named_before_training_begins(monkeypatch):
     monkeypatch.setitem(sys.modules, "s3fs", None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'phalanx\[s3\]'"):

@@ -54,6 +54,7 @@ def hidden(folder):
     return [name for name in os.listdir(folder) if name.startswith(".")]
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_told_on_every_rank_and_the_job_goes_on(tmp_path):
     def save(rank, world_size):
         told = []

@@ -219,6 +219,7 @@ def test_tensors_sharded_in_every_way_come_back_into_every_other(tmp_path):
 # --- the sharded optimizer -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow(but=("whole",))
 @pytest.mark.parametrize("optimizer_class", [torch.optim.Adam, torch.optim.Adafactor], ids=["cut", "whole"])
 def test_a_sharded_optimizer_is_saved_once_and_loaded_into_plain_ones_and_other_world_sizes(tmp_path, optimizer_class):
     def build(seed):

@@ -82,6 +82,7 @@ def load_versions_of_old(rank, world_size, folder):
     return found
 
 
+@pytest.mark.slow
 def test_modules_bring_an_old_state_up_to_date_through_every_wrapper(tmp_path):
     (found,) = run_ranks(load_versions_of_old, 1, tmp_path)
     assert set(found.values()) == {16.0}, found

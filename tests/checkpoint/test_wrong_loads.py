@@ -148,6 +148,7 @@ def load_other_classes(rank, world_size, folder, sharded):
     assert_equal(states(here), states(saved))
 
 
+@pytest.mark.slow(but=("whole",))
 @pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])
 def test_classes_with_the_same_options_are_told_apart(tmp_path, sharded):
     """The state of Adam was loaded into AdamW, and that of RAdam into Adamax."""

@@ -66,6 +66,7 @@ def test_the_hierarchy_takes_hosts_of_unequal_size() -> None:
     assert "between hosts: scatter-reduce" in result.output
 
 
+@pytest.mark.slow
 def test_the_cost_is_a_table_and_a_plot(tmp_path: Path) -> None:
     file = tmp_path / "cost.svg"
     result = explain("cost", "--world-size", "2..64", "--bytes", "64MiB", "--bandwidth", "1Gbit", "--svg", str(file))

@@ -84,6 +84,7 @@ def test_an_explanation_too_long_to_read_is_refused() -> None:
         next(steps.walk_steps(ring.all_reduce(65)))
 
 
+@pytest.mark.slow
 def test_a_drawing_has_an_arrow_for_each_transfer_and_dashes_for_copies() -> None:
     for schedule in every_schedule(range(1, 5)):
         if schedule.world_size * schedule.num_chunks > drawing.MOST_BOXES:

@@ -57,6 +57,7 @@ def _disagree(rank, _, folder):
     return sizes, twice, nobody, beyond, [total_of(folder / name, rank, 3) for name in ("sizes", "twice", "beyond")]
 
 
+@pytest.mark.slow
 def test_ranks_that_do_not_fit_together_are_all_told_who_believes_what(tmp_path) -> None:
     results = run_ranks(_disagree, 3, tmp_path, init=False)
     for rank, (sizes, twice, nobody, beyond, totals) in enumerate(results):
@@ -124,6 +125,7 @@ def test_who_waits_in_vain_hears_of_the_earlier_start_at_that_file(tmp_path) -> 
     assert message.endswith(": rank 1 of 2 never came within 0.2 s.")
 
 
+@pytest.mark.slow(but=("0",))
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_a_rank_that_ends_while_it_waits_for_the_others_is_named_at_once(victim, tmp_path) -> None:
     """It was told as a rank that never came, when time was up."""

@@ -127,6 +127,7 @@ def test_who_has_found_the_first_reads_nobody_else_however_long_it_waits(store):
     assert set(late._arrivals.known) == {0, 200}
 
 
+@pytest.mark.slow(but=("1",))
 @pytest.mark.parametrize("num_dead", [1, 2, 7, 100])
 def test_who_comes_after_others_that_died_in_taking_a_place_is_the_first(store, num_dead):
     store.add("0/came", num_dead)

@@ -91,6 +91,7 @@ def test_a_coordinator_says_in_one_line_how_to_join_and_ends_without_a_trace(hom
             process.kill()
 
 
+@pytest.mark.slow
 def test_the_lines_of_the_manual_do_what_it_says(home, tmp_path):
     manual = (Path(__file__).parents[2] / "docs" / "explanation" / "security.md").read_text()
     lines = [

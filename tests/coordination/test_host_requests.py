@@ -105,6 +105,7 @@ def test_items_of_several_go_together_and_each_learns_its_own_place(host):
     assert host.coordinator.store.get(b"came") == b"8"
 
 
+@pytest.mark.slow
 def test_more_items_than_a_message_has_room_for_go_in_several(host):
     for rank in range(40):
         host.ask(rank, 1, Op.ADD_ITEMS, b"came", b"rank/", *[b""] * 4000)

@@ -112,6 +112,7 @@ def test_members_hear_of_each_other_in_order_and_send_messages():
         first.leave()
 
 
+@pytest.mark.slow
 def test_what_a_member_does_not_take_keeps_its_senders_waiting_and_nobody_else():
     with service(None, None) as (running, _, _), contextlib.ExitStack() as stack:
         first, second, third = (stack.enter_context(Client(running.local)) for _ in range(3))

@@ -47,6 +47,7 @@ def test_a_saved_loader_goes_on_in_the_middle_of_an_epoch(kind, workers, snapsho
     assert flat(resumed) == epochs[1]
 
 
+@pytest.mark.slow(but=("2",))
 @pytest.mark.parametrize("workers", [0, 2])
 def test_its_position_can_be_taken_up_by_other_ranks(workers):
     loaders = [make_loader("stream", workers, ranks=2, rank=rank) for rank in range(2)]

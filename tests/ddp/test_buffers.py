@@ -102,6 +102,7 @@ def _train(wrapper, rank, kind):
 KINDS = ("plain", "no_sync", "eval", "written between", "replaced")
 
 
+@pytest.mark.slow(but=("1",))
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_buffers_are_those_of_pytorch_bit_for_bit(world_size):
     def fn(rank, world_size):

@@ -412,6 +412,7 @@ def test_steps_have_the_runs_numbers_where_a_state_commits_them(tmp_path, clock,
     assert (read.steps_done, read.reached, read.first_broken, read.last_finite) == (5, 63, 62, 63)
 
 
+@pytest.mark.slow
 def test_a_merged_record_does_not_hide_in_which_step_the_loss_broke(tmp_path, recorder, clock):
     """3,000 steps, the 1,500th without a number, were told as "not a number from step 1504 on"."""
     for step in range(1, 3001):

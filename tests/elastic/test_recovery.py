@@ -59,6 +59,7 @@ def check(job: Job, world_size: int, folder: Path, undisturbed: Any, losses: int
 PLACES = ["batch", "forward", "backward", "update", "updated", "commit"]
 
 
+@pytest.mark.slow(but=("1-batch",))
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_is_killed_anywhere_in_a_step_costs_no_bit_and_no_sample(

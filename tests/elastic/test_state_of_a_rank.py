@@ -49,6 +49,7 @@ def check(program: Program, folder: Path, undisturbed: Any, *strikes: Strike, wo
 LOSSES = (Strike(1, "backward", 3), Strike(0, "commit", 5))
 
 
+@pytest.mark.slow(but=("expanded",))
 @pytest.mark.parametrize("layer", ["late", "growing", "none first", "retyped", "tied", "expanded"])
 def test_buffers_that_change_their_form_are_kept_in_the_form_that_they_have(
     layer: str, tmp_path: Path, undisturbed: Any
@@ -59,6 +60,7 @@ def test_buffers_that_change_their_form_are_kept_in_the_form_that_they_have(
     check(Program(("norm", layer)), tmp_path, undisturbed, *LOSSES)
 
 
+@pytest.mark.slow(but=("2-own value",))
 @pytest.mark.parametrize("does", ["own value", "own list", "metric"])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_what_each_rank_counts_for_itself_stays_its_own(
@@ -89,6 +91,7 @@ def test_what_a_rank_first_draws_or_counts_behind_the_backward_is_kept_from_the_
     check(Program(does=(does,), trial=trial), tmp_path, undisturbed, *strikes)
 
 
+@pytest.mark.slow(but=("2-backward",))
 @pytest.mark.parametrize("place", ["forward", "backward", "commit"])
 @pytest.mark.parametrize("trial", [2, 100])
 def test_a_buffer_that_grows_far_beyond_the_room_of_the_records_is_kept(
@@ -99,6 +102,7 @@ def test_a_buffer_that_grows_far_beyond_the_room_of_the_records_is_kept(
     check(Program(("norm", "bursting"), trial=trial), tmp_path, undisturbed, *strikes)
 
 
+@pytest.mark.slow
 def test_state_of_an_optimizer_that_hangs_on_no_parameter_is_kept(tmp_path: Path, undisturbed: Any) -> None:
     """`state["global"]` was not handed over: only what had a parameter was."""
     check(Program(optimizer="global"), tmp_path, undisturbed, *LOSSES)
@@ -192,6 +196,7 @@ def test_state_of_no_parameter_in_a_sharded_optimizer_is_refused_by_name(tmp_pat
         SmallAgent(_train_sharded, 2, folder=tmp_path).run()
 
 
+@pytest.mark.slow
 def test_buffers_that_wrappers_bring_in_line_before_a_forward_are_so_after_a_loss_in_validation(
     tmp_path: Path, undisturbed: Any
 ) -> None:
@@ -201,6 +206,7 @@ def test_buffers_that_wrappers_bring_in_line_before_a_forward_are_so_after_a_los
     check(Program(does=("validation",), wrapper="torch"), tmp_path, undisturbed, Strike(0, "validation", 4))
 
 
+@pytest.mark.slow
 def test_a_chained_scheduler_is_kept(tmp_path: Path, undisturbed: Any) -> None:
     """`State` raised AttributeError: it has no `last_epoch` of its own."""
     check(Program(does=("chained",)), tmp_path, undisturbed, *LOSSES)

@@ -115,6 +115,7 @@ def connects(place, source=None):
         return True
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux can be asked to drop what comes to a port")
 def test_the_port_takes_connections_only_while_a_group_connects():
     def check(rank, world_size):

@@ -410,6 +410,7 @@ def test_a_rank_that_leaves_is_named():
         run_ranks(fn, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler looks at it, and silences it its own way
 def test_a_compiled_model_trains_alike():
     x = torch.randn(2, 6, 3)

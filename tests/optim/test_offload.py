@@ -44,6 +44,7 @@ def _settled(module):
     return values(module)
 
 
+@pytest.mark.slow(but=("1",))
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_weights_are_bitwise_those_without_offload_however_late_copies_come(world_size, monkeypatch):
     def trained(rank, world_size):

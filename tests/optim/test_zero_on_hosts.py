@@ -109,6 +109,7 @@ def _saves(rank, world_size, machines, folder):
     assert same(train(again, other, rank, STEPS, first=STEPS), expected_values)
 
 
+@pytest.mark.slow
 def test_its_state_is_saved_and_taken_up_again_as_on_one_host(tmp_path):
     on_hosts((2, 2), _saves, str(tmp_path / "series"))
 

@@ -99,6 +99,7 @@ def _row(number, value):
     return torch.tensor([number]), torch.tensor([[value, 0.0]])
 
 
+@pytest.mark.slow
 def test_the_mean_of_all_trainers_gradients_is_clipped_by_its_norm_over_all_servers():
     """Trainers could only clip their own gradients, which is something else, and never rows."""
     run_workers(_clips, 5)

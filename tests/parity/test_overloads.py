@@ -58,6 +58,7 @@ def test_the_list_is_torchs_own():
     assert all(o.parameters for o in found if o.method not in LEFT_OUT)
 
 
+@pytest.mark.slow
 def test_gloo_itself_takes_what_torch_says_it_takes():
     """Else the comparison below would compare refusals."""
     told = _gloo(2)[0]
@@ -83,6 +84,7 @@ def test_every_overload_with_tensors_of_a_device_through_the_host(tmp_path):
     _assert_as_gloo(run_ranks(_staged, 2, str(tmp_path / "s"), init=False, timeout=120), 2)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts())
 def test_every_overload_between_hosts():
     _assert_as_gloo(on_hosts((1, 1), _every_call, run_s=120), 2)

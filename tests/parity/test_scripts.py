@@ -286,6 +286,7 @@ def over_gloo():
     return run_ranks(_all, 2, False, backend="gloo")
 
 
+@pytest.mark.slow(but=("ours",))
 @pytest.mark.parametrize("ours", [False, True], ids=["torch", "ours"])
 def test_scripts_of_others_give_the_numbers_that_they_have_over_gloo(over_gloo, ours):
     for mine, reference in zip(run_ranks(_all, 2, ours), over_gloo, strict=True):

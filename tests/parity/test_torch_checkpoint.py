@@ -59,6 +59,7 @@ def test_a_checkpoint_written_over_gloo_is_read_over_phalanx_and_the_other_way_r
         assert torch.equal(sharded, torch.arange(21.0).view(7, 3))
 
 
+@pytest.mark.slow
 def test_a_sharded_model_and_its_optimizer_come_back(tmp_path):
     def build(seed):
         torch.manual_seed(seed)

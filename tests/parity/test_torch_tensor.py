@@ -110,6 +110,7 @@ class Block(nn.Module):
         return self.down(self.up(self.norm(x)).relu())
 
 
+@pytest.mark.slow(but=("False",))
 @pytest.mark.parametrize("by_sequence", [False, True])
 def test_tensor_parallel_layers_give_the_gradients_of_gloo_and_of_one_process(by_sequence):
     def block():

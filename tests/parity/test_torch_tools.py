@@ -123,6 +123,7 @@ def _draw(rank, world_size):
     return seen
 
 
+@pytest.mark.slow
 def test_make_fx_draws_the_collectives_and_the_graph_carries_them_out():
     assert run_ranks(_draw, 2) == [[True] * 4] * 2
 

@@ -219,6 +219,7 @@ def _fail_in(rank, world_size, cells, micro_batches, steps):
     return wrong, [float(pipe.step(x, target=x)) for _ in range(2)]
 
 
+@pytest.mark.slow(but=("2-0",))
 @pytest.mark.parametrize(("world_size", "steps"), [(2, 0), (2, 1), (3, 1)])
 def test_over_gloo_a_failure_in_any_cell_is_told_on_every_rank_and_leaves_no_receive(world_size, steps, models):
     """Who had done its part waited until its messages were received, before it heard that the receiver had failed in

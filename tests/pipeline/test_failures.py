@@ -326,6 +326,7 @@ def test_another_librarys_word_for_an_argument_names_ours(word, ours):
         phalanx.Pipeline(nn.Sequential(nn.Linear(2, 2)), **{word: 8})
 
 
+@pytest.mark.slow
 def test_a_wrong_target_or_loss_is_told_by_its_rank():
     def train(rank, world_size, kind):
         model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
@@ -400,6 +401,7 @@ class ChangesView(nn.Module):
         return self.c(y) + self.relu(changed).sum() + kept.sum()
 
 
+@pytest.mark.slow
 def test_a_value_whose_view_another_stage_changes_is_refused_on_every_rank():
     """It came to its stage as a copy, and stayed as it was before the change: other losses than in one process."""
 
@@ -484,6 +486,7 @@ class FailsInBackward(nn.Module):
         return NoGradient.apply(x * self.scale, self.error)
 
 
+@pytest.mark.slow
 def test_who_has_done_its_part_hears_that_another_has_not():
     """The first stage failed in its last backward: the others had the loss, went on, and waited for it elsewhere; so
     did the stages of another pipeline of the mesh, and the first ranks of an evaluation that fails behind them."""

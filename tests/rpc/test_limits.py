@@ -82,6 +82,7 @@ def _blocked_worker(rank, folder):
     _blocked(rank, folder)
 
 
+@pytest.mark.slow
 def test_functions_that_block_and_workers_that_are_stopped_fail_calls_by_their_time_out_alone():
     run_workers(_blocked_worker, 2)
 
@@ -274,6 +275,7 @@ def _call(to, timeout=0):
     return rpc.rpc_sync(to, same, (7,), timeout=timeout)
 
 
+@pytest.mark.slow
 def test_a_process_without_a_free_descriptor_or_memory_to_share_loses_nobody():
     """The caller's own lack of one made the worker that it called lost for ever; a callee's, the caller."""
     run_workers(_limits, 3)

@@ -5,6 +5,7 @@ import random
 import signal
 from typing import Any
 
+import pytest
 import torch
 from tests.rpc.workers import pid, run_workers, set_event, until, wait_event, worker
 
@@ -65,6 +66,7 @@ def _segments(rank: int, folder: str) -> int:
         return most
 
 
+@pytest.mark.slow
 def test_memory_that_is_given_back_is_unmapped_by_all_who_had_it():
     """Only the worker that had a segment last heard that it was given back; others kept it mapped, without bound."""
     assert run_workers(_segments, 3, timeout=60)[0] > 20

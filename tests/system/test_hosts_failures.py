@@ -32,6 +32,7 @@ def cause_of(error):
     return str(error).partition(": ")[2]
 
 
+@pytest.mark.slow(but=("(1, 1, 1)",))
 @pytest.mark.parametrize("sizes", [(2, 2), (1, 1, 1), (3, 1), (1, 2)], ids=str)
 def test_everybody_learns_which_rank_of_another_host_died(sizes):
     victim = sum(sizes) - 1
@@ -153,6 +154,7 @@ def test_a_peer_that_dies_in_the_middle_of_a_message_is_named_before_the_timeout
     assert on_hosts((1, 1), check, lost=(dead,), timeout_s=90.0, rate="1gbit")[1 - dead] == (dead,)
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_in_the_middle_of_a_small_collective_is_named_before_the_timeout():
     """What travels with the heads is up to 256 KiB for a host: on a slow link its sender can die while it does."""
 
@@ -235,6 +237,7 @@ def test_a_disagreement_names_every_ranks_call_and_changes_no_tensor(how, odd):
 SMALL, LARGE = 1000, 200_000  # elements: with the head of the call, and in segments
 
 
+@pytest.mark.slow(but=("2",))
 @pytest.mark.parametrize("odd", [0, 1, 2])
 def test_whatever_two_ranks_call_differently_is_named_on_all_and_changes_no_tensor(odd):
     """Little tensors travel with the head of their call and large ones behind it, on other ways: each meets each."""

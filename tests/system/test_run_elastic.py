@@ -81,6 +81,7 @@ def elastic_job(folder: Path, *words: str, ranks: int = 3, env: dict[str, str] |
         yield job
 
 
+@pytest.mark.slow
 def test_lost_ranks_are_replaced_one_after_the_other_and_the_job_ends_well(tmp_path: Path) -> None:
     with elastic_job(tmp_path) as job:
         first = job.kill(1)
@@ -100,6 +101,7 @@ def test_lost_ranks_are_replaced_one_after_the_other_and_the_job_ends_well(tmp_p
     assert finished.err.count("3 ranks go on, ") == 3
 
 
+@pytest.mark.slow
 def test_without_replacements_fewer_ranks_go_on_and_below_the_minimum_they_save_and_end(tmp_path: Path) -> None:
     with elastic_job(tmp_path, "--max-restarts", "0", env={"MIN_RANKS": "2"}) as job:
         job.kill(0)
@@ -156,6 +158,7 @@ def test_what_all_ranks_raise_fails_the_job_at_once(tmp_path: Path) -> None:
     assert "ValueError: the sample is bad" in finished.err
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_job_while_a_rank_is_stopped_and_another_was_replaced(tmp_path: Path) -> None:
     with elastic_job(tmp_path, "--grace", "2") as job:
         job.order("stop-2")
@@ -172,6 +175,7 @@ def find_zygote(job: Job, rank: int = 0) -> int:
         return int(file.read().rpartition(b")")[2].split()[1])
 
 
+@pytest.mark.slow
 def test_the_zygote_is_killed_the_ranks_go_on_and_a_new_one_forks_replacements(tmp_path: Path) -> None:
     with elastic_job(tmp_path) as job:
         zygote = find_zygote(job)
@@ -207,6 +211,7 @@ def wait_spare(zygote: int) -> int:
                 return child
 
 
+@pytest.mark.slow
 def test_a_zygote_that_is_killed_together_with_a_rank_has_a_spare_which_imports_nothing(tmp_path: Path) -> None:
     """The replacement waited for another import of torch: 9.4 to 11.1 s, where a rank alone takes a few tenths."""
     with elastic_job(tmp_path) as job:

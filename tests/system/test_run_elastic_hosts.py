@@ -145,6 +145,7 @@ def cluster(
             made.close()
 
 
+@pytest.mark.slow
 def test_ranks_of_any_host_are_replaced_also_the_only_one_and_the_first(tmp_path: Path) -> None:
     with cluster(tmp_path, 2, 1, nnodes="2") as made:
         made.first.kill(2)

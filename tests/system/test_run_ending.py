@@ -59,6 +59,7 @@ def test_nothing_survives_a_rank(tmp_path: Path) -> None:
     assert run("--no-preload", "--nproc-per-node", "2", script).code == 0
 
 
+@pytest.mark.slow
 def test_nothing_survives_an_agent_that_is_killed_while_torch_is_imported(tmp_path: Path) -> None:
     folder = tmp_path / "torch"
     folder.mkdir()

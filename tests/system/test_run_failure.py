@@ -123,6 +123,7 @@ def test_a_child_that_the_script_forked_does_not_speak_for_its_rank(tmp_path: Pa
     assert "ValueError: in a child" in finished.err
 
 
+@pytest.mark.slow
 def test_all_ranks_start_again_until_the_restarts_are_used_up(tmp_path: Path) -> None:
     script = write_script(
         tmp_path,
@@ -316,6 +317,7 @@ def test_no_traceback_is_told_twice(tmp_path: Path) -> None:
     assert any("raise ValueError" in path.read_text() for path in logs.iterdir())
 
 
+@pytest.mark.slow
 def test_who_waits_for_the_others_to_end_hears_of_the_failure_and_other_tracebacks_are_shown(tmp_path: Path) -> None:
     script = write_script(
         tmp_path,

@@ -45,6 +45,7 @@ def test_output_is_live(tmp_path: Path) -> None:
         assert running.finish().code == 143
 
 
+@pytest.mark.slow
 def test_a_flood_arrives_whole_and_in_order(tmp_path: Path) -> None:
     script = write_script(
         tmp_path, "import os\nfor i in range(20_000): print(os.environ['RANK'], i, 'x' * (i % 100), sep=',')"

@@ -181,6 +181,7 @@ def test_the_store_is_a_file_without_a_name_that_all_ranks_open(tmp_path: Path) 
     assert finished.by_rank == [(rank, "/memfd:phalanx-store (deleted)") for rank in range(2)]
 
 
+@pytest.mark.slow
 def test_ranks_are_placed_on_their_cores(tmp_path: Path) -> None:
     script = write_script(tmp_path, "import os; print(sorted(os.sched_getaffinity(0)), os.environ['OMP_NUM_THREADS'])")
     cpus = sorted(os.sched_getaffinity(0))

@@ -302,6 +302,7 @@ REGRESSION = {  # R2 of the whole, and a root, which are no means of batches
 }
 
 
+@pytest.mark.slow(but=("1",))
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_metrics_are_those_of_one_process_under_every_strategy(world_size):
     """There was nothing for a metric that is no mean."""

@@ -72,6 +72,7 @@ def test_ranks_hold_the_same_bits_and_what_is_kept_adds_up(backend, world_size):
     )
 
 
+@pytest.mark.slow(but=("gloo",))
 def test_pytorchs_wrapper_and_pytorchs_wrapped_model_take_it(backend):
     def fn(rank, world_size):
         def train(**how):

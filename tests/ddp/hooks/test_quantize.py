@@ -96,6 +96,7 @@ def test_without_feedback_what_is_lost_is_lost():
     torch.testing.assert_close(with_feedback[1:], torch.full((7,), 0.02), rtol=0, atol=0.009)
 
 
+@pytest.mark.slow(but=("gloo-dtype0",))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_other_dtypes_and_gloo_and_pytorchs_own_wrapper(backend, dtype):
     def fn(rank, world_size):
