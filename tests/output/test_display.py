@@ -1,4 +1,4 @@
-"""What a display writes before the lines of ranks."""
+"""A display names the host of ranks before their lines."""
 
 from __future__ import annotations
 

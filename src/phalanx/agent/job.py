@@ -177,8 +177,9 @@ def _run_attempts(
     losses: list[LostRank] = []
     refused = False
     for restart_count in itertools.count(0 if led is None else led.attempt.restart_count):
-        has_run = led is not None and restart_count == led.attempt.restart_count
-        attempt = led.attempt if led is not None and has_run else begin(restart_count)
+        has_run = led is not None
+        attempt = begin(restart_count) if led is None else led.attempt
+        led = None
         if left is not None:
             attempt.elastic.max_replacements = left
         if times:  # now it is known how many they are: fewer hosts may have come back

@@ -15,6 +15,7 @@ from phalanx.coordination.client import Client
 from phalanx.coordination.key import Key
 from phalanx.coordination.key_file import default_path, find_key
 from phalanx.coordination.rendezvous import Rendezvous
+from phalanx.deadline import Deadline
 from phalanx.errors import AuthenticationError, CoordinationError, DeadlineError, LaunchError, PhalanxError
 from phalanx.ipc.event_loop import EventLoop, Source
 from phalanx.ipc.wakeup import Mailbox, Wakeup
@@ -118,25 +119,23 @@ def _find_key(plan: JobPlan, rendezvous: Rendezvous, over: threading.Event, say:
         LaunchError: there is none, or one that may not be used.
     """
     wait_s = min(_KEY_S, rendezvous.join_timeout_s)
-    end, told = time.monotonic() + wait_s, False
+    deadline, told = Deadline.after(wait_s), False
     try:
-        while rendezvous.key is None:
-            key = find_key(plan.settings.key_file, plan.environ)
-            if key is not None:
-                return key
-            if time.monotonic() > end or over.is_set():
-                break
+        if rendezvous.key is not None:
+            return Key.parse(rendezvous.key)
+        while (key := find_key(plan.settings.key_file, plan.environ)) is None and not deadline.passed:
             if not told:
                 told = True
                 say(
                     f"phalanx run: no key yet ({default_path(plan.environ)}); waiting {wait_s:g} s for the first host "
                     "to make one, in case it shares this home"
                 )
-            over.wait(_PAUSE_S)
-        else:
-            return Key.parse(rendezvous.key)
+            if over.wait(_PAUSE_S):
+                break
     except (AuthenticationError, ValueError) as error:
         raise LaunchError(f"phalanx run: {error}", exit_code=2) from None
+    if key is not None:
+        return key
     raise LaunchError(
         f"phalanx run: no key to join {rendezvous.endpoint}. `phalanx key` makes one, once, on any host; then it "
         "lies in ~/.config/phalanx/key, and that file is to be on every host (a shared home, or a copy with mode "
