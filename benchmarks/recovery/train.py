@@ -2,8 +2,8 @@
 
     train.py KIND FOLDER [BYTES]
 
-Every completed step is a line in FOLDER/steps: rank, process, step, CLOCK_MONOTONIC.
-BYTES: so much more state, of an elastic job.
+Every completed step is a line in FOLDER/steps: rank, process, step, number of ranks, CLOCK_MONOTONIC.
+BYTES: so much more state, of an elastic job. On several hosts, HOST_NUMBER stands for the rank in these lines.
 """
 
 from __future__ import annotations
@@ -68,14 +68,15 @@ def train_elastic(folder: Path, stamp: Stamp, more_bytes: int = 0) -> None:
             nn.functional.mse_loss(model(x), y).backward()
             optimizer.step()
             state.commit()
-            stamp(state.step)
+            stamp(state.step, dist.get_world_size())
 
     train(state)
 
 
 def train_plain(folder: Path, stamp: Stamp, backend: str) -> None:
     """All are started again, and read the checkpoint, of every 100th step."""
-    dist.init_process_group(backend)
+    timeout = timedelta(seconds=int(os.environ.get("TIMEOUT_S", "1800")))
+    dist.init_process_group(backend, timeout=timeout)
     if backend == "phalanx":
         import phalanx
 
@@ -96,7 +97,7 @@ def train_plain(folder: Path, stamp: Stamp, backend: str) -> None:
         nn.functional.mse_loss(model(x), y).backward()
         optimizer.step()
         step += 1
-        stamp(step)
+        stamp(step, dist.get_world_size())
         if step % 100 == 0 and dist.get_rank() == 0:
             things = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
             torch.save(things, folder / "checkpoint.new")
@@ -122,6 +123,7 @@ def train_torchft(folder: Path, stamp: Stamp) -> None:
         state_dict=lambda: {"model": model.state_dict(), "optimizer": inner.state_dict()},
         replica_id=f"train_{group}",
         timeout=timedelta(seconds=10),
+        **({"hostname": os.environ["MASTER_ADDR"]} if "HOST_NUMBER" in os.environ else {}),
     )
     ddp = DistributedDataParallel(manager, model)
     optimizer = Optimizer(manager, inner)
@@ -140,9 +142,9 @@ def main(kind: str, folder: Path, more_bytes: int = 0) -> None:
 
     steps = os.open(folder / "steps", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
-    def stamp(step: int, num_ranks: int = 2) -> None:
-        rank = int(os.environ.get("REPLICA_GROUP_ID", os.environ["RANK"]))
-        os.write(steps, f"{rank} {os.getpid()} {step} {num_ranks} {time.monotonic():.6f}\n".encode())
+    def stamp(step: int, num_ranks: int) -> None:
+        number = os.environ.get("HOST_NUMBER") or os.environ.get("REPLICA_GROUP_ID") or os.environ["RANK"]
+        os.write(steps, f"{number} {os.getpid()} {step} {num_ranks} {time.monotonic():.6f}\n".encode())
 
     if kind == "elastic":
         train_elastic(folder, stamp, more_bytes)

@@ -9,6 +9,7 @@ On one host the kernel tells, so nothing is guessed; between hosts, and of proce
     nothing, while one waits in a call      every group                    LOOK_S                 what others reported
     a report of what another rank saw       groups over several hosts      REPORT_S               as it says
     no heartbeat of a host                  the coordinator, its members   HOST_TIMEOUT_S         lost, and told so
+    a host's connection ends, no other      the coordinator                CONNECTION_ENDED_S     lost, and told so
     no answer of the coordinator            its members                    COORDINATOR_SILENT_S   unreachable
     no TCP acknowledgement of RPC's pulse   a worker of another host       RPC_PULSE_LOST_S       lost
     acknowledgements, but no heartbeat      the same                       RPC_SILENT_S           lost
@@ -37,6 +38,7 @@ COLLECT_REPORT_S = 1.5
 HOST_TIMEOUT_S = 9.0  # the timeout of an agent; --host-timeout
 MEMBER_TIMEOUT_S = 10.0  # the timeout of a coordinator without a job
 COORDINATOR_SILENT_S = 30.0  # a coordinator that is asked answers sooner, also who waits for a key
+CONNECTION_ENDED_S = 1.0  # a live process connects again within a tenth of it
 COORDINATOR_REFUSED_S = 1.0  # a port that refuses for so long has nobody behind it any more
 
 RPC_PULSE_S = 0.2

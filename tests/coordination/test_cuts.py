@@ -203,6 +203,43 @@ def test_a_member_that_stops_is_lost_the_others_hear_why_and_so_does_it_when_it_
     assert len([line for line in said if line.startswith("member 1 (far) is lost: the coordinator did not hear")]) == 1
 
 
+def test_a_member_that_was_killed_is_lost_though_nobody_says_so_and_its_heartbeats_are_rare():
+    """A host on which all was killed in one moment was missed after --host-timeout only: nobody there could tell."""
+    with Service("127.0.0.1:0", KEY, lost_after_s=600.0) as service, Client(service.local) as near:
+        near.join({"host": "near"})
+
+        def follow(writer):
+            with Client(str(service.address), KEY) as far:
+                far.join({"host": "far"})
+                os.write(writer, b"x")
+                signal.pause()
+
+        child, ready = fork(follow)
+        assert os.read(ready, 1) == b"x"
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(ready)
+        events = []
+        while len(events) < 2:
+            events += near.wait_event()
+        assert [(event.kind, event.member) for event in events] == [("joined", 1), ("lost", 1)]
+        assert "its connection to the coordinator has ended, and it did not connect again for 1 s" in events[1].why
+        near.leave()
+
+
+def test_a_member_whose_connection_ends_again_and_again_is_not_lost():
+    with cable(lost_after_s=600.0) as (service, line), Client(line.address, KEY) as far, Client(service.local) as near:
+        far.join({"host": "far"}, watch=())
+        near.join({"host": "near"}, watch=None)
+        for number in range(8):
+            line.cut()
+            far.set("number", str(number))
+            time.sleep(0.1 * number)  # and once for longer than a member that is lost stays away
+        line.cut()
+        assert near.wait_event(2.0) == []
+        assert far.get("number") == b"7"
+
+
 @pytest.mark.slow
 def test_members_of_a_machine_that_stood_still_do_not_take_its_coordinator_for_lost():
     """They believed it silent when they went on, and ended their ranks."""

@@ -63,6 +63,17 @@ def test_each_of_many_members_is_told_to_say_less_often_that_it_is_there(num_mem
     assert float(message.fields[0]) == pytest.approx(expected, abs=0.001)
 
 
+@pytest.mark.parametrize("heard_at", [5.0, 10.0, 10.5])
+def test_a_connection_that_ended_by_silence_is_judged_by_the_silence(heard_at):
+    """The kernel gives up a silent connection sooner than some jobs a silent host (--host-timeout 600)."""
+    coordinator = Coordinator(lost_after_s=600.0)
+    route = Direct(1, b"member")
+    coordinator.handle(route, pack(Op.JOIN, 1, b"{}", b""), heard_at)
+    assert coordinator.lose_disconnected(Direct(1, b"somebody else"), 10.0) == []
+    lines = coordinator.lose_disconnected(route, 10.0)
+    assert (len(lines), len(coordinator.members)) == ((1, 0) if heard_at > 10.0 else (0, 1))
+
+
 def test_a_member_for_which_too_much_waits_is_lost():
     coordinator = Coordinator(lost_after_s=1e9)
     watching = Direct(1, b"watching")

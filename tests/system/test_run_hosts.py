@@ -358,8 +358,9 @@ def test_a_first_host_that_is_killed_leaves_no_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_short_cut_is_survived(tmp_path: Path) -> None:
-    """Three seconds without a network, and a host is lost after ten: the ranks go on, and all ends well."""
+@pytest.mark.parametrize("seconds", [3.0, 5.0, 6.0])  # from four on, the kernel has given up the agents' connection
+def test_a_short_cut_is_survived(seconds: float, tmp_path: Path) -> None:
+    """A host without a network is lost after nine seconds: the ranks go on, and all ends well."""
     script = write_script(
         tmp_path,
         "import os, torch, torch.distributed as dist\n"
@@ -380,8 +381,10 @@ def test_a_short_cut_is_survived(tmp_path: Path) -> None:
         machines[1].cut_off()
         jobs[0].process.send_signal(0)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            jobs[1].process.wait(3.0)
+            jobs[1].process.wait(seconds)
         machines[1].plug_in()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            jobs[1].process.wait(3.0)
         (tmp_path / "over").touch()
         first, second = finish(jobs)
     assert (first.code, second.code) == (0, 0), first.out + second.out

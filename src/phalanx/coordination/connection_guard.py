@@ -8,6 +8,9 @@ ZeroMQ accepts whoever comes, and has no limit for it. So we close single connec
 process has no room for more, the oldest of the address that has the most young ones; where no address has more than a
 host of a job opens, the oldest of all. A member that is closed so by chance connects again by itself. An address from
 which one connection after another fails is kept out by the kernel for a while (`blocked_networks`).
+
+The guard also notices whose connection has ended and is not replaced: the kernel of a host closes the connections of
+a process that was killed, whereas a live one connects again at once.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from phalanx.coordination.admission import Complaints, gone_peers
 from phalanx.coordination.blocked_networks import BLOCKED_S, FAILURES, BlockedNetworks
 from phalanx.coordination.young_connections import HONEST, YoungConnections
 from phalanx.descriptors import raise_limit
+from phalanx.loss_detection import CONNECTION_ENDED_S
 from phalanx.packet_filter import attach, drop_from
 
 HANDSHAKE_S = 5.0
@@ -47,6 +51,13 @@ class _Peer(NamedTuple):
     place: tuple[str, int]
     network: str
     is_own: bool  # whether it is an address of this host, which is never blocked
+
+
+class _Ended(NamedTuple):
+    """A member's connection has ended at a time; nobody of its network has connected since."""
+
+    network: str
+    at: float
 
 
 class ConnectionGuard:
@@ -77,7 +88,11 @@ class ConnectionGuard:
         self._peers: dict[int, _Peer | None] = {}  # by descriptor
         self._young = YoungConnections()
         self._blocked = BlockedNetworks()
-        self._spoken: OrderedDict[tuple[str, int], None] = OrderedDict()  # members whose coming was not read yet
+        # the identities of members whose coming was not read yet
+        self._spoken: OrderedDict[tuple[str, int], bytes] = OrderedDict()
+        self._members: dict[int, bytes] = {}  # by descriptor: the identity of the member whose connection it is
+        self._current: dict[bytes, int] = {}  # by identity: the descriptor of the newest connection
+        self._ended: dict[bytes, _Ended] = {}  # by identity
         self._failed = False
 
     @property
@@ -93,19 +108,24 @@ class ConnectionGuard:
     @property
     def is_watching(self) -> bool:
         """Return whether `read_events` must be called from time to time although nothing has come."""
-        return bool(len(self._young) or len(self._blocked))
+        return bool(len(self._young) or len(self._blocked) or self._ended)
 
-    def admit(self, frame: zmq.Frame) -> None:
-        """Note that the connection is a member's over which `frame`, a part of a message, has come."""
+    def admit(self, frame: zmq.Frame, identity: bytes = b"") -> None:
+        """Note that the connection is a member's over which `frame`, a part of a message, has come.
+
+        `identity` is the member's, where `take_ended` is asked.
+        """
         fd = int(frame.get(zmq.SRCFD))
         peer, known = _find_peer(fd), self._peers.get(fd)
         if peer is None:  # it has gone
             return
         self._blocked.note_member(peer.network)
+        self._ended.pop(identity, None)
         if known is not None and known.place == peer.place:
             self._young.discard(fd)
+            self._note_member(fd, identity)
         else:  # the event that tells of it is yet to be read
-            self._spoken[peer.place] = None
+            self._spoken[peer.place] = identity
             if len(self._spoken) > _ROUND_EVENTS:
                 self._spoken.popitem(last=False)
 
@@ -132,12 +152,31 @@ class ConnectionGuard:
                 self._failed = True
             elif event == zmq.EVENT_DISCONNECTED:
                 peer = self._peers.pop(value, None)
+                identity = self._members.pop(value, None)
+                if identity and peer is not None and self._current.get(identity) == value:
+                    del self._current[identity]
+                    self._ended[identity] = _Ended(peer.network, now)
                 if self._failed:
                     self._refuse("" if peer is None else peer.place[0], now)
                 if value in self._young:
                     self._young.discard(value)
                     self._note_failure(peer, now)
                 self._failed = False
+
+    def take_ended(self, now: float) -> list[tuple[bytes, float]]:
+        """Return the members, by identity, whose connections ended CONNECTION_ENDED_S ago or earlier, and since when;
+        nobody has connected from their networks since. Each is returned once.
+        """
+        if self._ended and int(self.socket.get(zmq.EVENTS)) & int(zmq.POLLIN):  # they may have connected again
+            return []
+        found = [(who, ended.at) for who, ended in self._ended.items() if now - ended.at >= CONNECTION_ENDED_S]
+        for identity, _ in found:
+            del self._ended[identity]
+        return found
+
+    def forgive(self, pause_s: float) -> None:
+        """Note that this process stood still, so that nobody could connect to it."""
+        self._ended = {who: ended._replace(at=ended.at + pause_s) for who, ended in self._ended.items()}
 
     def make_room(self, now: float) -> None:
         """Close young connections as long as there are too many. Whose messages have come must have been admitted."""
@@ -192,8 +231,17 @@ class ConnectionGuard:
         peer = self._peers[fd] = _find_peer(fd, takes_all=bool(len(self._blocked)))
         if peer is None:  # it has gone already
             return
-        if self._spoken.pop(peer.place, self) is self:
+        for who in [who for who, ended in self._ended.items() if ended.network == peer.network]:
+            del self._ended[who]
+        identity = self._spoken.pop(peer.place, None)
+        if identity is None:
             self._young.add(fd, peer.network, now)
+        else:
+            self._note_member(fd, identity)
+
+    def _note_member(self, fd: int, identity: bytes) -> None:
+        self._members[fd] = identity
+        self._current[identity] = fd
 
     def _close(self, fd: int, peer: _Peer) -> None:
         """End a connection, which is ZeroMQ's to close, if `fd` is still that one's."""

@@ -32,7 +32,7 @@ from phalanx.coordination.wire import (
     unpack_text,
 )
 from phalanx.diagnostics.printable import printable
-from phalanx.loss_detection import MEMBER_TIMEOUT_S, heartbeat_s
+from phalanx.loss_detection import CONNECTION_ENDED_S, MEMBER_TIMEOUT_S, heartbeat_s
 
 # so much may wait for one member of events that it did not ask for (members that join and leave)
 MAX_WAITING_BYTES = 8 * OUTBOX_BYTES
@@ -210,6 +210,18 @@ class Coordinator(StoreRequests):
     @property
     def _limit(self) -> str:
         return f"{self.members.lost_after_s:g} s"
+
+    def lose_disconnected(self, route: Route, silent_since: float) -> list[str]:
+        """Declare the member behind a route lost, if there is one: its process has closed the connection. Return lines
+        for a person.
+
+        Where nothing was heard since that time, the connection has ended by silence, which is judged by itself.
+        """
+        session = self.sessions.get(route)
+        if session is None or session.member is None or session.heard_at <= silent_since:
+            return []
+        why = f"its connection to the coordinator has ended, and it did not connect again for {CONNECTION_ENDED_S:g} s"
+        return [self.lose(session.member, why)]
 
     def lose(self, member: Member, why: str) -> str:
         """Declare a member lost, and tell the others and itself why. Return a line for a person."""

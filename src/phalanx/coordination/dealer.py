@@ -31,7 +31,7 @@ def open_dealer(context: zmq.Context[zmq.Socket[bytes]], key: Key | None) -> zmq
     dealer.connect_timeout = 3000
     dealer.handshake_ivl = 10000
     # A cut of the network is the kernel's to notice, which costs the coordinator's process nothing; ZeroMQ's heartbeats
-    # are for one that hangs.
+    # are for one that hangs. The coordinator knows that the kernel waits for some four seconds (`_UNBROKEN_S`).
     dealer.tcp_keepalive, dealer.tcp_keepalive_idle, dealer.tcp_keepalive_intvl, dealer.tcp_keepalive_cnt = 1, 2, 1, 2
     dealer.tcp_maxrt = 4000
     dealer.heartbeat_ivl, dealer.heartbeat_timeout = 6000, 6000

@@ -44,6 +44,7 @@ _QUIET_S = 0.1
 _MANY_MEMBERS = 32  # with fewer members each heartbeat is answered as it comes
 _HEARTBEAT = bytes((Op.HEARTBEAT,))
 _MAX_RELAYED = 1024  # frames in one message to a relay
+_UNBROKEN_S = 3.5  # a connection over which something came so shortly before its end was not given up for its silence
 _MAX_YOUNG = 256  # connections that have not sent a message yet
 
 
@@ -246,9 +247,15 @@ class Service:
                     self._read(listener, router, now)
             if self._guard is not None:
                 self._guard.make_room(now)
+                for identity, since in self._guard.take_ended(now):
+                    route = Direct(OTHER_HOSTS, identity)
+                    for line in self.coordinator.lose_disconnected(route, since - _UNBROKEN_S):
+                        self._say(line)
             if now - ticked_at >= _TICK_S:
                 if now - ticked_at > 4 * _TICK_S:  # we were stopped, or the machine was asleep: nobody else's fault
                     self.coordinator.forgive(now - ticked_at - _TICK_S, now)
+                    if self._guard is not None:
+                        self._guard.forgive(now - ticked_at - _TICK_S)
                 ticked_at = now
                 for line in self.coordinator.tick(now):
                     self._say(line)
@@ -271,7 +278,7 @@ class Service:
                 route = Direct(listener, recv(_NOBLOCK))
             except zmq.Again:
                 return
-            frame = self._read_frame(listener, router)
+            frame = self._read_frame(listener, router, route.identity)
             if frame[KIND] != _HEARTBEAT:
                 self._asked_at = now
             try:
@@ -282,12 +289,12 @@ class Service:
             if not fine:
                 self._complaints.add(f"what {self.coordinator.who(route)} sends makes no sense", now)
 
-    def _read_frame(self, listener: int, router: zmq.Socket[bytes]) -> bytes:
+    def _read_frame(self, listener: int, router: zmq.Socket[bytes], identity: bytes) -> bytes:
         """Return what follows a route: a message is there whole, or not at all."""
         guard = self._guard
         if guard is not None and guard.num_young and listener == OTHER_HOSTS:
             first = router.recv(copy=False)
-            guard.admit(first)
+            guard.admit(first, identity)
             frame = first.bytes
         else:
             frame = router.recv()
