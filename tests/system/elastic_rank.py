@@ -2,6 +2,7 @@
 
 FOLDER/ORDER-RANK    a file that appears: raise, exit, stop (SIGSTOP), finish; the rank follows it once
 FOLDER/finish        all ranks end well
+FOLDER/save-RANK     this rank saves then, until FOLDER/saved is there
 FOLDER/let-go        ranks that have raised end, which linger where LINGER is set
 """
 
@@ -125,6 +126,10 @@ def main() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(1)  # longer than the others of a failed job are given to say what they saw
         rank.shout("saved")
+    if os.path.exists(os.path.join(sys.argv[1], f"save-{os.environ['RANK']}")):
+        rank.shout("saving")
+        while not os.path.exists(os.path.join(sys.argv[1], "saved")):
+            time.sleep(0.01)
 
 
 main()

@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -37,6 +39,14 @@ def find_leader(made: Cluster, *numbers: int, changes: int = 1) -> int:
         if "this host leads the job now" in told[-1]:
             return number
     raise AssertionError("no host says that it leads the job")
+
+
+def await_ended(job: Job, *ranks: int) -> None:
+    """Until these ranks have ended, and their agents have told the leader, and that one the others that could lead."""
+    for rank in ranks:
+        while os.path.exists(f"/proc/{job.pids[rank]}"):
+            time.sleep(0.02)
+    time.sleep(1.0)
 
 
 def address_of(job: Job) -> str:
@@ -224,6 +234,118 @@ def test_a_host_whose_ranks_start_as_the_first_host_is_lost_comes_to_the_one_tha
         (tmp_path / "come").open("w").close()
         made.wait_for(leader, "taken in; 3 ranks on 3 hosts go on")
         made.wait_for(leader, "as 2 of 3")
+        made.jobs[leader].order("finish")
+        ends = made.ended(leader, 3 - leader, 3)
+    assert [end.code for end in ends] == [0, 0, 0], ends[0].out
+
+
+@pytest.mark.slow
+def test_a_host_that_was_lost_while_too_few_were_left_is_not_waited_for_by_the_next_leader(tmp_path: Path) -> None:
+    """The next leader waited for ever for what that host would say, without a word."""
+    with cluster(tmp_path, 1, 1, 1, 1, nnodes="4", env=WAITS) as made:
+        await_standbys(made, 0)
+        made.kill(3)
+        made.wait_for(0, "wait up to 600 s")
+        time.sleep(2.0)  # three of four have agreed; from now on two of three are enough
+        made.kill(0)
+        leader = find_leader(made, 1, 2)
+        made.wait_for(leader, "wait up to 600 s")
+        for number in (0, 3):
+            made.jobs.pop(number)
+            made.join(number, address_of(made.jobs[leader]))
+        made.jobs[leader].wait(r"generation 1 as \d of 4 ", 4)
+        made.jobs[leader].order("finish")
+        ends = made.ended(leader, *{0, 1, 2, 3} - {leader})
+    assert [end.code for end in ends] == [0, 0, 0, 0], ends[0].out
+
+
+@pytest.mark.slow
+def test_a_host_that_was_starting_in_an_earlier_loss_comes_to_the_next_leader(tmp_path: Path) -> None:
+    """The job failed: the next leader took that host for one whose ranks trained."""
+    slow = tmp_path / "slow.py"
+    slow.write_text(
+        "import os, runpy, sys\n"
+        "open(os.path.join(sys.argv[1], 'starts'), 'w').close()\n"
+        "open(os.path.join(sys.argv[1], 'come')).close()\n"  # which waits until the test opens it as well
+        f"runpy.run_path({SCRIPT!r}, run_name='__main__')\n"
+    )
+    os.mkfifo(tmp_path / "come")
+    with cluster(tmp_path, 1, 1, 1, nnodes="2:4", spare=1, env=WAITS) as made:
+        await_standbys(made, 0)
+        made.start(3, 1, str(slow))
+        wait_for_files(made.first, [tmp_path / "starts"])
+        made.first.kill(1)
+        made.first.wait_generation(1, 3)
+        made.kill(0)
+        leader = find_leader(made, 1, 2)
+        made.jobs[leader].wait_generation(2, 2)
+        made.wait_for(3, "leads the job now; this host waits there")
+        (tmp_path / "come").open("w").close()
+        made.wait_for(leader, "taken in; 3 ranks on 3 hosts go on")
+        made.wait_for(leader, "as 2 of 3")
+        made.jobs[leader].order("finish")
+        ends = made.ended(leader, 3 - leader, 3)
+    assert [end.code for end in ends] == [0, 0, 0], ends[0].out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", [(2,), (1, 2)])
+def test_hosts_whose_ranks_have_finished_may_be_lost_while_another_rank_saves(
+    tmp_path: Path, lost: tuple[int, ...]
+) -> None:
+    """Those that had finished did not vote any more, and the first host was ended in the middle of its save."""
+    with cluster(tmp_path, 1, 1, 1, nnodes="1:3", env=WAITS, options=("--host-timeout", "3")) as made:
+        await_standbys(made, 0)
+        made.first.order("save-0")
+        made.first.order("finish")
+        made.wait_for(0, "saving")
+        await_ended(made.first, 1, 2)
+        for number in lost:
+            made.kill(number)
+            made.jobs.pop(number)
+            made.wait_for(0, f"with rank {number}, is lost")
+        made.machines[0].cut_off()  # the time in which a majority would have to agree passes
+        with pytest.raises(subprocess.TimeoutExpired):
+            made.jobs[0].running.process.wait(7.0)
+        made.machines[0].plug_in()
+        made.first.order("saved")
+        ends = made.ended(*made.jobs)
+    assert ends[0].code == 0, ends[0].out
+
+
+@pytest.mark.slow
+def test_a_host_whose_ranks_have_finished_votes_for_the_one_that_goes_on(tmp_path: Path) -> None:
+    """It did not, so that nobody was elected, and the last rank was ended in the middle of its save."""
+    with cluster(tmp_path, 1, 1, 1, nnodes="1:3", env=WAITS) as made:
+        await_standbys(made, 0)
+        made.first.order("save-1")
+        made.first.order("finish")
+        made.wait_for(0, "saving")
+        await_ended(made.first, 0, 2)
+        made.kill(0)
+        made.jobs.pop(0)
+        made.wait_for(1, "this host leads the job now")
+        made.jobs[1].order("saved")
+        ends = made.ended(1, 2)
+    assert [end.code for end in ends] == [0, 0], ends[0].out
+
+
+@pytest.mark.slow
+def test_a_host_that_was_out_while_the_leader_changed_finds_the_new_one(tmp_path: Path) -> None:
+    """It waited at the address of the one that was lost, for as long as the ranks wait."""
+    with cluster(tmp_path, 1, 1, 1, 1, nnodes="1:4", env=WAITS, options=("--host-timeout", "3")) as made:
+        await_standbys(made, 0)
+        made.machines[3].cut_off()
+        made.first.wait_generation(1, 3)
+        made.wait_for(3, "waiting up to 600 s for the first host")
+        time.sleep(1.0)  # who would lead has not changed, so that it is not said again
+        made.machines[0].cut_off()
+        leader = find_leader(made, 1, 2)
+        made.machines[3].plug_in()
+        made.wait_for(3, "the first host is heard again")
+        made.wait_for(leader, "taken in; 3 ranks on 3 hosts go on")
+        made.machines[0].plug_in()
+        assert made.ended_one(0).code == 1
         made.jobs[leader].order("finish")
         ends = made.ended(leader, 3 - leader, 3)
     assert [end.code for end in ends] == [0, 0, 0], ends[0].out

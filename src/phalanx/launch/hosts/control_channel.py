@@ -82,6 +82,7 @@ class ControlChannel:
         self.survives = False
         self._redirects = 0  # how often another coordinator has taken over
         self._is_held = False
+        self._own_lines: list[bytes] = []  # what was to be told the leader, as this host became it
         self.notices = notices or Notices()
         self._queue: deque[tuple[int, bytes]] = deque()  # a message without words means to expel that member
         self._num_sending = 1  # so many of them, the first ones, are being sent
@@ -226,6 +227,8 @@ class ControlChannel:
     def _readdress(self, first: int) -> None:
         with self._lock:
             kept = [data for member, data in self._queue if member == self.first and _is_lines(data)]
+            if first == self.member:
+                self._own_lines, kept = kept, []
             self._queue = deque((first, data) for data in kept)
             self._waiting_bytes = sum(map(len, kept))
             self.first = first
@@ -250,6 +253,11 @@ class ControlChannel:
             self._is_closing = True
             self._lock.notify()
         return [message for message in waiting if message["kind"] == kind]
+
+    def take_own_lines(self) -> list[dict[str, Any]]:
+        """Return the messages with lines that the leader was to be sent, once this host is the leader itself."""
+        lines, self._own_lines = self._own_lines, []
+        return [json.loads(data) for data in lines]
 
     def leave(self, timeout_s: float) -> None:
         """Be a member no more, having said all; for so long at most."""

@@ -142,6 +142,6 @@ class FollowedSuccession:
         )
         self._plan = replace(self._plan, master_addr=host, master_port=elected.master_port)
         state = LeaderState.from_bytes(self._successor.office.leader_state)
-        self._take_over = TakeOver(state, self._lost, self._why, self._channel)
+        self._take_over = TakeOver(state, self._lost, self._why, self._successor.office.gone, self._channel)
         for message in early:
             self._take_over.hear(message)

@@ -244,7 +244,7 @@ class FollowerLink(HostLink):
             if asked_for and not self.supervision.leaves:
                 self._attempt.on_signal(asked_for)
             return  # this host leads the job now, by another link
-        if self._succession is not None and self._succession.failed:
+        if self._succession is not None and self._succession.failed and not self.supervision.abandoned_by:
             self._give_up(self._succession.failed)
         if self._succession is not None and not self._succession.is_electing:
             self.supervision.ask_again()
@@ -282,6 +282,12 @@ class FollowerLink(HostLink):
         if groups:
             self._channel.put(self._channel.first, "flight", attempt=self._number, groups=groups, ended_ns=ended_ns)
         self._channel.put(self._channel.first, "swept", attempt=self._number)
+
+    @property
+    def has_finished(self) -> bool:
+        """Return whether all ranks of this host have ended well."""
+        exits = self.supervision.exits
+        return all(rank in exits and not exits[rank].status for rank in self.place.ranks)
 
     def close(self) -> None:
         """Send the lines that are left."""

@@ -33,7 +33,8 @@ class Forward:
     def lead(self, display: Display) -> None:
         """Have lines shown here from now on."""
         self._display = display
-        for rank, stream, lines, status, ended in self._items:
+        sent = self._channel.take_own_lines() if self._channel is not None else []
+        for rank, stream, lines, status, ended in [*(item for body in sent for item in body["items"]), *self._items]:
             display.show(rank, stream, decode_lines(lines), decode_lines([status])[0])
             if ended:
                 display.end(rank)

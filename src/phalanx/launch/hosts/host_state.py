@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,7 @@ class HostState:
         seats = attempt.numbers.part.seats
         ended = tuple(exit for seat, exit in state.exits.items() if seat in seats and exit.status == 0)
         forking = tuple(seat for seat in seats if seat not in state.started and seat not in state.exits)
-        ranks = tuple(member for seat, member in elastic.members.items() if seat in seats)
+        ranks = tuple(member for seat, member in elastic.members.items() if seat in seats and seat not in state.exits)
         return cls(ranks, forking, ended, elastic.finished, elastic.has_trained)
 
     def to_json(self) -> dict[str, Any]:
@@ -42,6 +42,10 @@ class HostState:
             "has_finished": self.has_finished,
             "has_trained": self.has_trained,
         }
+
+    def on_own_clock(self, convert: Callable[[float], float]) -> HostState:
+        """Return this with the times of that host's clock as `convert` gives them."""
+        return replace(self, exits=tuple(replace(exit, at=convert(exit.at)) for exit in self.exits))
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> HostState:

@@ -22,7 +22,6 @@ from phalanx.agent.plan import JobPlan
 from phalanx.coordination.address import Address
 from phalanx.coordination.relay import Relay
 from phalanx.coordination.rendezvous import Rendezvous
-from phalanx.descriptors import wait_readable
 from phalanx.diagnostics.printable import printable, printable_lines
 from phalanx.errors import LaunchError, PhalanxError
 from phalanx.host_addresses import OwnAddress, find_interface
@@ -34,18 +33,20 @@ from phalanx.launch.hosts.follower import FollowerLink, say_host_lost, tells_fir
 from phalanx.launch.hosts.forward import Forward
 from phalanx.launch.hosts.gather import Gathering
 from phalanx.launch.hosts.generation_message import generation_from_json
+from phalanx.launch.hosts.host_state import HostState
 from phalanx.launch.hosts.job_spec import name_own_address
 from phalanx.launch.hosts.lead import lead
 from phalanx.launch.hosts.leader import LeaderLink
+from phalanx.launch.hosts.leader_state import FIRST_KEY
 from phalanx.launch.hosts.node_plan import HostFacts, describe_nnodes
 from phalanx.launch.hosts.reach import Responder, Target, check_own, try_all
 from phalanx.launch.hosts.successor import Elected, Successor
-from phalanx.launch.hosts.take_over import FIRST_KEY
 from phalanx.processes import ENDING_SIGNALS, name_signal
 
 _PAUSE_S = 0.1
 _LEAVE_TIMEOUT_S = 5.0
 _REJOIN_TRY_S = 3.0
+_LOOK_S = 2.0
 _TOO_LATE = (
     "phalanx run: the job has begun without this host, which waits for its next start: with --max-restarts, after a "
     "failure"
@@ -136,6 +137,7 @@ class _Followed:
         self._successor = self._make_successor()
         self._began_at = time.monotonic()
         self._has_begun = False
+        self._finished: tuple[int, HostState] | None = None  # the attempt whose ranks have ended well here, and how
         self.is_alone = False  # the first host is lost
 
     def run(self) -> int:
@@ -155,6 +157,8 @@ class _Followed:
                 return self._end(link.ended)
             if link.supervision.leaves:
                 return 128 + signal.SIGTERM
+            if link.has_finished:
+                self._finished = int(message.body["attempt"]), HostState.of(attempt)
             if link.supervision.abandoned_by and not self._come_back(link):
                 self._raise_lost(link.supervision.abandoned_by)
 
@@ -207,13 +211,17 @@ class _Followed:
         end = time.monotonic() + link.wait_s
 
         def join(say: Callable[[str], None]) -> bool:
-            while not over.is_set() and time.monotonic() < end and not self._channel.is_over:
-                try:
-                    self._channel.join_again(self._told(), _REJOIN_TRY_S, (self._channel.first,))
-                except PhalanxError:
-                    time.sleep(_PAUSE_S)
-                else:
-                    return True
+            while not over.is_set() and time.monotonic() < end:
+                is_over = self._channel.is_over
+                with contextlib.suppress(PhalanxError):
+                    if not is_over:
+                        self._channel.join_again(self._told(), _REJOIN_TRY_S, (self._channel.first,))
+                        return True
+                with contextlib.suppress(PhalanxError):
+                    if self._find_elected(over):
+                        return True
+                if is_over:
+                    return False
             return False
 
         if not while_listening(self._host, over, join, "while the first host was awaited"):
@@ -222,33 +230,53 @@ class _Followed:
         self._host.display.say("phalanx run: the first host is heard again")
         return True
 
-    def _follow_election(self, why: str) -> bool:
-        """Come as a new host to the one that is elected to lead the job; False where none is, or it can't be known.
+    def _find_elected(self, over: threading.Event) -> bool:
+        """Join the host that was elected meanwhile to lead the job, if there is one; return whether this host has.
 
-        This host has no vote: it waits to be taken in, or its ranks were starting.
+        Raises:
+            PhalanxError: it does not answer.
         """
         successor = self._successor
-        if successor is None or not successor.observe_election():
+        if successor is None or not successor.observe_election(_LOOK_S):
+            time.sleep(_PAUSE_S)
+            return False
+        elected = successor.await_result(over)
+        successor.end_election()
+        if elected is None:
+            return False
+        self._channel.join_again(self._told(), _REJOIN_TRY_S, (self._channel.first,))
+        self._move(elected)
+        return True
+
+    def _follow_election(self, why: str) -> bool:
+        """Go on with the host that is elected to lead the job; return False where none is, or it can't be known.
+
+        This host votes if its ranks have ended well. Otherwise it has no vote, and comes as a new host: it waits to be
+        taken in, or its ranks were starting.
+        """
+        successor = self._successor
+        votes = successor is not None and self._finished is not None and successor.begin_election(stands=False)
+        if successor is None or not (votes or successor.observe_election()):
             return False
         say = self._host.display.say
         say(f"phalanx run: this host waits while the others choose another one that leads the job: {why}")
-        over = threading.Event()
-
-        def hear(say: Callable[[str], None]) -> Elected | None:
-            while not over.is_set():
-                if wait_readable([successor], _PAUSE_S):
-                    return successor.take_result()[0]
-            return None
-
-        elected = while_listening(self._host, over, hear, "while another host was chosen that leads the job")
+        over, what = threading.Event(), "while another host was chosen that leads the job"
+        elected = while_listening(self._host, over, lambda say: successor.await_result(over), what)
+        successor.end_election()
         if elected is None:
             return False
-        try:
-            self._channel.join_again(self._told(), _REJOIN_TRY_S, (self._channel.first,))
-        except PhalanxError:
-            return False
-        self._move(elected)
-        self._renew_membership()
+        if votes and self._finished is not None:
+            attempt, state = self._finished
+            self._move(elected)
+            self._channel.put(elected.member, "here", state=state.to_json())
+            self._channel.put(elected.member, "swept", attempt=attempt)
+        else:
+            try:
+                self._channel.join_again(self._told(), _REJOIN_TRY_S, (self._channel.first,))
+            except PhalanxError:
+                return False
+            self._move(elected)
+            self._renew_membership()
         say(f"phalanx run: the host at {Address.parse(elected.address).host} leads the job now; this host waits there")
         return True
 
@@ -350,6 +378,9 @@ class _Followed:
         if message.kind == "standbys" and self._successor is not None:
             with contextlib.suppress(*MALFORMED):
                 self._successor.hear_standbys(message.body)
+        if message.kind == "datagram" and self._successor is not None:
+            with contextlib.suppress(*MALFORMED):
+                self._successor.hear(message.member, message.body)
         if message.kind == "late":
             self._host.display.say(_AS_A_SPARE if message.body.get("spare") else _TOO_LATE)
         if message.kind == "host lost":
@@ -371,7 +402,7 @@ class _Followed:
         return message if message.kind in ("start", "end") else None
 
     def _begin(self, body: dict[str, Any]) -> tuple[Attempt, FollowerLink]:
-        self._has_begun = True
+        self._has_begun, self._finished = True, None
         place = Place(**body["place"])
         address, port = body["master"]
         interface = find_interface(self._own)

@@ -52,13 +52,14 @@ class LeaderLink(HostLink):
         store: tuple[str, ...],
         guard: LeadGuard | None = None,
         elastic: ElasticHosts | None = None,
+        begun: BeginGeneration | None = None,
     ) -> None:
         """Make the link of an attempt.
 
         Arguments:
             store: the coordinator's address on this host, the job's key, and the path of a relay if there is one.
             guard: sees to it that another host could lead; without one the job ends with this host.
-            elastic: of a host that has taken over, what it goes on from.
+            elastic, begun: of a host that has taken over, what it goes on from, and the generation that was begun last.
         """
         super().__init__(plan, peers.own.place, peers.own.facts.member)
         self._host = host
@@ -68,7 +69,8 @@ class LeaderLink(HostLink):
         self._attempt: Attempt
         self._elastic = elastic or peers.plan_elastic(plan.settings.max_restarts, restart_count)
         self._guard = guard or LeadGuard(peers.channel, None)
-        self._begun: BeginGeneration | None = None  # the newest generation but the first
+        self._begun = begun  # the newest generation but the first
+        self._num_ended = 0  # so many ranks that have ended are recorded
         self._is_recorded = False
         self._swept_hosts: set[int] = set()
         self._told_to_start = set(peers.others)
@@ -134,10 +136,13 @@ class LeaderLink(HostLink):
         if not self._guard.is_begun:
             return
         elastic = self._elastic
+        trained = {self.member, *(host.member for host in elastic.seating.hosts)}  # others' ranks are starting
+        ended = tuple(exit for exit in self._attempt.state.exits.values() if exit.status == 0)
         state = LeaderState(
-            self._number, self._plan.run_id, self._plan.run, tuple(self._peers.own_and_present), elastic.seating,
+            self._number, self._plan.run_id, self._plan.run,
+            tuple(node for node in self._peers.own_and_present if node.facts.member in trained), elastic.seating,
             self._begun, elastic.num_replaced, elastic.max_replacements, tuple(elastic.losses),
-            {seat: member.pid for seat, member in elastic.members.items()},
+            {seat: member.pid for seat, member in elastic.members.items()}, ended,
         )  # fmt: skip
         self._peers.channel.put_key(LEADER_STATE, state.to_bytes())
 
@@ -218,15 +223,16 @@ class LeaderLink(HostLink):
         self._say_standbys()
         for member, why in self._guard.take_agreed():
             self._lose_now(member, why)
+        if self._elastic.finished and self._num_ended != len(self._attempt.state.exits):
+            self._num_ended = len(self._attempt.state.exits)
+            self._record(None)
         self._departure.go_on(self._attempt)
         self._stacks_requests.answer()
         if self._sweep_limit is not None and time.monotonic() >= self._sweep_limit:
             self._sweep_limit = None
             for node in self._peers.present:
                 if node.facts.member not in self._swept_hosts:
-                    self._lose(
-                        node.facts.member, f"it was told to end its ranks, and did not within {HOST_SWEEP_S:g} s"
-                    )
+                    self.lose(node.facts.member, f"it was told to end its ranks, and did not within {HOST_SWEEP_S:g} s")
                     self._peers.channel.expel(node.facts.member)  # so that it hears that nobody counts on it
 
     def _say_standbys(self) -> None:
@@ -331,7 +337,7 @@ class LeaderLink(HostLink):
     def _follow_change(self, change: Change) -> None:
         if change.kind in ("left", "lost"):
             self._late.on_gone(change)
-            self._lose(change.member, change.why)
+            self.lose(change.member, change.why)
         elif change.kind == "joined":
             candidate = self._late.on_joined(change)
             if candidate is None:
@@ -343,7 +349,7 @@ class LeaderLink(HostLink):
             self._peers.channel.put(change.member, "standbys", addresses=self._guard.polling_places)
         elif change.kind in ("expelled", "unreachable"):  # it is about ourselves: the coordinator's thread has ended
             for member in list(self._peers.others):
-                self._lose(member, f"the coordinator on this host has failed: {change.why}")
+                self.lose(member, f"the coordinator on this host has failed: {change.why}")
 
     def on_rank_message(self, rank: int, pid: int, message: dict[str, Any]) -> None:
         """Tell the hosts that wait what they wait for, once a rank has said that the job is elastic."""
@@ -373,7 +379,7 @@ class LeaderLink(HostLink):
         elif message.kind == "stacks":
             self._stacks_requests.hear(int(body["request"]), message.member, str(body["text"]))
         elif message.kind == "failed":
-            self._lose(message.member, printable(str(body["why"])))
+            self.lose(message.member, printable(str(body["why"])))
 
     def _let_go(self, node: Node) -> bool:
         """Let a host leave, if the others go on without it: its ranks finish their step, and nobody waits for them."""
@@ -388,13 +394,15 @@ class LeaderLink(HostLink):
         self._attempt.do_elastic(actions)
         return True
 
-    def lose_first(self, member: int, why: str) -> None:
-        """Go on without the host that has led the job, as its successor."""
-        self._lose(member, why)
+    def lose(self, member: int, why: str) -> None:
+        """Go on without a host, as soon as a majority has agreed, where another host could lead the others.
 
-    def _lose(self, member: int, why: str) -> None:
-        """Go on without a host, as soon as a majority has agreed, where another host could lead the others."""
-        if member not in self._peers.others or not self._guard.defer(member, why, self._elastic.seating):
+        Nobody is asked about a host whose ranks have all ended well: it can't train on.
+        """
+        node = self._peers.others.get(member)
+        exits = self._attempt.state.exits
+        is_needed = node is not None and any(seat not in exits or exits[seat].status for seat in node.place.ranks)
+        if not is_needed or not self._guard.defer(member, why, self._elastic.seating):
             self._lose_now(member, why)
 
     def _lose_now(self, member: int, why: str) -> None:

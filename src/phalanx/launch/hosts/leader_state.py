@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from phalanx.agent.elastic_actions import BeginGeneration, LostRank
 from phalanx.agent.environment import Place
+from phalanx.agent.failure import Exit
 from phalanx.agent.generation import HostSeats, Seating
 from phalanx.launch.hosts.generation_message import generation_from_json, generation_to_json
 from phalanx.launch.hosts.node_plan import HostFacts, Node
 
 KEY = "launch/leader"
+FIRST_KEY = "launch/first"  # the key of the member that leads the job, once it is not the first any more
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,7 @@ class LeaderState:
     max_replacements: int | None
     losses: tuple[LostRank, ...]
     pids: dict[int, int]  # the processes that there were, by seat
+    exits: tuple[Exit, ...]  # of the ranks that have ended well
 
     def to_bytes(self) -> bytes:
         """Return it as bytes for the store."""
@@ -45,6 +48,7 @@ class LeaderState:
             "max_replacements": self.max_replacements,
             "losses": [asdict(loss) for loss in self.losses],
             "pids": [list(each) for each in self.pids.items()],
+            "exits": [[exit.rank, exit.pid, exit.at] for exit in self.exits],
         }
         return json.dumps(fields).encode()
 
@@ -68,7 +72,13 @@ class LeaderState:
             None if most is None else int(most),
             tuple(LostRank(**loss) for loss in fields["losses"]),
             {int(seat): int(pid) for seat, pid in fields["pids"]},
+            tuple(Exit(int(rank), int(pid), 0, float(at)) for rank, pid, at in fields["exits"]),
         )
+
+    def on_own_clock(self, convert: Callable[[float], float]) -> LeaderState:
+        """Return this with the times of another host's clock as `convert` gives them."""
+        losses = tuple(replace(loss, at=convert(loss.at)) for loss in self.losses)
+        return replace(self, losses=losses, exits=tuple(replace(exit, at=convert(exit.at)) for exit in self.exits))
 
 
 def _seats_to_json(host: HostSeats) -> dict[str, Any]:

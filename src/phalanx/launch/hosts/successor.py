@@ -33,9 +33,11 @@ from phalanx.coordination.succession.candidate import Candidate
 from phalanx.coordination.succession.config import Config, Term
 from phalanx.coordination.succession.primary import Primary
 from phalanx.coordination.succession.voter import Voter
+from phalanx.descriptors import wait_readable
 from phalanx.errors import CoordinationError, DeadlineError, PhalanxError
 from phalanx.ipc.wakeup import Mailbox
 from phalanx.launch.hosts.control_channel import MALFORMED, ControlChannel
+from phalanx.launch.hosts.leader_state import FIRST_KEY
 from phalanx.launch.hosts.leader_state import KEY as LEADER_STATE
 from phalanx.launch.hosts.succession_message import (
     config_from_json,
@@ -84,6 +86,7 @@ class Office:
 
     leader_state: what the leader that was had decided, as `LeaderState` writes it.
     unread: messages to it, with their senders.
+    gone: the members that had gone before, and why.
     witness: of the job, if it has one.
     """
 
@@ -92,6 +95,7 @@ class Office:
     primary: Primary
     voter: Voter
     unread: list[tuple[int, bytes]]
+    gone: Mapping[int, str]
     witness: Witness | None
 
 
@@ -181,8 +185,8 @@ class Successor:
 
     # The election.
 
-    def begin_election(self) -> bool:
-        """Begin to elect another leader; False where it can't be done."""
+    def begin_election(self, *, stands: bool = True) -> bool:
+        """Begin to elect another leader; False where it can't be done. This host is none unless it `stands`."""
         config = self._voter.newest
         if config is None or not self.may_elect or self._channel.is_counted_out or self.is_electing:
             return False
@@ -194,19 +198,28 @@ class Successor:
         for place, (standby, address) in enumerate(config.addresses):
             if standby != member:
                 self._start(self._vote_for, address, over, True)
-            elif self._standby is not None and self._place is not None and self._standby_term == config.term:
+            elif stands and self._standby is not None and self._place is not None and self._standby_term == config.term:
                 self._start(self._stand, config, end, over, _TURN_S * place)
         self._start(self._give_up, end, over)
         return bool(order)
 
-    def observe_election(self) -> bool:
-        """Begin to hear whom the hosts that vote elect; False where this host does not know where to ask."""
-        if not self._polling_places or self._channel.is_counted_out or self.is_electing:
+    def observe_election(self, limit_s: float | None = None) -> bool:
+        """Begin to hear whom the hosts that vote elect; False where this host does not know where to ask.
+
+        It lasts for as long as an election and a little more, if not `limit_s`.
+        """
+        places = self._polling_places
+        if not places and self._voter.newest is not None:  # it had a vote, until the others went on without it
+            places = tuple(
+                address for member, address in self._voter.newest.addresses if member != self._channel.member
+            )
+        if not places or self._channel.is_counted_out or self.is_electing:
             return False
         self.is_electing = True
         self._over = over = threading.Event()
-        end = time.monotonic() + max(_FEWEST_S, 2 * self._host_timeout_s) + _OBSERVE_S
-        for address in self._polling_places:
+        usual_s = max(_FEWEST_S, 2 * self._host_timeout_s) + _OBSERVE_S
+        end = time.monotonic() + (usual_s if limit_s is None else limit_s)
+        for address in places:
             self._start(self._vote_for, address, over, False)
         self._start(self._give_up, end, over)
         return True
@@ -214,6 +227,13 @@ class Successor:
     def take_result(self) -> list[Elected | None]:
         """Return who was elected; None: nobody, in the time that there was."""
         return self._results.take()
+
+    def await_result(self, over: threading.Event) -> Elected | None:
+        """Return who was elected, once that is known; None: nobody, or `over` is set."""
+        while not over.is_set():
+            if wait_readable([self], _PAUSE_S):
+                return self.take_result()[0]
+        return None
 
     def end_election(self) -> None:
         """Note that the new leader's agents know each other."""
@@ -246,7 +266,7 @@ class Successor:
                             ask = json.loads(client.get(f"ask/{asked}", _LOOK_S))
                         except DeadlineError:
                             continue
-                        asked += 1
+                        asked += "elected" not in ask  # that one may be read again, if its host is not reached at once
                         if (votes or "elected" in ask) and self._answer(client, ask, over):
                             return
             except (PhalanxError, *MALFORMED):
@@ -347,9 +367,11 @@ class Successor:
         if copy is None or not state or over.is_set():
             self._finish(over, None)
             return
+        gone = dict(copy.members.gone)
         unread = prepare(copy, primary.committed.primary, self._channel.first)
+        copy.store.set(FIRST_KEY.encode(), str(self._channel.member).encode())
         service = Service(join_endpoint(self._own, 0), self._key, coordinator=copy)
-        self.office = Office(state, service, primary, self._voter, unread, self._witness)
+        self.office = Office(state, service, primary, self._voter, unread, gone, self._witness)
         elected = Elected(primary.committed.primary, str(service.address), copy.epoch, find_free_port())
         self._follow(elected)
         self._channel.keep_at(service)

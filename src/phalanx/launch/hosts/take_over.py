@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
 from phalanx.agent.elastic_actions import LostRank
@@ -33,8 +34,6 @@ from phalanx.output.display import Display
 if TYPE_CHECKING:
     from phalanx.agent.attempt import Attempt
 
-FIRST_KEY = "launch/first"  # the key of the member that leads the job, once it is not the first any more
-
 
 class TakeOver:
     """What an elected host knows, until all have said what their ranks do.
@@ -42,22 +41,28 @@ class TakeOver:
     Arguments:
         state: what the leader that is lost had decided.
         lost: that leader, and `why` it is.
+        gone: other hosts that had gone before, and why.
     """
 
-    def __init__(self, state: LeaderState, lost: int, why: str, channel: ControlChannel) -> None:
-        self._state = state
+    def __init__(
+        self, state: LeaderState, lost: int, why: str, gone: Mapping[int, str], channel: ControlChannel
+    ) -> None:
+        self._state = state.on_own_clock(partial(channel.to_own_clock, lost))
         self._lost = lost
         self._why = why
         self._channel = channel
         self._states: dict[int, HostState] = {}
-        self._others = {node.facts.member for node in state.nodes} - {channel.member, lost}
+        others = {node.facts.member for node in state.nodes} - {channel.member, lost}
+        self._gone = {member: why for member, why in gone.items() if member in others}
+        self._others = others - gone.keys()
         self._later: list[Change | ControlMessage] = []  # they are for the link of the leader
 
     def hear(self, message: Change | ControlMessage) -> None:
         """Hear what comes while hosts say what their ranks do."""
         if isinstance(message, ControlMessage) and message.kind == "here":
             with contextlib.suppress(*MALFORMED):
-                self._states[message.member] = HostState.from_json(message.body["state"])
+                said = HostState.from_json(message.body["state"])
+                self._states[message.member] = said.on_own_clock(partial(self._channel.to_own_clock, message.member))
             return
         if isinstance(message, Change) and message.kind in ("left", "lost"):
             self._others.discard(message.member)
@@ -93,15 +98,16 @@ class TakeOver:
         calls = None if witness is None else WitnessCalls(witness, is_new=False)
         succession = Succession(channel, followers, calls, office.primary, office.voter)
         guard = LeadGuard(channel, followers, host_timeout_s, witness, succession)
-        link = LeaderLink(plan, host, state.attempt, peers, store, guard, elastic)
-        channel.put_key(FIRST_KEY, str(channel.member).encode())
+        link = LeaderLink(plan, host, state.attempt, peers, store, guard, elastic, state.begun)
         attempt.take_lead(link, self._restore_supervision(plan, elastic), elastic)
         assert isinstance(host.pump.viewer, Forward)
         host.pump.viewer.lead(host.display)
         link.begin()
         self._show(office, host.display)
         channel.give_back(self._later)
-        link.lose_first(self._lost, self._why)
+        link.lose(self._lost, self._why)
+        for member, why in self._gone.items():
+            link.lose(member, why)
 
     def _restore_supervision(self, plan: JobPlan, elastic: ElasticHosts) -> Supervision:
         settings = plan.settings
@@ -109,8 +115,8 @@ class TakeOver:
         supervision = Supervision(max(seats) + 1, settings.grace_s, settings.exit_timeout_s)
         supervision.started |= set(elastic.members)
         supervision.retired |= set(range(supervision.world_size)) - set(seats)
-        for said in self._states.values():
-            for exit in said.exits:
+        for exit in (*self._state.exits, *(exit for said in self._states.values() for exit in said.exits)):
+            if exit.rank in seats:
                 supervision.on_exit(exit)
         return supervision
 
@@ -145,13 +151,14 @@ def restore_elastic(
         elastic.restore_members(said.ranks, said.forking)
         elastic.finished |= said.has_finished
         elastic.has_trained |= said.has_trained
-    ended = {exit.rank for said in hosts.values() for exit in said.exits}
-    now = time.monotonic()
+    ended = {exit.rank for exits in (state.exits, *(said.exits for said in hosts.values())) for exit in exits}
+    elastic.finished |= bool(state.exits)
+    now, wait_s = time.monotonic(), elastic.wait_s
     for part in elastic.generation.parts:
         for seat in part.seats:
             pid = state.pids.get(seat, 0)
-            if part.member not in hosts:
-                elastic.restore_members([ElasticRank(seat, pid, joined=True)], ())
+            if part.member not in hosts and seat not in ended:
+                elastic.restore_members([ElasticRank(seat, pid, joined=True, wait_s=wait_s)], ())
             elif seat not in elastic.members and seat not in elastic.awaited and seat not in ended:
                 why = "it has ended while the job had no leader"
                 rank = elastic.rank_of(seat)
