@@ -351,12 +351,30 @@ def test_a_host_that_was_out_while_the_leader_changed_finds_the_new_one(tmp_path
     assert [end.code for end in ends] == [0, 0, 0], ends[0].out
 
 
+@pytest.mark.slow
+def test_a_standby_that_alone_has_lost_the_leader_goes_on_when_it_hears_it_again(tmp_path: Path) -> None:
+    """It stood for the lead, and promised its own vote, with which the leader's next proposal would have failed."""
+    with cluster(tmp_path, 1, 1, 1, nnodes="1:3", env=WAITS, options=("--host-timeout", "3")) as made:
+        await_standbys(made, 0)
+        standby = made.jobs[1].running
+        for _ in range(3):
+            made.machines[1].cut_off("received")
+            standby.read_until("The others choose another one")
+            made.machines[1].plug_in()
+            standby.read_until(" is heard again")
+            time.sleep(4.0)  # if the others went on without it, it is taken in again meanwhile
+        made.first.kill(2)
+        made.first.wait(r"joined [1-9] as 2 of 3 ")
+        ends = made.finish(0, 1, 2)
+    assert [end.code for end in ends] == [0, 0, 0], ends[0].out
+
+
 def train(machines: list[Host], folder: Path, *, loses_first: bool = False, lets_first_go: bool = False) -> list[str]:
     """Return the weights of three ranks on three hosts, whose first is lost at step 3; another host replaces it."""
     folder.mkdir()
     made = Cluster(machines, folder, "3", {"OMP_NUM_THREADS": "1", "OPERATION_S": "200"}, ())
     try:
-        for number in range(3):
+        for _ in range(3):
             made.start(number, 1, elastic_training.__file__)
         made.first.wait(r"rank \d is at step 3, pid \d+", 3)
         leader = 0

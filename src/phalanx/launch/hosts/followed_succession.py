@@ -60,6 +60,7 @@ class FollowedSuccession:
         self._lost = channel.first  # the member that led until now
         self._why = ""
         self._early: list[Change | ControlMessage] = []  # what has come during the election
+        self._is_resumed = False  # whether the leader is heard again, and what has come meanwhile is given back
         self._take_over: TakeOver | None = None
         self.failed = ""  # why the first host is lost, if nobody was elected
 
@@ -77,8 +78,11 @@ class FollowedSuccession:
         """Take a message, if it is for the succession; return whether it is."""
         if self._take_over is not None:
             self._take_over.hear(message)
-        elif self._successor.is_electing:
+        elif self._successor.is_electing or self._is_resumed:
             self._early.append(message)
+            if isinstance(message, Change) and message.kind == "reachable" and self._successor.cancel_election():
+                self._is_resumed = True
+                self._host.display.say("phalanx run: the host that leads the job is heard again: the ranks go on")
         elif isinstance(message, Change) or message.member != self._channel.first:
             return False
         elif message.kind == "datagram":
@@ -110,9 +114,13 @@ class FollowedSuccession:
 
     def receive(self, ready: set[int], attempt: Attempt) -> bool:
         """Follow the election; return whether this host leads the job now."""
+        if self._is_resumed:
+            self._is_resumed = False
+            self._channel.give_back([each for each in self._early if not _is_of_itself(each)])
+            self._early = []
         for elected in self._successor.take_result() if self._successor.fileno() in ready else ():
             self._early += self._channel.take()
-            early = [each for each in self._early if not (isinstance(each, Change) and each.kind in _OF_ITSELF)]
+            early = [each for each in self._early if not _is_of_itself(each)]
             self._early = []
             self._successor.end_election()
             if elected is None:
@@ -145,3 +153,7 @@ class FollowedSuccession:
         self._take_over = TakeOver(state, self._lost, self._why, self._successor.office.gone, self._channel)
         for message in early:
             self._take_over.hear(message)
+
+
+def _is_of_itself(message: Change | ControlMessage) -> bool:
+    return isinstance(message, Change) and message.kind in _OF_ITSELF

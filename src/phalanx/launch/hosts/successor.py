@@ -3,15 +3,18 @@
     while there is a leader     its proposals are voted on; a standby follows its journal, and opens its polling place
     when it is lost             every standby stands, and every other agent votes at their polling places:
 
-    voter ── reads ask/0, ask/1, … ── polling place of a standby (a coordinator of its own)
+    voter ── that it is there ──────▶ polling place of a standby (a coordinator of its own)
+          ── reads ask/0, ask/1, … ── once those are there who decide
           ── its replies ───────────▶ replies             │
                                                           └─ elected: its copy goes on as the job's coordinator
 
-A polling place is none of the job's coordinators: what is said there concerns the election alone.
+A polling place is none of the job's coordinators: what is said there concerns the election alone. A standby that alone
+has lost the leader asks for no votes, and goes on when it hears the leader again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -52,6 +55,7 @@ _FEWEST_S = 3.0  # that an election may take, however short the hosts' timeout i
 _TURN_S = 1.0  # after which the next standby stands, too
 _TRY_S, _PAUSE_S, _LOOK_S = 2.0, 0.1, 0.25
 _REDIRECT_S = 5.0
+_PRESENT = "present"  # the queue of a polling place with the members that have come there
 _OBSERVE_S = 5.0  # a host that waits hears of the loss earlier than those who look whether the leader has gone
 
 
@@ -121,6 +125,7 @@ class Successor:
         self._results: Mailbox[Elected | None] = Mailbox()
         self._threads: list[threading.Thread] = []
         self._over = threading.Event()
+        self._has_promised = False  # whether this host has voted, or follows another one, in the newest election
         self.office: Office | None = None  # once this host was elected
         self.is_electing = False
 
@@ -190,7 +195,7 @@ class Successor:
         config = self._voter.newest
         if config is None or not self.may_elect or self._channel.is_counted_out or self.is_electing:
             return False
-        self.is_electing = True
+        self.is_electing, self._has_promised = True, False
         self._over = over = threading.Event()
         end = time.monotonic() + max(_FEWEST_S, 2 * self._host_timeout_s)
         order = [member for member, _ in config.addresses]
@@ -222,6 +227,15 @@ class Successor:
         for address in places:
             self._start(self._vote_for, address, over, False)
         self._start(self._give_up, end, over)
+        return True
+
+    def cancel_election(self) -> bool:
+        """End the election, since the leader is heard again; False where this host has promised anything."""
+        with self._lock:
+            if self._has_promised or self._over.is_set():
+                return False
+            self._over.set()
+        self.is_electing = False
         return True
 
     def take_result(self) -> list[Elected | None]:
@@ -261,6 +275,8 @@ class Successor:
         while not over.is_set():
             try:
                 with Client(address, self._key, timeout=_TRY_S) as client:
+                    if votes:
+                        client.queue_push(_PRESENT, str(self._channel.member))
                     while not over.is_set():
                         try:
                             ask = json.loads(client.get(f"ask/{asked}", _LOOK_S))
@@ -274,11 +290,14 @@ class Successor:
 
     def _answer(self, client: Client, ask: Mapping[str, Any], over: threading.Event) -> bool:
         """Answer what a standby asks; return whether it was elected."""
+        with self._lock:
+            if over.is_set():
+                return True
+            self._has_promised = True
         if "elected" in ask:
             elected = Elected.from_json(ask["elected"])
-            if not over.is_set():
-                self._follow(elected)
-                self._finish(over, elected)
+            self._follow(elected)
+            self._finish(over, elected)
             return True
         with self._lock:
             if "solicit" in ask:
@@ -299,6 +318,9 @@ class Successor:
             return
         try:
             with Client(self._place.local) as client:
+                self._await_voters(client, config, over)
+                with self._lock:
+                    self._has_promised = not over.is_set()
                 while not over.is_set():
                     primary = self._poll_voters(client, end, over)
                     if primary is not None:
@@ -307,6 +329,13 @@ class Successor:
                     over.wait(random.uniform(_PAUSE_S, _TURN_S))  # two that stand at once get out of each other's way
         except (CoordinationError, OSError):
             self._finish(over, None)
+
+    def _await_voters(self, client: Client, config: Config, over: threading.Event) -> None:
+        """Wait until those have come who could decide: they have lost the leader as well."""
+        present = {self._channel.member} | ({WITNESS} if self._witness is not None else set())
+        while not over.is_set() and not config.is_decided_by(present):
+            with contextlib.suppress(DeadlineError):
+                present.add(int(client.queue_pop(_PRESENT, timeout=_LOOK_S) or b"-1"))
 
     def _poll_voters(self, client: Client, end: float, over: threading.Event) -> Primary | None:
         """Ask for votes in a new term; return what the elected one has, None where another one has asked later."""

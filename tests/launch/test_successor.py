@@ -1,0 +1,97 @@
+"""Standbys that stand for the lead: alone, and with others that have lost the leader, too. Real coordinators, no ranks."""
+
+import contextlib
+import time
+
+import pytest
+
+from phalanx.coordination.client import Client
+from phalanx.coordination.key import Key
+from phalanx.coordination.service import Service
+from phalanx.launch.hosts.control_channel import ControlChannel, ControlMessage
+from phalanx.launch.hosts.leader_state import FIRST_KEY
+from phalanx.launch.hosts.leader_state import KEY as LEADER_STATE
+from phalanx.launch.hosts.succession import Succession
+from phalanx.launch.hosts.successor import Successor
+
+KEY = Key.generate()
+
+
+class Agents:
+    """The agents of three hosts, whose first one leads; the second one stands by."""
+
+    def __init__(self, stack):
+        self.service = stack.enter_context(Service("127.0.0.1:0", KEY))
+        self.channels = []
+        for number in range(3):
+            client = Client(str(self.service.address), KEY)
+            client.join({"host": f"host{number}"})
+            self.channels.append(ControlChannel(client))
+            stack.callback(self.channels[-1].close)
+        self.succession = Succession(self.channels[0], self.service.coordinator.followers)
+        stack.callback(self.succession.close)
+        self.successors = {}
+        for number in (1, 2):
+            self.successors[number] = Successor(self.channels[number], KEY, "127.0.0.1", 1.0)
+            stack.callback(self.successors[number].close_office)
+            stack.callback(self.successors[number].close)
+        self.channels[0].put_key(LEADER_STATE, b"what was decided")
+        self.succession.want([0, 1, 2])
+        self.run_until(lambda: self.succession.has_standbys)
+
+    def run_until(self, condition):
+        """Have all read what the others say."""
+        deadline = time.monotonic() + 30
+        while not condition():
+            assert time.monotonic() < deadline
+            self.succession.receive()
+            for number, channel in enumerate(self.channels):
+                for message in channel.take():
+                    if isinstance(message, ControlMessage):
+                        self.hear(number, message)
+            time.sleep(0.01)
+
+    def hear(self, number, message):
+        if message.kind == "stands by":
+            self.succession.on_standby(message.member, message.body["ticket"], message.body["address"])
+        elif message.kind == "stand by":
+            self.successors[number].stand_by(self.channels[number].endpoint, message.body)
+        elif number == 0:
+            self.succession.hear(message.member, message.body)
+        else:
+            self.successors[number].hear(message.member, message.body)
+
+
+@pytest.fixture
+def agents():
+    with contextlib.ExitStack() as stack:
+        yield Agents(stack)
+
+
+def test_a_standby_that_alone_has_lost_the_leader_goes_on_with_it(agents):
+    """It promised its vote to itself: the leader took itself for deposed at its next proposal, and ended the job."""
+    standby = agents.successors[1]
+    assert standby.begin_election()
+    time.sleep(1.0)  # the others have not lost the leader, so that nobody comes to vote
+    assert standby.cancel_election()
+    assert standby.take_result() == []
+    agents.succession.want([0, 1])
+    agents.run_until(lambda: agents.succession.has_left(2))
+    assert not agents.succession.is_deposed
+    assert not standby.is_electing
+
+
+def test_a_standby_that_others_vote_for_is_elected_and_goes_back_no_more(agents):
+    for successor in agents.successors.values():
+        assert successor.begin_election()
+    results = []
+    deadline = time.monotonic() + 30
+    while len(results) < 2:
+        assert time.monotonic() < deadline
+        results += [result for successor in agents.successors.values() for result in successor.take_result()]
+    assert results[0] == results[1]
+    assert results[0].member == agents.channels[1].member == agents.channels[2].first
+    assert not any(successor.cancel_election() for successor in agents.successors.values())
+    with Client(results[0].address, KEY) as client:
+        assert client.get(FIRST_KEY) == str(results[0].member).encode()
+        assert client.get(LEADER_STATE) == b"what was decided"
