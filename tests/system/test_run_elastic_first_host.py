@@ -374,7 +374,7 @@ def train(machines: list[Host], folder: Path, *, loses_first: bool = False, lets
     folder.mkdir()
     made = Cluster(machines, folder, "3", {"OMP_NUM_THREADS": "1", "OPERATION_S": "200"}, ())
     try:
-        for _ in range(3):
+        for number in range(3):
             made.start(number, 1, elastic_training.__file__)
         made.first.wait(r"rank \d is at step 3, pid \d+", 3)
         leader = 0
