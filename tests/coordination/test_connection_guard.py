@@ -19,10 +19,11 @@ import phalanx.coordination.service as service_module
 from phalanx.coordination.address import Address, listen
 from phalanx.coordination.admission import Complaints
 from phalanx.coordination.client import Client
-from phalanx.coordination.connection_guard import PIECE_BYTES, ConnectionGuard, _classify, _find_peer, cut
+from phalanx.coordination.connection_guard import PIECE_BYTES, ConnectionGuard, _find_peer, cut
 from phalanx.coordination.key import Key
 from phalanx.coordination.service import Service
 from phalanx.coordination.wire import MAX_FRAME_BYTES
+from phalanx.coordination.young_connections import classify
 from phalanx.deadline import Deadline
 from phalanx.errors import CoordinationError, DeadlineError
 from phalanx.loss_detection import CONNECTION_ENDED_S
@@ -398,7 +399,7 @@ def test_a_number_that_has_become_that_of_a_socket_of_this_host_is_nobody_s_conn
     ],
 )
 def test_the_addresses_of_a_foreign_network_of_ipv6_count_as_one(address, own, network, is_own):
-    assert _classify(address, own) == (network, is_own)
+    assert classify(address, own) == (network, is_own)
 
 
 def test_the_limit_of_open_files_is_raised_to_what_it_may_be():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 
 from phalanx.errors import LaunchError
 from phalanx.inspect.http_server import HTTPServer, Page
@@ -26,7 +25,6 @@ class Metrics:
 
     def __init__(self, host: str, port: int, token: str) -> None:
         self._watch: Watch | None = None
-        self._lock = threading.Lock()
         shown = f"{host}:{port}"
         try:
             self._server = HTTPServer(host, port, {"/metrics": self._make}, token=token)
@@ -45,13 +43,12 @@ class Metrics:
         return f"{self._server.address}/metrics"
 
     def _make(self) -> Page:
-        with self._lock:
-            if self._watch is None:
-                job = next((job for job in find_jobs(_COMMAND) if job.pid == os.getpid()), None)
-                if job is None:
-                    raise LaunchError(f"{_COMMAND}: the agent cannot be asked on this system")
-                self._watch = Watch(job)
-            return Page(CONTENT_TYPE, as_prometheus(self._watch.look()).encode())
+        if self._watch is None:
+            job = next((job for job in find_jobs(_COMMAND) if job.pid == os.getpid()), None)
+            if job is None:
+                raise LaunchError(f"{_COMMAND}: the agent cannot be asked on this system")
+            self._watch = Watch(job)
+        return Page(CONTENT_TYPE, as_prometheus(self._watch.look()).encode())
 
     def close(self) -> None:
         """Stop serving."""

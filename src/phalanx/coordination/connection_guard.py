@@ -16,8 +16,6 @@ a process that was killed, whereas a live one connects again at once.
 from __future__ import annotations
 
 import contextlib
-import functools
-import ipaddress
 import os
 import socket
 from collections import OrderedDict
@@ -27,7 +25,7 @@ import zmq
 
 from phalanx.coordination.admission import Complaints, gone_peers
 from phalanx.coordination.blocked_networks import BLOCKED_S, FAILURES, BlockedNetworks
-from phalanx.coordination.young_connections import HONEST, YoungConnections
+from phalanx.coordination.young_connections import HONEST, YoungConnections, classify
 from phalanx.descriptors import raise_limit
 from phalanx.loss_detection import CONNECTION_ENDED_S
 from phalanx.packet_filter import attach, drop_from
@@ -37,12 +35,9 @@ PIECE_BYTES = 1 << 14  # the most that ZeroMQ gives memory for at once, before i
 _CURVE_BYTES = 64  # encryption adds at most so much to a piece
 _EVENT_BYTES = 6
 _MAX_OPEN_FILES = 1 << 16
-_SITE_BITS = 64  # the part of an address of IPv6 that whoever has a network there cannot choose
 _ROUND_EVENTS = 256  # so many events are read before members are heard again
 _CROWDS = 8  # if no address has many young connections, so many times more may be young in all
 _READ_S = 1.0  # the pause between two readings of the kernel's table, which may be long
-
-_Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class _Peer(NamedTuple):
@@ -293,7 +288,7 @@ def _find_peer(fd: int, *, takes_all: bool = False) -> _Peer | None:
         return None
     try:
         host, port = connection.getpeername()[:2]
-        network, is_own = _classify(host, connection.getsockname()[0])
+        network, is_own = classify(host, connection.getsockname()[0])
         if takes_all:
             attach(connection, None)
     except (OSError, ValueError, TypeError, IndexError):  # it has gone, and the number is that of something else by now
@@ -301,24 +296,3 @@ def _find_peer(fd: int, *, takes_all: bool = False) -> _Peer | None:
     finally:
         connection.detach()
     return _Peer((host, port), network, is_own)
-
-
-@functools.lru_cache(maxsize=1024)
-def _classify(host: str, own: str) -> tuple[str, bool]:
-    """Return the network whose connections are counted together, and whether the address is one of this host.
-
-    A network is an address, or what one site has of IPv6. Hosts of one cluster often have addresses of one such
-    network, so that in our own each address counts for itself.
-    """
-    address, mine = (_plain(ipaddress.ip_address(text.partition("%")[0])) for text in (host, own))
-    is_own = address == mine or address.is_loopback
-    if isinstance(address, ipaddress.IPv6Address):
-        site = ipaddress.ip_network((address, _SITE_BITS), strict=False)
-        if mine not in site:
-            return str(site), is_own
-    return str(address), is_own
-
-
-def _plain(address: _Address) -> _Address:
-    """Return an IPv4 address in its own form if it is written as one of IPv6; others as they are."""
-    return (isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped) or address

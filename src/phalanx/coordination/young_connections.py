@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import ipaddress
 from collections import OrderedDict
 
 HONEST = 8  # connections that a host of a job may open at once
+_SITE_BITS = 64  # the part of an address of IPv6 that whoever has a network there cannot choose
+
+_Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class YoungConnections:
@@ -86,3 +91,24 @@ class YoungConnections:
             self._by_size.setdefault(after, OrderedDict())[network] = None
         if after > self._most or self._most not in self._by_size:
             self._most = after
+
+
+@functools.lru_cache(maxsize=1024)
+def classify(host: str, own: str) -> tuple[str, bool]:
+    """Return the network whose connections are counted together, and whether the address is one of this host.
+
+    A network is an address, or what one site has of IPv6. Hosts of one cluster often have addresses of one such
+    network, so that in our own each address counts for itself.
+    """
+    address, mine = (_plain(ipaddress.ip_address(text.partition("%")[0])) for text in (host, own))
+    is_own = address == mine or address.is_loopback
+    if isinstance(address, ipaddress.IPv6Address):
+        site = ipaddress.ip_network((address, _SITE_BITS), strict=False)
+        if mine not in site:
+            return str(site), is_own
+    return str(address), is_own
+
+
+def _plain(address: _Address) -> _Address:
+    """Return an IPv4 address in its own form if it is written as one of IPv6; others as they are."""
+    return (isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped) or address

@@ -9,18 +9,21 @@ Addresses that other hosts reach are never served without a token.
 
 from __future__ import annotations
 
+import functools
 import hmac
-import threading
 from collections.abc import Callable, Mapping
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http import HTTPStatus
+from http.client import HTTPException, parse_headers
+from io import BytesIO
 from ipaddress import ip_address
-from socket import AF_INET, AF_INET6
 from typing import NamedTuple
 from urllib.parse import parse_qs, urlsplit
 
+from phalanx.coordination.address import Address, listen
+from phalanx.coordination.request_server import BACKLOG, Answer, RequestServer
 from phalanx.errors import LaunchError
 
-_PATIENCE_S = 10.0  # with a client that says nothing
+_MOST_BYTES = 1 << 14  # of a request's head
 _OWN_NAMES = ("localhost", "127.0.0.1", "::1")
 
 
@@ -35,9 +38,11 @@ Pages = Mapping[str, Callable[[], Page]]
 
 
 class HTTPServer:
-    """It serves `pages`, by their paths, in threads of its own until `close`.
+    """It serves `pages`, by their paths, in threads of its own until `close`; pages are made one after the other.
 
     A request must bring `token`, as `Authorization: Bearer TOKEN` or as `?token=TOKEN`; an empty token asks for none.
+    Each connection has one answer. However many clients come, and whatever they say, it has two threads and a bounded
+    number of connections (`RequestServer`).
 
     Raises:
         ValueError: the address is not that of this machine alone, and there is no token.
@@ -47,10 +52,10 @@ class HTTPServer:
     def __init__(self, host: str, port: int, pages: Pages, *, token: str = "") -> None:
         if not token and not is_loopback(host):
             raise ValueError(f"others can reach {host}, and nothing is served to whoever comes by")
-        self._server = _Server(host, port, pages, token)
-        self.host, self.port = host, int(self._server.server_address[1])
-        self._thread = threading.Thread(target=self._server.serve_forever, name="phalanx-http", daemon=True)
-        self._thread.start()
+        self._pages, self._token = pages, token
+        listener = listen(Address(host, port), BACKLOG)
+        self.host, self.port = host, int(listener.getsockname()[1])
+        self._server = RequestServer(listener, self._answer, most_bytes=_MOST_BYTES, name="phalanx-http")
 
     @property
     def address(self) -> str:
@@ -58,10 +63,26 @@ class HTTPServer:
         return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
 
     def close(self) -> None:
-        """Serve no more pages."""
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
+        """Serve no more pages. A page that is being made is not waited for."""
+        self._server.close()
+
+    def _answer(self, received: bytes) -> Answer | None:
+        """Return what answers a request, once all of its head has been received."""
+        head, end, _ = received.partition(b"\r\n\r\n")
+        if not end:
+            return None
+        try:
+            request = _Request.parse(head)
+            if not request.is_admitted(self._token):
+                return _response(403, _text("The request brings no token, or a wrong one."))
+        except ValueError:
+            return _response(400, _text("This is no request."))
+        if request.method != "GET":
+            return _response(405, _text("Pages can be got, and no more."))
+        make = self._pages.get(request.path)
+        if make is None:
+            return _response(404, _text("There is nothing at this path."))
+        return functools.partial(_make, make)
 
 
 def is_loopback(host: str) -> bool:
@@ -72,64 +93,67 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-    block_on_close = False  # a client that reads slowly keeps nobody waiting
+class _Request(NamedTuple):
+    """A request is what its first line says, and its fields, by their names in small letters."""
 
-    def __init__(self, host: str, port: int, pages: Pages, token: str) -> None:
-        self.address_family = AF_INET6 if ":" in host else AF_INET
-        self.pages, self.token = pages, token
-        super().__init__((host, port), _Handler)
+    method: str
+    path: str
+    query: str
+    fields: Mapping[str, str]
 
+    @classmethod
+    def parse(cls, head: bytes) -> _Request:
+        """Return the request that has this head.
 
-class _Handler(BaseHTTPRequestHandler):
-    server: _Server
-    timeout = _PATIENCE_S
-    protocol_version = "HTTP/1.1"
-    server_version, sys_version = "phalanx", ""
-
-    def do_GET(self) -> None:
-        """Answer with a page."""
-        url = urlsplit(self.path)
-        if not self._is_admitted(url.query):
-            return
-        make = self.server.pages.get(url.path)
-        if make is None:
-            self._send(404, Page("text/plain; charset=utf-8", b"There is nothing at this path.\n"))
-            return
+        Raises:
+            ValueError: it is none.
+        """
+        line, _, fields = head.partition(b"\r\n")
+        method, target, _ = line.decode("latin-1").split(" ")
+        url = urlsplit(target)
         try:
-            page, status = make(), 200
-        except LaunchError as error:  # the job has ended, or its agent is busy
-            page, status = Page("text/plain; charset=utf-8", f"{error}\n".encode()), 503
-        self._send(status, page)
+            found = parse_headers(BytesIO(fields + b"\r\n\r\n"))
+        except HTTPException as error:
+            raise ValueError(str(error)) from None
+        return cls(method, url.path, url.query, {name.lower(): str(value) for name, value in found.items()})
 
-    def _is_admitted(self, query: str) -> bool:
-        token = self.server.token
-        if token:
-            kind, _, given = self.headers.get("Authorization", "").partition(" ")
-            if kind != "Bearer":
-                given = parse_qs(query).get("token", [""])[0]
-            admitted = hmac.compare_digest(given.encode(), token.encode())
-        else:  # a page of another site must not reach it by a name of that site's for 127.0.0.1
-            admitted = urlsplit(f"//{self.headers.get('Host', '')}").hostname in _OWN_NAMES
-        if not admitted:
-            self._send(403, Page("text/plain; charset=utf-8", b"The request brings no token, or a wrong one.\n"))
-        return admitted
+    def is_admitted(self, token: str) -> bool:
+        """Return whether it brings the token; without one, whether it calls this machine by a name of its own.
 
-    def _send(self, status: int, page: Page) -> None:
-        self.send_response(status)
-        self.send_header("Content-Type", page.content_type)
-        self.send_header("Content-Length", str(len(page.content)))
-        for name, value in (
-            ("Cache-Control", "no-store"),
-            ("Referrer-Policy", "no-referrer"),  # the address has the token in it
-            ("X-Content-Type-Options", "nosniff"),
-            ("Content-Security-Policy", "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
-                                        "img-src data:; connect-src 'self'"),
-        ):  # fmt: skip
-            self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(page.content)
+        Raises:
+            ValueError: it is malformed.
+        """
+        if not token:  # a page of another site must not reach it by a name of that site's for 127.0.0.1
+            return urlsplit(f"//{self.fields.get('host', '')}").hostname in _OWN_NAMES
+        kind, _, given = self.fields.get("authorization", "").partition(" ")
+        if kind != "Bearer":
+            given = parse_qs(self.query).get("token", [""])[0]
+        return hmac.compare_digest(given.encode(), token.encode())
 
-    def log_message(self, format: str, *args: object) -> None:
-        """Log nothing: the output belongs to the job."""
+
+def _make(make: Callable[[], Page]) -> bytes:
+    try:
+        return _response(200, make())
+    except LaunchError as error:  # the job has ended, or its agent is busy
+        return _response(503, _text(str(error)))
+    except Exception as error:  # those who come later still get their pages
+        return _response(500, _text(f"{type(error).__name__}: {error}"))
+
+
+def _text(line: str) -> Page:
+    return Page("text/plain; charset=utf-8", f"{line}\n".encode(errors="backslashreplace"))
+
+
+def _response(status: int, page: Page) -> bytes:
+    lines = [
+        f"HTTP/1.1 {status} {HTTPStatus(status).phrase}",
+        f"Content-Type: {page.content_type}",
+        f"Content-Length: {len(page.content)}",
+        "Connection: close",
+        "Cache-Control: no-store",
+        "Referrer-Policy: no-referrer",  # the address has the token in it
+        "X-Content-Type-Options: nosniff",
+        "Content-Security-Policy: default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+        "img-src data:; connect-src 'self'",
+    ]
+    return "\r\n".join([*lines, "", ""]).encode() + page.content

@@ -192,6 +192,21 @@ def fuzz(places: Sequence[Place], rng: random.Random, num_frames: int) -> Iterat
         yield
 
 
+def web_requests(places: Sequence[Place], rng: random.Random, num_frames: int) -> Iterator[None]:
+    """Ask for pages: with no end of fields, with half a line, with wrong tokens, and without reading an answer."""
+    wrong = b"GET /metrics HTTP/1.1\r\nAuthorization: Bearer wrong\r\n\r\n"
+    while True:
+        kept = opened(places, 300, receive_bytes=1)
+        for data in (_WEB[:-2], b"x: " + bytes(8000) + b"\r\n", b"x: y\r\n" * 3000):
+            kept = [one for one in kept if say(one, data)]
+        kept += opened(places, 300, receive_bytes=1)
+        for one in kept:
+            say(one, rng.choice([b"GET /met", wrong, wrong * 100]))
+        yield
+        time.sleep(0.3)
+        close_all(kept)
+
+
 def random_bytes(rng: random.Random) -> bytes:
     """Return bytes that nearly make sense."""
     parts = [
@@ -208,7 +223,8 @@ def random_bytes(rng: random.Random) -> bytes:
 
 
 KINDS: dict[str, Callable[[Sequence[Place], random.Random, int], Iterator[None]]] = {
-    kind.__name__: kind for kind in (hold, half_frames, huge_frames, read_slowly, scan, churn, other_keys, fuzz)
+    kind.__name__: kind
+    for kind in (hold, half_frames, huge_frames, read_slowly, scan, churn, other_keys, fuzz, web_requests)
 }
 
 

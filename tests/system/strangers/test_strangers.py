@@ -33,6 +33,7 @@ _MOST_OPEN = 3700  # what else a process opens, a checkpoint for example, finds 
 _NUM_ADDRESSES = 100  # from which the strangers come
 _MOST_MIB = 100  # more than before; a connection's buffers and a few hundred handshakes
 _STEPS = 20
+_METRICS_PORT, _TOKEN = 9400, "secret"
 _LISTEN = "0A"  # the state in the kernel's table
 # The ranks add whole numbers, so that what comes out after some steps is known exactly; and they call each other.
 _TRAIN = """
@@ -103,11 +104,23 @@ class Job:
 
 
 @contextlib.contextmanager
-def job(machines: list[Host], folder: Path, port: int, *words: str, most_open: int = _HARD_LIMIT) -> Iterator[Job]:
+def job(
+    machines: list[Host],
+    folder: Path,
+    port: int,
+    *words: str,
+    most_open: int = _HARD_LIMIT,
+    program: str = _TRAIN,
+    first_options: tuple[str, ...] = (),
+) -> Iterator[Job]:
     """A job of two hosts; the second one's agent is not started yet: `begin` of it does that."""
     folder.mkdir()
-    script = write_script(folder, _TRAIN)
-    environ = {"PHALANX_KEY": str(Key.generate()), "XDG_CONFIG_HOME": str(folder)}
+    script = write_script(folder, program)
+    environ = {
+        "PHALANX_KEY": str(Key.generate()),
+        "XDG_CONFIG_HOME": str(folder),
+        "PHALANX_METRICS_TOKEN": _TOKEN,
+    }
     limit = ("prlimit", f"--nofile={_OPEN_FILES}:{most_open}")
     lines = numbered(machines, script=(script, str(folder), *words), nproc="1")
     with contextlib.ExitStack() as stack:
@@ -115,7 +128,7 @@ def job(machines: list[Host], folder: Path, port: int, *words: str, most_open: i
         def begin(number: int) -> None:
             line, before = lines[number], (*machines[number].command, *limit)
             at = line.index("--master-port") + 1
-            line = (*line[:at], str(port), *line[at + 1 :])
+            line = (*line[:at], str(port), *(first_options if number == 0 else ()), *line[at + 1 :])
             one.agents.append(stack.enter_context(start(*line, env=environ, before=before, stderr=subprocess.STDOUT)))
 
         one = Job(folder, begin)
@@ -168,6 +181,16 @@ def add_addresses(machine: Host, number: int) -> None:
     subprocess.run([*machine.command, "ip", "-batch", "-"], input=lines, text=True, check=True)
 
 
+def scrape(machine: Host, address: str) -> str:
+    """What a scraper on this machine gets from the job whose first host has this address."""
+    code = f"""if True:
+        from urllib.request import Request, urlopen
+        asked = Request("http://{address}:{_METRICS_PORT}/metrics", headers={{"Authorization": "Bearer {_TOKEN}"}})
+        print(urlopen(asked, timeout=60).read().decode())"""
+    line = [*machine.command, sys.executable, "-c", code]
+    return subprocess.run(line, capture_output=True, text=True, check=True).stdout
+
+
 def exact_total(num_steps: int) -> int:
     """Return what two ranks have added up after so many steps."""
     return sum(1 + 2 * step for step in range(num_steps))
@@ -180,9 +203,14 @@ def test_no_stranger_costs_a_job_more_than_a_little_and_those_beside_it_nothing(
     rng = random.Random(num_frames)
     with hosts(3) as machines, contextlib.ExitStack() as stack:
         add_addresses(machines[2], _NUM_ADDRESSES)
+        metrics = ("--metrics", f"{machines[0].address}:{_METRICS_PORT}")
         jobs = [
-            stack.enter_context(job(machines[:2], tmp_path / name, port, what))
-            for name, port, what in (("attacked", 29700, "calls"), ("one", 29701, ""), ("another", 29702, ""))
+            stack.enter_context(job(machines[:2], tmp_path / name, port, what, first_options=options))
+            for name, port, what, options in (
+                ("attacked", 29700, "calls", metrics),
+                ("one", 29701, "", ()),
+                ("another", 29702, "", ()),
+            )
         ]
         attacked = jobs[0]
         for one in jobs:
@@ -193,7 +221,8 @@ def test_no_stranger_costs_a_job_more_than_a_little_and_those_beside_it_nothing(
         assert len(pids) >= 4
         ports = listening(pids)
         assert set(ports) == {machine.address for machine in machines[:2]}, "only addresses of the job's network"
-        assert len(ports[machines[0].address]) == 3, "the coordinator, a rank's calls and a rank's tensors"
+        assert _METRICS_PORT in ports[machines[0].address]
+        assert len(ports[machines[0].address]) == 4, "the coordinator, a rank's calls, a rank's tensors, the numbers"
         assert len(ports[machines[1].address]) == 2
         places = [f"{address}:{port}" for address, some in ports.items() for port in sorted(some)]
         memory, descriptors = {pid: mebibytes(pid) for pid in pids}, {pid: num_open(pid) for pid in pids}
@@ -204,6 +233,7 @@ def test_no_stranger_costs_a_job_more_than_a_little_and_those_beside_it_nothing(
                 steps = [one.step for one in jobs]
                 for one, step in zip(jobs, steps, strict=True):
                     one.await_step(step + _STEPS)
+                assert "phalanx_ranks_running 2" in scrape(machines[1], machines[0].address), kind
                 for pid in pids:
                     assert mebibytes(pid) - memory[pid] < _MOST_MIB, kind
                     assert num_open(pid) < _MOST_OPEN, kind

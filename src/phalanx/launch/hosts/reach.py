@@ -18,25 +18,22 @@ of no use anywhere else.
 from __future__ import annotations
 
 import bisect
-import contextlib
 import hashlib
 import hmac
 import os
-import selectors
 import socket
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from phalanx.coordination.address import Address
+from phalanx.coordination.address import Address, listen
+from phalanx.coordination.request_server import BACKLOG, RequestServer
 from phalanx.coordination.route import NoRouteError, find_route
 from phalanx.deadline import Deadline
 
 _NONCE_BYTES = 32
 _ANSWER_S = 2.0
 _MOST_TARGETS = 32  # a host tries so many; of more hosts it tries some
-_MAX_CONNECTIONS = 128  # at a time; beyond that the oldest is sent away
 TRY_S = 5.0
 
 
@@ -54,67 +51,17 @@ class Responder:
     """Answers at `address` until `close`; `port` is where. A client that says nothing keeps nobody waiting."""
 
     def __init__(self, address: str, secret: bytes) -> None:
-        self._secret = secret
-        self._listener = _bind(address)
-        try:
-            self._listener.listen(_MAX_CONNECTIONS)
-            self._listener.setblocking(False)
-            self._alarm, self._alarm_writer = socket.socketpair()
-        except OSError:
-            self._listener.close()
-            raise
-        self.port: int = self._listener.getsockname()[1]
-        self._connections: OrderedDict[socket.socket, bytes] = OrderedDict()  # with what each has sent of its nonce
-        self._thread = threading.Thread(target=self._serve, name="phalanx-reach", daemon=True)
-        self._thread.start()
+        listener = listen(Address(address, 0), BACKLOG)
+        self.port: int = listener.getsockname()[1]
+
+        def answer(nonce: bytes) -> bytes | None:
+            return _prove(secret, nonce) if len(nonce) == _NONCE_BYTES else None
+
+        self._server = RequestServer(listener, answer, most_bytes=_NONCE_BYTES, name="phalanx-reach")
 
     def close(self) -> None:
         """Answer nobody any more: the port is closed when this returns. A second call does nothing."""
-        self._alarm_writer.close()  # wakes the thread
-        self._thread.join()
-
-    def _serve(self) -> None:
-        with selectors.DefaultSelector() as ready:
-            ready.register(self._listener, selectors.EVENT_READ)
-            ready.register(self._alarm, selectors.EVENT_READ)
-            try:
-                while True:
-                    arrived = {key.fileobj for key, _ in ready.select()}
-                    if self._alarm in arrived:
-                        return
-                    for connection in [connection for connection in self._connections if connection in arrived]:
-                        self._receive(connection, ready)
-                    if self._listener in arrived:
-                        self._admit(ready)
-            finally:
-                for each in (*self._connections, self._listener, self._alarm):
-                    each.close()
-
-    def _admit(self, ready: selectors.BaseSelector) -> None:
-        try:
-            connection, _ = self._listener.accept()
-        except OSError:  # it has gone again
-            return
-        connection.setblocking(False)
-        ready.register(connection, selectors.EVENT_READ)
-        self._connections[connection] = b""
-        if len(self._connections) > _MAX_CONNECTIONS:
-            self._close_connection(next(iter(self._connections)), ready)
-
-    def _receive(self, connection: socket.socket, ready: selectors.BaseSelector) -> None:
-        with contextlib.suppress(OSError):
-            part = connection.recv(_NONCE_BYTES - len(self._connections[connection]))
-            nonce = self._connections[connection] = self._connections[connection] + part
-            if part and len(nonce) < _NONCE_BYTES:
-                return
-            if part:
-                connection.send(_prove(self._secret, nonce))  # 32 bytes, which an empty buffer takes
-        self._close_connection(connection, ready)
-
-    def _close_connection(self, connection: socket.socket, ready: selectors.BaseSelector) -> None:
-        ready.unregister(connection)
-        del self._connections[connection]
-        connection.close()
+        self._server.close()
 
 
 def choose_targets(node: int, nodes: Sequence[int]) -> set[int]:
@@ -136,18 +83,7 @@ def check_own(address: str) -> None:
     Raises:
         OSError: it cannot.
     """
-    _bind(address).close()
-
-
-def _bind(address: str) -> socket.socket:
-    place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
-    listener = socket.socket(place[0], socket.SOCK_STREAM)
-    try:
-        listener.bind(place[4])
-    except OSError:
-        listener.close()
-        raise
-    return listener
+    listen(Address(address, 0), 1).close()
 
 
 def try_all(targets: Sequence[Target], secret: bytes, tell: Callable[[Mapping[int, str]], object]) -> threading.Thread:
