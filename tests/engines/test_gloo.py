@@ -163,12 +163,18 @@ def test_while_a_group_connects_only_its_hosts_are_let_in_and_after_a_while_ever
         with device.connecting(["a-name", "10.9.8.7"]):  # nobody can say who that is
             unsaid = connects(place)
         monkeypatch.setattr(gloo_device_module, "_KNOWN_ONLY_S", 0.0)
-        with device.connecting(["10.9.8.7"]):
+        with device.connecting(["10.9.8.7"]) as all_listen:  # some rank is late: nobody can connect with it yet
+            late = connects(place)
+            all_listen()
             while not connects(place):
                 pass
-        return known, unknown, known_by_another, unknown_again, unsaid, connects(place)
+        monkeypatch.setattr(gloo_device_module, "_EACH_KNOWN_ONLY_S", 1.0)
+        with device.connecting(["10.9.8.7"], 1000) as all_listen:
+            all_listen()
+            large = connects(place)
+        return known, unknown, known_by_another, unknown_again, unsaid, late, large, connects(place)
 
-    assert run_ranks(check, 1) == [(True, False, True, False, True, False)]
+    assert run_ranks(check, 1) == [(True, False, True, False, True, False, False, False)]
 
 
 def test_ranks_that_come_from_other_addresses_than_they_have_said_meet_a_little_later(monkeypatch):

@@ -56,10 +56,12 @@ def test_each_rank_finds_all_others_with_a_number_of_requests_that_does_not_grow
     shared = HashStore()
     stores = [Counted(PrefixStore("group", shared)) for _ in range(size)]
     found = {}
+    told = []
 
     def meet(rank):
-        mine = GlooAddresses(stores[rank], rank, size)
+        mine = GlooAddresses(stores[rank], rank, size, lambda: told.append(rank))
         assert not mine.check(["0/0"])
+        assert rank not in told
         mine.set(f"0/{rank}", bytes([rank]) * (100 + rank))
         mine.wait([f"0/{other}" for other in range(size)], timedelta(seconds=60))
         assert mine.check([f"0/{other}" for other in range(size)])
@@ -72,6 +74,7 @@ def test_each_rank_finds_all_others_with_a_number_of_requests_that_does_not_grow
     for thread in threads:
         thread.join()
     assert found == {rank: [bytes([other]) * (100 + other) for other in range(size)] for rank in range(size)}
+    assert sorted(told) == list(range(size))
     for rank, store in enumerate(stores):
         assert sum(store.counts.values()) == (5 if rank == 0 else 3)
 

@@ -97,8 +97,7 @@ def open_gloo(
     def connect() -> GlooEngine:
         address, interface = infos[rank].address, settings.interface or ""
         prefixed, left = group.prefixed("gloo"), _timedelta_of(deadline)
-        # An interface of the user's choice has addresses that nobody has told.
-        peers = {info.address for info in infos} if not interface else set()
+        peers = {info.address for info in infos}  # the interface's, where one is asked for
         return GlooEngine(
             prefixed, rank, size, left, address=address, interface=interface, peers=peers, num_threads=num_threads
         )

@@ -81,8 +81,9 @@ class GlooEngine:
         options._devices = [self._device.device]
         options._threads = num_threads
         before = open_sockets()
-        self._addresses = GlooAddresses(store, rank, world_size)  # Gloo does not keep the Python half of a store
-        with self._device.connecting(peers):
+        with self._device.connecting(peers, world_size - 1) as all_listen:
+            # Gloo does not keep the Python half of a store.
+            self._addresses = GlooAddresses(store, rank, world_size, all_listen)
             self._group = _ProcessGroupGloo(self._addresses, rank, world_size, options)
         # Another thread's may be among them: they are only asked.
         self._sockets = {n: inode for n, inode in open_sockets().items() if before.get(n) != inode}

@@ -1,7 +1,8 @@
 """Gloo connects the ranks of this process with those of others at one port, which all groups share.
 
     a group's ranks connect          ──> the kernel takes connections from their hosts' addresses
-    ... for longer than two seconds  ──> and from all: a host's address may be translated on the way
+    ... though all have said where they listen, for longer than that takes
+                                     ──> and from all: a host's address may be translated on the way
     no group is connecting           ──> the kernel drops whatever comes to the port
 
 Gloo accepts whoever connects, for as long as the process lives, and a process without descriptors left is aborted. It
@@ -16,7 +17,7 @@ import os
 import socket
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch.distributed import ProcessGroupGloo
@@ -25,7 +26,9 @@ from phalanx.engines.delivery import open_sockets
 from phalanx.packet_filter import attach, take_only
 
 _ProcessGroupGloo: Any = ProcessGroupGloo  # torch's stub knows only some of what the class has
-_KNOWN_ONLY_S = 2.0  # well above what ranks need that reach each other by their own addresses
+# They are well above what ranks need that reach each other by their own addresses, one after another: 64 ranks
+# on two busy cores take 0.9 s.
+_KNOWN_ONLY_S, _EACH_KNOWN_ONLY_S = 2.0, 0.1
 
 
 class GlooDevice:
@@ -44,6 +47,7 @@ class GlooDevice:
         self._lock = threading.Lock()
         # the addresses that each connecting group expects; none means any
         self._connecting: dict[object, frozenset[str]] = {}
+        self._filter_all()
 
     @property
     def ports(self) -> list[tuple[str, int]]:
@@ -52,15 +56,18 @@ class GlooDevice:
         return [place for place in places if place is not None]
 
     @contextlib.contextmanager
-    def connecting(self, addresses: Iterable[str] = ()) -> Iterator[None]:
-        """Take connections inside: from `addresses` (empty: from all) at first, from all after two seconds."""
+    def connecting(self, addresses: Iterable[str] = (), num_peers: int = 1) -> Iterator[Callable[[], None]]:
+        """Take connections inside, from `addresses` (empty: from all).
+
+        Call what is yielded, once, when all ranks have said where they listen. From then on they have two seconds, and
+        0.1 s for each of `num_peers`; after that connections from all addresses are taken.
+        """
         group = object()
         self._expect(group, frozenset(addresses))
-        opening = threading.Timer(_KNOWN_ONLY_S, self._expect_anybody, (group,))
+        opening = threading.Timer(_KNOWN_ONLY_S + num_peers * _EACH_KNOWN_ONLY_S, self._expect_anybody, (group,))
         opening.daemon = True
-        opening.start()
         try:
-            yield
+            yield opening.start
         finally:
             opening.cancel()
             self._expect(group, None)
