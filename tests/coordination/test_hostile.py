@@ -12,6 +12,7 @@ import time
 
 import pytest
 import zmq
+from tests.system.strangers.attacker import random_bytes
 
 from phalanx.coordination.client import Client
 from phalanx.coordination.connection_guard import cut
@@ -64,7 +65,6 @@ def random_frame(rng):
     return bytes(frame)
 
 
-@pytest.mark.slow
 def test_no_frame_ends_the_coordinator_or_costs_a_member_its_place(num_frames):
     rng = random.Random(num_frames)
     coordinator = Coordinator(max_bytes=1 << 20)
@@ -179,7 +179,6 @@ def test_a_member_that_takes_no_events_is_lost_before_they_fill_the_memory():
     assert len(coordinator.members) == 0
 
 
-@pytest.mark.slow
 def test_members_work_while_one_who_knows_the_key_sends_rubbish_and_floods(num_frames):
     rng = random.Random(7)
     said = []
@@ -266,6 +265,28 @@ def test_strangers_do_not_get_in_and_members_go_on(num_strangers):
     assert sessions == 2
     assert any(line.startswith("refused a connection from 127.0.0.1: ") for line in said)
     assert len(said) <= 21 + num_strangers // 500  # a few lines, not one for each
+
+
+def test_what_strangers_say_in_the_handshake_ends_nothing_and_members_go_on(num_frames):
+    """Random parts of ZeroMQ's handshake, as tests/system/strangers sends them to a whole job for longer."""
+    rng = random.Random(num_frames)
+    said = []
+    with Service("127.0.0.1:0", KEY, say=said.append) as service:
+        work = Work(service)
+        before, num_sent = work.steps, 0
+        while num_sent < num_frames:
+            with contextlib.ExitStack() as stack:
+                for _ in range(20):
+                    stranger = stack.enter_context(socket.create_connection(("127.0.0.1", service.address.port), 10.0))
+                    with contextlib.suppress(OSError):  # it was shown out
+                        for _ in range(8):
+                            num_sent += 1
+                            stranger.send(random_bytes(rng))
+        while work.steps < before + 50:
+            pass
+        work.end()
+    assert service.num_refused > num_frames // 100
+    assert len(said) <= 21 + num_frames // 500
 
 
 @pytest.mark.slow
