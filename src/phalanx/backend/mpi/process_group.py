@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.backend.arguments import ArgumentError, one
+from phalanx.backend.arguments import one
 from phalanx.backend.dynamo import untraced
 from phalanx.backend.process_group import PhalanxProcessGroup
 from phalanx.backend.process_group.entry import entry_point
@@ -21,7 +21,6 @@ from phalanx.engines.mpi import Underway
 from phalanx.transport.mpi.operations import MpiTransport
 from phalanx.transport.tensors import dense, write_back
 
-_ANYBODY = -1
 _SINGLE = "takes a single tensor"
 _PAUSE_S = 0.0005
 
@@ -68,21 +67,6 @@ class MpiProcessGroup(PhalanxProcessGroup):
             return self._rank
 
         return self._under_way(tensor, message, end)
-
-    @entry_point
-    def recv(self, tensors: Sequence[Tensor], src: int, tag: int) -> dist.Work:
-        """Receive the tensor; the work is over when the tensor holds the message."""
-        tensor = one(tensors, "recv", words=_SINGLE, written=True)
-        self._check_peer(src, "recv", "src")
-        return self._receive(tensor, src, tag)
-
-    @entry_point
-    def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> dist.Work:
-        """Receive as `recv` does, from the first rank that sends; `source_rank()` of the work says which it was."""
-        tensor = one(tensors, "recv", words=_SINGLE, written=True)
-        if self._size == 1:
-            raise ArgumentError("recv: the group has one rank, so there is nobody to receive from")
-        return self._receive(tensor, _ANYBODY, tag)
 
     def _receive(self, tensor: Tensor, src: int, tag: int) -> dist.Work:
         deadline = self._deadline()

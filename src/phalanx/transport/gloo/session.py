@@ -26,8 +26,6 @@ from phalanx.diagnostics.failure_report import (
     FailureReport,
     Operation,
     describe_interruption,
-    nested,
-    occupied,
 )
 from phalanx.diagnostics.failure_store import FailureStore
 from phalanx.diagnostics.flight_recorder import Position
@@ -37,6 +35,7 @@ from phalanx.loss_detection import AFTER_BREAK_S
 from phalanx.transport.background import WHOLE_BYTES, Background, look_at
 from phalanx.transport.base import CallContext
 from phalanx.transport.call import Call, Disagreement
+from phalanx.transport.call_lock import take_call_lock
 from phalanx.transport.engine_session import EngineSession
 from phalanx.transport.health_monitor import HealthMonitor
 from phalanx.transport.tensors import alias, flat
@@ -168,7 +167,13 @@ class GlooSession(EngineSession):
             MismatchError: some rank called something else; no tensor was changed.
             PeerLostError, DeadlineError: a rank is gone or late.
         """
-        self._acquire_lock(ctx.timeout_s)
+
+        def check() -> None:
+            if self._report is not None:
+                raise self._report.error(Operation(call.name, self.group, self.rank, call_site=call.place))
+
+        is_nested = self.in_collective
+        take_call_lock(self.lock, self.group, self.rank, ctx.timeout_s, is_nested=is_nested, check=check)
         self._holder = threading.get_ident()
         try:
             with self._running(call, ctx) as deadline:
@@ -176,20 +181,6 @@ class GlooSession(EngineSession):
         finally:
             self._holder = 0
             self.lock.release()
-
-    def _acquire_lock(self, timeout_s: float) -> None:
-        """Take `lock`, for one collective.
-
-        Raises:
-            PhalanxError: this is a signal handler, and the collective that it interrupted waits for its end.
-            DeadlineError: the other thread's collective was not over in time.
-        """
-        if self.lock.acquire(blocking=False):
-            return
-        if self.in_collective:
-            raise nested("a collective", self.group, self.rank)
-        if not self.lock.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX)):
-            raise occupied(self.group, self.rank, timeout_s)
 
     def _gather_heads(self, mine: bytearray, heads: bytearray, deadline: Deadline) -> None:
         into, head = (torch.frombuffer(data, dtype=torch.uint8) for data in (heads, mine))

@@ -29,18 +29,17 @@ from phalanx.diagnostics.failure_report import (
     describe_interruption,
     describe_wait,
     nested,
-    occupied,
 )
 from phalanx.diagnostics.failure_store import FailureStore
 from phalanx.diagnostics.flight_recorder import Position, Record
 from phalanx.engines.engine import DELIVERY_S, Engine
 from phalanx.errors import PhalanxError
 from phalanx.log import get_logger
-from phalanx.loss_detection import LOOK_S
 from phalanx.symmetric_memory.memory import SymmetricMemory
 from phalanx.transport.background import Background
 from phalanx.transport.base import CallContext
 from phalanx.transport.call import Call, Disagreement
+from phalanx.transport.call_lock import take_call_lock
 from phalanx.transport.health_monitor import HealthMonitor
 from phalanx.transport.hierarchical.bruck import open_exchange
 from phalanx.transport.hierarchical.compression import Compression
@@ -286,23 +285,15 @@ class HierarchicalSession(Reports):
     def _acquire_lock(self, call: Call, timeout_s: float) -> None:
         """Take `lock`, for `call`.
 
-        Raises:
-            PhalanxError: the group is over, and the thread that has `lock` may be stuck in the engine; or this is a
-                signal handler, and the collective that it interrupted waits for its end.
-            DeadlineError: the other thread's collective was not over in time.
+        A thread that has it may be stuck in the engine, while the group is over. Errors are those of `take_call_lock`.
         """
-        if self.lock.acquire(blocking=False):
-            return
-        if self.in_collective:
-            raise nested("a collective", self.group, self.rank)
-        deadline = Deadline.after(timeout_s)
-        while True:
+        is_nested = self.in_collective
+
+        def check() -> None:
             if self._report is not None:
                 raise self._report.error(Operation(call.name, self.group, self.rank, call_site=call.place))
-            if self.lock.acquire(timeout=min(max(deadline.left_s, 0.0), LOOK_S)):
-                return
-            if deadline.passed:
-                raise occupied(self.group, self.rank, timeout_s)
+
+        take_call_lock(self.lock, self.group, self.rank, timeout_s, is_nested=is_nested, check=check)
 
     def _interruptible(self, call: Call, ctx: CallContext, operation: Callable[[], None]) -> None:
         """Carry out `operation`, which waits in an engine that may hear neither signals nor that a peer is gone.
