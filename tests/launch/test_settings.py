@@ -133,8 +133,19 @@ def test_torchruns_flags_that_are_missing_say_what_to_do_instead(flag: str) -> N
         ("--nnodes 2 --rdzv-conf timeout=x a.py", "--rdzv-conf timeout: must be a number, zero or more, got 'x'"),
         ("--host-timeout 0.1 a.py", "--host-timeout: must be at least 1 second, got '0.1'"),
         ("--witness h:1 a.py", "--witness: no other host could go on where there is one host"),
-        ("--nnodes 2 --witness h a.py", "--witness: must be HOST:PORT or etcd://HOST:PORT, with a port, got 'h'"),
-        ("--nnodes 2 --witness consul://h:1 a.py", "--witness: must be HOST:PORT or etcd://HOST:PORT, got 'consul"),
+        (
+            "--nnodes 2 --witness h a.py",
+            "--witness: must be HOST:PORT, etcd://HOST:PORT or lease://NAMESPACE/NAME, with",
+        ),
+        ("--nnodes 2 --witness etcd://h a.py", "lease://NAMESPACE/NAME, with a port, got 'etcd://h'"),
+        ("--nnodes 2 --witness consul://h:1 a.py", "or lease://NAMESPACE/NAME, got 'consul://h:1'"),
+        ("--nnodes 2 --witness etcd://u:word@h:1 a.py", "--witness: has a password, which everybody on this host can"),
+        ("--nnodes 2 --witness lease:// a.py", "--witness: must be lease://NAMESPACE/NAME, or lease://NAME"),
+        (
+            "--nnodes 2 --witness lease://A/b a.py",
+            "with names of lower-case letters, digits and dashes, got 'lease://A",
+        ),
+        ("--nnodes 2 --witness lease://a/b/c a.py", "--witness: must be lease://NAMESPACE/NAME"),
         ("-r 4 a.py", "-r: must be 0 (nothing), 1 (stdout), 2 (stderr) or 3 (both)"),
         ("--tee 0:1,x a.py", "--tee: must be 0 (nothing)"),
         ("--local-ranks-filter a a.py", "--local-ranks-filter: must be local ranks, such as 0,1,2, got 'a'"),
@@ -239,8 +250,10 @@ def test_use_env_changes_nothing() -> None:
         ("--nnodes 2", Rendezvous(leads=True, min_nodes=2, max_nodes=2)),
         ("--nnodes 1:4", Rendezvous(leads=True, min_nodes=1, max_nodes=4)),
         ("--nnodes 2 --host-timeout 3", Rendezvous(leads=True, min_nodes=2, max_nodes=2, host_timeout_s=3.0)),
-        ("--nnodes 2 --witness h:1", Rendezvous(leads=True, min_nodes=2, max_nodes=2, witness="h:1")),
-        ("--nnodes 2 --witness etcd://h:1", Rendezvous(leads=True, min_nodes=2, max_nodes=2, witness="etcd://h:1")),
+        *(
+            (f"--nnodes 2 --witness {place}", Rendezvous(leads=True, min_nodes=2, max_nodes=2, witness=place))
+            for place in ("h:1", "etcd://h:1", "etcds://user@h:1", "lease://job", "lease://ml/job.v1")
+        ),
         ("--nnodes 2 --master-port 7", Rendezvous(":7", leads=True, min_nodes=2, max_nodes=2)),
         (
             "--nnodes=2 --node_rank=1 --master_addr=n1 --master_port=29501",
@@ -323,3 +336,10 @@ def test_an_endpoint_is_a_host_and_perhaps_a_port(text: str, host: str, port: in
 def test_short_flags_take_their_value_attached() -> None:
     assert parse(["-r3", "-t0:1", "a.py"]).redirects == Streams(3)
     assert parse(["-r3", "-t0:1", "a.py"]).tee == Streams(0, ((0, 1),))
+
+
+def test_a_password_of_the_witness_on_the_command_line_is_not_repeated() -> None:
+    for scheme in ("etcd", "etcds", "consul"):
+        with pytest.raises(LaunchError) as caught:
+            parse(["--nnodes", "2", "--witness", f"{scheme}://u:the-word@h:1", "a.py"])
+        assert "the-word" not in str(caught.value)

@@ -1,18 +1,21 @@
-"""A witness's vote lies in a register that all who ask change by turns; with real coordinators and a real etcd."""
+"""A witness's vote lies in a register that all who ask change by turns; with real coordinators and a real etcd.
+
+The API server of Kubernetes is that of `kubernetes_api.py`.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import random
-import shutil
 import socket
-import subprocess
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.launch import kubernetes_api
+from tests.launch.etcd_server import USERS, enable_users, find_free_ports, run_etcd
 
 from phalanx.coordination.key import Key
 from phalanx.coordination.service import Service
@@ -23,49 +26,29 @@ from phalanx.launch.hosts.etcd_register import EtcdRegister
 from phalanx.launch.hosts.witness import WITNESS, Witness
 from phalanx.launch.hosts.witness_calls import WitnessCalls
 from phalanx.launch.hosts.witness_register import CoordinatorRegister, open_register
+from phalanx.launch.hosts.witness_trial import WitnessTrial
 
 KEY = Key(bytes(32))
 
 
-def find_free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        made = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [each.getsockname()[1] for each in made]
-
-
-@contextlib.contextmanager
-def run_etcd(folder: Path, port: int = 0) -> Iterator[str]:
-    """An etcd of one member, and its address."""
-    if shutil.which("etcd") is None:
-        pytest.skip("there is no etcd here (Debian: etcd-server)")
-    free, peers = find_free_ports(2)
-    port = port or free
-    url, peer_url = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{peers}"
-    words = ["--listen-client-urls", url, "--advertise-client-urls", url, "--listen-peer-urls", peer_url,
-             "--initial-advertise-peer-urls", peer_url, "--initial-cluster", f"default={peer_url}"]  # fmt: skip
-    with open(folder / "etcd.log", "wb") as log:
-        process = subprocess.Popen(["etcd", "--data-dir", str(folder / "etcd"), *words], stdout=log, stderr=log)
-    try:
-        while True:
-            assert process.poll() is None, (folder / "etcd.log").read_text()
-            with contextlib.suppress(CoordinationError):
-                EtcdRegister(f"etcd://127.0.0.1:{port}").read("is it there?")
-                break
-        yield f"etcd://127.0.0.1:{port}"
-    finally:
-        process.terminate()
-        process.wait()
-
-
-@pytest.fixture(params=["coordinator", "etcd"])
-def address(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+@pytest.fixture(params=["coordinator", "etcd", "etcd with users", "lease"])
+def address(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Where a witness's vote may lie."""
-    if request.param == "etcd":
-        with run_etcd(tmp_path) as found:
-            yield found
-    else:
+    if request.param == "coordinator":
         with Service("127.0.0.1:0", KEY) as service:
             yield str(service.address)
+    elif request.param == "etcd":
+        with run_etcd(tmp_path) as found:
+            yield found
+    elif request.param == "etcd with users":
+        with run_etcd(tmp_path) as found:
+            enable_users(found)
+            monkeypatch.setenv("ETCDCTL_PASSWORD", USERS["train"])
+            yield found.replace("://", "://train@")
+    else:
+        with kubernetes_api.serving(tmp_path) as (server, account):
+            kubernetes_api.enter_pod(monkeypatch, server, account)
+            yield "lease://phalanx"
 
 
 def make_config(term: Term, version: int) -> Config:
@@ -190,15 +173,16 @@ def test_a_job_begins_at_an_etcd_that_did_not_answer_at_first(tmp_path: Path) ->
 
 def test_of_two_that_write_in_place_of_the_same_value_one_succeeds(address: str) -> None:
     one, two = open_register(address, KEY), open_register(address, KEY)
-    assert one.write("name", b"", b"1")
-    assert not two.write("name", b"", b"2")
-    assert two.read("name") == b"1"
-    assert two.write("name", b"1", b"3")
-    assert not one.write("name", b"1", b"4")
-    assert not one.write("another", b"1", b"4")
-    assert (one.read("name"), one.read("another")) == (b"3", b"")
-    two.delete("name")
-    assert one.read("name") == b""
+    name, another = "phalanx/witness/name", "phalanx/witness/another"
+    assert one.write(name, b"", b"1")
+    assert not two.write(name, b"", b"2")
+    assert two.read(name) == b"1"
+    assert two.write(name, b"1", b"3")
+    assert not one.write(name, b"1", b"4")
+    assert not one.write(another, b"1", b"4")
+    assert (one.read(name), one.read(another)) == (b"3", b"")
+    two.delete(name)
+    assert one.read(name) == b""
     one.close()
     two.close()
 
@@ -246,3 +230,17 @@ def test_what_is_no_etcd_is_told(answer: bytes) -> None:
         with pytest.raises(CoordinationError, match="etcd"):
             EtcdRegister(f"etcd://127.0.0.1:{server.getsockname()[1]}").read("name")
         thread.join()
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_host_that_stands_by_is_told_at_once_that_it_cannot_ask_the_witness(answers: bool) -> None:
+    with Service("127.0.0.1:0", KEY) as service:
+        address = str(service.address)
+        trial = WitnessTrial(Witness(address, KEY if answers else Key(bytes([1]) * 32), "job"))
+        trial._thread.join()
+        said = trial.take()
+        trial.close()
+    if answers:
+        assert said == []
+    else:
+        assert f"the witness at {address} does not answer this host: " in said[0]

@@ -42,6 +42,11 @@ EXIT_CODES = (
 ENVIRONMENT = (
     ("PET_NPROC_PER_NODE, PET_NNODES, ...", "Options that torchrun also has. The command line goes before them."),
     ("PHALANX_KEY_FILE, PHALANX_KEY", "The key of a job of several hosts, if --key-file does not name it."),
+    (
+        "ETCDCTL_USER, ETCDCTL_PASSWORD, ETCDCTL_CACERT, ETCDCTL_CERT, ETCDCTL_KEY",
+        "The user, password and certificates for "
+        "an etcd of --witness, on each host. PHALANX_WITNESS_PASSWORD_FILE names a file with the password.",
+    ),
     ("OMP_NUM_THREADS", "Threads of each rank. If it is not set, the cores are divided among the ranks."),
     ("NO_COLOR, FORCE_COLOR", "Print without colours, or print colours into a pipe as well."),
 )

@@ -3,34 +3,38 @@
 from __future__ import annotations
 
 import base64
-import http.client
-import json
-import urllib.error
-import urllib.request
+import os
 from typing import Any
 
 from phalanx.errors import CoordinationError
+from phalanx.launch.hosts.etcd_login import find_login, find_tls
+from phalanx.launch.hosts.json_service import JsonService
+from phalanx.launch.witness_address import split_etcd
 
-_SCHEMES = {"etcd": "http", "etcds": "https"}
-_ANSWER_S = 2.0
-
-
-def is_etcd(address: str) -> bool:
-    """Return whether an address is that of an etcd: etcd://HOST:PORT, or etcds:// with TLS."""
-    return address.partition("://")[0] in _SCHEMES
+_OK = 200
+_MAY_BE_EXPIRED = (400, 401)  # the answers to a token that has expired, or is older than a change of users or roles
+_FORBIDDEN = 403
+_FAILED_PRECONDITION = 9  # gRPC's code; etcd's answer to a login where it asks for none
 
 
 class EtcdRegister:
-    """`EtcdRegister` has values by name in the etcd at etcd://HOST:PORT.
+    """`EtcdRegister` has values by name in the etcd at etcd://HOST:PORT, or etcds:// with TLS.
 
-    Its methods raise CoordinationError where etcd refuses or does not answer.
+    Its methods raise CoordinationError where etcd refuses or does not answer. Each call has a connection of its own. A
+    user of etcd logs in at the first call, and again when the token has expired.
+
+    Raises:
+        CoordinationError: a password is missing, or a file cannot be read.
     """
 
     is_durable = True
 
     def __init__(self, address: str) -> None:
-        scheme, _, place = address.partition("://")
-        self._url = f"{_SCHEMES[scheme]}://{place.rstrip('/')}/v3/kv/"
+        has_tls, user, host, port = split_etcd(address)
+        self._login = find_login(user, os.environ)
+        tls = find_tls(os.environ) if has_tls else None
+        self._service = JsonService("etcd", host, port, tls, ". ETCDCTL_CACERT names the file of its CA")
+        self._token = ""
 
     def read(self, name: str) -> bytes:
         """Return a value; nothing where there is none."""
@@ -54,18 +58,36 @@ class EtcdRegister:
         """Do nothing: each call has a connection of its own."""
 
     def _call(self, what: str, body: dict[str, Any]) -> dict[str, Any]:
-        request = urllib.request.Request(self._url + what, json.dumps(body).encode(), method="POST")
-        directly = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        try:
-            with directly.open(request, timeout=_ANSWER_S) as answer:
-                found = json.load(answer)
-        except urllib.error.HTTPError as error:
-            raise CoordinationError(f"etcd answers {error.code}: {error.read(200).decode(errors='replace')}") from None
-        except (OSError, ValueError, http.client.HTTPException) as error:
-            raise CoordinationError(f"etcd does not answer: {error}") from None
-        if not isinstance(found, dict):
-            raise CoordinationError("what answers there is no etcd")
+        is_new = not self._token and self._log_in()
+        status, found = self._post(f"kv/{what}", body)
+        if status in _MAY_BE_EXPIRED and not is_new and self._log_in():  # what was refused has changed nothing
+            status, found = self._post(f"kv/{what}", body)
+        if status != _OK:
+            raise CoordinationError(f"etcd answers {status}: {found.get('message')}{self._advise(status)}")
         return found
+
+    def _log_in(self) -> bool:
+        """Get a token for the user, if there is one; return whether etcd has given one."""
+        self._token = ""
+        if self._login is None:
+            return False
+        user = {"name": self._login.user, "password": self._login.password}
+        status, found = self._post("auth/authenticate", user)
+        if status != _OK and found.get("code") != _FAILED_PRECONDITION:
+            raise CoordinationError(f"etcd does not let {self._login.user} in: {found.get('message')} ({status})")
+        self._token = str(found.get("token", ""))
+        return bool(self._token)
+
+    def _post(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        headers = {"Authorization": self._token} if self._token else None
+        return self._service.call("POST", f"/v3/{path}", body, headers)
+
+    def _advise(self, status: int) -> str:
+        if status == _FORBIDDEN and self._login is not None:
+            return f". Give {self._login.user} a role that reads and writes the keys with the prefix phalanx/witness/"
+        if status in _MAY_BE_EXPIRED and self._login is None:
+            return " (where etcd has users: etcd://USER@HOST:PORT, with the password in ETCDCTL_PASSWORD)"
+        return ""
 
 
 def _encode(value: bytes) -> str:

@@ -67,7 +67,8 @@ class FollowedSuccession:
     @property
     def fds(self) -> tuple[int, ...]:
         """Return descriptors that are readable when `receive` has something to do."""
-        return (self._successor.fileno(),)
+        trial = self._successor.trial
+        return (self._successor.fileno(), *(() if trial is None else (trial.fileno(),)))
 
     @property
     def is_electing(self) -> bool:
@@ -118,6 +119,8 @@ class FollowedSuccession:
             self._is_resumed = False
             self._channel.give_back([each for each in self._early if not _is_of_itself(each)])
             self._early = []
+        for line in () if self._successor.trial is None else self._successor.trial.take():
+            self._host.display.say(f"phalanx run: {line}")
         for elected in self._successor.take_result() if self._successor.fileno() in ready else ():
             self._early += self._channel.take()
             early = [each for each in self._early if not _is_of_itself(each)]

@@ -50,6 +50,7 @@ from phalanx.launch.hosts.succession_message import (
     term_from_json,
 )
 from phalanx.launch.hosts.witness import WITNESS, Witness
+from phalanx.launch.hosts.witness_trial import WitnessTrial
 
 _FEWEST_S = 3.0  # that an election may take, however short the hosts' timeout is
 _TURN_S = 1.0  # after which the next standby stands, too
@@ -119,6 +120,7 @@ class Successor:
         self._standby: Standby | None = None
         self._standby_term: Term | None = None
         self._witness: Witness | None = None  # the witness of the job, once this host stands by
+        self.trial: WitnessTrial | None = None  # what has come of asking it once
         self._place: Service | None = None  # the polling place
         self._polling_places: tuple[str, ...] = ()  # where standbys say who was elected, for a host without a vote
         self._num_asked = 0
@@ -168,6 +170,8 @@ class Successor:
         ticket = str(body["ticket"])
         self._standby_term = term_from_json(body["term"])
         self._witness = None if body["witness"] is None else Witness.from_json(body["witness"], self._key)
+        if self._witness is not None and self.trial is None:
+            self.trial = WitnessTrial(Witness.from_json(body["witness"], self._key))
         if self._place is None:
             self._place = Service(join_endpoint(self._own, 0), self._key)
         address = str(self._place.address)
@@ -413,6 +417,8 @@ class Successor:
         for thread in self._threads:
             thread.join()
         self._dismiss()
+        if self.trial is not None:
+            self.trial.close()
         if self._place is not None:
             self._place.close()
             self._place = None

@@ -29,7 +29,8 @@ class Witness:
     """`Witness` is that of one job. Its methods wait for the register, two seconds for each answer.
 
     Arguments:
-        address: HOST:PORT of a `phalanx coordinator` that has the job's key, or etcd://HOST:PORT.
+        address: HOST:PORT of a `phalanx coordinator` that has the job's key, etcd://HOST:PORT or
+            lease://NAMESPACE/NAME.
         job: what tells this job from others that have the same witness.
     """
 
@@ -65,6 +66,14 @@ class Witness:
             return  # it may have promised something, and forgotten it since: a second value would promise it again
         self._may_have_begun = True
         register.write(self._name, b"", _to_bytes(Voter(WITNESS)))
+
+    def check(self) -> None:
+        """Ask it for what it knows of the job, to see whether it answers.
+
+        Raises:
+            PhalanxError, OSError: it can't be reached, or refuses this host.
+        """
+        self._open().read(self._name)
 
     def propose(self, config: Config) -> Reply:
         """Return its reply to a proposal.

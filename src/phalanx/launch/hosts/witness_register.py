@@ -1,4 +1,6 @@
-"""A `Register` is where a witness's vote lies: in the store of a coordinator outside the job, or in an etcd."""
+"""A `Register` is where a witness's vote lies: in the store of a coordinator outside the job, in an etcd or in a
+Lease of Kubernetes.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,9 @@ from typing import Protocol
 
 from phalanx.coordination.client import Client
 from phalanx.coordination.key import Key
-from phalanx.launch.hosts.etcd_register import EtcdRegister, is_etcd
+from phalanx.launch.hosts.etcd_register import EtcdRegister
+from phalanx.launch.hosts.lease_register import LeaseRegister
+from phalanx.launch.witness_address import is_etcd, is_lease
 
 _ANSWER_S = 2.0
 
@@ -58,9 +62,12 @@ class CoordinatorRegister:
 
 
 def open_register(address: str, key: Key | None) -> Register:
-    """Return the register at HOST:PORT of a `phalanx coordinator` that has this key, or at etcd://HOST:PORT.
+    """Return the register at HOST:PORT of a `phalanx coordinator` that has this key, at etcd://HOST:PORT or at
+    lease://NAMESPACE/NAME.
 
     Raises:
-        CoordinationError: no coordinator answers there.
+        CoordinationError: no coordinator answers there, or what this host needs to ask is missing.
     """
+    if is_lease(address):
+        return LeaseRegister(address)
     return EtcdRegister(address) if is_etcd(address) else CoordinatorRegister(address, key)
