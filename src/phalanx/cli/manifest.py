@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,7 @@ def slurm(ctx: click.Context, /, time_limit: str, partition: str, log: str, **as
             program = [sys.executable, "-m", "phalanx"]
         return write_batch_script(request, program, time=time_limit, partition=partition, output=log)
 
-    _write(ctx, write, **asked)
+    _write(ctx, write, {}, **asked)
 
 
 @command.command("kubernetes", context_settings=_WORDS, short_help="A Job for `kubectl apply`.")
@@ -72,26 +72,33 @@ def slurm(ctx: click.Context, /, time_limit: str, partition: str, log: str, **as
 def kubernetes(
     ctx: click.Context, /, image: str, namespace: str, secret: str, folder: str, user: int, shm: str, **asked: Any
 ) -> None:
-    """Write a headless Service and an indexed Job, a pod for each node; the key is in a Secret that they name."""
+    """Write a headless Service and an indexed Job, a pod for each node; the key is in a Secret that they name.
+
+    Where the command has --witness lease://NAME, also the ServiceAccount, Role and RoleBinding that the pods need for
+    that Lease.
+    """
     from phalanx.manifests.kubernetes import Cluster, write_manifest
 
     cluster = Cluster(image, namespace, secret, folder, user, shm)
-    _write(ctx, lambda request: write_manifest(request, cluster), **asked)
+    _write(ctx, lambda request: write_manifest(request, cluster), {"PET_NNODES": str(asked["nodes"])}, **asked)
 
 
-def _write(ctx: click.Context, write: Callable[[Any], str], output: str | None, **asked: Any) -> None:
+def _write(
+    ctx: click.Context, write: Callable[[Any], str], variables: Mapping[str, str], output: str | None, **asked: Any
+) -> None:
     from phalanx.errors import LaunchError
     from phalanx.launch.command_line import parse
     from phalanx.manifests.request import Request, check
 
     words = tuple(asked["words"])
     try:
-        check(words)
-        settings = parse(words)
+        check(words, variables)
+        settings = parse(words, variables)
         assert settings is not None
         target = settings.target.name.rpartition("/")[2].removesuffix(".py")
         name = asked["name"] or re.sub(r"[^a-z0-9]+", "-", target.lower()).strip("-") or "phalanx"
-        text = write(Request(words, asked["nodes"], name, asked["cpus"] or 0, asked["gpus"] or 0, asked["memory"]))
+        each = asked["cpus"] or 0, asked["gpus"] or 0, asked["memory"]
+        text = write(Request(words, asked["nodes"], name, *each, variables))
     except LaunchError as error:
         click.echo(error, err=True)
         ctx.exit(error.exit_code)

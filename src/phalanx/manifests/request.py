@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from phalanx.agent.settings import USAGE_EXIT_CODE
 from phalanx.errors import LaunchError
@@ -15,7 +15,7 @@ from phalanx.launch.command_line import parse
 class Request:
     """A request is a job of `nodes` nodes with so much each; 0 and "" leave it to the scheduler.
 
-    `words` follow `phalanx run`.
+    `words` follow `phalanx run`. `variables` are those of the file by which it learns how many nodes there are.
     """
 
     words: tuple[str, ...]
@@ -24,20 +24,27 @@ class Request:
     cpus: int = 0
     gpus: int = 0
     memory: str = ""
+    variables: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def run_words(self) -> tuple[str, ...]:
         """Return the words that follow `phalanx run`, as they go into the file."""
-        settings = parse(self.words)
+        settings = parse(self.words, self.variables)
         assert settings is not None
         if self.gpus or not self.cpus or settings.nproc != "auto":
             return self.words
         # A limit on processor time hides no core: counted in the job, they would be all of the machine's.
         return (f"--nproc-per-node={self.cpus}", *self.words)
 
+    @property
+    def witness(self) -> str:
+        """Return what --witness names; "" without it."""
+        settings = parse(self.words, self.variables)
+        return "" if settings is None or settings.rendezvous is None else settings.rendezvous.witness
 
-def check(words: Sequence[str]) -> None:
-    """Check that `phalanx run` would take the words.
+
+def check(words: Sequence[str], variables: Mapping[str, str]) -> None:
+    """Check that `phalanx run` would take the words, with these variables in the environment.
 
     Raises:
         LaunchError: it would not; or they ask for what the scheduler decides.
@@ -54,7 +61,7 @@ def check(words: Sequence[str]) -> None:
                 "the command; which is which, and where they meet, they find out.",
                 exit_code=USAGE_EXIT_CODE,
             )
-    if parse(words) is None:
+    if parse(words, variables) is None:
         raise LaunchError("phalanx manifest: nothing to run, only --help", exit_code=USAGE_EXIT_CODE)
 
 
