@@ -93,6 +93,8 @@ READS_ENVIRONMENT = {
     "cli": "on a user's behalf",
     "launch": "on a user's behalf",
     "agent": "makes the environment of the ranks, and becomes the user's program there",
+    "coordination/witness/etcd_login.py": "users and certificates, by etcdctl's names",
+    "coordination/witness/service_account.py": "where a pod finds the API server of Kubernetes",
     "backend/rendezvous.py": "reads what launchers set",
     "backend/torch_integration/backend_names.py": "asks whether `phalanx run` started this process",
     "backend/torch_integration/flight_recorder.py": "whether PyTorch's recorder is on, and into which file it dumps",

@@ -1,4 +1,4 @@
-"""Standbys that stand for the lead: alone, and with others that have lost the leader, too. Real coordinators, no ranks."""
+"""Standbys that stand for the lead, alone or with others that have lost the leader, too. Coordinators are real."""
 
 import contextlib
 import time

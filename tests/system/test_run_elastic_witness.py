@@ -1,7 +1,7 @@
 """An elastic job of two hosts goes on without either of them, where a witness has a vote: real processes.
 
 The hosts are network namespaces, and the witness is on a third one: a `phalanx coordinator`, an etcd, or a Lease in the
-API server of `tests/launch/kubernetes_api.py`, which is not Kubernetes'.
+API server of `tests/coordination/kubernetes_api.py`, which is not Kubernetes'.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.system.test_run_elastic_first_host import WAITS, address_of, await_st
 from tests.system.test_run_elastic_hosts import Cluster, samples_of_epochs
 
 from phalanx.coordination.key import Key
-from phalanx.launch.hosts.lease_register import ANNOTATION
+from phalanx.coordination.witness.lease_register import ANNOTATION
 from phalanx.testing import why_no_hosts
 from phalanx.testing.namespaces import Host, hosts
 
@@ -227,7 +227,7 @@ class Pod(Host):
 @contextlib.contextmanager
 def serving_leases(machine: Host, folder: Path) -> Iterator[tuple[str, str, list[Any]]]:
     """Run an API server on a host; its port, the folder of a service account, and at the end the Leases that it has."""
-    line = [*machine.command, sys.executable, "-m", "tests.launch.kubernetes_api", machine.address, str(folder)]
+    line = [*machine.command, sys.executable, "-m", "tests.coordination.kubernetes_api", machine.address, str(folder)]
     root = Path(__file__).parents[2]
     with subprocess.Popen(line, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

@@ -23,6 +23,9 @@ MAX_ENVELOPE_BYTES = MAX_FRAME_BYTES + (64 << 10)  # for frames that a relay han
 WRITE_ONCE = "#once"
 """A key that ends so is set once and keeps its value as long as it is there: a host need not ask for it twice."""
 
+# what reading a message raises that makes no sense, which counts as if it had not come
+MALFORMED = (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
+
 _HEAD = struct.Struct("<HBQ")
 _FIELD_BYTES = 4
 KIND = slice(2, 3)  # where the kind of the first message stands in a frame

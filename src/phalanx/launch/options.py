@@ -72,7 +72,7 @@ def _read_host_timeout(text: str) -> float:
 
 
 def _read_witness(text: str) -> str:
-    from phalanx.launch.witness_address import read_witness  # here: most jobs are on one host
+    from phalanx.coordination.witness.address import read_witness  # here: most jobs are on one host
 
     return read_witness(text)
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from phalanx.agent.settings import USAGE_EXIT_CODE
+from phalanx.coordination.witness.address import is_lease, read_lease
 from phalanx.errors import LaunchError
-from phalanx.launch.witness_address import is_lease, read_lease
 from phalanx.manifests.request import Request
 
 _PORT = 29400

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from phalanx.coordination.address import Address
 from phalanx.coordination.client import Client
 from phalanx.coordination.event import Event
+from phalanx.coordination.wire import MALFORMED
 from phalanx.errors import PhalanxError
 from phalanx.ipc.wakeup import Mailbox
 
@@ -30,10 +31,6 @@ _POST_S = 5.0  # one try takes so long; while the link is cut the next one follo
 MAX_WAITING_BYTES = 1 << 20
 _MAX_BATCH, _MAX_BATCH_BYTES = 64, 1 << 18  # messages to one member that travel together
 _KEY = -2  # in place of a member: the bytes are a key and its value
-
-
-# A message that makes no sense counts as if it had not come.
-MALFORMED = (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
 
 
 @dataclass(frozen=True)

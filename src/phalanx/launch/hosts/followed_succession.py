@@ -16,8 +16,9 @@ from phalanx.agent.generation import Limits
 from phalanx.agent.host import Host
 from phalanx.agent.plan import JobPlan
 from phalanx.coordination.address import Address
+from phalanx.coordination.wire import MALFORMED
 from phalanx.errors import PhalanxError
-from phalanx.launch.hosts.control_channel import MALFORMED, Change, ControlChannel, ControlMessage
+from phalanx.launch.hosts.control_channel import Change, ControlChannel, ControlMessage
 from phalanx.launch.hosts.host_state import HostState
 from phalanx.launch.hosts.leader_state import LeaderState
 from phalanx.launch.hosts.successor import Elected, Successor

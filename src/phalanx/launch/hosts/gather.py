@@ -16,12 +16,13 @@ from phalanx.agent.host import Host
 from phalanx.agent.plan import JobPlan, find_free_port
 from phalanx.coordination.key import Key
 from phalanx.coordination.rendezvous import Rendezvous, join_endpoint
+from phalanx.coordination.wire import MALFORMED
 from phalanx.descriptors import wait_readable
 from phalanx.diagnostics.printable import printable
 from phalanx.errors import LaunchError
 from phalanx.host_addresses import OwnAddress, find_interface
 from phalanx.ipc.event_loop import EventLoop, Source
-from phalanx.launch.hosts.control_channel import MALFORMED, Change, ControlChannel, ControlMessage
+from phalanx.launch.hosts.control_channel import Change, ControlChannel, ControlMessage
 from phalanx.launch.hosts.job_spec import choose_environment, name_own_address
 from phalanx.launch.hosts.lead_guard import LeadGuard
 from phalanx.launch.hosts.leader import LeaderLink

@@ -22,11 +22,12 @@ from phalanx.agent.plan import JobPlan
 from phalanx.coordination.address import Address
 from phalanx.coordination.relay import Relay
 from phalanx.coordination.rendezvous import Rendezvous
+from phalanx.coordination.wire import MALFORMED
 from phalanx.diagnostics.printable import printable, printable_lines
 from phalanx.errors import LaunchError, PhalanxError
 from phalanx.host_addresses import OwnAddress, find_interface
 from phalanx.ipc.event_loop import EventLoop, Source
-from phalanx.launch.hosts.control_channel import FIRST, MALFORMED, Change, ControlChannel, ControlMessage
+from phalanx.launch.hosts.control_channel import FIRST, Change, ControlChannel, ControlMessage
 from phalanx.launch.hosts.first_host import Joined, while_listening
 from phalanx.launch.hosts.followed_succession import FollowedSuccession
 from phalanx.launch.hosts.follower import FollowerLink, say_host_lost, tells_first_lost

@@ -10,11 +10,11 @@ import time
 
 from phalanx.agent.generation import Seating
 from phalanx.coordination.followers import Followers
+from phalanx.coordination.witness.calls import WitnessCalls
+from phalanx.coordination.witness.witness import Witness
 from phalanx.errors import LaunchError, PhalanxError
 from phalanx.launch.hosts.control_channel import ControlChannel, ControlMessage
 from phalanx.launch.hosts.succession import FEWEST_VOTERS, Succession
-from phalanx.launch.hosts.witness import Witness
-from phalanx.launch.hosts.witness_calls import WitnessCalls
 
 _FEWEST_S = 3.0  # that the others may take to agree, however short the hosts' timeout is
 

@@ -17,11 +17,12 @@ from phalanx.agent.host_link import HostLink
 from phalanx.agent.plan import JobPlan
 from phalanx.agent.supervision import Action
 from phalanx.coordination.agent_file import LostHost, create_agent_file, describe_loss, tell_lost
+from phalanx.coordination.wire import MALFORMED
 from phalanx.diagnostics.observer import GroupLog
 from phalanx.diagnostics.printable import printable, printable_lines
 from phalanx.diagnostics.rank_list import name_ranks
 from phalanx.inspect.agent_socket import Request
-from phalanx.launch.hosts.control_channel import MALFORMED, Change, ControlMessage
+from phalanx.launch.hosts.control_channel import Change, ControlMessage
 from phalanx.launch.hosts.departure import LEAVE, Departure
 from phalanx.launch.hosts.elastic_hosts import ElasticHosts
 from phalanx.launch.hosts.generation_message import generation_to_json

@@ -17,6 +17,7 @@ from phalanx.coordination.key import Key
 from phalanx.coordination.key_file import default_path, find_key, make_key
 from phalanx.coordination.rendezvous import Rendezvous, join_endpoint, split_endpoint
 from phalanx.coordination.service import Service
+from phalanx.coordination.witness.witness import Witness
 from phalanx.errors import AuthenticationError, CoordinationError, LaunchError, PhalanxError
 from phalanx.host_addresses import OwnAddress, find_interface, is_own, own_addresses, resolve
 from phalanx.launch.calls.remote import fetch_outcomes
@@ -28,7 +29,6 @@ from phalanx.launch.hosts.job_spec import KEY, JobSpec
 from phalanx.launch.hosts.join_job import follow
 from phalanx.launch.hosts.lead import lead
 from phalanx.launch.hosts.lead_guard import LeadGuard
-from phalanx.launch.hosts.witness import Witness
 
 _CONNECTIONS_OF_HOST = 2
 

@@ -17,13 +17,13 @@ from typing import Any
 
 from phalanx.coordination.followers import Followers
 from phalanx.coordination.succession.config import Config, Stamp
+from phalanx.coordination.succession.message import config_to_json, reply_from_json
 from phalanx.coordination.succession.primary import Primary
 from phalanx.coordination.succession.voter import Accepted, Reply, Voter
+from phalanx.coordination.witness.calls import WitnessCalls
+from phalanx.coordination.witness.witness import WITNESS
 from phalanx.ipc.wakeup import Mailbox
 from phalanx.launch.hosts.control_channel import ControlChannel
-from phalanx.launch.hosts.succession_message import config_to_json, reply_from_json
-from phalanx.launch.hosts.witness import WITNESS
-from phalanx.launch.hosts.witness_calls import WitnessCalls
 
 FEWEST_VOTERS = 3  # of two voters, neither is a majority without the first host
 _MOST_STANDBYS = 2

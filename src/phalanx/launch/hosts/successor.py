@@ -34,23 +34,24 @@ from phalanx.coordination.service import Service
 from phalanx.coordination.standby import Standby
 from phalanx.coordination.succession.candidate import Candidate
 from phalanx.coordination.succession.config import Config, Term
-from phalanx.coordination.succession.primary import Primary
-from phalanx.coordination.succession.voter import Voter
-from phalanx.descriptors import wait_readable
-from phalanx.errors import CoordinationError, DeadlineError, PhalanxError
-from phalanx.ipc.wakeup import Mailbox
-from phalanx.launch.hosts.control_channel import MALFORMED, ControlChannel
-from phalanx.launch.hosts.leader_state import FIRST_KEY
-from phalanx.launch.hosts.leader_state import KEY as LEADER_STATE
-from phalanx.launch.hosts.succession_message import (
+from phalanx.coordination.succession.message import (
     config_from_json,
     config_to_json,
     reply_from_json,
     reply_to_json,
     term_from_json,
 )
-from phalanx.launch.hosts.witness import WITNESS, Witness
-from phalanx.launch.hosts.witness_trial import WitnessTrial
+from phalanx.coordination.succession.primary import Primary
+from phalanx.coordination.succession.voter import Voter
+from phalanx.coordination.wire import MALFORMED
+from phalanx.coordination.witness.trial import WitnessTrial
+from phalanx.coordination.witness.witness import WITNESS, Witness
+from phalanx.descriptors import wait_readable
+from phalanx.errors import CoordinationError, DeadlineError, PhalanxError
+from phalanx.ipc.wakeup import Mailbox
+from phalanx.launch.hosts.control_channel import ControlChannel
+from phalanx.launch.hosts.leader_state import FIRST_KEY
+from phalanx.launch.hosts.leader_state import KEY as LEADER_STATE
 
 _FEWEST_S = 3.0  # that an election may take, however short the hosts' timeout is
 _TURN_S = 1.0  # after which the next standby stands, too

@@ -18,7 +18,9 @@ from phalanx.agent.generation import Limits, plan_generation
 from phalanx.agent.host import Host
 from phalanx.agent.plan import JobPlan
 from phalanx.agent.supervision import Supervision
-from phalanx.launch.hosts.control_channel import MALFORMED, Change, ControlChannel, ControlMessage, decode_lines
+from phalanx.coordination.wire import MALFORMED
+from phalanx.coordination.witness.calls import WitnessCalls
+from phalanx.launch.hosts.control_channel import Change, ControlChannel, ControlMessage, decode_lines
 from phalanx.launch.hosts.elastic_hosts import ElasticHosts
 from phalanx.launch.hosts.forward import Forward
 from phalanx.launch.hosts.host_state import HostState
@@ -28,7 +30,6 @@ from phalanx.launch.hosts.leader_state import LeaderState
 from phalanx.launch.hosts.peer_hosts import PeerHosts
 from phalanx.launch.hosts.succession import Succession
 from phalanx.launch.hosts.successor import Office
-from phalanx.launch.hosts.witness_calls import WitnessCalls
 from phalanx.output.display import Display
 
 if TYPE_CHECKING:

@@ -14,16 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.launch import kubernetes_api
-from tests.launch.kubernetes_api import NAMESPACE, TOKEN, Answer, ApiServer, LeaseStore
+from tests.coordination import kubernetes_api
+from tests.coordination.kubernetes_api import NAMESPACE, TOKEN, Answer, ApiServer, LeaseStore
 
 from phalanx.coordination.succession.config import Config, Electorate, Term
 from phalanx.coordination.succession.voter import Accepted, Promised, Refused, Reply
+from phalanx.coordination.witness import json_service, service_account
+from phalanx.coordination.witness.json_service import JsonService
+from phalanx.coordination.witness.lease_register import ANNOTATION, LeaseRegister
+from phalanx.coordination.witness.witness import WITNESS, Witness
 from phalanx.errors import CoordinationError
-from phalanx.launch.hosts import json_service, service_account
-from phalanx.launch.hosts.json_service import JsonService
-from phalanx.launch.hosts.lease_register import ANNOTATION, LeaseRegister
-from phalanx.launch.hosts.witness import WITNESS, Witness
 
 ADDRESS = "lease://phalanx"
 _ORDERS = 100

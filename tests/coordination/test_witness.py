@@ -14,19 +14,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.launch import kubernetes_api
-from tests.launch.etcd_server import USERS, enable_users, find_free_ports, run_etcd
+from tests.coordination import kubernetes_api
+from tests.coordination.etcd_server import USERS, enable_users, find_free_ports, run_etcd
 
 from phalanx.coordination.key import Key
 from phalanx.coordination.service import Service
 from phalanx.coordination.succession.config import Config, Electorate, Stamp, Term
 from phalanx.coordination.succession.voter import Accepted, Promised, Refused, Reply
+from phalanx.coordination.witness.calls import WitnessCalls
+from phalanx.coordination.witness.etcd_register import EtcdRegister
+from phalanx.coordination.witness.register import CoordinatorRegister, open_register
+from phalanx.coordination.witness.trial import WitnessTrial
+from phalanx.coordination.witness.witness import WITNESS, Witness
 from phalanx.errors import AuthenticationError, CoordinationError
-from phalanx.launch.hosts.etcd_register import EtcdRegister
-from phalanx.launch.hosts.witness import WITNESS, Witness
-from phalanx.launch.hosts.witness_calls import WitnessCalls
-from phalanx.launch.hosts.witness_register import CoordinatorRegister, open_register
-from phalanx.launch.hosts.witness_trial import WitnessTrial
 
 KEY = Key(bytes(32))
 

@@ -6,10 +6,10 @@ import base64
 import os
 from typing import Any
 
+from phalanx.coordination.witness.address import split_etcd
+from phalanx.coordination.witness.etcd_login import find_login, find_tls
+from phalanx.coordination.witness.json_service import JsonService
 from phalanx.errors import CoordinationError
-from phalanx.launch.hosts.etcd_login import find_login, find_tls
-from phalanx.launch.hosts.json_service import JsonService
-from phalanx.launch.witness_address import split_etcd
 
 _OK = 200
 _MAY_BE_EXPIRED = (400, 401)  # the answers to a token that has expired, or is older than a change of users or roles

@@ -6,9 +6,9 @@ import threading
 
 from phalanx.coordination.succession.config import Config
 from phalanx.coordination.succession.voter import Reply
+from phalanx.coordination.witness.witness import Witness
 from phalanx.errors import PhalanxError
 from phalanx.ipc.wakeup import Mailbox
-from phalanx.launch.hosts.witness import Witness
 
 _END_S = 2.0  # that an answer may take as the thread ends
 

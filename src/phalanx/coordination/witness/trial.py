@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 
+from phalanx.coordination.witness.witness import Witness
 from phalanx.errors import PhalanxError
 from phalanx.ipc.wakeup import Mailbox
-from phalanx.launch.hosts.witness import Witness
 
 _END_S = 2.0  # that an answer may take as the thread ends
 

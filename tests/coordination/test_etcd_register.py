@@ -10,12 +10,12 @@ import urllib.error
 from pathlib import Path
 
 import pytest
-from tests.launch.etcd_server import TOKEN_S, USERS, ask, enable_users, run_etcd
-from tests.launch.kubernetes_api import make_certificates
+from tests.coordination.etcd_server import TOKEN_S, USERS, ask, enable_users, run_etcd
+from tests.coordination.kubernetes_api import make_certificates
 
+from phalanx.coordination.witness.etcd_login import EtcdLogin, find_login
+from phalanx.coordination.witness.etcd_register import EtcdRegister
 from phalanx.errors import CoordinationError
-from phalanx.launch.hosts.etcd_login import EtcdLogin, find_login
-from phalanx.launch.hosts.etcd_register import EtcdRegister
 
 NAME = "phalanx/witness/job"
 FILE = "PHALANX_WITNESS_PASSWORD_FILE"
@@ -123,7 +123,7 @@ def test_etcd_by_tls_with_certificates_of_its_own_and_of_its_clients(
 
 
 def test_a_password_that_hangs_an_etcd_is_told_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("phalanx.launch.hosts.json_service._ANSWER_S", 0.2)
+    monkeypatch.setattr("phalanx.coordination.witness.json_service._ANSWER_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as server:
         login = {"ETCDCTL_USER": "a", "ETCDCTL_PASSWORD": "b"}
         for name, value in login.items():

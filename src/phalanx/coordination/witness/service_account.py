@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from phalanx.coordination.witness.json_service import make_tls
 from phalanx.errors import CoordinationError
-from phalanx.launch.hosts.json_service import make_tls
 
 _FOLDER = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 

@@ -8,9 +8,9 @@ from typing import Protocol
 
 from phalanx.coordination.client import Client
 from phalanx.coordination.key import Key
-from phalanx.launch.hosts.etcd_register import EtcdRegister
-from phalanx.launch.hosts.lease_register import LeaseRegister
-from phalanx.launch.witness_address import is_etcd, is_lease
+from phalanx.coordination.witness.address import is_etcd, is_lease
+from phalanx.coordination.witness.etcd_register import EtcdRegister
+from phalanx.coordination.witness.lease_register import LeaseRegister
 
 _ANSWER_S = 2.0
 

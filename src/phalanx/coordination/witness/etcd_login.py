@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from phalanx.coordination.witness.json_service import make_tls
 from phalanx.errors import CoordinationError
-from phalanx.launch.hosts.json_service import make_tls
 
 _PASSWORD_FILE = "PHALANX_WITNESS_PASSWORD_FILE"
 

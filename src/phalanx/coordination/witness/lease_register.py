@@ -16,10 +16,10 @@ from collections.abc import Mapping
 from datetime import datetime, timezone
 from typing import Any, NoReturn
 
+from phalanx.coordination.witness.address import read_lease
+from phalanx.coordination.witness.json_service import JsonService
+from phalanx.coordination.witness.service_account import ServiceAccount
 from phalanx.errors import CoordinationError
-from phalanx.launch.hosts.json_service import JsonService
-from phalanx.launch.hosts.service_account import ServiceAccount
-from phalanx.launch.witness_address import read_lease
 
 ANNOTATION = "phalanx/witness"  # a JSON object: by a job's name, what the witness has promised and accepted
 _API = "coordination.k8s.io/v1"

@@ -15,11 +15,11 @@ from typing import Any
 
 from phalanx.coordination.key import Key
 from phalanx.coordination.succession.config import Config, Term
+from phalanx.coordination.succession.message import config_from_json, config_to_json, term_from_json
 from phalanx.coordination.succession.voter import Reply, Voter
+from phalanx.coordination.wire import MALFORMED
+from phalanx.coordination.witness.register import Register, open_register
 from phalanx.errors import CoordinationError
-from phalanx.launch.hosts.control_channel import MALFORMED
-from phalanx.launch.hosts.succession_message import config_from_json, config_to_json, term_from_json
-from phalanx.launch.hosts.witness_register import Register, open_register
 
 WITNESS = -2  # its number among the voters, which no member has
 _MOST_TRIES = 100  # a step between two steps of others is tried so often

@@ -5,7 +5,7 @@ Leases: a Lease is written only by who has its newest resourceVersion and its ui
 resourceVersion (422), and a PUT of one that is not there creates it where the body has no uid. A PUT that changes
 nothing leaves the resourceVersion as it is.
 
-    python -m tests.launch.kubernetes_api HOST FOLDER      serves at HOST; FOLDER gets the service account's files
+    python -m tests.coordination.kubernetes_api HOST FOLDER      serves at HOST; FOLDER gets the service account's files
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.launch.hosts import service_account
+from phalanx.coordination.witness import service_account
 
 TOKEN = "the-first-token"
 NAMESPACE = "ml"
