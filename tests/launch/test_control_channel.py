@@ -6,6 +6,7 @@ import json
 import os
 import select
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -189,6 +190,74 @@ def test_messages_that_wait_for_one_member_travel_together_and_in_order() -> Non
             assert select.select([third.fileno()], [], [], 30.0)[0]
             heard = _taken(third)
         assert [message.body["value"] for message in heard] == [50]
+
+
+def test_a_message_for_many_is_put_into_words_once_and_travels_in_one_frame() -> None:
+    """To tell a thousand hosts that one is lost took a thousand round trips, one after another."""
+    with _two() as (channel, other), Client(channel._client.address.path) as third:
+        third.join(_AGENT)
+        frames: list[list[int]] = []
+        post_all = channel._client.post_all
+
+        def count(messages: Any, timeout: Any = None) -> list[int]:
+            frames.append([member for member, _ in messages])
+            return post_all(messages, timeout)
+
+        vars(channel._client).update(post_all=count)
+        gone = 999
+        channel.put_many((other.member, gone, third.member), "host lost", host="c")
+        assert channel.flush(30.0)
+        assert frames == [[other.member, gone, third.member]]
+        for client in (other, third):
+            heard: list[ControlMessage] = []
+            while not heard:
+                assert select.select([client.fileno()], [], [], 30.0)[0]
+                heard = _taken(client)
+            assert [(message.kind, message.body) for message in heard] == [("host lost", {"host": "c"})]
+
+
+def test_a_member_whose_outbox_is_full_holds_up_nobody_else_and_gets_all_in_order() -> None:
+    with _two() as (channel, other), Client(channel._client.address.path) as third:
+        third.join(_AGENT)
+        for number in range(12):  # more than an outbox holds
+            channel.put(other.member, "x", value=number, long="x" * 1_000_000)
+        channel.put(third.member, "x", value="third")
+        heard: list[ControlMessage] = []
+        while not heard:
+            assert select.select([third.fileno()], [], [], 30.0)[0]
+            heard = _taken(third)
+        assert [message.body["value"] for message in heard] == ["third"]
+        assert not channel.flush(0.0)
+        values: list[int] = []
+        while len(values) < 12:
+            values += [json.loads(event.body)["value"] for event in _events(other) if event.kind == "message"]
+        assert values == list(range(12))
+        assert channel.flush(30.0)
+
+
+def test_a_batch_under_way_while_another_coordinator_takes_over_is_sent_there_if_it_is_lines() -> None:
+    is_posting, may_go_on, posted = threading.Event(), threading.Event(), []
+
+    def post_all(messages: Any, timeout: Any) -> list[int]:
+        is_posting.set()
+        assert may_go_on.wait(30.0)
+        posted.append([(member, json.loads(line)["kind"]) for member, data in messages for line in data.split(b"\n")])
+        return []
+
+    client = SimpleNamespace(member=5, post_all=post_all, follow_member=lambda *_: None, close=lambda: None)
+    channel = ControlChannel(cast(Any, client))
+    try:
+        channel.survives = True
+        channel.put(0, "lines", items=[])
+        assert is_posting.wait(30.0)
+        channel.put(0, "started", rank=1)
+        channel.put(0, "lines", items=[])
+        channel.redirect(3, cast(Any, None), b"", 1.0)
+        may_go_on.set()
+        assert channel.flush(30.0)
+        assert posted == [[(0, "lines")], [(3, "lines"), (3, "lines")]]
+    finally:
+        channel.close()
 
 
 def _taken(client: Client) -> list[ControlMessage]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Iterator, Sequence
@@ -170,6 +171,33 @@ class Client(MemberConnection):
                     f"{deadline.timeout_s:.1f} s."
                 )
             time.sleep(min(_BUSY_PAUSE_S, deadline.left_s))
+
+    def post_all(self, messages: Sequence[tuple[int, bytes]], timeout: Timeout = None) -> list[int]:
+        """Send messages, each to a member or with -1 to all others, in one frame of at most `MAX_MESSAGES`.
+
+        Return the places of those for which a receiver's outbox had no room, which are to be posted again. A message to
+        a member that is not there (any more), or that is too long, is dropped.
+
+        Raises:
+            DeadlineError: not all were answered in time; some may have been posted.
+            CoordinationError: the connection has failed, or the coordinator does not know this process as a member.
+        """
+        deadline = self._deadline(timeout)
+        calls = self._begin_all([(Op.POST, (pack_number(to), body)) for to, body in messages], deadline)
+        with contextlib.ExitStack() as ends:
+            for call in calls:
+                ends.callback(self._end, call)
+            for call in calls:
+                self._await(call, deadline)
+        if not all(call.is_over for call in calls):
+            raise self._late(deadline, ())
+        return [place for place, call in enumerate(calls) if self._is_refused_room(call)]
+
+    def _is_refused_room(self, call: PendingCall) -> bool:
+        try:
+            return call.result(self._where) == [b"busy"]
+        except ValueError:  # nobody is there to be told
+            return False
 
     def report(self, kind: str, body: bytes) -> None:
         """Hand in a report (a failure, a flight record), which others can ask for."""

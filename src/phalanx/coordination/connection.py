@@ -10,24 +10,24 @@ import os
 import select
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 
 import zmq
 
 from phalanx.coordination.address import Address
+from phalanx.coordination.call_room import CallRoom
 from phalanx.coordination.connection_errors import cut_off, late, started_again, unreachable, without_key
 from phalanx.coordination.connection_guard import cut
 from phalanx.coordination.dealer import EPOCH_BYTES, EVENTS, open_dealer
 from phalanx.coordination.event import Event
 from phalanx.coordination.event_inbox import EventInbox
 from phalanx.coordination.key import Key
-from phalanx.coordination.pending_call import PendingCall
+from phalanx.coordination.pending_call import PendingCall, Request, pack_calls
 from phalanx.coordination.reader import Reader
 from phalanx.coordination.refusal import explain_refusal
 from phalanx.coordination.route import NoRouteError, Route, find_route
 from phalanx.coordination.wire import (
-    MAX_FRAME_BYTES,
     MAX_MESSAGES,
     VERSION,
     Op,
@@ -98,7 +98,7 @@ class Connection:
     def _reset(self) -> None:
         self._pid = os.getpid()
         self._lock = threading.Lock()  # it guards the socket, and all that follows
-        self._room = threading.BoundedSemaphore(_MAX_CALLS)
+        self._room = CallRoom(_MAX_CALLS)
         self._calls: dict[int, PendingCall] = {}
         self._number = 0
         self._epoch = b""
@@ -255,28 +255,29 @@ class Connection:
 
     def _begin(self, what: int, *fields: bytes, deadline: Deadline) -> PendingCall:
         """Send a request; every call of this needs one of `_end`."""
+        return self._begin_all([(what, fields)], deadline)[0]
+
+    def _begin_all(self, requests: Sequence[Request], deadline: Deadline) -> list[PendingCall]:
+        """Send requests in one frame, of at most `MAX_MESSAGES`; each call that is returned needs one of `_end`."""
         if os.getpid() != self._pid:
             self._revive(deadline)
         if self._is_closed:
             raise ClosedError(f"{self._where}: this client was closed")
-        if not self._room.acquire(timeout=min(deadline.left_s, threading.TIMEOUT_MAX)):
+        if not self._room.take(len(requests), deadline.left_s):
             raise DeadlineError(f"{self._where}: {_MAX_CALLS} calls of this process wait already.")
         try:
             with self._lock:
                 if self._socket is None:
                     raise ClosedError(f"{self._where}: this client was closed")
-                self._number += 1
-                message = pack(what, self._number, *fields)
-                if len(message) > MAX_FRAME_BYTES:
-                    raise ValueError(f"a request of {len(message)} bytes; the longest may have {MAX_FRAME_BYTES}")
-                call = PendingCall(self._number, what, message)
-                self._calls[call.number] = call
-                self._transmit(call)
+                calls = pack_calls(requests, self._number + 1)
+                self._number += len(calls)
+                self._calls.update((call.number, call) for call in calls)
+                self._transmit(*calls)
                 self._read()
         except BaseException:
-            self._room.release()
+            self._room.give_back(len(requests))
             raise
-        return call
+        return calls
 
     def _await(self, call: PendingCall, deadline: Deadline) -> None:
         """Wait until the request is answered, or time is up; it goes on nevertheless."""
@@ -295,7 +296,7 @@ class Connection:
             if not call.is_over:
                 self._withdraw(call)
         finally:
-            self._room.release()
+            self._room.give_back()
 
     def _withdraw(self, call: PendingCall) -> None:
         with self._lock:
@@ -310,9 +311,11 @@ class Connection:
     # ZeroMQ's descriptor is readable once for all that has arrived, and a send takes that note away from who polls it:
     # whoever sends must `_read` afterwards, before it lets go of the lock.
 
-    def _transmit(self, call: PendingCall) -> None:
-        call.note_sent(time.monotonic())
-        self._transmit_raw(call.message)
+    def _transmit(self, *calls: PendingCall) -> None:
+        now = time.monotonic()
+        for call in calls:
+            call.note_sent(now)
+        self._transmit_raw(b"".join([call.message for call in calls]))
 
     def _transmit_raw(self, message: bytes) -> None:
         try:

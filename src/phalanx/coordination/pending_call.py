@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 
-from phalanx.coordination.wire import Status
+from phalanx.coordination.wire import MAX_FRAME_BYTES, Status, pack
 from phalanx.errors import CoordinationError
+
+Request = tuple[int, Sequence[bytes]]  # an `Op` and its fields
 
 _RESEND_S, _MOST_DOUBLINGS = 3.0, 3
 _RESEND_PARKED_S = 20.0  # the coordinator lets go of what a client that says nothing for a minute waits for
@@ -73,3 +76,18 @@ class PendingCall:
         if self.answer == Status.UNKNOWN:
             raise CoordinationError(f"{where} does not count this process as a member: {said}.", reason="expelled")
         raise ValueError(said)
+
+
+def pack_calls(requests: Sequence[Request], first: int) -> list[PendingCall]:
+    """Return a call for each request, numbered from `first`, whose messages together make one frame.
+
+    Raises:
+        ValueError: they are too long for a frame.
+    """
+    calls = [
+        PendingCall(number, what, pack(what, number, *fields)) for number, (what, fields) in enumerate(requests, first)
+    ]
+    size = sum(len(call.message) for call in calls)
+    if size > MAX_FRAME_BYTES:
+        raise ValueError(f"a request of {size} bytes; the longest may have {MAX_FRAME_BYTES}")
+    return calls

@@ -6,13 +6,11 @@ agent ── put ──▶ queue ──▶ thread ──▶ coordinator ──�
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import math
 import threading
 import time
-from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +20,7 @@ from phalanx.coordination.event import Event
 from phalanx.coordination.wire import MALFORMED
 from phalanx.errors import PhalanxError
 from phalanx.ipc.wakeup import Mailbox
+from phalanx.launch.hosts.send_queue import KEY, Entry, SendQueue
 
 if TYPE_CHECKING:
     from phalanx.coordination.service import Service
@@ -29,8 +28,7 @@ if TYPE_CHECKING:
 FIRST = 0  # the first host's member: it joins before anybody else can
 _POST_S = 5.0  # one try takes so long; while the link is cut the next one follows
 MAX_WAITING_BYTES = 1 << 20
-_MAX_BATCH, _MAX_BATCH_BYTES = 64, 1 << 18  # messages to one member that travel together
-_KEY = -2  # in place of a member: the bytes are a key and its value
+_FULL_PAUSE_S = 0.005  # before what an outbox had no room for is sent again
 
 
 @dataclass(frozen=True)
@@ -81,10 +79,8 @@ class ControlChannel:
         self._is_held = False
         self._own_lines: list[bytes] = []  # what was to be told the leader, as this host became it
         self.notices = notices or Notices()
-        self._queue: deque[tuple[int, bytes]] = deque()  # a message without words means to expel that member
-        self._num_sending = 1  # so many of them, the first ones, are being sent
+        self._queue = SendQueue()
         self._lock = threading.Condition()
-        self._waiting_bytes = 0
         self._is_closing = False
         self._number = 0
         self._taken: dict[int, int] = {}  # member -> number of its last message: one may come twice after a cut
@@ -105,23 +101,25 @@ class ControlChannel:
     @property
     def full(self) -> bool:
         """Return whether so much is still to be sent that nothing more should be printed."""
-        return self._waiting_bytes > MAX_WAITING_BYTES
+        return self._queue.num_bytes > MAX_WAITING_BYTES
 
     def put(self, member: int, kind: str, **body: Any) -> None:
         """Have a message sent to `member` (-1: to all others)."""
+        self.put_many((member,), kind, **body)
+
+    def put_many(self, members: Iterable[int], kind: str, **body: Any) -> None:
+        """Have the same message sent to each of `members`; it is put into words once."""
         with self._lock:
             self._number += 1
             data = json.dumps({"kind": kind, "number": self._number, "now": time.monotonic(), **body}).encode()
-            self._waiting_bytes += len(data)
-            self._queue.append((member, data))
+            for member in members:
+                self._queue.put(member, data)
             self._lock.notify()
 
     def put_key(self, key: str, value: bytes) -> None:
         """Have a key set in the store, before what is put after it is sent."""
         with self._lock:
-            data = key.encode() + b"\0" + value
-            self._waiting_bytes += len(data)
-            self._queue.append((_KEY, data))
+            self._queue.put(KEY, key.encode() + b"\0" + value)
             self._lock.notify()
 
     def put_datagram(self, member: int, **body: Any) -> None:
@@ -131,7 +129,7 @@ class ControlChannel:
     def expel(self, member: int) -> None:
         """Have the coordinator count `member` out, after what it was sent before."""
         with self._lock:
-            self._queue.append((member, b""))
+            self._queue.put(member, b"")
             self._lock.notify()
 
     def give_back(self, messages: Sequence[ControlMessage | Change]) -> None:
@@ -187,8 +185,7 @@ class ControlChannel:
             PhalanxError: the coordinator does not answer within the time.
         """
         with self._lock:
-            self._drop_unsent()
-            self._waiting_bytes = sum(len(data) for _, data in self._queue)
+            self._queue.drop()
         self._client.timeout = timeout_s
         if self._client.member >= 0:  # it may count on us again, but our ranks are gone
             self._client.leave("it has lost the first host for a while")
@@ -223,11 +220,10 @@ class ControlChannel:
 
     def _readdress(self, first: int) -> None:
         with self._lock:
-            kept = [data for member, data in self._queue if member == self.first and _is_lines(data)]
+            kept = [Entry(first, data) for to, data in self._queue.unsent if to == self.first and _is_lines(data)]
             if first == self.member:
-                self._own_lines, kept = kept, []
-            self._queue = deque((first, data) for data in kept)
-            self._waiting_bytes = sum(map(len, kept))
+                self._own_lines, kept = [entry.data for entry in kept], []
+            self._queue.replace(kept)
             self.first = first
 
     @property
@@ -238,15 +234,15 @@ class ControlChannel:
     def flush(self, timeout_s: float) -> bool:
         """Wait until all has been sent; False when time is up."""
         end = time.monotonic() + timeout_s
-        while self._waiting_bytes and time.monotonic() < end and self._thread.is_alive():
+        while self._queue.num_bytes and time.monotonic() < end and self._thread.is_alive():
             time.sleep(0.005)
-        return not self._waiting_bytes
+        return not self._queue.num_bytes
 
     def take_back(self, kind: str) -> list[dict[str, Any]]:
         """Return the messages of a kind that were not sent, and will not be: whoever was to read them has gone."""
         with self._lock:
-            waiting = [json.loads(data) for member, data in self._queue if data and member != _KEY]
-            self._drop_unsent()
+            waiting = [json.loads(data) for member, data in self._queue.unsent if data and member != KEY]
+            self._queue.drop()
             self._is_closing = True
             self._lock.notify()
         return [message for message in waiting if message["kind"] == kind]
@@ -273,55 +269,48 @@ class ControlChannel:
         self._thread.join(_POST_S)
         self.notices.close()
 
-    def _drop_unsent(self) -> None:
-        while len(self._queue) > self._num_sending:
-            self._queue.pop()
-
-    def _next_batch(self) -> tuple[int, bytes]:
-        """Return the first member that is to be told something, and what: all that stands for it in a row."""
-        member, data = self._queue[0]
-        lines, size = [data], len(data)
-        for other, line in itertools.islice(self._queue, 1, _MAX_BATCH):
-            size += len(line)
-            if other != member or member == _KEY or not data or not line or size > _MAX_BATCH_BYTES:
-                break
-            lines.append(line)
-        self._num_sending = len(lines)
-        return member, b"\n".join(lines)
-
     def _send(self) -> None:
         while not self._is_closing:
             with self._lock:
-                if not self._queue or self._is_held:
+                if not len(self._queue) or self._is_held:
                     self._lock.wait()
                     continue
-                member, data = self._next_batch()
+                batch = self._queue.take_batch()
                 redirects = self._redirects
-            while not self._is_closing and redirects == self._redirects:
-                try:
-                    if member == _KEY:
-                        key, _, value = data.partition(b"\0")
-                        self._client.set(key.decode(), value)
-                    elif data:
-                        self._client.post(member, data, timeout=_POST_S)
-                    else:
-                        self._client.expel(member, "the first host has given it up")
-                    break
-                except ValueError:  # it has gone: nobody is there to be told
-                    break
-                except PhalanxError:
-                    if self._client.member < 0 and not self.survives:
-                        break  # the coordinator does not count us any more: an event says so
-                    time.sleep(0.05)
+            full = self._send_batch(batch, redirects)
             with self._lock:
-                if redirects != self._redirects:
-                    self._num_sending = 1
-                    continue
-                self._waiting_bytes -= len(data) - (self._num_sending - 1)  # the ends of lines were not counted
-                if not self._is_closing:
-                    for _ in range(self._num_sending):
-                        self._queue.popleft()
-                self._num_sending = 1
+                if full is None or redirects != self._redirects:
+                    self._queue.take_back_batch()
+                else:
+                    self._queue.settle(full)
+            if full:
+                time.sleep(_FULL_PAUSE_S)
+
+    def _send_batch(self, batch: Sequence[Entry], redirects: int) -> Collection[int] | None:
+        """Try until the batch is sent; return the members whose outboxes had no room, or None if it is not to be sent
+        there any more.
+        """
+        while not self._is_closing and redirects == self._redirects:
+            try:
+                return self._try_to_send(batch)
+            except ValueError:  # it has gone: nobody is there to be told
+                return ()
+            except PhalanxError:
+                if self._client.member < 0 and not self.survives:
+                    return ()  # the coordinator does not count us any more: an event says so
+                time.sleep(0.05)
+        return None
+
+    def _try_to_send(self, batch: Sequence[Entry]) -> Collection[int]:
+        member, data = batch[0]
+        if member == KEY:
+            key, _, value = data.partition(b"\0")
+            self._client.set(key.decode(), value)
+        elif not data:
+            self._client.expel(member, "the first host has given it up")
+        else:
+            return {batch[place].member for place in self._client.post_all(batch, timeout=_POST_S)}
+        return ()
 
 
 def _is_lines(data: bytes) -> bool:

@@ -314,8 +314,7 @@ class Gathering:
         self._trial += 1
         self._ports, self._results = {}, {}
         self._tried, self._gone = {node.facts.member for node in joined_hosts}, set()
-        for node in joined_hosts:
-            self._channel.put(node.facts.member, "answer", trial=self._trial)
+        self._channel.put_many([node.facts.member for node in joined_hosts], "answer", trial=self._trial)
         if not self._await_all(lambda: len(self._ports) == len(joined_hosts)):
             return False
         targets = []

@@ -281,8 +281,7 @@ class LeaderLink(HostLink):
             return
         if self._sweep_limit is None:
             self._sweep_limit = time.monotonic() + HOST_SWEEP_S
-        for node in self._peers.present:
-            self._put(node, "sweep")
+        self._put_all("sweep")
 
     @property
     def is_swept(self) -> bool:
@@ -323,6 +322,10 @@ class LeaderLink(HostLink):
 
     def _put(self, node: Node, kind: str, **body: Any) -> None:
         self._peers.channel.put(node.facts.member, kind, attempt=self._number, **body)
+
+    def _put_all(self, kind: str, **body: Any) -> None:
+        members = [node.facts.member for node in self._peers.present]
+        self._peers.channel.put_many(members, kind, attempt=self._number, **body)
 
     def _read(self, message: ControlMessage | Change) -> None:
         """Follow a message of another host; what makes no sense is as if it had not come."""
@@ -436,8 +439,7 @@ class LeaderLink(HostLink):
             self._host.display.say(f"phalanx run: {node.where}, with {name_ranks(seats)}, is lost: {why}")
         if self._attempt.numbers.store is not None:
             tell_lost(self._attempt.numbers.store, LostHost(tuple(gone), describe_loss(node.where, why)))
-        for other in self._peers.present:
-            self._put(other, "host lost", host=node.where, ranks=seats, gone=gone, why=why)
+        self._put_all("host lost", host=node.where, ranks=seats, gone=gone, why=why)
         self._attempt.do(actions)
         self._attempt.do_elastic(survived or [])
 

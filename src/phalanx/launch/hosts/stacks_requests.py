@@ -40,9 +40,8 @@ class StacksRequests:
         self._num_asked += 1
         waiting = {node.facts.member for node in self._peers.present}
         self._pending[self._num_asked] = _Pending(request, waiting, time.monotonic() + _LIMIT_S)
-        for member in waiting:
-            what = request.message.get("what", "stacks")
-            self._peers.channel.put(member, "stacks", attempt=self._attempt, request=self._num_asked, what=what)
+        what = request.message.get("what", "stacks")
+        self._peers.channel.put_many(waiting, "stacks", attempt=self._attempt, request=self._num_asked, what=what)
         self.answer()
 
     def hear(self, number: int, member: int, text: str) -> None:
