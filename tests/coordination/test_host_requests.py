@@ -8,8 +8,9 @@ import random
 import pytest
 from tests.coordination.test_hostile import random_frame
 
-from phalanx.coordination.coordinator import Coordinator
+from phalanx.coordination.coordinator import UNPARKED_AFTER_S, Coordinator
 from phalanx.coordination.host_requests import KEPT_S, OWN, HostRequests
+from phalanx.coordination.pending_call import RESEND_PARKED_S
 from phalanx.coordination.session import Direct
 from phalanx.coordination.wire import VERSION, WRITE_ONCE, Op, Status, WireError, pack, pack_number, unpack
 
@@ -39,12 +40,15 @@ class Host:
                 for _, frame in zip(message.fields[::2], message.fields[1::2], strict=True):
                     self.asked += [Op(one.what) for one in unpack(frame) if one.what != Op.HELLO]
                 assert self.coordinator.handle(RELAY, envelope, self.now)
-            for session, answers in self.coordinator.take_outgoing():
-                frame = pack(Status.RELAYED, 0, session.route.route, b"".join(answers))
-                self.requests.hear(frame, self.now)
+            self.hear()
         for route, answer in self.requests.take_answers():
             for status, number, fields in unpack(answer):
                 self.answers[int(route.split()[1]), number] = status, fields
+
+    def hear(self):
+        """What the coordinator says comes back."""
+        for session, answers in self.coordinator.take_outgoing():
+            self.requests.hear(pack(Status.RELAYED, 0, session.route.route, b"".join(answers)), self.now)
 
 
 @pytest.fixture
@@ -161,6 +165,68 @@ def test_who_gives_up_is_answered_no_more_and_with_the_last_the_question_ends(ho
     host.ask(0, 2, Op.CANCEL, b"1")
     host.pass_on()
     assert sum(len(session.parked) for session in host.coordinator.sessions.values()) == 0
+
+
+def test_values_of_keys_that_may_change_are_asked_for_once_by_all_who_ask_in_a_moment(host):
+    """Each rank that looked for the first, after half a minute, asked in its own name and had a session of its own."""
+    host.coordinator.store.set(b"a", b"1")
+    host.coordinator.store.set(b"b", b"2")
+    for rank in range(8):
+        host.ask(rank, 1, Op.MULTI_GET, b"a", b"b")
+        host.ask(rank, 2, Op.MULTI_GET, b"a")
+    sent = host.requests.take_outgoing(host.now)
+    host.ask(0, 3, Op.MULTI_GET, b"a")
+    assert not host.requests.take_outgoing(host.now), "the first is under way, and may be out of date"
+    assert host.coordinator.handle(RELAY, sent[0], host.now)
+    host.coordinator.store.set(b"a", b"3")
+    host.hear()
+    host.pass_on()
+    for rank in range(8):
+        assert host.answers[rank, 1] == (Status.OK, [b"1", b"2"])
+        assert host.answers[rank, 2] == (Status.OK, [b"1"])
+    assert host.answers[0, 3] == (Status.OK, [b"3"])
+    assert host.asked == [Op.MULTI_GET]
+    assert len(host.coordinator.sessions) == 2
+
+
+def test_who_waits_for_several_keys_may_give_up_and_those_who_came_later_go_on(host):
+    host.ask(0, 1, Op.MULTI_GET, b"a", b"b")
+    host.pass_on()
+    host.ask(1, 1, Op.MULTI_GET, b"a", b"b")
+    host.ask(2, 1, Op.MULTI_GET, b"a", b"b")
+    host.ask(0, 2, Op.CANCEL, b"1")
+    host.ask(2, 2, Op.CANCEL, b"1")
+    host.pass_on()
+    assert sum(len(session.parked) for session in host.coordinator.sessions.values()) == 1
+    host.ask(3, 1, Op.MULTI_SET, b"a", b"1", b"b", b"2")
+    host.pass_on()
+    assert host.answers == {(1, 1): (Status.OK, [b"1", b"2"]), (3, 1): (Status.OK, [])}
+    host.ask(1, 2, Op.MULTI_GET, b"c")
+    host.ask(2, 3, Op.MULTI_GET, b"c")
+    host.pass_on()
+    for rank, number in ((1, b"2"), (2, b"3")):
+        host.ask(rank, 9, Op.CANCEL, number)
+    host.pass_on()
+    assert not any(session.parked for session in host.coordinator.sessions.values())
+
+
+def test_a_question_of_which_the_coordinator_has_said_that_it_waits_there_is_seldom_repeated(host):
+    """It was repeated after 3, 9, 21 and 45 seconds, for each host of a job whose ranks waited for the last of them."""
+    host.ask(0, 1, Op.GET, KEY)
+    repeated_at = []
+    for second in range(100):
+        host.now = float(second)
+        host.requests.ask_again(host.now)
+        host.pass_on()
+        host.coordinator.tick(host.now)
+        repeated_at += [second] * len(host.asked)
+        host.asked.clear()
+    assert repeated_at == [0, 3, 23, 43, 63, 83]
+    assert 2 * RESEND_PARKED_S < UNPARKED_AFTER_S, "it would be let go of if one repetition was lost"
+    host.requests.resume()  # another connection, which may lead to another coordinator
+    host.requests.ask_again(host.now)
+    host.pass_on()
+    assert host.asked == [Op.GET]
 
 
 def test_what_was_lost_is_asked_again_and_done_once(host):

@@ -42,7 +42,8 @@ _MAX_ANSWERED = 1024  # so many answered additions are remembered, for a rank th
 _MAX_ITEMS_BYTES = 1 << 20  # so many bytes of items go in one message
 _ITEM_BYTES = 64  # each item counts for at least so much, since a message has room for 65,535 fields
 _ONCE = WRITE_ONCE.encode()
-_SHARED = frozenset({Op.HELLO, Op.GET, Op.WAIT, Op.CHECK, Op.COMPARE_SET, Op.ADD_ITEMS, Op.CANCEL})
+_SHARED = frozenset({Op.HELLO, Op.GET, Op.MULTI_GET, Op.WAIT, Op.CHECK, Op.COMPARE_SET, Op.ADD_ITEMS, Op.CANCEL})
+_WAITING = frozenset({Op.GET, Op.MULTI_GET})  # the questions that the coordinator may answer late
 
 Words = tuple[bytes | int, ...]
 Caller = tuple[bytes, int]  # the route of a rank, and the number of its request
@@ -60,9 +61,15 @@ class _Question:
     # whether it was sent at least once: then it may have been done, and a new caller needs another question
     is_sent: bool = False
     is_to_be_sent: bool = True
+    is_parked: bool = False  # the coordinator has said that it has the question, and that it waits there
     asked_at: float = 0.0
     num_asked: int = 0
     num_bytes: int = 0
+
+    @property
+    def ask_again_at(self) -> float:
+        """Return when to repeat the question if it was not answered by then."""
+        return self.asked_at + resend_after(self.num_asked, is_parked=self.is_parked)
 
 
 class HostRequests:
@@ -119,11 +126,10 @@ class HostRequests:
             if len(fields) != 1 or not fields[0].endswith(_ONCE):
                 return False
             self._get_once(caller, what, fields[0])
-        elif what == Op.CHECK:
-            if len(fields) == 1 and fields[0] in self._kept:
-                self._answer(caller, pack(Status.OK, number, b"1"))
-            else:
-                self._ask(caller, (int(what), *fields), what, fields)
+        elif what == Op.CHECK and len(fields) == 1 and fields[0] in self._kept:
+            self._answer(caller, pack(Status.OK, number, b"1"))
+        elif what in (Op.CHECK, Op.MULTI_GET):
+            self._ask(caller, (int(what), *fields), what, fields)
         elif what == Op.COMPARE_SET:
             if len(fields) != 3 or fields[1] != fields[2]:
                 return False  # a rank that changes something does it in its own name
@@ -192,15 +198,16 @@ class HostRequests:
         if question is None:
             return False
         del question.callers[route, unpack_number(number)]
-        if question.what == Op.GET and not question.callers:  # it may wait for long
+        if question.what in _WAITING and not question.callers and question.number in self._under_way:
             self._end(question)
             self._outgoing.append((OWN, pack(Op.CANCEL, 0, pack_number(question.number))))
+            self._begin_next(question.words)
         return True
 
     def ask_again(self, now: float) -> None:
         """Repeat questions that were not answered for some time, and forget values that were kept for long."""
         for question in self._under_way.values():
-            if not question.is_to_be_sent and now - question.asked_at >= resend_after(question.num_asked):
+            if not question.is_to_be_sent and now >= question.ask_again_at:
                 question.is_to_be_sent = True
                 self._to_ask.append(question)
         while self._kept and now - next(iter(self._kept.values()))[0] > KEPT_S:
@@ -209,7 +216,7 @@ class HostRequests:
     def resume(self) -> None:
         """Note that questions under way may be lost: `ask_again` repeats them at once."""
         for question in self._under_way.values():
-            question.asked_at, question.num_asked = -math.inf, 0
+            question.asked_at, question.num_asked, question.is_parked = -math.inf, 0, False
 
     def restart(self) -> None:
         """Note that another coordinator has taken over, which may have other keys."""
@@ -239,7 +246,10 @@ class HostRequests:
         if number == 1 and status == Status.OK:
             self._hello = fields
         question = self._under_way.get(number)
-        if question is None or status == Status.PARKED:
+        if question is None:
+            return
+        if status == Status.PARKED:
+            question.is_parked = True
             return
         self._end(question)
         if question.what == Op.GET and status == Status.OK:
@@ -259,7 +269,11 @@ class HostRequests:
                 if len(self._answered) > _MAX_ANSWERED:
                     self._answered.popitem(last=False)
             self._answer(caller, answer)
-        following = self._next.pop(question.words, None)
+        self._begin_next(question.words)
+
+    def _begin_next(self, words: Words) -> None:
+        """Send the question that has waited for one with the same words, if somebody still asks it."""
+        following = self._next.pop(words, None)
         if following is not None and following.callers:
             self._begin(following)
 

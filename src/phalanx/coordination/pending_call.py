@@ -11,15 +11,17 @@ from phalanx.errors import CoordinationError
 Request = tuple[int, Sequence[bytes]]  # an `Op` and its fields
 
 _RESEND_S, _MOST_DOUBLINGS = 3.0, 3
-_RESEND_PARKED_S = 20.0  # the coordinator lets go of what a client that says nothing for a minute waits for
+RESEND_PARKED_S = 20.0  # the coordinator lets go of what a client that says nothing for a minute waits for
 
 
-def resend_after(num_sent: int) -> float:
+def resend_after(num_sent: int, *, is_parked: bool) -> float:
     """Return after how many seconds to repeat a request that was sent `num_sent` times and not answered.
 
     The pauses grow: a coordinator that thousands ask at once answers late, and each request that is sent again makes it
-    later.
+    later. If the request is parked, the coordinator has said that it has it.
     """
+    if is_parked:
+        return RESEND_PARKED_S
     return _RESEND_S * 2.0 ** min(max(num_sent - 1, 0), _MOST_DOUBLINGS)
 
 
@@ -50,7 +52,7 @@ class PendingCall:
     @property
     def resend_at(self) -> float:
         """Return when to repeat the request if it was not answered by then."""
-        return self.sent_at + (_RESEND_PARKED_S if self.is_parked else resend_after(self.num_sent))
+        return self.sent_at + resend_after(self.num_sent, is_parked=self.is_parked)
 
     def note_sent(self, now: float) -> None:
         """Note that the request was sent, for the first time or again."""
