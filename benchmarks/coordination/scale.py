@@ -49,7 +49,7 @@ from run import KEY  # noqa: E402
 
 from phalanx.coordination.client import Client  # noqa: E402
 from phalanx.coordination.connection_guard import cut  # noqa: E402
-from phalanx.coordination.dealer import EPOCH_BYTES, open_dealer  # noqa: E402
+from phalanx.coordination.dealer import EPOCH_BYTES, MEMBER_HEARTBEAT_S, open_dealer  # noqa: E402
 from phalanx.coordination.host_requests import HostRequests  # noqa: E402
 from phalanx.coordination.key import Key  # noqa: E402
 from phalanx.coordination.pending_call import PendingCall  # noqa: E402
@@ -146,7 +146,7 @@ class Mux:
         self.context.max_sockets = 16384
         self.hosts: list[Host] = []
         for source in sources:
-            dealer = open_dealer(self.context, Key(KEY))
+            dealer = open_dealer(self.context, Key(KEY), heartbeat_s=0.0)  # as a relay does
             dealer.connect(endpoint.replace("tcp://", f"tcp://{source}:0;"))
             self.hosts.append(Host(dealer))
         self.lock = threading.Lock()
@@ -319,7 +319,12 @@ def be_agents(endpoint: str, hosts: range, ranks: int, answers: Any, steps: list
     begin.wait()
     with contextlib.closing(Responder("0.0.0.0", Key(KEY).reach_secret())) as responder:
         agents = [
-            Agent(Client(endpoint, Key(KEY), context=context, timeout=TIMEOUT_S), host, ranks, responder.port)
+            Agent(
+                Client(endpoint, Key(KEY), context=context, timeout=TIMEOUT_S, heartbeat_s=MEMBER_HEARTBEAT_S),
+                host,
+                ranks,
+                responder.port,
+            )
             for host in hosts
         ]
         for part in (Agent.answer, Agent.reach, Agent.start):

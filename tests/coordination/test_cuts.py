@@ -16,6 +16,7 @@ from tests.coordination.cable import Cable
 import phalanx.coordination.connection as connection_module
 from phalanx.coordination.client import Client
 from phalanx.coordination.coordinator import Coordinator
+from phalanx.coordination.dealer import MEMBER_HEARTBEAT_S
 from phalanx.coordination.key import Key
 from phalanx.coordination.relay import Relay
 from phalanx.coordination.service import Service
@@ -238,6 +239,30 @@ def test_a_member_whose_connection_ends_again_and_again_is_not_lost():
         line.cut()
         assert near.wait_event(2.0) == []
         assert far.get("number") == b"7"
+
+
+@pytest.mark.parametrize("heartbeat_s", [0.0, MEMBER_HEARTBEAT_S])
+def test_a_member_notices_by_its_own_heartbeats_that_the_coordinator_hangs(heartbeat_s):
+    """ZeroMQ's heartbeats are rare there, or none: a thousand hosts sent the coordinator 300 of them in a second."""
+
+    def serve(writer):
+        with Service("127.0.0.1:0", KEY, lost_after_s=1.0) as service:
+            os.write(writer, str(service.address).encode())
+            signal.pause()
+
+    server, reader = fork(serve)
+    try:
+        with Client(os.read(reader, 100).decode(), KEY, heartbeat_s=heartbeat_s) as client:
+            client.join({"host": "far"}, watch=())
+            os.kill(server, signal.SIGSTOP)
+            assert [event.kind for event in client.wait_event()] == ["unreachable"]
+            os.kill(server, signal.SIGCONT)
+            assert [event.kind for event in client.wait_event()] == ["reachable"]
+            client.set("a", "1")
+    finally:
+        os.kill(server, signal.SIGKILL)
+        os.waitpid(server, 0)
+        os.close(reader)
 
 
 @pytest.mark.slow

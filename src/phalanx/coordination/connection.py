@@ -19,7 +19,7 @@ from phalanx.coordination.address import Address
 from phalanx.coordination.call_room import CallRoom
 from phalanx.coordination.connection_errors import cut_off, late, started_again, unreachable, without_key
 from phalanx.coordination.connection_guard import cut
-from phalanx.coordination.dealer import EPOCH_BYTES, EVENTS, open_dealer
+from phalanx.coordination.dealer import EPOCH_BYTES, EVENTS, HEARTBEAT_S, open_dealer
 from phalanx.coordination.event import Event
 from phalanx.coordination.event_inbox import EventInbox
 from phalanx.coordination.key import Key
@@ -62,6 +62,7 @@ class Connection:
         key: the job's key; a path needs none.
         timeout: of each call that is given none of its own, and of the construction.
         job: compared with the coordinator's, where both have one.
+        heartbeat_s: the pause between ZeroMQ's heartbeats; a process that becomes a member needs few.
 
     Raises:
         AuthenticationError: the coordinator has another key, or there is none.
@@ -77,6 +78,7 @@ class Connection:
         timeout: Timeout = 30.0,
         job: str = "",
         context: zmq.Context[zmq.Socket[bytes]] | None = None,
+        heartbeat_s: float = HEARTBEAT_S,
     ) -> None:
         self.address = Address.parse(address) if isinstance(address, str) else address
         if key is None and not self.address.path:
@@ -86,7 +88,7 @@ class Connection:
         self.is_counted_out = False  # by the coordinator itself, which does not take this process for a member any more
         self.job = job
         self.key = key
-        self._given_context = context
+        self._given_context, self._heartbeat_s = context, heartbeat_s
         self._is_closed = False
         self._reset()
         try:
@@ -134,7 +136,7 @@ class Connection:
                 f"there is no coordinator at {self.address.path}: it has ended, or never began.", reason="unreachable"
             )
         self._context = self._given_context or zmq.Context(io_threads=1)
-        dealer = self._socket = open_dealer(self._context, None if self.address.path else self.key)
+        dealer = self._socket = open_dealer(self._context, None if self.address.path else self.key, self._heartbeat_s)
         self._monitor = dealer.get_monitor_socket(EVENTS)
         self._wakeup = self._reader.wakeup = Wakeup()
         self._poll = select.poll()
@@ -178,11 +180,10 @@ class Connection:
             self._socket.connect(route.address.endpoint)
 
     def _find(self, deadline: Deadline) -> Route:
-        while True:
-            try:
-                return find_route(self.address, deadline)
-            except NoRouteError as error:
-                raise unreachable(self.address, error) from None
+        try:
+            return find_route(self.address, deadline)
+        except NoRouteError as error:
+            raise unreachable(self.address, error) from None
 
     @property
     def endpoint(self) -> str:

@@ -52,7 +52,8 @@ class Relay:
             self._router.backlog = BACKLOG
             self._local = LocalSocket(self._router)
             undo.callback(self._local.close)
-            self._dealer = open_dealer(self._context, key)
+            # The agent, which has this relay, is a member: its own heartbeats tell that the coordinator hangs.
+            self._dealer = open_dealer(self._context, key, heartbeat_s=0.0)
             self._monitor = self._dealer.get_monitor_socket(EVENTS)
             self._dealer.connect(endpoint)
             self._alarm, self._alarm_writer = socket.socketpair()

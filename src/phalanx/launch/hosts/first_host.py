@@ -12,6 +12,7 @@ from typing import TypeVar
 from phalanx.agent.host import Host
 from phalanx.agent.plan import JobPlan
 from phalanx.coordination.client import Client
+from phalanx.coordination.dealer import MEMBER_HEARTBEAT_S
 from phalanx.coordination.key import Key
 from phalanx.coordination.key_file import default_path, find_key
 from phalanx.coordination.rendezvous import Rendezvous
@@ -59,7 +60,8 @@ def connect(
     began = time.monotonic()
     for endpoint in itertools.cycle(endpoints):
         try:
-            client = Client(endpoint, key, timeout=_TRY_S if told else min(_FIRST_TRY_S, timeout_s), job=job)
+            limit_s = _TRY_S if told else min(_FIRST_TRY_S, timeout_s)
+            client = Client(endpoint, key, timeout=limit_s, job=job, heartbeat_s=MEMBER_HEARTBEAT_S)
             break
         except AuthenticationError as error:
             if len(endpoints) == 1:
