@@ -9,6 +9,7 @@ import pytest
 from torch.distributed import PrefixStore
 
 from phalanx.backend.coordination_store import CoordinationStore
+from phalanx.coordination import bootstrap
 from phalanx.coordination.bootstrap import Bootstrap, exchange
 from phalanx.coordination.rank_info import Arrival, RankInfo, host_identity, pack_infos, unpack_infos
 from phalanx.coordination.service import Service
@@ -68,6 +69,41 @@ def test_who_waits_for_the_first_asks_seldom(store):
     with pytest.raises(DeadlineError, match="rank 2 of 3 never came"):
         exchange(store, 1, 3, INFO, "0", Deadline.after(2.0))
     assert store.num_requests - before < 60  # asking every 20 ms makes 200 and more; asking for the outcome, too, 80
+
+
+def test_the_first_is_told_that_the_last_has_come_and_asks_seldom_before(store, monkeypatch):
+    """It asked three things fifty times a second, and looked through all who had come each time."""
+    looks = []
+    monkeypatch.setattr(bootstrap, "find_problem", lambda arrivals: looks.append(len(arrivals)))
+    first = Bootstrap(store, 0, 3, INFO, "0", Deadline.after(60.0))
+    first._arrivals.arrive()
+    come_all(store, [1], 3)
+    before = store.num_requests
+    come = threading.Timer(1.5, come_all, (store.clone(), [2], 3))
+    come.start()
+    assert len(unpack_infos(first._wait()["ranks"])) == 3
+    come.join()
+    assert store.num_requests - before < 50
+    assert looks == [2, 3]
+
+
+def test_the_first_hears_that_the_last_has_come_however_seldom_it_looks(store, monkeypatch):
+    monkeypatch.setattr(bootstrap, "_CHECK_PROCESSES_S", 1000.0)
+    first = Bootstrap(store, 0, 2, INFO, "0", Deadline.after(60.0))
+    first._arrivals.arrive()
+    come = threading.Timer(0.3, come_all, (store.clone(), [1], 2))
+    come.start()
+    assert len(unpack_infos(first._wait()["ranks"])) == 2
+    come.join()
+
+
+def test_the_first_says_what_does_not_fit_while_others_are_still_missing(store):
+    first = Bootstrap(store, 0, 200, INFO, "0", Deadline.after(60.0))
+    first._arrivals.arrive()
+    come = threading.Timer(0.3, come_all, (store.clone(), [1], 100))
+    come.start()
+    assert "different world sizes" in first._wait()["failure"]["text"]
+    come.join()
 
 
 @pytest.mark.slow

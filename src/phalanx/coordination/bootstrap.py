@@ -82,6 +82,7 @@ class Bootstrap:
         self._arrivals = Arrivals(store, Arrival(rank, world_size, mine))
         self._group = group
         self._deadline = deadline
+        self._num_judged = 0  # so many who came were looked at by `_decide`
         self.infos: list[RankInfo] = []
 
     def join(self) -> list[RankInfo]:
@@ -96,6 +97,7 @@ class Bootstrap:
         outcome = None
         while outcome is None:
             self._arrivals.arrive()
+            self._num_judged = 0
             with contextlib.suppress(_Superseded):
                 outcome = self._wait()
         if failure := outcome.get("failure"):
@@ -176,32 +178,46 @@ class Bootstrap:
                 return True
             if is_first:
                 outcome.stop_waiting()  # this rank need not be told what it decides
-                self._decide()
+                if self._decide():
+                    return True
             if next_check.passed:
                 next_check = Deadline.after(_CHECK_PROCESSES_S if is_first else check_s, clock)
                 is_first = self._check_processes(is_first)
             return False
 
         def pause(pause_s: float) -> None:
-            outcome.wait(min(check_s, _LONGEST_WAIT_S, patience.left_s), pause_s)
+            if is_first:  # it looks four times a second whether those who have come fit together
+                last.wait(min(_CHECK_PROCESSES_S, patience.left_s), pause_s)
+            else:
+                outcome.wait(min(check_s, _LONGEST_WAIT_S, patience.left_s), pause_s)
 
         def warn() -> None:
             _logger.warning(self._describe_wait(patience, is_first))
 
-        with AwaitedKey(self._store, self._arrivals.key(OUTCOME), is_told=not is_first) as outcome:
+        last_key = self._arrivals.key(f"rank/{self._me.world_size - 1}")  # keys are numbered by arrival
+        with (
+            AwaitedKey(self._store, self._arrivals.key(OUTCOME), is_told=not is_first) as outcome,
+            AwaitedKey(self._store, last_key, is_told=is_first) as last,
+        ):
             if not self._poll_until(is_over, patience, warn, pause):
                 self._give_up()
             found: dict[str, Any] = json.loads(outcome.get())
             return found
 
-    def _decide(self) -> None:
-        """Say, as the first that came, that the group is complete, or that it never will be."""
+    def _decide(self) -> bool:
+        """Say, as the first that came, that the group is complete, or that it never will be; return whether it did."""
         arrivals = list(self._arrivals.read_all().values())
+        if len(arrivals) == self._num_judged:  # whoever has said who it is stays that
+            return False
+        self._num_judged = len(arrivals)
         if failure := find_problem(arrivals):
             self._publish(failure)
         elif len(arrivals) == self._me.world_size:
             infos = [one.info for one in sorted(arrivals, key=lambda one: one.rank)]
             self._store.compare_set(self._arrivals.key(OUTCOME), "", json.dumps({"ranks": pack_infos(infos)}))
+        else:
+            return False
+        return True
 
     def _check_processes(self, is_first: bool) -> bool:
         """See whether somebody who came has ended, or nobody will come any more; return whether this rank is the first.
