@@ -9,7 +9,7 @@ import pytest
 
 from phalanx.coordination.journal import Entry, Kind, pack_entry, pack_route, unpack_entries, unpack_route
 from phalanx.coordination.replicated_coordinator import ReplicatedCoordinator
-from phalanx.coordination.session import Direct, Relayed
+from phalanx.coordination.session import Direct, Relayed, take_apart
 from phalanx.coordination.wire import Op, Status, WireError, pack, pack_number, unpack
 
 KEYS = [b"a", b"b", b"c", b"q", b"\0barrier/a"]
@@ -107,7 +107,7 @@ class Job:
             if self.rng.random() < 0.1:
                 self.coordinator.undelivered(session, answers)
                 continue
-            for message in unpack(b"".join(answers)):
+            for message in unpack(b"".join(take_apart(answers))):
                 if message.what == Status.OK:
                     self.answers[session.route, message.number] = message
 
@@ -143,7 +143,7 @@ def test_a_copy_is_as_the_coordinator_is_and_can_go_on_in_its_place(seed, num_co
             told = {
                 (session.route, message.number): message
                 for session, answers in job.coordinator.take_outgoing()
-                for message in unpack(b"".join(answers))
+                for message in unpack(b"".join(take_apart(answers)))
                 if message.what == Status.OK
             }
             assert told == remembered

@@ -34,6 +34,22 @@ def relay(service):
     made.close()
 
 
+@pytest.mark.parametrize("num_bytes", [0, 1, 1 << 14, (1 << 14) + 1, 1 << 20])
+def test_values_of_all_lengths_come_by_every_way(service, relay, num_bytes):
+    """Long ones are not copied for each who waits for them."""
+    value = random.Random(num_bytes).randbytes(num_bytes)
+    with contextlib.ExitStack() as stack:
+        ways = [(service.local, None), (str(service.address), KEY), (relay.path, None), (relay.path, None)]
+        clients = [stack.enter_context(Client(*way)) for way in ways]
+        waiting = [in_thread(lambda client=client: client.get("key")) for client in clients]
+        wait_until(lambda: sum(len(each.parked) for each in list(service.coordinator.sessions.values())) == 4)
+        clients[0].set("key", value)
+        for thread, results in waiting:
+            thread.join()
+            assert results == [value]
+        assert [client.get("key") for client in clients] == [value] * 4
+
+
 def in_thread(call):
     results = []
     thread = threading.Thread(target=lambda: results.append(call()), name="phalanx-test-caller")

@@ -142,7 +142,7 @@ class Coordinator(StoreRequests):
         if number in session.parked:  # sent again while it waits
             self._send(session, pack(Status.PARKED, number))
             return True
-        answer = session.answered(number) if what in _CHANGES else None
+        answer: Answer | None = session.answered(number) if what in _CHANGES else None
         if answer is None and session.outgoing_bytes > MAX_OUTGOING_BYTES:
             answer = pack(Status.WRONG_CALL, number, b"you ask for more than you read")
         if answer is None:
@@ -156,8 +156,9 @@ class Coordinator(StoreRequests):
                 answer = pack(Status.WRONG_CALL, number, f"malformed request ({what})".encode())
                 fine = False
             else:
-                granted = what in _CHANGES and answer is not None and answer[_STATUS_AT] in (Status.OK, Status.EMPTY)
-                if granted and answer is not None:
+                granted = False
+                if what in _CHANGES and isinstance(answer, bytes) and answer[_STATUS_AT] in (Status.OK, Status.EMPTY):
+                    granted = True
                     session.remember(number, answer)
                 if granted or (what == Op.BARRIER and answer is None):  # it has been counted
                     self.journal.add(Kind.REQUEST, session.route, number, bytes((what,)), *fields, at=at)

@@ -86,7 +86,7 @@ class Followers:
                 size = 0
             parts[-1].append(packed)
             size += len(packed)
-        messages = []
+        messages: list[Answer] = []
         for number, part in enumerate(parts, 1):
             stream.sent += 1
             batch = pack_number(self._batch) if number == len(parts) else b""

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 
 from phalanx.coordination.journal import Journal, Kind
 from phalanx.coordination.key_value import KeyValueStore, RefusedError, Waiter
-from phalanx.coordination.session import Answer, Session
+from phalanx.coordination.session import Answer, Session, SharedAnswer
 from phalanx.coordination.wire import Message, Op, Status, pack, unpack
 
 MAX_PARKED = 1024  # so many requests of one session may wait
@@ -49,9 +49,10 @@ class PendingAnswers(ABC):
     def undelivered(self, session: Session, answers: Iterable[Answer]) -> None:
         """Undo what these answers gave to the session, since they did not reach it."""
         for answer in answers:
-            for message in unpack(answer):
-                if message.what == Status.OK:
-                    self.take_back(session, message.number)
+            if not isinstance(answer, SharedAnswer):  # which takes nothing away
+                for message in unpack(answer):
+                    if message.what == Status.OK:
+                        self.take_back(session, message.number)
         if session.member is not None:
             session.member.rewind(0)
 

@@ -12,7 +12,7 @@ import math
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -24,9 +24,9 @@ from phalanx.coordination.connection_guard import ConnectionGuard, connections_a
 from phalanx.coordination.key import Key
 from phalanx.coordination.local_socket import BACKLOG, LocalSocket
 from phalanx.coordination.replicated_coordinator import ReplicatedCoordinator
-from phalanx.coordination.session import OTHER_HOSTS, THIS_HOST, Answer, Direct, Relayed, Session
+from phalanx.coordination.session import OTHER_HOSTS, THIS_HOST, Answer, Direct, Relayed, Session, take_apart
 from phalanx.coordination.unused_memory import UnusedMemory
-from phalanx.coordination.wire import KIND, MAX_ENVELOPE_BYTES, MAX_FRAME_BYTES, Op, Status, frames, pack
+from phalanx.coordination.wire import KIND, MAX_ENVELOPE_BYTES, MAX_FRAME_BYTES, Op, Status, frames, pack_head
 from phalanx.errors import AuthenticationError, CoordinationError
 from phalanx.loss_detection import MEMBER_TIMEOUT_S
 
@@ -318,7 +318,7 @@ class Service:
             left = frames(answers)
             try:
                 while left:
-                    parts = cut(b"".join((coordinator.epoch, *left[0])))
+                    parts = cut(b"".join((coordinator.epoch, *take_apart(left[0]))))
                     self._routers[route.listener].send_multipart((route.identity, *parts), _NOBLOCK)
                     del left[0]
             except zmq.Again:  # it reads nothing now
@@ -339,8 +339,7 @@ class Service:
         try:
             while left:
                 number = _fitting([sum(map(len, frame)) for _, frame in left])
-                fields = [field for session, frame in left[:number] for field in (session.route[-1], b"".join(frame))]
-                envelope = b"".join((coordinator.epoch, pack(Status.RELAYED, 0, *fields)))
+                envelope = b"".join((coordinator.epoch, *_pack_for_relay(left[:number])))
                 self._routers[relay.listener].send_multipart((relay.identity, *cut(envelope)), _NOBLOCK)
                 self._unused_memory.note_sent(len(envelope))
                 del left[:number]
@@ -350,6 +349,15 @@ class Service:
         except zmq.ZMQError:
             for session, frame in left:
                 coordinator.undelivered(session, frame)
+
+
+def _pack_for_relay(batch: list[tuple[Session, list[Answer]]]) -> Iterator[bytes]:
+    """Yield the parts of one message to a relay, with a frame for each of these sessions."""
+    sizes = [size for session, frame in batch for size in (len(session.route[-1]), sum(map(len, frame)))]
+    yield pack_head(Status.RELAYED, 0, sizes)
+    for session, frame in batch:
+        yield session.route[-1]
+        yield from take_apart(frame)
 
 
 def _fitting(sizes: list[int]) -> int:

@@ -7,19 +7,41 @@ changes something is done once, since the session remembers its last answers.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from phalanx.coordination.key_value import Waiter
 from phalanx.coordination.membership import Member
-from phalanx.coordination.wire import MAX_VALUE_BYTES
+from phalanx.coordination.wire import MAX_VALUE_BYTES, Status, pack_head
 
 MAX_ANSWERS = 1024  # kept per session; a client never has half as many requests under way that change something
 MAX_ANSWER_BYTES = 4 * MAX_VALUE_BYTES
 MAX_POPPED, MAX_POPPED_BYTES = 512, 5 * MAX_VALUE_BYTES  # more than may be on their way to a client at a time
 
-Answer = bytes
+
+class SharedAnswer:
+    """A `SharedAnswer` is an answer with one field, of which all sessions that get the same `value` hold one copy."""
+
+    __slots__ = ("parts",)
+
+    def __init__(self, status: Status, number: int, value: bytes) -> None:
+        self.parts = pack_head(status, number, (len(value),)), value
+
+    def __len__(self) -> int:
+        return len(self.parts[0]) + len(self.parts[1])
+
+
+Answer = bytes | SharedAnswer
+
+
+def take_apart(answers: Iterable[Answer]) -> Iterator[bytes]:
+    """Yield the parts of answers, which are sent one after another."""
+    for answer in answers:
+        if isinstance(answer, SharedAnswer):
+            yield from answer.parts
+        else:
+            yield answer
 
 
 THIS_HOST, OTHER_HOSTS = 0, 1  # the coordinator's listeners
@@ -57,18 +79,18 @@ class Session:
     # by request: the queue and the item that it took lately
     popped: OrderedDict[int, tuple[bytes, bytes]] = field(default_factory=OrderedDict)
     popped_bytes: int = 0
-    _answers: OrderedDict[int, Answer] = field(default_factory=OrderedDict)
+    _answers: OrderedDict[int, bytes] = field(default_factory=OrderedDict)
     _answer_bytes: int = 0
 
-    def answered(self, number: int) -> Answer | None:
+    def answered(self, number: int) -> bytes | None:
         """Return the answer that this request got before; None if it is not known."""
         return self._answers.get(number)
 
-    def answers(self) -> Iterator[tuple[int, Answer]]:
+    def answers(self) -> Iterator[tuple[int, bytes]]:
         """Yield the requests whose answers are remembered, each with its answer."""
         yield from self._answers.items()
 
-    def remember(self, number: int, answer: Answer) -> None:
+    def remember(self, number: int, answer: bytes) -> None:
         """Remember an answer, which is given again if the request comes again."""
         self._answers[number] = answer
         self._answer_bytes += len(answer)

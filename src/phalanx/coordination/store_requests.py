@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from phalanx.coordination.key_value import RefusedError, Waiter
 from phalanx.coordination.pending_answers import PendingAnswers
-from phalanx.coordination.session import Answer, Session
+from phalanx.coordination.session import Answer, Session, SharedAnswer
 from phalanx.coordination.wire import (
     MAX_FIELDS,
     MAX_VALUE_BYTES,
@@ -17,6 +17,8 @@ from phalanx.coordination.wire import (
     pack_number,
     unpack_number,
 )
+
+_LONG_BYTES = 1 << 14  # a value that is longer is not copied for each who asks: thousands may wait for one
 
 
 class StoreRequests(PendingAnswers):
@@ -31,7 +33,8 @@ class StoreRequests(PendingAnswers):
         (key,) = message.fields
         value = self.store.get(key)
         if value is not None:
-            return pack(Status.OK, message.number, value)
+            is_long = len(value) > _LONG_BYTES
+            return (SharedAnswer if is_long else pack)(Status.OK, message.number, value)
         self._park(session, message, Waiter(session, (key,)))
         return None
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import enum
 import struct
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Sequence, Sized
+from typing import NamedTuple, TypeVar
 
 VERSION = 5
 MAX_VALUE_BYTES = 8 << 20  # TCPStore has the same limit
@@ -28,6 +28,7 @@ MALFORMED = (KeyError, TypeError, ValueError, AttributeError, OverflowError, Rec
 
 _HEAD = struct.Struct("<HBQ")
 _FIELD_BYTES = 4
+M = TypeVar("M", bound=Sized)
 KIND = slice(2, 3)  # where the kind of the first message stands in a frame
 
 
@@ -110,6 +111,11 @@ def pack(what: int, number: int, *fields: bytes) -> bytes:
 _ONE = struct.Struct("<HBQI")
 
 
+def pack_head(what: int, number: int, sizes: Sequence[int]) -> bytes:
+    """Return what stands in a message in front of its fields, which have these sizes."""
+    return _HEAD.pack(len(sizes), what, number) + struct.pack(f"<{len(sizes)}I", *sizes)
+
+
 def unpack(frame: bytes, max_fields: int | None = None) -> list[Message]:
     """Return the messages of a frame.
 
@@ -172,9 +178,9 @@ def unpack_text(field: bytes) -> str:
         raise WireError("not UTF-8") from None
 
 
-def frames(messages: Sequence[bytes]) -> list[list[bytes]]:
+def frames(messages: Sequence[M]) -> list[list[M]]:
     """Return the messages in as few frames as the limits allow."""
-    made: list[list[bytes]] = []
+    made: list[list[M]] = []
     size = 0
     for message in messages:
         if not made or size + len(message) > MAX_FRAME_BYTES or len(made[-1]) == MAX_MESSAGES:
