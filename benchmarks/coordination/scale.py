@@ -250,6 +250,9 @@ class Rank(Client):
         self.mux.send(self.host, self.route, call)
         return call
 
+    def _begin_all(self, requests: Any, deadline: Deadline) -> list[PendingCall]:
+        return [self._begin(what, *fields, deadline=deadline) for what, fields in requests]
+
     def _await(self, call: PendingCall, deadline: Deadline) -> None:
         if not call.is_over:
             call.wake.acquire(timeout=min(deadline.left_s, TIMEOUT_S))  # type: ignore[union-attr]

@@ -13,6 +13,7 @@ from phalanx.coordination import bootstrap
 from phalanx.coordination.bootstrap import Bootstrap, exchange
 from phalanx.coordination.rank_info import Arrival, RankInfo, host_identity, pack_infos, unpack_infos
 from phalanx.coordination.service import Service
+from phalanx.coordination.wire import Op
 from phalanx.deadline import Deadline
 from phalanx.errors import DeadlineError
 from phalanx.symmetric_memory.watch import ProcessId
@@ -49,6 +50,31 @@ def test_the_first_reads_all_who_have_come_at_once(store):
     come_all(store, range(1, 200), 200)
     assert len(unpack_infos(first._wait()["ranks"])) == 200
     assert store.num_requests - before - 2 * 199 < 40
+
+
+def test_who_comes_finds_the_start_in_one_round_trip_and_a_later_one_in_two(store):
+    frames = []
+    client = store._client
+    begin_all = client._begin_all
+
+    def count(requests, deadline):
+        frames.append([what for what, _ in requests])
+        return begin_all(requests, deadline)
+
+    vars(client)["_begin_all"] = count
+    check, again = [Op.COMPARE_SET, Op.CHECK], [Op.COMPARE_SET]
+    first = Bootstrap(store, 0, 1, INFO, "0", Deadline.after(60.0))
+    first._arrivals.arrive()
+    assert frames == [check, [Op.ADD_ITEMS], again]
+    assert (first._arrivals.number, first._arrivals.index) == (0, 0)
+    first.infos = unpack_infos(first._wait()["ranks"])
+    first.forget()
+    frames.clear()
+    second = Bootstrap(store, 0, 1, INFO, "0", Deadline.after(60.0))
+    second._arrivals.arrive()
+    assert frames == [check, [Op.CHECK], [Op.ADD_ITEMS], again]
+    assert (second._arrivals.number, second._arrivals.index) == (1, 0)
+    assert not store.check(["0/came"])
 
 
 def test_one_who_died_before_it_could_say_who_it_is_hides_nobody(store):

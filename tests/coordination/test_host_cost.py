@@ -118,6 +118,9 @@ class Rank(Client):
         self._job.ask(self._rank, call)
         return call
 
+    def _begin_all(self, requests, deadline):
+        return [self._begin(what, *fields, deadline=deadline) for what, fields in requests]
+
     def _await(self, call, deadline):
         self._job.wait(call)
 

@@ -21,7 +21,7 @@ def _batches(queue: SendQueue) -> list[list[tuple[int, bytes]]]:
     """All batches, each of which is sent at once."""
     found = []
     while len(queue):
-        found.append([tuple(entry) for entry in queue.take_batch()])
+        found.append([(member, data) for member, data in queue.take_batch()])
         queue.settle()
     return found
 

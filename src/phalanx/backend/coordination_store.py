@@ -122,6 +122,11 @@ class CoordinationStore(Store):
         return self._client.add_item(counter, prefix, value)
 
     @_in_torchs_words
+    def read_and_check(self, key: str, checked: str) -> tuple[bytes, bool]:
+        """Return the value of `key`, which is set to "" if it is not there, and whether `checked` is there; at once."""
+        return self._client.read_and_check(key, checked)
+
+    @_in_torchs_words
     def check(self, keys: Sequence[str]) -> bool:
         """Return whether all of `keys` are there."""
         if (asked := getattr(self._asked, "keys", None)) is not None:

@@ -47,8 +47,7 @@ class Arrivals:
     def current(self) -> tuple[str, int, dict[str, Any]]:
         """Return the key `bootstrap`: as it stands, the number of the start, and how the one before ended."""
         text = self._store.compare_set("bootstrap", "", "").decode()  # check and get, at once
-        data: dict[str, Any] = json.loads(text) if text else {"number": 0, "before": {}}
-        return text, data["number"], data["before"]
+        return text, *_read_state(text)
 
     def end(self, how: str, members: Sequence[Any] = ()) -> None:
         """End this start: whoever comes now begins the next."""
@@ -76,15 +75,29 @@ class Arrivals:
     def arrive(self) -> None:
         """Take a place in the start that is going on, or in a new one."""
         while True:
-            _, self.number, self.before = self.current()
+            has_outcome = self._find_start()
             self.known = {}
-            if how := self._is_left_behind():
+            if how := self._is_left_behind(has_outcome):
                 self.end(how)
                 continue
             self.take_place()
             self.known[self.index] = self.me
             if self.current()[1] == self.number:
                 return
+
+    def _find_start(self) -> bool:
+        """Find out which start is going on, and return whether it has an outcome.
+
+        Cost: one round trip where the store can and the start is the one that was expected; otherwise two.
+        """
+        base, expected = base_of(self._store), self.number
+        if not hasattr(base, "read_and_check"):
+            _, self.number, self.before = self.current()
+            return self._store.check([self.key(OUTCOME)])
+        names = (base.name_through(self._store, name) for name in ("bootstrap", self.key(OUTCOME)))
+        text, has_outcome = base.read_and_check(*names)
+        self.number, self.before = _read_state(text.decode())
+        return has_outcome if self.number == expected else self._store.check([self.key(OUTCOME)])
 
     def take_place(self) -> None:
         """Take the next place and say who has it; at once, and with others of this host, where the store can."""
@@ -97,9 +110,9 @@ class Arrivals:
         self.index = self._store.add(self.key("came"), 1) - 1
         self._store.set(self.key(f"rank/{self.index}"), words)
 
-    def _is_left_behind(self) -> str:
+    def _is_left_behind(self, has_outcome: bool) -> str:
         """Return how this start has ended, if it has and concerns nobody who comes now; else nothing."""
-        if self._store.check([self.key(OUTCOME)]):
+        if has_outcome:
             failure = json.loads(self._store.get(self.key(OUTCOME))).get("failure")
             if failure is None:
                 return ""
@@ -159,3 +172,9 @@ class Arrivals:
             middle = len(places) // 2
             self._read(places[:middle])
             self._read(places[middle:])
+
+
+def _read_state(text: str) -> tuple[int, dict[str, Any]]:
+    """Return what the key `bootstrap` says: the number of the start, and how the one before ended."""
+    data: dict[str, Any] = json.loads(text) if text else {"number": 0, "before": {}}
+    return data["number"], data["before"]

@@ -11,7 +11,7 @@ from typing import Any
 
 from phalanx.coordination.connection import Timeout
 from phalanx.coordination.member_connection import MemberConnection
-from phalanx.coordination.pending_call import PendingCall
+from phalanx.coordination.pending_call import PendingCall, Request
 from phalanx.coordination.wire import (
     MAX_VALUE_BYTES,
     Op,
@@ -67,6 +67,32 @@ class Client(MemberConnection):
         value then.
         """
         return self._call(Op.COMPARE_SET, _name(key), _bytes(expected), _bytes(desired))[0]
+
+    def read_and_check(self, key: str, checked: str) -> tuple[bytes, bool]:
+        """Return the value of `key`, which is set to "" if it is not there, and whether `checked` is there.
+
+        Cost: one round trip, and two requests, each of which the ranks of a host make together.
+        """
+        deadline = self._deadline(None)
+        requests = [(Op.COMPARE_SET, (_name(key), b"", b"")), (Op.CHECK, (_name(checked),))]
+        value, is_there = (call.result(self._where)[0] for call in self._answered(requests, deadline))
+        return value, is_there == b"1"
+
+    def _answered(self, requests: Sequence[Request], deadline: Deadline) -> list[PendingCall]:
+        """Return calls for these requests, which were sent in one frame, when all are over.
+
+        Raises:
+            DeadlineError: not all were answered in time.
+        """
+        calls = self._begin_all(requests, deadline)
+        with contextlib.ExitStack() as ends:
+            for call in calls:
+                ends.callback(self._end, call)
+            for call in calls:
+                self._await(call, deadline)
+        if not all(call.is_over for call in calls):
+            raise self._late(deadline, ())
+        return calls
 
     def append(self, key: str, value: str | bytes) -> None:
         """Append `value` to the value of `key`."""
@@ -183,14 +209,7 @@ class Client(MemberConnection):
             CoordinationError: the connection has failed, or the coordinator does not know this process as a member.
         """
         deadline = self._deadline(timeout)
-        calls = self._begin_all([(Op.POST, (pack_number(to), body)) for to, body in messages], deadline)
-        with contextlib.ExitStack() as ends:
-            for call in calls:
-                ends.callback(self._end, call)
-            for call in calls:
-                self._await(call, deadline)
-        if not all(call.is_over for call in calls):
-            raise self._late(deadline, ())
+        calls = self._answered([(Op.POST, (pack_number(to), body)) for to, body in messages], deadline)
         return [place for place, call in enumerate(calls) if self._is_refused_room(call)]
 
     def _is_refused_room(self, call: PendingCall) -> bool:
