@@ -18,7 +18,7 @@ import zmq
 from phalanx.coordination.address import Address
 from phalanx.coordination.call_room import CallRoom
 from phalanx.coordination.connection_errors import cut_off, late, started_again, unreachable, without_key
-from phalanx.coordination.connection_guard import cut
+from phalanx.coordination.connection_guard import send_in_pieces
 from phalanx.coordination.dealer import EPOCH_BYTES, EVENTS, HEARTBEAT_S, open_dealer
 from phalanx.coordination.event import Event
 from phalanx.coordination.event_inbox import EventInbox
@@ -321,7 +321,7 @@ class Connection:
     def _transmit_raw(self, message: bytes) -> None:
         try:
             assert self._socket is not None
-            self._socket.send_multipart(cut(message), _NOBLOCK)
+            send_in_pieces(self._socket, message)
         except zmq.Again:  # its queue is full: it will be sent again
             pass
 

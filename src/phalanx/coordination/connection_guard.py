@@ -38,6 +38,8 @@ _MAX_OPEN_FILES = 1 << 16
 _ROUND_EVENTS = 256  # so many events are read before members are heard again
 _CROWDS = 8  # if no address has many young connections, so many times more may be young in all
 _READ_S = 1.0  # the pause between two readings of the kernel's table, which may be long
+# These are plain numbers: pyzmq's enumerations take longer than what is done with them.
+_NOBLOCK, _MORE_FOLLOW = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 
 
 class _Peer(NamedTuple):
@@ -275,6 +277,23 @@ def cut(part: bytes | memoryview, piece_bytes: int = PIECE_BYTES) -> list[memory
     """Return `part` in pieces that a protected socket takes; an empty one is one piece."""
     view = memoryview(part)
     return [view[at : at + piece_bytes] for at in range(0, len(view), piece_bytes)] or [view]
+
+
+def send_in_pieces(to: zmq.Socket[bytes], message: bytes, identity: bytes | None = None) -> None:
+    """Send a message in pieces that a protected socket takes, without waiting; a router sends it to `identity`.
+
+    It does what `send_multipart` does, which takes three times as long since it puts the flags together for each piece.
+
+    Raises:
+        zmq.Again: there is no room for it; nothing was sent.
+        zmq.ZMQError: nobody has that identity.
+    """
+    if identity is not None:
+        to.send(identity, _MORE_FOLLOW)
+    *pieces, last = cut(message)
+    for piece in pieces:
+        to.send(piece, _MORE_FOLLOW)
+    to.send(last, _NOBLOCK)
 
 
 def _find_peer(fd: int, *, takes_all: bool = False) -> _Peer | None:

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 
 import zmq
 
-from phalanx.coordination.connection_guard import cut, protect
+from phalanx.coordination.connection_guard import protect, send_in_pieces
 from phalanx.coordination.dealer import EPOCH_BYTES, EVENTS, open_dealer
 from phalanx.coordination.host_requests import HostRequests
 from phalanx.coordination.key import Key
@@ -148,7 +148,7 @@ class Relay:
     def _send(self) -> None:
         with contextlib.suppress(zmq.Again):
             while self._waiting:
-                self._dealer.send_multipart(cut(self._waiting[0]), _NOBLOCK)
+                send_in_pieces(self._dealer, self._waiting[0])
                 del self._waiting[0]
 
     # From the coordinator to the ranks.
@@ -172,7 +172,7 @@ class Relay:
 
     def _hand_over(self, route: bytes, answers: bytes) -> None:
         try:
-            self._router.send_multipart((route, *cut(self._shown_epoch + answers)), _NOBLOCK)
+            send_in_pieces(self._router, self._shown_epoch + answers, route)
         except zmq.Again:
             self._undelivered(route, answers)
         except zmq.ZMQError:

@@ -20,7 +20,7 @@ import zmq
 
 from phalanx.coordination.address import Address, listen
 from phalanx.coordination.admission import Admission, Complaints
-from phalanx.coordination.connection_guard import ConnectionGuard, connections_allowed, cut, protect
+from phalanx.coordination.connection_guard import ConnectionGuard, connections_allowed, protect, send_in_pieces
 from phalanx.coordination.key import Key
 from phalanx.coordination.local_socket import BACKLOG, LocalSocket
 from phalanx.coordination.replicated_coordinator import ReplicatedCoordinator
@@ -318,8 +318,8 @@ class Service:
             left = frames(answers)
             try:
                 while left:
-                    parts = cut(b"".join((coordinator.epoch, *take_apart(left[0]))))
-                    self._routers[route.listener].send_multipart((route.identity, *parts), _NOBLOCK)
+                    frame = b"".join((coordinator.epoch, *take_apart(left[0])))
+                    send_in_pieces(self._routers[route.listener], frame, route.identity)
                     del left[0]
             except zmq.Again:  # it reads nothing now
                 coordinator.put_back(session, [answer for frame in left for answer in frame])
@@ -340,7 +340,7 @@ class Service:
             while left:
                 number = _fitting([sum(map(len, frame)) for _, frame in left])
                 envelope = b"".join((coordinator.epoch, *_pack_for_relay(left[:number])))
-                self._routers[relay.listener].send_multipart((relay.identity, *cut(envelope)), _NOBLOCK)
+                send_in_pieces(self._routers[relay.listener], envelope, relay.identity)
                 self._unused_memory.note_sent(len(envelope))
                 del left[:number]
         except zmq.Again:
