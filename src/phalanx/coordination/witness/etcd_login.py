@@ -21,7 +21,7 @@ class EtcdLogin:
     password: str = field(repr=False)
 
 
-def find_login(user: str, environ: Mapping[str, str]) -> EtcdLogin | None:
+def find_login(user: str, variables: Mapping[str, str]) -> EtcdLogin | None:
     """Return the login of a user, or of ETCDCTL_USER where the address names none; None where neither does.
 
     The password is looked for in the file of PHALANX_WITNESS_PASSWORD_FILE, in ETCDCTL_PASSWORD, and behind a colon in
@@ -30,8 +30,8 @@ def find_login(user: str, environ: Mapping[str, str]) -> EtcdLogin | None:
     Raises:
         CoordinationError: there is a user, and no password.
     """
-    told = environ.get("ETCDCTL_USER", "")
-    password = _read_password(environ)
+    told = variables.get("ETCDCTL_USER", "")
+    password = _read_password(variables)
     if not password and ":" in told and told.partition(":")[0] == (user or told.partition(":")[0]):
         user, _, password = told.partition(":")
     user = user or told
@@ -45,23 +45,23 @@ def find_login(user: str, environ: Mapping[str, str]) -> EtcdLogin | None:
     return EtcdLogin(user, password)
 
 
-def _read_password(environ: Mapping[str, str]) -> str:
-    path = environ.get(_PASSWORD_FILE, "")
+def _read_password(variables: Mapping[str, str]) -> str:
+    path = variables.get(_PASSWORD_FILE, "")
     if not path:
-        return environ.get("ETCDCTL_PASSWORD", "")
+        return variables.get("ETCDCTL_PASSWORD", "")
     try:
         return Path(path).read_text().rstrip("\r\n")
     except (OSError, UnicodeDecodeError) as error:
         raise CoordinationError(f"{_PASSWORD_FILE}: the password cannot be read: {error}") from None
 
 
-def find_tls(environ: Mapping[str, str]) -> ssl.SSLContext:
+def find_tls(variables: Mapping[str, str]) -> ssl.SSLContext:
     """Return the context of ETCDCTL_CACERT, ETCDCTL_CERT and ETCDCTL_KEY; without them, the system's CAs count.
 
     Raises:
         CoordinationError: one of the files cannot be read.
     """
-    names = [environ.get(f"ETCDCTL_{name}", "") for name in ("CACERT", "CERT", "KEY")]
+    names = [variables.get(f"ETCDCTL_{name}", "") for name in ("CACERT", "CERT", "KEY")]
     try:
         return make_tls(*names)
     except OSError as error:  # ssl.SSLError is one

@@ -22,13 +22,13 @@ class ServiceAccount:
     folder: Path
 
     @classmethod
-    def find(cls, environ: Mapping[str, str]) -> ServiceAccount:
+    def find(cls, variables: Mapping[str, str]) -> ServiceAccount:
         """Return the account of this pod.
 
         Raises:
             CoordinationError: this process runs in no pod.
         """
-        host, port = environ.get("KUBERNETES_SERVICE_HOST", ""), environ.get("KUBERNETES_SERVICE_PORT", "")
+        host, port = variables.get("KUBERNETES_SERVICE_HOST", ""), variables.get("KUBERNETES_SERVICE_PORT", "")
         if not host or not port.isdecimal():
             raise CoordinationError(
                 "this host is no pod of Kubernetes (KUBERNETES_SERVICE_HOST and KUBERNETES_SERVICE_PORT are not set), "
