@@ -61,7 +61,8 @@ class Departure:
 
     def ask(self, attempt: Attempt) -> bool:
         """Process a SIGTERM that has come at this host; return whether it may leave: otherwise the job ends."""
-        is_possible = attempt.state.phase == "running" and self._elastic.active and self._guard.has_standbys
+        may_be_led = self._guard.is_begun and self._guard.may_go_on_with(len(self._peers.present))
+        is_possible = attempt.state.phase == "running" and self._elastic.active and may_be_led
         if self._stage != "stays" or not is_possible:
             return False
         self._stage, self.due = "asked", time.monotonic() + _SETTLE_S
@@ -90,7 +91,12 @@ class Departure:
     def _decide(self, attempt: Attempt) -> None:
         """Leave, if enough hosts stay of which one can lead; otherwise end the job."""
         told = [node for node in self._peers.present if node.facts.member in self._told]
-        if self._guard.may_go_on_with(len(self._peers.present) - len(told)) and all(map(self._let_go, told)):
+        is_led_on = self._guard.has_standbys  # a host that stands by may have had to begin anew, after a loss
+        if (
+            is_led_on
+            and self._guard.may_go_on_with(len(self._peers.present) - len(told))
+            and all(map(self._let_go, told))
+        ):
             attempt.hear_ranks()
             own = self._peers.own
             actions = self._elastic.on_host_leaves(own.facts.member, own.where, time.monotonic())
