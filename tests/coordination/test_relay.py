@@ -227,6 +227,56 @@ def test_after_a_cut_what_was_asked_is_asked_again(service):
     line.close()
 
 
+def test_what_ranks_of_a_lost_host_took_from_a_queue_last_is_there_again_and_they_take_no_more(service):
+    """Their calls waited for another minute, and what others put into the queue went to them."""
+    with Client(service.local) as near, Client(str(service.address), KEY) as agent:
+        near.join({"host": "first"})
+        agent.join({"host": "second"}, watch=())
+        relay = Relay(f"tcp://{service.address}", KEY, lambda: agent.member)
+        with Client(relay.path) as one, Client(relay.path) as two, Client(relay.path) as three:
+            for item in ("done", "begun"):
+                near.queue_push("work", item)
+            assert [one.queue_pop("work"), two.queue_pop("work")] == [b"done", b"begun"]
+            one.set("result", "of what is done")
+            thread, results = in_thread(lambda: queue_pop_or_error(three))
+            sessions = service.coordinator.sessions
+            wait_until(lambda: any(each.parked for each in list(sessions.values())))
+            wait_until(lambda: any(each.opened_by == agent.member for each in list(sessions.values())))
+            near.expel(agent.member, "it is cut off")
+            assert near.queue_pop("work") == b"begun"
+            near.queue_push("work", "new")
+            assert near.queue_pop("work") == b"new"
+            assert near.queue_len("work") == 0
+            relay.close()
+            thread.join()
+            assert results == [None]
+
+
+def queue_pop_or_error(client):
+    with contextlib.suppress(CoordinationError):
+        return client.queue_pop("work", timeout=60.0)
+    return None
+
+
+def test_clients_of_a_host_that_joins_again_are_those_of_its_new_member(service):
+    with Client(service.local) as near, Client(str(service.address), KEY) as agent:
+        near.join({"host": "first"})
+        agent.join({"host": "second"}, watch=())
+        relay = Relay(f"tcp://{service.address}", KEY, lambda: agent.member)
+        with contextlib.closing(relay), Client(relay.path) as rank:
+            near.queue_push("work", "begun")
+            assert rank.queue_pop("work") == b"begun"
+            before = agent.member
+            agent.leave()
+            agent.join({"host": "second"}, watch=())
+            sessions = service.coordinator.sessions
+            wait_until(lambda: any(each.opened_by == agent.member for each in list(sessions.values())))
+            assert agent.member != before
+            assert near.queue_len("work") == 0
+            near.expel(agent.member, "it is lost")
+            assert near.queue_pop("work") == b"begun"
+
+
 @pytest.mark.slow
 def test_who_asks_hears_that_the_coordinator_has_gone():
     service = Service("127.0.0.1:0", KEY, lost_after_s=0.3)

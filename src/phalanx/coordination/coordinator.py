@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from phalanx.coordination.journal import Kind
 from phalanx.coordination.key_value import KeyValueStore, RefusedError
@@ -75,6 +75,7 @@ class Coordinator(StoreRequests):
             Op.CANCEL: self._cancel, Op.JOIN: self._join, Op.LEAVE: self._leave, Op.HEARTBEAT: self._heartbeat,
             Op.MEMBERS: self._list_members, Op.POST: self._post, Op.REPORT: self._report,
             Op.REPORTS: self._list_reports, Op.BARRIER: self._barrier, Op.ADD_ITEMS: self._add_items,
+            Op.OF_MEMBER: self._note_opener,
         }  # fmt: skip
 
     def handle(self, route: Route, frame: bytes, now: float) -> bool:
@@ -139,6 +140,8 @@ class Coordinator(StoreRequests):
             self.num_malformed += 1
             return False
         fine = True
+        if what != Op.HEARTBEAT and number > session.newest:
+            session.newest = number
         if number in session.parked:  # sent again while it waits
             self._send(session, pack(Status.PARKED, number))
             return True
@@ -236,8 +239,21 @@ class Coordinator(StoreRequests):
         session.member, session.gone = None, why
         self._unpark_repeatable(session)
         self._send(session, pack(Status.UNKNOWN, 0, why.encode(), pack_number(member.id)))
+        relays = {one.route for one in self.sessions.values() if one.opened_by == member.id}
+        self.end_clients(one for one in self.sessions.values() if relays and one.route[0] in relays)
         self._send_changes()
         return f"member {member.id} ({self.name_of(member)}) is lost: {why}"
+
+    def end_clients(self, sessions: Iterable[Session]) -> None:
+        """Note that clients are lost with their host: nothing waits for them any more, and an item that one took from a
+        queue in its last request is there again for others.
+        """
+        lost = list(sessions)
+        for session in lost:
+            self._unpark_repeatable(session)
+        for session in lost:
+            if session.popped and (number := next(reversed(session.popped))) >= session.newest:
+                self.take_back(session, number)
 
     def who(self, route: Route) -> str:
         """Return what messages to a person call the client behind `route`."""
@@ -261,6 +277,9 @@ class Coordinator(StoreRequests):
         if version != VERSION:
             raise RefusedError(f"the coordinator speaks version {VERSION} of the protocol, and you {version}")
         return pack(Status.OK, message.number, self.job.encode(), repr(self.members.lost_after_s).encode())
+
+    def _note_opener(self, session: Session, message: Message) -> None:
+        session.opened_by = unpack_number(message.fields[0])
 
     def _cancel(self, session: Session, message: Message) -> None:
         number = unpack_number(message.fields[0])

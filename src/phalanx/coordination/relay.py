@@ -14,7 +14,7 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import zmq
 
@@ -34,11 +34,14 @@ _TICK_S = 0.25
 class Relay:
     """A relay that runs until `close`: whoever connects to `path` talks to the coordinator at `endpoint`.
 
+    `member` returns the member that opens it, or -1: clients of the relay count as lost when that member is.
+
     Raises:
         OSError: a socket of this host cannot be had.
     """
 
-    def __init__(self, endpoint: str, key: Key | None) -> None:
+    def __init__(self, endpoint: str, key: Key | None, member: Callable[[], int] = lambda: -1) -> None:
+        self._member, self._told_member = member, -1
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._is_closed = False
         self._stopping = False
@@ -124,8 +127,15 @@ class Relay:
             if not self._is_cut:
                 self._requests.ask_again(now)
             self._answer()
+            self._tell_member()
             self._waiting += self._requests.take_outgoing(now)
             self._send()
+
+    def _tell_member(self) -> None:
+        member = self._member()
+        if member != self._told_member and self._was_connected and not self._is_cut:
+            self._told_member = member
+            self._waiting.append(pack(Op.OF_MEMBER, 0, pack_number(member)))
 
     # From the ranks to the coordinator.
 
@@ -194,7 +204,7 @@ class Relay:
                 if self._was_connected:
                     self._tell_all(Status.RESUMED)
                     self._requests.resume()
-                self._was_connected, self._is_cut = True, False
+                self._was_connected, self._is_cut, self._told_member = True, False, -1
             elif event == zmq.EVENT_DISCONNECTED and self._was_connected and not self._is_cut:
                 self._is_cut = True
                 self._tell_all(Status.CUT)

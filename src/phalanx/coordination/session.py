@@ -72,6 +72,8 @@ class Session:
     heard_at: float
     member: Member | None = None
     gone: str = ""  # why it is no member any more
+    opened_by: int = -1  # of a relay: the member that has opened it
+    newest: int = 0  # the highest number of a request that has come
     parked: dict[int, Waiter] = field(default_factory=dict)
     num_parked_keys: int = 0
     outgoing: list[Answer] = field(default_factory=list)

@@ -292,7 +292,7 @@ class _Followed:
         """Return the path at which this host's ranks reach the job's store, over one connection for all of them."""
         client = self._joined.client
         if self._relay is None and not client.address.path:
-            self._relay = Relay(client.endpoint, self._joined.key)
+            self._relay = Relay(client.endpoint, self._joined.key, lambda: client.member)
         return "" if self._relay is None else self._relay.path
 
     def close(self) -> None:

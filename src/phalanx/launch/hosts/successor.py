@@ -31,6 +31,7 @@ from phalanx.coordination.key import Key
 from phalanx.coordination.rendezvous import join_endpoint
 from phalanx.coordination.replicated_coordinator import ReplicatedCoordinator
 from phalanx.coordination.service import Service
+from phalanx.coordination.session import THIS_HOST
 from phalanx.coordination.standby import Standby
 from phalanx.coordination.succession.candidate import Candidate
 from phalanx.coordination.succession.config import Config, Term
@@ -445,4 +446,5 @@ def prepare(copy: ReplicatedCoordinator, leader: int, lost: int) -> list[tuple[i
         copy.members.watch(member, None if member.id == leader else frozenset([leader]))
     if gone is not None:
         copy.lose(gone, "its host is lost")
+    copy.end_clients(session for session in copy.sessions.values() if session.route[0] == THIS_HOST)
     return unread
