@@ -152,17 +152,20 @@ CONTESTANTS: dict[str, Callable[[list[Host], Path, str], list[Line]]] = {
 }
 
 
+Commands = dict[int, "subprocess.Popen[bytes]"]  # by the number of a host, the last one that was typed there
+
+
 @contextlib.contextmanager
-def running(lines: list[Line], machines: list[Host], folder: Path) -> Iterator[Job]:
+def running(lines: list[Line], machines: list[Host], folder: Path) -> Iterator[tuple[Job, Commands]]:
     """Start a command on each host, and kill what is left on them at the end."""
-    started = []
+    started: list[subprocess.Popen[bytes]] = []
     with open(folder / "said", "wb") as said:
         try:
             for number, words, more in lines:
                 told = {**os.environ, "OMP_NUM_THREADS": "1", "HOST_NUMBER": str(number), **more}
                 line = [*machines[number].command, *words]
                 started.append(subprocess.Popen(line, env=told, stdout=said, stderr=said, start_new_session=True))
-            yield Job(folder, [])
+            yield Job(folder, []), dict(zip((number for number, _, _ in lines), started, strict=True))
         finally:
             for host in machines:
                 signal_host(host, signal.SIGKILL)
@@ -170,7 +173,7 @@ def running(lines: list[Line], machines: list[Host], folder: Path) -> Iterator[J
                 process.wait()
 
 
-def undergo(job: Job, machines: list[Host], scenario: Scenario) -> Outcome:
+def undergo(job: Job, commands: Commands, machines: list[Host], scenario: Scenario) -> Outcome:
     """Have a scenario happen to a job that trains, and return how it came through."""
     victim, host = scenario.victim, machines[scenario.victim]
     others = [number for number in range(NUM_HOSTS) if number != victim]
@@ -180,6 +183,8 @@ def undergo(job: Job, machines: list[Host], scenario: Scenario) -> Outcome:
         """A condition: these hosts have completed the same step, with so many ranks, after a time."""
 
         def condition(stamps: list[Stamp]) -> list[Stamp]:
+            if all(commands[number].poll() is not None for number in numbers):
+                raise TimeoutError("the commands have ended")
             fits = [s for s in reversed(stamps) if s.at > after and s.num_ranks == num_ranks]
             steps = [{s.step: s for s in fits if s.rank == number} for number in numbers]
             common = sorted(set.intersection(*(set(each) for each in steps)))
@@ -199,8 +204,8 @@ def undergo(job: Job, machines: list[Host], scenario: Scenario) -> Outcome:
     in_flight = 0.05 if victim == SERVICE else 0.0  # of a step that had begun
     try:
         first = job.wait(find(at + in_flight, others, expected), GOING_ON_S)
-    except TimeoutError:
-        return Outcome(None, why="the others did not go on")
+    except TimeoutError as error:
+        return Outcome(None, why=f"the others did not go on: {error}")
     went_on = max(stamp.at for stamp in first)
     done = max(stamp.step for stamp in job.stamps() if stamp.at <= at)
     lost = max(0, done + 1 - first[0].step)
@@ -210,7 +215,7 @@ def undergo(job: Job, machines: list[Host], scenario: Scenario) -> Outcome:
         try:
             first = job.wait(find(killed_at, [0, 2], 2), GOING_ON_S)
         except TimeoutError:
-            return Outcome(None, why="without the service, the others did not go on after another host was lost")
+            return Outcome(None, why="without the service, the others did not go on after another host")
         return Outcome(max(stamp.at for stamp in first) - killed_at, lost)
     if not scenario.comes_back:
         return Outcome(went_on - at, lost)
@@ -232,9 +237,9 @@ def measure(name: str, scenario: Scenario, python: str) -> Outcome:
     """Run a job of a contestant through a scenario."""
     with hosts(NUM_HOSTS + 1, one_clock=True) as machines, tempfile.TemporaryDirectory() as folder:
         lines = CONTESTANTS[name](machines, Path(folder), python)
-        with running(lines, machines, Path(folder)) as job:
+        with running(lines, machines, Path(folder)) as (job, commands):
             try:
-                return undergo(job, machines, scenario)
+                return undergo(job, commands, machines, scenario)
             except TimeoutError as error:
                 return Outcome(None, why=f"it did not start: {error}\n{(Path(folder) / 'said').read_text()[-2000:]}")
 
@@ -243,7 +248,7 @@ def describe(outcomes: list[Outcome]) -> str:
     """Return the cell of a table."""
     passed = [one.seconds for one in outcomes if one.seconds is not None]
     if not passed:
-        return "ends or hangs"
+        return "ends" if all("have ended" in one.why for one in outcomes) else f"not within {GOING_ON_S:.0f} s"
     words = [harness.format_time(median(passed))]
     if len(passed) < len(outcomes):
         words.append(f"{len(passed)} of {len(outcomes)}")

@@ -108,6 +108,14 @@ class LedJob(Listener):
             self.made.start(number, self.num_ranks)
         self.listen(number)
 
+    def send_on(self, numbers: list[int]) -> None:
+        """Have hosts come to the host that leads now, which wait at the address of one that is lost."""
+        for number in numbers:
+            if not any("of the job at" in line or "this one waits" in line for line in self.lines[number]):
+                self.made.kill(number)
+                self.made.jobs[number].running.process.wait()
+                self.bring_back(number)
+
     def await_whole(self, what: str, after: int) -> None:
         """Return once all hosts train together, in a generation later than `after`, and another one could lead.
 
@@ -174,6 +182,7 @@ def lose(job: LedJob, draw: random.Random, what: str) -> None:
             job.end_strike(third, "killed", what)
             if third == job.leader:
                 job.wait(f"{what}: another one leads", lambda: job.leader != third)
+                job.send_on([number for number, _ in out])
             job.bring_back(third)
     job.await_whole(what, after)
     assert job.halves == [], what
