@@ -157,13 +157,21 @@ Commands = dict[int, "subprocess.Popen[bytes]"]  # by the number of a host, the 
 
 @contextlib.contextmanager
 def running(lines: list[Line], machines: list[Host], folder: Path) -> Iterator[tuple[Job, Commands]]:
-    """Start a command on each host, and kill what is left on them at the end."""
+    """Start a command on each host, and kill what is left on them at the end.
+
+    Each host has a name, which the others can look up: torchft's replicas fetch their state at it.
+    """
     started: list[subprocess.Popen[bytes]] = []
+    names = "".join(f"{host.address} host{number}\n" for number, host in enumerate(machines))
+    for host in machines:  # `ip netns exec` mounts it as /etc/hosts
+        Path("/etc/netns", host.name).mkdir(parents=True)
+        Path("/etc/netns", host.name, "hosts").write_text(f"127.0.0.1 localhost\n{names}")
     with open(folder / "said", "wb") as said:
         try:
             for number, words, more in lines:
                 told = {**os.environ, "OMP_NUM_THREADS": "1", "HOST_NUMBER": str(number), **more}
-                line = [*machines[number].command, *words]
+                named = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', f"host{number}"]
+                line = [*machines[number].command, *named, *words]
                 started.append(subprocess.Popen(line, env=told, stdout=said, stderr=said, start_new_session=True))
             yield Job(folder, []), dict(zip((number for number, _, _ in lines), started, strict=True))
         finally:
@@ -171,6 +179,8 @@ def running(lines: list[Line], machines: list[Host], folder: Path) -> Iterator[t
                 signal_host(host, signal.SIGKILL)
             for process in started:
                 process.wait()
+            for host in machines:
+                shutil.rmtree(Path("/etc/netns", host.name))
 
 
 def undergo(job: Job, commands: Commands, machines: list[Host], scenario: Scenario) -> Outcome:

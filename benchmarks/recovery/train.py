@@ -123,7 +123,6 @@ def train_torchft(folder: Path, stamp: Stamp) -> None:
         state_dict=lambda: {"model": model.state_dict(), "optimizer": inner.state_dict()},
         replica_id=f"train_{group}",
         timeout=timedelta(seconds=10),
-        **({"hostname": os.environ["MASTER_ADDR"]} if "HOST_NUMBER" in os.environ else {}),
     )
     ddp = DistributedDataParallel(manager, model)
     optimizer = Optimizer(manager, inner)
