@@ -38,7 +38,7 @@ COLLECT_REPORT_S = 1.5
 HOST_TIMEOUT_S = 9.0  # the timeout of an agent; --host-timeout
 MEMBER_TIMEOUT_S = 10.0  # the timeout of a coordinator without a job
 COORDINATOR_SILENT_S = 30.0  # a coordinator that is asked answers sooner, also who waits for a key
-CONNECTION_ENDED_S = 1.0  # a live process connects again within a tenth of it
+CONNECTION_ENDED_S = 1.5  # a live process connects again at once, or when the kernel tries a second time, after 1 s
 COORDINATOR_REFUSED_S = 1.0  # a port that refuses for so long has nobody behind it any more
 
 RPC_PULSE_S = 0.2

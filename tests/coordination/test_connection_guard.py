@@ -317,7 +317,7 @@ def test_members_whose_connections_end_and_are_not_replaced_are_told_once(seed):
             now += draw.choice([0.0, 0.3, 0.6])
             if draw.random() < 0.1:
                 now += 5.0
-                guard.forgive(5.0)
+                guard.forgive(5.0, now)
                 gone = {who: at + 5.0 for who, at in gone.items()}
             due = {b"member%d" % who for who, at in gone.items() if now - at >= CONNECTION_ENDED_S}
             found = [identity for identity, _ in guard.take_ended(now)]

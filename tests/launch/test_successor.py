@@ -95,3 +95,33 @@ def test_a_standby_that_others_vote_for_is_elected_and_goes_back_no_more(agents)
     with Client(results[0].address, KEY) as client:
         assert client.get(FIRST_KEY) == str(results[0].member).encode()
         assert client.get(LEADER_STATE) == b"what was decided"
+
+
+def test_who_had_lost_the_leader_in_an_earlier_election_does_not_count_as_present(agents):
+    """What a voter had left at the polling place decided the next election, in which the standby was alone."""
+    voter, standby = agents.successors[2], agents.successors[1]
+    assert voter.begin_election()
+    time.sleep(1.0)
+    assert voter.cancel_election()
+    assert standby.begin_election()
+    time.sleep(1.0)
+    assert standby.cancel_election()
+    assert (voter.take_result(), standby.take_result()) == ([], [])
+
+
+def test_after_an_election_that_nobody_won_the_next_one_begins_anew(agents, monkeypatch):
+    standby, voter = agents.successors[1], agents.successors[2]
+    poll = Successor._poll_voters
+    monkeypatch.setattr(Successor, "_poll_voters", lambda self, *given: (poll(self, *given), None)[1])
+    assert standby.begin_election()
+    assert voter.begin_election()
+    results = []
+    while len(results) < 2:
+        results += [result for each in (standby, voter) for result in each.take_result()]
+        time.sleep(0.05)
+    assert results == [None, None]
+    for each in (standby, voter):
+        each.end_election()
+    assert voter.begin_election()
+    time.sleep(1.0)
+    assert voter.cancel_election()  # nobody asks it for anything

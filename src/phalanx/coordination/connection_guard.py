@@ -152,7 +152,8 @@ class ConnectionGuard:
                 identity = self._members.pop(value, None)
                 if identity and peer is not None and self._current.get(identity) == value:
                     del self._current[identity]
-                    self._ended[identity] = _Ended(peer.network, now)
+                    if not self._young.of(peer.network):  # one of these may be the next connection of this member
+                        self._ended[identity] = _Ended(peer.network, now)
                 if self._failed:
                     self._refuse("" if peer is None else peer.place[0], now)
                 if value in self._young:
@@ -171,9 +172,9 @@ class ConnectionGuard:
             del self._ended[identity]
         return found
 
-    def forgive(self, pause_s: float) -> None:
+    def forgive(self, pause_s: float, now: float) -> None:
         """Note that this process stood still, so that nobody could connect to it."""
-        self._ended = {who: ended._replace(at=ended.at + pause_s) for who, ended in self._ended.items()}
+        self._ended = {who: ended._replace(at=min(now, ended.at + pause_s)) for who, ended in self._ended.items()}
 
     def make_room(self, now: float) -> None:
         """Close young connections as long as there are too many. Whose messages have come must have been admitted."""
@@ -225,6 +226,9 @@ class ConnectionGuard:
 
     def _accept(self, fd: int, now: float) -> None:
         self._young.discard(fd)
+        before = self._members.pop(fd, b"")
+        if self._current.get(before) == fd:
+            del self._current[before]
         peer = self._peers[fd] = _find_peer(fd, takes_all=bool(len(self._blocked)))
         if peer is None:  # it has gone already
             return

@@ -140,8 +140,6 @@ class Coordinator(StoreRequests):
             self.num_malformed += 1
             return False
         fine = True
-        if what != Op.HEARTBEAT and number > session.newest:
-            session.newest = number
         if number in session.parked:  # sent again while it waits
             self._send(session, pack(Status.PARKED, number))
             return True
@@ -239,14 +237,14 @@ class Coordinator(StoreRequests):
         session.member, session.gone = None, why
         self._unpark_repeatable(session)
         self._send(session, pack(Status.UNKNOWN, 0, why.encode(), pack_number(member.id)))
-        relays = {one.route for one in self.sessions.values() if one.opened_by == member.id}
-        self.end_clients(one for one in self.sessions.values() if relays and one.route[0] in relays)
+        if relays := {one.route for one in self.sessions.values() if one.opened_by == member.id}:
+            self.end_clients(one for one in self.sessions.values() if one.route[0] in relays)
         self._send_changes()
         return f"member {member.id} ({self.name_of(member)}) is lost: {why}"
 
     def end_clients(self, sessions: Iterable[Session]) -> None:
         """Note that clients are lost with their host: nothing waits for them any more, and an item that one took from a
-        queue in its last request is there again for others.
+        queue is there again for others, if the client has changed nothing since.
         """
         lost = list(sessions)
         for session in lost:
@@ -280,6 +278,7 @@ class Coordinator(StoreRequests):
 
     def _note_opener(self, session: Session, message: Message) -> None:
         session.opened_by = unpack_number(message.fields[0])
+        self.journal.add(Kind.OPENED, session.route, session.opened_by)
 
     def _cancel(self, session: Session, message: Message) -> None:
         number = unpack_number(message.fields[0])

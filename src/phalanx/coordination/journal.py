@@ -32,6 +32,7 @@ class Kind(enum.IntEnum):
     ANSWERS = 9  # numbers of requests, with what was answered
     POPPED = 10  # request `number` has taken an item: from which queue, and the item
     PARKED = 11  # request `number` waits at a barrier: its fields
+    OPENED = 12  # a relay, which member `number` has opened
 
     # A change of it.
     REQUEST = 20  # request `number` was granted: what it is, and its fields

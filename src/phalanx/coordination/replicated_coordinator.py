@@ -213,6 +213,8 @@ class ReplicatedCoordinator(Coordinator):
             self._forget_session(session)
         elif kind == Kind.SESSION:
             session.gone = fields[0].decode()
+        elif kind == Kind.OPENED:
+            session.opened_by = number
         elif kind == Kind.ANSWERS:
             for answered, answer in zip(map(unpack_number, fields[::2]), fields[1::2], strict=True):
                 session.remember(answered, answer)
@@ -239,6 +241,8 @@ def _describe_session(session: Session) -> Iterator[Entry]:
     route = session.route
     if session.gone:
         yield Entry(Kind.SESSION, route, 0, [session.gone.encode()])
+    if session.opened_by >= 0:
+        yield Entry(Kind.OPENED, route, session.opened_by, [])
     for fields in _grouped(((pack_number(number), answer) for number, answer in session.answers())):
         yield Entry(Kind.ANSWERS, route, 0, fields)
     for number, (queue, item) in session.popped.items():

@@ -247,17 +247,13 @@ class Service:
                     self._read(listener, router, now)
             if self._guard is not None:
                 self._guard.make_room(now)
-                for identity, since in self._guard.take_ended(now):
-                    route = Direct(OTHER_HOSTS, identity)
-                    for line in self.coordinator.lose_disconnected(route, since - _UNBROKEN_S):
-                        self._say(line)
             if now - ticked_at >= _TICK_S:
                 if now - ticked_at > 4 * _TICK_S:  # we were stopped, or the machine was asleep: nobody else's fault
                     self.coordinator.forgive(now - ticked_at - _TICK_S, now)
                     if self._guard is not None:
-                        self._guard.forgive(now - ticked_at - _TICK_S)
+                        self._guard.forgive(now - ticked_at - _TICK_S, now)
                 ticked_at = now
-                for line in self.coordinator.tick(now):
+                for line in (*self.coordinator.tick(now), *self._lose_disconnected(now)):
                     self._say(line)
                 if now - self._asked_at > _QUIET_S:
                     self._unused_memory.give_back()
@@ -266,6 +262,11 @@ class Service:
             is_quiet = now - self._asked_at > _QUIET_S and not self._relayed
             if is_quiet and len(self.coordinator.members) > _MANY_MEMBERS:
                 time.sleep(_BEATS_S)
+
+    def _lose_disconnected(self, now: float) -> list[str]:
+        ended = () if self._guard is None else self._guard.take_ended(now)
+        routes = [(Direct(OTHER_HOSTS, identity), since - _UNBROKEN_S) for identity, since in ended]
+        return [line for route in routes for line in self.coordinator.lose_disconnected(*route)]
 
     def _read(self, listener: int, router: zmq.Socket[bytes], now: float) -> None:
         recv = router.recv

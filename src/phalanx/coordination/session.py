@@ -73,7 +73,7 @@ class Session:
     member: Member | None = None
     gone: str = ""  # why it is no member any more
     opened_by: int = -1  # of a relay: the member that has opened it
-    newest: int = 0  # the highest number of a request that has come
+    newest: int = 0  # the highest number of a request that has changed something
     parked: dict[int, Waiter] = field(default_factory=dict)
     num_parked_keys: int = 0
     outgoing: list[Answer] = field(default_factory=list)
@@ -95,6 +95,7 @@ class Session:
     def remember(self, number: int, answer: bytes) -> None:
         """Remember an answer, which is given again if the request comes again."""
         self._answers[number] = answer
+        self.newest = max(self.newest, number)
         self._answer_bytes += len(answer)
         while len(self._answers) > MAX_ANSWERS or (self._answer_bytes > MAX_ANSWER_BYTES and len(self._answers) > 1):
             self._answer_bytes -= len(self._answers.popitem(last=False)[1])

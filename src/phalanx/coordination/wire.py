@@ -66,8 +66,8 @@ class Op(enum.IntEnum):
     ADD_ITEMS = 29  # values for a numbered row of keys, and as many added to the number that counts them
     FOLLOW = 30  # from a standby: it wants the whole state, and all that changes from then on
     FOLLOWED = 31  # from a standby: up to which batch of changes it has all
-    OF_MEMBER = 33  # from a relay: the member that has opened it; its clients end with that member's host
     DATAGRAM = 32  # a message to a member that nobody keeps: it may be lost, and nothing holds it up
+    OF_MEMBER = 33  # from a relay: the member that has opened it; its clients end with that member's host
 
 
 class Status(enum.IntEnum):

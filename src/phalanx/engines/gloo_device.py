@@ -28,7 +28,7 @@ from phalanx.packet_filter import attach, take_only
 _ProcessGroupGloo: Any = ProcessGroupGloo  # torch's stub knows only some of what the class has
 # They are well above what ranks need that reach each other by their own addresses, one after another: 64 ranks
 # on two busy cores take 0.9 s.
-_KNOWN_ONLY_S, _EACH_KNOWN_ONLY_S = 2.0, 0.1
+_KNOWN_ONLY_S, _EACH_KNOWN_ONLY_S, _MOST_KNOWN_ONLY_S = 2.0, 0.1, 30.0
 
 
 class GlooDevice:
@@ -60,11 +60,12 @@ class GlooDevice:
         """Take connections inside, from `addresses` (empty: from all).
 
         Call what is yielded, once, when all ranks have said where they listen. From then on they have two seconds, and
-        0.1 s for each of `num_peers`; after that connections from all addresses are taken.
+        0.1 s for each of `num_peers`, 30 s at most; after that connections from all addresses are taken.
         """
         group = object()
         self._expect(group, frozenset(addresses))
-        opening = threading.Timer(_KNOWN_ONLY_S + num_peers * _EACH_KNOWN_ONLY_S, self._expect_anybody, (group,))
+        known_only_s = min(_KNOWN_ONLY_S + num_peers * _EACH_KNOWN_ONLY_S, _MOST_KNOWN_ONLY_S)
+        opening = threading.Timer(known_only_s, self._expect_anybody, (group,))
         opening.daemon = True
         try:
             yield opening.start

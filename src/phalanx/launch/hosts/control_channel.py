@@ -51,6 +51,11 @@ class Change:
     facts: dict[str, Any]  # the facts of one that has joined
     why: str
 
+    @property
+    def is_of_itself(self) -> bool:
+        """Return whether it tells what this process and its coordinator are to each other."""
+        return self.kind in ("expelled", "unreachable", "reachable")
+
 
 class Notices(Mailbox[str]):
     """`Notices` takes lines for a person from other threads of this process."""

@@ -21,13 +21,12 @@ from phalanx.errors import PhalanxError
 from phalanx.launch.hosts.control_channel import Change, ControlChannel, ControlMessage
 from phalanx.launch.hosts.host_state import HostState
 from phalanx.launch.hosts.leader_state import LeaderState
-from phalanx.launch.hosts.successor import Elected, Successor
+from phalanx.launch.hosts.office import Elected
+from phalanx.launch.hosts.successor import Successor
 from phalanx.launch.hosts.take_over import TakeOver
 
 if TYPE_CHECKING:
     from phalanx.agent.attempt import Attempt
-
-_OF_ITSELF = ("expelled", "unreachable", "reachable")  # changes that tell of the coordinator that is lost
 
 
 class FollowedSuccession:
@@ -84,6 +83,7 @@ class FollowedSuccession:
             self._early.append(message)
             if isinstance(message, Change) and message.kind == "reachable" and self._successor.cancel_election():
                 self._is_resumed = True
+                self._early = _drop_own(self._early)
                 self._host.display.say("phalanx run: the host that leads the job is heard again: the ranks go on")
         elif isinstance(message, Change) or message.member != self._channel.first:
             return False
@@ -118,13 +118,13 @@ class FollowedSuccession:
         """Follow the election; return whether this host leads the job now."""
         if self._is_resumed:
             self._is_resumed = False
-            self._channel.give_back([each for each in self._early if not _is_of_itself(each)])
+            self._channel.give_back(self._early)
             self._early = []
         for line in () if self._successor.trial is None else self._successor.trial.take():
             self._host.display.say(f"phalanx run: {line}")
         for elected in self._successor.take_result() if self._successor.fileno() in ready else ():
             self._early += self._channel.take()
-            early = [each for each in self._early if not _is_of_itself(each)]
+            early = _drop_own(self._early)
             self._early = []
             self._successor.end_election()
             if elected is None:
@@ -159,5 +159,6 @@ class FollowedSuccession:
             self._take_over.hear(message)
 
 
-def _is_of_itself(message: Change | ControlMessage) -> bool:
-    return isinstance(message, Change) and message.kind in _OF_ITSELF
+def _drop_own(messages: Sequence[Change | ControlMessage]) -> list[Change | ControlMessage]:
+    """Return the messages without those about the coordinator that is lost."""
+    return [each for each in messages if not (isinstance(each, Change) and each.is_of_itself)]

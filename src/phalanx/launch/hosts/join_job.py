@@ -40,8 +40,9 @@ from phalanx.launch.hosts.lead import lead
 from phalanx.launch.hosts.leader import LeaderLink
 from phalanx.launch.hosts.leader_state import FIRST_KEY
 from phalanx.launch.hosts.node_plan import HostFacts, describe_nnodes
+from phalanx.launch.hosts.office import Elected
 from phalanx.launch.hosts.reach import Responder, Target, check_own, try_all
-from phalanx.launch.hosts.successor import Elected, Successor
+from phalanx.launch.hosts.successor import Successor
 from phalanx.processes import ENDING_SIGNALS, name_signal
 
 _PAUSE_S = 0.1
@@ -245,8 +246,8 @@ class _Followed:
         successor.end_election()
         if elected is None:
             return False
-        self._channel.join_again(self._told(), _REJOIN_TRY_S, (self._channel.first,))
         self._move(elected)
+        self._channel.join_again(self._told(), _REJOIN_TRY_S, (self._channel.first,))
         return True
 
     def _follow_election(self, why: str) -> bool:
@@ -269,14 +270,16 @@ class _Followed:
         if votes and self._finished is not None:
             attempt, state = self._finished
             self._move(elected)
+            said = self._channel.take()  # of the coordinator that is lost
+            self._channel.give_back([each for each in said if not (isinstance(each, Change) and each.is_of_itself)])
             self._channel.put(elected.member, "here", state=state.to_json())
             self._channel.put(elected.member, "swept", attempt=attempt)
         else:
+            self._move(elected)
             try:
                 self._channel.join_again(self._told(), _REJOIN_TRY_S, (self._channel.first,))
             except PhalanxError:
                 return False
-            self._move(elected)
             self._renew_membership()
         say(f"phalanx run: the host at {Address.parse(elected.address).host} leads the job now; this host waits there")
         return True

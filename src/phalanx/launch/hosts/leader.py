@@ -40,6 +40,8 @@ from phalanx.loss_detection import HOST_SWEEP_S
 from phalanx.output.line_prefix import find_template
 from phalanx.processes import ENDING_SIGNALS
 
+_RECORD_S = 0.2  # ranks that end within this time are recorded together
+
 
 class LeaderLink(HostLink):
     """The first host's link: what all hosts tell is followed here, and what was decided they are told."""
@@ -72,6 +74,7 @@ class LeaderLink(HostLink):
         self._guard = guard or LeadGuard(peers.channel, None)
         self._begun = begun  # the newest generation but the first
         self._num_ended = 0  # so many ranks that have ended are recorded
+        self._record_at: float | None = None  # when those are that have ended since
         self._is_recorded = False
         self._swept_hosts: set[int] = set()
         self._told_to_start = set(peers.others)
@@ -136,15 +139,8 @@ class LeaderLink(HostLink):
         self._begun = begun or self._begun
         if not self._guard.is_begun:
             return
-        elastic = self._elastic
-        trained = {self.member, *(host.member for host in elastic.seating.hosts)}  # others' ranks are starting
-        ended = tuple(exit for exit in self._attempt.state.exits.values() if exit.status == 0)
-        state = LeaderState(
-            self._number, self._plan.run_id, self._plan.run,
-            tuple(node for node in self._peers.own_and_present if node.facts.member in trained), elastic.seating,
-            self._begun, elastic.num_replaced, elastic.max_replacements, tuple(elastic.losses),
-            {seat: member.pid for seat, member in elastic.members.items()}, ended,
-        )  # fmt: skip
+        exits = self._attempt.state.exits.values()
+        state = LeaderState.of(self._number, self._plan, self._peers, self._elastic, self._begun, exits)
         self._peers.channel.put_key(LEADER_STATE, state.to_bytes())
 
     def do(self, action: PrepareHost | DropHost) -> None:
@@ -209,7 +205,8 @@ class LeaderLink(HostLink):
     def due(self) -> float | None:
         """Return when to look again although nothing has come."""
         more = time.monotonic() if self._peers.channel.has_more else None
-        times = (self._sweep_limit, self._stacks_requests.due, self._guard.due, self._departure.due, more)
+        dues = (self._stacks_requests.due, self._guard.due, self._departure.due, self._record_at)
+        times = (self._sweep_limit, *dues, more)
         return min((at for at in times if at is not None), default=None)
 
     def receive(self, ready: set[int]) -> None:
@@ -224,9 +221,12 @@ class LeaderLink(HostLink):
         self._say_standbys()
         for member, why in self._guard.take_agreed():
             self._lose_now(member, why)
-        if self._elastic.finished and self._num_ended != len(self._attempt.state.exits):
-            self._num_ended = len(self._attempt.state.exits)
-            self._record(None)
+        num_ended, now = len(self._attempt.state.exits), time.monotonic()
+        if self._elastic.finished and self._num_ended != num_ended:
+            self._record_at = self._record_at or now + _RECORD_S
+            if now >= self._record_at:
+                self._num_ended, self._record_at = num_ended, None
+                self._record(None)
         self._departure.go_on(self._attempt)
         self._stacks_requests.answer()
         if self._sweep_limit is not None and time.monotonic() >= self._sweep_limit:

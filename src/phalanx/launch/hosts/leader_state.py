@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -11,8 +11,11 @@ from phalanx.agent.elastic_actions import BeginGeneration, LostRank
 from phalanx.agent.environment import Place
 from phalanx.agent.failure import Exit
 from phalanx.agent.generation import HostSeats, Seating
+from phalanx.agent.plan import JobPlan
+from phalanx.launch.hosts.elastic_hosts import ElasticHosts
 from phalanx.launch.hosts.generation_message import generation_from_json, generation_to_json
 from phalanx.launch.hosts.node_plan import HostFacts, Node
+from phalanx.launch.hosts.peer_hosts import PeerHosts
 
 KEY = "launch/leader"
 FIRST_KEY = "launch/first"  # the key of the member that leads the job, once it is not the first any more
@@ -33,6 +36,26 @@ class LeaderState:
     losses: tuple[LostRank, ...]
     pids: dict[int, int]  # the processes that there were, by seat
     exits: tuple[Exit, ...]  # of the ranks that have ended well
+
+    @classmethod
+    def of(
+        cls,
+        attempt: int,
+        plan: JobPlan,
+        peers: PeerHosts,
+        elastic: ElasticHosts,
+        begun: BeginGeneration | None,
+        exits: Iterable[Exit],
+    ) -> LeaderState:
+        """Return what a leader has decided, without hosts whose ranks are starting."""
+        trained = {peers.own.facts.member, *(host.member for host in elastic.seating.hosts)}
+        return cls(
+            attempt, plan.run_id, plan.run,
+            tuple(node for node in peers.own_and_present if node.facts.member in trained), elastic.seating, begun,
+            elastic.num_replaced, elastic.max_replacements, tuple(elastic.losses),
+            {seat: member.pid for seat, member in elastic.members.items()},
+            tuple(exit for exit in exits if exit.status == 0),
+        )  # fmt: skip
 
     def to_bytes(self) -> bytes:
         """Return it as bytes for the store."""

@@ -21,7 +21,6 @@ import random
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from phalanx.agent.plan import find_free_port
@@ -48,11 +47,12 @@ from phalanx.coordination.wire import MALFORMED
 from phalanx.coordination.witness.trial import WitnessTrial
 from phalanx.coordination.witness.witness import WITNESS, Witness
 from phalanx.descriptors import wait_readable
-from phalanx.errors import CoordinationError, DeadlineError, PhalanxError
+from phalanx.errors import DeadlineError, PhalanxError
 from phalanx.ipc.wakeup import Mailbox
 from phalanx.launch.hosts.control_channel import ControlChannel
 from phalanx.launch.hosts.leader_state import FIRST_KEY
 from phalanx.launch.hosts.leader_state import KEY as LEADER_STATE
+from phalanx.launch.hosts.office import Elected, Office
 
 _FEWEST_S = 3.0  # that an election may take, however short the hosts' timeout is
 _TURN_S = 1.0  # after which the next standby stands, too
@@ -60,50 +60,6 @@ _TRY_S, _PAUSE_S, _LOOK_S = 2.0, 0.1, 0.25
 _REDIRECT_S = 5.0
 _PRESENT = "present"  # the queue of a polling place with the members that have come there
 _OBSERVE_S = 5.0  # a host that waits hears of the loss earlier than those who look whether the leader has gone
-
-
-@dataclass(frozen=True)
-class Elected:
-    """The leader that the hosts have agreed on, and where its coordinator is."""
-
-    member: int
-    address: str
-    epoch: bytes
-    master_port: int  # MASTER_PORT of the ranks
-
-    def to_json(self) -> dict[str, Any]:
-        """Return it as plain data."""
-        return {
-            "member": self.member,
-            "address": self.address,
-            "epoch": self.epoch.hex(),
-            "master_port": self.master_port,
-        }
-
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> Elected:
-        """Read what `to_json` wrote."""
-        epoch = bytes.fromhex(fields["epoch"])
-        return cls(int(fields["member"]), str(fields["address"]), epoch, int(fields["master_port"]))
-
-
-@dataclass(frozen=True)
-class Office:
-    """What an elected host has besides: the coordinator's service, its part in the succession, and what was under way.
-
-    leader_state: what the leader that was had decided, as `LeaderState` writes it.
-    unread: messages to it, with their senders.
-    gone: the members that had gone before, and why.
-    witness: of the job, if it has one.
-    """
-
-    leader_state: bytes
-    service: Service
-    primary: Primary
-    voter: Voter
-    unread: list[tuple[int, bytes]]
-    gone: Mapping[int, str]
-    witness: Witness | None
 
 
 class Successor:
@@ -281,9 +237,11 @@ class Successor:
         while not over.is_set():
             try:
                 with Client(address, self._key, timeout=_TRY_S) as client:
-                    if votes:
-                        client.queue_push(_PRESENT, str(self._channel.member))
+                    told_at = -_TURN_S
                     while not over.is_set():
+                        if votes and time.monotonic() >= told_at + _TURN_S:  # one that stands later counts anew
+                            told_at = time.monotonic()
+                            client.queue_push(_PRESENT, str(self._channel.member))
                         try:
                             ask = json.loads(client.get(f"ask/{asked}", _LOOK_S))
                         except DeadlineError:
@@ -324,17 +282,27 @@ class Successor:
             return
         try:
             with Client(self._place.local) as client:
+                self._clear_place(client)
                 self._await_voters(client, config, over)
                 with self._lock:
-                    self._has_promised = not over.is_set()
+                    self._has_promised |= not over.is_set()
                 while not over.is_set():
                     primary = self._poll_voters(client, end, over)
                     if primary is not None:
                         self._take_office(client, primary, over)
                         return
                     over.wait(random.uniform(_PAUSE_S, _TURN_S))  # two that stand at once get out of each other's way
-        except (CoordinationError, OSError):
+                self._clear_place(client)
+        except (PhalanxError, OSError, *MALFORMED):
             self._finish(over, None)
+
+    def _clear_place(self, client: Client) -> None:
+        """Leave nothing of an earlier election at the polling place: voters, what they were asked, and replies."""
+        for queue in (_PRESENT, "replies"):
+            while client.queue_pop(queue, block=False) is not None:
+                pass
+        client.delete_prefix("ask/")
+        self._num_asked = 0
 
     def _await_voters(self, client: Client, config: Config, over: threading.Event) -> None:
         """Wait until those have come who could decide: they have lost the leader as well."""

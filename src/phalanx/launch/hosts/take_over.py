@@ -27,9 +27,9 @@ from phalanx.launch.hosts.host_state import HostState
 from phalanx.launch.hosts.lead_guard import LeadGuard
 from phalanx.launch.hosts.leader import LeaderLink
 from phalanx.launch.hosts.leader_state import LeaderState
+from phalanx.launch.hosts.office import Office
 from phalanx.launch.hosts.peer_hosts import PeerHosts
 from phalanx.launch.hosts.succession import Succession
-from phalanx.launch.hosts.successor import Office
 from phalanx.output.display import Display
 
 if TYPE_CHECKING:

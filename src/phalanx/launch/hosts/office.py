@@ -1,0 +1,56 @@
+"""What an election results in: who leads the job now, and what that host has for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from phalanx.coordination.service import Service
+from phalanx.coordination.succession.primary import Primary
+from phalanx.coordination.succession.voter import Voter
+from phalanx.coordination.witness.witness import Witness
+
+
+@dataclass(frozen=True)
+class Elected:
+    """The leader that the hosts have agreed on, and where its coordinator is."""
+
+    member: int
+    address: str
+    epoch: bytes
+    master_port: int  # MASTER_PORT of the ranks
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as plain data."""
+        return {
+            "member": self.member,
+            "address": self.address,
+            "epoch": self.epoch.hex(),
+            "master_port": self.master_port,
+        }
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Elected:
+        """Read what `to_json` wrote."""
+        epoch = bytes.fromhex(fields["epoch"])
+        return cls(int(fields["member"]), str(fields["address"]), epoch, int(fields["master_port"]))
+
+
+@dataclass(frozen=True)
+class Office:
+    """What an elected host has besides: the coordinator's service, its part in the succession, and what was under way.
+
+    leader_state: what the leader that was had decided, as `LeaderState` writes it.
+    unread: messages to it, with their senders.
+    gone: the members that had gone before, and why.
+    witness: of the job, if it has one.
+    """
+
+    leader_state: bytes
+    service: Service
+    primary: Primary
+    voter: Voter
+    unread: list[tuple[int, bytes]]
+    gone: Mapping[int, str]
+    witness: Witness | None
