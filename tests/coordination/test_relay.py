@@ -2,6 +2,7 @@
 
 import contextlib
 import random
+import select
 import threading
 import time
 
@@ -32,6 +33,14 @@ def relay(service):
     made = Relay(f"tcp://{service.address}", KEY)
     yield made
     made.close()
+
+
+def test_a_relay_sleeps_again_after_it_was_redirected(service, relay):
+    """What woke it was never read, since pyzmq's poll returns descriptors for what is no socket of ZeroMQ's: from then
+    on it kept a processor busy until the job's end.
+    """
+    relay.redirect(f"tcp://{service.address}", b"")
+    wait_until(lambda: not select.select([relay._wakeup], [], [], 0)[0])
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, 1 << 14, (1 << 14) + 1, 1 << 20])

@@ -26,6 +26,7 @@ Events:    started {rank, pid};  unforked {rank, errno};  exit {rank, pid, statu
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import importlib
@@ -46,6 +47,7 @@ from phalanx.agent.title import set_command
 from phalanx.agent.worker import Assignment, run_worker
 from phalanx.agent.zygote_command import plan_zygote_code
 from phalanx.ipc.channel import Channel
+from phalanx.ipc.signals import caught_signals, read_signals
 from phalanx.processes import (
     adopt_orphans,
     die_with_parent,
@@ -167,7 +169,7 @@ class _Zygote:
         self._ranks: dict[int, int] = {}  # by process: its rank, until it is reaped
         self._target: dict[str, Any] = {}
         self._membership: dict[str, Any] = {}  # the agent's membership, in a job on several hosts
-        self._wake: tuple[int, int] = (-1, -1)  # a pipe into which SIGCHLD writes a byte
+        self._caught = contextlib.ExitStack()  # while it is open, SIGCHLD does not interrupt but is read
         self._spare = 0  # the process of the spare
         self._is_spare = False  # whether this process is a spare whose zygote lives
 
@@ -176,22 +178,19 @@ class _Zygote:
 
         `tells`: what the agent sent before it was killed is read, too, because it says where the first host is.
         """
-        self._wake = os.pipe()
-        for end in self._wake:
-            os.set_blocking(end, False)
-        signal.set_wakeup_fd(self._wake[1], warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, lambda signum, frame: None)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # whoever started the agent may have ignored it
+        signals = self._caught.enter_context(caught_signals([signal.SIGCHLD]))
         outlive_parent()
         if not (self._is_spare or tells) and os.getppid() != self._agent:  # it died while nobody was looking
             kill_sessions(self._sessions)
             os._exit(1)
         poll = select.poll()
         poll.register(self._control, select.POLLIN)
-        poll.register(self._wake[0], select.POLLIN)
+        poll.register(signals, select.POLLIN)
         while True:
             ready = [fd for fd, _ in poll.poll()]
-            if self._wake[0] in ready:
-                _drain(self._wake[0])
+            if signals in ready:
+                read_signals(signals)
                 self._reap()
             if self._control.fileno() in ready:
                 # One, because a rank that is forked for it would inherit the descriptors of those after it.
@@ -296,10 +295,7 @@ class _Zygote:
 
     def _leave(self) -> None:
         """Undo, in the child, what made this process a zygote."""
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        for fd in self._wake:
-            os.close(fd)
+        self._caught.close()
         self._control.close()
 
     def _reap(self) -> None:
@@ -327,11 +323,3 @@ class _Zygote:
             self._control.send(event)
         except OSError:
             pass  # the agent has gone; the next receive sees it
-
-
-def _drain(fd: int) -> None:
-    try:
-        while os.read(fd, 4096):
-            pass
-    except BlockingIOError:
-        pass

@@ -11,7 +11,6 @@ again.
 from __future__ import annotations
 
 import contextlib
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +23,7 @@ from phalanx.coordination.host_requests import HostRequests
 from phalanx.coordination.key import Key
 from phalanx.coordination.local_socket import BACKLOG, LocalSocket
 from phalanx.coordination.wire import MAX_FRAME_BYTES, Op, Status, pack, pack_number, unpack
+from phalanx.ipc.wakeup import Wakeup
 
 _NOBLOCK, _POLLIN = int(zmq.NOBLOCK), int(zmq.POLLIN)
 _ROUND_FRAMES, _ROUND_BYTES = 256, 1 << 20  # so much is read before it is sent on
@@ -59,7 +59,7 @@ class Relay:
             self._dealer = open_dealer(self._context, key, heartbeat_s=0.0)
             self._monitor = self._dealer.get_monitor_socket(EVENTS)
             self._dealer.connect(endpoint)
-            self._alarm, self._alarm_writer = socket.socketpair()
+            self._wakeup = Wakeup()
             undo.pop_all()
         self.path = self._local.path
         self._epoch = b""
@@ -80,14 +80,14 @@ class Relay:
         if self._is_closed:
             return
         self._is_closed = self._stopping = True
-        self._alarm_writer.close()
+        self._wakeup.ring()
         self._thread.join()
-        self._alarm.close()
+        self._wakeup.close()
 
     def redirect(self, endpoint: str, epoch: bytes) -> None:
         """Continue with the coordinator that has taken over, which knows the ranks and what they were granted."""
         self._redirected = endpoint, epoch
-        self._alarm_writer.send(b"x")
+        self._wakeup.ring()
 
     def _follow(self, endpoint: str, epoch: bytes) -> None:
         self._dealer.disconnect(self._endpoint)
@@ -106,13 +106,13 @@ class Relay:
 
     def _serve(self) -> None:
         poller = zmq.Poller()
-        for each in (self._dealer, self._monitor, self._alarm):
+        for each in (self._dealer, self._monitor, self._wakeup):
             poller.register(each, _POLLIN)
         while not self._stopping:
             poller.modify(self._router, 0 if self._waiting else _POLLIN)  # ranks wait where the coordinator does
             ready = {each for each, _ in poller.poll(int(_TICK_S * 1000))}
-            if self._alarm in ready:
-                self._alarm.recv(64)
+            if self._wakeup.fileno() in ready:
+                self._wakeup.drain()
             redirected, self._redirected = self._redirected, None
             if redirected is not None:
                 self._read_answers()  # the last ones of the coordinator that was

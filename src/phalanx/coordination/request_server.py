@@ -11,7 +11,6 @@ that have said nothing. A connection that says nothing at all stays in the kerne
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import selectors
 import socket
@@ -21,6 +20,7 @@ from collections import deque
 from collections.abc import Callable
 
 from phalanx.coordination.young_connections import YoungConnections, classify
+from phalanx.ipc.wakeup import Wakeup
 
 MOST_OPEN = 64  # in each state
 BACKLOG = 128
@@ -28,7 +28,6 @@ _REQUEST_S = 10.0  # a request must have come whole after that
 _ANSWER_S = 60.0  # and its answer must have been taken
 _LOOK_S = 1.0
 _PAUSE_S = 0.05  # while the process has no descriptor left
-_AT_ONCE = 1 << 16
 
 Answer = bytes | Callable[[], bytes]
 
@@ -58,12 +57,10 @@ class RequestServer:
         self._maker: threading.Thread | None = None
         listener.setblocking(False)
         try:
-            self._bell, self._ringer = socket.socketpair()
+            self._wakeup = Wakeup()
         except OSError:
             listener.close()
             raise
-        self._ringer.setblocking(False)
-        self._bell.setblocking(False)
         self._selector = selectors.DefaultSelector()
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
@@ -75,25 +72,21 @@ class RequestServer:
         """
         self._closed = True
         self._wanted.put(None)
-        self._ring()
+        self._wakeup.ring()
         self._thread.join()
-
-    def _ring(self) -> None:
-        with contextlib.suppress(OSError):  # it rings already, or nobody is there to hear it
-            self._ringer.send(b"\0")
 
     # -- the thread that has the connections ---------------------------------------------------------------------------
 
     def _serve(self) -> None:
         try:
             self._selector.register(self._listener, selectors.EVENT_READ)
-            self._selector.register(self._bell, selectors.EVENT_READ)
+            self._selector.register(self._wakeup, selectors.EVENT_READ)
             while not self._closed:
                 self._serve_once(self._selector.select(_LOOK_S if self._connections else None))
         finally:
             for connection in self._connections.values():
                 connection.socket.close()
-            for each in (self._selector, self._listener, self._bell, self._ringer):
+            for each in (self._selector, self._listener, self._wakeup):
                 each.close()
 
     def _serve_once(self, ready: list[tuple[selectors.SelectorKey, int]]) -> None:
@@ -106,8 +99,8 @@ class RequestServer:
             else:
                 self._send(connection)
         arrived = {key.fileobj for key, _ in ready}
-        if self._bell in arrived:
-            self._bell.recv(_AT_ONCE)
+        if self._wakeup in arrived:
+            self._wakeup.drain()
         while self._made:
             connection, answer = self._made.popleft()
             if self._connections.get(connection.fd) is connection:
@@ -206,7 +199,7 @@ class RequestServer:
                 return
             if self._connections.get(connection.fd) is connection:
                 self._made.append((connection, make()))
-                self._ring()
+                self._wakeup.ring()
 
 
 class _Connection:

@@ -28,6 +28,7 @@ from phalanx.coordination.session import OTHER_HOSTS, THIS_HOST, Answer, Direct,
 from phalanx.coordination.unused_memory import UnusedMemory
 from phalanx.coordination.wire import KIND, MAX_ENVELOPE_BYTES, MAX_FRAME_BYTES, Op, Status, frames, pack_head
 from phalanx.errors import AuthenticationError, CoordinationError
+from phalanx.ipc.wakeup import Wakeup
 from phalanx.loss_detection import MEMBER_TIMEOUT_S
 
 if TYPE_CHECKING:
@@ -103,8 +104,7 @@ class Service:
             self._routers = {THIS_HOST: self._open_local()}
             if bind is not None and key is not None:
                 self._routers[OTHER_HOSTS] = self._open_remote(Address.parse(bind), key)
-            self._alarm, self._alarm_writer = socket.socketpair()
-            self._alarm.setblocking(False)
+            self._wakeup = Wakeup()
             undo.pop_all()
         self._thread = threading.Thread(target=self._run, name="phalanx-coordinator", daemon=True)
         self._thread.start()
@@ -136,12 +136,11 @@ class Service:
         """Stop serving; members and waiting clients are not told. A second call does nothing."""
         if self._thread.is_alive():
             self._stopping = True
-            self._alarm_writer.send(b"x")
+            self._wakeup.ring()
             self._thread.join()
         if not self._is_closed:
             self._is_closed = True
-            self._alarm.close()
-            self._alarm_writer.close()
+            self._wakeup.close()
             self._free()
 
     def __enter__(self) -> Service:
@@ -229,7 +228,7 @@ class Service:
             poller.register(self._admission.socket, _POLLIN)
         if self._guard is not None:
             poller.register(self._guard.socket, _POLLIN)
-        poller.register(self._alarm, _POLLIN)
+        poller.register(self._wakeup, _POLLIN)
         routers = frozenset(self._routers.values())
         ticked_at = time.monotonic()
         while not self._stopping:

@@ -9,7 +9,6 @@ After a cut of the connection the state is sent anew; until it is there whole, t
 from __future__ import annotations
 
 import contextlib
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from phalanx.coordination.journal import unpack_entries
 from phalanx.coordination.key import Key
 from phalanx.coordination.replicated_coordinator import ReplicatedCoordinator
 from phalanx.coordination.wire import Message, Op, Status, WireError, pack, unpack
+from phalanx.ipc.wakeup import Wakeup
 
 _NOBLOCK, _POLLIN = int(zmq.NOBLOCK), int(zmq.POLLIN)
 _AGAIN_S = 0.5  # if a part of the state is missing, it is requested again after so long
@@ -42,7 +42,7 @@ class Standby:
         self._dealer = open_dealer(self._context, key)
         self._monitor = self._dealer.get_monitor_socket(EVENTS)
         self._dealer.connect(endpoint)
-        self._alarm, self._alarm_writer = socket.socketpair()
+        self._wakeup = Wakeup()
         self._copy: ReplicatedCoordinator | None = None
         self._next_copy: ReplicatedCoordinator | None = None  # the copy that the state under way is read into
         self._expected = 1  # number of the next message; 0: a part is missing
@@ -56,14 +56,14 @@ class Standby:
         """Stop following; return the copy, or None if there is no complete one. A second call returns the same."""
         if not self._stopping:
             self._stopping = True
-            self._alarm_writer.close()
+            self._wakeup.ring()
             self._thread.join()
-            self._alarm.close()
+            self._wakeup.close()
         return self._copy
 
     def _run(self) -> None:
         poller = zmq.Poller()
-        for each in (self._dealer, self._monitor, self._alarm):
+        for each in (self._dealer, self._monitor, self._wakeup):
             poller.register(each, _POLLIN)
         try:
             self._ask()
