@@ -21,6 +21,7 @@ from torch import Tensor
 from phalanx.log import get_logger, warn_once
 from phalanx.optim.checksum import checksum
 from phalanx.optim.shared_parameters import PAGE, whole_pages
+from phalanx.transport.staging.page_locks import FOR_ALL_DEVICES, lock_pages, unlock_pages
 
 _logger = get_logger(__name__)
 
@@ -129,18 +130,12 @@ def lock(memory: Tensor, ranges: Iterable[tuple[int, int]]) -> None:
     Cost: the pages exist from now on.
     """
     for start, stop in plan_pages(memory.data_ptr(), ranges):
-        cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        status = cudart.cudaHostRegister(start, stop - start, 1)  # portable: it holds for every device of this process
-        if int(status) != 0:
-            warn_once(_logger, f"offload: memory of the host can't be page-locked ({status}): copies take longer")
-            with contextlib.suppress(RuntimeError):  # else the next kernel's launch would report this error as its own
-                torch.zeros(1, device="cuda")
+        if error := lock_pages(start, stop - start, FOR_ALL_DEVICES):
+            warn_once(
+                _logger, f"offload: memory of the host can't be page-locked (CUDA error {error}): copies take longer"
+            )
             return
-        weakref.finalize(memory, _unlock, cudart, start).atexit = False  # CUDA may be gone by then
-
-
-def _unlock(cudart: Any, address: int) -> None:
-    cudart.cudaHostUnregister(address)
+        weakref.finalize(memory, unlock_pages, start).atexit = False  # CUDA may be gone by then
 
 
 def _nothing() -> None:

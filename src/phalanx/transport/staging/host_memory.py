@@ -10,13 +10,13 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from phalanx.log import get_logger, warn_once
 from phalanx.symmetric_memory.scratch import Scratch
+from phalanx.transport.staging.page_locks import lock_pages, unlock_pages
 
 _logger = get_logger(__name__)
 _PAGE = 4096
@@ -67,8 +67,7 @@ class HostMemory:
         at = block.data_ptr()
         if at in self._page_locked:
             return
-        cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        error = int(cudart.cudaHostRegister(at, block.numel(), 0))
+        error = lock_pages(at, block.numel())
         if error:
             warn_once(
                 _logger,
@@ -84,5 +83,4 @@ class HostMemory:
             self._scratch = None
         for at, error in blocks.items():
             if not error:
-                cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-                cudart.cudaHostUnregister(at)
+                unlock_pages(at)
