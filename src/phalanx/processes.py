@@ -74,16 +74,36 @@ def outlive_parent() -> None:
         _prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
 
 
+def read_stat(pid: int | str) -> list[str]:
+    """Return the fields of /proc/PID/stat that follow the command's name, the process's state first; none where there
+    is no such process.
+
+    What proc(5) counts as field N has the index N - 3.
+    """
+    try:
+        return _split_stat(f"/proc/{pid}/stat")[1]
+    except OSError:
+        return []
+
+
+def _split_stat(path: str) -> tuple[bytes, list[str]]:
+    """Return the command's name, which may hold any character, and the fields after it."""
+    with open(path, "rb") as file:
+        name, _, fields = file.read().partition(b"(")[2].rpartition(b")")
+    return name, fields.decode().split()
+
+
+def read_start_ticks(pid: int | str) -> int | None:
+    """Return when a process started, in clock ticks after the system did; None if there is none."""
+    fields = read_stat(pid)
+    return int(fields[19]) if fields else None
+
+
 def read_state(pid: int) -> str:
     """Return the letter of /proc/PID/stat: R running, S sleeping, D in a system call that can't be interrupted, T
     stopped by a signal, t by a debugger, Z ended; it is empty if it can't be known.
     """
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            # the command's name stands in parentheses and may itself hold any character
-            return file.read().rpartition(b")")[2].split()[0].decode()
-    except (OSError, IndexError):
-        return ""
+    return "".join(read_stat(pid)[:1])
 
 
 def read_processor_ns(pid: int) -> int | None:
@@ -95,11 +115,10 @@ def read_processor_ns(pid: int) -> int | None:
     ticks = 0
     try:
         for thread in os.listdir(f"/proc/{pid}/task"):
-            with open(f"/proc/{pid}/task/{thread}/stat", "rb") as file:
-                name, _, fields = file.read().partition(b"(")[2].rpartition(b")")
+            name, fields = _split_stat(f"/proc/{pid}/task/{thread}/stat")
             if int(thread) == pid or name.startswith(_AUTOGRAD):
-                ticks += sum(map(int, fields.split()[11:13]))
-    except (OSError, IndexError, ValueError):  # a thread or all of it has ended
+                ticks += sum(map(int, fields[11:13]))
+    except OSError:  # a thread or all of it has ended
         return None
     return ticks * 1_000_000_000 // os.sysconf("SC_CLK_TCK")
 
@@ -143,14 +162,9 @@ def find_descendants(ancestor: int, spared: int | None = None) -> list[int]:
     for entry in os.listdir("/proc") if SUPPORTED else ():
         if not entry.isdigit():
             continue
-        try:
-            with open(f"/proc/{entry}/stat", "rb") as file:
-                # the command's name stands in parentheses and may itself hold any character
-                parent = int(file.read().rpartition(b")")[2].split()[1])
-        except (OSError, IndexError, ValueError):
-            continue  # it ended while we looked
-        if int(entry) != spared:
-            children.setdefault(parent, []).append(int(entry))
+        fields = read_stat(entry)
+        if fields and int(entry) != spared:  # without any it ended while we looked
+            children.setdefault(int(fields[1]), []).append(int(entry))
     found = []
     level = [ancestor]
     while level:

@@ -11,7 +11,8 @@ import sys
 import pytest
 
 from phalanx.errors import PhalanxError
-from phalanx.symmetric_memory.watch import Pidfds, ProcessId, can_watch_each_other, start_ticks, wait_status, watch
+from phalanx.processes import read_start_ticks
+from phalanx.symmetric_memory.watch import Pidfds, ProcessId, can_watch_each_other, wait_status, watch
 
 
 def a_child():
@@ -19,7 +20,7 @@ def a_child():
 
 
 def identity_of(pid):
-    return dataclasses.replace(ProcessId.of_self(), pid=pid, start_ticks=start_ticks(pid))
+    return dataclasses.replace(ProcessId.of_self(), pid=pid, start_ticks=read_start_ticks(pid))
 
 
 def is_over(fd):
@@ -112,17 +113,17 @@ def test_a_rank_that_may_open_no_more_files_says_so_and_keeps_none():
 
 
 def test_start_times_are_those_of_the_process_even_when_its_name_has_spaces_and_brackets():
-    ticks = start_ticks(os.getpid())
+    ticks = read_start_ticks(os.getpid())
     assert ticks == ProcessId.of_self().start_ticks
     assert ticks > 0
-    assert start_ticks(2**22 + 1) is None
+    assert read_start_ticks(2**22 + 1) is None
     name = "a) R (b 1 2"
     with open("/proc/self/comm", "r+") as f:
         old = f.read().strip()
         f.seek(0)
         f.write(name)
     try:
-        assert start_ticks(os.getpid()) == ticks
+        assert read_start_ticks(os.getpid()) == ticks
         assert wait_status(ProcessId.of_self()) is None
     finally:
         with open("/proc/self/comm", "w") as f:

@@ -6,6 +6,8 @@ import ctypes
 import os
 from collections.abc import Sequence
 
+from phalanx.processes import read_stat
+
 _PR_SET_MM = 35
 _PR_SET_MM_ARG_END = 9
 
@@ -17,10 +19,8 @@ def set_command(words: Sequence[str]) -> None:
     where the words lie, nothing changes.
     """
     try:
-        with open("/proc/self/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()
-        start, end = int(fields[45]), int(fields[46])
-    except (OSError, IndexError, ValueError):
+        start, end = map(int, read_stat("self")[45:47])
+    except ValueError:
         return
     room = end - start
     if start == 0 or room < 2:

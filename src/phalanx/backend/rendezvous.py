@@ -36,10 +36,10 @@ from phalanx.deadline import Deadline
 from phalanx.diagnostics.observer import fetch_store
 from phalanx.engines.mpi import Launcher, start, why_not
 from phalanx.errors import DeadlineError, PhalanxError
+from phalanx.processes import read_start_ticks
 from phalanx.symmetric_memory import private
 from phalanx.symmetric_memory.fd_server import FdAddress, FdServer, receive_fds
 from phalanx.symmetric_memory.memfd import memory
-from phalanx.symmetric_memory.watch import start_ticks
 
 if TYPE_CHECKING:
     from phalanx.coordination.key import Key
@@ -324,7 +324,7 @@ def _on_one_host(launch: Launch, prefix: str, deadline: Deadline) -> Any:
     The name is no secret, and need not be one: nobody else can go there, or take the name first.
     """
     parent = os.getppid()
-    job = launch.job if launch.launcher == "Slurm" else f"{launch.job}/{parent}/{start_ticks(parent)}"
+    job = launch.job if launch.launcher == "Slurm" else f"{launch.job}/{parent}/{read_start_ticks(parent)}"
     digest = hashlib.sha256(f"{launch.launcher}/{job}/{prefix}".encode()).hexdigest()
     return _around_rank_0(launch, FdAddress(digest[:32], str(private.folder() / f"job-{digest[:32]}")), deadline)
 

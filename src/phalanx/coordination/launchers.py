@@ -12,6 +12,8 @@ import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from phalanx.processes import read_stat
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -139,10 +141,10 @@ def _titles_above() -> Iterator[str]:
         try:
             with open(f"/proc/{pid}/cmdline", "rb") as f:
                 yield f.read().rstrip(b"\0").decode(errors="replace")
-            with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as f:
-                pid = int(f.read().rpartition(")")[2].split()[1])
         except OSError:
             return
+        fields = read_stat(pid)
+        pid = int(fields[1]) if fields else 0
 
 
 def _is_typed(environment: Mapping[str, str]) -> bool:

@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from phalanx.diagnostics.step_reader import RankFile, read_rank_file
+from phalanx.processes import read_stat
 from phalanx.report.job_record import RANKS, JobRecord
 
 _CLOCK_SET_S = 60.0  # a host's clock may have been set by so much since
@@ -75,13 +76,10 @@ def is_alive(pid: int, since: float) -> bool:
         return False
     except OSError:  # the process is another user's
         pass
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()
-        ticks = int(fields[19])
-    except (OSError, IndexError, ValueError):  # this is not Linux
+    fields = read_stat(pid)
+    if not fields:  # this is not Linux
         return True
-    if fields[0] in (b"Z", b"X"):
+    if fields[0] in "ZX":
         return False
-    age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
     return time.time() - age < since + _CLOCK_SET_S

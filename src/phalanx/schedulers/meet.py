@@ -26,12 +26,12 @@ from phalanx.coordination.slurm_address import find_address
 from phalanx.deadline import Deadline
 from phalanx.errors import AuthenticationError, DeadlineError, LaunchError, PhalanxError
 from phalanx.host_addresses import own_addresses
+from phalanx.processes import read_start_ticks
 from phalanx.schedulers.allocation import Allocation
 from phalanx.schedulers.mpi_broadcast import broadcast
 from phalanx.symmetric_memory import private
 from phalanx.symmetric_memory.fd_server import FdAddress, FdServer, receive_fds
 from phalanx.symmetric_memory.memfd import memory
-from phalanx.symmetric_memory.watch import start_ticks
 
 _MAX_PATH_BYTES = 4096
 _PAUSE_S = 0.1
@@ -111,7 +111,7 @@ def _meet_through_mpi(
         if found.node == 0:
             hosts = [own.address for own in own_addresses() if not own.is_loopback]
             port = found.port or held.enter_context(_free_port())
-            job = f"mpiexec-{socket.gethostname()}-{os.getpid()}-{start_ticks(os.getpid())}"
+            job = f"mpiexec-{socket.gethostname()}-{os.getpid()}-{read_start_ticks(os.getpid())}"
             endpoints = [join_endpoint(host, port) for host in ([found.first_host] if found.first_host else hosts)]
             words = json.dumps({"endpoints": endpoints, "port": port, "key": str(Key.generate()), "job": job}).encode()
         try:

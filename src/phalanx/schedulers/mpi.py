@@ -6,8 +6,8 @@ import os
 from collections.abc import Mapping
 
 from phalanx.coordination.launchers import mpi_launch
+from phalanx.processes import read_start_ticks
 from phalanx.schedulers.allocation import Allocation, read_port
-from phalanx.symmetric_memory.watch import start_ticks
 
 _VARIABLES = {
     "Open MPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
@@ -26,7 +26,7 @@ def find(environ: Mapping[str, str]) -> Allocation | None:
         job, is_named = launch.job, bool(address)
     elif is_on_one_host:
         # The process that has started all of this host stands for the job.
-        job, is_named = f"mpiexec-{os.getppid()}-{start_ticks(os.getppid())}", True
+        job, is_named = f"mpiexec-{os.getppid()}-{read_start_ticks(os.getppid())}", True
     else:
         # MPICH has no name for it. Two jobs at the address and port that the user gave could not be told apart anyhow.
         job, is_named = f"mpiexec-{address}:{port}", bool(address and port)

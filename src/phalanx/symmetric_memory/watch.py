@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from phalanx.errors import PhalanxError
+from phalanx.processes import read_start_ticks, read_stat
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class ProcessId:
     def of_self(cls) -> ProcessId:
         """Return this process."""
         pid = os.getpid()
-        ticks = start_ticks(pid)
+        ticks = read_start_ticks(pid)
         return cls(pid, ticks or 0, _namespace() if ticks is not None else "", _has_pidfds())
 
     def has_ended(self) -> bool:
@@ -47,7 +48,7 @@ class ProcessId:
         return bool(self.namespace) and self.namespace == _namespace()
 
     def _is_there(self) -> bool:
-        fields = _stat(self.pid)
+        fields = read_stat(self.pid)
         return bool(fields) and fields[0] not in "ZX" and int(fields[19]) == self.start_ticks
 
 
@@ -72,27 +73,11 @@ def _has_pidfds() -> bool:
     return True
 
 
-def start_ticks(pid: int) -> int | None:
-    """Return when process `pid` started, in clock ticks after boot (field 22 of /proc/PID/stat); None if there is
-    none.
-    """
-    fields = _stat(pid)
-    return int(fields[19]) if fields else None
-
-
-def _stat(pid: int) -> list[str]:
-    try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as f:
-            return f.read().rpartition(")")[2].split()
-    except OSError:
-        return []
-
-
 def wait_status(process: ProcessId) -> int | None:
     """Return how it ended, as `waitpid` would say, while it is a zombie that we may look at; else None."""
     if process.namespace != _namespace():
         return None
-    fields = _stat(process.pid)
+    fields = read_stat(process.pid)
     if len(fields) < 50 or fields[0] not in "ZX" or int(fields[19]) != process.start_ticks:
         return None
     return int(fields[49])
@@ -138,7 +123,7 @@ def _open(process: ProcessId) -> int:
         fd = os.pidfd_open(process.pid)
     except ProcessLookupError:
         return _of_the_gone()
-    if start_ticks(process.pid) not in (process.start_ticks, None):
+    if read_start_ticks(process.pid) not in (process.start_ticks, None):
         os.close(fd)
         return _of_the_gone()
     return fd

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.deadline import Deadline
+from phalanx.processes import read_stat
 
 # Set in this process and inherited by every program it starts: how an orphan is told from somebody else's process.
 MARK = "PHALANX_LEAK_WATCH"
@@ -115,11 +116,11 @@ def _processes() -> dict[int, str]:
         if not entry.isdigit() or entry == me:
             continue
         try:
-            stat = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
-            ours = stat[1] == me or (
+            stat = read_stat(entry)
+            ours = stat[1:2] == [me] or (
                 mark is not None and mark in Path(f"/proc/{entry}/environ").read_bytes().split(b"\0")
             )
-            if not ours:
+            if not ours or not stat:
                 continue
             command = Path(f"/proc/{entry}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
         except OSError:  # it ended while we looked, or is not ours to look at

@@ -23,6 +23,7 @@ from typing import Any, Literal
 from phalanx.deadline import Deadline
 from phalanx.launch.calls import outcome, payload
 from phalanx.launch.calls.outcome import Outcome, describe_exit
+from phalanx.processes import read_state
 from phalanx.testing.child import SHOW_STACK, Task, work
 from phalanx.testing.outcome import RankFailed
 
@@ -151,9 +152,7 @@ def _await(processes: Sequence[BaseProcess], deadline: Deadline, *, or_stopped: 
 
 
 def _is_stopped(process: BaseProcess) -> bool:
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it is just ending, or there is no /proc here
-        return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-    return False
+    return process.pid is not None and read_state(process.pid) == "T"
 
 
 def _outcome(task: Task, process: BaseProcess, lost: Collection[int]) -> Outcome:

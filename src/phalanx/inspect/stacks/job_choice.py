@@ -5,6 +5,7 @@ from __future__ import annotations
 from phalanx.errors import LaunchError
 from phalanx.inspect.stacks.job_snapshot import ask
 from phalanx.inspect.stacks.jobs import RunningJob, describe_command, find_jobs
+from phalanx.processes import read_start_ticks
 
 _TIMEOUT_S = 5.0
 
@@ -19,7 +20,7 @@ def choose_job(wanted: str | None, command: str) -> RunningJob:
     Raises:
         LaunchError: there is none, or there are several to choose from, which are listed.
     """
-    jobs = sorted(find_jobs(command), key=lambda job: _started(job.pid), reverse=True)
+    jobs = sorted(find_jobs(command), key=lambda job: read_start_ticks(job.pid) or 0, reverse=True)
     lines = "\n".join(f"  {job.pid}  {describe_command(job.pid)}".rstrip() for job in jobs)
     if wanted is None:
         if not jobs:
@@ -50,12 +51,3 @@ def _target(job: RunningJob, command: str) -> str:
             return answer.snapshot.target
     except LaunchError:
         return ""
-
-
-def _started(pid: int) -> int:
-    """Return when a process began, in ticks since the system did."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return int(file.read().rpartition(b")")[2].split()[19])
-    except (OSError, IndexError, ValueError):
-        return 0
