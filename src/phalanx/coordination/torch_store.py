@@ -1,4 +1,4 @@
-"""Say what a start of a group needs of torch's store, and find out where a store is."""
+"""Say which methods of torch's store we call, and find out where a store is."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 
 class Store(Protocol):
-    """The methods of torch's store that a bootstrap needs."""
+    """These are the methods of torch's store that we call."""
 
     def set(self, key: str, value: str, /) -> None:
         """Store a value."""

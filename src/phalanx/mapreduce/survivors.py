@@ -19,9 +19,10 @@ from typing import Any
 import torch.distributed as dist
 
 from phalanx.coordination.bootstrap import checked_while_meeting
+from phalanx.coordination.torch_store import Store
 from phalanx.errors import PeerLostError
 from phalanx.log import get_logger
-from phalanx.mapreduce.team import OwnStore, Person, Store, Team
+from phalanx.mapreduce.team import Person, Team
 
 _logger = get_logger(__name__)
 _GROUP_S = 60.0
@@ -114,7 +115,7 @@ class Survivors:
         me = self.group.rank()
         persons = [self.persons[one] for one in members]
         if len(members) == 1:
-            return Team(None, OwnStore(), persons)
+            return Team(None, dist.HashStore(), persons)
 
         def check() -> None:
             if self._ended(members):

@@ -10,7 +10,7 @@ import pickle
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -19,56 +19,13 @@ from phalanx.backend.pickles import pickle_authenticator
 from phalanx.backend.shared import rehearses
 from phalanx.backend.torch_integration.groups import phalanx_group, store_of
 from phalanx.coordination.rank_info import host_identity
+from phalanx.coordination.torch_store import Store
 from phalanx.errors import DeadlineError, MismatchError, PeerLostError
 from phalanx.loss_detection import LOOK_S, MAP_REDUCE_AFTER_BREAK_S
 from phalanx.symmetric_memory.watch import ProcessId
 from phalanx.transport.authentication import OVERHEAD_BYTES, PickleStream
 
 _LONGEST_PAUSE_S = 0.02
-
-
-class Store(Protocol):
-    """A team needs these methods of torch's store."""
-
-    def set(self, key: str, value: str, /) -> None:
-        """Set the value of `key`."""
-
-    def get(self, key: str, /) -> bytes:
-        """Return the value of `key`, which is there."""
-        ...
-
-    def check(self, keys: list[str], /) -> bool:
-        """Return whether all keys are there."""
-        ...
-
-    def add(self, key: str, amount: int, /) -> int:
-        """Add to a number, which begins at zero; return the sum."""
-        ...
-
-
-class OwnStore:
-    """It is the store of a process that is alone."""
-
-    def __init__(self) -> None:
-        self._values: dict[str, bytes] = {}
-
-    def set(self, key: str, value: str, /) -> None:
-        """Set the value of `key`."""
-        self._values[key] = value.encode()
-
-    def get(self, key: str, /) -> bytes:
-        """Return the value of `key`, which is there."""
-        return self._values[key]
-
-    def check(self, keys: list[str], /) -> bool:
-        """Return whether all keys are there."""
-        return all(key in self._values for key in keys)
-
-    def add(self, key: str, amount: int, /) -> int:
-        """Add to a number, which begins at zero; return the sum."""
-        number = int(self._values.get(key, b"0")) + amount
-        self._values[key] = str(number).encode()
-        return number
 
 
 def _tensor_over(data: bytearray) -> torch.Tensor:
@@ -114,7 +71,7 @@ class Team:
         if cast(Any, group) is dist.GroupMember.NON_GROUP_MEMBER:
             raise ValueError("map_reduce: this rank is not in the group; only those that are may call it")
         if group is None or group.size() == 1 or rehearses(group):
-            return cls(None, OwnStore(), [Person.of_self(0 if group is None else max(group.rank(), 0))])
+            return cls(None, dist.HashStore(), [Person.of_self(0 if group is None else max(group.rank(), 0))])
         return cls(group, cast(Store, store_of(group)), list(persons))
 
     @property
