@@ -26,16 +26,11 @@ from phalanx.core_numbers import (
 
 @dataclass(frozen=True)
 class DType:
-    """It is an element type: its number in the core, its size in bytes, and whether the core can combine it."""
+    """It is an element type: its number in the core, its size in bytes, and its name."""
 
     code: int
     size: int
     name: str
-
-    @property
-    def reducible(self) -> bool:
-        """Return whether the core can combine such elements; it only moves some, such as the 8-bit floats."""
-        return self.code != BYTES
 
 
 _REDUCIBLE = (

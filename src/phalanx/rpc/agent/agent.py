@@ -45,7 +45,6 @@ from phalanx.torch_names import find
 _Future: Any = find("torch._C.Future", loses="phalanx.rpc does not work")
 
 _logger = get_logger(__name__)
-_NO_EXTRAS = (None, None, None)
 _TICK_S = 1.0  # the clock ticks so often while calls are under way
 _CONNECT_S = 30.0
 _LAST_S = 5.0  # for what the end of this worker runs of the user's

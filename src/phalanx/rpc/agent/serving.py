@@ -203,11 +203,6 @@ class Serving:
         return self._due
 
     @property
-    def is_served_here(self) -> bool:
-        """Return whether this thread is one of the agent's."""
-        return getattr(self._inside, "yes", False)
-
-    @property
     def is_leader(self) -> bool:
         """Return whether this thread leads."""
         lead = getattr(self._inside, "lead", None)
@@ -249,7 +244,6 @@ class Serving:
             self._start_thread("serve", self._serve, lead)
 
     def _serve(self, lead: Lead) -> None:
-        self._inside.yes = True
         seat = _Seat(threading.Lock(), lead)
         seat.gate.acquire()
         while True:
