@@ -110,6 +110,12 @@ class EngineSession(Transport):
         if self._report is not None:
             raise self._report.error(operation)
 
+    def _check_tag(self, tag: int, num_tags: int) -> None:
+        """Raise what is wrong before a message with `tag` is sent or received."""
+        self._check_open(Operation("send and recv", self.group, self.rank))
+        if not 0 <= tag < num_tags:
+            raise ValueError(f"send and recv: tag must be in 0..{num_tags - 1}, got {tag}")
+
     # -- what reports tell ---------------------------------------------------------------------------------------
 
     def _where(self) -> Position:

@@ -201,7 +201,7 @@ class GlooTransport(GlooSession):
 
     def send(self, tensor: Tensor, dst: int, tag: int, ctx: CallContext) -> None:
         """Return when the bytes of `tensor` have left it."""
-        self._check_tag(tag)
+        self._check_tag(tag, self._engine.num_tags)
         data = dense(alias(tensor))
         header = torch.tensor([nbytes(data), dtype_of(data.dtype).code])
         deadline = Deadline.after(ctx.timeout_s)
@@ -211,7 +211,7 @@ class GlooTransport(GlooSession):
 
     def recv(self, tensor: Tensor, src: int, tag: int, ctx: CallContext) -> int:
         """Receive into `tensor` the next message from `src` (if below zero, any rank) with `tag`; return its sender."""
-        self._check_tag(tag)
+        self._check_tag(tag, self._engine.num_tags)
         tensor = alias(tensor)
         data = dense(tensor)
         header = torch.empty(2, dtype=torch.int64)
@@ -248,8 +248,3 @@ class GlooTransport(GlooSession):
             },
             is_collective=False,
         )
-
-    def _check_tag(self, tag: int) -> None:
-        self._check_open(Operation("send and recv", self.group, self.rank))
-        if not 0 <= tag < self._engine.num_tags:
-            raise ValueError(f"send and recv: tag must be in 0..{self._engine.num_tags - 1} over Gloo, got {tag}")

@@ -224,12 +224,12 @@ class MpiTransport(MpiSession):
 
     def begin_send(self, data: Tensor, dst: int, tag: int) -> Underway:
         """Start to send a dense tensor."""
-        self._check_tag(tag)
+        self._check_tag(tag, self._engine.num_tags)
         return self._engine.send(dst, data, tag)
 
     def begin_recv(self, data: Tensor, src: int, tag: int) -> Underway:
         """Start to receive into a dense tensor, from anybody where `src` is below zero."""
-        self._check_tag(tag)
+        self._check_tag(tag, self._engine.num_tags)
         return self._engine.recv(src, data, tag) if src >= 0 else self._engine.recv_any(data, tag)
 
     def end_send(self, message: Underway, dst: int, deadline: Deadline) -> None:
@@ -265,8 +265,3 @@ class MpiTransport(MpiSession):
             },
             is_collective=False,
         )
-
-    def _check_tag(self, tag: int) -> None:
-        self._check_open(Operation("send and recv", self.group, self.rank))
-        if not 0 <= tag < self._engine.num_tags:
-            raise ValueError(f"send and recv: tag must be in 0..{self._engine.num_tags - 1}, got {tag}")
