@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from tests.ddp.models import batch_of, small_model
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
@@ -15,17 +16,6 @@ from phalanx.ddp.join import JoinState, JoinStatus
 from phalanx.testing import RankFailed, run_ranks
 
 
-def _model(*, batchnorm=False):
-    torch.manual_seed(0)
-    middle = nn.BatchNorm1d(7) if batchnorm else nn.Tanh()
-    return nn.Sequential(nn.Linear(5, 7), middle, nn.Linear(7, 2))
-
-
-def _batch(rank, epoch, step):
-    generator = torch.Generator().manual_seed(1000 * rank + 100 * epoch + step)
-    return torch.randn(3, 5, generator=generator)
-
-
 def _train(ddp, rank, counts, epochs, contexts, *, accumulate=False):
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.2)
     for epoch in range(epochs):
@@ -34,8 +24,8 @@ def _train(ddp, rank, counts, epochs, contexts, *, accumulate=False):
                 optimizer.zero_grad()
                 if accumulate:
                     with ddp.no_sync():
-                        ddp(_batch(rank, epoch + 50, step)).square().mean().backward()
-                ddp(_batch(rank, epoch, step)).square().mean().backward()
+                        ddp(batch_of(rank, epoch + 50, step)).square().mean().backward()
+                ddp(batch_of(rank, epoch, step)).square().mean().backward()
                 optimizer.step()
     return [tensor.detach().clone() for tensor in ddp.module.state_dict().values()]
 
@@ -51,7 +41,7 @@ def _compare(ours, theirs):
 @pytest.mark.parametrize("counts", [[2, 1], [0, 2], [1, 3, 2], [2, 0, 4, 1]])
 def test_weights_are_those_of_pytorch(backend, counts, by_all):
     def fn(rank, world_size, wrap):
-        ddp = wrap(_model(), bucket_cap_mb=0.0001)
+        ddp = wrap(small_model(), bucket_cap_mb=0.0001)
         return _train(ddp, rank, counts, 2, lambda: ddp.join(divide_by_initial_world_size=by_all))
 
     ours = run_ranks(fn, len(counts), DistributedDataParallel, backend=backend)
@@ -63,7 +53,7 @@ def test_buffers_unused_parameters_and_accumulation_are_those_of_pytorch(backend
     counts = [1, 3, 2]
 
     def fn(rank, world_size, wrap):
-        ddp = wrap(_model(batchnorm=case == "batchnorm"), find_unused_parameters=case == "unused")
+        ddp = wrap(small_model(batchnorm=case == "batchnorm"), find_unused_parameters=case == "unused")
         return _train(ddp, rank, counts, 2, lambda: Join([ddp]), accumulate=case == "accumulate")
 
     ours = run_ranks(fn, 3, DistributedDataParallel, backend=backend)
@@ -72,13 +62,13 @@ def test_buffers_unused_parameters_and_accumulation_are_those_of_pytorch(backend
 
 def test_two_models_in_one_context(backend):
     def fn(rank, world_size):
-        first, second = DistributedDataParallel(_model()), DistributedDataParallel(_model(batchnorm=True))
+        first, second = DistributedDataParallel(small_model()), DistributedDataParallel(small_model(batchnorm=True))
         optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.2)
         with Join([first, second]):
             for step in range([3, 1][rank]):
                 optimizer.zero_grad()
-                first(_batch(rank, 0, step)).square().mean().backward()
-                second(_batch(rank, 1, step)).square().mean().backward()
+                first(batch_of(rank, 0, step)).square().mean().backward()
+                second(batch_of(rank, 1, step)).square().mean().backward()
                 optimizer.step()
         phalanx.check_replicas(first)
         phalanx.check_replicas(second, buffers=True)
@@ -102,11 +92,11 @@ def test_sparse_gradients_count_the_ranks_that_pytorch_counts(backend):
 
 def test_gradients_of_a_rank_that_has_left_stay_as_they_were(backend):
     def fn(rank, world_size):
-        ddp = DistributedDataParallel(_model())
+        ddp = DistributedDataParallel(small_model())
         with ddp.join():
             for step in range([3, 1][rank]):
                 ddp.zero_grad()
-                ddp(_batch(rank, 0, step)).square().mean().backward()
+                ddp(batch_of(rank, 0, step)).square().mean().backward()
                 if step == 0:
                     grads = [parameter.grad.clone() for parameter in ddp.parameters()]
         if rank == 1:
@@ -118,7 +108,7 @@ def test_gradients_of_a_rank_that_has_left_stay_as_they_were(backend):
 
 def test_early_termination_raises_on_all_ranks(backend):
     def fn(rank, world_size):
-        ddp = DistributedDataParallel(_model())
+        ddp = DistributedDataParallel(small_model())
         with pytest.raises(RuntimeError, match=r"exhausted"):
             _train(ddp, rank, [1, 3], 1, lambda: ddp.join(throw_on_early_termination=True))
 
@@ -127,7 +117,7 @@ def test_early_termination_raises_on_all_ranks(backend):
 
 def test_a_context_that_is_not_enabled_does_nothing():
     def fn(rank, world_size):
-        ddp = DistributedDataParallel(_model(), uneven_inputs=True)
+        ddp = DistributedDataParallel(small_model(), uneven_inputs=True)
         weights = _train(ddp, rank, [1, 3], 1, lambda: ddp.join(enable=False))
         dist.barrier()  # without Join, our own way
         assert (len(weights), ddp._reducer.rounds[0]) == (4, 3)
@@ -138,13 +128,13 @@ def test_a_context_that_is_not_enabled_does_nothing():
 
 def test_after_the_context_ranks_run_out_of_data_as_ever():
     def fn(rank, world_size):
-        ddp = DistributedDataParallel(_model(), uneven_inputs=True)
+        ddp = DistributedDataParallel(small_model(), uneven_inputs=True)
         _train(ddp, rank, [1, 3], 1, ddp.join)
         ddp.join(enable=False)  # the last context decides, as in PyTorch
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.2)
         for step in range([3, 1][rank]):
             optimizer.zero_grad()
-            ddp(_batch(rank, 1, step)).square().mean().backward()
+            ddp(batch_of(rank, 1, step)).square().mean().backward()
             optimizer.step()
         dist.barrier()
         phalanx.check_replicas(ddp)
@@ -155,9 +145,9 @@ def test_after_the_context_ranks_run_out_of_data_as_ever():
 @pytest.mark.parametrize(
     ("wrap", "text"),
     [
-        (lambda: DistributedDataParallel(_model(batchnorm=True), sync_batchnorm=True), "SyncBatchNorm layers"),
-        (lambda: DistributedDataParallel(_model(batchnorm=True), sync_batchnorm="auto"), "SyncBatchNorm layers"),
-        (lambda: DistributedDataParallel(_model(), static_graph=True), "learns the graph in the first step"),
+        (lambda: DistributedDataParallel(small_model(batchnorm=True), sync_batchnorm=True), "SyncBatchNorm layers"),
+        (lambda: DistributedDataParallel(small_model(batchnorm=True), sync_batchnorm="auto"), "SyncBatchNorm layers"),
+        (lambda: DistributedDataParallel(small_model(), static_graph=True), "learns the graph in the first step"),
     ],
 )
 def test_what_nobody_can_shadow_is_refused_by_name(wrap, text):
@@ -172,11 +162,11 @@ def test_what_nobody_can_shadow_is_refused_by_name(wrap, text):
 
 def test_zero_redundancy_is_refused_by_name():
     def fn(rank, world_size):
-        ddp = DistributedDataParallel(_model())
+        ddp = DistributedDataParallel(small_model())
         optimizer = phalanx.ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.2)
         with ddp.join():
             for step in range([1, 2][rank]):
-                ddp(_batch(rank, 0, step)).square().mean().backward()
+                ddp(batch_of(rank, 0, step)).square().mean().backward()
                 optimizer.step()
 
     with pytest.raises(RankFailed) as caught:

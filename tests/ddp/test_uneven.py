@@ -12,6 +12,7 @@ import threading
 import pytest
 import torch
 import torch.distributed as dist
+from tests.ddp.models import batch_of, small_model
 from torch import nn
 
 import phalanx
@@ -20,17 +21,6 @@ from phalanx.errors import MismatchError, PeerLostError
 from phalanx.testing import RankFailed, faults, run_ranks
 
 DistributedDataParallel = functools.partial(phalanx.DistributedDataParallel, uneven_inputs=True)
-BATCH = 3
-
-
-def _model():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 2))
-
-
-def _batch(rank, epoch, step):
-    generator = torch.Generator().manual_seed(1000 * rank + 100 * epoch + step)
-    return torch.randn(BATCH, 5, generator=generator)
 
 
 def _loss(output):
@@ -45,7 +35,7 @@ def _alone(model, counts, epochs):
             optimizer.zero_grad()
             present = [rank for rank, count in enumerate(counts) if step < count]
             for rank in present:
-                (_loss(model(_batch(rank, epoch, step))) / len(present)).backward()
+                (_loss(model(batch_of(rank, epoch, step))) / len(present)).backward()
             optimizer.step()
     return model
 
@@ -53,7 +43,7 @@ def _alone(model, counts, epochs):
 def _train(ddp, optimizer, rank, counts, epoch):
     for step in range(counts[rank]):
         optimizer.zero_grad()
-        _loss(ddp(_batch(rank, epoch, step))).backward()
+        _loss(ddp(batch_of(rank, epoch, step))).backward()
         optimizer.step()
 
 
@@ -99,7 +89,7 @@ def test_the_mean_is_over_the_ranks_that_have_data_and_all_end_with_the_same_wei
     epochs = 5
 
     def fn(rank, world_size):
-        ddp = DistributedDataParallel(_model(), bucket_cap_mb=0.0001)
+        ddp = DistributedDataParallel(small_model(), bucket_cap_mb=0.0001)
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.2)
         after = []
         for epoch in range(epochs):
@@ -112,7 +102,7 @@ def test_the_mean_is_over_the_ranks_that_have_data_and_all_end_with_the_same_wei
     results = run_ranks(fn, len(counts))
     for epoch in range(epochs):
         _assert_equal([after[epoch] for after in results])
-    for got, wanted in zip(results[0][-1], _weights(_alone(_model(), counts, epochs)), strict=True):
+    for got, wanted in zip(results[0][-1], _weights(_alone(small_model(), counts, epochs)), strict=True):
         torch.testing.assert_close(got, wanted)
 
 
@@ -138,7 +128,7 @@ def test_one_line_says_who_ran_out_of_data_and_where_it_waits():
         handler = logging.Handler()
         handler.emit = lambda record: lines.append(record.getMessage())
         logging.getLogger("phalanx.ddp").addHandler(handler)
-        ddp = DistributedDataParallel(_model(), check=False)
+        ddp = DistributedDataParallel(small_model(), check=False)
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.2)
         for epoch in range(2):
             _train(ddp, optimizer, rank, [4, 2, 4], epoch)
@@ -179,7 +169,7 @@ def test_evaluation_waits_for_the_final_weights_where_there_are_buffers():
         _train(ddp, optimizer, rank, [3, 1], 0)
         ddp.eval()
         with torch.no_grad():
-            return ddp(_batch(7, 7, 7))
+            return ddp(batch_of(7, 7, 7))
 
     first, second = run_ranks(fn, 2)
     assert torch.equal(first, second)
@@ -205,7 +195,7 @@ def test_batchnorm_over_ranks_counts_those_that_train(choice):
     for epoch in range(2):
         for step in range(max(counts)):
             optimizer.zero_grad()
-            _loss(alone(torch.cat([_batch(r, epoch, step) for r in range(3) if step < counts[r]]))).backward()
+            _loss(alone(torch.cat([batch_of(r, epoch, step) for r in range(3) if step < counts[r]]))).backward()
             optimizer.step()
     results = run_ranks(fn, 3)
     _assert_equal(results)
@@ -242,7 +232,7 @@ def test_unused_parameters_static_graphs_and_sparse_gradients(options):
         for epoch in range(epochs):
             for step in range(counts[rank]):
                 optimizer.zero_grad()
-                _loss(ddp(_batch(rank, epoch, step), branch_of(step))).backward()
+                _loss(ddp(batch_of(rank, epoch, step), branch_of(step))).backward()
                 optimizer.step()
             dist.barrier()
         return _weights(ddp)
@@ -254,7 +244,7 @@ def test_unused_parameters_static_graphs_and_sparse_gradients(options):
             optimizer.zero_grad()
             present = [rank for rank in range(3) if step < counts[rank]]
             for rank in present:
-                (_loss(alone(_batch(rank, epoch, step), branch_of(step))) / len(present)).backward()
+                (_loss(alone(batch_of(rank, epoch, step), branch_of(step))) / len(present)).backward()
             optimizer.step()
     results = run_ranks(fn, 3)
     _assert_equal(results)
@@ -271,8 +261,8 @@ def test_steps_of_several_batches():
         for step in range([3, 2][rank]):
             optimizer.zero_grad()
             with ddp.no_sync():
-                _loss(ddp(_batch(rank, 0, step))).backward()
-            _loss(ddp(_batch(rank, 1, step))).backward()
+                _loss(ddp(batch_of(rank, 0, step))).backward()
+            _loss(ddp(batch_of(rank, 1, step))).backward()
             optimizer.step()
         dist.barrier()
         return _weights(ddp)
@@ -282,13 +272,13 @@ def test_steps_of_several_batches():
 
 def test_two_wrappers_over_one_group_one_of_which_is_forgotten_on_one_rank():
     def fn(rank, world_size):
-        first, second = DistributedDataParallel(_model()), DistributedDataParallel(_model())
-        third = DistributedDataParallel(_model())
+        first, second = DistributedDataParallel(small_model()), DistributedDataParallel(small_model())
+        third = DistributedDataParallel(small_model())
         optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.2)
         for step in range([1, 3][rank]):
             optimizer.zero_grad()
-            _loss(first(_batch(rank, 0, step))).backward()
-            _loss(second(_batch(rank, 1, step))).backward()
+            _loss(first(batch_of(rank, 0, step))).backward()
+            _loss(second(batch_of(rank, 1, step))).backward()
             optimizer.step()
         if rank == 0:
             del third
@@ -321,7 +311,7 @@ def test_a_rank_may_leave_when_it_has_no_more_data(world_size):
     optimizer = torch.optim.SGD(alone.parameters(), lr=0.01)
     for step in range(3):
         optimizer.zero_grad()
-        _loss(alone(torch.cat([_batch(r, 0, step) for r, count in enumerate(counts) if step < count]))).backward()
+        _loss(alone(torch.cat([batch_of(r, 0, step) for r, count in enumerate(counts) if step < count]))).backward()
         optimizer.step()
     results = run_ranks(fn, world_size)
     last = [weights for weights, count in zip(results, counts, strict=True) if count == 3]
@@ -332,7 +322,7 @@ def test_a_rank_may_leave_when_it_has_no_more_data(world_size):
 
 def test_who_waits_for_a_rank_that_has_left_hears_it():
     def fn(rank, world_size):
-        ddp = DistributedDataParallel(_model())
+        ddp = DistributedDataParallel(small_model())
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.2)
         _train(ddp, optimizer, rank, [1, 2, 2], 0)
         if rank == 0:
@@ -346,7 +336,7 @@ def test_who_waits_for_a_rank_that_has_left_hears_it():
 
 def test_a_rank_that_leaves_because_of_an_error_has_not_run_out_of_data():
     def fn(rank, world_size):
-        ddp = DistributedDataParallel(_model())
+        ddp = DistributedDataParallel(small_model())
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.2)
         dist.barrier()
         if rank == 1:
@@ -373,7 +363,7 @@ def test_ranks_that_never_meet_again_hear_of_both_places():
     """`if rank == 0: evaluate()` with a collective in it, in the middle of training."""
 
     def fn(rank, world_size):
-        ddp = DistributedDataParallel(_model())
+        ddp = DistributedDataParallel(small_model())
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.2)
         _train(ddp, optimizer, rank, [2, 2], 0)
 
@@ -397,7 +387,7 @@ def test_a_call_under_if_rank_0_is_told_in_the_step_in_which_it_happens(call):
     """It was "ran out of data": the others trained on alone for epochs, and the error in the end named neither line."""
 
     def fn(rank, world_size):
-        ddp = phalanx.DistributedDataParallel(_model())
+        ddp = phalanx.DistributedDataParallel(small_model())
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.2)
         steps = 0
 
@@ -430,7 +420,7 @@ def test_who_asked_for_it_meets_at_one_line():
     """A barrier of rank 0 alone and one of all others later matched by chance, and weights were taken over there."""
 
     def fn(rank, world_size):
-        ddp = DistributedDataParallel(_model())
+        ddp = DistributedDataParallel(small_model())
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.2)
         _train(ddp, optimizer, rank, [2, 2], 0)
 
@@ -451,13 +441,13 @@ def test_who_asked_for_it_meets_at_one_line():
 
 def test_a_rank_that_left_a_step_half_done_has_not_run_out_of_data():
     def fn(rank, world_size):
-        model = _model()
+        model = small_model()
         ddp = DistributedDataParallel(model, bucket_cap_mb=0.00001)
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.2)
         _train(ddp, optimizer, rank, [2, 2], 0)
         if rank == 1:
             model[0].weight.register_hook(lambda grad: 1 / 0)
-            loss = _loss(ddp(_batch(0, 0, 0)))
+            loss = _loss(ddp(batch_of(0, 0, 0)))
             with pytest.raises(ZeroDivisionError):
                 loss.backward()
         with pytest.raises(MismatchError):
@@ -468,7 +458,7 @@ def test_a_rank_that_left_a_step_half_done_has_not_run_out_of_data():
 
 def test_a_collective_in_the_background_is_no_place_to_wait():
     def fn(rank, world_size):
-        ddp = DistributedDataParallel(_model())
+        ddp = DistributedDataParallel(small_model())
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.2)
 
         def go_on():
@@ -487,7 +477,7 @@ def test_who_meets_in_the_background_makes_no_step_before_all_are_up_to_date():
     # A rank that had trained on met the others in an asynchronous all_reduce and went on to its next step, which began
     # before the others had taken over the number of its rounds: it trained alone, and so did they, unheard.
     def fn(rank, world_size):
-        ddp = DistributedDataParallel(_model())
+        ddp = DistributedDataParallel(small_model())
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.2)
         in_step = threading.Event()
         if rank == 0:
@@ -516,7 +506,7 @@ def test_who_meets_in_the_background_makes_no_step_before_all_are_up_to_date():
 
 def test_it_must_be_asked_for():
     def fn(rank, world_size):
-        ddp = phalanx.DistributedDataParallel(_model())
+        ddp = phalanx.DistributedDataParallel(small_model())
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.2)
         with pytest.raises(MismatchError, match=r"uneven_inputs=True .*Join"):
             _train_and_meet(ddp, optimizer, rank, [1, 2])
@@ -526,7 +516,7 @@ def test_it_must_be_asked_for():
 
 def test_one_copy_of_the_parameters_for_all_ranks_needs_all_ranks():
     def fn(rank, world_size):
-        ddp = DistributedDataParallel(_model())
+        ddp = DistributedDataParallel(small_model())
         optimizer = phalanx.ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.2)
         with pytest.raises(MismatchError) as caught:
             _train_and_meet(ddp, optimizer, rank, [1, 2])
@@ -544,7 +534,7 @@ def test_a_death_while_somebody_is_out_is_a_lost_peer(victim):
     fault = faults.kill(rank=1, step=2)
 
     def fn(rank, world_size):
-        ddp = DistributedDataParallel(_model())
+        ddp = DistributedDataParallel(small_model())
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.2)
 
         def go_on():
@@ -555,7 +545,7 @@ def test_a_death_while_somebody_is_out_is_a_lost_peer(victim):
                 if victim == 1:
                     fault.strike(rank, step)
                 optimizer.zero_grad()
-                _loss(ddp(_batch(rank, 0, step))).backward()
+                _loss(ddp(batch_of(rank, 0, step))).backward()
                 optimizer.step()
                 if victim == 0 and step == 5 and rank == 1:
                     _kill_the_one_that_waits()
@@ -593,7 +583,7 @@ def test_the_line_for_one_rank_and_for_several():
 
 def test_run_ranks_tells_of_a_rank_that_fails_while_others_train():
     def fn(rank, world_size):
-        ddp = DistributedDataParallel(_model())
+        ddp = DistributedDataParallel(small_model())
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.2)
         if rank == 0:
             raise ValueError("no such file")
