@@ -1,6 +1,7 @@
 """Docstrings have one spelling of section names, and public functions that take tensors say shapes and errors."""
 
 import ast
+import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,13 @@ REFUSED = {
 # Where the public names are listed; what c10d calls of a process group is public, too.
 ROOMS = ["", "backend", "checkpoint", "data", "ddp", "ddp/hooks", "nn", "optim"]
 PROCESS_GROUP = {"ProcessGroupCoalesced", "ProcessGroupCollectives", "ProcessGroupMessages"}
+
+# An attribute's docstring says what the attribute is: one that begins so has no subject.
+NO_BEGINNING = {
+    "About", "After", "And", "As", "At", "Because", "Before", "Below", "Between", "But", "By", "Else", "For", "From",
+    "If", "In", "Into", "Of", "On", "Or", "Over", "Since", "So", "Than", "Then", "Through", "To", "Under", "Until",
+    "Up", "When", "While", "With", "Within", "Without",
+}  # fmt: skip
 
 Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -51,6 +59,22 @@ def test_section_names_have_one_spelling():
             elif name in BLOCKS and line != f"{name}:":
                 wrong.append(f"{place}: the entries of {name} stand below it")
     assert wrong == []
+
+
+def test_no_docstring_of_an_attribute_begins_with_a_preposition_or_a_conjunction():
+    places = [(place, text) for module in modules() for place, text in attribute_docstrings(module)]
+    assert len(places) > 100
+    assert [f"{place}: {text}" for place, text in places if re.split(r"\W", text.strip())[0] in NO_BEGINNING] == []
+
+
+def attribute_docstrings(module: Path) -> Iterator[tuple[str, str]]:
+    """A string after an assignment, in a module, a class or a function."""
+    for node in ast.walk(parse(module)):
+        body = getattr(node, "body", None)
+        for first, second in itertools.pairwise(body if isinstance(body, list) else []):
+            is_text = isinstance(second, ast.Expr) and isinstance(second.value, ast.Constant)
+            if isinstance(first, ast.Assign | ast.AnnAssign) and is_text and isinstance(second.value.value, str):
+                yield f"{module.relative_to(PACKAGE)}:{second.lineno}", second.value.value
 
 
 def docstrings_of_all() -> Iterator[tuple[str, str]]:

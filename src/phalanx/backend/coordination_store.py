@@ -57,7 +57,8 @@ class CoordinationStore(Store):
     """
 
     wait_is_interruptible = True
-    """Ctrl-C ends a wait, and one of milliseconds says nothing: whoever waits need not ask again and again."""
+    """Whether Ctrl-C ends a wait, and a wait of milliseconds says nothing: whoever waits need not ask again and again.
+    """
 
     if TYPE_CHECKING:
         timeout: timedelta  # torch's stub lacks it

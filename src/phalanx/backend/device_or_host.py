@@ -17,7 +17,9 @@ from phalanx.transport.device_memory import can_combine_on_device
 from phalanx.transport.tensors import nbytes
 
 ON_DEVICE_FROM_BYTES = 4 << 20
-"""Ranks take turns on a device: up to here the host's memory answers sooner (benchmarks/gpu)."""
+"""The number of bytes below which the host's memory answers sooner, because ranks take turns on a device
+(benchmarks/gpu).
+"""
 
 # all_to_all is not among them: two ranks may give its sizes in different ways. In those that scatter, each rank's
 # inputs are alike, and the outputs perhaps of different sizes.

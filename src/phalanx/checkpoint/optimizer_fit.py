@@ -36,7 +36,7 @@ _AS_PARAMETER = frozenset(
 )
 """The keys under which torch's optimizers keep tensors of their parameter's shape."""
 _HOW = frozenset(("params", "foreach", "fused", "capturable", "differentiable", "maximize", "decoupled_weight_decay"))
-"""Options that say how the same state is used; releases of PyTorch have added them one by one."""
+"""The options that say how the same state is used; releases of PyTorch have added them one by one."""
 
 Order = list[str]
 """The names of an optimizer's parameters by number; empty for one that no model has."""

@@ -53,13 +53,17 @@ class Phase:
     sources: Callable[[int, int], Sequence[int]]
     senders: Callable[[int], Sequence[int]]
     alike: bool = False
-    """Each step has the same sources, destinations, widths and kinds; only which chunks differs."""
+    """Whether each step has the same sources, destinations, widths and kinds, and only the chunks differ."""
     one_sided: bool = False
-    """The receiver reads the source's memory: a step costs one latency, however many it reads from."""
+    """Whether the receiver reads the source's memory: a step costs one latency, however many it reads from."""
     by_rank: bool = False
-    """The receiver combines in the order of the ranks, its own part at its own place; else its own part comes first."""
+    """Whether the receiver combines in the order of the ranks, its own part at its own place; else its own part comes
+    first.
+    """
     per_link: int = 1
-    """At most so many transfers go from one rank to one other in a step; they arrive in the order they are listed."""
+    """The most transfers that go from one rank to one other in a step; they arrive in the order in which they are
+    listed.
+    """
 
     def transfers(self, step: int) -> Iterator[Transfer]:
         """Yield everything that travels in `step`, of all ranks."""
@@ -77,7 +81,7 @@ class Step(NamedTuple):
     number: int
     phase: Phase
     within: int
-    """Counts from 0 within the phase."""
+    """The step's number within the phase, from 0 on."""
 
 
 @dataclass(frozen=True)

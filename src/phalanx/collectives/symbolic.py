@@ -20,11 +20,11 @@ class Value(NamedTuple):
 
     contributors: frozenset[int]
     tree: int
-    """Which combination of contributions this is: one number for each distinct tree, up to a + b = b + a."""
+    """The number of this combination of contributions: one for each distinct tree, up to a + b = b + a."""
 
 
 State = tuple[tuple[Value | None, ...], ...]
-"""state[rank][chunk]; None where a rank holds nothing that means anything."""
+"""The value of each chunk on each rank, `state[rank][chunk]`; None where a rank holds nothing that means anything."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from phalanx.deadline import Deadline
 from phalanx.ipc.wakeup import Wakeup
 
 PollOnce = Callable[[float], None]
-"""It waits so long for something to read, and reads it."""
+"""A function that waits so many seconds for something to read, and reads it."""
 
 
 class Reader:

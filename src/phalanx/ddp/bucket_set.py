@@ -48,7 +48,7 @@ class BucketSet:
         self.plan: BucketPlan
         self.buckets: list[DenseBucket | LocalBucket | SparseBucket]
         self.places: dict[int, tuple[int, int]]
-        """Of each parameter: the number of its bucket, and its position there."""
+        """The number of the bucket of each parameter, and the parameter's position there."""
         self.exchange: Exchange
         self.adopt(self.plan_in())
 

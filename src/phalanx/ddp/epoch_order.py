@@ -15,7 +15,7 @@ from phalanx.ddp.digest import has_bytes
 from phalanx.transport.tensors import is_dense
 
 NUM_BATCHES = 3
-"""So many batches in the order of the beginning are no accident."""
+"""The number of batches that are no accident where they come in the order of the beginning."""
 
 # about so many elements of each tensor are looked at: that takes microseconds, however large a batch is
 _NUM_ELEMENTS = 256

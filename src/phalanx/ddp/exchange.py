@@ -31,7 +31,7 @@ class Exchange(Protocol):
     """An exchange turns buckets of local gradients into buckets of their mean, with the same bits on every rank."""
 
     scale: float
-    """What each gradient is multiplied by when it is put into the bucket."""
+    """The factor by which each gradient is multiplied when it is put into the bucket."""
 
     def launch(self, bucket: DenseBucket) -> Pending:
         """Start on a bucket that is complete on this rank; the order of buckets is the same on every rank."""

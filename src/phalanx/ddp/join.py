@@ -37,7 +37,7 @@ class JoinStatus:
     """A `JoinStatus` says what a rank does in one forward."""
 
     active: bool
-    """False: it has left the context, and shadows."""
+    """Whether this rank is in the context; one that has left it shadows the others."""
     syncs: bool = False
     """Whether the backward that follows averages."""
     decides: bool = False

@@ -37,7 +37,7 @@ class Observation:
     nan_output: int = 0
     """1 if an output of forward was NaN."""
     nan_gradient: int = 0
-    """Position, from 1, of the first parameter whose own gradient was NaN; 0 if there was none."""
+    """The position, from 1, of the first parameter whose own gradient was NaN; 0 if there was none."""
     stale_optimizer: int = 0
     """1 if an optimizer has stepped over look-alikes of the parameters, and none over the parameters."""
     stepped: int = 0
@@ -49,7 +49,7 @@ class Observation:
 
 
 StepObservations = Sequence[Observation]
-"""One step's observations, by rank."""
+"""The observations of one step, by rank."""
 
 
 @dataclass(frozen=True)

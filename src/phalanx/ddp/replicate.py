@@ -26,7 +26,7 @@ _ALIGN = 64
 _SHOWN = 8  # so many tensors stand in a message
 
 Broadcast = Callable[[Tensor], bool]
-"""Makes one rank's tensor everybody's; whether it may have been another rank's."""
+"""A function that gives one rank's tensor to all ranks, and returns whether it may have been another rank's."""
 
 
 def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup, src: int = 0) -> None:

@@ -13,13 +13,13 @@ DIVERGENCE_ADVICE = (
 )
 
 EVEN_ADVICE = "Give every rank the same number of batches: phalanx.DistributedSampler does, and drop_last=True"
-"""For ranks that run out of data where the others can't go on without them."""
+"""The advice where ranks run out of data and the others can't go on without them."""
 
 JOIN_ADVICE = (
     f"{EVEN_ADVICE}; or pass uneven_inputs=True to phalanx's DistributedDataParallel, on one host; or train inside "
     "`with torch.distributed.algorithms.Join([model]):`."
 )
-"""The same where the others can, if they are asked to."""
+"""The advice where ranks run out of data and the others can go on without them, if they are asked to."""
 
 
 def describe_divergence(operations: Mapping[int, str]) -> str:

@@ -25,7 +25,7 @@ SILENT = "does not answer: it hangs, is stopped, or is cut off"
 LEFT = "it left the group (destroy_process_group)"
 LEFT_IN_FLIGHT = "it left the group while its operations were in flight (destroy_process_group)"
 QUIET_END = "it ended without destroy_process_group"
-"""What a process says that ended by itself, well or with an exit code of its own choice."""
+"""The words for a process that ended by itself, well or with an exit code of its own choice."""
 KILLED = "it ended without a word (killed, or crashed)"
 
 Kind = Literal["mismatch", "lost", "interrupted", "late", "no memory", "broken", "internal"]

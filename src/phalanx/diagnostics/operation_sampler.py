@@ -49,7 +49,7 @@ class OperationSampler:
         self._seen: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # when its last line was entered
         self._read_step = 0
         self.steps_between = 1
-        """How many may pass until the next reading: before the recorder writes over what was not read."""
+        """How many steps may pass until the next reading, before the recorder writes over what was not read."""
         self.num_seen = 0
         self.generation = 0
 

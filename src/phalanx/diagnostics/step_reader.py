@@ -36,7 +36,7 @@ class RankFile:
     first_broken: int | None = None
     """The first step whose loss was no finite number."""
     last_finite: int = 0
-    """The last step whose loss was one."""
+    """The last step whose loss was a finite number."""
 
 
 def read_rank_file(data: bytes) -> RankFile | None:

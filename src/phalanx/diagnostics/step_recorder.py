@@ -89,10 +89,12 @@ class StepRecorder:
         self.log = _core.EventLog(
             self._file.events_address, NUM_EVENTS, float(BEGIN_UPDATE), float(END_UPDATE), self._take_safely
         )
-        """What is told of events: `mark(kind, value)`, by the kinds of `step_machine`."""
+        """The log of events, written by `mark(kind, value)` with the kinds of `step_machine`."""
         self.device_memory: Callable[[], float] = float
         self.rank_now: Callable[[], int] = lambda: self.rank
-        """Asked when the ranks have formed their group anew: this one may have got another number."""
+        """A function that returns this rank's number. It is called when the ranks have formed their group again,
+        because the number may be another one.
+        """
         self.on_first_step: Callable[[StepRecorder], None] = lambda recorder: None
         self._taken = 0  # the number of events that were taken
         self._events_per_step = 6.0

@@ -17,14 +17,18 @@ class StepTally:
     rank: int
     num_steps: int = 0
     ahead: int | None = None
-    """What the run's number of a step is more than this process's; None: not known."""
+    """How much higher the run's number of a step is than this process's number; None if it is not known."""
     generation: int = 0
     sample_share: float = 1.0
     process: Sequence[float] = (0.0, 0.0, 0.0, 0.0, 0.0)
-    """At the last look: resident, shared, time on processors, preemptions, memory of its device."""
+    """The process's numbers at the last look: resident and shared memory, time on processors, preemptions, memory of
+    its device.
+    """
     first_broken: int = 0
     last_finite: int = 0
-    """Steps by their losses: a merged record no longer says in which it ceased to be a number."""
+    """The last step whose loss was a finite number. This and `first_broken` are counted here, because a merged record
+    no longer says in which of its steps the loss ceased to be one.
+    """
 
     def add(self, step: FinishedStep) -> StepRecord:
         """Add a finished step; return its record."""

@@ -27,7 +27,9 @@ from phalanx.transport.authentication import OVERHEAD_BYTES, PickleStream
 
 NUM_COPIES = 2
 BLOCK = 256
-"""So many bytes of a record are sent if one of them is new; a record's memory is some of these."""
+"""The number of bytes of a record that are sent together if one of them is new; a record's memory consists of such
+blocks.
+"""
 # the record's number, the number that vouches for it, how many blocks come, two spans of blocks
 _HEAD = struct.Struct("qq5Q")
 _HEAD_BYTES = 64

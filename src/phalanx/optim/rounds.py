@@ -50,7 +50,7 @@ class Rounds(ABC):
         """Which ranks come together when: `print(rounds.plan.describe(10))`."""
         _refuse_averaged(self._name, model, optimizer, group)
         self.local_steps = 0
-        """Of this rank, since the last round."""
+        """The number of steps of this rank since the last round."""
         self.num_rounds = 0
         self._named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
         if not self._named:
@@ -75,10 +75,12 @@ class Rounds(ABC):
 
     _name: str
     ranks_differ = True
-    """What ranks hold is not alike, so no checkpoint may take some of it from one rank and some from another."""
+    """Whether ranks hold different values, so that no checkpoint may take some of them from one rank and some from
+    another.
+    """
 
     _common: CommonParameters | None = None
-    """What all ranks have alike between rounds."""
+    """The parameters that are the same on all ranks between rounds."""
 
     @property
     def _buffers(self) -> list[Tensor]:

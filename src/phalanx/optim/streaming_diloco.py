@@ -112,7 +112,7 @@ class StreamingDiLoCo(Rounds):
         self._outer = self._common = OuterParameters("StreamingDiLoCo", self._named, outer_optimizer, backup_device)
         self._in_flight: _InFlight | None = None
         self.num_steps = 0
-        """Of this rank, in all."""
+        """The number of steps of this rank, in all."""
         self._given_at = [0] * num  # num_steps when each fragment was given last
         self._make_rooms()
 

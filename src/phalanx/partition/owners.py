@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 Layout = list[list[str]]
-"""Of each group of an optimizer, the names of its parameters, in the order of their numbers."""
+"""The names of the parameters of each group of an optimizer, in the order of their numbers."""
 
 
 @runtime_checkable

@@ -24,7 +24,7 @@ class Part:
     modules: tuple[str, ...] = ()
     """The modules that it calls."""
     tensors: tuple[str, ...] = ()
-    """Parameters and buffers that forward itself uses, outside of any of these modules."""
+    """The parameters and buffers that forward itself uses, outside of any of these modules."""
 
     @property
     def nodes(self) -> list[fx.Node]:

@@ -46,9 +46,9 @@ class Program:
         ]
         self.at = steps[0][0] if steps else ""
         self.running = False
-        """Whether it is in a layer: where an error comes from."""
+        """Whether it is in a layer, which is where an error comes from."""
         self.seconds: dict[str, float] | None = None
-        """By layer, of all runs since somebody set it to {}; None does not look at the clock."""
+        """The seconds of each layer, of all runs since somebody set this to {}; while it is None no time is taken."""
 
     def run(
         self, values: Mapping[fx.Node, Any], inside: Callable[[], AbstractContextManager[None]] = nullcontext

@@ -55,7 +55,7 @@ class ReceivesAhead:
         self._stages = stages
         self._step = step
         self._posted_for: list[int] = []
-        """The places in the order of actions for which receives are posted, those to come."""
+        """The places, in the order of actions, of those actions to come for which receives are posted."""
 
     def post(self, at: int) -> None:
         """Start to receive what the action at this place of the order needs, and a little of what is needed next.

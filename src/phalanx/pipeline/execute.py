@@ -48,15 +48,17 @@ class Work:
     recompute: str
     statistics: MiniBatchStatistics
     plan: Callable[[int], Schedule]
-    """The schedule for so many micro-batches."""
+    """A function that returns the schedule for a number of micro-batches."""
     inputs: Sequence[dict[fx.Node, Any]] = ()
     rows: Sequence[int] = ()
     finish: Callable[[int, StepPlan, dict[fx.Node, Any]], Any] | None = None
-    """On the last stage: what the result of a micro-batch becomes; with `grad` the loss that is derived."""
+    """A function that the last stage calls with the result of each micro-batch; with `grad` it returns the loss that is
+    derived.
+    """
     results: dict[int, Any] = field(default_factory=dict)
     done: list[Done] = field(default_factory=list)
     seed: int = 0
-    """Of the random numbers of the first micro-batch, where random states travel."""
+    """The seed of the random numbers of the first micro-batch, where random states travel."""
 
 
 class Executor:
@@ -71,7 +73,7 @@ class Executor:
         self._num_stages = num_stages
         self._random = random
         self._local: defaultdict[Edge, deque[Any]] = defaultdict(deque)
-        """What was received, or sent by a stage of this rank to another one, and has not been taken yet."""
+        """The values received, or sent by a stage of this rank to another one, that have not been taken yet."""
         self._forms = Forms()
         self.step = StepProgress()
 

@@ -21,7 +21,7 @@ from phalanx.pipeline.edges import Edge
 WORDS = 64
 HEADER_BYTES = 8 * WORDS
 MOST_BYTES = 2**20
-"""No frame is longer: it is copied once on its way out, and a posted one takes memory before it is needed."""
+"""The most bytes of a frame: each is copied once on its way out, and a posted one takes memory before it is needed."""
 _ALIGNED = 64
 
 

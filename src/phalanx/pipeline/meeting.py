@@ -47,7 +47,7 @@ class Meeting:
         self._posted: list[tuple[dist.Work, Tensor]] = []
         self._sent: list[tuple[dist.Work, Tensor]] = []
         self._gone: RuntimeError | None = None
-        """What was raised for a rank whose connection had ended before the step began."""
+        """The error that was raised for a rank whose connection had ended before the step began."""
         self.lost: int | None = None
         """The rank that was found to be gone first."""
 

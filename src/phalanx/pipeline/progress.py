@@ -50,9 +50,9 @@ class StepProgress:
         self.phase: Phase = phase
         self.schedule: Schedule | None = None
         self.at: Action | None = None
-        """What is done, or was when the step failed."""
+        """The action that is under way, or was when the step failed."""
         self.turn = 0.0
-        """Since when it could have been done, in seconds of `time.perf_counter`."""
+        """The time since when the action could have been done, in seconds of `time.perf_counter`."""
         self.awaited: int | None = None
         """The stage whose message is waited for, or was when the step failed."""
         self.failure: StepFailure | None = None

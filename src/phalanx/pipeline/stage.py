@@ -28,11 +28,11 @@ class InFlight:
 
     inputs: dict[fx.Node, Any]
     leaves: dict[int, list[Tensor]] = field(default_factory=dict)
-    """By the stage that they came from: tensors whose gradient it wants."""
+    """The tensors from each other stage whose gradient that stage wants."""
     outputs: dict[int, list[Tensor]] = field(default_factory=dict)
-    """By the stage that they went to: tensors whose gradient it may send."""
+    """The tensors to each other stage whose gradient that stage may send."""
     needs: dict[int, list[bool]] = field(default_factory=dict)
-    """Of all tensors that went there: whether they are among `outputs`."""
+    """Whether each of all tensors that went to a stage is among its `outputs`."""
     loss: Tensor | None = None
     random_state: Tensor | None = None
     buffers: dict[tuple[nn.Module, str], Tensor] = field(default_factory=dict)
@@ -41,7 +41,7 @@ class InFlight:
     recompute: bool = False
     recomputed: bool = False
     weights: WeightsBackward | WeightGradients | None = None
-    """What is left for `backward_weights`."""
+    """The work that is left for `backward_weights`."""
 
 
 class Stage:
@@ -68,16 +68,16 @@ class Stage:
         self._mode = (False, False)
         """Whether gradients are wanted, and whether layers are in training: another layer may work in place then."""
         self._written: dict[tuple[bool, bool], set[fx.Node]] = {}
-        """By mode: the values of other stages that some layer changes in place, once a micro-batch was seen."""
+        """The values of other stages that some layer changes in place, by mode, once a micro-batch was seen."""
         self.seen: dict[tuple[bool, bool], Seen] = {}
-        """By mode, as soon: which values overlap, too."""
+        """The observations of the first micro-batch, by mode: which values overlap, and which are changed in place."""
         self._buffers = RecomputedBuffers(root.get_submodule(name) for name in part.modules)
         own = [module for name in part.modules for module in root.get_submodule(name).modules()]
         self._own = own
         # torch's DDP hangs its hooks on the graph, where nobody sees them: its weights stay autograd's.
         self._weights = None if any(isinstance(module, DistributedDataParallel) for module in own) else Weights()
         self._saved_bytes: int | None = None
-        """What a micro-batch keeps for its backward, once one was seen."""
+        """The number of bytes that a micro-batch keeps for its backward, once one was seen."""
         self.in_flight: dict[int, InFlight] = {}
         self._most = 1
 

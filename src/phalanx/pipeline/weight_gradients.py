@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 _LEAST_PRODUCT = 2**22
-"""Multiplications below which a product is cheaper in autograd than the call from Python."""
+"""The number of multiplications below which a product is cheaper in autograd than in a call from Python."""
 
 
 @dataclass(slots=True)
@@ -39,13 +39,13 @@ class _Product:
 
     weight: Tensor
     operand: Tensor | None
-    """What it was multiplied with: (N, in), or a convolution's input."""
+    """The tensor that the weight was multiplied with: (N, in), or a convolution's input."""
     transposed: bool = True
     """Whether the weight is (out, in), as a Linear has it."""
     bias: Tensor | None = None
     convolution: tuple[Any, ...] = ()
     grad: Tensor | None = None
-    """Of the output, once autograd has been there."""
+    """The gradient of the output, once autograd has computed it."""
     at_once: bool = False
     """Whether it is added as soon as it can be had, and not later."""
 
@@ -122,7 +122,7 @@ class Weights:
 
     def __init__(self) -> None:
         self._known: dict[Any, Tensor] = {}
-        """Parameters by their nodes in graphs."""
+        """The parameters, by their nodes in graphs."""
         self._fruitless: set[bool] = set()
         """Whether convolutions were looked for, too, where this step's graphs had nothing."""
 
@@ -268,7 +268,7 @@ _PRODUCTS = {
     "MmBackward0": (1, "_saved_self"),
     "ConvolutionBackward0": (1, "_saved_input"),
 }
-"""Nodes of autograd: which of their edges leads to the weight, and the name of what it was multiplied with."""
+"""The edge to the weight, and the name of what it was multiplied with, for each kind of autograd's nodes."""
 
 
 def _variable(end: Any) -> Tensor | None:

@@ -49,8 +49,10 @@ _VALUES, _FAILED, _LOST = 0, 1, 2
 _BY_MESSAGE, _ABSENT = -1, -2
 _LENT_BYTES = 16 * 1024  # smaller tensors travel in messages
 AHEAD = 2
-"""So many messages beyond those of the present action have a receive that is posted: so many actions hide how long a
-notice of it takes to come to the sender. On one host one does it; each takes memory of a message."""
+"""The number of messages beyond those of the present action for which a receive is posted. So many actions hide the
+time that the notice of a receive takes to the sender; on one host one action is enough. Each receive takes the memory
+of a message.
+"""
 _HAS_STATE, _INSIDE = 1, 2
 _WORD = 2**31
 _CPU = torch.device("cpu")
@@ -92,16 +94,16 @@ class Wire:
         """The forms that were sent and received, in evaluation and in training."""
         self._sent, self._forms = self._known[True]
         self._works: defaultdict[Edge | None, deque[tuple[int, dist.Work, Tensor]]] = defaultdict(deque)
-        """What is on the way, with the micro-batch, in order on each edge; of tensors without one under None."""
+        """The messages on the way and their micro-batches, in order on each edge; None has tensors without one."""
         self._frames = Frames()
         self._posted: defaultdict[Edge, deque[tuple[dist.Work, Tensor]]] = defaultdict(deque)
-        """Receives of frames that nobody has taken yet, in order on each edge."""
+        """The receives of frames that nobody has taken yet, in order on each edge."""
         self._farewells: list[tuple[dist.Work, Tensor]] = []
         self._lending: Lending | None = None
         self.posts_ahead = self._may_post_ahead()
         """Whether receives are posted before they are needed: it gains nothing in memory that both map."""
         self.sizes: Counter[int] = Counter()
-        """How often a tensor of so many bytes went by message, though it is large."""
+        """How often a large tensor of each size went by message."""
 
     @property
     def meeting_tag(self) -> int:

@@ -31,7 +31,7 @@ class InputContext:
 
     num_replicas_in_sync: int
     input_pipeline_id: int
-    """Which replica this is."""
+    """The number of this replica."""
 
     @property
     def num_input_pipelines(self) -> int:

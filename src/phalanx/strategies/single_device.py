@@ -39,4 +39,4 @@ class SingleDeviceStrategy(Strategy):
 
 
 OneDeviceStrategy = SingleDeviceStrategy
-"""The name of tf.distribute."""
+"""The name of a SingleDeviceStrategy in tf.distribute."""

@@ -124,7 +124,7 @@ class SymmetricMemory:
         self._lock = threading.RLock()  # a finalizer may come in the middle, in the same thread
         self._heap: int | None = None
         self.one_memory: dict[int, range] = {}
-        """Addresses of the blocks that are one memory for all ranks, by their index."""
+        """The addresses of the blocks that are one memory for all ranks, by their index."""
         self._blocks_in_use = 0
         self._closed = False
         self._placement: Placement | None = None

@@ -41,7 +41,7 @@ class FitLoader:
     def __init__(self, loader: Any, strategy: Strategy, *, is_own: bool = False) -> None:
         self.loader, self._strategy = loader, strategy
         self.is_own = is_own
-        """Whether a function of the script has made it: then replicas may have different numbers of batches."""
+        """Whether a function of the script has made it; then replicas may have different numbers of batches."""
         sampler = getattr(loader, "sampler", None)
         self.sampler = sampler if isinstance(sampler, DistributedSampler) and not is_own else None
 

@@ -24,7 +24,7 @@ from phalanx.errors import PhalanxError
 MAC_BYTES = 32
 _NUMBER = struct.Struct("<Q")
 OVERHEAD_BYTES = MAC_BYTES + _NUMBER.size
-"""A message is longer than its pickle by so many bytes."""
+"""The number of bytes by which a message is longer than its pickle."""
 
 EVERYBODY = -1
 

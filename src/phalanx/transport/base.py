@@ -115,7 +115,7 @@ class Transport(Collectives):
     rank: int
     world_size: int
     lock: threading.Lock
-    """Held while a collective runs."""
+    """The lock that is held while a collective runs."""
 
     # -- what it can do ------------------------------------------------------------------------------------------
 
@@ -131,10 +131,10 @@ class Transport(Collectives):
     """Whether `close` may come while operations of this process are inside: its memory stays until they are out."""
 
     eager_bytes = 256
-    """Up to so many bytes a rank, an all_gather costs hardly more than its latency."""
+    """The number of bytes a rank up to which an all_gather costs hardly more than its latency."""
 
     pickles: PickleAuthenticator | None = None
-    """This authenticates pickles between the group's ranks; it is None on one host."""
+    """The authenticator of pickles between the group's ranks; it is None on one host."""
 
     ranks_share_memory = False
     """Whether all ranks map one memory. Then this is a `SharedMemoryTransport`, which can do more than is asked here:

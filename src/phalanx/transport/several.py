@@ -29,7 +29,7 @@ COMBINE: dict[int, Callable[..., Tensor]] = {
     BOR: torch.bitwise_or,
     BXOR: torch.bitwise_xor,
 }
-"""What combines two tensors, by the number of the reduction."""
+"""The function that combines two tensors, by the number of the reduction."""
 _WIDER = {torch.uint16: torch.int64, torch.uint32: torch.int64, **{dtype: torch.float32 for dtype in HALF}}
 _SIGN = -(1 << 63)
 

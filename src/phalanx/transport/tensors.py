@@ -23,7 +23,7 @@ def _copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 
 copy_all: Any = find("torch._foreach_copy_", loses="copies of many tensors take longer", instead=_copy_each)
-"""Copy each of the second list of tensors into the one at its place in the first."""
+"""A function that copies each tensor of the second list into the one at its place in the first."""
 
 
 def alias(tensor: Tensor) -> Tensor:

@@ -75,7 +75,7 @@ class ProcessGroupBase(TorchGroup):
         self.backend_options: Any = None
         """The `phalanx.Options` with which the group was made, or None."""
         self.reconfiguration: Reconfiguration | None = None
-        """How it gets other members, if it was made with `enable_reconfigure`."""
+        """The object that gives the group other members, if it was made with `enable_reconfigure`."""
         self.create_group: Callable[[Any, Any], Any] | None = None
         """`create_process_group`, which made this group and makes those that are split from it."""
         self._connect(transport, rank, size, global_ranks)

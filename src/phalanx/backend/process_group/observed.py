@@ -42,7 +42,7 @@ _begin_event: Any = find("torch._C._autograd._record_function_with_args_enter", 
 _end_event: Any = find("torch.ops.profiler._call_end_callbacks_on_jit_fut._RecordFunction", loses=_UNPROFILED)
 _has_flag = find("torch.autograd.profiler._is_profiler_enabled", loses=_UNPROFILED, instead=None) is not None
 profiler: Any = torch.autograd.profiler if _has_flag else types.SimpleNamespace(_is_profiler_enabled=False)
-"""Where `_is_profiler_enabled` says whether somebody profiles: read in each call, so not asked for anew."""
+"""The object whose `_is_profiler_enabled` says whether somebody profiles; each call reads it, so we look it up once."""
 # make_fx(pre_dispatch=True) keeps its modes, [tracing, functionalisation], in a list of its own: read where it lies,
 # since to ask torch for it takes a tenth of a microsecond.
 early_modes: list[Any] = getattr(

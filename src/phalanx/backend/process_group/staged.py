@@ -61,7 +61,9 @@ class StagedProcessGroup(PhalanxProcessGroup):
         self._copy_streams: dict[torch.device, tuple[CopyStream, InFlight]] = {}
         self._on_device: dict[torch.device, DeviceCollectives] = {}
         self.on_device_from_bytes = ON_DEVICE_FROM_BYTES
-        """Collectives of less go through the host's memory, also where ranks map each other's memory of the device."""
+        """The number of bytes below which collectives go through the host's memory, even where ranks map each other's
+        memory of the device.
+        """
         self._calling = _Calling()
         self._opening = threading.Lock()
 

@@ -6,4 +6,4 @@ from collections.abc import Callable
 from typing import Any
 
 batch_watches: list[Callable[[Any, int, int], Any]] = []
-"""It holds at most one, which is called with the group's store, the rank and the number of ranks."""
+"""The function, if there is one, that is called with the group's store, the rank and the number of ranks."""

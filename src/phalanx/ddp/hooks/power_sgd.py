@@ -78,7 +78,7 @@ class PowerSGDState:
         self.total_numel_after_compression = 0
         self.residual = Residual()
         self.factors: dict[Tensor, Tensor] = {}
-        """Q of each parameter's last step."""
+        """The factor Q of each parameter's last step."""
         self.pipeline = Pipeline()
 
     def compression_stats(self) -> tuple[float, int, int]:

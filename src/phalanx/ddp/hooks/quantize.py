@@ -45,7 +45,7 @@ class QuantizationState:
         self.block_size = block_size
         self.use_error_feedback = use_error_feedback
         self.bytes_sent = 0
-        """What this rank has sent up to now, without the headers of the network."""
+        """The number of bytes that this rank has sent up to now, without the headers of the network."""
         self.residual = Residual()
         self.pipeline = Pipeline()
 

@@ -33,7 +33,7 @@ class Pending(Protocol):
 
 
 Stages = Generator[Pending | None, None, Tensor]
-"""Yields each collective in flight; returns the bucket's new content."""
+"""A generator that yields each collective in flight and returns the bucket's new content."""
 
 
 class Flight:

@@ -25,7 +25,7 @@ from phalanx.transport.hierarchical.rails import ConnectionBroken, data_tag
 from phalanx.transport.hierarchical.session import HierarchicalSession
 
 Piece = tuple[int, int]
-"""Where bytes lie, and how many."""
+"""The place of some bytes, and their number."""
 _NOTHING: Mapping[int, Sequence[Piece]] = {}
 
 
