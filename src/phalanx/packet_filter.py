@@ -27,8 +27,8 @@ _FIRST_BYTE_OF_IPV6 = 0x60  # and a header of IPv4 begins with 0x45 or a little 
 _TAKE, _DROP = 0xFFFFFFFF, 0
 _MOST_INSTRUCTIONS = 4096
 # The memory that the kernel gives a socket's options, and what it was before Linux 6.7 and is where nobody tells.
-_MEMORY_FILE, _FEWEST_BYTES = 2048  # where the kernel grants less, no program is attached
-_LEAST_MEMORY = "/proc/sys/net/core/optmem_max", 20480
+_MEMORY_FILE, _LEAST_MEMORY = "/proc/sys/net/core/optmem_max", 20480
+_FEWEST_BYTES = 2048  # where the kernel grants less, no program is attached
 # The bytes that the kernel makes of a program (Linux 6.18): its head, a word to load, one to compare as well, a range
 _HEAD_BYTES, _LOAD_BYTES, _WORD_BYTES, _RANGE_BYTES = 512, 64, 80, 32
 
