@@ -20,7 +20,7 @@ from phalanx.coordination.dealer import MEMBER_HEARTBEAT_S
 from phalanx.coordination.key import Key
 from phalanx.coordination.relay import Relay
 from phalanx.coordination.service import Service
-from phalanx.coordination.wire import Op, Status, pack, unpack
+from phalanx.coordination.wire import KIND, Op, Status, pack, unpack
 from phalanx.errors import ClosedError, CoordinationError, DeadlineError
 
 KEY = Key.generate()
@@ -412,6 +412,27 @@ def test_a_first_connection_whose_handshakes_break_goes_on_for_a_while(monkeypat
         line.spoil(3)
         with Client(line.address, KEY, timeout=60.0) as client:
             client.set("a", "1")
+
+
+def test_who_joins_again_after_a_join_that_came_too_late_is_a_new_member(monkeypatch):
+    """It was refused as a member already: the agent of a host that came back to its job ended with a traceback."""
+    with Service("127.0.0.1:0", KEY) as service, Client(service.local) as near:
+        near.join({"host": "near"}, watch=())
+        handle, stalls_s = service.coordinator.handle, [1.0]
+
+        def handle_late(route, frame, now):
+            if frame[KIND] == bytes((Op.JOIN,)) and stalls_s:
+                time.sleep(stalls_s.pop())
+            return handle(route, frame, now)
+
+        with Client(str(service.address), KEY) as far:
+            monkeypatch.setattr(service.coordinator, "handle", handle_late)
+            far.timeout = 0.3
+            with pytest.raises(DeadlineError):
+                far.join({"host": "far"}, watch=())
+            far.timeout = 30.0
+            assert far.join({"host": "far again"}, watch=()) == far.member
+            assert far.members() == {0: {"host": "near"}, far.member: {"host": "far again"}}
 
 
 _FLOODED = """

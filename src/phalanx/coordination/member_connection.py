@@ -44,7 +44,13 @@ class MemberConnection(Connection):
             self._thread.join()
         self._stop.clear()
         watched = b"all" if watch is None else b",".join(map(pack_number, watch))
-        self.member = int(self._call(Op.JOIN, body, watched)[0])
+        try:
+            self.member = int(self._call(Op.JOIN, body, watched)[0])
+        except ValueError as error:
+            if self.member >= 0 or "already" not in str(error):
+                raise
+            self._call(Op.LEAVE, pack_number(-1), b"it joins again")  # an earlier JOIN came too late for its caller
+            self.member = int(self._call(Op.JOIN, body, watched)[0])
         self.is_counted_out = False
         self._begin_beating()
         return self.member
