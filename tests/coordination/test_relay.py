@@ -12,6 +12,7 @@ from tests.coordination.cable import Cable
 import phalanx.coordination.service as service_module
 from phalanx.backend.coordination_store import CoordinationStore
 from phalanx.coordination.client import Client
+from phalanx.coordination.journal import pack_entry
 from phalanx.coordination.key import Key
 from phalanx.coordination.relay import Relay
 from phalanx.coordination.service import Service
@@ -259,6 +260,23 @@ def test_what_ranks_of_a_lost_host_took_from_a_queue_last_is_there_again_and_the
             relay.close()
             thread.join()
             assert results == [None]
+
+
+@pytest.mark.parametrize("number", [-1, 7, 1 << 62, -(1 << 62)])
+def test_a_relay_of_no_member_does_the_coordinator_no_harm(service, number):
+    """Its copies could not be told of such a number, and the coordinator's thread ended."""
+    service.coordinator.journal.is_kept = True
+    with Client(service.local) as near, Client(str(service.address), KEY) as agent:
+        near.join({"host": "first"})
+        agent.join({"host": "second"}, watch=())
+        with contextlib.closing(Relay(f"tcp://{service.address}", KEY, lambda: number)) as relay:
+            with Client(relay.path) as rank:
+                rank.set("a", "1")
+            near.expel(agent.member, "it is lost")
+        for entry in service.coordinator.journal.take():
+            pack_entry(entry)
+        assert near.get("a") == b"1"
+        assert service.problem is None
 
 
 def queue_pop_or_error(client):

@@ -277,7 +277,10 @@ class Coordinator(StoreRequests):
         return pack(Status.OK, message.number, self.job.encode(), repr(self.members.lost_after_s).encode())
 
     def _note_opener(self, session: Session, message: Message) -> None:
-        session.opened_by = unpack_number(message.fields[0])
+        member = unpack_number(message.fields[0])
+        if self.members.get(member) is None:
+            raise WireError("there is no such member")
+        session.opened_by = member
         self.journal.add(Kind.OPENED, session.route, session.opened_by)
 
     def _cancel(self, session: Session, message: Message) -> None:

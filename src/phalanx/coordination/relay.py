@@ -133,7 +133,7 @@ class Relay:
 
     def _tell_member(self) -> None:
         member = self._member()
-        if member != self._told_member and self._was_connected and not self._is_cut:
+        if member not in (-1, self._told_member) and self._was_connected and not self._is_cut:
             self._told_member = member
             self._waiting.append(pack(Op.OF_MEMBER, 0, pack_number(member)))
 
