@@ -292,13 +292,13 @@ class Coordinator(StoreRequests):
 
     def _join(self, session: Session, message: Message) -> Answer:
         facts, watches = message.fields
-        if session.member is not None:
-            raise RefusedError(f"this client is member {session.member.id} already")
         if len(facts) > MAX_FACTS_BYTES or len(self.members) >= MAX_MEMBERS:
             raise RefusedError(f"facts of {len(facts)} bytes (at most {MAX_FACTS_BYTES}), {len(self.members)} members")
         if not isinstance(json.loads(facts), dict):
             raise WireError("facts are not an object")
         watched = None if watches == b"all" else frozenset(map(unpack_number, filter(None, watches.split(b","))))
+        if session.member is not None:  # it has not heard the answer to an earlier request in time, and asks again
+            self._part_with(session, session.member, "it joins again")
         session.member = self.members.join(session, facts, watched, session.heard_at)
         session.gone = ""
         self._send_changes()
@@ -310,13 +310,16 @@ class Coordinator(StoreRequests):
         if me is None:
             return self._unknown(session, message)
         if who in (-1, me.id):
-            self.members.remove(me, b"left", why)
-            session.member, session.gone = None, why or "it left"
-            self._unpark_repeatable(session)
+            self._part_with(session, me, why)
             self._send_changes()
         elif (member := self.members.get(who)) is not None:
             self._lose(member, f"{self.name_of(me)} (member {me.id}) says: {why}")
         return pack(Status.OK, message.number)
+
+    def _part_with(self, session: Session, member: Member, why: str) -> None:
+        self.members.remove(member, b"left", why)
+        session.member, session.gone = None, why or "it left"
+        self._unpark_repeatable(session)
 
     def _heartbeat(self, session: Session, message: Message) -> Answer:
         if session.member is None:

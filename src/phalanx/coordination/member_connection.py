@@ -37,6 +37,8 @@ class MemberConnection(Connection):
 
         `facts` is what the others are told: JSON, up to 64 KiB; "host" is the name by which messages call this member.
         """
+        if self.member >= 0:
+            raise ValueError(f"this client is member {self.member} already")
         body = json.dumps(dict(facts)).encode()
         if self._thread is not None:  # the thread belongs to a membership that has ended
             self._stop.set()
@@ -44,13 +46,7 @@ class MemberConnection(Connection):
             self._thread.join()
         self._stop.clear()
         watched = b"all" if watch is None else b",".join(map(pack_number, watch))
-        try:
-            self.member = int(self._call(Op.JOIN, body, watched)[0])
-        except ValueError as error:
-            if self.member >= 0 or "already" not in str(error):
-                raise
-            self._call(Op.LEAVE, pack_number(-1), b"it joins again")  # an earlier JOIN came too late for its caller
-            self.member = int(self._call(Op.JOIN, body, watched)[0])
+        self.member = int(self._call(Op.JOIN, body, watched)[0])
         self.is_counted_out = False
         self._begin_beating()
         return self.member
