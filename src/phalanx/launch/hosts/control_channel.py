@@ -51,11 +51,6 @@ class Change:
     facts: dict[str, Any]  # the facts of one that has joined
     why: str
 
-    @property
-    def is_of_itself(self) -> bool:
-        """Return whether it tells what this process and its coordinator are to each other."""
-        return self.kind in ("expelled", "unreachable", "reachable")
-
 
 class Notices(Mailbox[str]):
     """`Notices` takes lines for a person from other threads of this process."""
@@ -316,6 +311,14 @@ class ControlChannel:
         else:
             return {batch[place].member for place in self._client.post_all(batch, timeout=_POST_S)}
         return ()
+
+
+def without_own_changes(messages: Sequence[ControlMessage | Change]) -> list[ControlMessage | Change]:
+    """Return the messages without those that tell what this process and its coordinator, which is lost, were to each
+    other.
+    """
+    own = ("expelled", "unreachable", "reachable")
+    return [each for each in messages if not (isinstance(each, Change) and each.kind in own)]
 
 
 def _is_lines(data: bytes) -> bool:

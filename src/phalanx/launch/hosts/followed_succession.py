@@ -18,7 +18,7 @@ from phalanx.agent.plan import JobPlan
 from phalanx.coordination.address import Address
 from phalanx.coordination.wire import MALFORMED
 from phalanx.errors import PhalanxError
-from phalanx.launch.hosts.control_channel import Change, ControlChannel, ControlMessage
+from phalanx.launch.hosts.control_channel import Change, ControlChannel, ControlMessage, without_own_changes
 from phalanx.launch.hosts.host_state import HostState
 from phalanx.launch.hosts.leader_state import LeaderState
 from phalanx.launch.hosts.office import Elected
@@ -83,7 +83,7 @@ class FollowedSuccession:
             self._early.append(message)
             if isinstance(message, Change) and message.kind == "reachable" and self._successor.cancel_election():
                 self._is_resumed = True
-                self._early = _drop_own(self._early)
+                self._early = without_own_changes(self._early)
                 self._host.display.say("phalanx run: the host that leads the job is heard again: the ranks go on")
         elif isinstance(message, Change) or message.member != self._channel.first:
             return False
@@ -124,7 +124,7 @@ class FollowedSuccession:
             self._host.display.say(f"phalanx run: {line}")
         for elected in self._successor.take_result() if self._successor.fileno() in ready else ():
             self._early += self._channel.take()
-            early = _drop_own(self._early)
+            early = without_own_changes(self._early)
             self._early = []
             self._successor.end_election()
             if elected is None:
@@ -157,8 +157,3 @@ class FollowedSuccession:
         self._take_over = TakeOver(state, self._lost, self._why, self._successor.office.gone, self._channel)
         for message in early:
             self._take_over.hear(message)
-
-
-def _drop_own(messages: Sequence[Change | ControlMessage]) -> list[Change | ControlMessage]:
-    """Return the messages without those about the coordinator that is lost."""
-    return [each for each in messages if not (isinstance(each, Change) and each.is_of_itself)]

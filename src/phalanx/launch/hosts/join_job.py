@@ -27,7 +27,7 @@ from phalanx.diagnostics.printable import printable, printable_lines
 from phalanx.errors import LaunchError, PhalanxError
 from phalanx.host_addresses import OwnAddress, find_interface
 from phalanx.ipc.event_loop import EventLoop, Source
-from phalanx.launch.hosts.control_channel import FIRST, Change, ControlChannel, ControlMessage
+from phalanx.launch.hosts.control_channel import FIRST, Change, ControlChannel, ControlMessage, without_own_changes
 from phalanx.launch.hosts.first_host import Joined, while_listening
 from phalanx.launch.hosts.followed_succession import FollowedSuccession
 from phalanx.launch.hosts.follower import FollowerLink, say_host_lost, tells_first_lost
@@ -270,8 +270,7 @@ class _Followed:
         if votes and self._finished is not None:
             attempt, state = self._finished
             self._move(elected)
-            said = self._channel.take()  # of the coordinator that is lost
-            self._channel.give_back([each for each in said if not (isinstance(each, Change) and each.is_of_itself)])
+            self._channel.give_back(without_own_changes(self._channel.take()))
             self._channel.put(elected.member, "here", state=state.to_json())
             self._channel.put(elected.member, "swept", attempt=attempt)
         else:
