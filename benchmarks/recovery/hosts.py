@@ -76,23 +76,6 @@ class Outcome:
     why: str = ""
 
 
-def find_processes(host: Host) -> list[int]:
-    """Return the processes that run on a host."""
-    inode = f"net:[{os.stat(f'/run/netns/{host.name}').st_ino}]"
-    found = []
-    for name in filter(str.isdecimal, os.listdir("/proc")):
-        with contextlib.suppress(OSError):
-            if os.readlink(f"/proc/{name}/ns/net") == inode:
-                found.append(int(name))
-    return found
-
-
-def signal_host(host: Host, number: int) -> None:
-    for pid in find_processes(host):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, number)
-
-
 def phalanx_lines(machines: list[Host], folder: Path, python: str) -> list[Line]:
     where = ["--nnodes", f"1:{NUM_HOSTS}", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{machines[0].address}:29500"]
     line = [*run.PHALANX[:-1], "1", *where, run.SCRIPT, "elastic", str(folder)]
@@ -105,16 +88,8 @@ def torchrun_lines(machines: list[Host], folder: Path, python: str, *, backend: 
     lines = etcd_lines(machines, folder) if backend == "etcd-v2" else []
     for number in range(NUM_HOSTS):
         words = [python, "-m", "torch.distributed.run", "--nnodes", f"1:{NUM_HOSTS}", "--nproc-per-node", "1"]
-        words += [
-            "--max-restarts",
-            RESTARTS,
-            "--rdzv-backend",
-            backend,
-            "--rdzv-endpoint",
-            endpoint,
-            "--rdzv-id",
-            "job",
-        ]
+        words += ["--max-restarts", RESTARTS, "--rdzv-id", "job"]
+        words += ["--rdzv-backend", backend, "--rdzv-endpoint", endpoint]
         words += ["--local-addr", machines[number].address]
         words += ["--rdzv-conf", f"is_host={int(number == 0)}"] if backend == "c10d" else []
         told = {"GLOO_SOCKET_IFNAME": "eth0", "TIMEOUT_S": TIMEOUT_S, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
@@ -163,11 +138,11 @@ def running(lines: list[Line], machines: list[Host], folder: Path) -> Iterator[t
     """
     started: list[subprocess.Popen[bytes]] = []
     names = "".join(f"{host.address} host{number}\n" for number, host in enumerate(machines))
-    for host in machines:  # `ip netns exec` mounts it as /etc/hosts
-        Path("/etc/netns", host.name).mkdir(parents=True)
-        Path("/etc/netns", host.name, "hosts").write_text(f"127.0.0.1 localhost\n{names}")
     with open(folder / "said", "wb") as said:
         try:
+            for host in machines:  # `ip netns exec` mounts it as /etc/hosts
+                Path("/etc/netns", host.name).mkdir(parents=True)
+                Path("/etc/netns", host.name, "hosts").write_text(f"127.0.0.1 localhost\n{names}")
             for number, words, more in lines:
                 told = {**os.environ, "OMP_NUM_THREADS": "1", "HOST_NUMBER": str(number), **more}
                 named = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', f"host{number}"]
@@ -176,11 +151,11 @@ def running(lines: list[Line], machines: list[Host], folder: Path) -> Iterator[t
             yield Job(folder, []), dict(zip((number for number, _, _ in lines), started, strict=True))
         finally:
             for host in machines:
-                signal_host(host, signal.SIGKILL)
+                host.signal(signal.SIGKILL)
             for process in started:
                 process.wait()
             for host in machines:
-                shutil.rmtree(Path("/etc/netns", host.name))
+                shutil.rmtree(Path("/etc/netns", host.name), ignore_errors=True)
 
 
 def undergo(job: Job, commands: Commands, machines: list[Host], scenario: Scenario) -> Outcome:
@@ -206,9 +181,9 @@ def undergo(job: Job, commands: Commands, machines: list[Host], scenario: Scenar
     job.wait(find(time.monotonic() + 3.0, everybody, NUM_HOSTS), run.PATIENCE_S)  # it has trained for three seconds
     at = time.monotonic()
     if scenario.way == "is killed":
-        signal_host(host, signal.SIGKILL)
+        host.signal(signal.SIGKILL)
     elif scenario.way == "stands still":
-        signal_host(host, signal.SIGSTOP)
+        host.signal(signal.SIGSTOP)
     else:
         host.cut_off()
     in_flight = 0.05 if victim == SERVICE else 0.0  # of a step that had begun
@@ -221,7 +196,7 @@ def undergo(job: Job, commands: Commands, machines: list[Host], scenario: Scenar
     lost = max(0, done + 1 - first[0].step)
     if victim == SERVICE:  # for a while, the job does not need it; then it loses a host
         killed_at = time.monotonic()
-        signal_host(machines[1], signal.SIGKILL)
+        machines[1].signal(signal.SIGKILL)
         try:
             first = job.wait(find(killed_at, [0, 2], 2), GOING_ON_S)
         except TimeoutError:
@@ -233,7 +208,7 @@ def undergo(job: Job, commands: Commands, machines: list[Host], scenario: Scenar
     apart = sum(s.rank == victim and s.num_ranks < NUM_HOSTS and s.at > at for s in job.stamps())
     back = time.monotonic()
     if scenario.way == "stands still":
-        signal_host(host, signal.SIGCONT)
+        host.signal(signal.SIGCONT)
     else:
         host.plug_in()
     try:
@@ -263,12 +238,12 @@ def describe(outcomes: list[Outcome]) -> str:
     if len(passed) < len(outcomes):
         words.append(f"{len(passed)} of {len(outcomes)}")
     if steps := max(one.lost for one in outcomes):
-        words.append(f"{steps} steps again")
+        words.append(f"{steps} step{'s' * (steps != 1)} again")
     backs = [one.whole for one in outcomes if one.whole is not None]
     if backs and not all(backs):
         words.append("not whole again")
     if apart := max(one.apart for one in outcomes):
-        words.append(f"{apart} steps apart")
+        words.append(f"{apart} step{'s' * (apart != 1)} apart")
     return ", ".join(words)
 
 

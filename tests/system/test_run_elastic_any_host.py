@@ -7,7 +7,6 @@ halves at once, and whoever is out comes back. By hand: --any-host-losses 200.
 
 from __future__ import annotations
 
-import os
 import random
 import re
 import signal
@@ -53,17 +52,6 @@ class LedJob(Listener):
         if number == self.leader and "without this host, " in line:
             self.may_be_led = True
 
-    def signal_host(self, number: int, signum: int) -> None:
-        """Send a signal to every process of a host."""
-        machine = self.made.machines[number]
-        inode = f"net:[{os.stat(f'/run/netns/{machine.name}').st_ino}]"
-        for name in filter(str.isdecimal, os.listdir("/proc")):
-            try:
-                if os.readlink(f"/proc/{name}/ns/net") == inode:
-                    os.kill(int(name), signum)
-            except OSError:
-                continue
-
     def strike(self, number: int, way: str) -> None:
         """Begin the loss of a host."""
         process = self.made.jobs[number].running.process
@@ -71,24 +59,28 @@ class LedJob(Listener):
         if way == "killed":
             process.kill()
         elif way == "killed with all its ranks":
-            self.signal_host(number, signal.SIGKILL)
+            self.made.machines[number].signal(signal.SIGKILL)
         elif way == "told to leave":
             process.terminate()
         elif way == "stopped":
-            self.signal_host(number, signal.SIGSTOP)
+            self.made.machines[number].signal(signal.SIGSTOP)
         else:
             self.made.machines[number].cut_off(ONE_WAY.get(way, ""))
 
-    def end_strike(self, number: int, way: str, what: str) -> None:
-        """Let a host that is stopped or cut off go on; return once it is out or has ended."""
+    def end_strike(self, number: int, way: str, what: str, *, alone: bool = True) -> None:
+        """Let a host that is stopped or cut off go on; return once it is out or has ended.
+
+        One that was told to leave may fail to, if it is not lost `alone`: its leader may be lost as well.
+        """
         process = self.made.jobs[number].running.process
         if way == "stopped":
-            self.signal_host(number, signal.SIGCONT)
+            self.made.machines[number].signal(signal.SIGCONT)
         elif way == "cut off" or way in ONE_WAY:
             self.made.machines[number].plug_in()
         self.wait(f"{what}: host {number} is out", lambda: process.poll() is not None or self.says_out(number))
         if way == "told to leave":
-            assert process.wait() in (128 + signal.SIGTERM, 1), "".join(self.lines[number])
+            codes = (128 + signal.SIGTERM, *(() if alone else (1,)))
+            assert process.wait() in codes, "".join(self.lines[number])
 
     def says_out(self, number: int) -> bool:
         said = "".join(self.lines[number][self._told[number] :])
@@ -168,7 +160,7 @@ def lose(job: LedJob, draw: random.Random, what: str) -> None:
     after = job.newest
     time.sleep(draw.choice((0.0, 0.0, 5.0)))
     for number, way in out:
-        job.end_strike(number, way, what)
+        job.end_strike(number, way, what, alone=len(victims) == 1)
         job.bring_back(number)
     if draw.random() < 0.3:  # another one is lost while they come back
         time.sleep(draw.choice((0.0, 1.0, 3.0)))

@@ -58,6 +58,14 @@ class Host:
             if libc.setns(namespace.fileno(), _CLONE_NEWNET) != 0:
                 raise OSError(ctypes.get_errno(), f"cannot enter host {self.name}")
 
+    def signal(self, signum: int) -> None:
+        """Send a signal to every process that runs on this host."""
+        network = f"net:[{os.stat(f'/run/netns/{self.name}').st_ino}]"
+        for entry in filter(str.isdecimal, os.listdir("/proc")):
+            with contextlib.suppress(OSError):  # it has ended
+                if os.readlink(f"/proc/{entry}/ns/net") == network:
+                    os.kill(int(entry), signum)
+
     def bytes_sent(self) -> int:
         """Return what has left this host through its interface since it was made, with all headers."""
         link = json.loads(_ip("-n", self.name, "-s", "-j", "link", "show", "dev", "eth0"))[0]
