@@ -334,7 +334,7 @@ def ask_in_many_orders(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         heard: dict[int, list[Reply]] = {0: [], 1: []}
 
         def host(number: int, heard: dict[int, list[Reply]] = heard) -> None:
-            """As a host does that wants to lead."""
+            """Ask for votes and propose a config, as a host does that wants to lead."""
             term = 2, number
             witness = Witness(ADDRESS, None, "job")
             heard[number].append(repeat(lambda: witness.solicit(term)))

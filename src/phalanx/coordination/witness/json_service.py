@@ -73,6 +73,7 @@ class JsonService:
         data = None if body is None else json.dumps(body).encode()
         with contextlib.closing(self._connection()) as connection:
             connection.connect()
+            connection.sock.settimeout(deadline.left_s or 0.001)
             # The service closes the connection behind its answer, so that all of it has come when it ends.
             connection.request(
                 method, path, data, {"Content-Type": "application/json", "Connection": "close", **headers}
@@ -89,13 +90,13 @@ class JsonService:
 
 
 class _Received:
-    """What a connection has brought, as `HTTPResponse` reads it."""
+    """It gives `HTTPResponse` what a connection has brought."""
 
     def __init__(self, received: bytes) -> None:
         self._received = received
 
     def makefile(self, mode: str) -> io.BytesIO:
-        """Return it as a file."""
+        """Return that as a file."""
         return io.BytesIO(self._received)
 
 

@@ -1,4 +1,4 @@
-"""What an election results in: who leads the job now, and what that host has for it."""
+"""An election results in an `Elected`, which all hosts are told, and in an `Office`, which the elected host has."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from phalanx.coordination.witness.witness import Witness
 
 @dataclass(frozen=True)
 class Elected:
-    """The leader that the hosts have agreed on, and where its coordinator is."""
+    """An `Elected` is the leader that the hosts have agreed on, and the place of its coordinator."""
 
     member: int
     address: str
@@ -39,7 +39,7 @@ class Elected:
 
 @dataclass(frozen=True)
 class Office:
-    """What an elected host has besides: the coordinator's service, its part in the succession, and what was under way.
+    """An `Office` is the coordinator's service of an elected host, its part in the succession, and what was under way.
 
     leader_state: what the leader that was had decided, as `LeaderState` writes it.
     unread: messages to it, with their senders.

@@ -20,7 +20,7 @@ _MAX_BATCH_BYTES = 1 << 20  # of all messages that travel together
 
 
 class Entry(NamedTuple):
-    """What is to be sent: `data` for `member`; without data that member is to be expelled."""
+    """An `Entry` is `data` that is to be sent to `member`; without data that member is to be expelled."""
 
     member: int
     data: bytes
@@ -32,7 +32,7 @@ class Entry(NamedTuple):
 
 
 class SendQueue:
-    """`num_bytes` is how much has not been sent yet."""
+    """A `SendQueue` is the queue of one agent; `num_bytes` is how much has not been sent yet."""
 
     def __init__(self) -> None:
         self._waiting: deque[Entry] = deque()

@@ -153,7 +153,7 @@ class Successor:
     # The election.
 
     def begin_election(self, *, stands: bool = True) -> bool:
-        """Begin to elect another leader; False where it can't be done. This host is none unless it `stands`."""
+        """Begin to elect another leader, which this host can become if it `stands`; return False if none can be."""
         config = self._voter.newest
         if config is None or not self.may_elect or self._channel.is_counted_out or self.is_electing:
             return False
@@ -217,7 +217,7 @@ class Successor:
 
     def _start(self, work: Any, *args: Any) -> None:
         thread = threading.Thread(target=work, args=args, name="phalanx-election", daemon=True)
-        self._threads.append(thread)
+        self._threads = [*filter(threading.Thread.is_alive, self._threads), thread]  # elections may be many
         thread.start()
 
     def _finish(self, over: threading.Event, result: Elected | None) -> None:
