@@ -6,7 +6,8 @@ import pytest
 
 from phalanx.agent.flights import MAX_OBSERVED, Flights
 from phalanx.deadline import Deadline
-from phalanx.symmetric_memory.fd_server import FdServer, new_token
+from phalanx.ipc.local_listener import new_token
+from phalanx.symmetric_memory.fd_server import FdServer
 from phalanx.symmetric_memory.memfd import memory
 from phalanx.symmetric_memory.memory import LocalRank, SymmetricMemory, open_as_leader
 from phalanx.symmetric_memory.watch import ProcessId

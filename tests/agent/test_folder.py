@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.agent.folder import JobFolder, remove
-from phalanx.symmetric_memory import private
+from phalanx.ipc import private
 
 
 def entries(folder: Path) -> set[str]:

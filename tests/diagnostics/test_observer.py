@@ -10,7 +10,8 @@ from phalanx.diagnostics import observer
 from phalanx.diagnostics.observer import GroupInfo, Observer, show
 from phalanx.ipc.agent import listen
 from phalanx.ipc.channel import Channel
-from phalanx.symmetric_memory.fd_server import FdServer, new_token
+from phalanx.ipc.local_listener import new_token
+from phalanx.symmetric_memory.fd_server import FdServer
 from phalanx.symmetric_memory.memfd import memory
 from phalanx.symmetric_memory.memory import LocalRank, open_as_leader
 from phalanx.symmetric_memory.watch import ProcessId

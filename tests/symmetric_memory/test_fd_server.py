@@ -14,8 +14,10 @@ import pytest
 
 from phalanx.deadline import Deadline
 from phalanx.errors import DeadlineError, PhalanxError
-from phalanx.symmetric_memory import fd_server, private
-from phalanx.symmetric_memory.fd_server import FdAddress, FdServer, new_token, receive_fds
+from phalanx.ipc import private
+from phalanx.ipc.local_listener import LocalAddress, new_token
+from phalanx.symmetric_memory import fd_server
+from phalanx.symmetric_memory.fd_server import FdServer, receive_fds
 from phalanx.symmetric_memory.memfd import memory
 
 
@@ -158,7 +160,7 @@ def test_a_wrong_number_of_descriptors_is_refused_and_none_is_kept():
 def test_a_leader_that_is_gone_is_an_error_at_once():
     with FdServer(new_token()) as server:
         address = server.address
-        assert FdAddress.parse(str(address)) == address
+        assert LocalAddress.parse(str(address)) == address
     with pytest.raises(PhalanxError, match="local rank 0 of this host cannot be reached: "):
         receive_fds(address, 1, 1, Deadline.after(10))
 
@@ -170,19 +172,19 @@ def test_who_waits_for_a_leader_hears_that_it_has_ended():
         raise PhalanxError("rank 0 has ended")
 
     with pytest.raises(PhalanxError, match="rank 0 has ended"):
-        receive_fds(FdAddress(new_token()), 1, 1, Deadline.after(600), look_around=look_around)
+        receive_fds(LocalAddress(new_token()), 1, 1, Deadline.after(600), look_around=look_around)
 
 
 def test_a_leader_that_does_not_answer_is_late():
     with FdServer(new_token()) as server, pytest.raises(DeadlineError, match="did not hand over the shared memory in"):
         receive_fds(server.address, 1, 1, Deadline.after(0.1))
     with pytest.raises(DeadlineError, match="in time"):
-        receive_fds(FdAddress(new_token()), 1, 1, Deadline.after(0.1))
+        receive_fds(LocalAddress(new_token()), 1, 1, Deadline.after(0.1))
 
 
 def test_whoever_may_wait_for_the_leader_connects_again_until_it_listens():
     token, got, path = new_token(), [], str(private.folder() / new_token())
-    address = FdAddress(token, path)
+    address = LocalAddress(token, path)
     connection = threading.Thread(
         target=lambda: got.extend(receive_fds(address, 1, 1, Deadline.after(20), wait_for_leader=True))
     )
@@ -217,7 +219,7 @@ def test_the_socket_has_no_file_and_no_name_that_others_could_connect_to(tmp_pat
     long.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(long))
     with FdServer(new_token()) as server:
-        assert server.token not in Path("/proc/net/unix").read_text()
+        assert server.address.token not in Path("/proc/net/unix").read_text()
         assert os.listdir(long) == []
         assert oct(os.stat(f"/proc/{os.getpid()}/fd").st_mode & 0o077) == "0o0"
 
@@ -279,7 +281,7 @@ def test_another_user_who_fills_the_queue_keeps_nobody_out():
     """
     with memory("test", 4096) as fd, FdServer(new_token()) as server:
         server.open_to_containers()
-        everybodys = FdAddress(server.token)
+        everybodys = LocalAddress(server.address.token)
         with Flood(everybodys.socket_address):
             while not _is_queue_full(everybodys.socket_address):
                 pass

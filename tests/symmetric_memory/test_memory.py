@@ -11,7 +11,8 @@ from phalanx import _core
 from phalanx.core_numbers import CLOSED
 from phalanx.deadline import Deadline
 from phalanx.errors import ClosedError, DeadlineError, PhalanxError
-from phalanx.symmetric_memory.fd_server import FdAddress, FdServer, new_token
+from phalanx.ipc.local_listener import LocalAddress, new_token
+from phalanx.symmetric_memory.fd_server import FdServer
 from phalanx.symmetric_memory.memory import (
     LocalRank,
     channel_bytes,
@@ -147,7 +148,7 @@ def test_members_that_never_fetch_the_memory_are_named_and_nothing_is_kept():
     assert caught.value.missing == (1,)
     with pytest.raises(PhalanxError, match="cannot be reached"):
         open_as_member(
-            FdAddress(new_token(), "/proc/self/fd/1000000"),
+            LocalAddress(new_token(), "/proc/self/fd/1000000"),
             1,
             members({0}, {1}),
             Deadline.after(1),

@@ -107,7 +107,7 @@ def use_in_rank(path: str) -> None:
     """
     global _of_this_rank
     _of_this_rank = path
-    from phalanx.symmetric_memory import private  # here: the agent, which starts in milliseconds, has no use for it
+    from phalanx.ipc import private  # here: the agent, which starts in milliseconds, has no use for it
 
     private.use_place(path)
     process = sys.modules.get("multiprocessing.process")

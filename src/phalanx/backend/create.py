@@ -36,9 +36,10 @@ from phalanx.diagnostics.rank_list import name_ranks
 from phalanx.engines.gloo import local_address
 from phalanx.engines.interfaces import interface_addresses, is_public
 from phalanx.errors import PhalanxError
+from phalanx.ipc.local_listener import new_token
 from phalanx.log import get_logger, warn_once
 from phalanx.symmetric_memory import memfd
-from phalanx.symmetric_memory.fd_server import FdServer, new_token
+from phalanx.symmetric_memory.fd_server import FdServer
 from phalanx.symmetric_memory.liveness_pipe import why_unwatched
 from phalanx.symmetric_memory.watch import ProcessId
 from phalanx.torch_versions import describe_untested

@@ -17,8 +17,9 @@ import torch
 
 from phalanx.deadline import Deadline
 from phalanx.engines.device_memory import DeviceMemory, MappedMemory
+from phalanx.ipc.local_listener import LocalAddress, new_token
 from phalanx.log import get_logger
-from phalanx.symmetric_memory.fd_server import FdAddress, FdServer, new_token, receive_fds
+from phalanx.symmetric_memory.fd_server import FdServer, receive_fds
 from phalanx.transport.device_memory import AREA_BYTES, Areas
 
 _ADDRESS_BYTES = 128
@@ -75,7 +76,7 @@ def open_areas(
 def _fetch(
     address: str, rank: int, device: torch.device, memory: DeviceMemory, deadline: Deadline, area_bytes: int
 ) -> MappedMemory | None:
-    (fd,) = receive_fds(FdAddress.parse(address), rank, 1, deadline)
+    (fd,) = receive_fds(LocalAddress.parse(address), rank, 1, deadline)
     try:
         return memory.open(fd, device, area_bytes)
     except OSError as error:

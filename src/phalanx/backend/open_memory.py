@@ -13,8 +13,9 @@ from phalanx.coordination.rank_info import RankInfo
 from phalanx.deadline import Deadline
 from phalanx.diagnostics.rank_list import name_ranks
 from phalanx.errors import DeadlineError, PeerLostError, PhalanxError
+from phalanx.ipc.local_listener import LocalAddress
 from phalanx.loss_detection import AFTER_BREAK_S
-from phalanx.symmetric_memory.fd_server import FdAddress, FdServer
+from phalanx.symmetric_memory.fd_server import FdServer
 
 _PAUSE_S = 0.01
 
@@ -49,9 +50,9 @@ def open_symmetric_memory(
             if not all(_sees_processes(infos[rank], infos[r]) for r in local_ranks):
                 server.open_to_containers()
             return open_as_leader(server, members, deadline, look_after, idle, show=show)
-        address = FdAddress.parse(infos[local_ranks[0]].token)
+        address = LocalAddress.parse(infos[local_ranks[0]].token)
         if not _sees_processes(infos[local_ranks[0]], infos[rank]):
-            address = FdAddress(address.token)
+            address = address.for_containers
         return open_as_member(
             address, local_ranks.index(rank), members, deadline, idle, look_around=lambda: look_after([0])
         )

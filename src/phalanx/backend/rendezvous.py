@@ -36,9 +36,10 @@ from phalanx.deadline import Deadline
 from phalanx.diagnostics.observer import fetch_store
 from phalanx.engines.mpi import Launcher, start, why_not
 from phalanx.errors import DeadlineError, PhalanxError
+from phalanx.ipc import private
+from phalanx.ipc.local_listener import LocalAddress
 from phalanx.processes import read_start_ticks
-from phalanx.symmetric_memory import private
-from phalanx.symmetric_memory.fd_server import FdAddress, FdServer, receive_fds
+from phalanx.symmetric_memory.fd_server import FdServer, receive_fds
 from phalanx.symmetric_memory.memfd import memory
 
 if TYPE_CHECKING:
@@ -304,7 +305,7 @@ def join_siblings(rank: int, world_size: int, secret: bytes, deadline: Deadline)
     job = f"{prefix} {parent.pid if parent is not None else 0}"
     name, token = (hmac.new(secret, f"phalanx {word} {job}".encode(), "sha256").hexdigest() for word in "nt")
     launch = Launch("multiprocessing", rank, world_size, rank, world_size)
-    address = FdAddress(token[:32], str(private.folder() / f"spawn-{name[:32]}"))
+    address = LocalAddress(token[:32], str(private.folder() / f"spawn-{name[:32]}"))
     return PrefixStore(prefix, _around_rank_0(launch, address, deadline)), rank, world_size
 
 
@@ -326,10 +327,10 @@ def _on_one_host(launch: Launch, prefix: str, deadline: Deadline) -> Any:
     parent = os.getppid()
     job = launch.job if launch.launcher == "Slurm" else f"{launch.job}/{parent}/{read_start_ticks(parent)}"
     digest = hashlib.sha256(f"{launch.launcher}/{job}/{prefix}".encode()).hexdigest()
-    return _around_rank_0(launch, FdAddress(digest[:32], str(private.folder() / f"job-{digest[:32]}")), deadline)
+    return _around_rank_0(launch, LocalAddress(digest[:32], str(private.folder() / f"job-{digest[:32]}")), deadline)
 
 
-def _around_rank_0(launch: Launch, address: FdAddress, deadline: Deadline) -> Any:
+def _around_rank_0(launch: Launch, address: LocalAddress, deadline: Deadline) -> Any:
     if not os.path.isdir("/proc/self/fd"):  # torch would look for the file for five minutes
         raise PhalanxError(
             f"init_process_group under {launch.launcher} on rank {launch.rank}: the job's store is in memory without a "

@@ -10,7 +10,7 @@ import tempfile
 
 import zmq
 
-from phalanx.symmetric_memory.private import new_listener
+from phalanx.ipc.private import new_listener
 
 BACKLOG = 4096
 

@@ -3,4 +3,5 @@
 channel   messages with file descriptors over a Unix socket: between agent, zygote, ranks and `phalanx stacks`
 agent     a rank finds its agent, and tells it something
 peer      tells which process is at the other end
+local_listener   a rank listens for the others of its host, who bring the job's token
 """

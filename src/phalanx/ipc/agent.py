@@ -45,10 +45,7 @@ def connect(name: str, timeout_s: float = 0.0, *, max_fds: int = 1) -> Channel:
     sock = _new_socket()
     try:
         sock.setblocking(timeout_s > 0)
-        timeout_s = max(timeout_s, 0.001)  # zero would mean for ever
-        # Inside of `connect`, because Python's own timeout ends at once where the listener's queue is full.
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _SECONDS.pack(int(timeout_s), int(timeout_s % 1 * 1e6)))
-        sock.connect(f"\0{name}")
+        connect_within(sock, f"\0{name}", timeout_s)
         return Channel(sock, max_fds=max_fds)
     except BlockingIOError as error:
         sock.close()
@@ -56,6 +53,17 @@ def connect(name: str, timeout_s: float = 0.0, *, max_fds: int = 1) -> Channel:
     except BaseException:
         sock.close()
         raise
+
+
+def connect_within(sock: socket.socket, address: str, timeout_s: float) -> None:
+    """Connect `sock`, and wait for `timeout_s` where the listener's queue is full.
+
+    Python's own timeout ends at once there.
+    """
+    timeout_s = max(timeout_s, 0.001)  # zero would mean for ever
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _SECONDS.pack(int(timeout_s), int(timeout_s % 1 * 1e6)))
+    sock.connect(address)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _SECONDS.pack(0, 0))  # what is sent later waits for ever
 
 
 def split(agent: str) -> tuple[str, str]:

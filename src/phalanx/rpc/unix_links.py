@@ -1,8 +1,6 @@
-"""A worker listens here for the others of its host, which come in by a token that only the job's store knows.
+"""A worker listens here, at a `LocalListener`, for the others of its host.
 
-A worker that connects says who it is (`WorkerAddress`), and hands over its end of a second socket, for descriptors. The
-kernel vouches for the user on either side (`SO_PEERCRED`): connections of another one are closed before anything is
-read from it.
+A worker that connects says who it is (`WorkerAddress`), and hands over its end of a second socket, for descriptors.
 """
 
 from __future__ import annotations
@@ -19,14 +17,12 @@ from typing import Any
 
 from phalanx.deadline import Deadline
 from phalanx.errors import PeerLostError, PhalanxError
-from phalanx.ipc.peer import peer_of
+from phalanx.ipc import local_listener
+from phalanx.ipc.local_listener import MOST_PENDING, LocalAddress, LocalListener, new_token
 from phalanx.rpc.worker_info import WorkerAddress
-from phalanx.symmetric_memory import private
 
-_BACKLOG = 1024
 _HELLO = struct.Struct("<4s16sI")
 _MAGIC = b"PRC1"
-_MOST_PENDING = 256
 _NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _PAUSE_S = 0.05
 _NEEDED = 6  # the descriptors needed to connect or to accept: sockets, a watch of the process, wakeups
@@ -41,45 +37,32 @@ class Listener:
     """
 
     def __init__(self, welcome: Welcome, serving: Any) -> None:
-        self.token = secrets.token_bytes(16)
+        self.token = new_token()
         self._welcome = welcome
         self._serving = serving
         self._pending: dict[int, _Visitor] = {}
         self._paused: list[socket.socket] = []
-        self._open = contextlib.ExitStack()
-        listener, fd = private.new_listener(_BACKLOG)
-        self._open.enter_context(listener)
-        self._open.callback(os.close, fd)
-        self._listener = listener
-        self.path = f"/proc/{os.getpid()}/fd/{fd}"
-        self._abstract: socket.socket | None = None
+        self._listener = LocalListener(self.token)
 
     @property
     def address(self) -> str:
         """Return the path and the token, for the store."""
-        return f"{self.token.hex()}@{self.path}"
+        return str(self._listener.address)
 
     def start(self) -> None:
         """Start to accept workers."""
-        self._serving.watch(self._listener.fileno(), self)
+        self._serving.watch(self._listener.sockets[0].fileno(), self)
 
     def open_to_containers(self) -> None:
         """Listen in the abstract namespace as well, for workers that do not see this process in their /proc."""
-        if self._abstract is not None:
-            return
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
-        self._abstract = self._open.enter_context(listener)
-        listener.bind(abstract_name(self.token))
-        listener.listen(_BACKLOG)
-        self._serving.watch(listener.fileno(), self)
+        if opened := self._listener.open_to_containers():
+            self._serving.watch(opened.fileno(), self)
 
     def ready(self, events: int) -> None:
         """Accept the processes that have connected."""
-        for listener in filter(None, (self._listener, self._abstract)):
+        for listener in self._listener.sockets:
             try:
                 self._accept(listener)
-            except BlockingIOError:
-                continue
             except OSError as error:
                 # a process that connects waits; the leader would be told of it without end
                 if error.errno in _NO_DESCRIPTOR:
@@ -88,17 +71,13 @@ class Listener:
                     self._serving.wake_clock(time.monotonic() + _PAUSE_S)
 
     def _accept(self, listener: socket.socket) -> None:
-        while True:
-            _check_room(_NEEDED)
-            sock, _ = listener.accept()
-            if peer_of(sock).uid != os.getuid():
-                sock.close()
-                continue
-            sock.setblocking(False)
-            if len(self._pending) >= _MOST_PENDING:
+        _check_room(_NEEDED)
+        for sock in self._listener.accept(listener):
+            if len(self._pending) >= MOST_PENDING:
                 self.dismiss(next(iter(self._pending.values())))
             visitor = self._pending[sock.fileno()] = _Visitor(sock, self)
             self._serving.watch(sock.fileno(), visitor)
+            _check_room(_NEEDED)
 
     def resume(self) -> None:
         """Continue after a pause, because another descriptor may be free. The clock calls this."""
@@ -119,16 +98,16 @@ class Listener:
         """Close this process's descriptors in a fork."""
         for visitor in self._pending.values():
             visitor.socket.close()
-        self._open.close()
+        self._listener.close()
 
     def close(self) -> None:
         """Stop accepting workers."""
-        for listener in filter(None, (self._listener, self._abstract)):
+        for listener in self._listener.sockets:
             self._serving.forget(listener.fileno())
         for visitor in list(self._pending.values()):
             self.dismiss(visitor)
         self._paused.clear()
-        self._open.close()
+        self._listener.close()
 
 
 class _Visitor:
@@ -145,7 +124,7 @@ class _Visitor:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, struct.error):
             data, fds, _, _ = socket.recv_fds(self.socket, _HELLO.size, 1)
             magic, token, nbytes = _HELLO.unpack(data)
-            if magic == _MAGIC and secrets.compare_digest(token, self._listener.token) and nbytes <= _MOST_BYTES:
+            if magic == _MAGIC and secrets.compare_digest(token.hex(), self._listener.token) and nbytes <= _MOST_BYTES:
                 text = self.socket.recv(nbytes)  # sent in one piece
                 member = WorkerAddress.from_json(text)
         if member is None or len(fds) != 1:
@@ -154,11 +133,6 @@ class _Visitor:
             self._listener.dismiss(self)
         else:
             self._listener.dismiss(self, member, fds[0])
-
-
-def abstract_name(token: bytes) -> str:
-    """Return the listener's name in the abstract namespace."""
-    return f"\0phalanx-rpc-{token.hex()}"
 
 
 def connect(to: WorkerAddress, me: WorkerAddress, deadline: Deadline) -> tuple[socket.socket, socket.socket]:
@@ -198,25 +172,19 @@ def _no_descriptor(to: WorkerAddress, error: OSError) -> PhalanxError:
 
 
 def _enter(to: WorkerAddress, me: WorkerAddress, deadline: Deadline, theirs: socket.socket) -> socket.socket:
-    token, _, path = to.local.partition("@")
-    secret = bytes.fromhex(token)
+    address = LocalAddress.parse(to.local)
     problem: OSError | None = None
-    for address in (path, abstract_name(secret)):
+    for place in (address, address.for_containers):
         try:
-            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+            sock = local_listener.connect(place, deadline, str(to))
         except OSError as error:
-            raise _no_descriptor(to, error) from None
-        try:
-            _connect(sock, address, deadline)
-        except OSError as error:
-            sock.close()
+            if error.errno in _NO_DESCRIPTOR:
+                raise _no_descriptor(to, error) from None
             problem = problem or error
             continue
         try:
-            if peer_of(sock).uid != os.getuid():
-                raise PhalanxError(f"the socket of {to} belongs to another user; nothing was sent")
             text = me.to_json().encode()
-            hello = _HELLO.pack(_MAGIC, secret, len(text)) + text
+            hello = _HELLO.pack(_MAGIC, bytes.fromhex(address.token), len(text)) + text
             socket.send_fds(sock, [hello], [theirs.fileno()])
         except BaseException as error:
             sock.close()
@@ -224,16 +192,4 @@ def _enter(to: WorkerAddress, me: WorkerAddress, deadline: Deadline, theirs: soc
                 raise PeerLostError(f"{to} cannot be reached: {error.strerror}", ranks=(to.info.id,)) from None
             raise
         return sock
-    raise PeerLostError(f"{to} cannot be reached: {problem}", ranks=(to.info.id,))
-
-
-def _connect(sock: socket.socket, address: str, deadline: Deadline) -> None:
-    sock.settimeout(min(max(deadline.left_s, 0.01), 30.0))
-    while True:
-        try:
-            sock.connect(address)
-            return
-        except BlockingIOError:  # its queue is full
-            if deadline.passed:
-                raise
-            time.sleep(0.005)
+    raise PeerLostError(f"{to} cannot be reached: {str(problem) or 'it takes no connection'}", ranks=(to.info.id,))

@@ -26,11 +26,12 @@ from phalanx.coordination.slurm_address import find_address
 from phalanx.deadline import Deadline
 from phalanx.errors import AuthenticationError, DeadlineError, LaunchError, PhalanxError
 from phalanx.host_addresses import own_addresses
+from phalanx.ipc import private
+from phalanx.ipc.local_listener import LocalAddress
 from phalanx.processes import read_start_ticks
 from phalanx.schedulers.allocation import Allocation
 from phalanx.schedulers.mpi_broadcast import broadcast
-from phalanx.symmetric_memory import private
-from phalanx.symmetric_memory.fd_server import FdAddress, FdServer, receive_fds
+from phalanx.symmetric_memory.fd_server import FdServer, receive_fds
 from phalanx.symmetric_memory.memfd import memory
 
 _MAX_PATH_BYTES = 4096
@@ -76,7 +77,7 @@ def _meet_on_one_host(found: Allocation, mine: Rendezvous, deadline: Deadline) -
             exit_code=2,
         )
     digest = hashlib.sha256(f"{found.scheduler}/{found.job}".encode()).hexdigest()
-    address = FdAddress(digest[:32], str(private.folder() / f"agents-{digest[:32]}"))
+    address = LocalAddress(digest[:32], str(private.folder() / f"agents-{digest[:32]}"))
     if found.node == 0:
         return replace(mine, endpoint="", is_local=True, announce=_hand_out(address, found.num_nodes, deadline))
     (fd,) = receive_fds(address, found.node, 1, deadline, wait_for_leader=True)
@@ -86,7 +87,7 @@ def _meet_on_one_host(found: Allocation, mine: Rendezvous, deadline: Deadline) -
         os.close(fd)
 
 
-def _hand_out(address: FdAddress, num_nodes: int, deadline: Deadline) -> Callable[[str], None]:
+def _hand_out(address: LocalAddress, num_nodes: int, deadline: Deadline) -> Callable[[str], None]:
     """Return a function that gives the other nodes a path, in a thread, since the agent must hear Ctrl-C."""
 
     def serve(path: bytes) -> None:

@@ -1,10 +1,6 @@
-"""Hand file descriptors to the other ranks of a host over a Unix socket that has no name.
+"""Hand file descriptors to the other ranks of a host, who come in at a `LocalListener`.
 
-Its file is gone as soon as it listens; the other ranks reach it through the leader's /proc/<pid>/fd, which the kernel
-opens to the same user only. They begin with a token, 128 random bits that only the job's store knows, and the kernel
-vouches for the user on either side (`SO_PEERCRED`). Where ranks do not see each other's processes (containers) there is
-a socket in Linux's abstract namespace as well, which every user of the machine can connect to: a connection of another
-user is closed before anything is read from it, and one that sends nothing does not hold up the others.
+They begin with its token and their rank. A connection that sends nothing does not hold up the others.
 """
 
 from __future__ import annotations
@@ -19,98 +15,29 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from types import TracebackType
 
 from phalanx.deadline import Deadline
 from phalanx.descriptors import wait_readable
 from phalanx.errors import DeadlineError, PhalanxError
-from phalanx.ipc.peer import peer_of
-from phalanx.symmetric_memory import private
+from phalanx.ipc.local_listener import MOST_PENDING, LocalAddress, LocalListener, connect
 
 _SLICE_S = 0.5
 _HELLO_TIMEOUT_S = 5.0  # a connection has so long to send its token and rank
-_MAX_PENDING = 256  # accepted and without a token yet; beyond that the oldest is closed
-_AT_ONCE = 64  # accepted in a row: other users may connect as fast as they can; read from the others in between
-_BACKLOG = 1024
 _PAUSE_S = 0.01
 _HELLO = struct.Struct("16sI")
-_SECONDS = struct.Struct("@ll")
 
 Notice = Callable[[set[int]], None]
 
 
-def new_token() -> str:
-    """Return 128 random bits, as 32 hexadecimal digits."""
-    return secrets.token_hex(16)
-
-
-@dataclass(frozen=True)
-class FdAddress:
-    """It says where local rank 0 listens, with its token. Without a `path` it is in the abstract namespace."""
-
-    token: str
-    path: str = ""
-
-    @classmethod
-    def parse(cls, text: str) -> FdAddress:
-        """Read what `str` has written."""
-        token, _, path = text.partition("@")
-        return cls(token, path)
-
-    def __str__(self) -> str:
-        return f"{self.token}@{self.path}"
-
-    @property
-    def socket_address(self) -> str:
-        """Return the address as `connect` and `bind` take it."""
-        return self.path or f"\0phalanx-{self.token}"
-
-
-class FdServer:
-    """It is the side of local rank 0, and listens from construction on, so that no other rank connects too early.
-
-    `at` is a path in `private.folder()`, for ranks that learn the address in no other way.
-
-    Raises:
-        OSError: there are no Unix sockets here.
-    """
-
-    def __init__(self, token: str, *, at: str = "") -> None:
-        self.token = token
-        self._fd = -1
-        self._at = at
-        self._open = contextlib.ExitStack()
-        if at:
-            listener, path = private.listen_at(at, _BACKLOG), at
-        else:
-            listener, self._fd = private.new_listener(_BACKLOG)
-            self._open.callback(os.close, self._fd)
-            path = f"/proc/{os.getpid()}/fd/{self._fd}"
-        self._listeners = [self._open.enter_context(listener)]
-        self.address = FdAddress(token, path)
+class FdServer(LocalListener):
+    """It is the side of local rank 0. Arguments and errors are those of `LocalListener`."""
 
     def __enter__(self) -> FdServer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        if self._at:
-            with contextlib.suppress(OSError):
-                os.unlink(self._at)
-        self._open.close()
-
-    def open_to_containers(self) -> None:
-        """Open an address for ranks that do not see this process in their /proc.
-
-        Raises:
-            OSError: another process has the name.
-        """
-        if self._at or len(self._listeners) > 1:
-            return
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
-        self._listeners.append(self._open.enter_context(listener))
-        listener.bind(FdAddress(self.token).socket_address)
-        listener.listen(_BACKLOG)
+        self.remove()
 
     def serve(
         self,
@@ -132,13 +59,13 @@ class FdServer:
         try:
             while missing:
                 is_late = deadline.passed  # but read once more from who has connected
-                sockets: list[socket.socket] = [*self._listeners, *(v.socket for v in connections.values())]
+                sockets: list[socket.socket] = [*self.sockets, *(v.socket for v in connections.values())]
                 ready = wait_readable(sockets, min(_SLICE_S, deadline.left_s))
-                for listener in self._listeners:
+                for listener in self.sockets:
                     if listener in ready:
                         self._admit(listener, connections)
                 for fd, connection in list(connections.items()):
-                    rank = connection.read_rank(self.token)
+                    rank = connection.read_rank(self.address.token)
                     if rank in missing:
                         with contextlib.suppress(OSError):  # it gave up, or died, while it waited
                             socket.send_fds(connection.socket, [b"ok"], [*fds, *([own[rank]] if rank in own else [])])
@@ -157,29 +84,19 @@ class FdServer:
             for connection in connections.values():
                 connection.socket.close()
 
-    @staticmethod
-    def _admit(listener: socket.socket, connections: dict[int, _Connection]) -> None:
-        """Accept connections of this user; close those of others."""
-        for admitted in range(_AT_ONCE):
-            try:
-                peer = listener.accept()[0]
-            except BlockingIOError:
-                return
-            except (
-                OSError
-            ):  # out of descriptors; the kernel allocates one before it looks whether there is a connection
-                if not admitted and connections:
+    def _admit(self, listener: socket.socket, connections: dict[int, _Connection]) -> None:
+        admitted = 0
+        try:
+            for sock in self.accept(listener):
+                admitted += 1
+                connections[sock.fileno()] = _Connection(sock)
+                if len(connections) > MOST_PENDING:
                     connections.pop(next(iter(connections))).socket.close()
-                elif not admitted:
-                    time.sleep(_PAUSE_S)
-                return
-            if peer_of(peer).uid != os.getuid():
-                peer.close()
-                continue
-            peer.setblocking(False)
-            connections[peer.fileno()] = _Connection(peer)
-            if len(connections) > _MAX_PENDING:
+        except OSError:  # there are no more descriptors
+            if not admitted and connections:
                 connections.pop(next(iter(connections))).socket.close()
+            elif not admitted:
+                time.sleep(_PAUSE_S)
 
 
 class _Connection:
@@ -211,7 +128,7 @@ class _Connection:
 
 
 def receive_fds(
-    address: FdAddress,
+    address: LocalAddress,
     rank: int,
     count: int,
     deadline: Deadline,
@@ -230,12 +147,8 @@ def receive_fds(
         DeadlineError: it did not answer in time.
     """
     try:
-        with contextlib.closing(_connect(address, deadline, wait_for_leader or not address.path, look_around)) as s:
+        with contextlib.closing(_connect(address, deadline, wait_for_leader, look_around)) as s:
             s.settimeout(min(deadline.left_s, 3600.0) or 0.001)
-            if peer_of(s).uid != os.getuid():
-                raise PhalanxError(
-                    "the socket of local rank 0 on this host belongs to another user; nothing was exchanged"
-                )
             s.sendall(_HELLO.pack(bytes.fromhex(address.token), rank))
             fds, cut_short = _receive(s, count)
     except TimeoutError:
@@ -258,35 +171,16 @@ def receive_fds(
     return fds
 
 
-_NOT_YET = (errno.ECONNREFUSED, errno.ENOENT)
-_QUEUE_FULL = (errno.EAGAIN, errno.EINTR, errno.ENOTCONN)  # or a signal came
-
-
-def _connect(address: FdAddress, deadline: Deadline, wait: bool, look_around: Callable[[], None]) -> socket.socket:
-    """Return a connection. It waits inside `connect` where the listener's queue is full: retries would overtake other
-    ranks.
-    """
-    while True:
-        s = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+def _connect(address: LocalAddress, deadline: Deadline, wait: bool, look_around: Callable[[], None]) -> socket.socket:
+    whose = "local rank 0 on this host"
+    if address.path:
         try:
-            slice_s = min(max(deadline.left_s, 0.01), _SLICE_S)
-            s.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _SECONDS.pack(int(slice_s), int(slice_s % 1 * 1e6)))
-            s.connect(address.socket_address)
-            return s
+            return connect(address, deadline, whose, keep_trying=wait, look_around=look_around)
         except OSError as error:
-            s.close()
             # /proc may not be read of a process in another container, and for ordinary users of one that has ended.
-            if address.path and error.errno in (errno.EACCES, errno.EPERM):
-                address, wait = FdAddress(address.token), True
-            elif error.errno not in _QUEUE_FULL and not (wait and error.errno in _NOT_YET):
+            if error.errno not in (errno.EACCES, errno.EPERM):
                 raise
-            if deadline.passed:
-                raise TimeoutError from None
-            look_around()
-            time.sleep(min(_PAUSE_S, deadline.left_s) if error.errno not in _QUEUE_FULL else 0.0)
-        except BaseException:
-            s.close()
-            raise
+    return connect(address.for_containers, deadline, whose, keep_trying=True, look_around=look_around)
 
 
 def _receive(s: socket.socket, count: int) -> tuple[list[int], bool]:

@@ -17,7 +17,8 @@ from phalanx import _core
 from phalanx.core_numbers import BYTES, MISMATCH
 from phalanx.deadline import Deadline, timeout_ns
 from phalanx.errors import ClosedError, InternalError, PhalanxError
-from phalanx.symmetric_memory.fd_server import FdAddress, FdServer, Notice, receive_fds
+from phalanx.ipc.local_listener import LocalAddress
+from phalanx.symmetric_memory.fd_server import FdServer, Notice, receive_fds
 from phalanx.symmetric_memory.liveness_pipe import LivenessPipes, needs_liveness_pipes, new_pipes
 from phalanx.symmetric_memory.memfd import Sparse, memory, sparse_memory
 from phalanx.symmetric_memory.symmetric_heap import Placement
@@ -25,8 +26,7 @@ from phalanx.symmetric_memory.watch import Pidfds, ProcessId
 
 # Two stages of this size per rank, chosen so that a chunk on its way through lies in a second-level cache.
 STAGE_BYTES = 128 * 1024
-# How long a rank looks at memory before it sleeps: a few times what waking it up costs.
-SPIN_NS = 100_000
+SPIN_NS = 100_000  # for so long a rank looks at memory before it sleeps: a few times what waking it up costs
 
 # All ranks' heaps together may take so much of the address space, on a machine with less than half as much memory.
 _HEAPS_BYTES = 1 << 42
@@ -428,7 +428,7 @@ def open_as_leader(
 
 
 def open_as_member(
-    address: FdAddress,
+    address: LocalAddress,
     rank: int,
     members: Sequence[LocalRank],
     deadline: Deadline,

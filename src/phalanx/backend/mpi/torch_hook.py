@@ -26,7 +26,7 @@ from phalanx.coordination.rank_info import RankInfo, host_identity
 from phalanx.deadline import Deadline
 from phalanx.engines.mpi import MpiEngine, Runtime, start, why_not
 from phalanx.errors import PhalanxError
-from phalanx.symmetric_memory.fd_server import new_token
+from phalanx.ipc.local_listener import new_token
 from phalanx.symmetric_memory.watch import ProcessId
 from phalanx.transport.authentication import PickleAuthenticator
 from phalanx.transport.mpi.operations import MpiTransport
