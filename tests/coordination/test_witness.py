@@ -197,13 +197,13 @@ def test_the_leader_is_told_that_it_does_not_answer_once_and_that_it_does_again(
                 return each
             threading.Event().wait(0.01)
 
-    calls.propose(make_config((1, 0), 1))
+    calls.ask(make_config((1, 0), 1))
     said = take()
     assert isinstance(said, str)
     assert f"the witness at 127.0.0.1:{port} does not vote: " in said
     with Service(f"127.0.0.1:{port}", KEY):
         while True:  # as the succession does, until it has answered
-            calls.propose(make_config((1, 0), 2))
+            calls.ask(make_config((1, 0), 2))
             threading.Event().wait(0.05)
             if found := calls.take():  # and not a second time that it does not answer
                 break

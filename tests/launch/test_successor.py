@@ -8,6 +8,8 @@ import pytest
 from phalanx.coordination.client import Client
 from phalanx.coordination.key import Key
 from phalanx.coordination.service import Service
+from phalanx.coordination.succession.message import reply_to_json, term_from_json
+from phalanx.coordination.succession.voter import Refused, Voter
 from phalanx.launch.hosts.control_channel import ControlChannel, ControlMessage
 from phalanx.launch.hosts.leader_state import FIRST_KEY
 from phalanx.launch.hosts.leader_state import KEY as LEADER_STATE
@@ -30,6 +32,7 @@ class Agents:
             stack.callback(self.channels[-1].close)
         self.succession = Succession(self.channels[0], self.service.coordinator.followers)
         stack.callback(self.succession.close)
+        self.is_leader_deaf = False
         self.successors = {}
         for number in (1, 2):
             self.successors[number] = Successor(self.channels[number], KEY, "127.0.0.1", 1.0)
@@ -52,6 +55,8 @@ class Agents:
             time.sleep(0.01)
 
     def hear(self, number, message):
+        if number == 0 and self.is_leader_deaf:
+            return
         if message.kind == "stands by":
             self.succession.on_standby(message.member, message.body["ticket"], message.body["address"])
         elif message.kind == "stand by":
@@ -125,3 +130,54 @@ def test_after_an_election_that_nobody_won_the_next_one_begins_anew(agents, monk
     assert voter.begin_election()
     time.sleep(1.0)
     assert voter.cancel_election()  # nobody asks it for anything
+
+
+def elect(agents):
+    """Have all that do not lead elect another leader; return the results."""
+    for successor in agents.successors.values():
+        assert successor.begin_election()
+    results = []
+    deadline = time.monotonic() + 30
+    while len(results) < len(agents.successors):
+        assert time.monotonic() < deadline
+        results += [result for successor in agents.successors.values() for result in successor.take_result()]
+        time.sleep(0.01)
+    return results
+
+
+def test_a_leader_that_hears_nobody_and_is_still_heard_does_not_keep_the_others_from_electing(agents):
+    """It took both for lost. They heard and accepted what it proposed, in which nobody was to take over any more."""
+    agents.is_leader_deaf = True
+    agents.succession.want([0, 2])
+    end = time.monotonic() + 1.0
+    agents.run_until(lambda: time.monotonic() > end)
+    assert not agents.succession.has_left(agents.channels[1].member)
+    assert [result and result.member for result in elect(agents)] == [agents.channels[1].member] * 2
+
+
+def test_a_leader_goes_on_where_a_standby_has_asked_for_votes_and_was_not_elected(agents):
+    """The leader took itself for deposed, and the job ended: it had no standby yet, so that nobody else could lead."""
+    standby, leader = agents.successors[1], agents.succession
+    term = (standby._voter.promised[0] + 1, agents.channels[1].member)
+    standby._voter, _ = standby._voter.solicit(term)
+    leader.want([0, 1])
+    agents.run_until(lambda: leader.has_left(agents.channels[2].member))
+    leader.want([0, 1, 2])
+    agents.run_until(lambda: leader.has_standbys)
+    assert not leader.is_deposed
+    assert [result and result.member for result in elect(agents)] == [agents.channels[1].member] * 2
+
+
+def test_a_leader_that_asks_for_votes_again_ends_where_another_one_was_proposed_to_a_voter(agents):
+    leader, member, rival = agents.succession, agents.channels[2].member, (2, agents.channels[1].member)
+    voter, _ = Voter(member).propose(leader._voter.newest.taken_over(rival))
+    leader.hear(member, reply_to_json(Refused(member, rival)))
+    assert not leader.is_deposed
+    agents.is_leader_deaf = True
+    asked = []
+    while not asked:
+        leader.receive()
+        asked = [each.body["term"] for each in agents.channels[2].take() if each.body.get("kind") == "solicit"]
+    _, reply = voter.solicit(term_from_json(asked[0]))
+    leader.hear(member, reply_to_json(reply))
+    assert leader.is_deposed

@@ -92,7 +92,7 @@ class LedJob(Listener):
         if job.running.process.poll() is None and IS_OUT[1] not in "".join(self.lines[number][self._told[number] :]):
             return
         job.running.process.wait()
-        assert job.running.survivors() == []
+        job.running.wait_gone()
         self._told[number] = 0
         if self.address:
             self.made.join(number, self.address)

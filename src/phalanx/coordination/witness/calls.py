@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from phalanx.coordination.succession.config import Config
+from phalanx.coordination.succession.config import Config, Term
 from phalanx.coordination.succession.voter import Reply
 from phalanx.coordination.witness.witness import Witness
 from phalanx.errors import PhalanxError
@@ -14,7 +14,7 @@ _END_S = 2.0  # that an answer may take as the thread ends
 
 
 class WitnessCalls:
-    """`WitnessCalls` proposes to a witness on a thread of its own, so that the leader does not wait for an answer.
+    """`WitnessCalls` asks a witness on a thread of its own, so that the leader does not wait for an answer.
 
     `fileno` is readable when `take` has something.
 
@@ -25,7 +25,7 @@ class WitnessCalls:
     def __init__(self, witness: Witness, *, is_new: bool) -> None:
         self.witness = witness
         self._is_new = is_new
-        self._next: Config | None = None  # what to propose next
+        self._next: Config | Term | None = None  # what to ask next
         self._changed = threading.Condition()
         self._is_closed = False
         self._is_told = False  # that it does not answer
@@ -37,10 +37,10 @@ class WitnessCalls:
         """Return a descriptor that is readable when `take` has something."""
         return self._heard.fileno()
 
-    def propose(self, config: Config) -> None:
-        """Have this config proposed, in place of an earlier one that waits."""
+    def ask(self, asked: Config | Term) -> None:
+        """Have this config proposed, or a promise of this term asked for, in place of what waits."""
         with self._changed:
-            self._next = config
+            self._next = asked
             self._changed.notify()
 
     def take(self) -> list[Reply | str]:
@@ -52,14 +52,17 @@ class WitnessCalls:
             with self._changed:
                 while self._next is None and not self._is_closed:
                     self._changed.wait()
-                config, self._next = self._next, None
-            if config is None or self._is_closed:
+                asked, self._next = self._next, None
+            if asked is None or self._is_closed:
                 break
             try:
                 if self._is_new:
                     self.witness.begin()
                     self._is_new = False
-                reply = self.witness.propose(config)
+                if isinstance(asked, Config):
+                    reply = self.witness.propose(asked)
+                else:
+                    reply = self.witness.solicit(asked)
             except (PhalanxError, OSError) as error:
                 self.witness.close()
                 if not self._is_told:

@@ -98,8 +98,7 @@ class LeadGuard:
         agreed = [(member, why) for member, (why, _) in self._lost.items() if succession.has_left(member)]
         for member, _ in agreed:
             del self._lost[member]
-        since = min((at for _, at in self._lost.values()), default=None)
-        if succession.is_deposed or (since is not None and time.monotonic() > since + self._limit_s):
+        if succession.is_deposed or any(time.monotonic() > limit for limit in self._limits):
             why = "have agreed on another leader" if succession.is_deposed else "may have agreed on another leader"
             raise LaunchError(
                 f"phalanx run: this host leads the job, and does not go on: it hears {succession.describe_lack()}, and "
@@ -116,9 +115,17 @@ class LeadGuard:
     @property
     def due(self) -> float | None:
         """Return when to look again although nothing has come."""
-        limits = [at + self._limit_s for _, at in self._lost.values()]
-        times = [*limits, None if self._succession is None else self._succession.due]
+        times = [*self._limits, None if self._succession is None else self._succession.due]
         return min((at for at in times if at is not None), default=None)
+
+    @property
+    def _limits(self) -> list[float]:
+        """Return until when a majority has to agree, to each thing that it is asked about."""
+        stands_since = None if self._succession is None else self._succession.stands_since
+        return [
+            *(at + self._limit_s for _, at in self._lost.values()),
+            *(() if stands_since is None else (stands_since + self._limit_s,)),
+        ]
 
     def take_standbys(self) -> tuple[int, ...] | None:
         """Return who takes over if this host is lost, if that has changed since the last call."""

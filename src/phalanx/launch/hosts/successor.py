@@ -82,6 +82,7 @@ class Successor:
         self._place: Service | None = None  # the polling place
         self._polling_places: tuple[str, ...] = ()  # where standbys say who was elected, for a host without a vote
         self._num_asked = 0
+        self._answered_at = -_TURN_S  # when this host has answered another one that stands
         self._results: Mailbox[Elected | None] = Mailbox()
         self._threads: list[threading.Thread] = []
         self._over = threading.Event()
@@ -96,16 +97,17 @@ class Successor:
     # While there is a leader.
 
     def hear(self, leader: int, body: Mapping[str, Any]) -> None:
-        """Vote on what the leader proposes.
+        """Vote on what the leader proposes, or for the leader itself in a later term.
 
         Raises:
             KeyError, TypeError, ValueError: it makes no sense.
         """
-        config = config_from_json(body["config"])
-        if body["kind"] != "propose" or config.primary != leader:
-            raise ValueError("no proposal")
+        config = config_from_json(body["config"]) if body["kind"] == "propose" else None
+        term = term_from_json(body["term"]) if config is None else config.term
+        if term[1] != leader:
+            raise ValueError("it is another host's")
         with self._lock:
-            self._voter, reply = self._voter.propose(config)
+            self._voter, reply = self._voter.solicit(term) if config is None else self._voter.propose(config)
         self._channel.survives = self.may_elect
         self._channel.put_datagram(leader, **reply_to_json(reply))
 
@@ -268,6 +270,7 @@ class Successor:
                 self._voter, reply = self._voter.solicit(term_from_json(ask["solicit"]))
             else:
                 self._voter, reply = self._voter.propose(config_from_json(ask["propose"]))
+            self._answered_at = time.monotonic()
         client.queue_push("replies", json.dumps(reply_to_json(reply)))
         return False
 
@@ -287,6 +290,7 @@ class Successor:
                 with self._lock:
                     self._has_promised |= not over.is_set()
                 while not over.is_set():
+                    self._let_others_go_first(over)
                     primary = self._poll_voters(client, end, over)
                     if primary is not None:
                         self._take_office(client, primary, over)
@@ -295,6 +299,11 @@ class Successor:
                 self._clear_place(client)
         except (PhalanxError, OSError, *MALFORMED):
             self._finish(over, None)
+
+    def _let_others_go_first(self, over: threading.Event) -> None:
+        """Wait while one that this host has answered may be elected: it would have to be elected once more."""
+        while (left_s := self._answered_at + _TURN_S - time.monotonic()) > 0 and not over.wait(left_s):
+            pass
 
     def _clear_place(self, client: Client) -> None:
         """Leave nothing of an earlier election at the polling place: voters, what they were asked, and replies."""
