@@ -6,9 +6,9 @@
 What is agreed on, and when, is `phalanx.coordination.succession`; here are the messages, which are repeated until they
 are answered, and the standbys. Nothing here waits.
 
-The leader changes nothing before a majority has answered to what is in force: one that hears nobody, and is still heard,
-would take from the others who could take over. If a standby that was not elected has asked for votes in a later term,
-the leader is elected once more, in one that is later still.
+The leader changes nothing before a majority has answered to what is in force: one that hears nobody, and is still
+heard, would take from the others who could take over. If a standby that was not elected has asked for votes in a later
+term, the leader is elected once more, in one that is later still.
 """
 
 from __future__ import annotations
