@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -11,9 +12,11 @@ from phalanx.coordination.client import Client
 from phalanx.coordination.key import Key
 from phalanx.coordination.relay import Relay
 from phalanx.coordination.replicated_coordinator import ReplicatedCoordinator
+from phalanx.coordination.route import Route
 from phalanx.coordination.service import Service
 from phalanx.coordination.standby import Standby
-from phalanx.errors import DeadlineError
+from phalanx.deadline import Deadline
+from phalanx.errors import CoordinationError, DeadlineError
 from phalanx.launch.hosts.successor import prepare
 
 KEY = Key(bytes(32))
@@ -123,6 +126,58 @@ def test_a_member_goes_on_at_the_coordinator_that_takes_over_and_knows_what_it_w
             gone = one.wait_event(60.0)
             while not any(event.kind == "left" for event in gone):
                 gone += one.wait_event(60.0)
+
+
+def test_a_member_that_hosts_vote_on_is_lost_to_its_watchers_only_until_they_have_agreed(service: Service) -> None:
+    """A coordinator that heard nobody had its standbys lose all members; the next leader found none of them."""
+    coordinator = service.coordinator
+    with Client(str(service.address), KEY) as silent, Client(service.local) as first:
+        leader, lost = first.join({"host": "first"}), silent.join({"host": "silent"}, watch=())
+        assert [event.kind for event in first.wait_event(60.0)] == ["joined"]
+        coordinator.followers.voters = frozenset([leader, lost])
+        standby = follow(service)
+        silent._stop.set()  # its heart
+        member = coordinator.members.get(lost)
+        assert member is not None
+        member.heard_at -= 3600.0
+        (event,) = first.wait_event(60.0)
+        assert (event.kind, event.member) == ("lost", lost)
+        assert set(first.members()) == {leader, lost}
+        assert not silent.check(["key"])  # it is served
+        copy = standby.stop()
+        coordinator.followers.required = frozenset()
+        assert copy is not None
+        assert {member.id for member in copy.members} == {leader, lost}
+        coordinator.followers.voters = frozenset([leader])
+        while set(first.members()) != {leader}:
+            pass
+        assert first.take() == []  # it has heard that once
+        with pytest.raises(CoordinationError, match="did not hear from it"):
+            silent.post(leader, b"")
+
+
+def test_what_a_coordinator_says_as_another_one_takes_over_does_not_count(service: Service) -> None:
+    """A member that the first one lost in that moment sent no heartbeats to the next one, and was lost there, too."""
+    with Client(str(service.address), KEY) as one, Client(str(service.address), KEY) as first:
+        lost, member = first.join({"host": "first"}), one.join({"host": "one"})
+        standby = follow(service)
+        with take_over(standby, member, lost) as second:
+            assert second.address is not None
+            find = one._find
+
+            def find_late(deadline: Deadline) -> Route:
+                one._expelled(b"the coordinator did not hear from it")
+                return find(deadline)
+
+            one._find = find_late  # type: ignore[method-assign]
+            one.follow_member(member, second.address, second.coordinator.epoch)
+            known = second.coordinator.members.get(member)
+            assert known is not None
+            known.heard_at -= 5.0
+            before = known.heard_at
+            while known.heard_at == before:  # until its heartbeat comes
+                time.sleep(0.01)
+            assert not one.is_counted_out
 
 
 def test_ranks_behind_a_relay_do_not_notice_that_another_coordinator_has_taken_over(service: Service) -> None:

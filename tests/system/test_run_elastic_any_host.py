@@ -40,6 +40,7 @@ class LedJob(Listener):
         self.address = ""  # where hosts join a leader that was elected; the first host's stands in the command line
         self.num_hosts, self.num_ranks = num_hosts, num_ranks
         self._told: dict[int, int] = {}  # how many lines a host had said before it was lost
+        self._joins_at: dict[int, str] = {}  # the address at which a host that was lost joins
         self.may_be_led = True  # whether the leader has said who would lead in its place
         super().__init__(made)
         for line in made.first.lines:
@@ -94,19 +95,28 @@ class LedJob(Listener):
         job.running.process.wait()
         job.running.wait_gone()
         self._told[number] = 0
+        self._joins_at[number] = self.address
         if self.address:
             self.made.join(number, self.address)
         else:
             self.made.start(number, self.num_ranks)
         self.listen(number)
 
-    def send_on(self, numbers: list[int]) -> None:
-        """Have hosts come to the host that leads now, which wait at the address of one that is lost."""
-        for number in numbers:
-            if not any("of the job at" in line or "this one waits" in line for line in self.lines[number]):
-                self.made.kill(number)
-                self.made.jobs[number].running.process.wait()
-                self.bring_back(number)
+    def find_strays(self) -> list[int]:
+        """Return the hosts that wait at the address of one that leads no more."""
+        return [
+            number
+            for number, address in self._joins_at.items()
+            if address != self.address
+            and self.made.jobs[number].running.process.poll() is None
+            and not any("of the job at" in line or "this one waits" in line for line in self.lines[number])
+        ]
+
+    def send_on(self) -> None:
+        """Have the strays come to the host that leads now."""
+        for number in self.find_strays():
+            self.made.kill(number)
+            self.bring_back(number)
 
     def await_whole(self, what: str, after: int) -> None:
         """Return once all hosts train together, in a generation later than `after`, and another one could lead.
@@ -117,11 +127,13 @@ class LedJob(Listener):
             ended = [number for number, job in self.made.jobs.items() if job.running.process.poll() is not None]
             for number in ended:
                 self.bring_back(number)
+            self.send_on()
             self.wait(
                 f"{what}: all are back",
                 lambda: (
                     self.is_whole(after, self.num_hosts * self.num_ranks)
                     or any(job.running.process.poll() is not None for job in self.made.jobs.values())
+                    or self.find_strays()
                 ),
             )
             if self.is_whole(after, self.num_hosts * self.num_ranks):
@@ -174,7 +186,6 @@ def lose(job: LedJob, draw: random.Random, what: str) -> None:
             job.end_strike(third, "killed", what)
             if third == job.leader:
                 job.wait(f"{what}: another one leads", lambda: job.leader != third)
-                job.send_on([number for number, _ in out])
             job.bring_back(third)
     job.await_whole(what, after)
     assert job.halves == [], what

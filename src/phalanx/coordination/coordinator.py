@@ -172,16 +172,13 @@ class Coordinator(StoreRequests):
         said = []
         for member in self.members.silent(now):
             silence_s = now - member.heard_at
-            said.append(
-                self.lose(
-                    member, f"the coordinator did not hear from it for {silence_s:.1f} s ({self._limit} are allowed)"
-                )
-            )
+            why = f"the coordinator did not hear from it for {silence_s:.1f} s ({self._limit} are allowed)"
+            said += self._find_lost(member, why)
         for member in self.members.take_grown():
-            if member.num_bytes > MAX_WAITING_BYTES:
-                said.append(
-                    self.lose(member, f"{member.num_bytes >> 20} MiB of events wait, and it does not take them")
-                )
+            if member.num_bytes > MAX_WAITING_BYTES and not member.suspicion:
+                why = f"{member.num_bytes >> 20} MiB of events wait, and it does not take them"
+                said += self._find_lost(member, why)
+        said += [self.lose(member, member.suspicion) for member in self.members.suspects if not self._is_voter(member)]
         if self.journal.is_kept and (taken := self.members.take_progress()):
             self.journal.add(Kind.TAKEN, None, 0, *map(pack_number, taken))
         if now - self._swept_at < SWEEP_EVERY_S:
@@ -223,7 +220,19 @@ class Coordinator(StoreRequests):
         if session is None or session.member is None or session.heard_at <= silent_since:
             return []
         why = f"its connection to the coordinator has ended, and it did not connect again for {CONNECTION_ENDED_S:g} s"
-        return [self.lose(session.member, why)]
+        return [] if session.member.suspicion else self._find_lost(session.member, why)
+
+    def _find_lost(self, member: Member, why: str) -> list[str]:
+        """Declare a member lost, or leave that to the hosts that vote on it. Return lines for a person."""
+        if not self._is_voter(member):
+            return [self.lose(member, why)]
+        self.members.suspect(member, why)
+        self._send_changes()
+        return []
+
+    def _is_voter(self, member: Member) -> bool:
+        """Return whether hosts vote on whether they go on without this member."""
+        return False
 
     def lose(self, member: Member, why: str) -> str:
         """Declare a member lost, and tell the others and itself why. Return a line for a person."""

@@ -36,16 +36,18 @@ class _Stream:
 class Followers:
     """`Followers` knows the standbys, what each of them has, and which answers are held back for them.
 
-    Another thread may set `required` and `leader`.
+    Another thread may set `required`, `leader` and `voters`.
 
     required: tickets of the standbys without which nothing is answered.
     leader: the member whose answers are never held back.
+    voters: the members that are lost only when a majority of them has agreed, and are no voters any more.
     on_stalled: is called with the ticket of a required standby that holds answers up.
     """
 
     def __init__(self) -> None:
         self.required: frozenset[bytes] = frozenset()
         self.leader = -1
+        self.voters: frozenset[int] = frozenset()
         self.on_stalled: Callable[[bytes], object] = lambda ticket: None
         self._streams: dict[bytes, _Stream] = {}
         self._batch = 0

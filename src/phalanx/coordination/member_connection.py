@@ -62,8 +62,10 @@ class MemberConnection(Connection):
         self._ring()
         if self._thread is not None:
             self._thread.join()
-        self._stop.clear()
         self.redirect(address, epoch, timeout)
+        # what the coordinator before has said until now, for one that this process was lost, holds no more
+        self._stop.clear()
+        self.is_counted_out = False
         self.member = member
         self._begin_beating()
 

@@ -37,6 +37,7 @@ class Member:
     _sent: int = 0
     _taken: int = 0
     _copied: int = 0  # the number of the last event that copies know as taken
+    suspicion: str = ""  # why it seems to be lost, as long as others have yet to agree
     num_bytes: int = 0
 
     def has_room(self, size: int) -> bool:
@@ -150,15 +151,28 @@ class Membership:
         if member.id in self._heard:
             self._heard.move_to_end(member.id)
 
+    def suspect(self, member: Member, why: str) -> None:
+        """Tell those that watch a member that it is lost, and keep it: others have yet to agree."""
+        member.suspicion = why
+        self._tell(b"lost", member.id, why.encode())
+
+    @property
+    def suspects(self) -> list[Member]:
+        """Return the members that seem to be lost, and on which others have yet to agree."""
+        return [member for member in self._members.values() if member.suspicion]
+
     def remove(self, member: Member, kind: bytes, why: str) -> None:
-        """Remove a member that has `left`, or is `lost`; those that watch it are told why."""
+        """Remove a member that has `left`, or is `lost`; those that watch it are told why, unless they were when it was
+        suspected.
+        """
         self._forget_watches(member)
         del self._members[member.id]
         del self._heard[member.id]
         self._gone[member.id] = why
         if len(self._gone) > _GONE_KEPT:
             del self._gone[next(iter(self._gone))]
-        self._tell(kind, member.id, why.encode())
+        if not member.suspicion:
+            self._tell(kind, member.id, why.encode())
 
     @property
     def next(self) -> int:
@@ -203,7 +217,7 @@ class Membership:
             member = self._members[number]
             if now - member.heard_at <= self.lost_after_s:
                 break
-            if number not in self._own:
+            if number not in self._own and not member.suspicion:
                 found.append(member)
         return found
 

@@ -68,6 +68,13 @@ class ReplicatedCoordinator(Coordinator):
         self.followers.look(now)
         return super().tick(now)
 
+    def _is_voter(self, member: Member) -> bool:
+        """Return whether hosts vote on whether they go on without this member.
+
+        A leader that hears nobody would otherwise have its standbys lose all members, and themselves.
+        """
+        return member.id in self.followers.voters
+
     def _follow(self, session: Session, message: Message) -> None:
         (ticket,) = message.fields
         self._cut()  # the changes so far are in the state already

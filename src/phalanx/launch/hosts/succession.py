@@ -206,6 +206,7 @@ class Succession:
         required = self._primary.required_standbys - {self._channel.member}
         tickets = frozenset(self._tickets.get(member, b"gone") for member in required)
         self._followers.required = tickets if self._candidate is None else _HELD
+        self._followers.voters = self._primary.committed.voters | self._primary.newest.voters
         asked = self._find_asked()
         if asked and now >= self._proposed_at + _AGAIN_S:
             self._proposed_at = now
@@ -303,6 +304,7 @@ class Succession:
         """Let go of the descriptors, and hold nothing back any more."""
         if not self._is_handed_over:
             self._followers.required = frozenset()
+        self._followers.voters = frozenset()
         self._followers.on_stalled = lambda ticket: None
         if self._witness is not None:
             self._witness.close()

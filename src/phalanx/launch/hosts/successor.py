@@ -223,11 +223,16 @@ class Successor:
         thread.start()
 
     def _finish(self, over: threading.Event, result: Elected | None) -> None:
+        if self._end_once(over):
+            self._results.put(result)
+
+    def _end_once(self, over: threading.Event) -> bool:
+        """End an election; return False if another thread has."""
         with self._lock:
             if over.is_set():
-                return
+                return False
             over.set()
-        self._results.put(result)
+        return True
 
     def _give_up(self, end: float, over: threading.Event) -> None:
         if not over.wait(end - time.monotonic()):
@@ -383,12 +388,19 @@ class Successor:
         unread = prepare(copy, primary.committed.primary, self._channel.first)
         copy.store.set(FIRST_KEY.encode(), str(self._channel.member).encode())
         service = Service(join_endpoint(self._own, 0), self._key, coordinator=copy)
+        if not self._end_once(over):
+            service.close()
+            return
         self.office = Office(state, service, primary, self._voter, unread, gone, self._witness)
         elected = Elected(primary.committed.primary, str(service.address), copy.epoch, find_free_port())
-        self._follow(elected)
-        self._channel.keep_at(service)
-        self._ask(client, elected=elected.to_json())
-        self._finish(over, elected)
+        result = None
+        try:
+            self._ask(client, elected=elected.to_json())  # first: the others are to be heard in time
+            self._follow(elected)
+            self._channel.keep_at(service)
+            result = elected
+        finally:
+            self._results.put(result)
 
     def close(self) -> None:
         """End all of it; the coordinator of a host that was elected goes on until `close_office`."""
