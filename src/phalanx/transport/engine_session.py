@@ -12,20 +12,19 @@ import threading
 import time
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 
 import torch
 
 from phalanx.deadline import Deadline
 from phalanx.diagnostics.call_sites import short
-from phalanx.diagnostics.divergence import describe_left_alone
-from phalanx.diagnostics.failure_report import FailureReport, Operation, closed, ended_well, late
+from phalanx.diagnostics.failure_report import FailureReport, Operation, closed, late
 from phalanx.diagnostics.flight_recorder import Position
 from phalanx.transport.base import CallContext, Transport
 from phalanx.transport.call import HEAD_BYTES, Call, Disagreement, disagreement, split_heads
+from phalanx.transport.group_reports import GroupReports
 
 
-class EngineSession(Transport):
+class EngineSession(GroupReports, Transport):
     """An engine session is one rank's side of such a group. `names` is what people call each rank's process: 'pid 17 on
     node3'.
 
@@ -41,9 +40,13 @@ class EngineSession(Transport):
         self._seq = 0
         self._sites: dict[str, int] = {"": 0}
         self._places = [""]  # by the number of the call site
-        self._position = Position()
         self._entered_s = 0.0
-        self._report: FailureReport | None = None  # why the group is over
+        self._at = Position()
+
+    @property
+    def _position(self) -> Position:
+        """Return where this rank is."""
+        return self._at
 
     @property
     def seq(self) -> int:
@@ -77,12 +80,12 @@ class EngineSession(Transport):
             self._seq += 1
             operation = Operation(f"{call.name} #{self._seq}", self.group, self.rank, self._seq, call.place)
             self._entered_s = time.monotonic()
-            self._position = Position(self._seq, operation.place, inside=True)
+            self._at = Position(self._seq, operation.place, inside=True)
             deadline = Deadline.after(ctx.timeout_s)
             with self._reporting(operation, deadline):
                 self._agree(call, deadline)
                 yield deadline
-            self._position = Position(self._seq, operation.place)
+            self._at = Position(self._seq, operation.place)
 
     def _agree(self, call: Call, deadline: Deadline) -> None:
         if self.world_size == 1:
@@ -117,30 +120,6 @@ class EngineSession(Transport):
             raise ValueError(f"send and recv: tag must be in 0..{num_tags - 1}, got {tag}")
 
     # -- what reports tell ---------------------------------------------------------------------------------------
-
-    def _where(self) -> Position:
-        """Return where this rank is now."""
-        position = self._position
-        return replace(position, seconds=time.monotonic() - self._entered_s) if position.inside else position
-
-    @property
-    def _others(self) -> list[int]:
-        return [r for r in range(self.world_size) if r != self.rank]
-
-    def _processes(self, *ranks: int) -> dict[int, str]:
-        return {rank: self._names[rank] for rank in ranks}
-
-    def _missing(self, answers: Mapping[int, Position]) -> list[int]:
-        """Return the ranks that have not come as far as this one, or do not answer."""
-        return [r for r in self._others if r not in answers or answers[r].seq < self._seq]
-
-    def _report_lost(self, who: int, reason: str, peer: int | None, position: Position | None = None) -> FailureReport:
-        """Report that `who` is gone, from `position` where that is known. `peer` is as for `_reporting`."""
-        positions = {} if position is None else {who: position}
-        remarks: tuple[str, ...] = ()
-        if peer is None and position is not None and position.seq < self._seq and ended_well(reason):
-            remarks = (describe_left_alone(self._position.operation, [self.rank], [who], {}),)
-        return FailureReport("lost", (who,), self._processes(who), positions, reason=reason, remarks=remarks)
 
     def _report_late(self, answers: Mapping[int, Position], timeout_s: float, peer: int | None) -> FailureReport:
         """Report that this rank gave up. `answers` says where the others say that they are; `peer` is as for

@@ -25,10 +25,8 @@ from phalanx.diagnostics.failure_report import (
     LEFT_IN_FLIGHT,
     FailureReport,
     Operation,
-    describe_interruption,
 )
 from phalanx.diagnostics.failure_store import FailureStore
-from phalanx.diagnostics.flight_recorder import Position
 from phalanx.engines.engine import DELIVERY_S, Pending
 from phalanx.engines.gloo import GlooEngine
 from phalanx.loss_detection import AFTER_BREAK_S
@@ -37,6 +35,7 @@ from phalanx.transport.base import CallContext
 from phalanx.transport.call import Call, Disagreement
 from phalanx.transport.call_lock import take_call_lock
 from phalanx.transport.engine_session import EngineSession
+from phalanx.transport.group_reports import StoreReports
 from phalanx.transport.health_monitor import HealthMonitor
 from phalanx.transport.tensors import alias, flat
 
@@ -49,7 +48,7 @@ class GlooFailed(Exception):
     """Gloo could not finish: a peer is gone or late, or the connections were closed here."""
 
 
-class GlooSession(EngineSession):
+class GlooSession(StoreReports, EngineSession):
     """A `GlooSession` is one rank's side of a group over Gloo.
 
     `names` is what people call each rank's process, 'pid 17 on node3'; `has_ended` says of a rank whether its process
@@ -70,7 +69,6 @@ class GlooSession(EngineSession):
         self._engine = engine
         self._failure_store = failure_store
         self._has_ended = has_ended
-        self._has_said = False  # whether it has said how this rank ends
         self._holder = 0  # the thread that has `lock`; a signal handler runs in that very thread
         self._background, self._background_messages = Background(), Background()
         self._process = os.getpid()
@@ -116,45 +114,8 @@ class GlooSession(EngineSession):
         self._background.close()
         self._background_messages.close()
 
-    def _publish_exit_reason(self, reason: str) -> None:
-        """Write `reason` to the store before the connections close: a rank that loses one looks there. The first one
-        stands.
-        """
-        if self._report is None and not self._has_said and self.world_size > 1:
-            self._has_said = True
-            self._failure_store.leave_exit_reason(reason, self._where())
-
-    def _linger(self) -> None:
-        if self._report is not None:
-            self._failure_store.linger(self._report)
-
-    def interrupted(self, error: BaseException, *, what: str = "", peer: int = -1) -> None:
-        """End the operation and tell the peers: the thread that waited was interrupted (Ctrl-C, a signal handler that
-        raised).
-        """
-        if self.closed or self._report is not None:
-            return
-        position = self._where()
-        label = what or position.operation or "operation"
-        answers = None if what else self._failure_store.collect_positions()
-        missing = [r for r in (peer,) if r >= 0] if answers is None else self._missing(answers)
-        self._give_up(type(error).__name__, position)
-        if not error.args:
-            operation = Operation(label, self.group, self.rank)
-            error.args = (describe_interruption(operation, error, self._processes(*missing), answers),)
-
-    def _give_up(self, reason: str, position: Position) -> None:
-        """Tell the peers what ended the operation, since it is no failure of the group."""
-        me = self.rank
-        report = FailureReport("interrupted", (me,), self._processes(me), {me: position}, reason=reason)
-        self._report = self._failure_store.post(report)
-        self._engine.close()
-
-    def _take_report(self, report: FailureReport | None) -> None:
-        """Take the report of another rank, which says why the group is over, and wake the threads that wait here."""
-        self._report = self._report or report
-        if report is not None:
-            self._failure_store.acknowledge()
+    def _end(self) -> None:
+        """Wake the threads that wait here, and the ranks that wait for this one."""
         self._engine.close()
 
     # -- around a collective -------------------------------------------------------------------------------------
@@ -237,14 +198,13 @@ class GlooSession(EngineSession):
             yield
         except (Disagreement, GlooFailed) as cause:
             if self._report is None:
-                report = self._failure_store.report() or self._explain(cause, deadline, peer)
-                self._report = self._failure_store.post(report)
-            self._failure_store.acknowledge()
-            self._engine.close()
+                self._publish_report(self._failure_store.report() or self._explain(cause, deadline, peer))
+            else:
+                self._take_report(self._report)
+            assert self._report is not None
             raise self._report.error(operation) from None
         except BaseException as error:
-            if not self.closed and self._report is None:
-                self._give_up(type(error).__name__, self._where())
+            self._give_up(error)
             raise
 
     def _explain(self, cause: Exception, deadline: Deadline, peer: int | None) -> FailureReport:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from phalanx import _core
 from phalanx.core_numbers import DEADLINE, MISMATCH, PEER_LOST
 from phalanx.deadline import Deadline
-from phalanx.diagnostics.divergence import describe_left_alone
-from phalanx.diagnostics.failure_report import NOTHING_CALLED, FailureReport, RankCall, ended_well, late
-from phalanx.diagnostics.failure_store import FailureStore
+from phalanx.diagnostics.failure_report import NOTHING_CALLED, FailureReport, RankCall, late
 from phalanx.diagnostics.flight_recorder import Position, read, read_position
 from phalanx.diagnostics.whereabouts import how_it_ended, late_ranks
 from phalanx.errors import ClosedError
@@ -22,6 +19,7 @@ from phalanx.processes import read_state
 from phalanx.symmetric_memory.memory import SymmetricMemory
 from phalanx.transport.base import CallContext
 from phalanx.transport.call import Disagreement
+from phalanx.transport.group_reports import StoreReports
 from phalanx.transport.hierarchical.layout import Layout
 from phalanx.transport.hierarchical.rails import ConnectionBroken
 
@@ -37,17 +35,10 @@ class LocalFailure(Exception):
         self.status = status
 
 
-class Reports(ABC):
+class Reports(StoreReports):
     """It is what `HierarchicalSession` knows of its group, as far as a report needs it."""
 
     layout: Layout
-    rank: int
-    world_size: int
-    _names: tuple[str, ...]
-    _seq: int
-    _entered_s: float
-    _failure_store: FailureStore
-    _report: FailureReport | None
 
     @property
     @abstractmethod
@@ -55,18 +46,8 @@ class Reports(ABC):
         """Return the memory of this host."""
 
     @property
-    @abstractmethod
-    def _position(self) -> Position:
-        """Return where this rank is."""
-
-    @property
     def _core(self) -> _core.Group:
         return self.symm_mem.core
-
-    def _where(self) -> Position:
-        """Return where this rank is now."""
-        position = self._position
-        return replace(position, seconds=time.monotonic() - self._entered_s) if position.inside else position
 
     def _explain(self, cause: Exception, ctx: CallContext, deadline: Deadline, peer: int | None) -> FailureReport:
         """Return what this rank makes of `cause`, unless a rank that knows more posts its report first."""
@@ -153,20 +134,12 @@ class Reports(ABC):
             remarks=("It serves the job's store, which does not answer, though its host does.",),
         )
 
-    def _processes(self, *ranks: int) -> dict[int, str]:
-        return {rank: self._names[rank] for rank in ranks}
-
     def _lost(self, who: int, how: str, peer: int | None) -> FailureReport:
         """Report that `who` is gone. `peer` is given where a message was waited for, and not a collective."""
         reason, position = self._failure_store.exit_reason(who)
         if position is None and who in self.layout.local_ranks:
             position = read_position(self._core, self.layout.local_ranks.index(who))
-        reason = reason or how
-        remarks: tuple[str, ...] = ()
-        if peer is None and position is not None and position.seq < self._seq and ended_well(reason):
-            remarks = (describe_left_alone(self._position.operation, [self.rank], [who], {}),)
-        positions = {who: position} if position is not None else {}
-        return FailureReport("lost", (who,), self._processes(who), positions, reason=reason, remarks=remarks)
+        return self._report_lost(who, reason or how, peer, position)
 
     def _late(self, timeout_s: float, peer: int | None) -> FailureReport:
         here = self._late_here()  # before they come after all: the question where everybody is gives them time
@@ -176,7 +149,7 @@ class Reports(ABC):
         if peer is None:
             missing = self._missing(answers, here)
         else:
-            missing = [peer] if peer >= 0 else [r for r in range(self.world_size) if r != self.rank]
+            missing = [peer] if peer >= 0 else self._others
         remarks: tuple[str, ...] = ()
         if missing and self._failure_store.is_gone:
             # Nobody can be asked: those of this host have come, or the core would have said.
@@ -204,8 +177,9 @@ class Reports(ABC):
 
     def _missing(self, answers: Mapping[int, Position], late_here: Sequence[int] = ()) -> list[int]:
         """Return the ranks that have not come as far as this one, or do not answer."""
-        others = [r for r in range(self.world_size) if r != self.rank]
-        return decide_missing(others, answers, self._seq, {*late_here, *self._late_here()}, self.layout.local_ranks[0])
+        return decide_missing(
+            self._others, answers, self._seq, {*late_here, *self._late_here()}, self.layout.local_ranks[0]
+        )
 
 
 def decide_missing(

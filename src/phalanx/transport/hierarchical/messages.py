@@ -105,6 +105,6 @@ class HierarchicalMessages(HierarchicalSession):
             source: RankCall(f"send of {sent[0]} bytes of {dtype_name(sent[1])} to rank {self.rank}"),
             self.rank: RankCall(f"recv of {wanted[0]} bytes of {dtype_name(wanted[1])} from rank {source}"),
         }
-        self._report = self._failure_store.post(FailureReport("mismatch", calls=calls, is_collective=False))
-        self._end()
+        self._publish_report(FailureReport("mismatch", calls=calls, is_collective=False))
+        assert self._report is not None
         raise self._report.error(here)

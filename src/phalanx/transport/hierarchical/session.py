@@ -12,7 +12,6 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from types import TracebackType
 
 from phalanx import _core
@@ -26,7 +25,6 @@ from phalanx.diagnostics.failure_report import (
     FailureReport,
     Operation,
     closed,
-    describe_interruption,
     describe_wait,
     nested,
 )
@@ -130,7 +128,6 @@ class HierarchicalSession(Reports):
         self._memory = SharedMemoryTransport(group)
         self._seq = 0
         self._said_seq = -1
-        self._has_said = False  # whether it has said how this rank ends
         self._current: Call | None = None  # the call under way, or (unless `_inside`) the last
         self._inside = False
         self._entered_s = 0.0
@@ -233,18 +230,6 @@ class HierarchicalSession(Reports):
         if self._engine is not None:
             self._engine.free()
 
-    def _publish_exit_reason(self, reason: str) -> None:
-        """Write `reason` to the store before the connections close: a rank that loses one reads it; the first one
-        stands.
-        """
-        if self._report is None and not self._has_said:
-            self._has_said = True
-            self._failure_store.leave_exit_reason(reason, self._where())
-
-    def _linger(self) -> None:
-        if self._report is not None:
-            self._failure_store.linger(self._report)
-
     def _deliver(self) -> None:
         """Wait until what others need of this rank's last operation has arrived: to close is to throw the rest away."""
         if self._report is None:
@@ -256,13 +241,6 @@ class HierarchicalSession(Reports):
     def _is_over(self) -> bool:
         # Ranks of this host that differ are over once their leader has asked what the other hosts' ranks called.
         return self._core.poison()[0] not in (OK, MISMATCH)
-
-    def _take_report(self, report: FailureReport | None) -> None:
-        """Keep the report of a group that is over: the store may be gone when this rank comes to the next operation."""
-        self._report = self._report or report
-        if report is not None:
-            self._failure_store.acknowledge()
-        self._end()
 
     def _end(self) -> None:
         """Wake all that wait on this host or for it, once the ranks of this host can read why."""
@@ -396,47 +374,12 @@ class HierarchicalSession(Reports):
         """
         if isinstance(error, LocalFailure | ConnectionBroken | Disagreement):
             if self._report is None:
-                report = self._failure_store.report() or self._explain(error, ctx, deadline, peer)
-                # The monitor may have read the report of another rank meanwhile: that rank may be gone by now, with
-                # the store, for it was told that this one knows.
-                self._report = self._report or self._failure_store.post(report)
-            self._failure_store.acknowledge()
-            self._end()
+                self._publish_report(self._failure_store.report() or self._explain(error, ctx, deadline, peer))
+            else:
+                self._take_report(self._report)
+            assert self._report is not None
             raise self._report.error(operation) from None
         if isinstance(error, Exception):
-            self._broke(error)
+            self._give_up(error)
         else:  # it is Ctrl-C
             self.interrupted(error)
-
-    def _broke(self, error: BaseException) -> None:
-        """Tell the peers what ended the operation, since it is no failure of the group."""
-        self._give_up(type(error).__name__, self._where())
-
-    def interrupted(self, error: BaseException, *, what: str = "", peer: int = -1) -> None:
-        """End the operation and the group: a thread that waited was interrupted (Ctrl-C, a signal handler that raised).
-
-        It tells the peers, and says in `error` what was waited for. `what` describes a message with `peer`; if it is
-        empty, the operation is the collective. It takes a second at most, in which the others say where they are.
-        """
-        if self.closed or self._report is not None:
-            return
-        where = self._where()
-        if what:
-            missing, positions = [peer] if peer >= 0 else [], None
-            where = replace(where, operation=what, inside=True)
-        else:
-            positions = self._failure_store.collect_positions()
-            missing = self._missing(positions)
-        self._give_up(type(error).__name__, where)
-        if not error.args:
-            label = where.operation if where.inside else "no operation"
-            operation = Operation(label, self.group, self.rank)
-            error.args = (describe_interruption(operation, error, self._processes(*missing), positions),)
-
-    def _give_up(self, reason: str, position: Position) -> None:
-        if self.closed:
-            return
-        me = self.rank
-        report = FailureReport("interrupted", (me,), self._processes(me), {me: position}, reason=reason)
-        self._report = self._failure_store.post(report)
-        self._end()

@@ -114,10 +114,7 @@ class MpiSession(EngineSession):
 
     def _interrupted(self, error: BaseException) -> None:
         """Tell the peers that Ctrl-C, or a signal handler that raised, ended the wait."""
-        me = self.rank
-        positions = {me: self._where()}
-        reason = type(error).__name__
-        self._report = FailureReport("interrupted", (me,), self._processes(me), positions, reason=reason)
+        self._report = self._report_interrupted(type(error).__name__, self._where())
         self._engine.close(seq=self._seq, report=self._report.to_json())
 
     def _gather_heads(self, mine: bytearray, heads: bytearray, deadline: Deadline) -> None:
