@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -41,6 +42,14 @@ class Deadline:
     def passed(self) -> bool:
         """Return whether the time has come."""
         return self.clock() >= self.at
+
+
+def join_all(threads: Iterable[threading.Thread], timeout_s: float) -> None:
+    """Wait for threads to end, but not for the one that calls, for so long in all."""
+    deadline = Deadline.after(timeout_s)
+    for thread in threads:
+        if thread is not threading.current_thread():
+            thread.join(deadline.left_s)
 
 
 def timeout_ns(timeout_s: float) -> int:

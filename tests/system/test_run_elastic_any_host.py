@@ -140,7 +140,8 @@ class LedJob(Listener):
                 self.wait(f"{what}: another one could lead", lambda: self.may_be_led)
                 time.sleep(1.0)  # those that stand by may be others now
                 return
-        raise AssertionError(f"{what}: not all hosts came back in {MOST_TRIES} tries")
+        said = "".join(f"--- host {n}\n{''.join(lines)}" for n, lines in self.lines.items())
+        raise AssertionError(f"{what}: not all hosts came back in {MOST_TRIES} tries; the commands said:\n{said}")
 
 
 def draw_victims(job: LedJob, draw: random.Random) -> list[tuple[int, str]]:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from phalanx.coordination.bootstrap import checked_while_meeting
 from phalanx.coordination.torch_store import Store
+from phalanx.deadline import Deadline
 from phalanx.errors import PeerLostError
 from phalanx.log import get_logger
 from phalanx.mapreduce.team import Person, Team
@@ -87,7 +88,7 @@ class Survivors:
         return agreed
 
     def _wait_for_all(self, members: list[int], gone: set[int]) -> list[int]:
-        deadline = time.monotonic() + self.timeout_s
+        deadline = Deadline.after(self.timeout_s)
         here: set[int] = set()
         while True:
             for one in members:
@@ -97,7 +98,7 @@ class Survivors:
                 if self.store.check([f"{self.prefix}/finished/{one}"]):
                     gone.add(one)  # it has the whole result, and nobody waits for it
             gone |= self._ended(members)
-            if here | gone >= set(members) or time.monotonic() > deadline:
+            if here | gone >= set(members) or deadline.passed:
                 return sorted(here - self._ended(members))
             time.sleep(_PAUSE_S)
 

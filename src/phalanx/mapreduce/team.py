@@ -20,6 +20,7 @@ from phalanx.backend.shared import rehearses
 from phalanx.backend.torch_integration.groups import phalanx_group, store_of
 from phalanx.coordination.rank_info import host_identity
 from phalanx.coordination.torch_store import Store
+from phalanx.deadline import Deadline
 from phalanx.errors import DeadlineError, MismatchError, PeerLostError
 from phalanx.loss_detection import LOOK_S, MAP_REDUCE_AFTER_BREAK_S
 from phalanx.symmetric_memory.watch import ProcessId
@@ -193,8 +194,8 @@ class Team:
         )
 
     def _lost(self, error: RuntimeError) -> PeerLostError:
-        until = time.monotonic() + MAP_REDUCE_AFTER_BREAK_S
-        while not (ended := self.find_ended()) and time.monotonic() < until:
+        patience = Deadline.after(MAP_REDUCE_AFTER_BREAK_S)
+        while not (ended := self.find_ended()) and not patience.passed:
             time.sleep(_LONGEST_PAUSE_S)
         said = self._say_ended(ended) if ended else f"map_reduce: an operation of the group failed: {error}"
         return PeerLostError(said, ranks=ended)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+from phalanx.deadline import Deadline
 from phalanx.inspect.stacks.dump import without_launcher
 from phalanx.processes import STACKS_SIGNAL
 
@@ -81,9 +82,9 @@ def _ask(pid: int) -> None:
 
 def _await(asked: Mapping[int, tuple[int, int]]) -> dict[int, str]:
     """Return what the asked ranks have written, once all have answered and add nothing more, or the time is up."""
-    end = time.monotonic() + PATIENCE_S
+    patience = Deadline.after(PATIENCE_S)
     before: list[int] = []
-    while time.monotonic() < end:
+    while not patience.passed:
         sizes = [os.fstat(fd).st_size for _, fd in asked.values()]
         if all(sizes) and sizes == before:
             break

@@ -13,13 +13,13 @@ from __future__ import annotations
 import math
 import pickle
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from phalanx.coordination.key import Key
+from phalanx.deadline import join_all
 from phalanx.errors import ClosedError, PhalanxError, message_of
 from phalanx.log import get_logger
 from phalanx.rpc import remote_error, wire
@@ -417,10 +417,7 @@ class Agent:
 
     def _join_last(self) -> None:
         """Wait for them, so long: one may wait for something that comes after the end of this worker."""
-        end = time.monotonic() + _LAST_S
-        for thread in list(self._last):
-            if thread is not threading.current_thread():
-                thread.join(max(0.0, end - time.monotonic()))
+        join_all(list(self._last), _LAST_S)
 
     def close(self, why: str) -> None:
         """Be a worker no more: calls under way fail, connections are closed."""

@@ -24,6 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from phalanx.deadline import Deadline
 from phalanx.ipc.wakeup import Wakeup
 from phalanx.rpc.agent.ready import wait_ready
 from phalanx.rpc.wire import Frame
@@ -369,10 +370,10 @@ class Serving:
             seat.gate.release()
         self.wake()
         self._clock_wakeup.ring()
-        deadline = time.monotonic() + timeout_s
+        deadline = Deadline.after(timeout_s)
         for thread in self._threads:
             if thread is not threading.current_thread():
-                thread.join(max(0.0, min(deadline - time.monotonic(), 0.2 if self._running else timeout_s)))
+                thread.join(min(deadline.left_s, 0.2) if self._running else deadline.left_s)
         if not any(thread.is_alive() for thread in self._threads if thread is not threading.current_thread()):
             self._poll.close()
             self._wakeup.close()

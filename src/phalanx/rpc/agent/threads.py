@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
+
+from phalanx.deadline import join_all
 
 
 class Threads:
@@ -48,10 +49,7 @@ class Threads:
             idle, self._idle = self._idle, []
         for seat in idle:
             seat.gate.release()
-        end = time.monotonic() + timeout_s
-        for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join(max(0.0, end - time.monotonic()))
+        join_all(self._threads, timeout_s)
 
 
 class _Seat:
