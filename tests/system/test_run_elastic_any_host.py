@@ -116,6 +116,7 @@ class LedJob(Listener):
         """Have the strays come to the host that leads now."""
         for number in self.find_strays():
             self.made.kill(number)
+            self.made.jobs[number].running.process.wait()
             self.bring_back(number)
 
     def await_whole(self, what: str, after: int) -> None:
