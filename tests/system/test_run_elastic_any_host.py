@@ -12,10 +12,9 @@ import re
 import signal
 import time
 from pathlib import Path
-from typing import Literal
 
 import pytest
-from tests.system.test_run_elastic_first_host import WAITS, await_standbys
+from tests.system.test_run_elastic_first_host import ONE_WAY, WAITS, await_standbys
 from tests.system.test_run_elastic_hosts import Cluster, cluster
 from tests.system.test_run_elastic_hosts_generated import Listener
 
@@ -27,7 +26,6 @@ WAYS = (
     "killed", "killed with all its ranks", "told to leave", "stopped", "cut off", "heard by nobody", "deaf to all",
     "cut off for a moment",
 )  # fmt: skip
-ONE_WAY: dict[str, Literal["sent", "received"]] = {"heard by nobody": "sent", "deaf to all": "received"}
 IS_OUT = ("waiting up to", "this host leads the job, and does not go on", "this host waits while the others choose")
 MOST_TRIES = 5  # of a host to come back: the one that it comes to may be lost meanwhile
 

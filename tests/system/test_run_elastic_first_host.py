@@ -11,6 +11,7 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from tests.system import elastic_training
@@ -23,6 +24,7 @@ from phalanx.testing.namespaces import Host, hosts
 pytestmark = pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts())
 
 WAITS = {"WAIT_S": "600"}
+ONE_WAY: dict[str, Literal["sent", "received"]] = {"heard by nobody": "sent", "deaf to all": "received"}
 
 
 def await_standbys(made: Cluster, leader: int, count: int = 1) -> None:
@@ -140,14 +142,14 @@ def test_after_a_failure_the_host_that_leads_now_starts_all_ranks_again_as_often
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["stopped", "cut off"])
+@pytest.mark.parametrize("how", ["stopped", "cut off", "heard by nobody", "deaf to all"])
 def test_a_first_host_that_falls_silent_is_out_and_ends_when_it_is_back(tmp_path: Path, how: str) -> None:
     with cluster(tmp_path, 1, 1, 1, nnodes="1:3", env=WAITS, options=("--host-timeout", "3")) as made:
         await_standbys(made, 0)
         if how == "stopped":
             os.kill(made.first.running.process.pid, signal.SIGSTOP)
         else:
-            made.machines[0].cut_off()
+            made.machines[0].cut_off(ONE_WAY.get(how, ""))
         leader = find_leader(made, 1, 2)
         made.jobs[leader].wait_generation(1, 2)
         if how == "stopped":
