@@ -301,3 +301,10 @@ def test_memory_is_the_fair_share_and_asked_for_every_ten_seconds_at_most(monkey
     os.waitid(os.P_PID, ended, os.WEXITED | os.WNOWAIT)  # a zombie, until it is reaped
     assert reader.read(ended) is None
     os.waitpid(ended, 0)
+
+
+def test_the_host_that_was_asked_tells_of_the_job_whatever_its_number():
+    """A host of a lower number told, which does not lead any more: its command, and no losses."""
+    leader = host([[]], node=2, num_nodes=2, ranks=[2], lost=((0, 100, 0, "SIGKILL"),))
+    job = view([replace(leader, agent=8), host([[]], node=1, num_nodes=2, ranks=[1])], None)
+    assert (job.pid, [each.rank for each in job.lost]) == (8, [0])

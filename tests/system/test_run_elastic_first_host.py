@@ -73,6 +73,25 @@ def test_a_job_goes_on_without_its_first_host_and_its_successor_shows_what_all_p
 
 
 @pytest.mark.slow
+def test_a_rank_that_was_started_anew_on_the_first_host_is_named_with_its_process(tmp_path: Path) -> None:
+    """Its process was 0: what the next leader knows was written down before that rank had started."""
+    with cluster(tmp_path, 1, 1, 1, nnodes="1:3", env=WAITS) as made:
+        await_standbys(made, 0)
+        made.first.kill(0)
+        made.first.wait_joined(1, 0)
+        made.first.wait_generation(1, 3)
+        time.sleep(1.0)  # until that has reached the host that would lead
+        made.kill(0)
+        leader = find_leader(made, 1, 2)
+        made.jobs[leader].wait_generation(2, 2)
+        made.jobs[leader].order("finish")
+        ends = made.ended(leader, 3 - leader)
+    assert [end.code for end in ends] == [0, 0], ends[0].out
+    assert f"rank 0 (pid {made.first.pids[0]}) on " in ends[0].out
+    assert "2 ranks were lost during the run" in ends[0].out
+
+
+@pytest.mark.slow
 def test_a_host_joins_the_successor_which_is_lost_later_and_the_job_still_goes_on(tmp_path: Path) -> None:
     with cluster(tmp_path, 1, 1, 1, nnodes="1:3", env=WAITS) as made:
         await_standbys(made, 0)

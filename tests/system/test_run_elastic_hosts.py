@@ -58,7 +58,7 @@ class Cluster:
     def start(self, number: int, ranks: int, script: str = SCRIPT, *words: str) -> Job:
         """The command on a host, which is to have so many ranks."""
         line = (*self._line, "--nproc-per-node", str(ranks), script, str(self._folder), *words)
-        at = self.machines[number].command
+        at = self.command_on(number)
         running = self._stack.enter_context(start(*line, env=self._environ, before=at, stderr=subprocess.STDOUT))
         self.jobs[number] = Job(running, self._folder)
         return self.jobs[number]
@@ -66,10 +66,14 @@ class Cluster:
     def join(self, number: int, address: str) -> Job:
         """The command of a host that comes to the job at an address."""
         line = ("join", address)
-        at = self.machines[number].command
+        at = self.command_on(number)
         running = self._stack.enter_context(start(*line, env=self._environ, before=at, stderr=subprocess.STDOUT))
         self.jobs[number] = Job(running, self._folder)
         return self.jobs[number]
+
+    def command_on(self, number: int) -> tuple[str, ...]:
+        """The words that, before a command, run it on a host."""
+        return self.machines[number].command
 
     @property
     def first(self) -> Job:

@@ -107,9 +107,9 @@ class Attempt:
             self.numbers.close()
         self.link.end(self)
 
-    def take_lead(self, link: HostLink, state: Supervision, elastic: Elastic) -> None:
+    def take_lead(self, plan: JobPlan, link: HostLink, state: Supervision, elastic: Elastic) -> None:
         """Continue as the attempt of the host that decides, because the host that did is lost."""
-        self.link, self.state, self.elastic = link, state, elastic
+        self.plan, self.link, self.state, self.elastic = plan, link, state, elastic
         self.numbers.exchange_link(link)
         self.ranks.exchange_deciders(state, elastic)
         link.attach(self)

@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import signal
 import socket
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -59,12 +58,12 @@ class Flight:
 
 @dataclass(frozen=True)
 class LedAttempt:
-    """A `LedAttempt` has run to its end on a host that took over from another one; the host came to the job at `begun`
-    (time.monotonic()).
+    """A `LedAttempt` has run to its end on a host that took over from another one; `report` is the job's, which that
+    host has begun then.
     """
 
     attempt: Attempt
-    begun: float
+    report: JobReport | None
 
 
 def run_to_end(plan: JobPlan, zygote: ZygoteProcess, signals: int) -> int:
@@ -139,12 +138,13 @@ def run_attempts(plan: JobPlan, host: Host, begin: Callable[[int], Attempt], led
         LaunchError: the report's folder cannot be written.
     """
     reports: list[JobReport] = []  # it has one entry, or none
-    begun = time.monotonic() if led is None else led.begun
+    if led is not None and led.report is not None:
+        reports.append(led.report)
     if plan.settings.report is not None and led is None:
-        reports.append(_begin_report(plan, plan.settings.report, begun))
+        reports.append(_make_report(plan, plan.settings.report))
     code = 1
     try:
-        code = _run_attempts(plan, host, begin, reports, begun, led)
+        code = _run_attempts(plan, host, begin, reports, led)
     finally:
         for report in reports:
             host.display.say(report.write(code))
@@ -157,10 +157,19 @@ def _begin_metrics(plan: JobPlan, host: str, port: int) -> Metrics:
     return Metrics(host, port, plan.environ.get(TOKEN_VARIABLE, ""))
 
 
-def _begin_report(plan: JobPlan, folder: str, begun: float, *, is_new: bool = True) -> JobReport:
+def begin_report(plan: JobPlan, host: Host, folder: str) -> JobReport | None:
+    """Begin the report of a job that runs already. If that can't be done it is said, and the job goes on."""
+    try:
+        return _make_report(plan, folder, is_new=False)
+    except LaunchError as error:
+        host.display.say(str(error).replace("--report", "report"))
+    return None
+
+
+def _make_report(plan: JobPlan, folder: str, *, is_new: bool = True) -> JobReport:
     from phalanx.agent.job_report import JobReport  # here, because most jobs leave none
 
-    return JobReport(plan, folder, begun, is_new=is_new)
+    return JobReport(plan, folder, is_new=is_new)
 
 
 def _run_attempts(
@@ -168,14 +177,13 @@ def _run_attempts(
     host: Host,
     begin: Callable[[int], Attempt],
     reports: list[JobReport],
-    begun: float,
     led: LedAttempt | None,
 ) -> int:
     # How many restarts of all ranks, or replacements in an elastic job, are left; None: of replacements any number.
     left = plan.settings.max_restarts if led is None else led.attempt.elastic.max_replacements
     left_early, times = _MAX_EARLY_RESTARTS, ""
     losses: list[LostRank] = []
-    refused = False
+    is_report_begun = bool(reports)
     for restart_count in itertools.count(0 if led is None else led.attempt.restart_count):
         has_run = led is not None
         attempt = begin(restart_count) if led is None else led.attempt
@@ -192,15 +200,12 @@ def _run_attempts(
             flight = Flight(attempt.collect_logs() if asked_for else [], attempt.ended_ns)
         finally:
             attempt.close()
-        if attempt.report_folder and not reports:  # the program has asked for it
-            try:
-                reports.append(_begin_report(plan, attempt.report_folder, begun, is_new=False))
-            except LaunchError as error:  # no reason to end a job that runs
-                if not refused:
-                    host.display.say(str(error).replace("--report", "report"))
-                refused = True
+        if attempt.report_folder and not is_report_begun:  # the program has asked for it
+            report = begin_report(plan, host, attempt.report_folder)
+            reports += [] if report is None else [report]
+            is_report_begun = True
         for report in reports:
-            report.add_attempt(state, attempt.elastic.losses, attempt.place.world_size, attempt.report_hosts)
+            report.add_attempt(state, attempt.elastic.losses, state.world_size, attempt.report_hosts)
         losses += attempt.elastic.losses
         if attempt.link.has_left:
             return 128 + signal.SIGTERM

@@ -32,24 +32,23 @@ class JobReport:
         LaunchError: its folder cannot be written, or another job that is running will write there.
     """
 
-    def __init__(self, plan: JobPlan, folder: str, begun: float, *, is_new: bool = True) -> None:
-        """Begin the report of a job that began at `begun`, on the monotonic clock. A folder that `is_new` has no
-        records of this run.
-        """
+    def __init__(self, plan: JobPlan, folder: str, *, is_new: bool = True) -> None:
+        """Begin the report of a job. A folder that `is_new` has no records of this run."""
         self._folder = os.path.abspath(folder)
-        self._begun = begun
+        self._begun = plan.begun
         self._events: list[Event] = []
         self._state: Supervision | None = None  # the state of the newest attempt
         self.record = JobRecord(
             name=os.path.basename(plan.settings.target.name),
             command=shlex.join(["phalanx", "run", *_words(plan), *_target_words(plan)]),
             begun=self._begun,
-            begun_unix=time.time() - (time.monotonic() - begun),
+            begun_unix=time.time() - (time.monotonic() - plan.begun),
             world_size=plan.num_ranks,
             max_restarts=plan.settings.max_restarts or 0,
             pid=os.getpid(),
             host=socket.gethostname(),
             run=plan.run,
+            is_run_unique=bool(plan.run),
         )
         other = find_other_run(self._folder)
         if other is not None:
@@ -84,7 +83,7 @@ class JobReport:
         )
         for lost in losses:
             how = "; replaced" if lost.replaced else "; not replaced"
-            self._add(lost.at, "loss", f"{lost.why}{how}", lost.rank)
+            self._add(lost.at, "loss", f"{lost.why}{how}", lost.rank, pid=lost.pid, host=lost.host)
         if state.interrupted is not None:
             self._add(time.monotonic(), "signal", f"stopped by {name_signal(state.interrupted)}")
             return
@@ -127,9 +126,18 @@ class JobReport:
             return f"phalanx run: --report: the report could not be written to {self._folder}: {why}"
         return f"phalanx run: the report is in {os.path.join(self._folder, PAGE)}"
 
-    def _add(self, at: float, kind: str, text: str, rank: int | None = None, detail: str = "") -> None:
+    def _add(
+        self,
+        at: float,
+        kind: str,
+        text: str,
+        rank: int | None = None,
+        detail: str = "",
+        pid: int | None = None,
+        host: str = "",
+    ) -> None:
         if len(self._events) < _MAX_EVENTS:
-            self._events.append(Event(at - self._begun, kind, text, rank, detail))
+            self._events.append(Event(at - self._begun, kind, text, rank, detail, pid, host))
 
 
 def _when(failure: Failure) -> float:

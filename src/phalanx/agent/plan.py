@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -17,7 +18,7 @@ class JobPlan:
     """A `JobPlan` is everything that was decided before the first process is started.
 
     `run` is unique to the job, and its first host makes it; `run_id` may come from the user, and then be that of an
-    earlier run.
+    earlier run. The job began at `begun`, on this host's monotonic clock.
     """
 
     settings: Settings
@@ -31,6 +32,7 @@ class JobPlan:
     rank_variables: Mapping[str, str] = field(default_factory=dict)  # more variables for all ranks of this host
     run: str = ""
     verdict: str = ""  # the file for how the job ended, if a program reads it and not a user
+    begun: float = field(default_factory=time.monotonic)
 
     def describe_job(self, place: Place, restart_count: int, store: str, agent: str) -> JobEnvironment:
         """Return what the ranks of one attempt have in common; take a port that is free now, unless one was asked

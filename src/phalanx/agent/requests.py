@@ -115,7 +115,7 @@ class Requests:
     def _answer_snapshot(self, request: Request) -> None:
         """Answer with the processes of all ranks, and with copies of the descriptors of what they write."""
         attempt = self._attempt
-        processes, settings, place = attempt.ranks.processes, attempt.plan.settings, attempt.place
+        processes, settings, place = attempt.ranks.processes, attempt.plan.settings, attempt.numbers.part.place
         living = [rank for rank in attempt.state.running if rank in processes.pids]
         observed = attempt.flights.observed
         pages = attempt.pages.fds_of([processes.pids[rank] for rank in living])
@@ -123,7 +123,7 @@ class Requests:
         snapshot = JobSnapshot(
             os.getpid(),
             settings.target.name,
-            place.world_size,
+            attempt.state.world_size,
             attempt.host.zygote.pid,
             tuple((rank, processes.pids[rank]) for rank in living),
             tuple(observer.group_info for observer in observed),

@@ -83,6 +83,22 @@ def _how_it_ended(run: Measurements) -> Iterator[Finding]:
         )
 
 
+def _lost_records(run: Measurements) -> Iterator[Finding]:
+    recorded = {(rank.host.partition("#")[0], rank.pid) for rank in run.ranks}
+    missing: dict[str, list[int]] = {}
+    for event in run.events:
+        host = event.host.partition(" ")[0].partition("#")[0]  # of several with one name it is "name#1 (address)"
+        if event.host and event.rank is not None and (host, event.pid) not in recorded:
+            missing.setdefault(event.host, []).append(event.rank)
+    for host, ranks in missing.items():
+        yield Finding(
+            "note",
+            f"What {name_ranks(sorted(ranks))} had recorded went with the host {host}: numbers and curves are those of "
+            "the other processes. If that host is there again, `phalanx report` shows the rest from the folder there.",
+            7,
+        )
+
+
 def _how_far(run: Measurements) -> str:
     return f"after step {run.steps:,}" if run.steps else "before the first step was done"
 
@@ -216,5 +232,5 @@ def _times(number: int) -> str:
 
 
 _LOOKS: tuple[Callable[[Measurements], Iterator[Finding]], ...] = (
-    _how_it_ended, _no_steps, _loss, *TIME_LOOKS, _slowing_down, _memory, _slow_start,
+    _how_it_ended, _lost_records, _no_steps, _loss, *TIME_LOOKS, _slowing_down, _memory, _slow_start,
 )  # fmt: skip

@@ -41,6 +41,7 @@ class JobRecord:
     clock_offsets: Mapping[str, float] = field(default_factory=dict)  # by host: what its clock is behind
     copy_bytes_per_s: Mapping[str, float] = field(default_factory=dict)  # by host
     run: str = ""  # its id, which its ranks' files have, too
+    is_run_unique: bool = False  # no other run has that id: the user did not choose it
 
     def write(self, folder: str) -> None:
         """Write the record into `folder`, whole or not at all; raise OSError if that can't be done."""

@@ -87,7 +87,7 @@ class Lateness:
 @dataclass(frozen=True)
 class Event:
     """An event is something that happened to the job: `kind` is attempt, failure, loss, replaced, signal or host
-    lost.
+    lost. Of a loss `pid` is the process, and `host` the name and address of its host, if that is lost as well.
     """
 
     at: float
@@ -95,6 +95,8 @@ class Event:
     text: str
     rank: int | None = None
     detail: str = ""
+    pid: int | None = None
+    host: str = ""
 
 
 @dataclass(frozen=True)

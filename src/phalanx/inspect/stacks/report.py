@@ -35,7 +35,8 @@ def report_stacks(wanted: str | None) -> str:
     parts = [text, *(f"On {host.name}:\n\n{host.text}" for host in told)]
     if not told:
         parts.append(
-            f"Ranks of {num_others} other host{'s' * (num_others > 1)} are shown on the first host of the job."
+            f"Ranks of {num_others} other host{'s' * (num_others > 1)} are shown on the host that leads the job, the "
+            "first one if it is there."
         )
     return "\n\n".join(parts)
 

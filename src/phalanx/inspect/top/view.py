@@ -108,8 +108,8 @@ class JobView:
 
 
 def view(hosts: Sequence[HostLook], measured: Measured | None, notes: Sequence[str] = ()) -> JobView:
-    """Return the job as the hosts say, with what was measured over several looks."""
-    first = min(hosts, key=lambda host: host.node)
+    """Return the job as the hosts say, with what was measured over several looks. The first of `hosts` tells of all."""
+    first = hosts[0]
     ranks = sorted(
         (_view_rank(host, rank, measured) for host in hosts for rank in host.ranks),
         key=lambda rank: (rank.rank, rank.node),

@@ -75,7 +75,8 @@ def _look_at_others(job: RunningJob, num_others: int) -> tuple[list[HostLook], l
     told = ask_others(job.name, _OTHERS_TIMEOUT_S, what="top")
     if not told:
         plural = "s" * (num_others > 1)
-        return [], [f"Ranks of {num_others} other host{plural} are shown on the first host of the job."]
+        shown = f"Ranks of {num_others} other host{plural} are shown on the host that leads the job"
+        return [], [f"{shown}, the first one if it is there."]
     hosts, notes = [], []
     for host in told:
         try:

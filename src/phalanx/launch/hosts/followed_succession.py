@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from phalanx.agent.generation import Limits
 from phalanx.agent.host import Host
+from phalanx.agent.job import begin_report
 from phalanx.agent.plan import JobPlan
 from phalanx.coordination.address import Address
 from phalanx.coordination.wire import MALFORMED
@@ -27,6 +28,7 @@ from phalanx.launch.hosts.take_over import TakeOver
 
 if TYPE_CHECKING:
     from phalanx.agent.attempt import Attempt
+    from phalanx.agent.job_report import JobReport
 
 
 class FollowedSuccession:
@@ -62,6 +64,7 @@ class FollowedSuccession:
         self._early: list[Change | ControlMessage] = []  # what has come during the election
         self._is_resumed = False  # whether the leader is heard again, and what has come meanwhile is given back
         self._take_over: TakeOver | None = None
+        self.report: JobReport | None = None  # the job's, if this host leads it now
         self.failed = ""  # why the first host is lost, if nobody was elected
 
     @property
@@ -137,6 +140,8 @@ class FollowedSuccession:
         take_over.begin(
             attempt, self._plan, self._host, self._limits, self._host_timeout_s, self.store, self._successor.office
         )
+        if attempt.report_folder:
+            self.report = begin_report(attempt.plan, self._host, attempt.report_folder)
         return True
 
     def _follow(self, elected: Elected, attempt: Attempt, early: Sequence[Change | ControlMessage]) -> None:

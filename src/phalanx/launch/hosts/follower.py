@@ -11,9 +11,9 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from phalanx.agent.attempt import Attempt
 from phalanx.agent.elastic import Elastic
@@ -40,6 +40,9 @@ from phalanx.launch.hosts.generation_message import generation_from_json
 from phalanx.loss_detection import HOST_LOSS_SETTLE_S
 from phalanx.output.display import Display
 from phalanx.processes import ENDING_SIGNALS
+
+if TYPE_CHECKING:
+    from phalanx.agent.job_report import JobReport
 
 _FULL_S = 0.02  # how soon to look again whether lines may be sent
 _WAIT = {"kind": "wait"}  # what ranks are told
@@ -205,6 +208,7 @@ class FollowerLink(HostLink):
         self._forward = host.pump.viewer
         self._forward.attempt = number
         self._memory = MemoryReader()
+        self._records: list[tuple[str, dict[str, Any]]] = []  # messages: their kinds and bodies
         self._succession = succession
         self._is_led_by_another = False  # the host that led the job has left it, and another one is to lead
 
@@ -277,11 +281,22 @@ class FollowerLink(HostLink):
             return
         ended_ns = {str(pid): at for pid, at in attempt.ended_ns.items()}
         if attempt.report_folder:
-            self._send_report(attempt.report_folder)
+            self._records += self._take_report(attempt.report_folder)
         groups = logs_to_json(attempt.collect_logs())
         if groups:
-            self._channel.put(self._channel.first, "flight", attempt=self._number, groups=groups, ended_ns=ended_ns)
+            self._records.append(("flight", {"groups": groups, "ended_ns": ended_ns}))
+        self.send_records()
+
+    def send_records(self) -> None:
+        """Send the host that leads what the ranks of this host have recorded, which have all ended."""
+        for kind, body in self._records:
+            self._channel.put(self._channel.first, kind, attempt=self._number, **body)
         self._channel.put(self._channel.first, "swept", attempt=self._number)
+
+    @property
+    def report(self) -> JobReport | None:
+        """Return the job's report, if this host has taken the lead and begun it."""
+        return None if self._succession is None else self._succession.report
 
     @property
     def has_finished(self) -> bool:
@@ -293,21 +308,20 @@ class FollowerLink(HostLink):
         """Send the lines that are left."""
         self._forward.flush()
 
-    def _send_report(self, folder: str) -> None:
-        """Take what the first host's report says of this one."""
+    def _take_report(self, folder: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield the messages with what the job's report says of this host; the files go, as they are sent."""
         from phalanx.report.copy_speed import measure_copy_speed  # here, because most jobs leave none
         from phalanx.report.job_record import RANKS
         from phalanx.report.transfer import pack_files
 
         for name, text in pack_files(folder, self._plan.run, self._began_at):
-            self._channel.put(self._channel.first, "rank file", attempt=self._number, name=name, text=text)
+            yield "rank file", {"name": name, "text": text}
             if not self.supervision.abandoned_by:
                 with contextlib.suppress(OSError):  # a folder that nobody may write to any more
                     os.unlink(os.path.join(folder, RANKS, name))
         with contextlib.suppress(OSError):  # the folder is not empty, or shared
             os.rmdir(os.path.join(folder, RANKS))
-        host, speed = socket.gethostname(), measure_copy_speed()
-        self._channel.put(self._channel.first, "report host", attempt=self._number, host=host, copy_bytes_per_s=speed)
+        yield "report host", {"host": socket.gethostname(), "copy_bytes_per_s": measure_copy_speed()}
 
     def _read(self, message: ControlMessage | Change) -> None:
         state = self.supervision

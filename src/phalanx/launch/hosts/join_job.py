@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from phalanx.agent.attempt import Attempt
 from phalanx.agent.environment import Place, describe_ranks
@@ -44,6 +44,9 @@ from phalanx.launch.hosts.office import Elected
 from phalanx.launch.hosts.reach import Responder, Target, check_own, try_all
 from phalanx.launch.hosts.successor import Successor
 from phalanx.processes import ENDING_SIGNALS, name_signal
+
+if TYPE_CHECKING:
+    from phalanx.agent.job_report import JobReport
 
 _PAUSE_S = 0.1
 _LEAVE_TIMEOUT_S = 5.0
@@ -137,9 +140,8 @@ class _Followed:
         self._responder: Responder | None = None
         self._relay: Relay | None = None
         self._successor = self._make_successor()
-        self._began_at = time.monotonic()
         self._has_begun = False
-        self._finished: tuple[int, HostState] | None = None  # the attempt whose ranks have ended well here, and how
+        self._finished: tuple[FollowerLink, HostState] | None = None  # an attempt whose ranks have ended well here
         self.is_alone = False  # the first host is lost
 
     def run(self) -> int:
@@ -151,7 +153,7 @@ class _Followed:
             with contextlib.closing(attempt):
                 attempt.run()
                 if isinstance(attempt.link, LeaderLink):
-                    return self._lead(attempt, attempt.link)
+                    return self._lead(attempt, attempt.link, link.report)
             if attempt.ranks.zygote_lost and not attempt.ranks.zygote_given_up:
                 why = "the process from which its ranks are forked (the zygote) has ended"
                 self._channel.put(self._channel.first, "failed", attempt=int(message.body["attempt"]), why=why)
@@ -160,7 +162,7 @@ class _Followed:
             if link.supervision.leaves:
                 return 128 + signal.SIGTERM
             if link.has_finished:
-                self._finished = int(message.body["attempt"]), HostState.of(attempt)
+                self._finished = link, HostState.of(attempt)
             if link.supervision.abandoned_by and not self._come_back(link):
                 self._raise_lost(link.supervision.abandoned_by)
 
@@ -174,7 +176,7 @@ class _Followed:
             return None
         return Successor(self._channel, self._joined.key, self._own, self._joined.job_spec.host_timeout_s)
 
-    def _lead(self, attempt: Attempt, link: LeaderLink) -> int:
+    def _lead(self, attempt: Attempt, link: LeaderLink, report: JobReport | None) -> int:
         """Lead the job on, of which this host has led an attempt to its end; or leave that to another host."""
         successor, key, spec = self._successor, self._joined.key, self._joined.job_spec
         assert successor is not None
@@ -195,7 +197,7 @@ class _Followed:
         own = OwnAddress(self._own, find_interface(self._own))
         gathering = Gathering(attempt.plan, rendezvous, self._host, self._channel, key, [own], port)
         gathering.take_over(link)
-        code = lead(attempt.plan, self._host, gathering, service.local, LedAttempt(attempt, self._began_at))
+        code = lead(attempt.plan, self._host, gathering, service.local, LedAttempt(attempt, report))
         self.is_alone = gathering.has_left
         return code
 
@@ -268,11 +270,11 @@ class _Followed:
         if elected is None:
             return False
         if votes and self._finished is not None:
-            attempt, state = self._finished
+            link, state = self._finished
             self._move(elected)
             self._channel.give_back(without_own_changes(self._channel.take()))
             self._channel.put(elected.member, "here", state=state.to_json())
-            self._channel.put(elected.member, "swept", attempt=attempt)
+            link.send_records()
         else:
             self._move(elected)
             try:

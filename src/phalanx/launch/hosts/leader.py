@@ -40,7 +40,7 @@ from phalanx.loss_detection import HOST_SWEEP_S
 from phalanx.output.line_prefix import find_template
 from phalanx.processes import ENDING_SIGNALS
 
-_RECORD_S = 0.2  # ranks that end within this time are recorded together
+_RECORD_S = 0.2  # ranks that start or end within this time are recorded together
 
 
 class LeaderLink(HostLink):
@@ -74,7 +74,7 @@ class LeaderLink(HostLink):
         self._guard = guard or LeadGuard(peers.channel, None)
         self._begun = begun  # the newest generation but the first
         self._num_ended = 0  # so many ranks that have ended are recorded
-        self._record_at: float | None = None  # when those are that have ended since
+        self._record_at: float | None = None  # when what has changed since is recorded
         self._is_recorded = False
         self._swept_hosts: set[int] = set()
         self._told_to_start = set(peers.others)
@@ -223,10 +223,10 @@ class LeaderLink(HostLink):
             self._lose_now(member, why)
         num_ended, now = len(self._attempt.state.exits), time.monotonic()
         if self._elastic.finished and self._num_ended != num_ended:
-            self._record_at = self._record_at or now + _RECORD_S
-            if now >= self._record_at:
-                self._num_ended, self._record_at = num_ended, None
-                self._record(None)
+            self._record_at, self._num_ended = self._record_at or now + _RECORD_S, num_ended
+        if self._record_at is not None and now >= self._record_at:
+            self._record_at = None
+            self._record(None)
         self._departure.go_on(self._attempt)
         self._stacks_requests.answer()
         if self._sweep_limit is not None and time.monotonic() >= self._sweep_limit:
@@ -362,6 +362,7 @@ class LeaderLink(HostLink):
                 self._is_recorded = True
                 self._guard.want(self._elastic.seating)
                 self._record(None)
+            self._record_at = self._record_at or time.monotonic() + _RECORD_S  # whose process was not known before
             self._late.tell_again(is_spare=self._attempt.state.phase == "running")
 
     def _follow(self, message: ControlMessage, node: Node) -> None:

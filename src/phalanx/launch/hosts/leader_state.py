@@ -28,6 +28,7 @@ class LeaderState:
     attempt: int
     run_id: str
     run: str
+    job_begun: float
     nodes: tuple[Node, ...]
     seating: Seating
     begun: BeginGeneration | None
@@ -50,7 +51,7 @@ class LeaderState:
         """Return what a leader has decided, without hosts whose ranks are starting."""
         trained = {peers.own.facts.member, *(host.member for host in elastic.seating.hosts)}
         return cls(
-            attempt, plan.run_id, plan.run,
+            attempt, plan.run_id, plan.run, plan.begun,
             tuple(node for node in peers.own_and_present if node.facts.member in trained), elastic.seating, begun,
             elastic.num_replaced, elastic.max_replacements, tuple(elastic.losses),
             {seat: member.pid for seat, member in elastic.members.items()},
@@ -63,6 +64,7 @@ class LeaderState:
             "attempt": self.attempt,
             "run_id": self.run_id,
             "run": self.run,
+            "job_begun": self.job_begun,
             "nodes": [[asdict(node.facts), asdict(node.place), node.label] for node in self.nodes],
             "hosts": [_seats_to_json(host) for host in self.seating.hosts],
             "vacated": [_seats_to_json(host) for host in self.seating.vacated],
@@ -88,6 +90,7 @@ class LeaderState:
             int(fields["attempt"]),
             str(fields["run_id"]),
             str(fields["run"]),
+            float(fields["job_begun"]),
             tuple(Node(HostFacts(**facts), Place(**place), str(label)) for facts, place, label in fields["nodes"]),
             Seating(tuple(map(_seats_from_json, fields["hosts"])), tuple(map(_seats_from_json, fields["vacated"]))),
             None if fields["begun"] is None else generation_from_json(fields["begun"]),
@@ -101,7 +104,8 @@ class LeaderState:
     def on_own_clock(self, convert: Callable[[float], float]) -> LeaderState:
         """Return this with the times of another host's clock as `convert` gives them."""
         losses = tuple(replace(loss, at=convert(loss.at)) for loss in self.losses)
-        return replace(self, losses=losses, exits=tuple(replace(exit, at=convert(exit.at)) for exit in self.exits))
+        exits = tuple(replace(exit, at=convert(exit.at)) for exit in self.exits)
+        return replace(self, job_begun=convert(self.job_begun), losses=losses, exits=exits)
 
 
 def _seats_to_json(host: HostSeats) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -88,6 +89,7 @@ class TakeOver:
     ) -> None:
         """Make this host's attempt that of the leader, and go on without the host that has led until now."""
         state, channel = self._state, self._channel
+        plan = replace(plan, begun=state.job_begun)
         self._states[channel.member] = HostState.of(attempt)
         nodes = list(state.nodes)
         own = next(node for node in nodes if node.facts.member == channel.member)
@@ -100,7 +102,7 @@ class TakeOver:
         succession = Succession(channel, followers, calls, office.primary, office.voter)
         guard = LeadGuard(channel, followers, host_timeout_s, witness, succession)
         link = LeaderLink(plan, host, state.attempt, peers, store, guard, elastic, state.begun)
-        attempt.take_lead(link, self._restore_supervision(plan, elastic), elastic)
+        attempt.take_lead(plan, link, self._restore_supervision(plan, elastic), elastic)
         assert isinstance(host.pump.viewer, Forward)
         host.pump.viewer.lead(host.display)
         link.begin()
