@@ -1,6 +1,6 @@
 """The first host is lost, and what was told to it alone goes on at its successor: real training on hosts apart.
 
-Each host has a name and a folder of its own, as if it had a disk of its own; what the program itself writes is shared.
+Each host has a name of its own, and in one folder a disk of its own; what the program itself writes is shared.
 """
 
 from __future__ import annotations
@@ -34,18 +34,30 @@ SCRIPT = elastic_trainer.__file__
 
 
 class HostsApart(Cluster):
-    """Hosts with names and working directories of their own."""
+    """Hosts with names of their own, which run everything in a folder `disk` of their own: it is FOLDER/node-NUMBER."""
 
     def command_on(self, number: int) -> tuple[str, ...]:
-        folder = self._folder / f"node-{number}"
-        folder.mkdir(exist_ok=True)
-        words = 'hostname "$1"; cd "$2"; shift 2; exec "$@"'
-        return (*super().command_on(number), "unshare", "--uts", "sh", "-c", words, "sh", folder.name, str(folder))
+        name, disk = f"node-{number}", self._folder / "disk"
+        for folder in (disk, self._folder / name):
+            folder.mkdir(exist_ok=True)
+        words = 'hostname "$1"; mount --bind "$2/$1" "$2/disk"; cd "$2/disk"; shift 2; exec "$@"'
+        own = ("unshare", "--uts", "--mount", "sh", "-c", words, "sh", name, str(self._folder))
+        return (*super().command_on(number), *own)
 
     def ask(self, number: int, *words: str) -> str:
         """What `phalanx` with these words says on a host."""
         line = [*self.command_on(number), sys.executable, "-m", "phalanx.cli", *words]
         return subprocess.run(line, capture_output=True, text=True, check=True, timeout=60).stdout
+
+    def scrape(self, number: int) -> str:
+        """What a host's command serves at the address that it has said."""
+        (address,) = [line.split()[-1] for line in self.jobs[number].lines if "metrics at" in line]
+        words = (
+            sys.executable,
+            "-c",
+            f"import urllib.request as r; print(r.urlopen({address!r}, timeout=60).read().decode())",
+        )
+        return subprocess.run([*self.command_on(number), *words], capture_output=True, text=True, check=True).stdout
 
     def pid(self, number: int) -> int:
         return self.jobs[number].running.process.pid
@@ -62,6 +74,7 @@ class Lost:
     top: dict[int, str]  # what `phalanx top --once` said, by the hosts' numbers
     seen: dict[str, Any]  # what `phalanx top --json` said on the leader
     stacks: str
+    metrics: str  # what a scraper read on the leader
     rest: str  # what `phalanx report` said on the lost host
     begun: JobRecord  # what stood in the leader's report while the job went on
     ends: dict[int, Finished]
@@ -77,16 +90,19 @@ class Lost:
 
 @pytest.fixture(scope="module")
 def lost(tmp_path_factory: pytest.TempPathFactory) -> Lost:
-    """Three hosts train; the first is killed with all its processes, and the others go on for a while."""
+    """Three hosts train, one of which came by `phalanx join`; the first is killed with all that runs on it, and the
+    others go on for a while.
+    """
     folder = tmp_path_factory.mktemp("lost")
-    options = ("--report", "report", "--log-dir", "logs")
+    options = ("--report", "report", "--log-dir", "logs", "--metrics", ":0")
     with hosts(3) as machines:
         made = HostsApart(machines, folder, "1:3", {"OMP_NUM_THREADS": "1"}, options)
         try:
-            for number in range(3):
-                made.start(number, 1, SCRIPT)
-                if number:
-                    made.wait_connected(number)
+            made.start(0, 1, SCRIPT)
+            made.wait_for(0, "waiting for more hosts at")
+            made.join(1, "10.77.0.1:29479")
+            made.wait_connected(1)
+            made.start(2, 1, SCRIPT)
             await_standbys(made, 0)
             made.first.wait(r"step \d+ pid \d+", 6)
             pids = {int(line[1]): int(line[4]) for line in map(_read_step, made.first.lines) if line}
@@ -99,6 +115,7 @@ def lost(tmp_path_factory: pytest.TempPathFactory) -> Lost:
             top = {number: made.ask(number, "top", "--once", str(made.pid(number))) for number in (1, 2)}
             seen = json.loads(made.ask(leader, "top", "--json", str(made.pid(leader))))
             stacks = made.ask(leader, "stacks", str(made.pid(leader)))
+            metrics = made.scrape(leader)
             begun = JobRecord.read(str(folder / f"node-{leader}" / "report"))
             assert begun is not None
             (folder / "over").touch()
@@ -107,7 +124,7 @@ def lost(tmp_path_factory: pytest.TempPathFactory) -> Lost:
         finally:
             made.close()
     assert [ends[1].code, ends[2].code] == [0, 0], ends[leader].out
-    return Lost(folder, leader, pids, agents, top, seen, stacks, rest, begun, ends)
+    return Lost(folder, leader, pids, agents, top, seen, stacks, metrics, rest, begun, ends)
 
 
 def _read_step(line: str) -> re.Match[str] | None:
@@ -130,7 +147,7 @@ def test_its_report_tells_the_whole_time_and_says_what_went_with_the_host(lost: 
     page = (report / "report.html").read_text()
     assert "What rank 0 had recorded went with the host node-0 (10.77.0.1)" in page
     assert "Rank 0 was lost and the others went on" in page
-    assert f"the report is in {report / 'report.html'}" in lost.ends[lost.leader].out
+    assert f"the report is in {lost.folder / 'disk' / 'report' / 'report.html'}" in lost.ends[lost.leader].out
     assert "the report is in" not in lost.ends[3 - lost.leader].out
     assert "elastic_trainer.py: killed" in lost.rest
 
@@ -171,6 +188,17 @@ def test_top_and_stacks_show_all_ranks_there(lost: Lost) -> None:
     assert "Ranks of 1 other host are shown on the host that leads the job" in other
     for number in (1, 2):
         assert f"(pid {lost.pids[number]})" in lost.stacks
+
+
+def test_its_metrics_are_those_of_all_hosts(lost: Lost) -> None:
+    """A host that had come by `phalanx join` served none."""
+    values = dict(re.findall(r"^(\w+(?:\{.*\})?) (\S+)$", lost.metrics, re.M))
+    assert float(values["phalanx_hosts"]) == 2
+    assert float(values["phalanx_ranks_lost_total"]) == 1
+    assert {key for key in values if key.startswith("phalanx_rank_step{")} == {
+        f'phalanx_rank_step{{rank="{rank["rank"]}",host="{rank["host"]}"}}' for rank in lost.seen["ranks"]
+    }
+    assert all("metrics at http://127.0.0.1:" in end.out for end in lost.ends.values())
 
 
 def test_one_rank_saves_and_the_next_start_goes_on_from_the_newest_checkpoint(lost: Lost) -> None:

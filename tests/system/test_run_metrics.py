@@ -1,5 +1,6 @@
 """`phalanx run --metrics`: a scraper reads what `phalanx top` shows, and nobody else does."""
 
+import contextlib
 import os
 import re
 import subprocess
@@ -8,7 +9,11 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from tests.system.phalanx_command import run, start, write_script
+from tests.system.phalanx_command import Running, run, start, write_script
+
+from phalanx.coordination.key import Key
+from phalanx.testing import why_no_hosts
+from phalanx.testing.namespaces import hosts
 
 SCRIPT = """
 import os, sys, torch, torch.distributed as dist, phalanx
@@ -105,3 +110,30 @@ def test_a_port_that_is_taken_is_told(tmp_path: Path) -> None:
         finished = run("--metrics", f":{port}", "--nproc-per-node", "1", write_script(tmp_path, ""))
     assert finished.code == 2
     assert f"--metrics 127.0.0.1:{port}: Address already in use" in finished.err
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts())
+def test_a_host_that_joins_serves_them_as_the_first_one_does_or_as_it_is_told(tmp_path: Path) -> None:
+    """`phalanx join` had no such option, and served none. A port that is taken there is no reason not to take part."""
+    over = tmp_path / "over"
+    script = write_script(
+        tmp_path, "import os, sys, time\nwhile not os.path.exists(sys.argv[1]):\n    time.sleep(0.02)\n"
+    )
+    with hosts(1) as (machine,), contextlib.ExitStack() as stack:
+        at = f"{machine.address}:29477"
+
+        def begin(*words: str) -> Running:
+            environ = {"PHALANX_KEY": str(Key(bytes(32)))}
+            command = start(*words, env=environ, before=machine.command, stderr=subprocess.STDOUT)
+            return stack.enter_context(command)
+
+        where = ("--rdzv-backend", "c10d", "--rdzv-endpoint", at)
+        first = begin("run", "--nnodes", "3", *where, "--metrics", ":9477", script, str(over))
+        first.read_until("metrics at http://127.0.0.1:9477/metrics")
+        third = begin("join", at)
+        third.read_until("--metrics 127.0.0.1:9477: Address already in use. This host serves no metrics.")
+        second = begin("join", at, "--metrics", ":0")
+        assert re.fullmatch(r"http://127\.0\.0\.1:\d+/metrics", second.read_until("metrics at").split()[-1])
+        over.touch()
+        assert [job.finish().code for job in (first, second, third)] == [0, 0, 0]

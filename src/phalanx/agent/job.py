@@ -111,8 +111,7 @@ def opened_host(
             display.say(f"phalanx run: --redirects and --tee write to {logs.attempts}")
         folder.remove_others()  # the zygote is busy meanwhile
         if plan.settings.metrics is not None:
-            metrics.append(_begin_metrics(plan, *plan.settings.metrics))
-            display.say(f"phalanx run: metrics at {metrics[0].address}")
+            metrics += _begin_metrics(plan, display, *plan.settings.metrics)
         yield host
     finally:
         for one in metrics:
@@ -151,10 +150,19 @@ def run_attempts(plan: JobPlan, host: Host, begin: Callable[[int], Attempt], led
     return code
 
 
-def _begin_metrics(plan: JobPlan, host: str, port: int) -> Metrics:
+def _begin_metrics(plan: JobPlan, display: Display, host: str, port: int) -> list[Metrics]:
+    """Begin to serve the job's numbers; return what does so: one, or none if the host can do without."""
     from phalanx.agent.metrics import TOKEN_VARIABLE, Metrics  # here, because most jobs have none
 
-    return Metrics(host, port, plan.environ.get(TOKEN_VARIABLE, ""))
+    try:
+        metrics = Metrics(host, port, plan.environ.get(TOKEN_VARIABLE, ""))
+    except LaunchError as error:
+        if plan.settings.needs_metrics:
+            raise
+        display.say(f"{str(error).removesuffix('.')}. This host serves no metrics.")
+        return []
+    display.say(f"phalanx run: metrics at {metrics.address}")
+    return [metrics]
 
 
 def begin_report(plan: JobPlan, host: Host, folder: str) -> JobReport | None:

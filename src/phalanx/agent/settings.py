@@ -52,6 +52,7 @@ class Settings:
     share: tuple[int, int] = (0, 1)  # which part of this host's cores this command uses, and how many parts there are
     log_line_prefix_template: str = ""
     metrics: tuple[str, int] | None = None  # where the job's numbers are served: a host and a port
+    needs_metrics: bool = True  # whether this command ends if they cannot be served: its own words ask for them
     traceback: bool = False  # show the stack traces also of ranks that Ctrl-C has ended
     completion: str = ""  # a shell: print its completion script, and run nothing
     on: str = ""  # the kind of cluster that the job is to run on

@@ -13,11 +13,12 @@ from phalanx.agent.target import Kind, Target
 from phalanx.output.streams import Streams
 
 KEY = "launch/job_spec"  # the key under which it lies in the coordinator's store
-VERSION = 2
+VERSION = 3
 
 # These variables of the first host go to the ranks of all hosts, where a host does not set them itself.
 _PASSED = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "PYTHONHASHSEED", "PYTHONPATH", "GLIBC_TUNABLES")
 _PASSED_PREFIXES = ("NCCL_", "TORCH_", "PYTORCH_")
+_OF_EVERY_HOST = ("127.0.0.1", "::1", "localhost", "0.0.0.0", "::")  # addresses
 _OF_ONE_HOST = ("NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_TOPO_FILE", "TORCH_HOME")
 
 
@@ -40,6 +41,7 @@ class JobSpec:
     signals_to_handle: str
     log_dir: str | None
     report: str | None
+    metrics: tuple[str, int] | None  # where another host can serve its own, too
     redirects: Streams
     tee: Streams
     shown_ranks: tuple[int, ...] | None
@@ -63,8 +65,9 @@ class JobSpec:
         return cls(
             target.kind, target.name, target.arguments, os.getcwd(), settings.nproc, run_id, rendezvous.min_nodes,
             rendezvous.max_nodes, rendezvous.host_timeout_s, rendezvous.join_timeout_s, rendezvous.last_call_s,
-            settings.role, settings.signals_to_handle, settings.log_dir, settings.report, settings.redirects,
-            settings.tee, settings.shown_ranks, settings.grace_s, settings.exit_timeout_s, settings.evict_after_s,
+            settings.role, settings.signals_to_handle, settings.log_dir, settings.report,
+            choose_metrics(settings.metrics), settings.redirects, settings.tee, settings.shown_ranks,
+            settings.grace_s, settings.exit_timeout_s, settings.evict_after_s,
             settings.affinity, settings.preload, settings.max_restarts, settings.local_rank_argument,
             settings.ranks_per_gpu, choose_environment(environ, settings.environment),
         )  # fmt: skip
@@ -88,6 +91,7 @@ class JobSpec:
                 streams = fields[name]
                 fields[name] = Streams(streams["all"], tuple((int(a), int(b)) for a, b in streams["by_rank"]))
             fields["arguments"] = tuple(fields["arguments"])
+            fields["metrics"] = None if fields["metrics"] is None else tuple(fields["metrics"])
             fields["shown_ranks"] = None if fields["shown_ranks"] is None else tuple(fields["shown_ranks"])
             return cls(**fields)
         except (KeyError, TypeError, ValueError):
@@ -103,6 +107,8 @@ class JobSpec:
             nproc=own.nproc or self.nproc,
             log_dir=own.log_dir or self.log_dir,
             report=own.report or self.report,
+            metrics=own.metrics or self.metrics,
+            needs_metrics=own.metrics is not None,
             role=own.role or self.role,
             signals_to_handle=self.signals_to_handle,
             redirects=self.redirects,
@@ -117,6 +123,13 @@ class JobSpec:
             local_rank_argument=self.local_rank_argument,
             ranks_per_gpu=own.ranks_per_gpu or self.ranks_per_gpu,
         )
+
+
+def choose_metrics(metrics: tuple[str, int] | None) -> tuple[str, int] | None:
+    """Return where each host serves its numbers, if the first one does at `metrics`; None where that is an address of
+    the first host alone.
+    """
+    return metrics if metrics is not None and metrics[0] in _OF_EVERY_HOST else None
 
 
 def choose_environment(environ: Mapping[str, str], named: Mapping[str, str | None]) -> dict[str, str]:

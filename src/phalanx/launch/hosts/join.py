@@ -24,7 +24,8 @@ from phalanx.output.standard import guarded, open_standard_descriptors
 from phalanx.output.text import show
 
 OWN_OPTIONS = (
-    "nproc-per-node", "ranks-per-gpu", "key-file", "node-rank", "local-addr", "log-dir", "role", "no-affinity", "env",
+    "nproc-per-node", "ranks-per-gpu", "key-file", "node-rank", "local-addr", "log-dir", "metrics", "role",
+    "no-affinity", "env",
 )  # fmt: skip
 _JOIN_TIMEOUT_S = 600.0
 _TELL_S = 5.0
