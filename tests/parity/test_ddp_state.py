@@ -7,6 +7,8 @@ module that contains it had other keys than PyTorch's.
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from tests.comparisons import assert_equal
+from tests.models import batchnorm_model
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
@@ -19,17 +21,12 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWa
 
 
 def _model(seed, holder=False):
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    model = batchnorm_model(seed=seed)
     return nn.ModuleDict({"module": model, "head": nn.Linear(2, 2)}) if holder else model
 
 
 def _weights(model):
     return {name.replace("module.", ""): tensor.clone() for name, tensor in model.state_dict().items()}
-
-
-def _same(left, right):
-    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
 def _exchange(rank, world_size):
@@ -42,18 +39,18 @@ def _exchange(rank, world_size):
                 assert list(source.state_dict()) == list(target.state_dict()), (name, other)
                 assert source.state_dict()._metadata.keys() == target.state_dict()._metadata.keys()
                 target.load_state_dict(source.state_dict())
-                assert _same(_weights(source), _weights(target)), (name, other)
+                assert_equal(_weights(source), _weights(target), name, other)
                 inside = nn.Sequential(wrap_other(_model(2, holder)))
                 inside.load_state_dict(nn.Sequential(source).state_dict())
-                assert _same(_weights(source), _weights(inside[0])), (name, other)
+                assert_equal(_weights(source), _weights(inside[0]), name, other)
             plain = _model(3, holder)
             state = source.state_dict()
             consume_prefix_in_state_dict_if_present(state, "module.")
             plain.load_state_dict(state)
-            assert _same(_weights(source), _weights(plain)), name
+            assert_equal(_weights(source), _weights(plain), name)
             plain = _model(4, holder)
             target.load_state_dict(plain.state_dict())  # ours: what earlier versions saved, and the plain module
-            assert _same(_weights(plain), _weights(target)), name
+            assert_equal(_weights(plain), _weights(target), name)
 
 
 def test_every_wrapper_loads_what_every_other_gives():
@@ -83,13 +80,13 @@ def _through_files(rank, world_size, folder):
             set_state_dict(
                 bare_other(target), twin, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
             )
-            assert _same(_weights(model), _weights(target)), (name, other)
+            assert_equal(_weights(model), _weights(target), name, other)
             assert len(twin.state_dict()["state"]) == 6
         if name == "ours":  # and the wrapper itself, into a wrapper of ours
             weights, _ = get_state_dict(model, optimizer)
             target = wrap(_model(2))
             target.load_state_dict(weights)
-            assert _same(_weights(model), _weights(target))
+            assert_equal(_weights(model), _weights(target))
 
 
 def test_torchs_distributed_checkpoint_goes_both_ways(tmp_path):

@@ -11,7 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from tests.models import mlp
 from tests.parity.beside_gloo import compare
+from tests.training import copy_parameters
 from torch import nn
 from torch.nn.utils import parametrizations
 
@@ -27,8 +29,7 @@ def script(fn):
 
 
 def perceptron():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    return mlp((8, 16, 4))
 
 
 def weights(model):
@@ -194,7 +195,7 @@ def two_backwards_for_a_step(DDP):
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for x in batches(3, 4, 8):  # sharpness-aware minimization
         model(x).square().mean().backward()
-        before = [parameter.detach().clone() for parameter in model.parameters()]
+        before = copy_parameters(model)
         norm = math.sqrt(sum(parameter.grad.square().sum().item() for parameter in model.parameters()))
         with torch.no_grad():
             for parameter in model.parameters():

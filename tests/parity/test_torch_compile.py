@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import torch.utils.cpp_extension
+from tests.models import mlp
 
 import phalanx
 from phalanx.backend.dynamo import untraced
@@ -105,8 +106,7 @@ def _others(x):
 
 def _trained(make_step, compiler=None):
     """The parameters after three steps with `make_step(model)`, compiled by `compiler`."""
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
+    model = mlp((8, 16, 4), activation=torch.nn.ReLU)
     step = make_step(model)
     if compiler is not None:
         torch.compiler.reset()

@@ -3,7 +3,10 @@
 import pytest
 import torch
 import torch.distributed as dist
+from tests.comparisons import assert_equal
+from tests.models import batch_of, mlp
 from tests.parity.beside_gloo import assert_same_as_gloo
+from tests.training import train
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join
@@ -15,19 +18,15 @@ from phalanx.testing import run_ranks
 class Gated(nn.Module):
     """The second branch takes part only in odd steps."""
 
-    def __init__(self):
+    def __init__(self, seed):
         super().__init__()
-        self.trunk, self.left, self.right = nn.Linear(7, 16), nn.Linear(16, 3), nn.Linear(16, 3)
+        torch.manual_seed(seed)
+        self.trunk, self.left, self.right = nn.Linear(6, 16), nn.Linear(16, 3), nn.Linear(16, 3)
         self.norm = nn.BatchNorm1d(16)
 
     def forward(self, x, step=0):
         x = self.norm(self.trunk(x)).relu()
         return self.right(x) if step % 2 else self.left(x)
-
-
-def _batch(step, rank, size=6):
-    generator = torch.Generator().manual_seed(97 * step + rank)
-    return torch.randn(size, 7, generator=generator)
 
 
 def _weights(module):
@@ -38,15 +37,10 @@ def _train(model, rank, steps=4, gated=False):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for step in range(steps):
         optimizer.zero_grad()
-        out = model(_batch(step, rank), step) if gated else model(_batch(step, rank))
+        out = model(batch_of(rank, step), step) if gated else model(batch_of(rank, step))
         out.square().mean().backward()
         optimizer.step()
     return _weights(model.module)
-
-
-def _model(rank):
-    torch.manual_seed(rank)  # construction has to make them rank 0's
-    return Gated()
 
 
 def _bf16_hook(state, bucket):
@@ -75,76 +69,71 @@ def test_ddp_ends_with_the_weights_that_gloo_gives(setting):
     if not gated:
         arguments.setdefault("find_unused_parameters", not arguments.get("static_graph", False))
 
-    def train(rank, world_size):
-        model = DistributedDataParallel(_model(rank), **arguments)
+    def fn(rank, world_size):
+        model = DistributedDataParallel(Gated(seed=rank), **arguments)  # construction has to make it rank 0's
         if hook is not None:
             model.register_comm_hook(None, hook)
         return _train(model, rank, gated=gated)
 
-    ranks = assert_same_as_gloo(train, 2)
+    ranks = assert_same_as_gloo(fn, 2)
     learned = [name for name in ranks[0] if "running" not in name and "batches" not in name]
-    for name in learned:
-        assert torch.equal(ranks[0][name], ranks[1][name])
+    assert_equal(*({name: weights[name] for name in learned} for weights in ranks))
 
 
 def test_ddp_of_three_ranks_ends_within_rounding_of_gloo():
-    def train(rank, world_size):
-        return _train(DistributedDataParallel(_model(rank), find_unused_parameters=True), rank)
+    def fn(rank, world_size):
+        return _train(DistributedDataParallel(Gated(seed=rank), find_unused_parameters=True), rank)
 
-    assert_same_as_gloo(train, 3, atol=1e-6)
+    assert_same_as_gloo(fn, 3, atol=1e-6)
 
 
 def test_no_sync_accumulates_and_the_last_backward_reduces():
-    def train(rank, world_size):
-        model = DistributedDataParallel(nn.Linear(7, 3))
+    def fn(rank, world_size):
+        model = DistributedDataParallel(nn.Linear(6, 3))
         with model.no_sync():
-            model(_batch(0, rank)).sum().backward()
-        model(_batch(1, rank)).sum().backward()
+            model(batch_of(rank)).sum().backward()
+        model(batch_of(rank, 1)).sum().backward()
         return model.module.weight.grad
 
-    assert_same_as_gloo(train, 2)
+    assert_same_as_gloo(fn, 2)
 
 
 @pytest.mark.parametrize("by_initial_world_size", [True, False])
 def test_join_lets_ranks_have_batches_of_their_own_number(by_initial_world_size):
-    def train(rank, world_size):
+    def fn(rank, world_size):
         torch.manual_seed(0)
-        model = DistributedDataParallel(nn.Linear(7, 3))
+        model = DistributedDataParallel(nn.Linear(6, 3))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with Join([model], divide_by_initial_world_size=by_initial_world_size):
-            for step in range(2 + 2 * rank):
-                optimizer.zero_grad()
-                model(_batch(step, rank)).square().mean().backward()
-                optimizer.step()
+            train(model, optimizer, [batch_of(rank, step) for step in range(2 + 2 * rank)])
         return _weights(model.module)
 
-    assert_same_as_gloo(train, 3, atol=1e-6)
+    assert_same_as_gloo(fn, 3, atol=1e-6)
 
 
 def test_powersgd_hook_trains_like_over_gloo():
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersgd
 
-    def train(rank, world_size):
-        torch.manual_seed(rank)
-        model = DistributedDataParallel(nn.Sequential(nn.Linear(7, 32), nn.ReLU(), nn.Linear(32, 3)))
+    def fn(rank, world_size):
+        model = DistributedDataParallel(mlp((6, 32, 3), seed=rank))
         state = powersgd.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
         model.register_comm_hook(state, powersgd.powerSGD_hook)
         return _train(model, rank, steps=5)
 
-    assert_same_as_gloo(train, 2, atol=1e-6)
+    assert_same_as_gloo(fn, 2, atol=1e-6)
 
 
 def test_sync_batch_norm_needs_a_gpu_and_says_so_as_over_gloo():
-    def train(rank, world_size):
-        model = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(7)))
+    def fn(rank, world_size):
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(6)))
         dist.barrier()  # Gloo fails to connect to a rank that has already gone
         try:
-            model(_batch(0, rank))
+            model(batch_of(rank))
         except ValueError as error:
             return str(error)
         return ""
 
-    assert "SyncBatchNorm expected input tensor to be on" in assert_same_as_gloo(train, 2)[0]
+    assert "SyncBatchNorm expected input tensor to be on" in assert_same_as_gloo(fn, 2)[0]
 
 
 def test_ranks_with_different_models_hear_of_it_at_construction():

@@ -5,6 +5,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from tests.training import train
 from torch import nn
 
 with warnings.catch_warnings():
@@ -20,11 +21,8 @@ def _train(rank, wrapper, sharded):
     torch.manual_seed(0)
     model = wrapper(nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 2)))
     optimizer = sharded(model.parameters(), optimizer_class=torch.optim.AdamW, lr=0.1)
-    for step in range(3):
-        optimizer.zero_grad()
-        model(torch.arange(48.0).view(6, 8) / 50 + rank + step).square().mean().backward()
-        optimizer.step()
-    return [p.sum().item() for p in model.parameters()]
+    batches = [torch.arange(48.0).view(6, 8) / 50 + rank + step for step in range(3)]
+    return [p.sum().item() for p in train(model, optimizer, batches)]
 
 
 def _call(rank, world_size):

@@ -4,7 +4,10 @@ import warnings
 
 import pytest
 import torch
+from tests.comparisons import assert_equal
+from tests.models import batch_of, mlp
 from tests.parity.beside_gloo import assert_same_as_gloo
+from tests.training import copy_parameters, train
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.algorithms.model_averaging import averagers
@@ -15,59 +18,40 @@ with warnings.catch_warnings():
     from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
 
 
-def _model():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 4))
-
-
-def _batch(step, rank):
-    return torch.randn(5, 6, generator=torch.Generator().manual_seed(31 * step + rank))
-
-
 @pytest.mark.parametrize("as_buckets", [False, True])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_zero_redundancy_optimizer_ends_with_the_weights_of_gloo(world_size, as_buckets):
-    def train(rank, world_size):
-        model = DistributedDataParallel(_model())
+    def fn(rank, world_size):
+        model = DistributedDataParallel(mlp())
         optimizer = ZeroRedundancyOptimizer(
             model.parameters(), torch.optim.Adam, lr=0.02, parameters_as_bucket_view=as_buckets
         )
-        for step in range(4):
-            optimizer.zero_grad()
-            model(_batch(step, rank)).square().mean().backward()
-            optimizer.step()
+        weights = train(model, optimizer, [batch_of(rank, step) for step in range(4)])
         optimizer.consolidate_state_dict(to=0)
         moments = optimizer.state_dict()["state"][1]["exp_avg"] if rank == 0 else None
-        return [p.detach() for p in model.parameters()], moments
+        return weights, moments
 
-    ours = assert_same_as_gloo(train, world_size, atol=1e-6)
-    assert all(torch.equal(a, b) for a, b in zip(ours[0][0], ours[1][0], strict=True))
+    ours = assert_same_as_gloo(fn, world_size, atol=1e-6)
+    assert_equal(ours[0][0], ours[1][0])
 
 
 def test_join_covers_the_model_and_its_sharded_optimizer():
-    def train(rank, world_size):
-        model = DistributedDataParallel(_model())
+    def fn(rank, world_size):
+        model = DistributedDataParallel(mlp())
         optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
         with Join([model, optimizer]):
-            for step in range(2 + rank):
-                optimizer.zero_grad()
-                model(_batch(step, rank)).square().mean().backward()
-                optimizer.step()
-        return [p.detach() for p in model.parameters()]
+            train(model, optimizer, [batch_of(rank, step) for step in range(2 + rank)])
+        return copy_parameters(model)
 
-    assert_same_as_gloo(train, 2, atol=1e-6)
+    assert_same_as_gloo(fn, 2, atol=1e-6)
 
 
 def test_model_averaging_ends_with_the_weights_of_gloo():
-    def train(rank, world_size):
+    def fn(rank, world_size):
         torch.manual_seed(rank)
         model = nn.Linear(6, 4)
         averager = averagers.PeriodicModelAverager(period=2, warmup_steps=1)
         optimizer = PostLocalSGDOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), averager)
-        for step in range(4):
-            optimizer.zero_grad()
-            model(_batch(step, rank)).square().mean().backward()
-            optimizer.step()
-        return [p.detach() for p in model.parameters()]
+        return train(model, optimizer, [batch_of(rank, step) for step in range(4)])
 
-    assert_same_as_gloo(train, 2, atol=1e-6)
+    assert_same_as_gloo(fn, 2, atol=1e-6)

@@ -139,5 +139,5 @@ def test_tensor_parallel_layers_give_the_gradients_of_gloo_and_of_one_process(by
     out = alone(inputs)
     out.square().sum().backward()
     ours = assert_same_as_gloo(train, 2, atol=1e-5)
-    for mine, reference in zip(ours[0], [out.detach(), *(p.grad for p in alone.parameters())], strict=True):
-        torch.testing.assert_close(mine, reference, rtol=1e-5, atol=1e-5)
+    expected = [out.detach(), *(p.grad for p in alone.parameters())]
+    torch.testing.assert_close(ours[0], expected, rtol=1e-5, atol=1e-5)
