@@ -20,6 +20,12 @@ def assert_equal(actual: Any, expected: Any, *what: object) -> None:
     )
 
 
+def assert_same_on_all_ranks(states: Sequence[Any]) -> None:
+    """Raise AssertionError unless what the ranks returned is equal, naming the first rank that has another."""
+    for rank, state in enumerate(states):
+        assert_equal(state, states[0], f"rank {rank}")
+
+
 def all_equal(these: Sequence[Tensor], those: Sequence[Tensor]) -> bool:
     """Say whether both hold the same number of tensors, with the same values in turn."""
     return len(these) == len(those) and all(map(torch.equal, these, those))

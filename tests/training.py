@@ -33,3 +33,7 @@ def copy_parameters(model: nn.Module) -> list[Tensor]:
 
 def copy_gradients(model: nn.Module) -> list[Tensor | None]:
     return [None if parameter.grad is None else parameter.grad.clone() for parameter in model.parameters()]
+
+
+def copy_state(model: nn.Module) -> list[Tensor]:
+    return [tensor.detach().clone() for tensor in model.state_dict().values()]

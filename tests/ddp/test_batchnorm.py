@@ -6,16 +6,13 @@ import logging
 import pytest
 import torch
 import torch.distributed as dist
+from tests.models import batchnorm_model
+from tests.training import train
 from torch import nn
 
 from phalanx import DistributedDataParallel, SyncBatchNorm
 from phalanx.ddp.batchnorm import SYNC_BELOW, batch_size, decide_sync
 from phalanx.testing import run_ranks
-
-
-def _model():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
 
 
 def _is_synced(ddp):
@@ -37,7 +34,7 @@ def test_a_batch_is_dimension_0_of_the_first_tensor_that_has_one():
 @pytest.mark.parametrize(("choice", "expected"), [(False, False), (True, True), ("auto", False)])
 def test_what_construction_does(choice, expected):
     def fn(rank, world_size):
-        return _is_synced(DistributedDataParallel(_model(), sync_batchnorm=choice))
+        return _is_synced(DistributedDataParallel(batchnorm_model(), sync_batchnorm=choice))
 
     assert run_ranks(fn, 2) == [expected] * 2
 
@@ -46,7 +43,7 @@ def test_what_construction_does(choice, expected):
 def test_auto_goes_by_the_smallest_batch_of_all_ranks(backend, caplog, sizes, expected):
     def fn(rank, world_size):
         caplog.set_level(logging.INFO, "phalanx")
-        ddp = DistributedDataParallel(_model(), sync_batchnorm="auto", check=False)
+        ddp = DistributedDataParallel(batchnorm_model(), sync_batchnorm="auto", check=False)
         parameters = [id(parameter) for parameter in ddp.parameters()]
         synced = []
         for size in (sizes[rank], 40, 2):  # the first decides
@@ -66,7 +63,7 @@ def test_a_batch_that_cannot_be_seen_leaves_layers_as_they_are(caplog):
     class Hidden(nn.Module):
         def __init__(self):
             super().__init__()
-            self.model = _model()
+            self.model = batchnorm_model()
 
         def forward(self, batch):
             return self.model(batch())
@@ -84,7 +81,7 @@ def test_a_batch_that_cannot_be_seen_leaves_layers_as_they_are(caplog):
 
 def test_evaluation_and_accumulation_decide_nothing():
     def fn(rank, world_size):
-        ddp = DistributedDataParallel(_model(), sync_batchnorm="auto", broadcast_buffers=False)
+        ddp = DistributedDataParallel(batchnorm_model(), sync_batchnorm="auto", broadcast_buffers=False)
         if rank == 0:  # alone: a collective would wait for the other rank
             ddp.eval()
             with torch.no_grad():
@@ -105,7 +102,7 @@ def test_a_model_without_batchnorm_and_a_job_of_one_rank_are_left_alone():
     def fn(rank, world_size):
         ddp = DistributedDataParallel(nn.Linear(3, 1), sync_batchnorm="auto")
         ddp(torch.randn(2, 3)).sum().backward()
-        other = DistributedDataParallel(_model(), sync_batchnorm="auto")
+        other = DistributedDataParallel(batchnorm_model(), sync_batchnorm="auto")
         other(torch.randn(2, 3)).sum().backward()
         return _is_synced(other)
 
@@ -127,8 +124,8 @@ def test_layers_span_the_group_of_the_wrapper_and_the_model_can_be_copied():
         group = dist.new_group([0, 1])
         if rank == 2:
             return None
-        ddp = DistributedDataParallel(_model(), process_group=group, sync_batchnorm=True)
-        default = DistributedDataParallel(_model(), process_group=group)
+        ddp = DistributedDataParallel(batchnorm_model(), process_group=group, sync_batchnorm=True)
+        default = DistributedDataParallel(batchnorm_model(), process_group=group)
         assert not _is_synced(default)
         ddp(torch.full((2, 3), float(rank))).sum().backward()
         return ddp.module[1].process_group is group, ddp.module[1].running_mean
@@ -139,7 +136,7 @@ def test_layers_span_the_group_of_the_wrapper_and_the_model_can_be_copied():
 
     def copies(rank, world_size):
         return isinstance(
-            copy.deepcopy(DistributedDataParallel(_model(), sync_batchnorm=True).module)[1], SyncBatchNorm
+            copy.deepcopy(DistributedDataParallel(batchnorm_model(), sync_batchnorm=True).module)[1], SyncBatchNorm
         )
 
     assert run_ranks(copies, 2) == [True, True]
@@ -148,23 +145,15 @@ def test_layers_span_the_group_of_the_wrapper_and_the_model_can_be_copied():
 def test_training_is_that_of_one_process_with_the_whole_batch(backend):
     batches = [torch.randn(6, 3) for _ in range(3)]
 
-    def train(model, inputs):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for batch in inputs:
-            optimizer.zero_grad()
-            model(batch).square().mean().backward()
-            optimizer.step()
-        return model.state_dict()
-
     def fn(rank, world_size):
-        return train(
-            DistributedDataParallel(_model(), sync_batchnorm="auto"), [batch.chunk(2)[rank] for batch in batches]
-        )
+        ddp = DistributedDataParallel(batchnorm_model(), sync_batchnorm="auto")
+        train(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), [batch.chunk(2)[rank] for batch in batches])
+        return dict(ddp.module.state_dict())
 
-    expected = train(_model(), batches)
+    alone = batchnorm_model()
+    train(alone, torch.optim.SGD(alone.parameters(), lr=0.1), batches)
     for state in run_ranks(fn, 2, backend=backend):
-        for key, tensor in expected.items():
-            torch.testing.assert_close(state[f"module.{key}"], tensor, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(state, dict(alone.state_dict()), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("choice", [None, 16, "always", 1])

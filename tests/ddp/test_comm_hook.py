@@ -3,6 +3,8 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from tests.models import batch_of, mlp
+from tests.training import copy_gradients
 from torch import nn
 
 with warnings.catch_warnings():
@@ -24,23 +26,18 @@ from phalanx import DistributedDataParallel
 from phalanx.testing import run_ranks
 
 
-def _model():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 4))
-
-
 def _backward(model, rank):
-    model(torch.randn(5, 6, generator=torch.Generator().manual_seed(rank))).square().mean().backward()
+    model(batch_of(rank)).square().mean().backward()
 
 
 def _gradients_with(hook, state, rank, *, wrap=DistributedDataParallel):
-    ddp = wrap(_model())
+    ddp = wrap(mlp())
     if hook is not None:
         ddp.register_comm_hook(state, hook)
     for _ in range(3):
         ddp.zero_grad()
         _backward(ddp, rank)
-    return [parameter.grad.clone() for parameter in ddp.parameters()]
+    return copy_gradients(ddp)
 
 
 @pytest.mark.parametrize(
@@ -56,8 +53,7 @@ def _gradients_with(hook, state, rank, *, wrap=DistributedDataParallel):
 def test_pytorchs_hooks_leave_the_mean(backend, hook, tolerance):
     def fn(rank, world_size):
         plain, hooked = _gradients_with(None, None, rank), _gradients_with(hook, dist.group.WORLD, rank)
-        for mine, reference in zip(hooked, plain, strict=True):
-            torch.testing.assert_close(mine, reference, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(hooked, plain, rtol=tolerance, atol=tolerance)
 
     run_ranks(fn, 2, backend=backend)
 
@@ -69,8 +65,7 @@ def test_power_sgd_gives_what_it_gives_under_pytorchs_own(backend):
             return _gradients_with(powerSGD_hook.powerSGD_hook, state, rank, wrap=wrap)
 
         theirs = gradients(nn.parallel.DistributedDataParallel)
-        for mine, reference in zip(gradients(DistributedDataParallel), theirs, strict=True):
-            torch.testing.assert_close(mine, reference)
+        torch.testing.assert_close(gradients(DistributedDataParallel), theirs)
 
     run_ranks(fn, 2, backend=backend)
 
@@ -114,15 +109,14 @@ def test_pytorchs_stateful_hooks_give_what_they_give_under_pytorchs_own():
             ddp = wrap(_Convolutional(), bucket_cap_mb=0.003)
             ddp.register_comm_hook(*made)
             for step in range(4):
-                generator = torch.Generator().manual_seed(10 * step + rank)
                 ddp.zero_grad()
-                ddp(torch.randn(4, 3, 6, 6, generator=generator)).square().mean().backward()
-            return [parameter.grad.clone() for parameter in ddp.parameters()]
+                ddp(batch_of(rank, step, shape=(4, 3, 6, 6))).square().mean().backward()
+            return copy_gradients(ddp)
 
         for name, make in PYTORCHS.items():
             theirs = gradients(nn.parallel.DistributedDataParallel, make())
-            for mine, reference in zip(gradients(DistributedDataParallel, make()), theirs, strict=True):
-                torch.testing.assert_close(mine, reference, msg=lambda text, name=name: f"{name}: {text}")
+            ours = gradients(DistributedDataParallel, make())
+            torch.testing.assert_close(ours, theirs, msg=lambda text, name=name: f"{name}: {text}")
 
     run_ranks(fn, 2)  # over Gloo PyTorch's PowerSGD aborts the process when there are several buckets
 
@@ -141,16 +135,14 @@ def test_a_hook_sees_the_bucket_as_pytorchs_interface_describes_it():
             future.set_result(bucket.buffer() * 2)  # a new tensor: it has to be copied into the bucket
             return future
 
-        model = _model()
+        model = mlp()
         ddp = DistributedDataParallel(model, bucket_cap_mb=0.0001)
         ddp.register_comm_hook("state", hook)
         _backward(ddp, rank)
-        alone = _model()
+        alone = mlp()
         _backward(alone, rank)
-        for mine, reference in zip(model.parameters(), alone.parameters(), strict=True):
-            torch.testing.assert_close(
-                mine.grad, 2 * reference.grad
-            )  # local: the hook talked to nobody, nothing is divided
+        # Local: the hook talked to nobody, nothing is divided.
+        torch.testing.assert_close(copy_gradients(model), [2 * gradient for gradient in copy_gradients(alone)])
         return seen
 
     seen = run_ranks(fn, 2, backend="gloo")[0]
@@ -178,7 +170,7 @@ def _finished(value):
 )
 def test_a_hook_that_breaks_the_contract_is_told_what_it_returned(hook, error, message):
     def fn(rank, world_size):
-        ddp = DistributedDataParallel(_model())
+        ddp = DistributedDataParallel(mlp())
         ddp.register_comm_hook(None, hook)
         with pytest.raises(error, match=message):
             _backward(ddp, rank)
@@ -203,8 +195,7 @@ def test_complex_gradients_go_through_a_hook_as_real_numbers(backend):
         hooked._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
         for ddp in (hooked, plain):
             (ddp(inputs) * torch.arange(1.0, 7.0).view(3, 2)).sum().backward()
-        for mine, reference in zip(hooked.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(mine.grad, reference.grad, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(copy_gradients(hooked), copy_gradients(plain), rtol=1e-3, atol=1e-3)
 
     run_ranks(fn, 2, backend=backend)
 
@@ -212,12 +203,11 @@ def test_complex_gradients_go_through_a_hook_as_real_numbers(backend):
 @pytest.mark.parametrize("kind", [dist.BuiltinCommHookType.ALLREDUCE, dist.BuiltinCommHookType.FP16_COMPRESS])
 def test_pytorchs_built_in_hooks_leave_the_mean(backend, kind):
     def fn(rank, world_size):
-        hooked, plain = DistributedDataParallel(_model()), DistributedDataParallel(_model())
+        hooked, plain = DistributedDataParallel(mlp()), DistributedDataParallel(mlp())
         hooked._register_builtin_comm_hook(kind)
         for ddp in (hooked, plain):
             _backward(ddp, rank)
-        for mine, reference in zip(hooked.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(mine.grad, reference.grad, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(copy_gradients(hooked), copy_gradients(plain), rtol=1e-3, atol=1e-3)
 
     run_ranks(fn, 2, backend=backend)
 
@@ -268,7 +258,7 @@ def test_hooks_that_cannot_work_are_refused_with_what_to_use_instead():
             (quantization_hooks.quantization_perchannel_hook, "as NCCL lays it out.*Use phalanx.ddp.hooks.quantize"),
             (powerSGD_hook.batched_powerSGD_hook, "it resizes the bucket.*Use phalanx.ddp.hooks.powerSGD_hook"),
         ]
-        ddp = DistributedDataParallel(_model())
+        ddp = DistributedDataParallel(mlp())
         for hook, message in refused:
             with pytest.raises(ValueError, match=message):
                 ddp.register_comm_hook(None, hook)
@@ -279,7 +269,7 @@ def test_hooks_that_cannot_work_are_refused_with_what_to_use_instead():
 
 def test_an_optimizer_that_steps_inside_backward_is_refused():
     def fn(rank, world_size):
-        model = _model()
+        model = mlp()
         _apply_optimizer_in_backward(torch.optim.SGD, model[2].parameters(), {"lr": 0.1}, register_hook=False)
         with pytest.raises(RuntimeError, match=r"'2\.weight' has an optimizer that steps inside backward"):
             DistributedDataParallel(model)
@@ -289,7 +279,7 @@ def test_an_optimizer_that_steps_inside_backward_is_refused():
 
 def test_wrong_registrations_are_refused():
     def fn(rank, world_size):
-        ddp = DistributedDataParallel(_model())
+        ddp = DistributedDataParallel(mlp())
         with pytest.raises(TypeError, match="must be callable, got int"):
             ddp.register_comm_hook(None, 3)
         ddp.register_comm_hook(None, default_hooks.allreduce_hook)

@@ -9,21 +9,13 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
+from tests.models import batch_of, mlp
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from phalanx import DistributedDataParallel, PeerLostError
 from phalanx.ddp.exchange import SharedExchange, WorkExchange
 from phalanx.testing import run_ranks
-
-
-def _mlp():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 4))
-
-
-def _batch(rank, step=0):
-    return torch.randn(5, 6, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
 def _mean_gradients(model, backward, world_size):
@@ -47,7 +39,7 @@ def _assert_gradients(ddp, expected, **tolerance):
             assert parameter.grad is None, name
 
 
-def _agrees(backward, build=_mlp, rounds=2, **options):
+def _agrees(backward, build=mlp, rounds=2, **options):
     """A rank's function: `backward(model, rank)` through the wrapper leaves the mean over ranks, every time."""
 
     def fn(rank, world_size):
@@ -63,7 +55,7 @@ def _agrees(backward, build=_mlp, rounds=2, **options):
 
 
 def _plain(model, rank):
-    model(_batch(rank)).square().mean().backward()
+    model(batch_of(rank)).square().mean().backward()
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -77,7 +69,7 @@ def test_backward_leaves_the_mean_on_every_rank(backend, world_size):
 
 def test_gradients_are_views_of_bucket_memory_unless_told_otherwise(backend):
     def fn(rank, world_size):
-        ddp = DistributedDataParallel(_mlp())
+        ddp = DistributedDataParallel(mlp())
         _plain(ddp, rank)
         first = ddp.module[0].weight.grad.data_ptr()
         assert len({parameter.grad.untyped_storage().data_ptr() for parameter in ddp.parameters()}) == 1
@@ -85,7 +77,7 @@ def test_gradients_are_views_of_bucket_memory_unless_told_otherwise(backend):
         _plain(ddp, rank)
         assert ddp.module[0].weight.grad.data_ptr() == first  # nobody kept it
 
-        separate = DistributedDataParallel(_mlp(), gradient_as_bucket_view=False)
+        separate = DistributedDataParallel(mlp(), gradient_as_bucket_view=False)
         _plain(separate, rank)
         assert len({parameter.grad.untyped_storage().data_ptr() for parameter in separate.parameters()}) == 4
 
@@ -94,9 +86,9 @@ def test_gradients_are_views_of_bucket_memory_unless_told_otherwise(backend):
 
 def test_both_ways_to_zero_gradients_give_the_same():
     def fn(rank, world_size):
-        expected = _mean_gradients(_mlp(), _plain, world_size)
+        expected = _mean_gradients(mlp(), _plain, world_size)
         for as_view, set_to_none in itertools.product((True, False), repeat=2):
-            ddp = DistributedDataParallel(_mlp(), gradient_as_bucket_view=as_view)
+            ddp = DistributedDataParallel(mlp(), gradient_as_bucket_view=as_view)
             for _ in range(3):
                 ddp.zero_grad(set_to_none=set_to_none)
                 _plain(ddp, rank)
@@ -107,7 +99,7 @@ def test_both_ways_to_zero_gradients_give_the_same():
 
 def test_buckets_of_the_shared_heap_are_reduced_where_they_lie_also_after_they_are_rebuilt():
     def fn(rank, world_size):
-        ddp = DistributedDataParallel(_mlp(), bucket_cap_mb=0.0001)
+        ddp = DistributedDataParallel(mlp(), bucket_cap_mb=0.0001)
         for _ in range(2):
             assert isinstance(ddp._reducer._set.exchange, SharedExchange)
             _plain(ddp, rank)
@@ -122,10 +114,10 @@ def test_ranks_that_can_not_share_memory_get_the_mean_over_the_backend_that_stan
     def fn(rank, world_size):
         monkeypatch.setattr("phalanx.backend.create._cannot_share", lambda *_: "the test says so")
         group = dist.new_group()
-        ddp = DistributedDataParallel(_mlp(), process_group=group)
+        ddp = DistributedDataParallel(mlp(), process_group=group)
         assert isinstance(ddp._reducer._set.exchange, WorkExchange)
         _plain(ddp, rank)
-        _assert_gradients(ddp, _mean_gradients(_mlp(), _plain, world_size))
+        _assert_gradients(ddp, _mean_gradients(mlp(), _plain, world_size))
 
     run_ranks(fn, 2)
 
@@ -141,9 +133,9 @@ def test_without_the_c_core_gloo_still_leaves_the_mean():
         sys.modules["phalanx._core"] = None  # importing it fails
         from phalanx.ddp import DistributedDataParallel as Fresh
 
-        ddp = Fresh(_mlp())
+        ddp = Fresh(mlp())
         _plain(ddp, rank)
-        _assert_gradients(ddp, _mean_gradients(_mlp(), _plain, world_size))
+        _assert_gradients(ddp, _mean_gradients(mlp(), _plain, world_size))
 
     run_ranks(fn, 2, backend="gloo")
 
@@ -167,8 +159,8 @@ def test_an_empty_bucket_and_none_but_empty_buckets_are_averaged(backend):
 
 def test_gradients_that_the_user_replaced_are_accumulated_on(backend):
     def fn(rank, world_size):
-        ddp = DistributedDataParallel(_mlp())
-        expected = _mean_gradients(_mlp(), _plain, world_size)
+        ddp = DistributedDataParallel(mlp())
+        expected = _mean_gradients(mlp(), _plain, world_size)
         _plain(ddp, rank)
         for parameter in ddp.parameters():
             parameter.grad = torch.ones_like(parameter)
@@ -182,8 +174,8 @@ def test_gradients_that_the_user_replaced_are_accumulated_on(backend):
 def test_other_memory_under_a_gradient_is_accumulated_on(backend, as_view):
     # With gradient_as_bucket_view=True PyTorch's own loses the mean here.
     def fn(rank, world_size):
-        ddp = DistributedDataParallel(_mlp(), gradient_as_bucket_view=as_view)
-        expected = _mean_gradients(_mlp(), _plain, world_size)
+        ddp = DistributedDataParallel(mlp(), gradient_as_bucket_view=as_view)
+        expected = _mean_gradients(mlp(), _plain, world_size)
         _plain(ddp, rank)
         for parameter in ddp.parameters():
             parameter.grad.data = torch.ones_like(parameter)
@@ -195,8 +187,8 @@ def test_other_memory_under_a_gradient_is_accumulated_on(backend, as_view):
 
 def test_without_zeroing_gradients_accumulate(backend):
     def fn(rank, world_size):
-        ddp = DistributedDataParallel(_mlp())
-        expected = _mean_gradients(_mlp(), _plain, world_size)
+        ddp = DistributedDataParallel(mlp())
+        expected = _mean_gradients(mlp(), _plain, world_size)
         for count in (1, 2, 3):
             _plain(ddp, rank)
             _assert_gradients(ddp, {name: count * gradient for name, gradient in expected.items()})
@@ -207,14 +199,14 @@ def test_without_zeroing_gradients_accumulate(backend):
 @pytest.mark.parametrize("as_view", [True, False])
 def test_no_sync_accumulates_here_and_the_next_backward_averages_the_sum(backend, as_view):
     def micro(model, rank, step):
-        model(_batch(rank, step)).square().mean().backward()
+        model(batch_of(rank, step)).square().mean().backward()
 
     def three(model, rank):
         for step in range(3):
             micro(model, rank, step)
 
     def fn(rank, world_size):
-        model = _mlp()
+        model = mlp()
         ddp = DistributedDataParallel(model, gradient_as_bucket_view=as_view)
         for _ in range(2):
             ddp.zero_grad()
@@ -226,7 +218,7 @@ def test_no_sync_accumulates_here_and_the_next_backward_averages_the_sum(backend
             dist.all_gather(everyone, local)
             assert not torch.equal(everyone[0], everyone[1])  # nothing was averaged inside
             micro(ddp, rank, 2)
-            _assert_gradients(ddp, _mean_gradients(_mlp(), three, world_size))
+            _assert_gradients(ddp, _mean_gradients(mlp(), three, world_size))
 
     run_ranks(fn, 2, backend=backend)
 
@@ -235,16 +227,16 @@ def test_a_static_graph_may_begin_with_accumulation():
     # PyTorch's own ends in an internal assertion: "expect_autograd_hooks_ INTERNAL ASSERT FAILED".
     def both(model, rank):
         for step in range(2):
-            model(_batch(rank, step)).square().mean().backward()
+            model(batch_of(rank, step)).square().mean().backward()
 
     def fn(rank, world_size):
-        ddp = DistributedDataParallel(_mlp(), static_graph=True)
-        expected = _mean_gradients(_mlp(), both, world_size)
+        ddp = DistributedDataParallel(mlp(), static_graph=True)
+        expected = _mean_gradients(mlp(), both, world_size)
         for _ in range(3):
             ddp.zero_grad()
             with ddp.no_sync():
-                ddp(_batch(rank, 0)).square().mean().backward()
-            ddp(_batch(rank, 1)).square().mean().backward()
+                ddp(batch_of(rank, 0)).square().mean().backward()
+            ddp(batch_of(rank, 1)).square().mean().backward()
             _assert_gradients(ddp, expected)
 
     run_ranks(fn, 2)
@@ -253,10 +245,10 @@ def test_a_static_graph_may_begin_with_accumulation():
 def test_each_forward_decides_for_its_own_backward():
     # In PyTorch the first backward after a forward that syncs averages, even if it belongs to another forward.
     def fn(rank, world_size):
-        ddp = DistributedDataParallel(_mlp())
-        synced = ddp(_batch(rank, 0)).square().mean()
+        ddp = DistributedDataParallel(mlp())
+        synced = ddp(batch_of(rank, 0)).square().mean()
         with ddp.no_sync():
-            local = ddp(_batch(rank, 1)).square().mean()
+            local = ddp(batch_of(rank, 1)).square().mean()
         local.backward()
         kept = ddp.module[0].weight.grad.clone()
         everyone = [torch.empty_like(kept) for _ in range(world_size)]
@@ -265,25 +257,25 @@ def test_each_forward_decides_for_its_own_backward():
         synced.backward()
 
         def both(model, rank):
-            (model(_batch(rank, 0)).square().mean() + model(_batch(rank, 1)).square().mean()).backward()
+            (model(batch_of(rank, 0)).square().mean() + model(batch_of(rank, 1)).square().mean()).backward()
 
-        _assert_gradients(ddp, _mean_gradients(_mlp(), both, world_size))
+        _assert_gradients(ddp, _mean_gradients(mlp(), both, world_size))
 
     run_ranks(fn, 2, backend="gloo")
 
 
 def _two_forwards_one_backward(model, rank):
-    (model(_batch(rank, 0)).square().mean() + model(_batch(rank, 1)).abs().mean()).backward()
+    (model(batch_of(rank, 0)).square().mean() + model(batch_of(rank, 1)).abs().mean()).backward()
 
 
 def _two_forwards_two_backwards(model, rank):
-    first, second = model(_batch(rank, 0)).square().mean(), model(_batch(rank, 1)).abs().mean()
+    first, second = model(batch_of(rank, 0)).square().mean(), model(batch_of(rank, 1)).abs().mean()
     first.backward()
     second.backward()
 
 
 def _twice_through_one_graph(model, rank):
-    output = model(_batch(rank))
+    output = model(batch_of(rank))
     output.square().mean().backward(retain_graph=True)
     output.abs().mean().backward()
 
@@ -302,9 +294,9 @@ def test_several_forwards_and_backwards_leave_the_mean_of_their_sum(backend, bac
 
 def test_gradient_clipping_sees_the_mean(backend):
     def fn(rank, world_size):
-        ddp = DistributedDataParallel(_mlp())
+        ddp = DistributedDataParallel(mlp())
         _plain(ddp, rank)
-        expected = _mean_gradients(_mlp(), _plain, world_size)
+        expected = _mean_gradients(mlp(), _plain, world_size)
         norm = nn.utils.clip_grad_norm_(ddp.parameters(), 0.01)
         torch.testing.assert_close(norm, torch.stack([g.norm() for g in expected.values()]).norm())
         _assert_gradients(
@@ -356,7 +348,7 @@ class _Tied(nn.Module):
 
 
 def _frozen():
-    model = _mlp()
+    model = mlp()
     model[0].requires_grad_(False)
     return model
 
@@ -380,7 +372,7 @@ class _Empty(nn.Module):
 class _Checkpointed(nn.Module):
     def __init__(self, use_reentrant):
         super().__init__()
-        self.body, self.use_reentrant = _mlp(), use_reentrant
+        self.body, self.use_reentrant = mlp(), use_reentrant
         self.stem = nn.Linear(6, 6)
 
     def forward(self, inputs):
@@ -417,7 +409,7 @@ def test_compiled_modules_get_the_mean_inside_and_outside_the_wrapper():
         _plain(torch.compile(model, backend="eager"), rank)
 
     def fn(rank, world_size):
-        _agrees(_plain, build=lambda: torch.compile(_mlp(), backend="eager"))(rank, world_size)
+        _agrees(_plain, build=lambda: torch.compile(mlp(), backend="eager"))(rank, world_size)
         _agrees(compiled)(rank, world_size)
 
     run_ranks(fn, 2, backend="gloo")
@@ -426,7 +418,7 @@ def test_compiled_modules_get_the_mean_inside_and_outside_the_wrapper():
 def test_a_wrapped_module_inside_a_checkpoint_gets_the_mean():
     def fn(rank, world_size, use_reentrant):
         def backward(model, rank):
-            inputs = _batch(rank).requires_grad_()
+            inputs = batch_of(rank).requires_grad_()
             checkpoint(model, inputs, use_reentrant=use_reentrant).square().mean().backward()
 
         _agrees(backward)(rank, world_size)
@@ -462,7 +454,7 @@ def test_every_floating_dtype_gets_the_mean(backend, dtype):
             return nn.Linear(6, 7, dtype=dtype)
 
         def backward(model, rank):
-            model(_batch(rank).to(dtype)).abs().square().mean().backward()
+            model(batch_of(rank).to(dtype)).abs().square().mean().backward()
 
         expected = _mean_gradients(build(), backward, world_size)
         ddp = DistributedDataParallel(build())
@@ -478,11 +470,11 @@ def test_autocast_trains_the_full_precision_parameters(backend):
     def fn(rank, world_size):
         def backward(model, rank):
             with torch.autocast("cpu", dtype=torch.bfloat16):
-                loss = model(_batch(rank)).float().square().mean()
+                loss = model(batch_of(rank)).float().square().mean()
             loss.backward()
 
-        expected = _mean_gradients(_mlp(), backward, world_size)
-        ddp = DistributedDataParallel(_mlp())
+        expected = _mean_gradients(mlp(), backward, world_size)
+        ddp = DistributedDataParallel(mlp())
         backward(ddp, rank)
         assert ddp.module[0].weight.grad.dtype == torch.float32
         _assert_gradients(ddp, expected)
@@ -540,16 +532,16 @@ def test_a_sparse_gradient_that_no_module_announced_is_refused_by_name():
 
 def test_double_backward_is_refused_by_name():
     def fn(rank, world_size):
-        ddp = DistributedDataParallel(_mlp())
+        ddp = DistributedDataParallel(mlp())
         with pytest.raises(RuntimeError, match=r"Gradient of '2\.bias': backward\(create_graph=True\).*is refused"):
-            ddp(_batch(rank)).square().mean().backward(create_graph=True)
+            ddp(batch_of(rank)).square().mean().backward(create_graph=True)
 
     run_ranks(fn, 1, backend="gloo")
 
 
 def test_a_gradient_penalty_through_autograd_grad_gets_the_mean():
     def penalty(model, rank):
-        inputs = _batch(rank).requires_grad_()
+        inputs = batch_of(rank).requires_grad_()
         (slope,) = torch.autograd.grad(model(inputs).sum(), inputs, create_graph=True)
         (model(inputs).square().mean() + slope.square().sum()).backward()
 
@@ -559,7 +551,7 @@ def test_a_gradient_penalty_through_autograd_grad_gets_the_mean():
 @pytest.mark.parametrize("zero", [True, False])
 def test_a_module_converted_after_wrapping_is_refused_by_name(zero):
     def fn(rank, world_size):
-        ddp = DistributedDataParallel(_mlp())
+        ddp = DistributedDataParallel(mlp())
         _plain(ddp, rank)
         ddp.double()
         if zero:
@@ -567,15 +559,15 @@ def test_a_module_converted_after_wrapping_is_refused_by_name(zero):
         with pytest.raises(
             RuntimeError, match=r"'2\.bias' is torch\.float64 on cpu with 4 elements, .* torch\.float32"
         ):
-            ddp(_batch(rank).double()).sum().backward()
+            ddp(batch_of(rank).double()).sum().backward()
 
     run_ranks(fn, 1, backend="gloo")
 
 
 def test_a_module_converted_there_and_back_still_gets_the_mean():
     def fn(rank, world_size):
-        expected = _mean_gradients(_mlp(), _plain, world_size)
-        ddp = DistributedDataParallel(_mlp())
+        expected = _mean_gradients(mlp(), _plain, world_size)
+        ddp = DistributedDataParallel(mlp())
         _plain(ddp, rank)
         ddp.double().float()  # swaps the memory under each gradient
         ddp.zero_grad(set_to_none=False)
@@ -590,8 +582,8 @@ def test_an_interrupted_backward_before_any_bucket_was_sent_is_forgotten():
         def explode(_gradient):
             raise KeyError("user code")
 
-        ddp = DistributedDataParallel(_mlp())
-        output = ddp(_batch(rank))
+        ddp = DistributedDataParallel(mlp())
+        output = ddp(batch_of(rank))
         loss = output.square().mean()
         handle = output.register_hook(explode)
         with pytest.raises(KeyError):
@@ -599,7 +591,7 @@ def test_an_interrupted_backward_before_any_bucket_was_sent_is_forgotten():
         handle.remove()
         ddp.zero_grad()
         _plain(ddp, rank)
-        _assert_gradients(ddp, _mean_gradients(_mlp(), _plain, world_size))
+        _assert_gradients(ddp, _mean_gradients(mlp(), _plain, world_size))
 
     run_ranks(fn, 2, backend="gloo")
 
@@ -609,21 +601,21 @@ def test_a_backward_interrupted_between_buckets_is_an_error_of_the_next_forward(
         def explode(_parameter):
             raise KeyError("user code")
 
-        ddp = DistributedDataParallel(_mlp(), bucket_cap_mb=0.0001)
+        ddp = DistributedDataParallel(mlp(), bucket_cap_mb=0.0001)
         ddp.module[0].weight.register_post_accumulate_grad_hook(explode)
         with pytest.raises(KeyError):
             _plain(ddp, rank)
         with pytest.raises(
             RuntimeError, match=r"on rank \d: the backward before this forward was interrupted after \d of"
         ):
-            ddp(_batch(rank))
+            ddp(batch_of(rank))
 
     run_ranks(fn, 2, backend="gloo")
 
 
 def test_a_rank_that_dies_in_backward_is_named_by_the_others():
     def fn(rank, world_size):
-        ddp = DistributedDataParallel(_mlp(), bucket_cap_mb=0.0001)
+        ddp = DistributedDataParallel(mlp(), bucket_cap_mb=0.0001)
         _plain(ddp, rank)
         if rank == 1:
             ddp.module[0].weight.register_post_accumulate_grad_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))

@@ -1,12 +1,17 @@
 """Large gradients are written by autograd where all ranks read them, and are ordinary tensors all the same."""
 
 import errno
+import functools
 import gc
 import os
 
 import pytest
 import torch
 import torch.distributed as dist
+from tests.comparisons import assert_equal
+from tests.ddp.models import mean_gradients, wide_model
+from tests.models import batch_of
+from tests.training import copy_gradients
 from torch import nn
 
 from phalanx import DistributedDataParallel, _core, shared_empty
@@ -17,20 +22,12 @@ from phalanx.testing import run_ranks
 _WIDTH = 300  # 300 x 300 floats: above the size from which a gradient is written in place
 
 
-def _build():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.Tanh(), nn.Linear(_WIDTH, _WIDTH), nn.Linear(_WIDTH, 3))
-
-
-def _batch(rank, step=0):
-    return torch.randn(4, _WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
+_build = functools.partial(wide_model, _WIDTH)
+_batch = functools.partial(batch_of, shape=(4, _WIDTH))
 
 
 def _mean(world_size, step=0):
-    """The gradients of the mean loss over all ranks' batches, made by one process."""
-    model = _build()
-    (sum(model(_batch(rank, step)).square().mean() for rank in range(world_size)) / world_size).backward()
-    return [parameter.grad for parameter in model.parameters()]
+    return mean_gradients(_build(), [_batch(rank, step) for rank in range(world_size)])
 
 
 def _in_place(ddp):
@@ -53,10 +50,11 @@ def test_large_gradients_are_averaged_where_autograd_wrote_them(world_size, set_
             _step(ddp, rank, step, set_to_none=set_to_none)
             assert _in_place(ddp) == [0, 2]
             torch.testing.assert_close([p.grad for p in ddp.parameters()], _mean(world_size, step))
-        return [p.grad.clone() for p in ddp.parameters()]
+        return copy_gradients(ddp)
 
     first, *others = run_ranks(fn, world_size)
-    assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
+    for other in others:
+        assert_equal(other, first)
 
 
 def test_freed_gradients_make_room_for_the_next_step():

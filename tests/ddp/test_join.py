@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from tests.comparisons import assert_equal, assert_same_on_all_ranks
 from tests.ddp.models import batch_of, small_model
+from tests.training import copy_gradients, copy_state, train
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
@@ -27,14 +29,12 @@ def _train(ddp, rank, counts, epochs, contexts, *, accumulate=False):
                         ddp(batch_of(rank, epoch + 50, step)).square().mean().backward()
                 ddp(batch_of(rank, epoch, step)).square().mean().backward()
                 optimizer.step()
-    return [tensor.detach().clone() for tensor in ddp.module.state_dict().values()]
+    return copy_state(ddp.module)
 
 
 def _compare(ours, theirs):
-    for rank, (mine, wanted) in enumerate(zip(ours, theirs, strict=True)):
-        for one, other, first in zip(mine, wanted, ours[0], strict=True):
-            torch.testing.assert_close(one, other)
-            assert torch.equal(one, first), f"rank {rank}"
+    torch.testing.assert_close(ours, theirs)
+    assert_same_on_all_ranks(ours)
 
 
 @pytest.mark.parametrize("by_all", [True, False])
@@ -98,10 +98,9 @@ def test_gradients_of_a_rank_that_has_left_stay_as_they_were(backend):
                 ddp.zero_grad()
                 ddp(batch_of(rank, 0, step)).square().mean().backward()
                 if step == 0:
-                    grads = [parameter.grad.clone() for parameter in ddp.parameters()]
+                    grads = copy_gradients(ddp)
         if rank == 1:
-            for parameter, grad in zip(ddp.parameters(), grads, strict=True):
-                assert torch.equal(parameter.grad, grad)
+            assert_equal(copy_gradients(ddp), grads)
 
     run_ranks(fn, 2, backend=backend)
 
@@ -132,10 +131,7 @@ def test_after_the_context_ranks_run_out_of_data_as_ever():
         _train(ddp, rank, [1, 3], 1, ddp.join)
         ddp.join(enable=False)  # the last context decides, as in PyTorch
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.2)
-        for step in range([3, 1][rank]):
-            optimizer.zero_grad()
-            ddp(batch_of(rank, 1, step)).square().mean().backward()
-            optimizer.step()
+        train(ddp, optimizer, [batch_of(rank, 1, step) for step in range([3, 1][rank])])
         dist.barrier()
         phalanx.check_replicas(ddp)
 

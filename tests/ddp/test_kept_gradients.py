@@ -4,10 +4,15 @@ The story is told in tests/parity/test_random_models.py, whose random models fou
 gradients were overwritten by the next backward, and so was what a hook had kept of a large one.
 """
 
+import functools
 import threading
 
 import pytest
 import torch
+from tests.comparisons import assert_equal
+from tests.ddp.models import mean_gradients, wide_model
+from tests.models import batch_of
+from tests.training import copy_gradients
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -17,13 +22,8 @@ from phalanx.testing import run_ranks
 _WIDTH = 256  # of a matrix of 256 KiB, whose gradient autograd writes where all ranks read it
 
 
-def _build(width=_WIDTH):
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width), nn.Linear(width, 3))
-
-
-def _batch(rank, step, width=_WIDTH):
-    return torch.randn(4, width, generator=torch.Generator().manual_seed(10 * step + rank))
+_build = functools.partial(wide_model, _WIDTH)
+_batch = functools.partial(batch_of, shape=(4, _WIDTH))
 
 
 def _step(ddp, rank, step):
@@ -31,9 +31,7 @@ def _step(ddp, rank, step):
 
 
 def _mean(world_size, step):
-    model = _build()
-    (sum(model(_batch(rank, step)).square().mean() for rank in range(world_size)) / world_size).backward()
-    return [parameter.grad for parameter in model.parameters()]
+    return mean_gradients(_build(), [_batch(rank, step) for rank in range(world_size)])
 
 
 def test_kept_gradients_stay_and_others_go_on(backend):
@@ -78,11 +76,10 @@ def test_a_gradient_that_came_back_from_numpy_is_not_taken_for_ours_alone():
             return _ThroughNumpy.apply(x @ self.a, self.b) @ self.c
 
     def fn(rank, world_size):
-        x = [torch.randn(_WIDTH, _WIDTH, generator=torch.Generator().manual_seed(r)) for r in range(world_size)]
-        ddp, alone = DistributedDataParallel(Model()), Model()
+        x = [batch_of(r, shape=(_WIDTH, _WIDTH)) for r in range(world_size)]
+        ddp = DistributedDataParallel(Model())
         ddp(x[rank]).square().mean().backward()
-        (sum(alone(one).square().mean() for one in x) / world_size).backward()
-        torch.testing.assert_close([p.grad for p in ddp.parameters()], [p.grad for p in alone.parameters()])
+        torch.testing.assert_close([p.grad for p in ddp.parameters()], mean_gradients(Model(), x))
 
     run_ranks(fn, 2)
 
@@ -283,7 +280,7 @@ def test_a_backward_past_the_wrapper_adds_to_the_mean_as_in_pytorch(backend):
             ddp.zero_grad()
             _step(ddp, rank, step)
             _penalty(ddp.module).backward()
-            results.append([p.grad.clone() for p in ddp.parameters()])
+            results.append(copy_gradients(ddp))
             with torch.no_grad():
                 for p in ddp.parameters():
                     p.sub_(0.1 * p.grad)
@@ -292,9 +289,7 @@ def test_a_backward_past_the_wrapper_adds_to_the_mean_as_in_pytorch(backend):
         ours, theirs = [], []
         train(DistributedDataParallel(_build()), rank, ours)
         train(nn.parallel.DistributedDataParallel(_build()), rank, theirs)
-        assert all(
-            torch.equal(a, b) for one, other in zip(ours, theirs, strict=True) for a, b in zip(one, other, strict=True)
-        )
+        assert_equal(ours, theirs)
 
     run_ranks(fn, 2, backend=backend)
 

@@ -4,6 +4,7 @@ import gc
 
 import pytest
 import torch
+from tests.comparisons import assert_equal
 from torch import nn
 from torch.nn.modules import module as torch_module
 
@@ -75,7 +76,7 @@ def test_wrapped_anew_as_the_message_says_the_newcomer_is_averaged(change):
         return [parameter.grad.clone() for parameter in model.parameters() if parameter.requires_grad]
 
     first, second = run_ranks(fn, 2)
-    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+    assert_equal(first, second)
 
 
 def test_a_newcomer_before_the_first_forward_is_named_too():

@@ -8,6 +8,9 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from tests.comparisons import assert_equal
+from tests.models import batch_of, mlp
+from tests.training import copy_gradients
 from torch import nn
 
 from phalanx import DistributedDataParallel
@@ -29,7 +32,7 @@ def _losses(model, steps=4, **step):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
     for number in range(steps):
-        x = torch.randn(16, 32, generator=torch.Generator().manual_seed(number))
+        x = batch_of(0, number, shape=(16, 32))
         optimizer.zero_grad(**step)
         loss = model(x).square().mean()
         loss.backward()
@@ -38,9 +41,7 @@ def _losses(model, steps=4, **step):
     return losses
 
 
-def _model():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 4))
+SIZES = (32, 64, 4)
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
@@ -50,9 +51,9 @@ def test_one_rank_trains_to_the_bits_of_the_module_alone_and_sends_nothing(set_t
         calls = []
         all_reduce = dist.all_reduce
         monkeypatch.setattr(dist, "all_reduce", lambda *args, **kwargs: calls.append(1) or all_reduce(*args, **kwargs))
-        ddp = DistributedDataParallel(_model(), gradient_as_bucket_view=as_view)
+        ddp = DistributedDataParallel(mlp(SIZES), gradient_as_bucket_view=as_view)
         losses = _losses(ddp, set_to_none=set_to_none)
-        assert losses == _losses(_model(), set_to_none=set_to_none)
+        assert losses == _losses(mlp(SIZES), set_to_none=set_to_none)
         assert not calls
 
     run_ranks(fn, 1)
@@ -60,7 +61,7 @@ def test_one_rank_trains_to_the_bits_of_the_module_alone_and_sends_nothing(set_t
 
 def test_gradients_stay_where_autograd_wrote_them():
     def fn(rank, world_size):
-        ddp = DistributedDataParallel(_model())
+        ddp = DistributedDataParallel(mlp(SIZES))
         for _ in range(2):
             ddp.zero_grad()
             written: list[int] = []
@@ -93,7 +94,7 @@ def test_gradients_that_autograd_made_in_one_piece_of_memory_are_added_to_apart(
 
 def test_what_several_ranks_refuse_is_refused():
     def fn(rank, world_size):
-        ddp = DistributedDataParallel(_model())
+        ddp = DistributedDataParallel(mlp(SIZES))
         with pytest.raises(RuntimeError, match=r"create_graph=True.*is refused"):
             ddp(torch.ones(2, 32)).sum().backward(create_graph=True)
         ddp = DistributedDataParallel(nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 8)}))
@@ -106,7 +107,7 @@ def test_what_several_ranks_refuse_is_refused():
 
 def test_a_hook_still_sees_each_bucket():
     def fn(rank, world_size):
-        model = _model()
+        model = mlp(SIZES)
         plain, ddp = copy.deepcopy(model), DistributedDataParallel(model)
         seen = []
 
@@ -121,21 +122,19 @@ def test_a_hook_still_sees_each_bucket():
         ddp(x).sum().backward()
         plain(x).sum().backward()
         assert seen
-        for ours, theirs in zip(ddp.module.parameters(), plain.parameters(), strict=True):
-            assert torch.equal(ours.grad, theirs.grad / 2)
+        assert_equal(copy_gradients(ddp), [gradient / 2 for gradient in copy_gradients(plain)])
 
     run_ranks(fn, 1)
 
 
 def test_a_job_of_one_rank_accumulates_as_without_it():
     def fn(rank, world_size):
-        ddp, plain = DistributedDataParallel(_model()), _model()
+        ddp, plain = DistributedDataParallel(mlp(SIZES)), mlp(SIZES)
         for number in range(3):
-            x = torch.randn(4, 32, generator=torch.Generator().manual_seed(number))
+            x = batch_of(0, number, shape=(4, 32))
             with ddp.no_sync() if number < 2 else contextlib.nullcontext():
                 ddp(x).sum().backward()
             plain(x).sum().backward()
-        for ours, theirs in zip(ddp.module.parameters(), plain.parameters(), strict=True):
-            assert torch.equal(ours.grad, theirs.grad)
+        assert_equal(copy_gradients(ddp), copy_gradients(plain))
 
     run_ranks(fn, 1)

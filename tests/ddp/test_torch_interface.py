@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from tests.models import batch_of, batchnorm_model
+from tests.training import copy_gradients
 from torch import nn
 
 from phalanx import DistributedDataParallel
@@ -24,14 +26,9 @@ _INNER = {
 }  # fmt: skip
 
 
-def _model():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2, dtype=torch.float32))
-
-
 def _step(ddp, rank):
-    ddp(torch.randn(5, 3, generator=torch.Generator().manual_seed(rank))).sum().backward()
-    return [parameter.grad.clone() for parameter in ddp.parameters()]
+    ddp(batch_of(rank, shape=(5, 3))).sum().backward()
+    return copy_gradients(ddp)
 
 
 def test_every_method_of_pytorchs_that_is_called_from_outside_is_there():
@@ -43,7 +40,7 @@ def test_a_static_graph_can_be_said_after_construction_and_before_the_first_back
     class Twice(nn.Module):
         def __init__(self):
             super().__init__()
-            self.used, self.unused = _model(), nn.Linear(2, 2)
+            self.used, self.unused = batchnorm_model(), nn.Linear(2, 2)
 
         def forward(self, inputs):
             return self.used(inputs) + self.used(inputs)
@@ -56,11 +53,11 @@ def test_a_static_graph_can_be_said_after_construction_and_before_the_first_back
             said._set_static_graph()
         for step in range(3):
             for ddp in (said, given):
-                ddp(torch.randn(5, 3, generator=torch.Generator().manual_seed(step + rank))).sum().backward()
+                ddp(batch_of(rank, step, shape=(5, 3))).sum().backward()
             for mine, other in zip(said.parameters(), given.parameters(), strict=True):
                 assert (mine.grad is None) == (other.grad is None)
                 assert mine.grad is None or torch.equal(mine.grad, other.grad)
-        late = DistributedDataParallel(_model())
+        late = DistributedDataParallel(batchnorm_model())
         _step(late, rank)
         with pytest.raises(RuntimeError, match="should be called before training loop starts"):
             late._set_static_graph()
@@ -71,7 +68,7 @@ def test_a_static_graph_can_be_said_after_construction_and_before_the_first_back
 def test_logging_data_says_what_pytorchs_says_of_settings_buckets_and_steps(backend):
     def fn(rank, world_size):
         options = {"bucket_cap_mb": 1, "gradient_as_bucket_view": True}
-        ours, theirs = DistributedDataParallel(_model(), **options), TheirWrapper(_model(), **options)
+        ours, theirs = DistributedDataParallel(batchnorm_model(), **options), TheirWrapper(batchnorm_model(), **options)
         _compare(ours._get_ddp_logging_data(), theirs._get_ddp_logging_data())
         for _ in range(3):
             _step(ours, rank), _step(theirs, rank)
@@ -94,7 +91,7 @@ def _compare(ours, theirs):
 
 def test_attributes_are_pytorchs():
     def fn(rank, world_size):
-        ours, theirs = DistributedDataParallel(_model()), TheirWrapper(_model())
+        ours, theirs = DistributedDataParallel(batchnorm_model()), TheirWrapper(batchnorm_model())
         for name in ("device_type", "is_multi_device_module", "parameters_to_ignore", "bucket_bytes_cap"):
             assert getattr(ours, name) == getattr(theirs, name), name
         assert len(ours.modules_buffers) == len(theirs.modules_buffers)
@@ -121,7 +118,7 @@ def test_attributes_are_pytorchs():
 
 def test_what_cannot_work_says_what_to_do_instead():
     def fn(rank, world_size):
-        ddp = DistributedDataParallel(_model())
+        ddp = DistributedDataParallel(batchnorm_model())
         for call, advice in (
             (lambda: ddp._register_fused_optim(torch.optim.SGD, lr=0.1), "optimizers step after backward"),
             (lambda: ddp._register_buffer_comm_hook(None, print), "broadcast_buffers=False"),

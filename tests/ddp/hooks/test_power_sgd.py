@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+from tests.comparisons import assert_equal
 from tests.ddp.hooks.models import Awkward, backward, gradients
 from torch import nn
 
@@ -43,8 +44,7 @@ def test_it_gives_what_pytorchs_gives(power_rank, feedback):
         theirs_state, ours_state = pytorchs.PowerSGDState(None, **options), PowerSGDState(None, **options)
         theirs = _train(_hooked(theirs_state, _net(), pytorchs.powerSGD_hook), rank, range(5))
         ours = _train(_hooked(ours_state, _net()), rank, range(5))
-        for name, reference in theirs.items():
-            torch.testing.assert_close(ours[name], reference, rtol=1e-3, atol=1e-5, msg=lambda t, n=name: f"{n}: {t}")
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
         assert ours_state.compression_stats() == theirs_state.compression_stats()
         assert ours_state.iter == theirs_state.iter
 
@@ -67,9 +67,8 @@ def test_ranks_hold_the_same_bits_and_what_is_kept_adds_up(backend, world_size):
         return left
 
     lefts = run_ranks(fn, world_size, backend=backend)
-    assert all(
-        torch.equal(one, other) for left in lefts for one, other in zip(left.values(), lefts[0].values(), strict=True)
-    )
+    for left in lefts:
+        assert_equal(left, lefts[0])
 
 
 @pytest.mark.slow(but=("gloo",))
@@ -79,10 +78,10 @@ def test_pytorchs_wrapper_and_pytorchs_wrapped_model_take_it(backend):
             return _train(_hooked(PowerSGDState(None, 2, start_powerSGD_iter=2), **how), rank, range(4))
 
         plain = train()
-        for name, half in train(hook=fp16_compress_wrapper(powerSGD_hook)).items():
-            torch.testing.assert_close(half, plain[name], rtol=0.05, atol=5e-3)
-        for name, same in train(wrap=nn.parallel.DistributedDataParallel).items():
-            torch.testing.assert_close(same, plain[name], rtol=1e-3, atol=1e-4)
+        half = train(hook=fp16_compress_wrapper(powerSGD_hook))
+        torch.testing.assert_close(half, plain, rtol=0.05, atol=5e-3)
+        same = train(wrap=nn.parallel.DistributedDataParallel)
+        torch.testing.assert_close(same, plain, rtol=1e-3, atol=1e-4)
 
     run_ranks(fn, 2, backend=backend)
 
@@ -125,7 +124,7 @@ def test_a_saved_state_goes_on_bit_for_bit():
             _train(ddp, rank, range(1))
             second.load_state_dict(saved, ddp.named_parameters())
             resumed = _train(ddp, rank, range(4, 6))
-            assert all(map(torch.equal, straight.values(), resumed.values()))
+            assert_equal(resumed, straight)
 
     run_ranks(fn, 2)
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from tests.comparisons import assert_equal
 from tests.ddp.hooks.models import Awkward, backward, gradients
 from torch import nn
 
@@ -36,7 +37,7 @@ def test_what_was_applied_and_what_is_kept_add_up_to_the_true_gradients(world_si
                 ddp.zero_grad()
                 backward(ddp, rank, step)
             one, other = gradients(plain), gradients(quantised)
-            assert all(map(torch.equal, other.values(), _everybodys(other)[0].values()))
+            assert_equal(other, _everybodys(other)[0])
             true = one if true is None else {name: true[name] + one[name] for name in one}
             applied = other if applied is None else {name: applied[name] + other[name] for name in other}
             for name, gradient in one.items():  # no single step is far off: two roundings of at most 1/254 each
@@ -159,7 +160,7 @@ def test_a_saved_state_goes_on_bit_for_bit():
         train(ddp, range(1))  # the plan after the first backward is part of what decides the bits
         second.load_state_dict(saved, ddp.named_parameters())
         resumed = train(ddp, range(2, 4))
-        assert all(map(torch.equal, straight.values(), resumed.values()))
+        assert_equal(resumed, straight)
 
     run_ranks(fn, 2)
 
