@@ -1,6 +1,8 @@
 """A model with what makes slices hard: sizes that don't divide, channels_last, a scalar, a frozen one."""
 
 import torch
+from tests.models import batch_of
+from tests.training import copy_parameters
 from torch import nn
 
 import phalanx
@@ -22,7 +24,7 @@ class Uneven(nn.Module):
 
 
 def batch(rank, step):
-    return torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(100 * step + rank))
+    return batch_of(rank, step, shape=(4, 3, 8, 8))
 
 
 def backward(ddp, rank, step):
@@ -37,16 +39,8 @@ def train(ddp, optimizer, rank, steps, *, first=0, before_step=None):
         if before_step:
             before_step(ddp)
         optimizer.step()
-    return values(ddp)
-
-
-def values(module):
-    return [p.detach().clone() for p in module.parameters()]
+    return copy_parameters(ddp)
 
 
 def wrapped(seed=0):
     return phalanx.DistributedDataParallel(Uneven(seed))
-
-
-def same(these, those):
-    return len(these) == len(those) and all(torch.equal(one, other) for one, other in zip(these, those, strict=True))

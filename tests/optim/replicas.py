@@ -3,6 +3,8 @@
 import copy
 
 import torch
+from tests.models import batch_of
+from tests.training import train
 from torch import nn
 
 LR, MOMENTUM = 0.1, 0.9
@@ -38,10 +40,7 @@ def outer_of(model):
 
 
 def train_step(model, optimizer, rank, step):
-    images = torch.randn(5, 2, 5, 5, generator=torch.Generator().manual_seed(100 * step + rank))
-    optimizer.zero_grad()
-    model(images).square().mean().backward()
-    optimizer.step()
+    train(model, optimizer, [batch_of(rank, step, shape=(5, 2, 5, 5))])
 
 
 def floats(model):

@@ -8,8 +8,10 @@ import signal
 import pytest
 import torch
 import torch.distributed as dist
+from tests.comparisons import assert_equal, assert_same_on_all_ranks
 from tests.optim.averaging import simulate_easgd, simulate_gossip, simulate_streaming
 from tests.optim.replicas import Replica, floats, inner_of, outer_of, train_step
+from tests.training import copy_state
 from torch import nn
 
 import phalanx
@@ -142,7 +144,7 @@ def test_ranks_end_with_what_the_formulas_say(world_size, backend):
     ended = run_ranks(fn, world_size, backend=backend, timeout=60)
     for number, case in enumerate(cases):
         for values in ended:
-            assert all(map(torch.equal, values[number], ended[0][number])), case
+            assert_equal(values[number], ended[0][number], case)
         torch.testing.assert_close(
             ended[0][number], simulate(*case), rtol=1e-5, atol=1e-6, msg=lambda m, c=case: f"{c}: {m}"
         )
@@ -173,9 +175,9 @@ def test_between_rounds_those_agree_who_have_met():
     ended = run_ranks(fn, 4)
     assert [one["pair"] for one in ended] == [(0, 2), (1, 3), (0, 2), (1, 3)]
     for kind, other in itertools.product(("easgd", "streaming"), ended):
-        assert all(map(torch.equal, other[kind], ended[0][kind]))
+        assert_equal(other[kind], ended[0][kind])
     for one, other in ((0, 2), (1, 3)):
-        assert all(map(torch.equal, ended[one]["model"], ended[other]["model"]))
+        assert_equal(ended[one]["model"], ended[other]["model"])
     assert not torch.equal(ended[0]["model"][0], ended[1]["model"][0])
 
 
@@ -198,7 +200,7 @@ def test_a_rank_that_dies_in_a_round_leaves_the_others_what_they_had(kind):
             return True
         with pytest.raises(phalanx.PeerLostError, match="rank 1"):
             train_step(model, optimizer, rank, 2)
-        assert all(map(torch.equal, floats(model), seen[0]))
+        assert_equal(floats(model), seen[0])
         return True
 
     assert run_ranks(fn, 4, lost=(1,)) == [True, None, True, True]
@@ -222,7 +224,8 @@ def test_a_rank_that_dies_while_a_fragment_is_on_its_way_leaves_the_others_what_
 
         with pytest.raises(phalanx.PeerLostError, match="rank 1"):
             train()
-        assert all(map(torch.equal, floats(model), seen[0])) if seen else True
+        if seen:
+            assert_equal(floats(model), seen[0])
         return True
 
     assert run_ranks(fn, 3, lost=(1,)) == [True, None, True]
@@ -256,7 +259,7 @@ def test_a_saved_state_goes_on_bit_for_bit():
                     one.load_state_dict(state)
                 train(model, optimizer, range(cut, 13))
                 rounds.finish()
-                assert all(map(torch.equal, floats(model), straight)), (make, cut)
+                assert_equal(floats(model), straight, make, cut)
 
     run_ranks(fn, 3)
 
@@ -372,10 +375,7 @@ def test_ranks_that_stand_at_different_rounds_after_a_loss_go_on_from_the_later_
             seen[kind, "end"] = floats(model)
         return seen
 
-    first, *others = run_ranks(fn, 3)
-    for other in others:
-        for key, value in first.items():
-            assert value == other[key] if key[1] == "rounds" else all(map(torch.equal, value, other[key])), key
+    assert_same_on_all_ranks(run_ranks(fn, 3))
 
 
 def test_a_round_that_only_some_have_missed_moves_the_outer_parameters_once():
@@ -390,7 +390,7 @@ def test_a_round_that_only_some_have_missed_moves_the_outer_parameters_once():
             before = rounds.state_dict()
             model(torch.randn(5, 3, generator=draw)).sum().backward()
             if rank == 1:
-                missed = [one.clone() for one in model.state_dict().values()]
+                missed = copy_state(model)
             inner.step()
             inner.zero_grad()
         done = floats(model)
@@ -404,8 +404,8 @@ def test_a_round_that_only_some_have_missed_moves_the_outer_parameters_once():
 
     ended = run_ranks(fn, 3)
     for model, _, outer in ended:
-        assert all(map(torch.equal, model, ended[0][1]))
-        assert all(map(torch.equal, outer, ended[0][2]))
+        assert_equal(model, ended[0][1])
+        assert_equal(outer, ended[0][2])
 
 
 def test_groups_of_fragments_are_left_when_others_take_their_place_and_at_the_end():
@@ -436,4 +436,4 @@ def test_groups_of_fragments_are_left_when_others_take_their_place_and_at_the_en
     first, *others = run_ranks(fn, 3)
     for num_left, end in (first, *others):
         assert num_left == 0
-        assert all(map(torch.equal, end, first[1]))
+        assert_equal(end, first[1])

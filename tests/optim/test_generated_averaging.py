@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from tests.comparisons import assert_equal
 from tests.optim import averaging
 from tests.optim.random_training import OPTIMIZERS, SCHEDULERS, Play, Training
 from tests.optim.replicas import floats
@@ -202,13 +203,13 @@ def test_what_is_trained_apart_is_what_the_papers_say_and_goes_on_from_what_was_
             model, inner, rounds = again
             with rounds:
                 train(case, rank, model, inner, range(case.cuts[rank], case.steps_of[rank]))
-            assert all(map(torch.equal, floats(model), results[-1])), case
+            assert_equal(floats(model), results[-1], case)
         return results
 
     ended = run_ranks(fn, world_size, backend=backend, timeout=60 + 20 * num_averagings)
     for number, case in enumerate(cases):
         for values in ended:
-            assert all(map(torch.equal, values[number], ended[0][number])), case
+            assert_equal(values[number], ended[0][number], case)
         torch.testing.assert_close(
             ended[0][number], case.simulate(), rtol=1e-7, atol=1e-8, msg=lambda m, c=case: f"{c}: {m}"
         )
@@ -278,7 +279,8 @@ def test_every_optimizer_trains_apart_as_the_papers_say(world_size, backend, num
     ended = run_ranks(fn, world_size, backend=backend, timeout=60 + 40 * num_averagings)
     problems = []
     for number, case in enumerate(cases):
-        assert all(all(map(torch.equal, values[number], ended[0][number])) for values in ended), case
+        for values in ended:
+            assert_equal(values[number], ended[0][number], case)
         try:
             torch.testing.assert_close(ended[0][number], case.simulate(), rtol=1e-7, atol=1e-8)
         except AssertionError as error:

@@ -6,8 +6,11 @@ import gc
 import pytest
 import torch
 import torch.distributed as dist
+from tests.comparisons import all_equal
+from tests.models import batch_of
 from tests.optim.late_staging import LateStaging
-from tests.optim.models import Uneven, backward, batch, same, train, values, wrapped
+from tests.optim.models import Uneven, backward, batch, train, wrapped
+from tests.training import copy_parameters
 from torch import nn, optim
 
 import phalanx
@@ -41,7 +44,7 @@ def _offloaded(make_model=wrapped):
 
 def _settled(module):
     LateStaging.compute(module)
-    return values(module)
+    return copy_parameters(module)
 
 
 @pytest.mark.slow(but=("1",))
@@ -56,7 +59,7 @@ def test_weights_are_bitwise_those_without_offload_however_late_copies_come(worl
             sharded = train(kept, ZeroRedundancyOptimizer(kept.parameters(), made, **options), rank, STEPS)
             optimizer = ZeroRedundancyOptimizer(away.parameters(), made, offload=True, **options)
             train(away, optimizer, rank, STEPS)
-            if not (same(_settled(away), expected) and same(sharded, expected)):
+            if not (all_equal(_settled(away), expected) and all_equal(sharded, expected)):
                 different.append((made.__name__, options))
         return different
 
@@ -77,7 +80,7 @@ def test_weights_are_those_of_one_process_with_the_whole_batch_of_gradients():
             optimizer.step()
             reference.step()
         return (
-            same(values(away), values(alone)),
+            all_equal(copy_parameters(away), copy_parameters(alone)),
             optimizer.param_groups[0]["fused"],
             optimizer.optim.param_groups[0]["fused"],
         )
@@ -114,7 +117,7 @@ def test_half_parameters_are_updated_in_float32_and_all_others_as_they_are(monke
             reference.step()
         LateStaging.compute(None)
         rounded = [mine.detach().to(theirs.dtype) for mine, theirs in zip(references, parameters, strict=True)]
-        return same(rounded, [p.detach() for p in parameters])
+        return all_equal(rounded, [p.detach() for p in parameters])
 
     assert run_ranks(mixed, 3) == [True] * 3
 
@@ -148,9 +151,9 @@ def test_what_happens_to_gradients_after_backward_counts(monkeypatch):
                 optimizer.step()
             results.append((_settled(ddp), norm, [p.grad for p in ddp.parameters() if p.grad is not None]))
         return [
-            same(results[0][0], results[1][0]),
+            all_equal(results[0][0], results[1][0]),
             torch.equal(results[0][1], results[1][1]),
-            same(results[0][2], results[1][2]),
+            all_equal(results[0][2], results[1][2]),
         ]
 
     assert run_ranks(changed, 2) == [[True] * 3] * 2
@@ -177,8 +180,8 @@ def test_what_is_written_into_parameters_between_steps_counts():
                 ddp.module.hidden.load_state_dict(loaded)
             dist.barrier()
             train(ddp, optimizer, rank, 2, first=2)
-            results.append((values(ddp), None))
-        return same(results[1][0], results[2][0])
+            results.append((copy_parameters(ddp), None))
+        return all_equal(results[1][0], results[2][0])
 
     assert run_ranks(written, 2) == [True] * 2
 
@@ -228,8 +231,8 @@ def test_gradients_changed_by_what_pytorch_does_not_count_are_what_the_update_ta
                     if parameter.grad is not None:
                         dist.all_reduce(parameter.grad)
                 other.step()
-            results.append((values(ddp), values(bare)))
-        return [same(result[n], results[0][n]) for result in results[1:] for n in range(2)]
+            results.append((copy_parameters(ddp), copy_parameters(bare)))
+        return [all_equal(result[n], results[0][n]) for result in results[1:] for n in range(2)]
 
     assert run_ranks(trained, 2) == [[True] * 4] * 2
 
@@ -268,11 +271,11 @@ def test_parameters_changed_by_what_pytorch_does_not_count_stay_changed(monkeypa
                 for change in (broadcast, average, build_ddp, through_data):
                     for _ in range(2):
                         change()
-                        expected = values(module)
+                        expected = copy_parameters(module)
                         for parameter in module.parameters():
                             parameter.grad = torch.zeros_like(parameter)
                         optimizer.step()
-                        if not same(values(module), expected):
+                        if not all_equal(copy_parameters(module), expected):
                             lost.append((staging.__name__, dtype, change.__name__))
         return lost
 
@@ -306,7 +309,7 @@ def test_groups_frozen_parameters_and_those_without_gradients(monkeypatch):
                 model.frozen.grad = torch.full_like(model.frozen, 0.25)
                 optimizer.step()
             results.append(_settled(ddp))
-        return same(*results)
+        return all_equal(*results)
 
     assert run_ranks(grouped, 2) == [True] * 2
 
@@ -334,7 +337,7 @@ def test_a_closure_a_scheduler_and_pytorchs_ddp(monkeypatch):
                 losses.append(optimizer.step(closure).item())
                 scheduler.step()
             results.append((_settled(ddp), losses))
-        return same(results[0][0], results[1][0]) and results[0][1] == results[1][1]
+        return all_equal(results[0][0], results[1][0]) and results[0][1] == results[1][1]
 
     assert run_ranks(closed, 2) == [True] * 2
 
@@ -373,8 +376,8 @@ def test_state_is_that_of_the_plain_optimizer_and_loads_everywhere():
             model.module.load_state_dict(away.module.state_dict())
             dist.barrier()
             results.append(train(model, again, rank, 2, first=2))
-        return [same(result, train(plain, reference, rank, 2, first=2)) for result in results[:1]] + [
-            same(result, results[0]) for result in results
+        return [all_equal(result, train(plain, reference, rank, 2, first=2)) for result in results[:1]] + [
+            all_equal(result, results[0]) for result in results
         ]
 
     assert run_ranks(saved, 2) == [[True] * 4] * 2
@@ -416,7 +419,7 @@ def test_masters_of_half_parameters_are_saved_and_come_back_to_the_bit(model_fir
         optim.Adam(plain).load_state_dict(wholes[0])  # casts, as always, and steps:
         _give_gradients(plain, 0)
         optim.Adam(plain).step()
-        return same(values_of(parameters), values_of(again)) and same(*masters)
+        return all_equal(values_of(parameters), values_of(again)) and all_equal(*masters)
 
     def values_of(parameters):
         return [p.detach().clone() for p in parameters]
@@ -450,7 +453,7 @@ def test_a_checkpoint_in_shards_holds_the_masters_for_any_number_of_ranks(tmp_pa
 
     expected = run_ranks(save, 2)[0]
     for world_size in (1, 3):
-        assert all(same(weights, expected) for weights in run_ranks(load, world_size))
+        assert all(all_equal(weights, expected) for weights in run_ranks(load, world_size))
 
 
 def test_each_host_may_update_all_parameters_with_its_own_group():
@@ -463,7 +466,7 @@ def test_each_host_may_update_all_parameters_with_its_own_group():
             away.parameters(), optim.AdamW, process_group=hosts[rank // 2], offload=True
         )
         expected = train(plain, optim.AdamW(plain.parameters(), fused=True), rank, STEPS)
-        return same(train(away, optimizer, rank, STEPS), expected)
+        return all_equal(train(away, optimizer, rank, STEPS), expected)
 
     assert run_ranks(on_hosts, 4) == [True] * 4
 
@@ -501,13 +504,11 @@ def test_gather_gradients_false_and_strategies_take_it_too():
             assert optimizer.offload is away
             for step in range(3):
                 optimizer.zero_grad()
-                ddp(
-                    torch.randn(4, 600, generator=torch.Generator().manual_seed(rank + 2 * step))
-                ).square().mean().backward()
+                ddp(batch_of(rank, step, shape=(4, 600))).square().mean().backward()
                 optimizer.clip_grad_norm_(0.1)
                 optimizer.step()
-            results.append(values(ddp))
-        return same(*results)
+            results.append(copy_parameters(ddp))
+        return all_equal(*results)
 
     assert run_ranks(sharded, 2) == [True] * 2
 

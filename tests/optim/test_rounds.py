@@ -6,7 +6,9 @@ import signal
 import pytest
 import torch
 import torch.distributed as dist
+from tests.comparisons import assert_equal, assert_same_on_all_ranks
 from tests.optim.replicas import Replica, floats, inner_of, outer_of, simulate, train_step
+from tests.training import copy_parameters
 from torch import nn
 
 import phalanx
@@ -52,10 +54,9 @@ def test_ranks_end_with_what_replicas_in_one_process_end_with(kind, backend, ste
         return ended
 
     ended = run_ranks(fn, len(steps_of), backend=backend)
-    for values in ended:
-        assert all(map(torch.equal, values, ended[0]))
-    for mine, reference in zip(ended[0], simulate(steps_of, SYNC_EVERY, outer=kind != "local"), strict=True):
-        torch.testing.assert_close(mine, reference, rtol=1e-5, atol=1e-6)
+    assert_same_on_all_ranks(ended)
+    reference = simulate(steps_of, SYNC_EVERY, outer=kind != "local")
+    torch.testing.assert_close(ended[0], reference, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["local", "diloco"])
@@ -72,7 +73,7 @@ def test_a_rank_that_dies_in_a_round_leaves_the_others_what_they_had(kind):
         rounds._flat.take, take = (lambda: (seen.append(floats(model)), take())), rounds._flat.take
         with pytest.raises(phalanx.PeerLostError, match="rank 1"):
             train_step(model, optimizer, rank, SYNC_EVERY - 1)
-        assert all(map(torch.equal, floats(model), seen[0]))
+        assert_equal(floats(model), seen[0])
         return True
 
     assert run_ranks(fn, 3, lost=(1,)) == [True, None, True]
@@ -104,7 +105,7 @@ def test_a_saved_state_goes_on_bit_for_bit(kind):
             one.load_state_dict(state)
         train(model, optimizer, range(5, 10))
         rounds.finish()
-        assert all(map(torch.equal, floats(model), straight))
+        assert_equal(floats(model), straight)
 
     run_ranks(fn, 2)
 
@@ -121,8 +122,7 @@ def test_outer_parameters_are_the_model_of_the_last_round():
                 kept = model.conv.weight.grad
         assert kept is not None  # the user's gradient is back where it was
         outer = rounds.outer_parameters()
-        assert outer.keys() == after_round.keys()
-        assert all(torch.equal(outer[name], value) for name, value in after_round.items())
+        assert_equal(outer, after_round)
         assert not torch.equal(outer["conv.weight"], model.conv.weight)
 
     run_ranks(fn, 2)
@@ -148,10 +148,9 @@ def test_what_already_keeps_the_same_ranks_together_is_refused():
         with _local(model, optimizer, process_group=across[rank % 2]):
             for step in range(4):
                 train_step(model, optimizer, rank, step)
-        return [p.detach().clone() for p in model.parameters()]
+        return copy_parameters(model)
 
-    ended = run_ranks(fn, 4)
-    assert all(torch.equal(one, other) for values in ended for one, other in zip(values, ended[0], strict=True))
+    assert_same_on_all_ranks(run_ranks(fn, 4))
 
 
 def test_ranks_that_differ_are_told_how():

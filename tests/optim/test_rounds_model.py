@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+from tests.comparisons import assert_equal
 from tests.optim.test_generated_averaging import KINDS
 from torch import nn
 
@@ -85,8 +86,7 @@ def test_all_of_the_model_is_rank_0s_at_construction(backend):
 
     expected = [_tensors(Mixed(seed, 0)) for _ in KINDS for seed in range(_CASES)]
     for found in run_ranks(work, 2, backend=backend):
-        for case, (theirs, rights) in enumerate(zip(found, expected, strict=True)):
-            assert all(torch.equal(one, right) for one, right in zip(theirs, rights, strict=True)), case
+        assert_equal(found, expected)
 
 
 @pytest.mark.parametrize("change", ["unfrozen", "added"])

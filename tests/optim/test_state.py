@@ -2,7 +2,9 @@
 
 import pytest
 import torch
-from tests.optim.models import Uneven, batch, same, train, values, wrapped
+from tests.comparisons import all_equal
+from tests.optim.models import Uneven, batch, train, wrapped
+from tests.training import copy_parameters
 from torch import nn, optim
 
 from phalanx import ZeroRedundancyOptimizer
@@ -75,7 +77,7 @@ def test_training_goes_on_bitwise_in_another_number_of_ranks_and_in_the_plain_op
         optimizer.load_state_dict(saved["optimizer"] if state is None else state)
         for step in range(2, 4):
             _one_batch(ddp, optimizer, step)
-        return values(ddp)
+        return copy_parameters(ddp)
 
     run_ranks(begin, 4)
     merged = merge_state_dicts([torch.load(tmp_path / f"shard{rank}.pt") for rank in (3, 1, 0, 2)])
@@ -83,7 +85,7 @@ def test_training_goes_on_bitwise_in_another_number_of_ranks_and_in_the_plain_op
     (expected,) = run_ranks(go_on, 1, plain, None)
     for world_size, make, state in [(1, sharded, None), (2, sharded, merged), (2, plain, merged)]:
         for got in run_ranks(go_on, world_size, make, state):
-            assert same(got, expected)
+            assert all_equal(got, expected)
 
 
 def test_a_plain_optimizers_state_loads_into_shards():
@@ -96,7 +98,7 @@ def test_a_plain_optimizers_state_loads_into_shards():
         optimizer.load_state_dict(reference.state_dict())
         state = reference.state_dict()
         return (
-            same(train(sharded, optimizer, rank, 2, first=2), train(plain, reference, rank, 2, first=2)),
+            all_equal(train(sharded, optimizer, rank, 2, first=2), train(plain, reference, rank, 2, first=2)),
             optimizer.param_groups[0]["lr"],
             state["state"][0]["step"].item(),
         )

@@ -8,7 +8,9 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from tests.optim.models import backward, same, values, wrapped
+from tests.comparisons import all_equal
+from tests.optim.models import backward, wrapped
+from tests.training import copy_parameters
 from torch import optim
 
 from phalanx import DeadlineError, PeerLostError, ZeroRedundancyOptimizer, _core, shared_empty
@@ -98,18 +100,18 @@ def test_a_rank_killed_in_the_update_leaves_one_whole_step(window, offload):
             if step == 1 and rank == VICTIM:
                 arm()
             backward(ddp, rank, step)
-            old = values(plain)
+            old = copy_parameters(plain)
             for mine, shared in zip(plain.parameters(), ddp.parameters(), strict=True):
                 mine.grad = None if shared.grad is None else shared.grad.clone()
             reference.step()
             if step == 0:
                 optimizer.step()
-                assert same(values(ddp), values(plain))
+                assert all_equal(copy_parameters(ddp), copy_parameters(plain))
         with pytest.raises(PeerLostError) as lost:
             optimizer.step()
         assert "rank 1" in str(lost.value)
-        got = values(ddp)
-        return "old" if same(got, old) else "new" if same(got, values(plain)) else "torn"
+        got = copy_parameters(ddp)
+        return "old" if all_equal(got, old) else "new" if all_equal(got, copy_parameters(plain)) else "torn"
 
     assert run_ranks(updated, 3, lost=(VICTIM,)) == [outcome, None, outcome]
 
@@ -134,13 +136,13 @@ def test_a_rank_that_is_stuck_in_the_update_is_waited_for_as_long_as_the_timeout
         ddp = wrapped()
         optimizer = ZeroRedundancyOptimizer(ddp.parameters(), Stuck, lr=0.1)
         backward(ddp, rank, 0)
-        old = values(ddp)
+        old = copy_parameters(ddp)
         dist.barrier()
         if rank != VICTIM:
             dist.group.WORLD.set_timeout(timedelta(seconds=1))
         with pytest.raises(DeadlineError) as late:
             optimizer.step()
-        survived = same(values(ddp), old)
+        survived = all_equal(copy_parameters(ddp), old)
         dist.group.WORLD._store.set(str(rank), "over")
         assert "no answer from rank 1" in str(late.value) or rank == VICTIM
         return survived
@@ -196,7 +198,7 @@ def test_a_rank_that_was_stopped_in_the_update_comes_back_to_the_step_that_the_o
         optimizer = ZeroRedundancyOptimizer(ddp.parameters(), optimizer_class, lr=0.1)
         store = dist.group.WORLD._store
         backward(ddp, rank, 0)
-        old = values(ddp)
+        old = copy_parameters(ddp)
         dist.barrier()
         if rank == VICTIM:
             STOPS[stop]()
@@ -204,13 +206,13 @@ def test_a_rank_that_was_stopped_in_the_update_comes_back_to_the_step_that_the_o
             dist.group.WORLD.set_timeout(timedelta(seconds=1))
         with pytest.raises((DeadlineError, PeerLostError)):
             optimizer.step()
-        alone = same(values(ddp), old)
+        alone = all_equal(copy_parameters(ddp), old)
         store.set(f"settled {rank}", "")
         store.wait([f"settled {other}" for other in range(world_size) if other != VICTIM])
         if rank == 0:
             os.kill(int(store.get("pid")), signal.SIGCONT)
         store.wait([f"settled {VICTIM}"])
-        return alone, same(values(ddp), old)
+        return alone, all_equal(copy_parameters(ddp), old)
 
     assert run_ranks(updated, 3) == [(True, True)] * 3
 
@@ -234,13 +236,13 @@ def test_what_one_rank_has_decided_holds_for_those_who_pass_the_sync_as_well():
         backward(ddp, rank, 0)
         optimizer.step()
         undone.append(optimizer._undo)
-        old = values(ddp)
+        old = copy_parameters(ddp)
         with pytest.raises(PeerLostError, match="rank 0 saw it fail and undid it"):
             optimizer.step()
         store = dist.group.WORLD._store
         store.set(f"settled {rank}", "")
         store.wait([f"settled {other}" for other in range(world_size)])
-        return same(values(ddp), old)
+        return all_equal(copy_parameters(ddp), old)
 
     assert run_ranks(updated, 3) == [True] * 3
 
@@ -255,7 +257,7 @@ def train_until_killed(rank, world_size, delay):
     ddp, plain = wrapped(), wrapped()
     optimizer = ZeroRedundancyOptimizer(ddp.parameters(), optim.AdamW, fused=True)
     reference = optim.AdamW(plain.parameters(), fused=True)
-    step, old, new = 0, None, values(plain)
+    step, old, new = 0, None, copy_parameters(plain)
     try:
         while True:
             optimizer.zero_grad()
@@ -264,15 +266,15 @@ def train_until_killed(rank, world_size, delay):
                 mine.grad = None if shared.grad is None else shared.grad.clone()
             old = new
             reference.step()
-            new = values(plain)
+            new = copy_parameters(plain)
             optimizer.step()
             step += 1
             if step == 1 and rank == VICTIM:
                 signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process
                 signal.setitimer(signal.ITIMER_REAL, delay)
     except PeerLostError:
-        got = values(ddp)
-        return step if same(got, old) else step + 1 if same(got, new) else "torn"
+        got = copy_parameters(ddp)
+        return step if all_equal(got, old) else step + 1 if all_equal(got, new) else "torn"
 
 
 def _litmus(rank, world_size, rounds):

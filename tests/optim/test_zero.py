@@ -10,7 +10,9 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from tests.optim.models import Uneven, backward, batch, same, train, values, wrapped
+from tests.comparisons import all_equal
+from tests.optim.models import Uneven, backward, batch, train, wrapped
+from tests.training import copy_parameters
 from torch import nn, optim
 
 import phalanx
@@ -59,7 +61,7 @@ def _compare(make_plain, make_sharded, rank, **training):
     plain, sharded = wrapped(), wrapped()
     expected = train(plain, make_plain(plain.parameters()), rank, STEPS, **training)
     got = train(sharded, make_sharded(sharded.parameters()), rank, STEPS, **training)
-    return same(got, expected) and not same(got, values(Uneven()))
+    return all_equal(got, expected) and not all_equal(got, copy_parameters(Uneven()))
 
 
 @pytest.mark.slow(but=("1",))
@@ -99,7 +101,7 @@ def test_half_double_and_complex_parameters_are_updated_like_the_plain_optimizer
                 other.grad = one.grad.clone()
             for optimizer in optimizers:
                 optimizer.step()
-        return same(sharded, plain)
+        return all_equal(sharded, plain)
 
     assert run_ranks(mixed, 3) == [True] * 3
 
@@ -150,7 +152,7 @@ def test_groups_have_their_own_options_and_can_be_added():
             train(ddp, optimizer, rank, 2)
             optimizer.add_param_group({"params": [model.scale, *model.head.parameters()], "momentum": 0.0})
             results.append((train(ddp, optimizer, rank, 2, first=2), [g["momentum"] for g in optimizer.param_groups]))
-        return same(results[0][0], results[1][0]) and results[0][1] == results[1][1] == [0.9, 0.9, 0.0]
+        return all_equal(results[0][0], results[1][0]) and results[0][1] == results[1][1] == [0.9, 0.9, 0.0]
 
     assert run_ranks(grouped, 3) == [True] * 3
 
@@ -168,8 +170,8 @@ def test_schedulers_change_the_rate_of_every_ranks_slices():
             for step in range(5):
                 train(ddp, optimizer, rank, 1, first=step)
                 scheduler.step()
-            results.append((values(ddp), scheduler.get_last_lr(), optimizer.param_groups[0]["betas"]))
-        return same(results[0][0], results[1][0]) and results[0][1:] == results[1][1:]
+            results.append((copy_parameters(ddp), scheduler.get_last_lr(), optimizer.param_groups[0]["betas"]))
+        return all_equal(results[0][0], results[1][0]) and results[0][1:] == results[1][1:]
 
     assert run_ranks(scheduled, 2) == [True] * 2
 
@@ -178,7 +180,7 @@ def test_a_closure_is_called_once_and_its_loss_returned():
     def closed(rank, world_size):
         model = Uneven()
         optimizer = ZeroRedundancyOptimizer(model.parameters(), optim.SGD, lr=0.1)
-        before = values(model)
+        before = copy_parameters(model)
         losses = []
 
         def closure():
@@ -189,7 +191,7 @@ def test_a_closure_is_called_once_and_its_loss_returned():
             return loss
 
         loss = optimizer.step(closure)
-        return losses == [loss.item()] and not same(before, values(model))
+        return losses == [loss.item()] and not all_equal(before, copy_parameters(model))
 
     assert run_ranks(closed, 2) == [True] * 2
 
@@ -223,7 +225,7 @@ def test_what_one_rank_writes_into_a_parameter_all_ranks_see():
     def written(rank, world_size):
         model = Uneven(seed=rank)  # rank 0's values become everybody's
         ZeroRedundancyOptimizer(model.parameters(), optim.SGD, lr=0.1)
-        as_rank_0 = same(values(model), values(Uneven(seed=0)))
+        as_rank_0 = all_equal(copy_parameters(model), copy_parameters(Uneven(seed=0)))
         dist.barrier()
         with torch.no_grad():
             if rank == 1:
@@ -259,7 +261,9 @@ def test_parameters_outlive_the_optimizer_and_the_group():
         model = ddp.module
         del ddp, optimizer
         dist.destroy_process_group()
-        return same(values(model), expected) and same(values(copy.deepcopy(model)), expected)
+        return all_equal(copy_parameters(model), expected) and all_equal(
+            copy_parameters(copy.deepcopy(model)), expected
+        )
 
     assert run_ranks(outlived, 2) == [True] * 2
 
@@ -283,7 +287,7 @@ def test_a_subgroup_shares_among_its_own_ranks():
         optimizer = ZeroRedundancyOptimizer(ddp.parameters(), optim.SGD, process_group=group, lr=0.1)
         plain = phalanx.DistributedDataParallel(Uneven(seed=rank), process_group=group)
         expected = train(plain, optim.SGD(plain.parameters(), lr=0.1), rank, 2)
-        return same(train(ddp, optimizer, rank, 2), expected)
+        return all_equal(train(ddp, optimizer, rank, 2), expected)
 
     assert run_ranks(halves, 4) == [True] * 4
 
@@ -328,7 +332,7 @@ def test_it_does_not_matter_how_it_is_put_together(way):
             optimizer = ZeroRedundancyOptimizer(ddp.named_parameters(), optim.AdamW)
         else:
             optimizer = ZeroRedundancyOptimizer(ddp.parameters(), optim.AdamW)
-        return same(train(ddp, optimizer, rank, 3), train(plain, optim.AdamW(plain.parameters()), rank, 3))
+        return all_equal(train(ddp, optimizer, rank, 3), train(plain, optim.AdamW(plain.parameters()), rank, 3))
 
     assert run_ranks(put_together, 2) == [True] * 2
 
@@ -346,8 +350,8 @@ def test_a_gradient_scaler_works_as_with_the_plain_optimizer():
                 scaler.scale(ddp(batch(rank, step)).square().mean() * scale).backward()
                 scaler.step(optimizer)
                 scaler.update()
-            results.append((values(ddp), scaler.get_scale()))
-        return same(results[0][0], results[1][0]) and results[0][1] == results[1][1] == 8.0
+            results.append((copy_parameters(ddp), scaler.get_scale()))
+        return all_equal(results[0][0], results[1][0]) and results[0][1] == results[1][1] == 8.0
 
     assert run_ranks(scaled, 2) == [True] * 2
 
@@ -460,7 +464,7 @@ def test_a_rank_whose_optimizer_fails_ends_the_step_for_all():
     def fussy(rank, world_size):
         ddp = wrapped()
         optimizer = ZeroRedundancyOptimizer(ddp.parameters(), Fussy, lr=0.1)
-        before = values(ddp)
+        before = copy_parameters(ddp)
         backward(ddp, rank, 0)
         if rank == 1:
             with pytest.raises(ArithmeticError, match="not today"):
@@ -473,7 +477,7 @@ def test_a_rank_whose_optimizer_fails_ends_the_step_for_all():
         else:
             with pytest.raises(phalanx.PeerLostError, match="rank 1 failed in it, and all parameters are those of"):
                 optimizer.step()
-        return same(values(ddp), before)
+        return all_equal(copy_parameters(ddp), before)
 
     assert run_ranks(fussy, 2) == [True, None]
 
@@ -503,8 +507,8 @@ def test_without_gathering_gradients_the_weights_are_the_same(world_size, made):
         plain, sharded = phalanx.DistributedDataParallel(Large()), phalanx.DistributedDataParallel(Large())
         expected = train(plain, made(plain.parameters(), lr=0.01), rank, STEPS)
         optimizer = ZeroRedundancyOptimizer(sharded.parameters(), made, lr=0.01, **_WITHOUT_GATHER)
-        assert same(train(sharded, optimizer, rank, STEPS), expected)
-        return same([p.grad for p in sharded.parameters()], [p.grad for p in plain.parameters()])
+        assert all_equal(train(sharded, optimizer, rank, STEPS), expected)
+        return all_equal([p.grad for p in sharded.parameters()], [p.grad for p in plain.parameters()])
 
     assert all(run_ranks(fn, world_size)) == (world_size == 1)
 
@@ -523,7 +527,7 @@ def test_its_own_clipping_is_that_of_torch_and_needs_no_gathered_gradients(norm_
             norm = other.clip_grad_norm_(0.01, norm_type)
             torch.testing.assert_close(norm, expected, rtol=1e-4, atol=0)  # two ways to add 200,000 numbers
             one.step(), other.step()
-        torch.testing.assert_close(values(sharded), values(plain))
+        torch.testing.assert_close(copy_parameters(sharded), copy_parameters(plain))
         return norm.item()
 
     norms = run_ranks(fn, 3)
@@ -561,7 +565,7 @@ def test_a_later_optimizer_that_gathers_gets_all_gradients():
         return [p.grad.clone() for p in ddp.parameters()]
 
     first, second = run_ranks(fn, 2)
-    assert same(first, second)
+    assert all_equal(first, second)
 
 
 def test_the_norm_of_double_parameters_is_double():
@@ -618,7 +622,7 @@ def test_gradients_accumulate_under_no_sync_without_gathering():
                     backward(ddp, rank, 10 * step)
                 backward(ddp, rank, 10 * step + 1)
                 optimizer.step()
-        return same(values(sharded), values(plain))
+        return all_equal(copy_parameters(sharded), copy_parameters(plain))
 
     assert run_ranks(fn, 2) == [True] * 2
 
