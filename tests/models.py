@@ -1,4 +1,4 @@
-"""Small models, and batches for them that every process can draw again."""
+"""Small models, and data for them that every process can draw again."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 
 def mlp(
@@ -27,3 +28,9 @@ def batchnorm_model(*, seed: int = 0) -> nn.Sequential:
 def batch_of(rank: int, step: int = 0, *, shape: Sequence[int] = (5, 6)) -> Tensor:
     """Return a rank's inputs of a step, the same ones in whatever process asks for them."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(1000 * step + rank))
+
+
+def make_data(size: int = 90) -> TensorDataset:
+    """Return samples of 6 features, whose target is the sum of their squares."""
+    inputs = batch_of(3, shape=(size, 6))
+    return TensorDataset(inputs, inputs.square().sum(1, keepdim=True))

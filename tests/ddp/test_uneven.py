@@ -81,7 +81,7 @@ def test_the_mean_is_over_the_ranks_that_have_data_and_all_end_with_the_same_wei
         for epoch in range(epochs):
             _train(ddp, optimizer, rank, counts, epoch)
             _meet(epoch)
-            after.append(copy_state(ddp))  # right after the collective, nothing in between
+            after.append(copy_state(ddp.module))  # right after the collective, nothing in between
         phalanx.check_replicas(ddp)
         return after
 
@@ -102,7 +102,7 @@ def test_more_ranks_than_cores_and_large_buckets_meet_as_well():
         for epoch in range(2):
             _train(ddp, optimizer, rank, counts, epoch)
             dist.barrier()
-        return copy_state(ddp)
+        return copy_state(ddp.module)
 
     assert_same_on_all_ranks(run_ranks(fn, 4))
 
@@ -139,11 +139,11 @@ def test_buffers_come_from_the_lowest_rank_that_trains():
         for epoch in range(2):
             _train(ddp, optimizer, rank, [1, 2, 4], epoch)
             dist.barrier()
-        return copy_state(ddp)
+        return copy_state(ddp.module)
 
     results = run_ranks(fn, 3)
     assert_same_on_all_ranks(results)
-    assert results[0][-1] == 2 * 4  # num_batches_tracked
+    assert results[0]["1.num_batches_tracked"] == 2 * 4
 
 
 def test_evaluation_waits_for_the_final_weights_where_there_are_buffers():
@@ -172,7 +172,7 @@ def test_batchnorm_over_ranks_counts_those_that_train(choice):
         for epoch in range(2):
             _train(ddp, optimizer, rank, counts, epoch)
             dist.barrier()
-        return copy_state(ddp)
+        return copy_state(ddp.module)
 
     torch.manual_seed(0)
     alone = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2))
@@ -218,7 +218,7 @@ def test_unused_parameters_static_graphs_and_sparse_gradients(options):
                 mean_square(ddp(batch_of(rank, epoch, step), branch_of(step))).backward()
                 optimizer.step()
             dist.barrier()
-        return copy_state(ddp)
+        return copy_state(ddp.module)
 
     alone = _Branches()
     optimizer = torch.optim.SGD(alone.parameters(), lr=0.2)
@@ -247,7 +247,7 @@ def test_steps_of_several_batches():
             mean_square(ddp(batch_of(rank, 1, step))).backward()
             optimizer.step()
         dist.barrier()
-        return copy_state(ddp)
+        return copy_state(ddp.module)
 
     assert_same_on_all_ranks(run_ranks(fn, 2))
 
@@ -265,7 +265,7 @@ def test_two_wrappers_over_one_group_one_of_which_is_forgotten_on_one_rank():
         if rank == 0:
             del third
         dist.barrier()
-        return copy_state(first) + copy_state(second)
+        return copy_state(first.module), copy_state(second.module)
 
     assert_same_on_all_ranks(run_ranks(fn, 2))
 
@@ -284,7 +284,7 @@ def test_a_rank_may_leave_when_it_has_no_more_data(world_size):
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
         dist.barrier()
         _train(ddp, optimizer, rank, counts, 0)
-        weights = copy_state(ddp)
+        weights = copy_state(ddp.module)
         dist.destroy_process_group()
         return weights
 

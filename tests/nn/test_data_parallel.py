@@ -9,25 +9,23 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from tests.comparisons import assert_equal
+from tests.models import batch_of, mlp
+from tests.training import copy_gradients
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from phalanx import DataParallel
 
 
-def _mlp(seed=0):
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 4))
-
-
-def _batch(rows=8, seed=1):
-    return torch.randn(rows, 6, generator=torch.Generator().manual_seed(seed))
+def _batch(rows=8, step=0):
+    return batch_of(0, step, shape=(rows, 6))
 
 
 def _gradients(module, x):
     module.zero_grad()
     module(x).square().mean().backward()
-    return [None if p.grad is None else p.grad.clone() for p in module.parameters()]
+    return copy_gradients(module)
 
 
 class _Recorded(nn.Module):
@@ -49,12 +47,11 @@ class _Recorded(nn.Module):
 @pytest.mark.parametrize("rows", [8, 7, 5, 1])
 @pytest.mark.parametrize("replicas", [1, 2, 3, 4])
 def test_outputs_and_gradients_are_those_of_the_module_on_the_whole_batch(replicas, rows):
-    module, x = _mlp(), _batch(rows)
+    module, x = mlp(), _batch(rows)
     expected, output = _gradients(module, x), module(x)
     parallel = DataParallel(module, ["cpu"] * replicas)
     torch.testing.assert_close(parallel(x), output, rtol=0, atol=1e-6)
-    for mine, reference in zip(_gradients(parallel, x), expected, strict=True):
-        torch.testing.assert_close(mine, reference, rtol=0, atol=1e-6)
+    torch.testing.assert_close(_gradients(parallel, x), expected, rtol=0, atol=1e-6)
 
 
 def test_training_for_some_steps_is_that_of_one_process():
@@ -62,23 +59,22 @@ def test_training_for_some_steps_is_that_of_one_process():
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         for step in range(5):
             optimizer.zero_grad()
-            model(_batch(7, seed=step)).square().mean().backward()
+            model(_batch(7, step)).square().mean().backward()
             nn.utils.clip_grad_norm_(model.parameters(), 0.1)
             optimizer.step()
         return list(model.parameters())
 
-    for mine, reference in zip(train(DataParallel(_mlp(), 3)), train(_mlp()), strict=True):
-        torch.testing.assert_close(mine, reference, rtol=0, atol=1e-6)
+    torch.testing.assert_close(train(DataParallel(mlp(), 3)), train(mlp()), rtol=0, atol=1e-6)
 
 
 def test_two_runs_have_the_same_bits():
-    runs = [_gradients(DataParallel(_mlp(), 4), _batch(64)) for _ in range(3)]
+    runs = [_gradients(DataParallel(mlp(), 4), _batch(64)) for _ in range(3)]
     for other in runs[1:]:
-        assert all(torch.equal(one, two) for one, two in zip(runs[0], other, strict=True))
+        assert_equal(other, runs[0])
 
 
 def test_an_empty_batch_goes_through():
-    parallel = DataParallel(_mlp(), 2)
+    parallel = DataParallel(mlp(), 2)
     output = parallel(_batch(0))
     assert output.shape == (0, 4)
     output.sum().backward()
@@ -86,7 +82,7 @@ def test_an_empty_batch_goes_through():
 
 
 def test_gradients_accumulate_and_autograd_grad_gives_them():
-    module, x = _mlp(), _batch()
+    module, x = mlp(), _batch()
     expected = _gradients(module, x)
     parallel = DataParallel(module, 2)
     module.zero_grad()
@@ -98,7 +94,7 @@ def test_gradients_accumulate_and_autograd_grad_gives_them():
 
 
 def test_a_graph_that_is_kept_can_be_gone_through_twice_and_another_cannot():
-    module, x = _mlp(), _batch()
+    module, x = mlp(), _batch()
     expected = _gradients(module, x)
     module.zero_grad()
     loss = DataParallel(module, 2)(x).square().mean()
@@ -110,7 +106,7 @@ def test_a_graph_that_is_kept_can_be_gone_through_twice_and_another_cannot():
 
 
 def test_inputs_that_need_gradients_get_them_and_may_be_changed_in_place():
-    module = nn.Sequential(nn.ReLU(inplace=True), _mlp())
+    module = nn.Sequential(nn.ReLU(inplace=True), mlp())
     x = _batch(5)
     plain, cut = x.clone().requires_grad_(), x.clone().requires_grad_()
     module(plain * 1).square().mean().backward()
@@ -121,11 +117,10 @@ def test_inputs_that_need_gradients_get_them_and_may_be_changed_in_place():
 def test_a_module_within_a_model_is_trained_with_what_is_before_and_after_it():
     def build(wrap):
         torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(6, 6), wrap(_mlp(3)), nn.Linear(4, 2))
+        return nn.Sequential(nn.Linear(6, 6), wrap(mlp(seed=3)), nn.Linear(4, 2))
 
     expected = _gradients(build(lambda module: module), _batch())
-    for mine, reference in zip(_gradients(build(lambda m: DataParallel(m, 3)), _batch()), expected, strict=True):
-        torch.testing.assert_close(mine, reference, rtol=0, atol=1e-6)
+    torch.testing.assert_close(_gradients(build(lambda m: DataParallel(m, 3)), _batch()), expected, rtol=0, atol=1e-6)
 
 
 class _Tied(nn.Module):
@@ -143,7 +138,7 @@ class _Tied(nn.Module):
 class _Checkpointed(nn.Module):
     def __init__(self, use_reentrant):
         super().__init__()
-        self.stem, self.body, self.use_reentrant = nn.Linear(6, 6), _mlp(), use_reentrant
+        self.stem, self.body, self.use_reentrant = nn.Linear(6, 6), mlp(), use_reentrant
 
     def forward(self, x):
         return checkpoint(self.body, self.stem(x), use_reentrant=self.use_reentrant)
@@ -180,7 +175,7 @@ class _Lists(nn.Module):
 
 
 def _frozen():
-    module = _mlp()
+    module = mlp()
     module[0].requires_grad_(False)
     return module
 
@@ -432,7 +427,7 @@ def test_batchnorm_normalizes_each_part_and_remembers_the_first():
 
 
 def test_hooks_run_once_per_replica():
-    module = _mlp()
+    module = mlp()
     called = []
     module.register_forward_pre_hook(lambda *_: called.append("before"))
     module[0].register_forward_hook(lambda *_: called.append("after"))
@@ -498,13 +493,13 @@ def test_autocast_trains_the_full_precision_parameters():
         with torch.autocast("cpu", torch.bfloat16):
             loss = model(_batch()).float().square().mean()
         loss.backward()
-        return [p.grad.clone() for p in model.parameters()]
+        return copy_gradients(model)
 
-    module = _mlp()
+    module = mlp()
     expected = gradients(module)
-    for mine, reference in zip(gradients(DataParallel(module, 2)), expected, strict=True):
-        assert mine.dtype == torch.float32
-        torch.testing.assert_close(mine, reference, rtol=2e-2, atol=1e-2)
+    found = gradients(DataParallel(module, 2))
+    assert {gradient.dtype for gradient in found} == {torch.float32}
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=1e-2)
 
 
 def test_replicas_share_the_intra_op_threads_between_them():
@@ -528,8 +523,8 @@ def test_replicas_share_the_intra_op_threads_between_them():
 def test_without_an_accelerator_devices_are_numbers_names_or_a_count():
     cpu = torch.device("cpu")
     for device_ids in (2, [0, 1], ["cpu", torch.device("cpu")]):
-        assert DataParallel(_mlp(), device_ids, output_device=0).device_ids == [cpu, cpu]
-    assert DataParallel(_mlp()).device_ids == [cpu] * torch.get_num_threads()
+        assert DataParallel(mlp(), device_ids, output_device=0).device_ids == [cpu, cpu]
+    assert DataParallel(mlp()).device_ids == [cpu] * torch.get_num_threads()
 
 
 @pytest.mark.parametrize(
@@ -543,20 +538,20 @@ def test_without_an_accelerator_devices_are_numbers_names_or_a_count():
 )
 def test_devices_that_make_no_sense_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        DataParallel(_mlp(), **options)
+        DataParallel(mlp(), **options)
 
 
 def test_where_there_is_an_accelerator_it_is_pytorchs_own_unless_the_cpu_is_named(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    assert type(DataParallel(_mlp())) is nn.DataParallel
-    assert type(DataParallel(_mlp(), ["cpu", "cpu"])) is DataParallel
-    assert type(DataParallel(_mlp(), 2)) is DataParallel
+    assert type(DataParallel(mlp())) is nn.DataParallel
+    assert type(DataParallel(mlp(), ["cpu", "cpu"])) is DataParallel
+    assert type(DataParallel(mlp(), 2)) is DataParallel
     with pytest.raises(ValueError, match=r"all on the CPU or all on accelerators, got \['cpu', 0\]"):
-        DataParallel(_mlp(), ["cpu", 0])
+        DataParallel(mlp(), ["cpu", 0])
 
 
 def test_state_is_pytorchs_and_copies_and_pickles_train():
-    module = _mlp()
+    module = mlp()
     parallel = DataParallel(module, 2)
     assert parallel.module is module
     assert parallel.state_dict().keys() == nn.DataParallel(module).state_dict().keys()
@@ -593,14 +588,14 @@ def test_a_module_that_is_elsewhere_is_refused_in_pytorchs_words():
 def test_double_backward_is_refused_by_name():
     x = _batch().requires_grad_()
     with pytest.raises(RuntimeError, match=r"DataParallel: backward\(create_graph=True\) is refused"):
-        torch.autograd.grad(DataParallel(_mlp(), 2)(x).sum(), x, create_graph=True)
+        torch.autograd.grad(DataParallel(mlp(), 2)(x).sum(), x, create_graph=True)
 
 
 def test_a_compiled_module_is_refused_and_compiling_the_wrapper_changes_nothing():
-    compiled = torch.compile(_mlp(), backend="eager")
+    compiled = torch.compile(mlp(), backend="eager")
     with pytest.raises(TypeError, match=r"can't replicate 'the module', which torch\.compile has returned"):
         DataParallel(compiled, 2)(_batch())
-    parallel = DataParallel(_mlp(), 2)
+    parallel = DataParallel(mlp(), 2)
     torch.testing.assert_close(torch.compile(parallel, backend="eager")(_batch()), parallel(_batch()))
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.comparisons import assert_equal
 from tests.nn.placed_models import MODELS, Tied, make, values
 from tests.pipeline.generated import draw_batch, draw_generated, loss_of
 from torch import nn
@@ -50,11 +51,9 @@ def test_outputs_gradients_and_weights_are_those_of_the_model_that_was_not_place
             optimizer.zero_grad()
             sum(value.square().mean() for value in values(turn(*example))).backward()
             optimizer.step()
-    for (key, ours), theirs in zip(placed.state_dict().items(), plain.state_dict().values(), strict=True):
-        assert torch.equal(ours, theirs), key
+    assert_equal(placed.state_dict(), plain.state_dict())
     placed.eval(), plain.eval()
-    for ours, theirs in zip(values(placed(*example)), values(plain(*example)), strict=True):
-        assert torch.equal(ours, theirs)
+    assert_equal(values(placed(*example)), values(plain(*example)))
 
 
 @pytest.mark.slow
@@ -157,8 +156,7 @@ def test_drawn_models_compute_what_they_did(begin):
             gradients = [p.grad for p in turn.parameters() if p.grad is not None]
             outputs = [leaf for leaf in tree_leaves(turn(*args, **given)) if isinstance(leaf, torch.Tensor)]
             results.append([*turn.state_dict().values(), *gradients, *outputs])
-        assert len(results[0]) == len(results[1])
-        assert all(torch.equal(ours, theirs) for ours, theirs in zip(*results, strict=True)), seed
+        assert_equal(*results, seed)
 
 
 def test_a_module_that_is_exchanged_afterwards_is_the_one_that_runs():

@@ -6,6 +6,8 @@ import io
 import pytest
 import torch
 import torch.distributed as dist
+from tests.comparisons import assert_equal
+from tests.training import copy_gradients, copy_state, train
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -366,13 +368,7 @@ def test_arguments_are_those_of_torch():
 
 
 def _train(model, batches):
-    """Two steps of SGD; the loss is a mean over samples."""
-    torch.manual_seed(3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for inputs, targets in batches:
-        optimizer.zero_grad()
-        nn.functional.mse_loss(model(inputs), targets).backward()
-        optimizer.step()
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1), batches, nn.functional.mse_loss)
 
 
 def _network():
@@ -394,11 +390,10 @@ def test_training_under_ddp_is_that_of_one_process(backend, wrapper, world_size)
         model = SyncBatchNorm.convert_sync_batchnorm(_network())
         part = 6 // world_size
         _train(wrapper(model), [(x.split(part)[rank], y.split(part)[rank]) for x, y in batches])
-        return model.state_dict()
+        return copy_state(model)
 
     for state in run_ranks(fn, world_size, backend=backend):
-        for key, tensor in reference.state_dict().items():
-            torch.testing.assert_close(state[key], tensor, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(state, copy_state(reference), rtol=1e-5, atol=1e-5)
 
 
 def test_a_rank_that_leaves_is_named():
@@ -421,12 +416,10 @@ def test_a_compiled_model_trains_alike():
         compiled = torch.compile(copy.deepcopy(model), backend="eager")
         model(x[rank]).sum().backward()
         compiled(x[rank]).sum().backward()
-        return all(
-            torch.equal(one.grad, other.grad)
-            for one, other in zip(model.parameters(), compiled.parameters(), strict=True)
-        ) and torch.equal(model[1].running_var, compiled._orig_mod[1].running_var)
+        assert_equal(copy_gradients(model), copy_gradients(compiled))
+        assert_equal(model[1].running_var, compiled._orig_mod[1].running_var)
 
-    assert run_ranks(fn, 2) == [True, True]
+    run_ranks(fn, 2)
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
@@ -440,10 +433,10 @@ def test_activation_checkpointing_runs_its_collectives_again(use_reentrant):
         for run in (model, lambda inputs: checkpoint(model, inputs, use_reentrant=use_reentrant)):
             model.zero_grad()
             run(x[rank].clone().requires_grad_()).square().sum().backward()
-            gradients.append([parameter.grad.clone() for parameter in model.parameters()])
-        return all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+            gradients.append(copy_gradients(model))
+        assert_equal(*gradients)
 
-    assert run_ranks(fn, 2) == [True, True]
+    run_ranks(fn, 2)
 
 
 def test_a_layer_costs_one_collective_forward_and_one_backward(monkeypatch):

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from tests.models import mlp
 from tests.parity.beside_gloo import compare
-from tests.training import copy_parameters
+from tests.training import copy_parameters, copy_state
 from torch import nn
 from torch.nn.utils import parametrizations
 
@@ -30,10 +30,6 @@ def script(fn):
 
 def perceptron():
     return mlp((8, 16, 4))
-
-
-def weights(model):
-    return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
 def batches(number, *shape):
@@ -62,7 +58,7 @@ def two_networks_against_each_other(DDP):
         F.softplus(critic(fake.detach())).mean().backward()
         steps[1].step()
         losses.append(step(steps[0], F.softplus(-critic(fake)).mean()))
-    return losses, weights(generator), weights(critic)
+    return losses, copy_state(generator), copy_state(critic)
 
 
 @script
@@ -74,7 +70,7 @@ def a_gradient_penalty(DDP):
         x.requires_grad_()
         (slope,) = torch.autograd.grad(critic(x).sum(), x, create_graph=True)
         losses.append(step(optimizer, critic(x).mean() + 10 * (slope.norm(2, 1) - 1).square().mean()))
-    return losses, weights(critic)
+    return losses, copy_state(critic)
 
 
 @script
@@ -103,7 +99,7 @@ def accumulation_by_an_attribute_with_tied_weights(DDP):
             norms.append(nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-    return norms, weights(model)
+    return norms, copy_state(model)
 
 
 @script
@@ -119,7 +115,7 @@ def a_recurrent_network_that_keeps_its_state(DDP):
         for parameter in model.parameters():
             parameter.data.add_(parameter.grad, alpha=-0.5)
         losses.append(loss.item())
-    return losses, weights(model)
+    return losses, copy_state(model)
 
 
 @script
@@ -144,7 +140,7 @@ def embeddings_of_all_ranks_contrasted(DDP):
         mine = F.normalize(model(x), dim=1)
         alike = mine @ torch.cat(Gather.apply(mine)).T
         losses.append(step(optimizer, F.cross_entropy(alike / 0.5, torch.arange(4) + 4 * dist.get_rank())))
-    return losses, weights(model)
+    return losses, copy_state(model)
 
 
 @script
@@ -166,7 +162,7 @@ def a_queue_in_buffers(DDP):
 
     model = DDP(Queue())
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    return [step(optimizer, model(x).square().mean()) for x in batches(6, 1, 8)], weights(model)
+    return [step(optimizer, model(x).square().mean()) for x in batches(6, 1, 8)], copy_state(model)
 
 
 @script
@@ -186,7 +182,7 @@ def a_closure_that_is_called_again(DDP):
 
     for _ in range(2):
         optimizer.step(closure)
-    return losses, weights(model)
+    return losses, copy_state(model)
 
 
 @script
@@ -207,7 +203,7 @@ def two_backwards_for_a_step(DDP):
                 parameter.copy_(value)
         optimizer.step()
         optimizer.zero_grad()
-    return weights(model)
+    return copy_state(model)
 
 
 @script
@@ -224,7 +220,7 @@ def two_forwards_and_a_frozen_teacher(DDP):
         with torch.no_grad():
             for old, new in zip(average.parameters(), student.module.parameters(), strict=True):
                 old.lerp_(new, 0.1)
-    return losses, weights(student), weights(average)
+    return losses, copy_state(student), copy_state(average)
 
 
 @script
@@ -236,7 +232,7 @@ def gradients_that_are_kept(DDP):
         kept.append([parameter.grad for parameter in model.parameters()])
         optimizer.step()
         optimizer.zero_grad()
-    return kept, weights(model)
+    return kept, copy_state(model)
 
 
 @script
@@ -259,7 +255,7 @@ def parameters_of_every_kind(DDP):
     model = DDP(Mixture())
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
     losses = [step(optimizer, model(x).square().mean()) for x in batches(3, 4, 8)]
-    return losses, [torch.view_as_real(p).clone() if p.is_complex() else p.clone() for p in weights(model).values()]
+    return losses, [torch.view_as_real(p).clone() if p.is_complex() else p.clone() for p in copy_state(model).values()]
 
 
 @script
@@ -274,7 +270,7 @@ def a_metric_in_flight_during_backward(DDP):
         step(optimizer, loss)
         flying.wait()
         means.append(mean.item())
-    return means, weights(model)
+    return means, copy_state(model)
 
 
 def _all(rank, world_size, ours):

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from tests.comparisons import assert_equal
 from tests.models import batch_of, mlp
 from tests.parity.beside_gloo import assert_same_as_gloo
-from tests.training import train
+from tests.training import copy_state, train
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join
@@ -29,10 +29,6 @@ class Gated(nn.Module):
         return self.right(x) if step % 2 else self.left(x)
 
 
-def _weights(module):
-    return {name: value.detach().clone() for name, value in module.state_dict().items()}
-
-
 def _train(model, rank, steps=4, gated=False):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for step in range(steps):
@@ -40,7 +36,7 @@ def _train(model, rank, steps=4, gated=False):
         out = model(batch_of(rank, step), step) if gated else model(batch_of(rank, step))
         out.square().mean().backward()
         optimizer.step()
-    return _weights(model.module)
+    return copy_state(model.module)
 
 
 def _bf16_hook(state, bucket):
@@ -106,7 +102,7 @@ def test_join_lets_ranks_have_batches_of_their_own_number(by_initial_world_size)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with Join([model], divide_by_initial_world_size=by_initial_world_size):
             train(model, optimizer, [batch_of(rank, step) for step in range(2 + 2 * rank)])
-        return _weights(model.module)
+        return copy_state(model.module)
 
     assert_same_as_gloo(fn, 3, atol=1e-6)
 

@@ -8,6 +8,9 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
+from tests.comparisons import assert_equal
+from tests.models import make_data
+from tests.training import copy_parameters
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import (
@@ -28,12 +31,6 @@ from phalanx.strategies.start import Program, find_world, is_launched
 from phalanx.testing import run_ranks
 
 
-def make_data():
-    generator = torch.Generator().manual_seed(3)
-    inputs = torch.randn(96, 6, generator=generator)
-    return TensorDataset(inputs, inputs.square().sum(1, keepdim=True))
-
-
 def make_model():
     return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 1))
 
@@ -50,7 +47,7 @@ def train(strategy, epochs=2, max_norm=None):
     with strategy.scope():
         model = make_model()
     strategy.setup(model, optimizer_of(model), F.mse_loss)
-    loader = strategy.loader(make_data(), batch_size=16)
+    loader = strategy.loader(make_data(96), batch_size=16)
     seen = []
     for _, (inputs, targets) in itertools.product(range(epochs), loader):
         loss = strategy.compute_gradients((inputs, targets))
@@ -122,9 +119,9 @@ def test_rounds_of_one_step_with_sgd_are_data_parallel():
             strategy = strategies.get(name, **options)
             torch.manual_seed(0)
             strategy.setup(make_model(), lambda p: torch.optim.SGD(p, lr=0.01), F.mse_loss)
-            for inputs, targets in strategy.loader(make_data(), 16):
+            for inputs, targets in strategy.loader(make_data(96), 16):
                 strategy.step(inputs, targets)
-            seen.append([one.detach().clone() for one in strategy.bare_model.parameters()])
+            seen.append(copy_parameters(strategy.bare_model))
             strategy.close()
         return seen
 
@@ -148,8 +145,7 @@ def test_models_of_a_scope_are_alike_and_what_is_drawn_behind_it_as_before():
         return first, alike, second, torch.rand(1) if rank else own, own
 
     zero, one = run_ranks(run, 2)
-    for ours, theirs in zip(zero[:3], one[:3], strict=True):
-        assert torch.equal(ours, theirs)
+    assert_equal(zero[:3], one[:3])
     assert torch.equal(one[3], one[4])  # seeded apart: goes on apart
 
 
@@ -300,7 +296,7 @@ def test_what_can_only_be_iterated_is_divided_by_a_strategy_in_the_batches_of_al
 
 def test_a_loader_is_divided_with_its_options_or_refused():
     strategy = strategies.SingleDeviceStrategy("cpu")
-    data = make_data()
+    data = make_data(96)
     divided = strategy.distribute(DataLoader(data, 5, shuffle=True, drop_last=True, collate_fn=list))
     assert (divided.batch_size, divided.drop_last, divided.collate_fn) == (5, True, list)
     assert divided.sampler.shuffle
@@ -346,8 +342,7 @@ def test_an_optimizer_made_again_steps_as_the_first(kind):
     for one, optimizer in ((model, first), (other, again)):
         one(torch.ones(2, 6)).sum().backward()
         optimizer.step()
-    for ours, theirs in zip(other.parameters(), model.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
+    assert_equal(list(other.parameters()), list(model.parameters()))
 
 
 def test_an_optimizer_that_cannot_be_made_again_is_refused_with_the_reason():
@@ -402,12 +397,12 @@ def test_several_batches_to_an_update_are_one_large_batch():
             torch.manual_seed(0)
             model = make_model()
             strategy.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), F.mse_loss)
-            inputs, targets = make_data()[rank * 8 : rank * 8 + 8]
+            inputs, targets = make_data(96)[rank * 8 : rank * 8 + 8]
             parts = zip(inputs.chunk(len(shares)), targets.chunk(len(shares)), strict=True)
             for number, batch in enumerate(parts, start=1):
                 strategy.compute_gradients(batch, share=shares[0], is_last=number == len(shares))
             strategy.update()
-            results.append([one.detach().clone() for one in model.parameters()])
+            results.append(copy_parameters(model))
         torch.testing.assert_close(*results)
 
     run_ranks(run, 2)

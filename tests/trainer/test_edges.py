@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.trainer.test_trainer import WithSteps, make, make_data, make_model, weights
+from tests.models import make_data
+from tests.trainer.test_trainer import WithSteps, make, make_model, weights
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import lr_scheduler

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.trainer.test_trainer import make, make_data
+from tests.models import make_data, mlp
+from tests.trainer.test_trainer import make
+from tests.training import copy_parameters, copy_state, train
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -47,8 +49,7 @@ def loader_of(kind: str, size: int, batch: int) -> Any:
 
 
 def plain_model():
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 1))
+    return mlp((6, 16, 1), activation=nn.ReLU, seed=1)
 
 
 def make_trainer(strategy: Any, **options: Any) -> phalanx.Trainer:
@@ -84,8 +85,7 @@ def _train_iterable(rank, world_size, size, batch, accumulate):
     with strategies.get("mirrored", launch=False) as strategy:
         trainer = make_trainer(strategy, accumulate=accumulate, max_epochs=2)
         trainer.fit(loader_of("iterable", size, batch))
-        weights = [one.detach().clone() for one in trainer.strategy.bare_model.parameters()]
-        return trainer.step, weights
+        return trainer.step, copy_parameters(trainer.strategy.bare_model)
 
 
 @pytest.mark.parametrize(("size", "batch", "accumulate"), [(20, 6, 1), (20, 6, 2), (7, 4, 3), (13, 5, 1), (1, 4, 1)])
@@ -95,14 +95,11 @@ def test_what_can_only_be_iterated_trains_as_one_process_does_with_any_number_of
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     inputs, targets = make_data(size).tensors
     for _ in range(2):
-        for x, y in zip(inputs.split(batch * accumulate), targets.split(batch * accumulate), strict=True):
-            optimizer.zero_grad()
-            F.mse_loss(model(x), y).backward()
-            optimizer.step()
+        batches = zip(inputs.split(batch * accumulate), targets.split(batch * accumulate), strict=True)
+        expected = train(model, optimizer, batches, F.mse_loss)
     for step, weights in run_ranks(_train_iterable, 3, size, batch, accumulate):
         assert step == 2 * -(-size // (batch * accumulate))
-        for mine, theirs in zip(weights, model.parameters(), strict=True):
-            torch.testing.assert_close(mine, theirs.detach())
+        torch.testing.assert_close(weights, expected)
 
 
 def _step_over_iterable(rank, world_size, size, batch):
@@ -122,7 +119,7 @@ def _step_over_iterable(rank, world_size, size, batch):
                 strategy.evaluate(inputs)
         for x, y in table:
             strategy.step(x, y)
-        return [one.detach().clone() for one in strategy.bare_model.parameters()]
+        return copy_parameters(strategy.bare_model)
 
 
 @pytest.mark.parametrize(("size", "batch"), [(20, 6), (7, 4), (13, 5), (1, 4)])
@@ -134,13 +131,10 @@ def test_a_loop_of_ones_own_counts_what_can_only_be_iterated_by_its_samples(size
     inputs, targets = make_data(size).tensors
     parts = list(zip(inputs.split(batch), targets.split(batch), strict=True))
     inputs, targets = make_data(6).tensors
-    for x, y in [*parts, *zip(inputs.split(3), targets.split(3), strict=True)]:
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
+    parts += zip(inputs.split(3), targets.split(3), strict=True)
+    expected = train(model, optimizer, parts, F.mse_loss)
     for weights in run_ranks(_step_over_iterable, 3, size, batch):
-        for mine, theirs in zip(weights, model.parameters(), strict=True):
-            torch.testing.assert_close(mine, theirs.detach())
+        torch.testing.assert_close(weights, expected)
 
 
 def _normalized_model():
@@ -155,7 +149,7 @@ def _train_normalized(rank, world_size, size, batch, seed):
             show_progress=False,
         )  # fmt: skip
         trainer.fit(loader_of("iterable", size, batch))
-        return {name: value.clone() for name, value in trainer.strategy.bare_model.state_dict().items()}
+        return copy_state(trainer.strategy.bare_model)
 
 
 def test_a_batch_that_does_not_count_is_in_no_statistics_of_batchnorm():
@@ -167,10 +161,7 @@ def test_a_batch_that_does_not_count_is_in_no_statistics_of_batchnorm():
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     inputs, targets = make_data(size).tensors
     for _ in range(2):
-        for x, y in zip(inputs.split(batch), targets.split(batch), strict=True):
-            optimizer.zero_grad()
-            F.mse_loss(model(x), y).backward()
-            optimizer.step()
+        train(model, optimizer, zip(inputs.split(batch), targets.split(batch), strict=True), F.mse_loss)
     for state in run_ranks(_train_normalized, 3, size, batch, seed):
         torch.testing.assert_close(state, dict(model.state_dict()), rtol=1e-4, atol=1e-5)
 

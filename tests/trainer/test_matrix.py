@@ -5,7 +5,10 @@ import random
 
 import pytest
 import torch
-from tests.trainer.test_trainer import make_data, weights
+from tests.comparisons import assert_equal
+from tests.models import make_data, mlp
+from tests.trainer.test_trainer import weights
+from tests.training import copy_parameters
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -32,8 +35,7 @@ APART = {  # other mathematics
 
 
 def make_model():
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 1))
+    return mlp((6, 16, 16, 1), activation=nn.ReLU, seed=1)
 
 
 def get(word):
@@ -110,8 +112,7 @@ def test_every_strategy_resumes_inside_of_an_epoch_to_the_same_bits(tmp_path):
         return ends
 
     first, second = run_ranks(train, 2, timeout=150)
-    for key, end in first.items():
-        assert torch.equal(end, second[key]), key
+    assert_equal(first, second)
 
 
 def test_every_strategy_stops_early_on_all_ranks():
@@ -144,12 +145,12 @@ def test_each_rank_goes_on_with_its_own_where_each_writes_its_shards(tmp_path):
                 for _ in range(7):
                     strategy.step(torch.randn(4, 6, generator=draw), torch.randn(4, 1, generator=draw))
                 manager.save(7, strategy.parts())
-                kept = [one.detach().clone() for one in model.parameters()]
+                kept = copy_parameters(model)
                 old = strategy.held()["rounds"].state_dict()
                 for _ in range(2):
                     strategy.step(torch.randn(4, 6, generator=draw), torch.randn(4, 1, generator=draw))
                 manager.load(strategy.parts())
-            assert all(map(torch.equal, kept, model.parameters())), word
+            assert_equal(copy_parameters(model), kept, word)
             strategy.step(torch.randn(4, 6, generator=draw), torch.randn(4, 1, generator=draw))
             strategy.parts()["rounds"].load_state_dict(old)
             assert strategy.held()["rounds"].local_steps == old["local_steps"], word

@@ -4,7 +4,8 @@ import shutil
 
 import pytest
 import torch
-from tests.trainer.test_trainer import make, make_data, weights
+from tests.models import make_data
+from tests.trainer.test_trainer import make, weights
 from torch.utils.data import DataLoader
 
 from phalanx.checkpoint import inspect

@@ -6,9 +6,11 @@ import random
 
 import pytest
 import torch
+from tests.models import make_data
+from tests.training import train
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 import phalanx
 from phalanx import strategies
@@ -16,11 +18,6 @@ from phalanx.errors import CheckpointError
 from phalanx.testing import run_ranks
 from phalanx.trainer import Callback, EarlyStopping, LambdaCallback
 from phalanx.trainer.metrics import Sums
-
-
-def make_data(size=90):
-    inputs = torch.randn(size, 6, generator=torch.Generator().manual_seed(3))
-    return TensorDataset(inputs, inputs.square().sum(1, keepdim=True))
 
 
 def make_model(dropout=0.0):
@@ -87,12 +84,9 @@ def test_accumulated_batches_weigh_by_their_samples():
         optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
         inputs, targets = data.tensors
         together = batch * accumulate
-        for some, wanted in zip(inputs.split(together), targets.split(together), strict=True):
-            optimizer.zero_grad()
-            F.mse_loss(plain(some), wanted).backward()
-            optimizer.step()
-        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(ours, theirs, msg=lambda m, case=(size, batch, accumulate): f"{case}: {m}")
+        batches = zip(inputs.split(together), targets.split(together), strict=True)
+        expected, case = train(plain, optimizer, batches, F.mse_loss), (size, batch, accumulate)
+        torch.testing.assert_close(list(model.parameters()), expected, msg=lambda m, case=case: f"{case}: {m}")
 
 
 class Stop(Exception):
