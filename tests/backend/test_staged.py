@@ -10,7 +10,10 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from tests.comparisons import assert_equal
 from tests.gpu.collectives import all_collectives
+from tests.models import batch_of
+from tests.training import train
 from tests.transport.device_memory.file_memory import FileMemory
 
 import phalanx
@@ -194,19 +197,15 @@ def _train(rank, world_size, path):
         torch.manual_seed(0)
         model = wrap(torch.nn.Linear(300, 3).double())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step in range(3):
-            optimizer.zero_grad()
-            inputs = torch.randn(4, 300, generator=torch.Generator().manual_seed(10 * rank + step)).double()
-            model(inputs).square().mean().backward()
-            optimizer.step()
-        trained.append([p.detach().clone() for p in model.parameters()])
-    return all(map(torch.equal, *trained)), trained[0][1].tolist()
+        batches = [batch_of(rank, step, shape=(4, 300)).double() for step in range(3)]
+        trained.append(train(model, optimizer, batches))
+    assert_equal(*trained)
+    return trained[0][1].tolist()
 
 
 def test_models_are_trained_over_staged_collectives(path) -> None:
-    results = run_ranks(_train, 2, path, init=False)
-    assert [same for same, _ in results] == [True, True]
-    assert results[0] == results[1]
+    first, second = run_ranks(_train, 2, path, init=False)
+    assert first == second
 
 
 @pytest.mark.parametrize(

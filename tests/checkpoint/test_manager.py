@@ -11,6 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tests.comparisons import assert_equal
+from tests.training import copy_parameters, copy_state
 from torch import nn
 
 from phalanx.checkpoint import CheckpointManager, RandomState, load_checkpoint
@@ -117,7 +119,7 @@ def train(parts, steps):
         loss.backward()
         parts["optimizer"].step()
         parts["scheduler"].step()
-    return [tensor.clone() for tensor in parts["model"].state_dict().values()]
+    return copy_state(parts["model"])
 
 
 @KINDS
@@ -130,8 +132,7 @@ def test_a_run_that_goes_on_from_its_checkpoint_has_the_bits_of_one_that_never_s
     expected = train(parts, 4)
     parts = build(1)
     assert manager.load(parts).step == 3
-    for mine, theirs in zip(train(parts, 4), expected, strict=True):
-        assert torch.equal(mine, theirs)
+    assert_equal(train(parts, 4), expected)
 
 
 class Wrapped(nn.Module):
@@ -156,8 +157,7 @@ def test_keys_have_no_trace_of_wrappers(tmp_path, sharded):
     other = nn.DataParallel(Wrapped(torch.compile(nn.Linear(2, 3), backend="eager")))
     manager.load({"model": other})
     for loaded in (plain, other):
-        for mine, theirs in zip(loaded.state_dict().values(), model.state_dict().values(), strict=True):
-            assert torch.equal(mine, theirs)
+        assert_equal(list(loaded.state_dict().values()), list(model.state_dict().values()))
 
 
 def test_a_file_whose_keys_have_module_before_them_is_loaded_too(tmp_path):
@@ -206,11 +206,11 @@ def test_an_optimizer_of_other_parameters_is_refused_before_the_model_is_loaded(
     manager = CheckpointManager(tmp_path, sharded=sharded)
     manager.save(1, parts)
     model = build(1)["model"]
-    before = [p.clone() for p in model.parameters()]
+    before = copy_parameters(model)
     optimizer = torch.optim.AdamW([model[0].weight])
     with pytest.raises(CheckpointError, match=r"optimizer: groups of \[6\] parameters in the checkpoint, \[1\] here"):
         manager.load({"model": model, "optimizer": optimizer})
-    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert_equal(copy_parameters(model), before)
 
 
 def test_a_device_that_is_not_here_is_refused(tmp_path):

@@ -8,6 +8,8 @@ import torch
 import torch._dynamo  # every optimizer loads it, and it leaves a variable behind
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from tests.comparisons import assert_equal
+from tests.training import copy_parameters
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.device_mesh import init_device_mesh
@@ -24,12 +26,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWa
 # torch's optimizers bring in its compiler, in every rank anew: seconds, and many more on a busy machine.
 run_ranks = functools.partial(run_ranks_for, timeout=110)
 BACKENDS = pytest.mark.parametrize("backend", ["phalanx", "gloo"])
-
-
-def assert_equal(left, right):
-    assert len(left) == len(right)
-    for mine, theirs in zip(left, right, strict=True):
-        assert torch.equal(mine, theirs)
 
 
 def step(model, optimizer, rank=0):
@@ -61,9 +57,9 @@ def test_replicas_save_in_either_form_and_any_number_of_ranks_goes_on(tmp_path):
             manager.async_save(2, parts)
             assert manager.wait() == tmp_path / name / "00000002-step-2"
         draws = torch.rand(4)
-        expected, mean = [p.detach().clone() for p in model.parameters()], model.module[3].running_mean.clone()
+        expected, mean = copy_parameters(model), model.module[3].running_mean.clone()
         step(model, optimizer, rank)
-        return draws, expected, [p.detach() for p in model.parameters()], mean
+        return draws, expected, copy_parameters(model), mean
 
     def load(rank, world_size):
         found = []
@@ -73,11 +69,11 @@ def test_replicas_save_in_either_form_and_any_number_of_ranks_goes_on(tmp_path):
             parts = {"model": model, "optimizer": optimizer, "random": RandomState()}
             restored = CheckpointManager(tmp_path / name).load(parts)
             assert restored.state["note"] == "replicas"
-            draws, loaded = torch.rand(4), [p.detach().clone() for p in model.parameters()]
+            draws, loaded = torch.rand(4), copy_parameters(model)
             mean = model.module[3].running_mean.clone()
             if world_size == 2:
                 step(model, optimizer, rank)
-            found.append((draws, loaded, [p.detach() for p in model.parameters()], mean))
+            found.append((draws, loaded, copy_parameters(model), mean))
         return found
 
     saved = run_ranks(save, 2)
@@ -170,10 +166,9 @@ def test_what_one_process_or_replicas_saved_whole_goes_on_in_a_model_of_fsdp2(tm
         CheckpointManager(tmp_path).load({"model": model, "optimizer": optimizer})
         moments = [state["exp_avg"] for state in optimizer.state.values()]
         found = [getattr(one, "full_tensor", lambda one=one: one)() for one in [*model.state_dict().values(), *moments]]
-        assert all(map(torch.equal, found, expected))
+        assert_equal(found, expected)
         step(model, optimizer, 0)  # every rank with the same batch
-        for ours, theirs in zip(model.parameters(), after, strict=True):
-            torch.testing.assert_close(ours.full_tensor().detach(), theirs)
+        torch.testing.assert_close([p.full_tensor().detach() for p in model.parameters()], after)
 
     for world_size in (2, 3):
         run_ranks(load, world_size)
@@ -205,15 +200,14 @@ def test_tensors_sharded_in_every_way_come_back_into_every_other(tmp_path):
             manager = CheckpointManager(tmp_path / f"{world_size}-{number}")
             manager.save(1, {"part": Part(mesh, way), "tied": [wholes["a"], wholes["a"]]})
             state = manager.load().state
-            for name, value in wholes.items():
-                assert torch.equal(state["part"][name], value)
+            assert_equal({name: state["part"][name] for name in wholes}, wholes)
             assert state["tied"][0].data_ptr() == state["tied"][1].data_ptr()
 
     for world_size in (3, 4):
         run_ranks(save, world_size)
     for folder in tmp_path.iterdir():
         state = CheckpointManager(folder).load().state["part"]
-        assert all(torch.equal(state[name], value) for name, value in wholes.items())
+        assert_equal({name: state[name] for name in wholes}, wholes)
 
 
 # --- the sharded optimizer -------------------------------------------------------------------------------------------
@@ -232,7 +226,7 @@ def test_a_sharded_optimizer_is_saved_once_and_loaded_into_plain_ones_and_other_
         optimizer.consolidate_state_dict(to=0)
         state = optimizer.state_dict()["state"] if dist.get_rank() == 0 else {}
         moments = [v for n in sorted(state) for _, v in sorted(state[n].items()) if isinstance(v, torch.Tensor)]
-        return [p.detach().clone() for p in model.parameters()], moments
+        return copy_parameters(model), moments
 
     def save(rank, world_size):
         model, optimizer = build(0)
@@ -268,7 +262,7 @@ def test_a_sharded_optimizer_is_saved_once_and_loaded_into_plain_ones_and_other_
         CheckpointManager(tmp_path / "auto").load({"model": model, "optimizer": optimizer})
         state = optimizer.state_dict()["state"]
         moments = [v for n in sorted(state) for _, v in sorted(state[n].items()) if isinstance(v, torch.Tensor)]
-        return [p.detach() for p in model.parameters()], moments
+        return copy_parameters(model), moments
 
     parameters, moments = run_ranks(load_plain, 1, backend=None)[0]
     assert_equal(parameters, expected[0])

@@ -4,6 +4,9 @@ import copy
 
 import pytest
 import torch
+from tests.comparisons import assert_equal
+from tests.models import batch_of
+from tests.training import train
 from torch import nn
 
 import phalanx
@@ -112,7 +115,7 @@ def load_into_int8(rank, world_size, folder):
         before = copy.deepcopy(here.state_dict())
         with pytest.raises(CheckpointError, match=r"counts: float64 in the checkpoint, int8 here"):
             manager.load({"model": here})
-        torch.testing.assert_close(here.state_dict(), before, rtol=0, atol=0)
+        assert_equal(here.state_dict(), before)
 
 
 @pytest.mark.slow
@@ -140,7 +143,7 @@ def load_another_order(rank, world_size, folder):
     with pytest.raises(CheckpointError, match=r"parameter 0 is 'model.inner.weight'.*'model.module.inner.weight' here"):
         manager.load({"model": here, "optimizer": torch.optim.SGD([*within, *inner], lr=0.1, momentum=0.9)})
     manager.load({"model": here, "optimizer": torch.optim.SGD([*inner, *within], lr=0.1, momentum=0.9)})
-    torch.testing.assert_close(here.state_dict(), saved.state_dict(), rtol=0, atol=0)
+    assert_equal(here.state_dict(), saved.state_dict())
 
 
 def test_a_child_called_module_has_parameters_of_its_own(tmp_path):
@@ -183,29 +186,24 @@ def convolutions(memory_format=torch.channels_last):
     return nn.Sequential(*[nn.Conv2d(4, 4, 3) for _ in range(3)]).to(memory_format=memory_format)
 
 
-def train(model, optimizer):
-    torch.manual_seed(2)
-    x = torch.randn(2, 4, 8, 8)
-    optimizer.zero_grad()
-    model(x).square().mean().backward()
-    optimizer.step()
-    return [p.detach().clone() for p in model.parameters()]
+def step(model, optimizer):
+    return train(model, optimizer, [batch_of(2, shape=(2, 4, 8, 8))])
 
 
 def go_on_fused(rank, world_size, folder, kind, sharded, zero):
     optimizer_class, options = FUSED[kind]
     model = convolutions()
     optimizer = optimizer_class(model.parameters(), **options)
-    train(model, optimizer)
+    step(model, optimizer)
     source = convolutions()
     if zero:
         sharing = phalanx.ZeroRedundancyOptimizer(source.parameters(), optimizer_class, **options)
     else:
         sharing = optimizer_class(source.parameters(), **options)
-    train(source, sharing)
+    step(source, sharing)
     manager = CheckpointManager(folder, sharded=sharded)
     manager.save(1, {"model": source, "optimizer": sharing})
-    expected = train(model, optimizer)
+    expected = step(model, optimizer)
     found = {}
     for way in ("parts", "state"):
         here = convolutions()
@@ -216,8 +214,8 @@ def go_on_fused(rank, world_size, folder, kind, sharded, zero):
             state = manager.load().state
             here.load_state_dict(state["model"])
             mine.load_state_dict(state["optimizer"])
-        found[way] = train(here, mine)
-    assert all(torch.equal(a, b) for ours in found.values() for a, b in zip(ours, expected, strict=True))
+        found[way] = step(here, mine)
+    assert_equal(found, dict.fromkeys(found, expected))
 
 
 @pytest.mark.parametrize("zero", [False, True], ids=["plain", "zero"])
@@ -232,7 +230,7 @@ def load_into_channels_last(rank, world_size, folder, zero):
     """In plain PyTorch such a state goes to other elements; the loop over parameters is right."""
     model = convolutions(torch.contiguous_format)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
-    train(model, optimizer)
+    step(model, optimizer)
     manager = CheckpointManager(folder)
     manager.save(1, {"model": model, "optimizer": optimizer})
     steps = []
@@ -244,9 +242,8 @@ def load_into_channels_last(rank, world_size, folder, zero):
             mine = torch.optim.AdamW(here.parameters(), lr=0.1, fused=fused)
         manager.load({"model": here, "optimizer": mine})
         mine.param_groups[0]["fused"] = fused  # PyTorch takes the option that was saved
-        steps.append(train(here, mine))
-    for one, other in zip(*steps, strict=True):
-        torch.testing.assert_close(one, other)
+        steps.append(step(here, mine))
+    torch.testing.assert_close(*steps)
 
 
 @pytest.mark.parametrize("zero", [False, True], ids=["plain", "zero"])

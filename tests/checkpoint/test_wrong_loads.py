@@ -9,6 +9,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from tests.comparisons import assert_equal
 from torch import nn
 
 import phalanx
@@ -64,10 +65,6 @@ def train(parts):
 
 def states(parts):
     return copy.deepcopy({name: part.state_dict() for name, part in parts.items()})
-
-
-def assert_equal(found, expected):
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 WRONG = {

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from tests.elastic.lost_host import ask_own_agent_to_leave, lose_own_host
+from tests.models import mlp
+from tests.training import copy_state
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -248,7 +250,7 @@ def train_job(job: Job) -> dict[str, Any]:
         assert objects == [id(thing) for thing in things.values() if not isinstance(thing, list)]
         assert state.history == list(range(state.step))
         return {
-            "weights": {key: value.clone() for key, value in ddp.state_dict().items()},
+            "weights": copy_state(ddp),
             "step": state.step,
             "random": torch.get_rng_state(),
             "rate": optimizer.param_groups[0]["lr"],
@@ -306,8 +308,7 @@ def strikes_at_exchanges(job: Job, find_step: Callable[[], int]) -> Iterator[Non
 def train_apart(job: Job, kind: str) -> dict[str, Any]:
     """Replicas that train by themselves, and meet every four steps."""
     with phalanx.init(timeout=60.0):
-        torch.manual_seed(1)
-        model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+        model = mlp((8, 16, 1), activation=nn.ReLU, seed=1)
         inner = torch.optim.AdamW(model.parameters(), lr=0.01)
         given: list[Tensor] = []
         inner.register_step_post_hook(lambda *_: given.__setitem__(slice(None), map(torch.clone, model.parameters())))
@@ -349,4 +350,4 @@ def train_apart(job: Job, kind: str) -> dict[str, Any]:
 
         with strikes_at_exchanges(job, lambda: state.step):
             train(state)
-        return {"weights": {k: v.clone() for k, v in model.state_dict().items()}, "step": state.step}
+        return {"weights": copy_state(model), "step": state.step}

@@ -12,6 +12,7 @@ import pytest
 import torch
 from tests.elastic.jobs import Job, Strike, train_job
 from tests.elastic.small_agent import Ended, SmallAgent
+from tests.training import copy_parameters
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -221,7 +222,7 @@ def on_two_ranks(rank: int, world_size: int) -> None:
         ddp(data)
     saved = state.state_dict()
     state.load_state_dict({**saved, "micro_batches": 3})  # as a job of three ranks has left it
-    start = [parameter.detach().clone() for parameter in ddp.parameters()]
+    start = copy_parameters(ddp)
     for x in DataLoader(data, 4, sampler=sampler):
         optimizer.zero_grad()
         ddp(x).mean().backward()

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.comparisons import assert_equal, assert_same_on_all_ranks
 from tests.elastic.jobs import Job, Strike, train_apart, train_job
 from tests.elastic.small_agent import Ended, SmallAgent
 from torch import nn
@@ -47,8 +48,7 @@ def check(job: Job, world_size: int, folder: Path, undisturbed: Any, losses: int
         assert ended.generations == losses
     expected = undisturbed(job, world_size)
     for mine, theirs in zip(ended.results, expected.results, strict=True):
-        different = [key for key in theirs["weights"] if not torch.equal(mine["weights"][key], theirs["weights"][key])]
-        assert not different
+        assert_equal(mine["weights"], theirs["weights"])
         assert torch.equal(mine["random"], theirs["random"]) or job.resume
         assert (mine["step"], mine["rate"], mine["scale"]) == (theirs["step"], theirs["rate"], theirs["scale"])
     for used in job.samples_of_epochs():
@@ -211,7 +211,7 @@ def test_an_island_that_is_lost_misses_a_round(kind: str, tmp_path: Path) -> Non
     assert ended.generations == 2
     assert len({one["step"] for one in ended.results}) == 1
     weights = [one["weights"] for one in ended.results]
-    assert all(torch.equal(weights[0][key], other[key]) for other in weights for key in other)
+    assert_same_on_all_ranks(weights)
     assert all(torch.isfinite(value).all() for value in weights[0].values())
 
 
@@ -241,7 +241,7 @@ def test_ranks_that_train_apart_may_hear_of_a_loss_at_different_steps(tmp_path: 
 
     ended = SmallAgent(train_apart, 3, job, "DiLoCo", folder=tmp_path, on_turn=tell).run()
     weights = [one["weights"] for one in ended.results]
-    assert all(torch.equal(weights[0][key], other[key]) for other in weights for key in other)
+    assert_same_on_all_ranks(weights)
 
 
 @pytest.mark.slow(but=("adam",))

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.comparisons import assert_equal
 from tests.elastic.jobs import Job, Strike, train_apart, train_job
 from tests.elastic.small_agent import SmallAgent
 
@@ -57,7 +58,7 @@ def test_a_random_schedule_of_kills_costs_no_sample_and_no_bit(
         job, weights = run_job(f"schedule-{seed}", strikes)
         kills += len(strikes)
         for mine, theirs in zip(weights, expected, strict=True):
-            assert [key for key in theirs if not torch.equal(mine[key], theirs[key])] == [], (seed, strikes)
+            assert_equal(mine, theirs, seed, strikes)
         assert [sorted(used) for used in job.samples_of_epochs()] == [list(range(96))] * 2, (seed, strikes)
 
 
@@ -85,6 +86,6 @@ def test_a_random_schedule_of_kills_leaves_those_that_train_apart_with_the_same_
         ended = SmallAgent(train_apart, world_size, job, kind, folder=folder).run()
         first, *others = (one["weights"] for one in ended.results)
         for other in others:
-            assert [key for key in first if not torch.equal(first[key], other[key])] == [], (seed, job)
+            assert_equal(other, first, seed, job)
         assert all(torch.isfinite(value).all() for value in first.values()), (seed, job)
         assert len({one["step"] for one in ended.results}) == 1, (seed, job)

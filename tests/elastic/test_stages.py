@@ -13,8 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.pipelining  # what a rank needs is imported once, here
+from tests.comparisons import assert_equal
 from tests.elastic.jobs import Job, Strike
 from tests.elastic.small_agent import Ended, SmallAgent
+from tests.training import copy_state
 from torch import nn
 from torch.nn import functional as F
 
@@ -112,7 +114,7 @@ def train_pipeline(
             train(state)
         assert stages == pipe.stages_of(pipe.pipeline_rank(dist.get_rank()))
         return {
-            "weights": {name: value.clone() for name, value in pipe.state_dict().items()},
+            "weights": copy_state(pipe),
             "history": list(state.history),
             "random": torch.get_rng_state(),
             "rate": optimizer.param_groups[0]["lr"],
@@ -163,13 +165,10 @@ def check(strikes: tuple[Strike, ...], world_size: int, folder: Path, undisturbe
     assert ended.generations >= 1
     expected = undisturbed(world_size, *args)
     for mine, theirs in zip(ended.results, expected.results, strict=True):
-        different = [
-            name for name in theirs["weights"] if not torch.equal(mine["weights"][name], theirs["weights"][name])
-        ]
-        assert not different
+        assert_equal(mine["weights"], theirs["weights"])
         assert mine["history"] == theirs["history"]
         assert len(mine["history"]) == _STEPS
-        assert torch.equal(mine["random"], theirs["random"])
+        assert_equal(mine["random"], theirs["random"])
         assert mine["rate"] == theirs["rate"]
 
 

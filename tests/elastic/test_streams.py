@@ -16,9 +16,11 @@ from typing import Any
 
 import pytest
 import torch
+from tests.comparisons import assert_equal
 from tests.data.streams import Shards, draw_layout, draw_shards
 from tests.elastic.jobs import Job, Strike
 from tests.elastic.small_agent import LEAVES, SmallAgent
+from tests.training import copy_state
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -74,7 +76,7 @@ def train_stream(
                     state.commit()
 
         train(state)
-        return {"weights": {key: value.clone() for key, value in ddp.state_dict().items()}, "step": state.step}
+        return {"weights": copy_state(ddp), "step": state.step}
 
 
 def draw_strikes(draw: random.Random, num_steps: int, world_size: int) -> tuple[Strike, ...]:
@@ -140,8 +142,7 @@ def run_drawn(seed: int, folder: Path) -> None:
             assert set(counts.values()) <= {1}, told
             assert total - len(used) < world_size + 2, told
     for one in ended.results:
-        for name, value in one["weights"].items():
-            assert torch.equal(value, ended.results[0]["weights"][name]), told
+        assert_equal(one["weights"], ended.results[0]["weights"], told)
 
 
 @pytest.mark.slow
@@ -173,4 +174,4 @@ def test_a_run_over_a_stream_that_loses_a_rank_ends_with_the_bits_of_one_that_lo
     assert len(ends[0].losses) > len(ends[1].losses)
     for mine, theirs in zip(ends[0].results, ends[1].results, strict=True):
         assert mine["step"] == theirs["step"] == 18
-        assert all(torch.equal(mine["weights"][name], theirs["weights"][name]) for name in mine["weights"])
+        assert_equal(mine["weights"], theirs["weights"])

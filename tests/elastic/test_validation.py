@@ -6,8 +6,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from tests.comparisons import assert_equal
 from tests.elastic.jobs import Job, Numbers, Strike, build
 from tests.elastic.small_agent import SmallAgent
+from tests.training import copy_state
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -39,7 +41,7 @@ def train_and_validate(job: Job) -> dict[str, Tensor]:
                 ddp.train()
 
         train(state)
-        return {name: value.clone() for name, value in ddp.state_dict().items()}
+        return copy_state(ddp)
 
 
 def test_buffers_that_pytorchs_wrapper_broadcasts_are_so_after_a_loss_in_a_validation(tmp_path: Path) -> None:
@@ -52,5 +54,4 @@ def test_buffers_that_pytorchs_wrapper_broadcasts_are_so_after_a_loss_in_a_valid
         job = Job(str(tmp_path / name), strikes, wrapper="torch")
         ends.append(SmallAgent(train_and_validate, 2, job, folder=tmp_path / name).run())
     assert (ends[0].generations, ends[1].generations) == (1, 0)
-    for mine, theirs in zip(ends[0].results, ends[1].results, strict=True):
-        assert [name for name in theirs if not torch.equal(mine[name], theirs[name])] == []
+    assert_equal(ends[0].results, ends[1].results)

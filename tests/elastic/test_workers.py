@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from tests.comparisons import assert_equal
 from tests.elastic.jobs import Job, Strike
 from tests.elastic.small_agent import SmallAgent
+from tests.training import copy_state
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -59,7 +61,7 @@ def train_augmented(job: Job) -> dict[str, Any]:
                     state.commit()
 
         train(state)
-        return {"weights": {k: v.clone() for k, v in ddp.state_dict().items()}, "seen": seen}
+        return {"weights": copy_state(ddp), "seen": seen}
 
 
 @pytest.mark.slow(but=("0-False",))
@@ -86,5 +88,5 @@ def test_what_a_dataset_draws_after_a_loss_is_what_it_would_have_drawn(
     assert len(drawn) == 128
     assert all(not torch.equal(drawn[0, i], drawn[1, i]) for i in range(64)), "each epoch draws others"
     for mine, theirs in zip(ended.results, expected.results, strict=True):
-        assert [k for k, value in mine["seen"].items() if not torch.equal(value, drawn[k])] == []
-        assert all(torch.equal(mine["weights"][key], theirs["weights"][key]) for key in theirs["weights"])
+        assert_equal(mine["seen"], {key: drawn[key] for key in mine["seen"]})
+        assert_equal(mine["weights"], theirs["weights"])

@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 import torch._dynamo  # every optimizer loads it: once here, and not once in each worker
+from tests.comparisons import assert_equal
 from tests.rpc.workers import event, pid, run_workers, set_event, wait_event
 
 import phalanx
@@ -163,7 +164,7 @@ def _synchronous(rank, folder):
 
 def check_equal_states(one, other):
     values, others = ({key: part for key, part in state.items() if key != "groups"} for state in (one, other))
-    torch.testing.assert_close(values, others, rtol=0, atol=0)
+    assert_equal(values, others)
     assert one["groups"] == other["groups"]
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.comparisons import assert_equal
 
 from phalanx.rpc.autograd import orders
 from phalanx.rpc.wire import ORDER, Frame
@@ -42,7 +43,7 @@ def test_gradients_arrive_as_they_were_dense_or_not(gradients):
                 if one is not None:
                     assert one.shape == other.shape
                     assert one.layout == other.layout
-                    torch.testing.assert_close(one, other, rtol=0, atol=0)
+                    assert_equal(one, other)
 
 
 @pytest.mark.parametrize(

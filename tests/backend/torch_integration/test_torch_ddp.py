@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 import torch.distributed as dist
+from tests import training
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -38,10 +39,8 @@ def train(rank, world_size, divided, sets_epoch, backend="phalanx"):
         if sets_epoch and sampler is not None:
             sampler.set_epoch(epoch)
         torch.manual_seed(epoch)
-        for (batch,) in DataLoader(data, batch_size=4, sampler=sampler, shuffle=sampler is None):
-            optimizer.zero_grad()
-            model(batch).sum().backward()
-            optimizer.step()
+        loader = DataLoader(data, batch_size=4, sampler=sampler, shuffle=sampler is None)
+        training.train(model, optimizer, loader, torch.sum)
     return said.lines
 
 

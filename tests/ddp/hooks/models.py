@@ -1,6 +1,7 @@
 """What the tests of hooks train: several buckets, and all that makes one awkward."""
 
 import torch
+from tests.models import batch_of
 from torch import nn
 
 
@@ -23,8 +24,7 @@ class Awkward(nn.Module):
 
 
 def backward(ddp, rank, step):
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    images = torch.randn(4, 3, 6, 6, generator=generator).to(next(ddp.parameters()).dtype)
+    images = batch_of(rank, step, shape=(4, 3, 6, 6)).to(next(ddp.parameters()).dtype)
     ddp(images).square().mean().backward()
 
 
