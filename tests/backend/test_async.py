@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.backend.inputs import assert_same, tensor_of
+from tests.threads import map_in_threads
 from torch.distributed.distributed_c10d import _coalescing_manager
 
 from phalanx.testing import run_ranks
@@ -138,24 +139,14 @@ def test_works_that_nobody_holds_still_finish():
 def test_two_groups_work_at_once_from_two_threads():
     def check(rank, world_size):
         groups = [dist.new_group() for _ in range(2)]
-        problems = []
 
         def work(index):
-            try:
-                for n in range(20):
-                    tensor = torch.full((n * 50 + 1,), float(rank + index))
-                    dist.all_reduce(tensor, group=groups[index])
-                    assert tensor[-1] == 1 + 2 * index
-            except BaseException as error:
-                problems.append(error)
+            for n in range(20):
+                tensor = torch.full((n * 50 + 1,), float(rank + index))
+                dist.all_reduce(tensor, group=groups[index])
+                assert tensor[-1] == 1 + 2 * index
 
-        threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if problems:
-            raise problems[0]
+        map_in_threads(work, range(2))
 
     run_ranks(check, 2)
 

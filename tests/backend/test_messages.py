@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.backend.inputs import EVERY_DTYPE, assert_same, tensor_of
+from tests.threads import map_in_threads
 
 from phalanx.errors import PeerLostError
 from phalanx.testing import run_ranks
@@ -279,16 +280,9 @@ def test_several_threads_may_wait_for_messages_at_once():
                 else:
                     dist.recv(tensor, 0, tag=tag)
                     dist.send(torch.full((i * 700,), float(tag + i)), 0, tag=tag)
-                if not bool((tensor == tag + i).all()):
-                    wrong.append((tag, i))
+                assert bool((tensor == tag + i).all()), (tag, i)
 
-        wrong = []
-        threads = [threading.Thread(target=talk, args=(tag,)) for tag in (100, 200, 300)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert not wrong
+        map_in_threads(talk, (100, 200, 300))
 
     run_ranks(check, 2)
 

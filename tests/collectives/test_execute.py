@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 
@@ -12,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
+from tests.threads import map_in_threads
 
 from phalanx.collectives import (
     ALGORITHMS,
@@ -46,7 +46,6 @@ def run(schedule: Schedule, buffers: list[Array], *, bounds: Sequence[int] | Non
     """Play all ranks at once, each in a thread, in place; return the elements of scratch that each asked for."""
     links: dict[tuple[int, int], queue.Queue[Array]] = defaultdict(queue.Queue)
     asked = [0] * schedule.world_size
-    failures: list[BaseException] = []
 
     def play(rank: int) -> None:
         def send(dst: int, view: Array) -> None:
@@ -62,24 +61,13 @@ def run(schedule: Schedule, buffers: list[Array], *, bounds: Sequence[int] | Non
         def combine(into: Array, first: Array, second: Array) -> None:
             np.add(first, second, out=into)
 
-        try:
-            execute(
-                schedule, rank, buffers[rank], send=send, recv=recv, combine=combine, scratch=scratch, bounds=bounds
-            )
-        except BaseException as error:
-            failures.append(error)
+        execute(schedule, rank, buffers[rank], send=send, recv=recv, combine=combine, scratch=scratch, bounds=bounds)
 
     # The defaultdict is filled beforehand: two threads must not make two queues for one link.
     for src in range(schedule.world_size):
         for dst in range(schedule.world_size):
             links[src, dst] = queue.Queue()
-    threads = [threading.Thread(target=play, args=(rank,)) for rank in range(schedule.world_size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise failures[0]
+    map_in_threads(play, range(schedule.world_size))
     assert all(link.empty() for link in links.values()), "something was sent that nobody received"
     return asked
 

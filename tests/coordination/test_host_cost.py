@@ -3,6 +3,7 @@
 import threading
 
 import pytest
+from tests.threads import map_in_threads
 from torch.distributed import PrefixStore
 
 from phalanx.backend.coordination_store import CoordinationStore
@@ -85,22 +86,15 @@ class Job:
 
     def run(self, play):
         """Let each rank do `play(store, rank)`; return what each returned."""
-        found = {}
 
         def come(rank):
             store = CoordinationStore("", client=Rank(self, rank))
-            found[rank] = play(PrefixStore("default_pg/", store), rank)
+            found = play(PrefixStore("default_pg/", store), rank)
             with self._lock:
                 self.pause()
+            return found
 
-        threads = [
-            threading.Thread(target=come, args=(rank,), name=f"phalanx-test-{rank}") for rank in range(self.size)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return [found[rank] for rank in range(self.size)]
+        return map_in_threads(come, range(self.size))
 
 
 class Rank(Client):

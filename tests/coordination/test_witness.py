@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from tests.coordination import kubernetes_api
 from tests.coordination.etcd_server import USERS, enable_users, find_free_ports, run_etcd
+from tests.threads import map_in_threads
 
 from phalanx.coordination.key import Key
 from phalanx.coordination.service import Service
@@ -113,11 +114,7 @@ def test_it_takes_nothing_back_whoever_asks_at_the_same_time(address: str, seed:
             heard.append((asked_at, time.monotonic(), term, reply))
         witness.close()
 
-    threads = [threading.Thread(target=ask, args=(member,), name=f"phalanx-test-{member}") for member in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    map_in_threads(ask, range(4))
     assert len(heard) == 4 * 14
     granted = [one for one in heard if not isinstance(one[3], Refused)]
     assert granted

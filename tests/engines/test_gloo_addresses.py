@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import random
 import struct
-import threading
 from datetime import timedelta
 
 import pytest
 import torch
 from tests.engines.test_gloo import WAIT, engine_of
+from tests.threads import map_in_threads
 from torch.distributed import DistStoreError, HashStore, PrefixStore
 
 from phalanx.engines.gloo_addresses import GlooAddresses, compress, decompress
@@ -68,11 +68,7 @@ def test_each_rank_finds_all_others_with_a_number_of_requests_that_does_not_grow
         assert not mine.check(["1/0"])
         found[rank] = [mine.get(f"0/{other}") for other in range(size)]
 
-    threads = [threading.Thread(target=meet, args=(rank,)) for rank in reversed(range(size))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    map_in_threads(meet, reversed(range(size)))
     assert found == {rank: [bytes([other]) * (100 + other) for other in range(size)] for rank in range(size)}
     assert sorted(told) == list(range(size))
     for rank, store in enumerate(stores):

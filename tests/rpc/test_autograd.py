@@ -9,6 +9,7 @@ import threading
 import pytest
 import torch
 from tests.rpc.workers import run_workers, set_event, wait_event, worker
+from tests.threads import map_in_threads
 
 from phalanx import rpc
 from phalanx.ddp import DistributedDataParallel
@@ -154,23 +155,10 @@ def _generated(rank: int, folder: str, seed: int, count: int) -> None:
     torch.set_num_threads(1)
     with worker(rank, 3, folder):
         # All three at once, and two threads of the first: contexts are apart.
-        errors: list[BaseException] = []
-
         def run(seed: int) -> None:
-            try:
-                assert check_programs(seed, count, rank) > count // 4
-            except BaseException as error:
-                errors.append(error)
+            assert check_programs(seed, count, rank) > count // 4
 
-        threads = [
-            threading.Thread(target=run, args=(seed + 10 * rank + one,), name="test") for one in range(2 - (rank > 0))
-        ]
-        for one in threads:
-            one.start()
-        for one in threads:
-            one.join()
-        if errors:
-            raise errors[0]
+        map_in_threads(run, [seed + 10 * rank + one for one in range(2 - (rank > 0))])
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ from tests.rpc.workers import (
     wait_event,
     worker,
 )
+from tests.threads import map_in_threads
 
 from phalanx import rpc
 from phalanx.errors import DeadlineError
@@ -141,18 +142,12 @@ def _check_concurrency():
     assert rpc.rpc_sync("w1", same, (2,)) == 2
     event("callback").set()
     assert blocked.wait() == "callback"
-    results = [None] * 8
-    threads = [threading.Thread(target=_many_calls, args=(results, n), name=f"phalanx-test-{n}") for n in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert results == [sum(range(100))] * 8
+    assert map_in_threads(_many_calls, range(8)) == [sum(range(100))] * 8
 
 
-def _many_calls(results, n):
+def _many_calls(n):
     futures = [rpc.rpc_async("w1", same, (i,)) for i in range(100)]
-    results[n] = sum(future.wait() for future in futures)
+    return sum(future.wait() for future in futures)
 
 
 def _check_timeouts():

@@ -1,7 +1,6 @@
 """Hooks of leaves in a backward pass across workers: they are called as over TensorPipe, with the same gradients."""
 
 import random
-import threading
 import warnings
 from types import ModuleType
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 import torch.distributed.autograd
 import torch.distributed.rpc
 from tests.rpc.workers import run_workers, worker
+from tests.threads import map_in_threads
 
 import phalanx.rpc
 import phalanx.rpc.autograd
@@ -296,27 +296,17 @@ def _at_once(rank: int, folder: str) -> None:
             return
         on_all(make_leaves, [[]], 3)
         rpc.rpc_sync("w1", listen_for_contexts)
-        errors: list[BaseException] = []
         totals: dict[int, torch.Tensor] = {}
 
         def run(factor: float) -> None:
-            try:
-                x = torch.ones(2, 3, dtype=torch.float64, requires_grad=True)
-                for _ in range(15):
-                    with autograd.context() as context_id:
-                        loss = rpc.rpc_sync("w1", scale, (factor, x)).sum()
-                        autograd.backward(context_id, [loss])
-                        totals[context_id] = torch.full((2, 3), factor, dtype=torch.float64)
-            except BaseException as error:
-                errors.append(error)
+            x = torch.ones(2, 3, dtype=torch.float64, requires_grad=True)
+            for _ in range(15):
+                with autograd.context() as context_id:
+                    loss = rpc.rpc_sync("w1", scale, (factor, x)).sum()
+                    autograd.backward(context_id, [loss])
+                    totals[context_id] = torch.full((2, 3), factor, dtype=torch.float64)
 
-        threads = [threading.Thread(target=run, args=(float(one),), name="test") for one in range(1, 5)]
-        for one in threads:
-            one.start()
-        for one in threads:
-            one.join()
-        if errors:
-            raise errors[0]
+        map_in_threads(run, (1.0, 2.0, 3.0, 4.0))
         calls = rpc.rpc_sync("w1", take_calls)[0]
         assert len(calls) == len(totals) == 60
         for context_id, gradient, gathered in calls:

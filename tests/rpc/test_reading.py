@@ -13,6 +13,7 @@ import types
 import pytest
 import torch
 from tests.rpc.workers import fail, nothing, pid, run_workers, same, set_event, until, wait_event, worker
+from tests.threads import map_in_threads
 
 from phalanx import rpc
 from phalanx.errors import DeadlineError, PeerLostError
@@ -246,15 +247,8 @@ def _many_threads_wait():
             assert rpc.rpc_sync("w1", same, (number,)) == number
             futures = [rpc.rpc_async("w1", same, (number + one,)) for one in range(3)]
             assert [one.wait() for one in futures] == [number, number + 1, number + 2]
-        ended.append(first)
 
-    ended: list[int] = []
-    threads = [threading.Thread(target=call, args=(1000 * one,)) for one in range(6)]
-    for one in threads:
-        one.start()
-    for one in threads:
-        one.join()
-    assert sorted(ended) == [1000 * one for one in range(6)]
+    map_in_threads(call, range(0, 6000, 1000))
 
 
 def _time_runs_out_for_who_reads():
