@@ -3,11 +3,11 @@
 import ctypes
 import itertools
 import os
-from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
+from tests.backend.default_group import join_by_file
 
 from phalanx.coordination.rank_info import host_identity
 from phalanx.errors import PeerLostError, PhalanxError
@@ -18,15 +18,8 @@ pytestmark = pytest.mark.skipif(bool(why_no_containers()), reason=why_no_contain
 _CLONE_NEWUTS = 0x04000000
 
 
-def join(rank, world_size, path, timeout_s=20.0):
-    store = dist.FileStore(path, world_size)
-    dist.init_process_group(
-        "phalanx", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s)
-    )
-
-
 def total(rank, world_size, path):
-    join(rank, world_size, path)
+    join_by_file(rank, world_size, path)
     tensor = torch.full((3,), float(rank + 1))
     dist.all_reduce(tensor)
     group = dist.group.WORLD
@@ -56,7 +49,7 @@ def test_ranks_in_other_user_namespaces_are_on_other_hosts(tmp_path) -> None:
 
 def _lost(rank, world_size, path, namespaces):
     def run():
-        join(rank, world_size, path)
+        join_by_file(rank, world_size, path)
         dist.barrier()
         if rank == 1:
             os._exit(3)
@@ -78,7 +71,7 @@ def test_a_death_in_another_pid_namespace_is_heard(tmp_path, namespaces) -> None
 
 
 def _cut_off(rank, world_size, path):
-    return contained(join, rank, world_size, path, 3.0, namespaces=("net",))
+    return contained(join_by_file, rank, world_size, path, 3.0, namespaces=("net",))
 
 
 def test_ranks_whose_networks_are_apart_say_which_hosts_cannot_reach_each_other(tmp_path) -> None:

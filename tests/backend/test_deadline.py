@@ -7,6 +7,8 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from tests.backend.default_group import join_by_file
+from tests.logs import logged
 
 from phalanx import DistributedDataParallel
 from phalanx.coordination import bootstrap
@@ -26,13 +28,7 @@ def test_a_rank_that_never_reaches_init_is_named_on_every_rank_that_did(tmp_path
         started.set(str(rank), "")
         started.wait(["0", "1", "3"], timedelta(seconds=30))  # on a busy machine one starts a second after the other
         with pytest.raises(DeadlineError) as caught:
-            dist.init_process_group(
-                "phalanx",
-                store=dist.FileStore(str(tmp_path / "store"), world_size),
-                rank=rank,
-                world_size=world_size,
-                timeout=timedelta(seconds=1.0),
-            )
+            join_by_file(rank, world_size, tmp_path / "store", 1.0)
         assert isinstance(caught.value, TimeoutError)
         return str(caught.value), caught.value.missing
 
@@ -51,13 +47,7 @@ def test_when_rank_0_never_reaches_init_the_others_say_so(tmp_path, monkeypatch)
         started.set(str(rank), "")
         started.wait(["1", "2"], timedelta(seconds=30))  # on a busy machine one starts a second after the other
         with pytest.raises(DeadlineError) as caught:
-            dist.init_process_group(
-                "phalanx",
-                store=dist.FileStore(str(tmp_path / "store"), world_size),
-                rank=rank,
-                world_size=world_size,
-                timeout=timedelta(seconds=2),
-            )
+            join_by_file(rank, world_size, tmp_path / "store", 2.0)
         return caught.value.missing
 
     assert run_ranks(check, 3, init=False) == [None, (0,), (0,)]
@@ -126,21 +116,18 @@ def test_a_long_wait_is_announced_once_with_who_is_missing(monkeypatch, tmp_path
     monkeypatch.setattr(session, "NOTICE_S", 0.5)
 
     def check(rank, world_size):
-        lines = []
-        handler = logging.Handler()
-        handler.emit = lambda record: lines.append(record.getMessage())
-        logging.getLogger("phalanx").addHandler(handler)
         store = dist.FileStore(str(tmp_path / "said"), world_size)
-        if rank == 0:
-            work = dist.all_reduce(torch.ones(3), async_op=True)
-            while not lines:
-                pass
-            store.set("said", "yes")
-            work.wait()
+        with logged() as lines:
+            if rank == 0:
+                work = dist.all_reduce(torch.ones(3), async_op=True)
+                while not lines:
+                    pass
+                store.set("said", "yes")
+                work.wait()
+                return lines
+            store.wait(["said"], timedelta(seconds=30))
+            dist.all_reduce(torch.ones(3))
             return lines
-        store.wait(["said"], timedelta(seconds=30))
-        dist.all_reduce(torch.ones(3))
-        return lines
 
     first, second = run_ranks(check, 2)
     assert len(first) == 1
@@ -163,13 +150,7 @@ def test_a_long_wait_at_init_is_announced_with_who_is_missing(monkeypatch, caplo
 def test_a_timeout_that_leaves_no_time_is_refused_before_anybody_waits(seconds, tmp_path):
     def check(rank, world_size):
         with pytest.raises(ValueError, match="timeout"):
-            dist.init_process_group(
-                "phalanx",
-                store=dist.FileStore(str(tmp_path / "store"), world_size),
-                rank=rank,
-                world_size=world_size,
-                timeout=timedelta(seconds=seconds),
-            )
+            join_by_file(rank, world_size, tmp_path / "store", seconds)
 
     run_ranks(check, 2, init=False)
 

@@ -5,12 +5,12 @@ own: every collective then arrives, with values. And tensors on `meta`, a real o
 by an engine that only counts.
 """
 
-from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from tests.backend.default_group import join_by_file
 from torch._C._distributed_c10d import ProcessGroupGloo
 
 from phalanx.backend import device_backends
@@ -80,13 +80,7 @@ def _open_gloo(store, rank, world_size, timeout, name, global_ranks):
 
 def _join(rank, world_size, path, device_backend, timeout_s=20.0):
     device_backends.DEVICE_BACKENDS["meta"] = device_backend
-    dist.init_process_group(
-        "phalanx",
-        store=dist.FileStore(path, world_size),
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=timeout_s),
-    )
+    join_by_file(rank, world_size, path, timeout_s)
 
 
 def _everything(rank, world_size, path):

@@ -1,13 +1,13 @@
 """Under a seccomp profile without the calls that shared memory wants: fall back where one can, and say so."""
 
-import logging
 import os
 import time
-from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
+from tests.backend.default_group import join_by_file
+from tests.logs import logged
 
 import phalanx
 from phalanx.errors import PeerLostError, PhalanxError
@@ -15,23 +15,6 @@ from phalanx.testing import UNIX_SOCKETS, contained, forbid, run_ranks, why_no_c
 
 pytestmark = pytest.mark.skipif(bool(why_no_seccomp()), reason=why_no_seccomp())
 needs_containers = pytest.mark.skipif(bool(why_no_containers()), reason=why_no_containers())
-
-
-class Heard(logging.Handler):
-    """What Phalanx logs in this rank."""
-
-    def __init__(self):
-        super().__init__()
-        self.lines = []
-        logging.getLogger("phalanx").addHandler(self)
-
-    def emit(self, record):
-        self.lines.append(record.getMessage())
-
-
-def join(rank, world_size, path):
-    store = dist.FileStore(path, world_size)
-    dist.init_process_group("phalanx", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=20))
 
 
 def train(rank, world_size):
@@ -47,10 +30,10 @@ def train(rank, world_size):
 
 
 def _run(rank, world_size, path, forbidden):
-    heard = Heard()
     forbid(*forbidden.get(rank, ()))
-    join(rank, world_size, path)
-    return (*train(rank, world_size), heard.lines)
+    with logged() as lines:
+        join_by_file(rank, world_size, path)
+        return (*train(rank, world_size), lines)
 
 
 def _results(tmp_path, world_size, forbidden):
@@ -88,7 +71,7 @@ def test_without_unix_sockets_on_one_rank_all_use_gloo_and_each_says_so_once(tmp
 
 def _lost(rank, world_size, path, forbidden):
     forbid(*forbidden)
-    join(rank, world_size, path)
+    join_by_file(rank, world_size, path)
     dist.barrier()
     if rank == 1:
         os._exit(3)
@@ -111,7 +94,7 @@ def test_without_pidfds_a_death_is_heard_as_fast_as_with_them(tmp_path, forbidde
 def _with_a_child(rank, world_size, path):
     """A DataLoader worker that outlives its rank must not keep it alive in the eyes of others."""
     forbid("pidfd_open")
-    join(rank, world_size, path)
+    join_by_file(rank, world_size, path)
     dist.barrier()
     if rank == 1:
         if os.fork() == 0:
@@ -128,7 +111,7 @@ def test_a_child_of_a_dead_rank_does_not_keep_it_alive(tmp_path) -> None:
 def _in_little_room(rank, world_size, path):
     def use():
         forbid("memfd_create")
-        join(rank, world_size, path)
+        join_by_file(rank, world_size, path)
         total = torch.ones(3)
         dist.all_reduce(total)
         with pytest.raises(PhalanxError) as caught:

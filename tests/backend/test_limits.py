@@ -2,26 +2,21 @@
 
 import os
 import resource
-from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
+from tests.backend.default_group import join_by_file
 
 import phalanx
 from phalanx.errors import PhalanxError
 from phalanx.testing import RankFailed, run_ranks
 
 
-def _join(rank, world_size, path):
-    store = dist.FileStore(path, world_size)
-    dist.init_process_group("phalanx", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=20))
-
-
 def _with_little_address_space(rank, world_size, path):
     with open("/proc/self/statm") as statm:
         used = int(statm.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), resource.RLIM_INFINITY))
-    _join(rank, world_size, path)
+    join_by_file(rank, world_size, path)
     shared = phalanx.shared_empty(1000).fill_(1.0)
     dist.all_reduce(shared)
     with pytest.raises(PhalanxError, match=r"the group's heap of [0-9]+ bytes per rank has no room"):
@@ -44,7 +39,7 @@ def _with_few_files(rank, world_size, path, left):
         except OSError:
             for _ in range(left):
                 os.close(taken.pop())
-    _join(rank, world_size, path)
+    join_by_file(rank, world_size, path)
 
 
 def test_a_rank_that_may_open_too_few_files_names_the_limit(tmp_path) -> None:

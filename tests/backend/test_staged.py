@@ -5,11 +5,10 @@ goes one of these ways, with values, and must leave the bits that the CPU's own 
 real device (memory that the host must not touch, streams) is in tests/gpu.
 """
 
-from datetime import timedelta
-
 import pytest
 import torch
 import torch.distributed as dist
+from tests.backend.default_group import join_by_file
 from tests.comparisons import assert_equal
 from tests.gpu.collectives import all_collectives
 from tests.models import batch_of
@@ -57,9 +56,7 @@ def _join(rank, world_size, path, timeout_s=60.0):
         FileMemory() if path.endswith("on the device") else None,
     )
     devices.find_device = _of_float64
-    store = dist.FileStore(path, world_size)
-    limit = timedelta(seconds=timeout_s)
-    dist.init_process_group("phalanx", store=store, rank=rank, world_size=world_size, timeout=limit)
+    join_by_file(rank, world_size, path, timeout_s)
     dist.group.WORLD.on_device_from_bytes = 0
 
 

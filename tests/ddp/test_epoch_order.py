@@ -1,9 +1,8 @@
 """A forgotten `set_epoch`: the batches of the first steps that come again in their order."""
 
-import logging
-
 import pytest
 import torch
+from tests.logs import logged
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -97,19 +96,16 @@ def test_what_can_not_be_looked_at_cheaply_is_not(strange):
 
 def _train(rank, sampler, **options):
     """Three epochs; what the log of this rank says."""
-    lines = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logging.getLogger("phalanx").addHandler(handler)
     torch.manual_seed(0)
     ddp = DistributedDataParallel(nn.Linear(3, 1), **options)
     loader = DataLoader(TensorDataset(torch.randn(40, 3)), batch_size=4, sampler=sampler)
-    for epoch in range(3):
-        if hasattr(sampler, "right"):
-            sampler.set_epoch(epoch)
-        for (batch,) in loader:
-            ddp(batch).sum().backward()
-            ddp.zero_grad()
+    with logged() as lines:
+        for epoch in range(3):
+            if hasattr(sampler, "right"):
+                sampler.set_epoch(epoch)
+            for (batch,) in loader:
+                ddp(batch).sum().backward()
+                ddp.zero_grad()
     return lines
 
 

@@ -1,36 +1,25 @@
 """The first steps of real ranks: each mistake is one line in the log of rank 0, and nothing else is said."""
 
 import copy
-import logging
 
 import pytest
 import torch
 import torch.distributed as dist
+from tests.comparisons import assert_equal
+from tests.logs import logged
+from tests.models import batch_of
+from tests.training import copy_parameters, copy_state
 from torch import nn
 
 from phalanx import DistributedDataParallel
 from phalanx.testing import run_ranks
 
 
-class _Lines(logging.Handler):
-    def __init__(self):
-        super().__init__()
-        self.lines = []
-
-    def emit(self, record):
-        self.lines.append(record.getMessage())
-
-
 def _lines(fn):
     """What the function logged, in this rank."""
-    handler = _Lines()
-    logger = logging.getLogger("phalanx")
-    logger.addHandler(handler)
-    try:
+    with logged() as lines:
         fn()
-    finally:
-        logger.removeHandler(handler)
-    return handler.lines
+    return lines
 
 
 def _train(ddp, rank, *, num_steps=5, batch=None, optimizer=None, before_step=None):
@@ -142,10 +131,10 @@ def test_parameters_that_are_moved_for_a_backward_and_put_back_do_not_differ(dri
 
         def train():
             for step in range(5):
-                batch = torch.randn(2, 3, generator=torch.Generator().manual_seed(10 * step + rank))
+                batch = batch_of(rank, step, shape=(2, 3))
                 with ddp.no_sync():
                     ddp(batch).square().sum().backward()
-                before = [parameter.detach().clone() for parameter in ddp.parameters()]
+                before = copy_parameters(ddp)
                 with torch.no_grad():
                     for parameter in ddp.parameters():
                         parameter.add_(parameter.grad, alpha=0.05)
@@ -291,10 +280,10 @@ def test_gradients_are_the_same_with_and_without_watching():
         for check in (True, False):
             ddp = DistributedDataParallel(_model(), check=check)
             _train(ddp, rank)
-            states.append(ddp.state_dict())
-        return all(torch.equal(states[0][key], states[1][key]) for key in states[0])
+            states.append(copy_state(ddp))
+        assert_equal(*states)
 
-    assert run_ranks(fn, 2) == [True, True]
+    run_ranks(fn, 2)
 
 
 def test_every_kind_of_gradient_can_be_looked_at():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import os
 import re
 import signal
@@ -15,6 +14,7 @@ import torch
 import torch.distributed as dist
 from tests.comparisons import assert_same_on_all_ranks
 from tests.ddp.models import batch_of, small_model
+from tests.logs import logged
 from tests.training import copy_state, mean_square, train
 from torch import nn
 
@@ -109,15 +109,12 @@ def test_more_ranks_than_cores_and_large_buckets_meet_as_well():
 
 def test_one_line_says_who_ran_out_of_data_and_where_it_waits():
     def fn(rank, world_size):
-        lines = []
-        handler = logging.Handler()
-        handler.emit = lambda record: lines.append(record.getMessage())
-        logging.getLogger("phalanx.ddp").addHandler(handler)
         ddp = DistributedDataParallel(small_model(), check=False)
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.2)
-        for epoch in range(2):
-            _train(ddp, optimizer, rank, [4, 2, 4], epoch)
-            dist.barrier()
+        with logged("phalanx.ddp") as lines:
+            for epoch in range(2):
+                _train(ddp, optimizer, rank, [4, 2, 4], epoch)
+                dist.barrier()
         return lines
 
     lines = run_ranks(fn, 3)

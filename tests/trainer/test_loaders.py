@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from typing import Any
 
 import pytest
 import torch
+from tests.logs import logged
 from tests.models import make_data, mlp
 from tests.trainer.test_trainer import make
 from tests.training import copy_parameters, copy_state, train
@@ -167,16 +167,8 @@ def test_a_batch_that_does_not_count_is_in_no_statistics_of_batchnorm():
 
 
 def _log_of_training(rank, world_size, size, batch, accumulate):
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("phalanx")
-    logger.addHandler(handler)
-    try:
-        with strategies.get("mirrored", launch=False) as strategy:
-            make_trainer(strategy, accumulate=accumulate, max_epochs=3).fit(loader_of("iterable", size, batch))
-    finally:
-        logger.removeHandler(handler)
+    with logged() as lines, strategies.get("mirrored", launch=False) as strategy:
+        make_trainer(strategy, accumulate=accumulate, max_epochs=3).fit(loader_of("iterable", size, batch))
     return lines
 
 

@@ -1,13 +1,13 @@
 """PyTorch's DistributedDataParallel over our groups: a forgotten sampler, or set_epoch, is told as with ours."""
 
 import copy
-import logging
 import pickle
 
 import pytest
 import torch
 import torch.distributed as dist
 from tests import training
+from tests.logs import logged
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -15,19 +15,8 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from phalanx.testing import run_ranks
 
 
-class Said(logging.Handler):
-    def __init__(self):
-        super().__init__()
-        self.lines = []
-
-    def emit(self, record):
-        self.lines.append(record.getMessage())
-
-
 def train(rank, world_size, divided, sets_epoch, backend="phalanx"):
     """What the warnings of rank 0 are, of three epochs; the others have none."""
-    said = Said()
-    logging.getLogger("phalanx.ddp").addHandler(said)
     if backend != "phalanx":
         dist.destroy_process_group()
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
@@ -35,13 +24,14 @@ def train(rank, world_size, divided, sets_epoch, backend="phalanx"):
     sampler = DistributedSampler(data, shuffle=True, seed=3) if divided else None
     model = DistributedDataParallel(nn.Linear(2, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
-    for epoch in range(3):
-        if sets_epoch and sampler is not None:
-            sampler.set_epoch(epoch)
-        torch.manual_seed(epoch)
-        loader = DataLoader(data, batch_size=4, sampler=sampler, shuffle=sampler is None)
-        training.train(model, optimizer, loader, torch.sum)
-    return said.lines
+    with logged("phalanx.ddp") as lines:
+        for epoch in range(3):
+            if sets_epoch and sampler is not None:
+                sampler.set_epoch(epoch)
+            torch.manual_seed(epoch)
+            loader = DataLoader(data, batch_size=4, sampler=sampler, shuffle=sampler is None)
+            training.train(model, optimizer, loader, torch.sum)
+    return lines
 
 
 def test_a_forgotten_sampler_is_told_by_rank_0():
