@@ -106,6 +106,13 @@ def is_slow(item: pytest.Item) -> bool:
     return mark is not None and called not in mark.kwargs.get("but", ())
 
 
+@pytest.fixture(params=["gloo", "phalanx"])
+def backend(request: pytest.FixtureRequest) -> str:
+    """The backends over which what stands on collectives must do the same."""
+    name: str = request.param
+    return name
+
+
 @pytest.fixture
 def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between hosts, cut tensors of some hundred KiB into several segments, as large ones are cut."""

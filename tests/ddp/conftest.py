@@ -1,9 +1,1 @@
-"""The backends over which parity must hold."""
-
-import pytest
 import torch._dynamo  # noqa: F401 - every optimizer imports it at its first step: once here, not once in each rank of each test
-
-
-@pytest.fixture(params=["gloo", "phalanx"])
-def backend(request):
-    return request.param

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed.autograd
 import torch.distributed.rpc
-from tests.rpc.workers import run_workers, worker
+from tests.rpc.workers import check_same, run_workers, worker
 from tests.threads import map_in_threads
 
 import phalanx.rpc
@@ -214,17 +214,6 @@ def _record(rank: int, folder: str, seed: int, count: int) -> Any:
 def record_programs(seed: int, count: int) -> list[Any]:
     torch.set_num_threads(1)
     return [record_program(random.Random(seed + one), seed + one) for one in range(count)]
-
-
-def check_same(found: Any, expected: Any, *where: Any) -> None:
-    if isinstance(expected, torch.Tensor):
-        torch.testing.assert_close(found, expected, msg=lambda text: f"{where}: {text}")
-    elif isinstance(expected, list | tuple):
-        assert (type(found), len(found)) == (type(expected), len(expected)), (where, found, expected)
-        for number, (one, other) in enumerate(zip(found, expected, strict=True)):
-            check_same(one, other, *where, number)
-    else:
-        assert found == expected, (where, found, expected)
 
 
 @pytest.mark.slow

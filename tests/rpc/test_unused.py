@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.rpc.workers import run_workers, worker
+from tests.rpc.workers import check_same, run_workers, worker
 
 from phalanx import rpc
 from phalanx.rpc import autograd
@@ -147,17 +147,6 @@ def run_remotely(rng: random.Random, rank: int) -> tuple[Any, int]:
         gradients = [g for one, name in enumerate(NAMES) for g in rpc.rpc_sync(name, gradients_of, (one, context_id))]
         assert not autograd_worker().contexts.find(context_id).passes
     return (gradients, [rpc.rpc_sync(name, take_calls, (one,)) for one, name in enumerate(NAMES)]), num_sent
-
-
-def check_same(found: Any, expected: Any, *where: Any) -> None:
-    if isinstance(expected, torch.Tensor) and isinstance(found, torch.Tensor):
-        torch.testing.assert_close(found, expected, msg=lambda text: f"{where}: {text}")
-    elif isinstance(expected, list | tuple):
-        assert (type(found), len(found)) == (type(expected), len(expected)), (where, found, expected)
-        for number, (one, other) in enumerate(zip(found, expected, strict=True)):
-            check_same(one, other, *where, number)
-    else:
-        assert (type(found), found) == (type(expected), expected), (where, found, expected)
 
 
 def _compare(rank: int, folder: str, seed: int, count: int) -> None:

@@ -92,6 +92,18 @@ def until(holds: Callable[[], object]) -> None:
         time.sleep(0.001)
 
 
+def check_same(found: Any, expected: Any, *where: Any) -> None:
+    """Compare what two programs have seen: tensors within rounding, all else exactly, with its type."""
+    if isinstance(expected, torch.Tensor) and isinstance(found, torch.Tensor):
+        torch.testing.assert_close(found, expected, msg=lambda text: f"{where}: {text}")
+    elif isinstance(expected, list | tuple):
+        assert (type(found), len(found)) == (type(expected), len(expected)), (where, found, expected)
+        for number, (one, other) in enumerate(zip(found, expected, strict=True)):
+            check_same(one, other, *where, number)
+    else:
+        assert (type(found), found) == (type(expected), expected), (where, found, expected)
+
+
 events: dict[str, threading.Event] = {}
 
 

@@ -1,11 +1,11 @@
 """Loggers in whole jobs: one rank writes, and the report is handed to them."""
 
-import csv
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from tests.loggers.test_loggers import rows_of
 from tests.system.phalanx_command import run, write_script
 
 TRAINER = """
@@ -45,11 +45,6 @@ for step in range(1, 6):
 if len(sys.argv) > 2:
     raise ArithmeticError("the data is wrong")
 """
-
-
-def rows_of(folder: Path) -> list[dict[str, str]]:
-    with open(folder / "metrics.csv", newline="") as file:
-        return list(csv.DictReader(file))
 
 
 @pytest.mark.slow

@@ -9,22 +9,15 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from tests.system.phalanx_command import Running, run, start, write_script
+from tests.system.phalanx_command import BATCHES, Running, run, start, write_script
 
-from phalanx.coordination.key import Key
 from phalanx.testing import why_no_hosts
 from phalanx.testing.namespaces import hosts
 
-SCRIPT = """
+SCRIPT = f"""
 import os, sys, torch, torch.distributed as dist, phalanx
 phalanx.init()
-def batches():
-    while True:
-        over = torch.tensor(os.path.exists(sys.argv[1]))
-        dist.all_reduce(over, dist.ReduceOp.MAX)
-        if over:
-            return
-        yield torch.ones(4, 8)
+{BATCHES}
 for number, x in enumerate(phalanx.progress(batches(), total=1_000_000, live=False)):
     if number == 20:
         print("running", flush=True)

@@ -19,23 +19,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.system.phalanx_command import start, write_script
+from tests.system.phalanx_command import BATCHES, start, write_script
 
 from phalanx.testing import hosts, why_no_hosts
 
-# Rank 1 is the slow one. All end together, when the file is there.
-_TRAIN = """
+# Rank 1 is the slow one.
+_TRAIN = f"""
 import os, sys, time, torch, torch.distributed as dist, phalanx
 dist.init_process_group("phalanx")
 rank = dist.get_rank()
 model = phalanx.DistributedDataParallel(torch.nn.Linear(8, 8))
-def batches():
-    while True:
-        over = torch.tensor(os.path.exists(sys.argv[1]))
-        dist.all_reduce(over, dist.ReduceOp.MAX)
-        if over:
-            return
-        yield torch.ones(4, 8)
+{BATCHES}
 print("running", flush=True)
 for x in phalanx.progress(batches(), total=1_000_000, live=False) if "progress" in sys.argv else batches():
     model(x).sum().backward()

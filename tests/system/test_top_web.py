@@ -16,24 +16,18 @@ from pathlib import Path
 
 import pytest
 from tests.report.chromium import chromium, find_chromium
-from tests.system.phalanx_command import start, write_script
+from tests.system.phalanx_command import BATCHES, start, write_script
 from tests.system.test_top import _HANG
 
 pytestmark = pytest.mark.timeout(240)
 
-# Rank 1 is the slow one. All end together, when the file is there.
-_TRAIN = """
+# Rank 1 is the slow one.
+_TRAIN = f"""
 import os, sys, time, torch, torch.distributed as dist, phalanx
 dist.init_process_group("phalanx")
 model = phalanx.DistributedDataParallel(torch.nn.Linear(8, 8))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-def batches():
-    while True:
-        over = torch.tensor(os.path.exists(sys.argv[1]))
-        dist.all_reduce(over, dist.ReduceOp.MAX)
-        if over:
-            return
-        yield torch.ones(4, 8)
+{BATCHES}
 print("running", flush=True)
 for x in phalanx.progress(batches(), total=1_000_000, live=False):
     optimizer.zero_grad()

@@ -1,10 +1,10 @@
 """What a Trainer gives its loggers, and from which rank."""
 
-import csv
 import json
 
 import pytest
 import torch
+from tests.loggers.test_loggers import rows_of
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -26,11 +26,6 @@ def fit(folder, *, max_epochs=2, checkpoint=None, logger=None, strategy="single_
     )  # fmt: skip
     trainer.fit(DataLoader(data, batch_size=8, shuffle=True), DataLoader(data, batch_size=8))
     return trainer
-
-
-def rows_of(folder):
-    with open(folder / "metrics.csv", newline="") as file:
-        return list(csv.DictReader(file))
 
 
 def test_one_rank_logs_losses_validation_and_settings(tmp_path):
