@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from tests.system.phalanx_command import WAIT, Running, run, said_by, start, write_script
+from tests.system.phalanx_command import WAIT, Finished, Running, run, said_by, start, write_script
 
 # A rank with all kinds of descendants: a child, a daemon in a session of its own, and one that refuses to go.
 FAMILY = """
@@ -74,15 +74,20 @@ def test_nothing_survives_an_agent_that_is_killed_while_torch_is_imported(tmp_pa
             running.wait_gone()
 
 
+def interrupt(script: str, *options: str, num_ranks: int = 2) -> Finished:
+    """Run a script, send the command SIGINT when all ranks have said that they are ready, and wait for its end."""
+    with start("run", "--no-preload", *options, "--nproc-per-node", str(num_ranks), script) as running:
+        running.read_until_all("ready", num_ranks)
+        running.process.send_signal(signal.SIGINT)
+        return running.finish()
+
+
 def test_keyboard_interrupt_runs_the_scripts_own_clean_up(tmp_path: Path) -> None:
     script = write_script(
         tmp_path,
         f"try:\n    print('ready')\n    {WAIT}\nexcept KeyboardInterrupt:\n    print('saved')\n",
     )
-    with start("run", "--no-preload", "--nproc-per-node", "2", script) as running:
-        running.read_until_all("ready", 2)
-        running.process.send_signal(signal.SIGINT)
-        finished = running.finish()
+    finished = interrupt(script)
     assert finished.by_rank == [(0, "saved"), (1, "saved")]
     assert finished.code == 0  # as `python script.py` would return
     assert "stopping 2 ranks, with 10 s to end by themselves (again: kill at once)" in finished.err
@@ -98,12 +103,7 @@ train()
 
 
 def test_ctrl_c_is_told_in_a_line_and_not_in_a_traceback_of_each_rank(tmp_path: Path) -> None:
-    with start(
-        "run", "--no-preload", "--log-dir", str(tmp_path), "--nproc-per-node", "2", write_script(tmp_path, LOOP)
-    ) as running:
-        running.read_until_all("ready", 2)
-        running.process.send_signal(signal.SIGINT)
-        finished = running.finish()
+    finished = interrupt(write_script(tmp_path, LOOP), "--log-dir", str(tmp_path))
     assert finished.code == 130
     assert "Traceback" not in finished.err
     assert finished.err.splitlines()[-1] == (
@@ -113,10 +113,7 @@ def test_ctrl_c_is_told_in_a_line_and_not_in_a_traceback_of_each_rank(tmp_path: 
 
 
 def test_with_traceback_ctrl_c_shows_where_each_rank_was(tmp_path: Path) -> None:
-    with start("run", "--no-preload", "--traceback", "--nproc-per-node", "2", write_script(tmp_path, LOOP)) as running:
-        running.read_until_all("ready", 2)
-        running.process.send_signal(signal.SIGINT)
-        finished = running.finish()
+    finished = interrupt(write_script(tmp_path, LOOP), "--traceback")
     assert finished.code == 130
     said = [line for line in finished.err.splitlines() if line.endswith("] KeyboardInterrupt")]
     assert {rank for line in said for rank in said_by(line)} == {0, 1}
@@ -129,10 +126,7 @@ def test_a_failure_after_ctrl_c_is_shown(tmp_path: Path) -> None:
         f"try:\n    print('ready')\n    {WAIT}\n"
         "except KeyboardInterrupt:\n    raise OSError('no room to save') from None\n",
     )
-    with start("run", "--no-preload", "--nproc-per-node", "1", script) as running:
-        running.read_until_all("ready", 1)
-        running.process.send_signal(signal.SIGINT)
-        finished = running.finish()
+    finished = interrupt(script, num_ranks=1)
     assert "OSError: no room to save" in finished.err
 
 
@@ -144,10 +138,7 @@ def test_a_rank_that_ignores_ctrl_c_is_killed_after_the_grace_period(tmp_path: P
         "print('ready')\n"
         "while True: signal.pause()\n",
     )
-    with start("run", "--no-preload", "--grace", "0.2", "--nproc-per-node", "2", script) as running:
-        running.read_until_all("ready", 2)
-        running.process.send_signal(signal.SIGINT)
-        finished = running.finish()
+    finished = interrupt(script, "--grace", "0.2")
     assert finished.code == 130
     assert "rank 1 did not end within 0.2 s and had to be killed (--grace gives them more)" in finished.err
 
