@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from tests.comparisons import assert_equal
 from tests.logs import logged
-from tests.models import batch_of
+from tests.models import batch_of, mlp
 from tests.training import copy_parameters, copy_state
 from torch import nn
 
@@ -35,14 +35,9 @@ def _train(ddp, rank, *, num_steps=5, batch=None, optimizer=None, before_step=No
         optimizer.step()
 
 
-def _model():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-
-
 def test_training_as_it_should_be_says_nothing(backend):
     def fn(rank, world_size):
-        ddp = DistributedDataParallel(_model())
+        ddp = DistributedDataParallel(mlp((3, 4, 2)))
         assert ddp._reducer.watch is not None
         lines = _lines(lambda: _train(ddp, rank))
         return lines, ddp._reducer.watch
@@ -52,7 +47,7 @@ def test_training_as_it_should_be_says_nothing(backend):
 
 def test_the_same_batch_on_all_ranks(backend):
     def fn(rank, world_size):
-        ddp = DistributedDataParallel(_model())
+        ddp = DistributedDataParallel(mlp((3, 4, 2)))
         return _lines(lambda: _train(ddp, rank, batch=torch.ones(2, 3)))
 
     (line,), *others = run_ranks(fn, 3, backend=backend)
@@ -65,7 +60,7 @@ def test_the_same_batch_on_all_ranks(backend):
 
 def test_two_steps_are_too_few_to_speak_of_batches():
     def fn(rank, world_size):
-        ddp = DistributedDataParallel(_model())
+        ddp = DistributedDataParallel(mlp((3, 4, 2)))
         return _lines(lambda: _train(ddp, rank, num_steps=2, batch=torch.ones(2, 3)))
 
     assert run_ranks(fn, 2) == [[], []]
@@ -73,7 +68,7 @@ def test_two_steps_are_too_few_to_speak_of_batches():
 
 def test_dropout_that_is_the_same_on_all_ranks():
     def fn(rank, world_size, offset):
-        ddp = DistributedDataParallel(nn.Sequential(_model(), nn.Dropout(0.5)))
+        ddp = DistributedDataParallel(nn.Sequential(mlp((3, 4, 2)), nn.Dropout(0.5)))
         torch.manual_seed(1 + offset * rank)
         lines = _lines(lambda: _train(ddp, rank))
         ddp.eval()
@@ -88,7 +83,7 @@ def test_dropout_that_is_the_same_on_all_ranks():
 def test_the_same_seed_does_not_matter_where_nothing_is_drawn():
     def fn(rank, world_size):
         torch.manual_seed(0)
-        ddp = DistributedDataParallel(nn.Sequential(_model(), nn.Dropout(0.0)))
+        ddp = DistributedDataParallel(nn.Sequential(mlp((3, 4, 2)), nn.Dropout(0.0)))
         return _lines(lambda: _train(ddp, rank))
 
     assert run_ranks(fn, 2) == [[], []]
@@ -96,22 +91,22 @@ def test_the_same_seed_does_not_matter_where_nothing_is_drawn():
 
 def test_parameters_that_drift_apart_are_named_once():
     def fn(rank, world_size):
-        ddp = DistributedDataParallel(_model())
+        ddp = DistributedDataParallel(mlp((3, 4, 2)))
 
         def break_it(step):
             if step == 1 and rank == 1:
                 with torch.no_grad():
-                    ddp.module[1].bias.add_(1e-6)
+                    ddp.module[2].bias.add_(1e-6)
 
         return _lines(lambda: _train(ddp, rank, before_step=break_it))
 
     (line,), *_ = run_ranks(fn, 3)
-    assert "in step 2 parameter '1.bias' had other values on rank 1 than on rank 0" in line
+    assert "in step 2 parameter '2.bias' had other values on rank 1 than on rank 0" in line
 
 
 def test_parameters_that_were_never_the_same():
     def fn(rank, world_size):
-        model = _model()
+        model = mlp((3, 4, 2))
         with torch.no_grad():
             model[0].weight.add_(rank)
         ddp = DistributedDataParallel(model, init_sync=False)
@@ -126,7 +121,7 @@ def test_parameters_that_are_moved_for_a_backward_and_put_back_do_not_differ(dri
     """Sharpness-aware minimization was told that every rank trains a model of its own, and got the same one on all."""
 
     def fn(rank, world_size):
-        ddp = DistributedDataParallel(_model())
+        ddp = DistributedDataParallel(mlp((3, 4, 2)))
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
 
         def train():
@@ -154,7 +149,7 @@ def test_parameters_that_are_moved_for_a_backward_and_put_back_do_not_differ(dri
 
 def test_a_nan_in_the_output_of_one_rank():
     def fn(rank, world_size):
-        ddp = DistributedDataParallel(_model())
+        ddp = DistributedDataParallel(mlp((3, 4, 2)))
         batch = torch.full((2, 3), float("nan") if rank == 1 else 1.0)
         return _lines(lambda: _train(ddp, rank, num_steps=1, batch=batch))
 
@@ -191,7 +186,7 @@ def test_gradients_of_half_precision_may_overflow_while_the_scale_is_sought():
 
 def test_an_optimizer_of_another_copy_of_the_model(backend):
     def fn(rank, world_size):
-        model = _model()
+        model = mlp((3, 4, 2))
         optimizer = torch.optim.AdamW(model.parameters())
         ddp = DistributedDataParallel(copy.deepcopy(model))
         return _lines(lambda: _train(ddp, rank, optimizer=optimizer))
@@ -203,7 +198,7 @@ def test_an_optimizer_of_another_copy_of_the_model(backend):
 
 def test_a_second_model_with_an_optimizer_of_its_own_is_no_mistake():
     def fn(rank, world_size):
-        ddp, other = DistributedDataParallel(_model()), _model()
+        ddp, other = DistributedDataParallel(mlp((3, 4, 2))), mlp((3, 4, 2))
         optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
 
         def train_other(_step):
@@ -220,11 +215,11 @@ def test_the_hook_on_optimizers_goes_with_the_last_step_or_the_wrapper():
         from torch.optim.optimizer import _global_optimizer_pre_hooks as hooks
 
         before = len(hooks)
-        ddp = DistributedDataParallel(_model())
+        ddp = DistributedDataParallel(mlp((3, 4, 2)))
         during = len(hooks)
         _train(ddp, rank)
         after = len(hooks)
-        other = DistributedDataParallel(_model())
+        other = DistributedDataParallel(mlp((3, 4, 2)))
         del other
         return during - before, after - before, len(hooks) - before
 
@@ -233,7 +228,7 @@ def test_the_hook_on_optimizers_goes_with_the_last_step_or_the_wrapper():
 
 def test_check_false_watches_nothing():
     def fn(rank, world_size):
-        ddp = DistributedDataParallel(_model(), check=False)
+        ddp = DistributedDataParallel(mlp((3, 4, 2)), check=False)
         assert ddp._reducer.watch is None
         return _lines(lambda: _train(ddp, rank, batch=torch.ones(2, 3)))
 
@@ -242,7 +237,7 @@ def test_check_false_watches_nothing():
 
 def test_a_job_of_one_rank_is_not_watched():
     def fn(rank, world_size):
-        ddp = DistributedDataParallel(_model())
+        ddp = DistributedDataParallel(mlp((3, 4, 2)))
         return _lines(lambda: _train(ddp, rank)), ddp._reducer.watch
 
     assert run_ranks(fn, 1) == [([], None)]
@@ -251,14 +246,14 @@ def test_a_job_of_one_rank_is_not_watched():
 def test_ranks_that_disagree_about_watching_are_told_at_construction():
     def fn(rank, world_size):
         with pytest.raises(dist.DistBackendError, match="rank 1 passes check=False, rank 0 check=True"):
-            DistributedDataParallel(_model(), check=rank == 0)
+            DistributedDataParallel(mlp((3, 4, 2)), check=rank == 0)
 
     run_ranks(fn, 2)
 
 
 def test_different_numbers_of_forwards_and_of_local_backwards_keep_ranks_in_step(backend):
     def fn(rank, world_size):
-        ddp = DistributedDataParallel(_model(), broadcast_buffers=False)
+        ddp = DistributedDataParallel(mlp((3, 4, 2)), broadcast_buffers=False)
         generator = torch.Generator().manual_seed(rank)
 
         def step():
@@ -278,7 +273,7 @@ def test_gradients_are_the_same_with_and_without_watching():
     def fn(rank, world_size):
         states = []
         for check in (True, False):
-            ddp = DistributedDataParallel(_model(), check=check)
+            ddp = DistributedDataParallel(mlp((3, 4, 2)), check=check)
             _train(ddp, rank)
             states.append(copy_state(ddp))
         assert_equal(*states)

@@ -5,6 +5,7 @@ import hashlib
 import pytest
 import torch
 import torch.distributed as dist
+from tests.models import mlp
 from tests.training import train
 from torch import nn
 
@@ -13,11 +14,7 @@ from phalanx.testing import run_ranks
 
 STEPS = 20
 BATCH = 64
-
-
-def _model(seed):
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(13, 37), nn.Tanh(), nn.Linear(37, 24), nn.ReLU(), nn.Linear(24, 5))
+SIZES = (13, 37, 24, 5)
 
 
 def _batch(step, rank, world_size):
@@ -35,11 +32,11 @@ def _train(model, rank, world_size):
 
 def _train_ours(rank, world_size):
     # Each rank starts from other weights: construction has to make them rank 0's.
-    return _train(DistributedDataParallel(_model(seed=rank), bucket_cap_mb=0.002), rank, world_size)
+    return _train(DistributedDataParallel(mlp(SIZES, seed=rank), bucket_cap_mb=0.002), rank, world_size)
 
 
 def _train_torch(rank, world_size):
-    return _train(nn.parallel.DistributedDataParallel(_model(seed=rank), bucket_cap_mb=0.002), rank, world_size)
+    return _train(nn.parallel.DistributedDataParallel(mlp(SIZES, seed=rank), bucket_cap_mb=0.002), rank, world_size)
 
 
 def _digest(tensors):
@@ -48,7 +45,7 @@ def _digest(tensors):
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_ranks_with_parts_of_a_batch_train_like_one_process_with_all_of_it(backend, world_size):
-    alone = _train(_model(seed=0), 0, 1)
+    alone = _train(mlp(SIZES, seed=0), 0, 1)
     for weights in run_ranks(_train_ours, world_size, backend=backend):
         torch.testing.assert_close(weights, alone, rtol=0, atol=1e-6)
 

@@ -7,6 +7,7 @@ import copy
 import random
 
 import torch
+from tests import training
 from tests.parity.random_modules import Versioned
 from torch import nn
 
@@ -135,10 +136,8 @@ def test_the_state_of_drawn_models_is_that_of_plain_pytorch_under_every_name(mod
             continue
         model = draw_model(seed)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step in range(2):
-            optimizer.zero_grad()
-            nn.functional.mse_loss(model(batch(step)), batch(step + 10)).backward()
-            optimizer.step()
+        batches = [(batch(step), batch(step + 10)) for step in range(2)]
+        training.train(model, optimizer, batches, nn.functional.mse_loss)
         for whole, saved, reloaded in ranks:
             assert list(whole) == list(model.state_dict())
             same(whole, model.state_dict())

@@ -6,6 +6,7 @@ import copy
 import pytest
 import torch
 from tests.pipeline.unsplit import Transformer, letters_loss
+from tests.training import train
 from torch import nn
 
 import phalanx
@@ -66,11 +67,7 @@ def _train(pipe, optimizer, steps, slices=slice(None)):
 
 
 def _train_whole(model, optimizer, steps):
-    for step in steps:
-        inputs, targets = _batch(step)
-        optimizer.zero_grad()
-        letters_loss(model(inputs), targets).backward()
-        optimizer.step()
+    train(model, optimizer, map(_batch, steps), letters_loss)
 
 
 def _pipe(balance="auto", schedule="1f1b", **arguments):
