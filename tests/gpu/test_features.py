@@ -5,6 +5,7 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
+from tests.models import mlp
 from tests.system.phalanx_command import run
 from torch import nn
 from torch.nn import functional
@@ -20,9 +21,7 @@ pytestmark = [
 ]
 
 
-def _model():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(12, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 3))
+SIZES = (12, 40, 40, 3)
 
 
 def _batch(step=0):
@@ -31,15 +30,15 @@ def _batch(step=0):
 
 
 def _close(ones, others):
-    for one, other in zip(ones, others, strict=True):
-        torch.testing.assert_close(one.detach().cpu(), other.detach().cpu(), rtol=1e-4, atol=1e-5)
+    here, there = ([one.detach().cpu() for one in each] for each in (ones, others))
+    torch.testing.assert_close(here, there, rtol=1e-4, atol=1e-5)
 
 
 def _pipeline(rank, world_size, place):
     device = place.join(rank, world_size)
-    plain = _model().to(device)
+    plain = mlp(SIZES).to(device)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    pipe = phalanx.Pipeline(_model().to(device), micro_batches=4, loss_fn=functional.cross_entropy)
+    pipe = phalanx.Pipeline(mlp(SIZES).to(device), micro_batches=4, loss_fn=functional.cross_entropy)
     own = torch.optim.SGD(pipe.parameters(), lr=0.1)
     losses = []
     for step in range(3):
@@ -94,8 +93,8 @@ def test_remote_calls_carry_tensors_of_the_device(place):
 def _placed(rank, world_size, place):
     device = place.device()
     x, y = _batch()
-    plain = _model()
-    placed = phalanx.nn.place(_model(), [str(device), "cpu"], (x,))
+    plain = mlp(SIZES)
+    placed = phalanx.nn.place(mlp(SIZES), [str(device), "cpu"], (x,))
     for model in (plain, placed):
         functional.cross_entropy(model(x).cpu(), y).backward()
     _close([p.grad for p in placed.parameters()], [p.grad for p in plain.parameters()])
@@ -112,7 +111,7 @@ def _saved(rank, world_size, place):
     digests = []
     for seed in (rank, 7 + rank):
         torch.manual_seed(seed)
-        model = phalanx.DistributedDataParallel(_model().to(device))
+        model = phalanx.DistributedDataParallel(mlp(SIZES).to(device))
         optimizer = torch.optim.AdamW(model.parameters())
         parts = {"model": model, "optimizer": optimizer}
         if seed == rank:
@@ -137,7 +136,7 @@ def test_a_background_checkpoint_of_the_device_is_loaded_onto_it(place):
 
 def _averaged(rank, world_size, place):
     device = place.join(rank, world_size)
-    model = _model().to(device)
+    model = mlp(SIZES).to(device)
     inner = torch.optim.AdamW(model.parameters())
     outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
     with phalanx.DiLoCo(model, inner, outer, sync_every=2):
@@ -206,7 +205,7 @@ def _sharded(rank, world_size, place):
     mesh = init_device_mesh("cuda", (world_size,))
     trained = []
     for shard in (True, False):
-        model = _model().to(device)
+        model = mlp(SIZES).to(device)
         if shard:
             for layer in model:
                 if isinstance(layer, nn.Linear):
@@ -234,7 +233,7 @@ def _mixed_precision(rank, world_size, place):
     device = place.join(rank, world_size)
     trained = []
     for wrap in (phalanx.DistributedDataParallel, nn.parallel.DistributedDataParallel):
-        model = wrap(_model().to(device))
+        model = wrap(mlp(SIZES).to(device))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
         scaler = torch.amp.GradScaler("cuda", init_scale=1024.0)
         for step in range(4):

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from tests.models import batch_of, mlp
 from torch import nn, optim
 
 import phalanx
@@ -15,13 +16,12 @@ STEPS = 5
 
 
 def _model(dtype, device):
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(40, 300), nn.ReLU(), nn.Linear(300, 7)).to(dtype).to(device)
+    return mlp((40, 300, 7), activation=nn.ReLU).to(dtype).to(device)
 
 
 def _backward(module, rank, step, dtype, place, device):
     """Behind a kernel that keeps the device busy: what does not wait for it sees old values."""
-    inputs = torch.randn(4, 40, generator=torch.Generator().manual_seed(10 * step + rank)).to(dtype).to(device)
+    inputs = batch_of(rank, step, shape=(4, 40)).to(dtype).to(device)
     place.slow_fill(torch.empty(8, device=device), 1.0, 20)
     module(inputs).square().mean().backward()
 

@@ -10,7 +10,10 @@ import signal
 import pytest
 import torch
 import torch.distributed as dist
+from tests.comparisons import assert_equal
 from tests.gpu.collectives import all_collectives
+from tests.models import batch_of, mlp
+from tests.training import train
 from torch import nn
 
 import phalanx
@@ -145,16 +148,10 @@ def test_a_rank_that_runs_out_of_the_devices_memory_is_told_with_its_own_error(p
 
 
 def _train(rank, world_size, place, wrap, device):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(40, 300), nn.ReLU(), nn.Linear(300, 2)).to(device)
-    model = wrap(model)
+    model = wrap(mlp((40, 300, 2), activation=nn.ReLU).to(device))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    for step in range(4):
-        optimizer.zero_grad()
-        inputs = torch.randn(8, 40, generator=torch.Generator().manual_seed(10 * rank + step)).to(device)
-        model(inputs).square().mean().backward()
-        optimizer.step()
-    return [parameter.detach().cpu() for parameter in model.parameters()]
+    batches = [batch_of(rank, step, shape=(8, 40)).to(device) for step in range(4)]
+    return [parameter.cpu() for parameter in train(model, optimizer, batches)]
 
 
 def _both_wrappers(rank, world_size, place):
@@ -167,9 +164,8 @@ def test_models_train_to_what_they_are_on_the_cpu_and_all_ranks_agree(place):
     by_rank = place.run(_both_wrappers, 2)
     for trained, of_rank_0 in zip(by_rank[1], by_rank[0], strict=True):
         for (on_cpu, on_device), (_, first) in zip([trained], [of_rank_0], strict=True):
-            assert all(map(torch.equal, on_device, first))
-            for one, other in zip(on_cpu, on_device, strict=True):
-                torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+            assert_equal(on_device, first)
+            torch.testing.assert_close(on_cpu, on_device, rtol=1e-4, atol=1e-5)
 
 
 def _normalize(rank, world_size, place):
@@ -208,16 +204,11 @@ def _zero(rank, world_size, place):
             if sharded
             else torch.optim.Adam(model.parameters(), lr=0.1)
         )
-        for step in range(3):
-            optimizer.zero_grad()
-            inputs = torch.randn(4, 30, generator=torch.Generator().manual_seed(10 * rank + step)).to(device)
-            model(inputs).square().mean().backward()
-            optimizer.step()
-        trained.append([parameter.detach().cpu() for parameter in model.parameters()])
+        batches = [batch_of(rank, step, shape=(4, 30)).to(device) for step in range(3)]
+        trained.append([parameter.cpu() for parameter in train(model, optimizer, batches)])
     with pytest.raises(ValueError, match="parameters live in memory that the ranks of the host share"):
         phalanx.ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.Adam, lr=0.1)
-    for one, other in zip(*trained, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(*trained, rtol=1e-5, atol=1e-6)
     return True
 
 
