@@ -11,7 +11,7 @@ import torch.distributed as dist
 from tests.backend.default_group import join_by_file
 from tests.comparisons import assert_equal
 from tests.gpu.collectives import all_collectives
-from tests.models import batch_of
+from tests.small_models import batch_of
 from tests.training import train
 from tests.transport.device_memory.file_memory import FileMemory
 

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from tests.comparisons import assert_equal
-from tests.models import batch_of
+from tests.small_models import batch_of
 from tests.training import train
 from torch import nn
 

@@ -6,7 +6,7 @@ import logging
 import pytest
 import torch
 import torch.distributed as dist
-from tests.models import batchnorm_model
+from tests.small_models import batchnorm_model
 from tests.training import train
 from torch import nn
 

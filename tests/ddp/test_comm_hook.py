@@ -3,7 +3,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from tests.models import batch_of, mlp
+from tests.small_models import batch_of, mlp
 from tests.training import copy_gradients
 from torch import nn
 

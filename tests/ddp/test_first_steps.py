@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from tests.comparisons import assert_equal
 from tests.logs import logged
-from tests.models import batch_of, mlp
+from tests.small_models import batch_of, mlp
 from tests.training import copy_parameters, copy_state
 from torch import nn
 

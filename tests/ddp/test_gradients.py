@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
-from tests.models import batch_of, mlp
+from tests.small_models import batch_of, mlp
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from tests.comparisons import assert_equal
 from tests.ddp.models import mean_gradients, wide_model
-from tests.models import batch_of
+from tests.small_models import batch_of
 from tests.training import copy_gradients
 from torch import nn
 from torch.utils.checkpoint import checkpoint

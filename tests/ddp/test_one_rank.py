@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.comparisons import assert_equal
-from tests.models import batch_of, mlp
+from tests.small_models import batch_of, mlp
 from tests.training import copy_gradients
 from torch import nn
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tests.models import batch_of, batchnorm_model
+from tests.small_models import batch_of, batchnorm_model
 from tests.training import copy_gradients
 from torch import nn
 

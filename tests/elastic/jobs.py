@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from tests.elastic.lost_host import ask_own_agent_to_leave, lose_own_host
-from tests.models import mlp
+from tests.small_models import mlp
 from tests.training import copy_state
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset

@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-from tests.models import mlp
+from tests.small_models import mlp
 from tests.system.phalanx_command import run
 from torch import nn
 from torch.nn import functional

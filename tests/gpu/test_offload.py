@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from tests.models import batch_of, mlp
+from tests.small_models import batch_of, mlp
 from torch import nn, optim
 
 import phalanx

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from tests.comparisons import assert_equal
 from tests.gpu.collectives import all_collectives
-from tests.models import batch_of, mlp
+from tests.small_models import batch_of, mlp
 from tests.training import train
 from torch import nn
 

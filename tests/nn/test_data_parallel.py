@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from tests.comparisons import assert_equal
-from tests.models import batch_of, mlp
+from tests.small_models import batch_of, mlp
 from tests.training import copy_gradients
 from torch import nn
 from torch.utils.checkpoint import checkpoint

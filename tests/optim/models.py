@@ -1,7 +1,7 @@
 """A model with what makes slices hard: sizes that don't divide, channels_last, a scalar, a frozen one."""
 
 import torch
-from tests.models import batch_of
+from tests.small_models import batch_of
 from tests.training import copy_parameters
 from torch import nn
 

@@ -3,7 +3,7 @@
 import copy
 
 import torch
-from tests.models import batch_of
+from tests.small_models import batch_of
 from tests.training import train
 from torch import nn
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.comparisons import all_equal
-from tests.models import batch_of
 from tests.optim.late_staging import LateStaging
 from tests.optim.models import Uneven, backward, batch, train, wrapped
+from tests.small_models import batch_of
 from tests.training import copy_parameters
 from torch import nn, optim
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from tests.comparisons import assert_equal
-from tests.models import batchnorm_model
+from tests.small_models import batchnorm_model
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present

@@ -5,7 +5,7 @@ import hashlib
 import pytest
 import torch
 import torch.distributed as dist
-from tests.models import mlp
+from tests.small_models import mlp
 from tests.training import train
 from torch import nn
 

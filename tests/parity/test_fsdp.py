@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from tests.models import batch_of, mlp
 from tests.parity.beside_gloo import assert_same_as_gloo
+from tests.small_models import batch_of, mlp
 from tests.training import train
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh

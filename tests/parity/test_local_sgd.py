@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.comparisons import assert_equal
-from tests.models import batch_of, mlp
 from tests.parity.beside_gloo import assert_same_as_gloo
+from tests.small_models import batch_of, mlp
 from tests.training import train
 from torch import nn
 from torch.distributed.algorithms.model_averaging import averagers

@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from tests.models import mlp
 from tests.parity.beside_gloo import compare
+from tests.small_models import mlp
 from tests.training import copy_parameters, copy_state
 from torch import nn
 from torch.nn.utils import parametrizations

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import torch.utils.cpp_extension
-from tests.models import mlp
+from tests.small_models import mlp
 
 import phalanx
 from phalanx.backend.dynamo import untraced

@@ -5,8 +5,8 @@ import warnings
 import pytest
 import torch
 from tests.comparisons import assert_equal
-from tests.models import batch_of, mlp
 from tests.parity.beside_gloo import assert_same_as_gloo
+from tests.small_models import batch_of, mlp
 from tests.training import copy_parameters, train
 from torch import nn
 from torch.distributed.algorithms.join import Join

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.comparisons import assert_equal
-from tests.models import make_data
+from tests.small_models import make_data
 from tests.training import copy_parameters
 from torch import nn
 from torch.nn import functional as F

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.models import make_data
+from tests.small_models import make_data
 from tests.trainer.test_trainer import WithSteps, make, make_model, weights
 from torch import nn
 from torch.nn import functional as F

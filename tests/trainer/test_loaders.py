@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tests.logs import logged
-from tests.models import make_data, mlp
+from tests.small_models import make_data, mlp
 from tests.trainer.test_trainer import make
 from tests.training import copy_parameters, copy_state, train
 from torch import nn

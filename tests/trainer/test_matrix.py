@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 from tests.comparisons import assert_equal
-from tests.models import make_data, mlp
+from tests.small_models import make_data, mlp
 from tests.trainer.test_trainer import weights
 from tests.training import copy_parameters
 from torch import nn

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 import torch
-from tests.models import make_data
+from tests.small_models import make_data
 from tests.trainer.test_trainer import make, weights
 from torch.utils.data import DataLoader
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from tests.models import make_data
+from tests.small_models import make_data
 from tests.training import train
 from torch import nn
 from torch.nn import functional as F

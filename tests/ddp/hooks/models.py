@@ -1,7 +1,7 @@
 """What the tests of hooks train: several buckets, and all that makes one awkward."""
 
 import torch
-from tests.models import batch_of
+from tests.small_models import batch_of
 from torch import nn
 
 
