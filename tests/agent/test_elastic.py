@@ -415,3 +415,44 @@ def test_a_replacement_that_comes_when_the_others_were_told_to_end_is_told_as_we
     (told,) = say(elastic, 1, "elastic", generation=1)
     assert isinstance(told, SendToRank)
     assert (told.seat, told.message["kind"]) == (1, "end")
+
+
+def test_once_all_have_come_to_the_next_run_of_the_script_a_loss_is_survived_again() -> None:
+    """All runs but the first were ordinary code, and a loss in them ended the job."""
+    elastic = job(3)
+    say(elastic, 0, "failed", step=50)
+    for seat in range(3):
+        say(elastic, seat, "finished")
+    for seat in (2, 0):
+        say(elastic, seat, "elastic", run=2)
+    assert not elastic.active
+    say(elastic, 1, "elastic", run=2)
+    assert elastic.active
+    assert elastic.step == -1  # the steps of a run are counted from its beginning
+    (lost,) = begun(lose(elastic, 1)).lost
+    assert (lost.seat, lost.step) == (1, -1)
+    elastic.on_started(1, 201)
+    say(elastic, 1, "elastic", generation=1, run=1)  # the script of what replaces it begins from the top
+    say(elastic, 1, "elastic", generation=1, run=2)
+    assert elastic.active
+
+
+def test_a_rank_that_is_lost_before_all_have_come_to_the_next_run_is_not_replaced_and_nobody_waits_for_it() -> None:
+    elastic = job(3)
+    say(elastic, 0, "finished")
+    say(elastic, 0, "elastic", run=2)
+    say(elastic, 1, "elastic", run=2)
+    assert lose(elastic, 2) is None
+    assert refused(say(elastic, 0, "lost", generation=0)) == {0}
+    (told,) = say(elastic, 1, "waiting", generation=0)
+    assert isinstance(told, SendToRank)
+    assert "before all had come to the next phalanx.elastic.run" in told.message["why"]
+
+
+def test_a_script_that_ends_on_one_rank_where_others_come_to_another_run_is_an_ordinary_job() -> None:
+    elastic = job(2)
+    say(elastic, 0, "finished")
+    say(elastic, 0, "elastic", run=2)
+    assert lose(elastic, 1, 0) is None
+    assert not elastic.active
+    assert refused(say(elastic, 0, "waiting", generation=0)) == {0}

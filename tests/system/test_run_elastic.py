@@ -396,43 +396,6 @@ def test_a_training_that_loses_ranks_and_its_zygote_ends_with_the_bits_of_one_th
     assert told["disturbed"][0] == "every sample once: [True, True]"
 
 
-TWO_PHASES = """
-import torch
-import phalanx
-from phalanx import elastic
-
-def train_phase(steps):
-    model = phalanx.DistributedDataParallel(torch.nn.Linear(2, 1), check=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    state = elastic.State(model=model, optimizer=optimizer)
-
-    @elastic.run(state)
-    def train(state):
-        while state.step < steps:
-            model(torch.ones(1, 2)).sum().backward()
-            optimizer.step()
-            state.commit()
-        return state.step
-
-    print("did", train(state))
-
-with phalanx.init():
-    train_phase(2)
-    train_phase(3)
-"""
-
-
-@pytest.mark.slow
-def test_a_second_elastic_function_says_that_it_is_not_elastic(tmp_path: Path) -> None:
-    """It ran as an ordinary one, and nobody said so until a rank was lost in it."""
-    finished = run("--nproc-per-node", "2", write_script(tmp_path, TWO_PHASES))
-    assert finished.code == 0, finished.err
-    told = [line for line in finished.lines + finished.err.splitlines() if "a second function is elastic.run" in line]
-    assert "a rank that is lost in it ends the job" in told[0]
-    assert "Put both into one function" in told[0]
-    assert sum(len(said_by(line)) for line in finished.out.splitlines() if "did 3" in line) == 2
-
-
 DISAGREEING = """
 import sys
 import torch

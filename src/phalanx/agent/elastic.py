@@ -8,7 +8,7 @@ There is no socket in it, either.
         │                          │
         │                          ├─ nobody holds the state, or it failed in vain ──▶ GiveUp: an ordinary failure
         │                          └─ fewer than the minimum, and nobody to wait for ─▶ SendToRank(end)
-        └── a rank has finished: from then on an ordinary job
+        └── a rank has finished: from then on an ordinary job, until all have come to the script's next `elastic.run`
 
 A rank is known by its seat, the number that it was started with (`phalanx.agent.generation`); a replacement has the
 seat of the one that it replaces, and a process number of its own.
@@ -32,6 +32,8 @@ from phalanx.agent.elastic_actions import (
     Say,
     SendToRank,
     TellGeneration,
+    read_int,
+    refuse,
 )
 from phalanx.agent.elastic_rank import ElasticRank
 from phalanx.agent.failure import Exit, Failure, Report, summarise
@@ -44,6 +46,7 @@ from phalanx.loss_detection import DYING_S, ENDING_S, SILENT_RANK_S
 BELOW_MINIMUM_EXIT_CODE = 75  # EX_TEMPFAIL: whoever scheduled the job may start it again
 ALL_LEFT = "all ranks have left their group"
 _HAS_ENDED = "another rank has ended its training"
+_IS_BETWEEN = "a rank was lost before all had come to the next phalanx.elastic.run, and is not replaced there"
 
 
 class Elastic:
@@ -57,7 +60,9 @@ class Elastic:
         self.generation = plan_generation(0, seating)
         self.losses: list[LostRank] = []
         self.num_replaced = 0
-        self.finished = False  # a rank has returned from training: nobody can be replaced any more
+        self.run = 1  # the number of the script's `elastic.run` that all have come to
+        self.finished = False  # a rank has returned from it: nobody can be replaced before all come to the next one
+        self._has_ended = False  # a rank has ended well: nobody can be replaced any more
         self.has_trained = False  # a rank has returned from training, and has said so
         self.given_up = False
         self.lost_early = False  # a rank was killed before all had come as far as training
@@ -114,8 +119,8 @@ class Elastic:
         if member is None or member.pid != pid:
             return []
         kind = message.get("kind")
-        generation = _read_int(message.get("generation"), 0)
-        step = _read_int(message.get("step"), -1)
+        generation = read_int(message.get("generation"), 0)
+        step = read_int(message.get("step"), -1)
         if step > member.step:
             member.step = step
         if kind in ("progress", "lost", "failed"):
@@ -161,6 +166,7 @@ class Elastic:
         if member is None or member.pid != exit.pid:
             return None
         if exit.status == 0 and member.report is None:
+            self._has_ended = True
             self._finish()
         if not self.active:
             comes_early = not (self.generation.number or self.finished or self.given_up or self.step >= 0)
@@ -247,18 +253,30 @@ class Elastic:
         self._due = {}
         self._plan_due()
         waiting = [member for member in self.members.values() if member.has_lost >= self.generation.number]
-        return [_refuse(member, _HAS_ENDED) for member in waiting if self.ended is None]
+        return [refuse(member.seat, _HAS_ENDED) for member in waiting if self.ended is None]
+
+    def _on_next_run(self, run: int) -> list[ElasticAction]:
+        """Note that a rank has come to the script's next `elastic.run`; once all have, the job is elastic again."""
+        actions = [] if self.finished else self._finish()
+        if not self._has_ended and all(member.run >= run for member in self.members.values()):
+            self.run, self.finished = run, False
+            self._repetition = Repetition()  # the steps of a run are counted from its beginning
+            for member in self.members.values():
+                member.step = -1
+        return actions
 
     def _on_joined(self, member: ElasticRank, message: Mapping[str, Any], generation: int) -> list[ElasticAction]:
         member.joined = True
-        member.min_ranks = _read_int(message.get("min_ranks"), 1)
+        member.min_ranks = read_int(message.get("min_ranks"), 1)
         if not self.generation.number:
             member.holds_state = True
         wait_s = message.get("wait_s")
         member.wait_s = float(wait_s) if isinstance(wait_s, int | float) else 0.0
+        member.run = read_int(message.get("run"), 1)
+        told = self._on_next_run(member.run) if member.run > self.run else []
         if self.ended is not None:  # the others were told before
             return [SendToRank(member.seat, self._ending)]
-        return [TellGeneration(member.seat)] if self.generation.number and not self._exits else []
+        return [*told, TellGeneration(member.seat)] if self.generation.number and not self._exits else told
 
     def _on_regrouped(self, member: ElasticRank, generation: int, now: float) -> list[ElasticAction]:
         member.generation = generation
@@ -281,7 +299,7 @@ class Elastic:
         """Note that a rank has left a generation. If no process has ended, it waits for those that have not left it."""
         member.has_lost = max(member.has_lost, generation)
         if why := self._find_no_generation():
-            return [_refuse(member, why)]
+            return [refuse(member.seat, why)]
         if generation != self.generation.number or self._exits or not self.active:
             return []
         self._told.setdefault(member.seat, told)
@@ -309,7 +327,7 @@ class Elastic:
         if generation < self.generation.number and not self._exits:
             return [TellGeneration(member.seat)]
         if why := self._find_no_generation():
-            return [_refuse(member, why)]
+            return [refuse(member.seat, why)]
         # a rank that was not killed before may still be silent
         if self.active and not self._exits and member.has_lost >= generation:
             silent = [other for other in self.members.values() if other.has_lost < generation]
@@ -323,7 +341,7 @@ class Elastic:
         if self.given_up:
             return "`phalanx run` has given the job up"
         if self.finished:
-            return _HAS_ENDED
+            return _IS_BETWEEN if any(each.run > self.run for each in self.members.values()) else _HAS_ENDED
         strangers = [seat for seat, other in self.members.items() if not other.joined]
         if strangers and not self.generation.number:
             return f"{name_ranks(strangers)} never came to phalanx.elastic.run"
@@ -337,8 +355,7 @@ class Elastic:
             return []
         if not any(member.holds_state for member in self.members.values()):
             return self._fail("no rank that is left holds the state of the training")
-        why = self._find_hopeless()
-        if why:
+        if why := self._repetition.find_hopeless(self._exits, self.rank_of):
             return [Say(f"phalanx run: {why}"), *self._fail(why)]
         living = frozenset(self.members) | self._forking
         all_living = {host.member: living & frozenset(host.seats) for host in self.seating.hosts}
@@ -372,7 +389,7 @@ class Elastic:
         """Fail the job because of the ranks that were lost; if none was, because of the error with which each rank left
         its group.
         """
-        told = [] if self._exits or self._gone else [_refuse(member, why) for member in self.members.values()]
+        told = [] if self._exits or self._gone else [refuse(member.seat, why) for member in self.members.values()]
         return [*told, self.give_up()]
 
     def silence_s(self, seat: int) -> float:
@@ -393,14 +410,6 @@ class Elastic:
         if self._refuses_forks:
             return False
         return self.max_replacements is None or self.num_replaced + count <= self.max_replacements
-
-    def _find_hopeless(self) -> str:
-        """Return why a replacement would not help; empty if it may."""
-        reports = {exit.rank: report for exit, report in self._exits if report is not None}
-        seat = self._repetition.find_repeated(reports)
-        if seat is not None:
-            return f"rank {self.rank_of(seat)} has raised the same as before at the same step, and is not replaced"
-        return self._repetition.describe()
 
     def _end(self, missing: str, now: float) -> list[ElasticAction]:
         """End the job: too many ranks are missing, and none can be replaced."""
@@ -439,11 +448,3 @@ class Elastic:
 
     def _plan_due(self) -> None:
         self.next_due = min([*(at for at, _ in self._due.values()), *self._undying.values()], default=None)
-
-
-def _refuse(member: ElasticRank, why: str) -> SendToRank:
-    return SendToRank(member.seat, {"kind": "no generation", "why": why})
-
-
-def _read_int(value: object, default: int) -> int:
-    return value if isinstance(value, int) and not isinstance(value, bool) else default

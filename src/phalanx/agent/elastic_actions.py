@@ -145,3 +145,13 @@ def plan_message(
         "node_rank": int(environment.get("GROUP_RANK", "0")),
         "environment": dict(environment),
     }
+
+
+def refuse(seat: int, why: str) -> SendToRank:
+    """Return the message to a rank that waits for a generation: there will be none."""
+    return SendToRank(seat, {"kind": "no generation", "why": why})
+
+
+def read_int(value: object, default: int) -> int:
+    """Return a number of a message, or `default` where it has none."""
+    return value if isinstance(value, int) and not isinstance(value, bool) else default

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
-from phalanx.agent.failure import Report
+from phalanx.agent.failure import Exit, Report
 
 _MAX_IN_VAIN = 20  # the most losses in a row between which no step was completed
 _MAX_DISAGREED = 3  # how often ranks may call different operations; once or twice a loss may be the reason
@@ -50,6 +50,14 @@ class Repetition:
             if self._raised[key] >= _MAX_ALIKE:
                 return seat
         return None
+
+    def find_hopeless(self, exits: Sequence[tuple[Exit, Report | None]], rank_of: Callable[[int], int]) -> str:
+        """Return why replacements of ranks that have ended so would not help; empty if they may."""
+        reports = {exit.rank: report for exit, report in exits if report is not None}
+        seat = self.find_repeated(reports)
+        if seat is not None:
+            return f"rank {rank_of(seat)} has raised the same as before at the same step, and is not replaced"
+        return self.describe()
 
     def describe(self) -> str:
         """Return in words why the job does not get on; empty if it may."""

@@ -182,21 +182,23 @@ def is_rehearsing() -> bool:
 
 
 def enter_generation(environment: Mapping[str, str]) -> StoreAddress:
-    """Become the rank of a generation that `environment` describes; return where its ranks meet. From now on groups are
-    real.
+    """Become the rank of a generation that `environment` describes; return where its ranks meet.
 
     Without variables it is the generation that this process was started for.
     """
-    global _rehearsal_over
     os.environ.update(environment)
-    _rehearsal_over = True
     path = find_agents_store(os.environ)
     if not path:
         raise PhalanxError(f"the launcher described no place to meet in generation {generation()}. Please report this.")
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = _open_coordinator(path) if path.startswith(COORDINATOR) else FileStore(_find_file(path), size)
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # over several hosts one store serves all attempts
-    return PrefixStore(f"generation-{attempt}-{generation()}", store), rank, size
+    return PrefixStore(f"generation-{attempt()}-{generation()}", store), rank, size  # hosts have one for all attempts
+
+
+def end_rehearsal(*, is_over: bool = True) -> None:
+    """Let groups be real from now on; or, with False, be of this process alone again, if it replaces a rank."""
+    global _rehearsal_over
+    _rehearsal_over = is_over
 
 
 # Each init_process_group of a process meets under keys of its own: the store outlives the group.
@@ -214,9 +216,8 @@ def _next_prefix() -> str:
 
 def _from_agent(path: str) -> StoreAddress:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = _open_coordinator(path) if path.startswith(COORDINATOR) else FileStore(_find_file(path), size)
-    return PrefixStore(f"start-{attempt}/{_next_prefix()}", store), rank, size
+    return PrefixStore(f"start-{attempt()}/{_next_prefix()}", store), rank, size
 
 
 def _find_file(path: str) -> str:

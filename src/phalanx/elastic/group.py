@@ -14,19 +14,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.backend import rendezvous
-from phalanx.backend.torch_integration.groups import count_groups_anew, list_groups, phalanx_group
+from phalanx.backend.torch_integration.groups import list_groups, phalanx_group
 from phalanx.coordination.bootstrap import checked_while_meeting
 from phalanx.diagnostics.progress_page import open_page
-from phalanx.elastic.except_hook import one_except_hook
+from phalanx.elastic.earlier_runs import names_of_runs, pass_over, tell_latest
 from phalanx.elastic.frozen import Frozen
 from phalanx.elastic.generations import GenerationNotice, Generations, JobEndedError, SupersededError
 from phalanx.elastic.generator_states import GeneratorStates
+from phalanx.elastic.groups import form_world, form_world_alone, leave_all_groups, meet, wait_for_all
 from phalanx.elastic.hand_over import ShardedPart, hand_over
 from phalanx.elastic.losses import NewGenerationError, is_loss
 from phalanx.elastic.points import AGREE, FINISH, HAND_OVER, LEAVE, MEET, REBIND, RESTORE, reached
 from phalanx.elastic.rebind import rebind_module
 from phalanx.elastic.records import RankRecords, restore_random, small_of
-from phalanx.elastic.resume_point import RankState, ResumePoint, decide, describe_differing
+from phalanx.elastic.resume_point import RankState, ResumePoint, decide, describe_differing, find_runs
 from phalanx.elastic.script_groups import ScriptGroups
 from phalanx.elastic.stages import StageRecords, rebind_sharded, require_same_stages, why_not_kept
 from phalanx.elastic.state import State
@@ -42,11 +43,13 @@ if TYPE_CHECKING:
 class ElasticGroup:
     """`ElasticGroup` is this rank's place in the group, and the `Runner` of `state`."""
 
-    def __init__(self, state: State, group: Any, membership: Generations, keep: str | None = None) -> None:
+    def __init__(
+        self, state: State, group: Any, membership: Generations, keep: str | None = None, name: str = ""
+    ) -> None:
         self._set_group(group)
         self.generation = rendezvous.generation()
         self.is_complete = True  # False while a state is only half received
-        self._state, self._membership, self._keep = state, membership, keep
+        self._state, self._membership, self._keep, self._name = state, membership, keep, name
         self._random = GeneratorStates()
         self._records: RankRecords | None = None
         self._stages: StageRecords | None = None
@@ -67,6 +70,7 @@ class ElasticGroup:
     def start(self) -> None:
         """Form the job's first group, in which all ranks hold the same state. All ranks call it."""
         self._state._save()
+        tell_latest(self.process_group)
         self._records = self._new_records(self._layers())
         self._records_generation = self.generation
         if self._state._objects.pipelines:
@@ -194,47 +198,81 @@ class ElasticGroup:
 
     # -- in a new generation -------------------------------------------------------------------------------------
 
-    def enter(self, generation: GenerationNotice) -> None:
+    def enter(self, generation: GenerationNotice) -> bool:
         """Leave the group; return in the group of `generation`, with the state to go on from. All ranks of the new
         group call it.
+
+        Where others are in a later `elastic.run` of the script, it returns True: this rank has what this run has left,
+        and is in a group of itself alone again.
 
         Raises:
             SupersededError: a later generation has come meanwhile.
             ValueError: the ranks train different things.
             JobEndedError: no rank holds the whole state.
         """
-        reached(LEAVE)
         old = self.process_group
+        while True:
+            standings = self._meet(generation)
+            runs = find_runs(standings)
+            if min(runs) == max(runs):
+                break
+            if self._pass_over(old, runs):
+                return True
+        self._go_on(old, standings)
+        return False
+
+    def _check(self) -> None:
+        if self._membership.newer_than(self.generation):
+            raise SupersededError
+
+    def _meet(self, generation: GenerationNotice) -> list[RankState]:
+        """Leave the group, and form that of `generation`; return what its ranks have told of themselves."""
+        reached(LEAVE)
         timeout = timedelta(seconds=self.timeout_s)
         leave_all_groups()
         self.generation = generation.number
         self._page.set_generation(generation.number)
-        store, rank, world_size = rendezvous.enter_generation(generation.environment)
+        self._store, rank, world_size = meet(generation.environment)
         reached(MEET)
-
-        def check() -> None:
-            if self._membership.newer_than(generation.number):
-                raise SupersededError
-
-        with checked_while_meeting(check), one_except_hook():
-            dist.init_process_group("phalanx", store=store, rank=rank, world_size=world_size, timeout=timeout)
-        self._set_group(dist.group.WORLD)
+        self._set_group(form_world(self._store, rank, world_size, timeout, self._check))
         reached(AGREE)
         standings = self._ask_standings()
-        with checked_while_meeting(check):
-            self._script_groups.form(self.process_group, [one.groups for one in standings])
         if problem := describe_differing(standings):
             raise ValueError(
                 f"phalanx.elastic, generation {generation.number}: the ranks give elastic.State different things: "
                 f"{problem}.\nStart every host with the same script and the same strategy."
             )
+        return standings
+
+    def _pass_over(self, old: Any, runs: list[int]) -> bool:
+        """Give the ranks that are in the earliest of the runs what it has left; return whether this is one of them. All
+        ranks call it.
+        """
+        group, rank, number = self.process_group, self.process_group.rank(), min(runs)
+        receivers = [one for one, run in enumerate(runs) if run == number]
+        reached(HAND_OVER)
+        pass_over(number, runs.index(max(runs)), receivers, self._name, self._state, group)
+        wait_for_all(self._store, group, self._check)
+        if rank not in receivers:
+            return False
+        self._set_group(form_world_alone(rank, group.size(), timedelta(seconds=self.timeout_s)))
+        self._script_groups.form_alone(self.process_group)
+        for module in self._state._objects.modules:
+            rebind_module(module, old, self.process_group)
+        return True
+
+    def _go_on(self, old: Any, standings: list[RankState]) -> None:
+        """Restore the state from which the ranks go on. All ranks call it."""
+        rank = self.process_group.rank()
+        with checked_while_meeting(self._check):
+            self._script_groups.form(self.process_group, [one.groups for one in standings])
         if self._state._objects.pipelines:
             self._enter_stages(old, standings)
             return
         agreement = decide(standings, apart=bool(self._state._objects.rounds))
         if agreement is None:
             raise JobEndedError(
-                f"phalanx.elastic, generation {generation.number}: no rank that is left holds the whole state.\n"
+                f"phalanx.elastic, generation {self.generation}: no rank that is left holds the whole state.\n"
                 "Start again from the last checkpoint."
             )
         kept = None
@@ -255,7 +293,8 @@ class ElasticGroup:
             reads=() if self._records is None else self._records.readable,
             groups=self._script_groups.name_all(self.process_group.rank(), self.process_group.size()),
             differs=self.ranks_differ or (self._records is not None and self._records.is_late),
-            form=", ".join(f"{name}={type(thing).__name__}" for name, thing in state._things.items()),
+            form=state._form,
+            runs=(*names_of_runs(), self._name),
         )
         standings: list[Any] = [None] * self.process_group.size()
         dist.all_gather_object(standings, mine, group=self.process_group)
@@ -403,14 +442,3 @@ class ElasticGroup:
         self._records, self._records_generation = fresh, self.generation
         if record is not None and is_own and state._mark is not None:
             state._random_again = functools.partial(restore_random, record)
-
-
-def leave_all_groups() -> None:
-    """Leave all groups without waiting for any rank: lost ranks do not answer, and the others notice it."""
-    for group in list_groups():
-        if (ours := phalanx_group(group)) is not None:
-            ours.abort()
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    # A group that never came about has been counted, and ranks that did not try would name the next one differently.
-    count_groups_anew()

@@ -32,6 +32,8 @@ class RankState:
     """The names and kinds of what its State has: they must be the same on all ranks, or one could not take
     another's.
     """
+    runs: tuple[str, ...] = ("",)
+    """The names of the `elastic.run`s that its script has come to, in their order; the last one is that it is in."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +50,32 @@ class ResumePoint:
     is_ahead: bool = False
 
 
+def find_runs(standings: Sequence[RankState]) -> list[int]:
+    """Return in which run of the script each rank is, from 0 on; -1 for one that the others have not begun.
+
+    A replacement begins with the script, and is in the first run of that name behind those that it has passed over. So
+    it may leave one out for which a checkpoint is there by now.
+    """
+    begun = max((one.runs for one in standings if one.number >= 0), key=len, default=())
+    if len(begun) < 2:
+        return [0] * len(standings)
+    found = []
+    for one in standings:
+        *passed, now = one.runs
+        found.append(next((at for at in range(len(passed), len(begun)) if begun[at] == now), -1))
+    return found
+
+
 def describe_differing(standings: Sequence[RankState]) -> str:
-    """Return which ranks train something else than the first one, and what; empty if none does."""
+    """Return which ranks train something else than the first one, and what; empty if none does, or if they are in
+    several runs.
+    """
+    runs = find_runs(standings)
+    if -1 in runs:
+        rank, begun = runs.index(-1), max((one.runs for one in standings if one.number >= 0), key=len)
+        return f"rank {rank} has come to {standings[rank].runs[-1]}, the others have begun {', then '.join(begun)}"
+    if len(set(runs)) > 1:
+        return ""
     first = standings[0].form
     for rank, one in enumerate(standings):
         if one.form != first:

@@ -17,6 +17,7 @@ from phalanx.backend.shared import rehearses
 from phalanx.backend.torch_integration.groups import phalanx_group
 from phalanx.checkpoint import load_checkpoint, save_checkpoint
 from phalanx.elastic.channel import AgentChannel
+from phalanx.elastic.earlier_runs import names_of_runs, note_returned, result_of_latest, settle_earlier
 from phalanx.elastic.generations import (
     GenerationNotice,
     Generations,
@@ -26,7 +27,8 @@ from phalanx.elastic.generations import (
     NoGenerationError,
     SupersededError,
 )
-from phalanx.elastic.group import ElasticGroup, leave_all_groups
+from phalanx.elastic.group import ElasticGroup
+from phalanx.elastic.groups import leave_all_groups
 from phalanx.elastic.losses import forget, is_loss, is_mismatch
 from phalanx.elastic.points import LOST, reached
 from phalanx.elastic.state import State
@@ -35,7 +37,6 @@ from phalanx.log import get_logger
 
 _logger = get_logger(__name__)
 _Result = TypeVar("_Result")
-_has_returned = False  # an elastic function of this process has returned
 _running: State | None = None
 Train = Callable[[State], _Result]
 
@@ -86,9 +87,13 @@ def run(
     `sys.exit(0)` in the function is a return from it, after which the process ends: once all ranks have come as far.
     With another code, it is a loss of the rank that calls it.
 
+    A script may do this several times, one after the other. What replaces a rank begins with the script: there a run
+    that the others have finished returns what it has returned on the lost rank, with the state that it has left.
+
     Raises:
         Exception: whatever the function raises that is not the loss of a peer.
         PhalanxError: nobody is left who holds the state.
+        TypeError: what an earlier run has returned cannot be pickled, on a rank that is to pass over it.
         RuntimeError: it is called inside of a function that is `elastic.run` already.
         ValueError: `keep` is neither "neighbour" nor None.
         SystemExit: fewer than `min_ranks` for longer than `wait_s`, with exit code 75; or the host of this rank leaves
@@ -138,13 +143,10 @@ class ElasticJob:
                 "After a loss the outer function is called again, and a replacement would get the outer state alone.\n"
                 f"Put what the inner state holds into the outer one, and call {_name(train)} without elastic.run."
             )
-        if _has_returned and self._membership is None and rendezvous.agent_address():
-            _logger.warning(
-                "phalanx.elastic: a second function is elastic.run in this job, and a rank that is lost in it ends the "
-                "job. What replaces one begins with the script, and would not know that the first function has "
-                "returned on the others. Put both into one function: `if state.phase == 0: ...; state.phase = 1`."
-            )
-            return train(self._state)
+        if self._membership is None and rendezvous.agent_address():
+            settle_earlier(self._state)
+            if names_of_runs():  # the agent reads how far this run is where it has read how far the last one was
+                self._state._page.commit(self._state.step)
         membership = self._membership or self._find_agent(world.rank())
         if membership is None:
             return train(self._state)
@@ -153,16 +155,23 @@ class ElasticJob:
 
     def _run(self, train: Train[_Result], world: Any, membership: Generations) -> _Result:
         self._state._objects.refuse_what_is_not_kept(world.size())
-        group = self._state._step.runner = ElasticGroup(self._state, world, membership, self._keep)
+        name = f"{getattr(train, '__qualname__', _name(train))}({self._state._form})"
+        group = self._state._step.runner = ElasticGroup(self._state, world, membership, self._keep, name)
         del world  # a group that is over is released when the next one comes
+        is_new = rehearses(group.process_group)
+        has_begun = False
         try:
-            if rehearses(group.process_group):
+            if is_new:
                 self._state._latest.number = -1
-                self._recover(group, membership, None)
-            else:
-                group.start()
+                if self._recover(group, membership, None):
+                    result: _Result = result_of_latest()
+                    return result
+                has_begun = True
             while True:
                 try:
+                    if not has_begun:
+                        has_begun = True
+                        group.start()
                     end: SystemExit | None = None
                     try:
                         result = train(self._state)
@@ -173,6 +182,8 @@ class ElasticJob:
                     group.finish()
                     if end is not None:
                         raise end
+                    if self._membership is None:
+                        note_returned(name, self._state, result)
                     return result
                 except Exception as error:
                     lost = group.find_loss(error)
@@ -188,7 +199,6 @@ class ElasticJob:
             leave_all_groups()
             raise SystemExit(0) from None
         finally:
-            _note_returned()
             self._state._step.runner = None
             membership.close()
 
@@ -229,7 +239,8 @@ class ElasticJob:
             return None
         try:
             number = rendezvous.generation()
-            return AgentChannel(agent, rank, number, min_ranks=self._min_ranks, wait_s=self._wait_s)
+            run = len(names_of_runs()) + 1
+            return AgentChannel(agent, rank, number, run=run, min_ranks=self._min_ranks, wait_s=self._wait_s)
         except OSError as error:
             _logger.warning("phalanx.elastic: a lost rank ends the job, as its agent does not hear this one: %s", error)
             return None
@@ -241,8 +252,9 @@ class ElasticJob:
 
     def _recover(
         self, group: ElasticGroup, membership: Generations, loss: Loss | None, cause: BaseException | None = None
-    ) -> None:
-        """Return once this rank is in the group of a later generation, with the state to go on from.
+    ) -> bool:
+        """Return once this rank is in the group of a later generation, with the state to go on from; or True, once it
+        is outside of it again, with what this run has left, which the others have finished.
 
         Raises:
             `cause`, or what came of a later generation: there will be no other.
@@ -264,7 +276,7 @@ class ElasticJob:
                     raise cause from none.with_traceback(None)
             after = generation.number
             try:
-                group.enter(generation)
+                is_over = group.enter(generation)
             except SupersededError:
                 generation = None
                 continue
@@ -276,8 +288,9 @@ class ElasticJob:
                 forget(error)
                 generation = None
                 continue
-            membership.regrouped(generation.number)
-            return
+            if not is_over:
+                membership.regrouped(generation.number)
+            return is_over
 
 
 def _name(train: Any) -> str:
@@ -293,8 +306,3 @@ def _only_one(state: State) -> Iterator[None]:
         yield
     finally:
         _running = None
-
-
-def _note_returned() -> None:
-    global _has_returned
-    _has_returned = True

@@ -314,6 +314,11 @@ class State:
         self._small.restore(latest.small)
         self._values["epoch"], self._values["step"] = latest.epoch, latest.step
 
+    @property
+    def _form(self) -> str:
+        """Return the names and kinds of the objects: they must be the same on all ranks."""
+        return ", ".join(f"{name}={type(thing).__name__}" for name, thing in self._things.items())
+
     def _parts(self) -> list[Part]:
         """Return what is the same on every rank, in the order in which it is handed over."""
         return [*self._objects.parts(), ValuePart(self._get_progress, self._put_progress)]
