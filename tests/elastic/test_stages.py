@@ -65,7 +65,7 @@ def train_pipeline(
             else torch.optim.AdamW(pipe.parameters(), lr=0.01)
         )
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 50)
-        state = elastic.State(model=pipe, optimizer=optimizer, scheduler=scheduler, history=[])
+        state = elastic.State(model=pipe, optimizer=optimizer, scheduler=scheduler, history=[], own=rank)
         optimizer.register_step_pre_hook(lambda *_: job.strike("update", state.step))
         optimizer.register_step_post_hook(lambda *_: job.strike("updated", state.step))
         for module in pipe.modules():
@@ -106,6 +106,7 @@ def train_pipeline(
                     pipe.clip_grad_norm_(1.0)
                     optimizer.step()
                     scheduler.step()
+                    state.own = 3 * state.own % 1001 + rank  # a value that differs from rank to rank
                     state.history.append(round(loss.item(), 6))
                     if len(state.history) % every == 0:
                         state.commit()
@@ -116,9 +117,15 @@ def train_pipeline(
         return {
             "weights": copy_state(pipe),
             "history": list(state.history),
+            "own": state.own,
             "random": torch.get_rng_state(),
             "rate": optimizer.param_groups[0]["lr"],
+            "optimizer": [] if mesh == "sharded" else _tensors_of(optimizer),
         }
+
+
+def _tensors_of(optimizer: Any) -> list[torch.Tensor]:
+    return [one.clone() for state in optimizer.state_dict()["state"].values() for one in state.values()]
 
 
 def elastic_generation() -> int:

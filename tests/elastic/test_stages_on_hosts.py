@@ -45,7 +45,8 @@ def check(sizes: tuple[int, ...], strikes: tuple[Strike, ...], folder: Path, *ar
     assert quiet.generations == 0
     for mine, theirs in zip(ended.results, quiet.results, strict=True):
         assert_equal(mine["weights"], theirs["weights"])
-        assert mine["history"] == theirs["history"]
+        assert_equal(mine["optimizer"], theirs["optimizer"])
+        assert (mine["history"], mine["own"]) == (theirs["history"], theirs["own"])
         assert_equal(mine["random"], theirs["random"])
         assert mine["rate"] == theirs["rate"]
 
@@ -79,6 +80,28 @@ def test_a_host_is_lost_while_another_one_is_had_back(tmp_path: Path) -> None:
 def test_replicas_on_several_hosts_lose_one(tmp_path: Path) -> None:
     """Each rank has its own buffers and random numbers, and slices of the optimizer's state."""
     check((2, 2), (Strike(3, "updated", 3, host=True),), tmp_path, "1f1b", "auto", "sharded", False, "neighbour")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["forward", "updated", "commit"])
+def test_a_lost_host_has_its_stages_back_from_replicas_and_nothing_is_copied_in_a_step(
+    place: str, tmp_path: Path
+) -> None:
+    """The job ended where no neighbour kept a copy. Host 1 has a replica of each stage, and hosts 0 and 2 one each."""
+    strikes = (Strike(1, place, 3, host=True), Strike(0, "updated", 6, host=True))
+    check((1, 2, 1), strikes, tmp_path, "1f1b", "auto", "replicated")
+
+
+@pytest.mark.slow
+def test_a_rank_is_lost_on_a_host_that_goes_on_and_has_its_stage_back_from_its_replica(tmp_path: Path) -> None:
+    check((2, 2), (Strike(2, "backward", 3),), tmp_path, "1f1b", "auto", "replicated")
+
+
+@pytest.mark.slow
+def test_a_stage_whose_replicas_are_on_one_host_is_lost_with_it_and_named(tmp_path: Path) -> None:
+    strikes = (Strike(2, "updated", 3, host=True),)
+    text = _fails_with(tmp_path, (2, 2), strikes, "1f1b", "auto", "replicated")
+    assert "nothing is left of what stage 1 (rank 2) and stage 1 (rank 3) kept of commit" in text
 
 
 @pytest.mark.slow

@@ -85,7 +85,7 @@ class ElasticGroup:
     def _keep_stages(self, records: RankRecords) -> None:
         """Keep the stages of a group that has just been formed, if they can be kept. All ranks call it."""
         self._why_not_kept = why_not_kept(self._state, self.process_group, self._keep)
-        stages = None if self._why_not_kept else StageRecords(self._state, self.process_group)
+        stages = None if self._why_not_kept else StageRecords(self._state, self.process_group, self._keep)
         if stages is not None:
             stages.keep(records)
         self._stages = stages
@@ -432,7 +432,7 @@ class ElasticGroup:
         rebind_sharded(state)
         record, is_own, _ = self._find_record(number, standings)
         reached(HAND_OVER)
-        StageRecords.hand_over(mine, state, number, givers, self.process_group)
+        StageRecords.hand_over(mine, state, number, givers, record if is_own else None, self.process_group)
         reached(RESTORE)
         state._settle(rank, size)
         fresh = self._new_records({})

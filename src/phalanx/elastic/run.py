@@ -77,12 +77,12 @@ def run(
         wait_s: for how long; then it ends.
         checkpoint: the file into which `state.state_dict()` is saved before it ends so.
         membership: who decides who is in the job; by default the agent of `phalanx run`.
-        keep: "neighbour", for a `phalanx.Pipeline` whose ranks are on several hosts: each rank sends a copy of its
-            stage (parameters, buffers, optimizer state) to a rank of the next host at every commit, so that a host
-            may be lost. It costs four times the memory of a stage on each rank, and the network's time for a stage in
-            every commit; a loop that commits only every tenth step pays a tenth of that, and does up to ten steps
-            again. None: the job ends with a lost stage (exit code 75), to go on from a checkpoint. Where all
-            ranks are on one host, stages are kept in either case.
+        keep: "neighbour", for a `phalanx.Pipeline` without replicas whose ranks are on several hosts: each rank sends a
+            copy of its stage (parameters, buffers, optimizer state) to a rank of the next host at every commit, so that
+            a host may be lost. It costs four times the memory of a stage on each rank, and the network's time for a
+            stage in every commit; a loop that commits only every tenth step pays a tenth of that, and does up to ten
+            steps again. None: a lost stage comes from a replica on another host; without one the job ends (exit code
+            75), to go on from a checkpoint. Where all ranks are on one host, stages are kept in either case.
 
     `sys.exit(0)` in the function is a return from it, after which the process ends: once all ranks have come as far.
     With another code, it is a loss of the rank that calls it.

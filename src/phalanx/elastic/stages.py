@@ -3,11 +3,12 @@
     pipe.step, optimizer.step, commit k     on every rank
     slot k%2: all that this rank has        number -1; parameters, buffers, optimizer, values; number k
     a copy of the slot                      to a rank of the next host, where there are several (`keep="neighbour"`)
+    what differs from replica to replica    the random states and the values: to a rank each of the next two hosts
     barrier                                 a rank that passes it knows that all have written slot k
 
 When a rank is lost, all go back to the last commit whose barrier some rank has passed: each to its own slot, and a new
-rank to the slot of its number. No slot of that commit has been written over: the next but one comes after the next
-barrier.
+rank to the slot of its number, or, if that is lost, to that of a replica, a rank with the same stage. No slot of that
+commit has been written over: the next but one comes after the next barrier.
 """
 
 from __future__ import annotations
@@ -16,18 +17,21 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 from phalanx.backend.shared import shares_memory
 from phalanx.elastic.generations import JobEndedError
 from phalanx.elastic.hand_over import Part, hand_over
 from phalanx.elastic.record_copies import hosts_of
-from phalanx.elastic.records import RankRecords
+from phalanx.elastic.records import RankRecords, small_of
 from phalanx.elastic.resume_point import RankState
 from phalanx.elastic.stage_copies import StageCopies
 from phalanx.elastic.state import State
+from phalanx.log import get_logger
 from phalanx.optim.kept_state import KeptState
 from phalanx.partition.owners import owner_of
 
+_logger = get_logger(__name__)
 _LOAD = "Start again, with a new Pipeline and the last checkpoint (phalanx.CheckpointManager)."
 
 
@@ -52,16 +56,16 @@ class StageRecords:
     """`StageRecords` keeps this rank's two slots, and reads those of all ranks of its host. Building it is collective.
 
     Cost: twice the parameters, buffers and optimizer state of a stage, in shared memory; a copy of them at each commit.
-    On several hosts twice that memory, for the copies of another host's rank, and one message with all of it at each
-    commit.
+    On several hosts the memory is each rank's own, and a replica's is as good. With `keep="neighbour"` it is twice that
+    memory there, for the copies of another host's rank, and one message with all of it at each commit.
     """
 
-    def __init__(self, state: State, group: Any) -> None:
+    def __init__(self, state: State, group: Any, keep: str | None) -> None:
         self._state, self._group = state, group
         tensors = [t for m in state._objects.modules for t in (*m.parameters(), *m.buffers())]
         sizes: list[Any] = [None] * group.size()
         dist.all_gather_object(sizes, (sum(t.numel() for t in tensors), len(tensors)), group=group)
-        self._copies = None if shares_memory(group) else StageCopies(group, hosts_of(group))
+        self._copies = None if shares_memory(group) or keep is None else StageCopies(group, hosts_of(group))
         wards = None if self._copies is None else self._copies.wards
         self._kept = KeptState(group, max(n for n, _ in sizes), max(n for _, n in sizes), wards)
         self._num_steps = -1
@@ -75,6 +79,7 @@ class StageRecords:
             dist.barrier(group=self._group)
         self._num_steps = num_steps
         records.prepare(number)
+        records.write_small(number, self._state._latest.small)
         self._kept.save(number, OwnPart(self._state._own_parts()).show())
         if self._copies is not None:
             self._copies.exchange(self._kept, number)
@@ -82,9 +87,9 @@ class StageRecords:
         self.number = number
 
     @staticmethod
-    def find_givers(mine: StageRecords | None, state: State, number: int, group: Any) -> dict[int, int]:
-        """Return, by rank, which rank has what it kept of that commit: the rank itself, if it was there. All ranks call
-        it.
+    def find_givers(mine: StageRecords | None, state: State, number: int, group: Any) -> dict[int, tuple[int, int]]:
+        """Return, by rank, which rank has what it goes on with, and which rank kept that at commit `number`: this one
+        itself, or a replica. All ranks call it.
 
         `mine` is this rank's, if it was there.
 
@@ -95,8 +100,12 @@ class StageRecords:
         held = [] if mine is None else [rank for rank in range(size) if mine._kept.holds(rank, number)]
         told: list[Any] = [None] * size
         dist.all_gather_object(told, held, group=group)
-        givers = {rank: giver for giver in reversed(range(size)) for rank in told[giver]}
-        givers |= {rank: rank for rank in range(size) if rank in told[rank]}
+        givers = {rank: (giver, rank) for giver in reversed(range(size)) for rank in told[giver]}
+        givers |= {rank: (rank, rank) for rank in range(size) if rank in told[rank]}
+        for rank in [rank for rank in range(size) if rank not in givers]:
+            replicas = [one for one in range(size) if one in told[one] and are_replicas(state, one, rank)]
+            if replicas:
+                givers[rank] = replicas[0], replicas[0]
         if missing := [rank for rank in range(size) if rank not in givers]:
             raise JobEndedError(
                 f"nothing is left of what {name_stages(state, missing)} kept of commit {number}: whoever had it was "
@@ -105,16 +114,49 @@ class StageRecords:
         return givers
 
     @staticmethod
-    def hand_over(mine: StageRecords | None, state: State, number: int, givers: Mapping[int, int], group: Any) -> None:
-        """Restore each rank to what the rank of its number kept of that commit. All ranks call it."""
+    def hand_over(
+        mine: StageRecords | None,
+        state: State,
+        number: int,
+        givers: Mapping[int, tuple[int, int]],
+        record: Tensor | None,
+        group: Any,
+    ) -> None:
+        """Restore each rank to what the rank of its number kept of that commit, or a replica. All ranks call it.
+
+        `record` is what is left of this rank for itself: its values are in it, which a replica has not.
+        """
         me, parts = group.rank(), state._own_parts()
-        for rank, giver in sorted(givers.items()):
+        for rank, (giver, owner) in sorted(givers.items()):
             if rank != giver:
-                theirs = mine._kept.read_of(rank, number) if mine is not None and me == giver else None
+                theirs = mine._kept.read_of(owner, number) if mine is not None and me == giver else None
                 hand_over([OwnPart(parts, theirs)], giver, [rank], group)
-        if givers[me] == me:
+        giver, owner = givers[me]
+        if giver == me:
             assert mine is not None
             OwnPart(parts).take(mine._kept.read_of(me, number))
+        elif owner != me:
+            small = None if record is None else small_of(record, number)
+            if small is not None:
+                state._latest.small = small
+            else:
+                _logger.warning(
+                    "phalanx.elastic: rank %d has its stage from rank %d, a replica, and the values of State, too: its "
+                    "own of commit %d are lost with the hosts that had them, or larger than is kept.",
+                    me, owner, number,
+                )  # fmt: skip
+
+
+def has_replicas(state: State) -> bool:
+    """Return whether other ranks hold all that a rank has of a Pipeline, but for its random states and values."""
+    groups = [pipe.data_group for pipe in state._objects.pipelines]
+    return not state._objects.sharded and all(group is not None and group.size() > 1 for group in groups)
+
+
+def are_replicas(state: State, one: int, other: int) -> bool:
+    """Return whether two ranks have the same stages, with the same state."""
+    pipes = state._objects.pipelines
+    return has_replicas(state) and all(pipe.pipeline_rank(one) == pipe.pipeline_rank(other) for pipe in pipes)
 
 
 def why_not_kept(state: State, group: Any, keep: str | None) -> str:
@@ -130,8 +172,11 @@ def why_not_kept(state: State, group: Any, keep: str | None) -> str:
         return ""
     if not hosts_of(group):
         return "its ranks share no memory, so the stage's weights went with it"
-    if keep is None:
-        return "its ranks are on several hosts, where a stage is only kept with elastic.run(state, keep='neighbour')"
+    if keep is None and not has_replicas(state):
+        return (
+            "its ranks are on several hosts, where a stage without a replica (or with an optimizer in shards) is only "
+            "kept with elastic.run(state, keep='neighbour')"
+        )
     return ""
 
 
