@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
-from tests.system import elastic_training
+from tests.system import elastic_map_reduce, elastic_training
 from tests.system.test_run_elastic import Job
 from tests.system.test_run_elastic_hosts import SCRIPT, Cluster, cluster, samples_of_epochs, wait_for_files
 
@@ -428,3 +428,31 @@ def test_training_whose_first_host_is_lost_or_leaves_has_the_bits_of_an_undistur
         quiet = train(machines, tmp_path / "quiet")
         assert train(machines, tmp_path / "lost", loses_first=True) == quiet
         assert train(machines, tmp_path / "left", lets_first_go=True) == quiet
+
+
+@pytest.mark.slow
+def test_a_map_reduce_has_the_same_result_when_the_first_host_is_lost_in_it_and_the_others_keep_their_tasks(
+    tmp_path: Path,
+) -> None:
+    with hosts(4) as machines:
+        made = Cluster(machines, tmp_path, "3", {"OMP_NUM_THREADS": "1"}, ())
+        try:
+            for number in range(3):
+                made.start(number, 1, elastic_map_reduce.__file__)
+                if number:
+                    made.wait_connected(number)  # they have their ranks in the order in which they come
+            await_standbys(made, 0)
+            wait_for_files(made.first, [tmp_path / f"waits-{rank}" for rank in (1, 2)])
+            made.kill(0)
+            made.first.order("go")
+            leader = find_leader(made, 1, 2)
+            made.join(3, address_of(made.jobs[leader]))
+            ends = made.ended(leader, *({1, 2, 3} - {leader}))
+        finally:
+            made.close()
+    said = "\n".join(end.out for end in ends)
+    assert [end.code for end in ends] == [0, 0, 0], said
+    kept = {int(rank): int(tasks) for rank, tasks in re.findall(r"rank (\d) had kept (\d+) of 30 tasks", said)}
+    assert kept.keys() == {0, 1, 2}, said
+    assert kept[0] == 0
+    assert min(kept[1], kept[2]) >= 2

@@ -141,8 +141,8 @@ class StageRecords:
                 state._latest.small = small
             else:
                 _logger.warning(
-                    "phalanx.elastic: rank %d has its stage from rank %d, a replica, and the values of State, too: its "
-                    "own of commit %d are lost with the hosts that had them, or larger than is kept.",
+                    "phalanx.elastic: rank %d has its stage from rank %d, a replica, and the values of State too, from "
+                    "there: its own of commit %d are lost with the hosts that had them, or larger than is kept.",
                     me, owner, number,
                 )  # fmt: skip
 
