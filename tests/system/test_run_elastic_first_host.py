@@ -5,16 +5,18 @@ The ranks are those of `elastic_rank.py`, which speak the protocol and do nothin
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Literal
 
 import pytest
-from tests.system import elastic_map_reduce, elastic_training
+from tests.system import elastic_map_reduce, elastic_servers, elastic_training
 from tests.system.test_run_elastic import Job
 from tests.system.test_run_elastic_hosts import SCRIPT, Cluster, cluster, samples_of_epochs, wait_for_files
 
@@ -49,6 +51,11 @@ def await_ended(job: Job, *ranks: int) -> None:
         while os.path.exists(f"/proc/{job.pids[rank]}"):
             time.sleep(0.02)
     time.sleep(1.0)
+
+
+def wait_for_path(path: Path) -> None:
+    while not path.exists():
+        time.sleep(0.02)
 
 
 def address_of(job: Job) -> str:
@@ -456,3 +463,45 @@ def test_a_map_reduce_has_the_same_result_when_the_first_host_is_lost_in_it_and_
     assert kept.keys() == {0, 1, 2}, said
     assert kept[0] == 0
     assert min(kept[1], kept[2]) >= 2
+
+
+@pytest.mark.slow
+def test_each_step_of_each_trainer_counts_once_when_the_first_host_is_lost_with_a_trainer_and_a_server(
+    tmp_path: Path,
+) -> None:
+    """The servers are no ranks of the job; the store in which they meet the trainers is on a host of its own."""
+    with hosts(5) as machines, contextlib.ExitStack() as stack:
+        address = f"{machines[4].address}:29513"
+        made = Cluster(machines, tmp_path, "3", {"OMP_NUM_THREADS": "1"}, ())
+        stack.callback(made.close)
+        line = (sys.executable, elastic_servers.__file__, str(tmp_path), address)
+        env = {**os.environ, **made.environ}
+
+        def begin(number: int, word: str) -> subprocess.Popen[bytes]:
+            process = stack.enter_context(subprocess.Popen([*machines[number].command, *line, word], env=env))
+            stack.callback(process.kill)
+            return process
+
+        begin(4, "store")
+        wait_for_path(tmp_path / "there")
+        servers = []
+        for number in range(3):
+            servers.append(begin(number, str(number)))
+            wait_for_path(tmp_path / f"serves-{number}")
+            made.start(number, 1, elastic_servers.__file__, address)
+            if number:
+                made.wait_connected(number)  # they have their ranks in the order in which they come
+        await_standbys(made, 0)
+        wait_for_files(made.first, [tmp_path / "struck"])
+        machines[0].signal(signal.SIGKILL)
+        assert servers[0].wait() == -signal.SIGKILL
+        leader = find_leader(made, 1, 2)
+        made.join(3, address_of(made.jobs[leader]))
+        ends = made.ended(leader, *({1, 2, 3} - {leader}))
+        (tmp_path / "over").touch()
+    assert [end.code for end in ends] == [0, 0, 0], "\n".join(end.out for end in ends)
+    told = "dense [-60.0, -60.0, -60.0] rows [-60.0, -60.0, -60.0, -20.0, -20.0, -20.0, 0.0] step 20"
+    assert told in ends[0].out
+    steps = re.findall(r"goes on at step (\d+) of generation [1-9]", ends[0].out)
+    assert set(steps) <= {"7", "8"}, ends[0].out  # those that were not lost have pushed one more, or not yet
+    assert steps, ends[0].out

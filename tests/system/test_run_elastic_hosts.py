@@ -48,7 +48,7 @@ class Cluster:
         self.jobs: dict[int, Job] = {}
         self._stack = contextlib.ExitStack()
         self._folder = folder
-        self._environ = {"PHALANX_KEY": str(Key(bytes(32))), **env}
+        self.environ = {"PHALANX_KEY": str(Key(bytes(32))), **env}
         where = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{machines[0].address}:{_PORT}")
         named = tuple(word for name in env for word in ("--env", name))
         self._line = (
@@ -59,7 +59,7 @@ class Cluster:
         """The command on a host, which is to have so many ranks."""
         line = (*self._line, "--nproc-per-node", str(ranks), script, str(self._folder), *words)
         at = self.command_on(number)
-        running = self._stack.enter_context(start(*line, env=self._environ, before=at, stderr=subprocess.STDOUT))
+        running = self._stack.enter_context(start(*line, env=self.environ, before=at, stderr=subprocess.STDOUT))
         self.jobs[number] = Job(running, self._folder)
         return self.jobs[number]
 
@@ -67,7 +67,7 @@ class Cluster:
         """The command of a host that comes to the job at an address."""
         line = ("join", address)
         at = self.command_on(number)
-        running = self._stack.enter_context(start(*line, env=self._environ, before=at, stderr=subprocess.STDOUT))
+        running = self._stack.enter_context(start(*line, env=self.environ, before=at, stderr=subprocess.STDOUT))
         self.jobs[number] = Job(running, self._folder)
         return self.jobs[number]
 
