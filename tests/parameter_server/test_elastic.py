@@ -1,14 +1,20 @@
 """Trainers in an elastic job: one that is lost is replaced, and each step of each trainer counts once."""
 
+import functools
+import os
+import signal
 import subprocess
 import sys
 import sysconfig
 from pathlib import Path
 
 import pytest
-from tests.rpc.workers import event, run_workers, set_event
+import torch
+from tests.rpc.workers import event, pid, run_workers, set_event
 
+import phalanx
 from phalanx import rpc
+from phalanx.errors import PeerLostError
 
 _TRAINER = """
 import functools, os, signal, sys
@@ -91,3 +97,37 @@ def test_a_trainer_that_is_lost_is_replaced_and_nothing_is_pushed_twice():
     """Who came in its place took the largest of its servers' clocks: what it had not pushed to all was never pushed."""
     output = run_workers(_work, 3, timeout=110)[2]
     assert "dense [-40.0, -40.0, -40.0] rows [-40.0, -40.0, -40.0, 0.0, -20.0, -20.0, 0.0]" in output
+
+
+def _lose_the_only_server_of_a_shard(rank, folder):
+    options = rpc.RpcBackendOptions(init_method=f"file://{folder}/store")
+    rpc.init_rpc(["t0", "s0", "s1"][rank], rank=rank, rpc_backend_options=options)
+    if rank:
+        event("it is over").wait(60)
+        rpc.shutdown(graceful=False)
+        return
+    while len(rpc.current.agent().membership.members()) < 3:
+        pass
+
+    def make():
+        dense = {"a": torch.zeros(3), "b": torch.zeros(3)}
+        optimizer = functools.partial(torch.optim.SGD, lr=1.0)
+        return phalanx.ParameterServer(["s0", "s1"], ["t0"], dense=dense, optimizer=optimizer, replicate=False)
+
+    server = make()
+    for _ in range(3):
+        server.pull()
+        server.push_gradients({"a": torch.ones(3), "b": torch.ones(3)})
+    os.kill(rpc.rpc_sync("s1", pid), signal.SIGKILL)
+    with pytest.raises(PeerLostError, match="shard 1 is lost"):
+        server.pull()
+    with pytest.raises(PeerLostError, match="'t0' has pushed 3 steps, and shard 1 has 0 of them"):
+        make()
+    rpc.rpc_sync("s0", set_event, ("it is over",))
+    rpc.shutdown(graceful=False)
+
+
+def test_a_shard_that_is_lost_without_a_copy_does_not_begin_anew_unnoticed():
+    """The trainers of an elastic job, which make the ParameterServer again, had it made on another server: its
+    parameters were the first ones, and the job went on from step 0."""
+    run_workers(_lose_the_only_server_of_a_shard, 3, lost=[2])

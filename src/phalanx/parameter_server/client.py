@@ -60,7 +60,7 @@ class ParameterServer:
     Raises:
         ValueError, TypeError: the arguments make no sense, or an optimizer cannot be used.
         MismatchError: another trainer has given other arguments.
-        PeerLostError: all servers that had a part of the parameters are lost.
+        PeerLostError: all servers that had a part of the parameters are lost; or were, and others hold it anew.
         DeadlineError: a trainer has not closed the previous one of this name (the message names the trainer), or the
             first trainer has not come.
     """
@@ -146,7 +146,14 @@ class ParameterServer:
         attached = self._on_all(requests.attach, [(self._trainer, described)] * len(self._servers))
         # Who comes in the place of a lost trainer makes the step again that not all servers have heard of; the others
         # take no notice of it.
-        self.step = min(clock for clock, _ in attached)
+        clocks = [clock for clock, _ in attached]
+        if max(clocks) > min(clocks) + 1:  # a push goes to all shards, so that they differ by one step at most
+            raise PeerLostError(
+                f"ParameterServer {name!r}: trainer {self._trainer!r} has pushed {max(clocks)} steps, and shard "
+                f"{clocks.index(min(clocks))} has {min(clocks)} of them: the server that had it is lost, and it begins "
+                "anew.\nGo on from a checkpoint. With replicate=True another server has a copy of each shard."
+            )
+        self.step = min(clocks)
         self._loads: int = max(number for _, number in attached)
 
     @property
