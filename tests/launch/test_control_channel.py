@@ -31,6 +31,7 @@ from phalanx.launch.hosts.join_job import _Followed
 from phalanx.launch.hosts.leader import LeaderLink
 from phalanx.launch.hosts.node_plan import HostFacts, plan_nodes
 from phalanx.launch.hosts.peer_hosts import PeerHosts
+from phalanx.launch.hosts.reach_answers import ReachAnswers
 
 _NONE = cast(Any, None)
 _AGENT = {
@@ -146,7 +147,7 @@ def test_orders_that_come_together_with_the_start_are_for_the_ranks_that_it_star
         _take(channel, "joined")
         follower = _Followed.__new__(_Followed)
         follower._channel = channel
-        follower._responder = None
+        follower._reach_answers = ReachAnswers(channel, None, "")
         display = cast(Any, SimpleNamespace(writers=[], tick=lambda: None, next_due=None))
         read, write = os.pipe()
         try:

@@ -34,7 +34,7 @@ _PORT = "29479"
 
 
 class Cluster:
-    """Hosts, on each of which a command of one elastic job may run."""
+    """Hosts, on each of which a command of one elastic job may run; `by_hand`: each is told its number."""
 
     def __init__(
         self,
@@ -43,6 +43,8 @@ class Cluster:
         nnodes: str,
         env: dict[str, str],
         options: tuple[str, ...] = ("--no-preload",),
+        *,
+        by_hand: bool = False,
     ) -> None:
         self.machines = machines
         self.jobs: dict[int, Job] = {}
@@ -50,6 +52,9 @@ class Cluster:
         self._folder = folder
         self.environ = {"PHALANX_KEY": str(Key(bytes(32))), **env}
         where = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{machines[0].address}:{_PORT}")
+        if by_hand:
+            where = ("--master-addr", machines[0].address, "--master-port", _PORT)
+        self._by_hand = by_hand
         named = tuple(word for name in env for word in ("--env", name))
         self._line = (
             "run", "--nnodes", nnodes, *where, *named, *options,
@@ -57,7 +62,8 @@ class Cluster:
 
     def start(self, number: int, ranks: int, script: str = SCRIPT, *words: str) -> Job:
         """The command on a host, which is to have so many ranks."""
-        line = (*self._line, "--nproc-per-node", str(ranks), script, str(self._folder), *words)
+        rank = ("--node-rank", str(number)) if self._by_hand else ()
+        line = (*self._line, *rank, "--nproc-per-node", str(ranks), script, str(self._folder), *words)
         at = self.command_on(number)
         running = self._stack.enter_context(start(*line, env=self.environ, before=at, stderr=subprocess.STDOUT))
         self.jobs[number] = Job(running, self._folder)

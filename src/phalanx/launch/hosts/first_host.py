@@ -21,6 +21,7 @@ from phalanx.errors import AuthenticationError, CoordinationError, DeadlineError
 from phalanx.ipc.event_loop import EventLoop, Source
 from phalanx.ipc.wakeup import Mailbox, Wakeup
 from phalanx.launch.hosts.job_spec import KEY, JobSpec
+from phalanx.launch.hosts.moved_job import find_moved
 from phalanx.processes import ENDING_SIGNALS, name_signal
 
 T = TypeVar("T")
@@ -51,7 +52,7 @@ def connect(
 ) -> Joined:
     """Connect to the coordinator, which may start later than we do, at the first of `endpoints` where `job` answers.
 
-    Its job spec follows at once.
+    If it says there that the job has moved, it is that of the host that leads now. Its job spec follows at once.
 
     Raises:
         LaunchError: it cannot be reached in time, has another key or another version; the message says which.
@@ -61,7 +62,7 @@ def connect(
     for endpoint in itertools.cycle(endpoints):
         try:
             limit_s = _TRY_S if told else min(_FIRST_TRY_S, timeout_s)
-            client = Client(endpoint, key, timeout=limit_s, job=job, heartbeat_s=MEMBER_HEARTBEAT_S)
+            client = _open(endpoint, key, limit_s, job)
             break
         except AuthenticationError as error:
             if len(endpoints) == 1:
@@ -87,8 +88,21 @@ def connect(
         job_spec = JobSpec.from_bytes(client.get(KEY, max(end - time.monotonic(), 1.0)))
     except (PhalanxError, ValueError) as error:
         client.close()
-        raise LaunchError(f"phalanx run: {endpoint}: {error}") from None
+        raise LaunchError(f"phalanx run: {client.address}: {error}") from None
     return Joined(client, key, job_spec)
+
+
+def _open(endpoint: str, key: Key | None, limit_s: float, job: str) -> Client:
+    client = Client(endpoint, key, timeout=limit_s, job=job, heartbeat_s=MEMBER_HEARTBEAT_S)
+    try:
+        moved = find_moved(client)
+    except PhalanxError:
+        client.close()
+        raise
+    if not moved:
+        return client
+    client.close()
+    return Client(moved, key, timeout=limit_s, job=job, heartbeat_s=MEMBER_HEARTBEAT_S)
 
 
 def join_first_host(plan: JobPlan, rendezvous: Rendezvous, host: Host) -> Joined:
@@ -101,16 +115,21 @@ def join_first_host(plan: JobPlan, rendezvous: Rendezvous, host: Host) -> Joined
 
     def join(say: Callable[[str], None]) -> Joined:
         key = None if rendezvous.is_local else _find_key(plan, rendezvous, over, say)
-        return connect(
-            (rendezvous.endpoint, *rendezvous.more_endpoints),
-            key,
-            rendezvous.join_timeout_s,
-            job=plan.settings.run_id,
-            is_over=over.is_set,
-            say=say,
-        )
+        endpoints = (rendezvous.endpoint, *rendezvous.more_endpoints)
+        job = plan.settings.run_id
+        return connect(endpoints, key, rendezvous.join_timeout_s, job=job, is_over=over.is_set, say=say)
 
     return while_listening(host, over, join)
+
+
+def join_leader(host: Host, endpoints: Sequence[str], key: Key | None, timeout_s: float) -> Joined:
+    """Call `connect` with the key that is known, while signals are heard.
+
+    Raises:
+        LaunchError: as `connect`; or a signal came.
+    """
+    over = threading.Event()
+    return while_listening(host, over, lambda say: connect(endpoints, key, timeout_s, is_over=over.is_set, say=say))
 
 
 def _find_key(plan: JobPlan, rendezvous: Rendezvous, over: threading.Event, say: Callable[[str], None]) -> Key:

@@ -23,10 +23,12 @@ from phalanx.errors import LaunchError
 from phalanx.host_addresses import OwnAddress, find_interface
 from phalanx.ipc.event_loop import EventLoop, Source
 from phalanx.launch.hosts.control_channel import Change, ControlChannel, ControlMessage
+from phalanx.launch.hosts.first_host import join_leader
 from phalanx.launch.hosts.job_spec import choose_environment, name_own_address
 from phalanx.launch.hosts.lead_guard import LeadGuard
 from phalanx.launch.hosts.leader import LeaderLink
 from phalanx.launch.hosts.leader_state import KEY as LEADER_STATE
+from phalanx.launch.hosts.moved_job import MOVED_KEY, JobMovedError, describe_second_job, read_notice
 from phalanx.launch.hosts.node_plan import HostFacts, Node, describe_nnodes, describe_unfit, find_conflict, plan_nodes
 from phalanx.launch.hosts.peer_hosts import PeerHosts, tell_start
 from phalanx.launch.hosts.reach import TRY_S, Target, choose_targets, describe, try_all
@@ -34,6 +36,7 @@ from phalanx.processes import ENDING_SIGNALS, name_signal
 
 _TELL_AFTER_S = 3.0
 _END_TIMEOUT_S = 5.0
+_FIND_S = 10.0  # for the way to a host that has just said that it leads
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,7 @@ class Gathering:
 
         Raises:
             LaunchError: too few came in time; two want one number; they cannot reach each other; or a signal came.
+            JobMovedError: this job has begun before, and another host leads it.
         """
         if self._peers is not None:
             for message in (*self._peers.taken_in.values(), *self._peers.late.values()):
@@ -273,6 +277,8 @@ class Gathering:
         if change.kind == "joined":
             if unfit := describe_unfit(change.facts):
                 self._host.display.say(f"phalanx run: {unfit}")
+            if leader := read_notice(change.facts):
+                self._hear_notice(leader, describe_second_job(change.facts))
             facts = HostFacts.from_json(change.member, change.facts)
             if facts is not None and "reached" in change.facts:
                 self._joined_hosts[change.member] = JoinedHost(facts, printable(str(change.facts["reached"])))
@@ -290,6 +296,43 @@ class Gathering:
                 self._host.display.say(f"phalanx run: {who} is lost before the job began: {change.why}")
         elif change.kind in ("unreachable", "expelled"):
             raise LaunchError(f"phalanx run: the coordinator on this host has failed: {change.why}")
+
+    def _hear_notice(self, address: str, second: str) -> None:
+        """Hear where a job is led that began here: go on there if it is the one that was asked for.
+
+        Raises:
+            JobMovedError: it is.
+            LaunchError: that host does not answer.
+        """
+        if self._peers is not None:
+            self._host.display.say(f"phalanx run: {second}")
+            return
+        try:
+            joined = join_leader(self._host, [address], self._key, _FIND_S)
+        except LaunchError as error:
+            raise LaunchError(
+                f"{error}\nA job that began at this address is led by the host at {address}, which this host does not "
+                "reach. If it is the job of this command, open the way there (firewall), and type the command again; "
+                "if it is another one, give this command another port.",
+                exit_code=error.exit_code,
+            ) from None
+        joined.client.close()
+        if not joined.job_spec.is_asked_for_by(self._plan.settings):
+            self._host.display.say(
+                f"phalanx run: another job that began at this address, {printable(joined.job_spec.name)}, goes on, and "
+                f"the host at {address} leads it. This command begins a job of its own"
+            )
+            return
+        self._send_on(address)
+        raise JobMovedError(address)
+
+    def _send_on(self, address: str) -> None:
+        """Send the hosts that have come to the host that leads the job; those that come from now on find the key."""
+        self._channel.put_key(MOVED_KEY, address.encode())
+        self._channel.flush(_END_TIMEOUT_S)
+        came = [each.member for each in self._channel.take() if isinstance(each, Change) and each.kind == "joined"]
+        self._channel.put_many([*self._joined_hosts, *came], "moved", address=address)
+        self._channel.flush(_END_TIMEOUT_S)
 
     def _follow(self, message: ControlMessage) -> None:
         if message.body.get("trial") != self._trial:

@@ -24,7 +24,10 @@ _OF_ONE_HOST = ("NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_TOPO_FILE", "TORCH_HO
 
 @dataclass(frozen=True)
 class JobSpec:
-    """The job as the first host was asked for it."""
+    """The job as the first host was asked for it.
+
+    `endpoints` is where it began: the command of a host that was in it looks for it there when it is started again.
+    """
 
     kind: Kind
     name: str
@@ -54,10 +57,13 @@ class JobSpec:
     local_rank_argument: bool
     ranks_per_gpu: int | None
     environment: dict[str, str]
+    endpoints: tuple[str, ...]
     version: int = VERSION
 
     @classmethod
-    def of(cls, settings: Settings, run_id: str, environ: Mapping[str, str]) -> JobSpec:
+    def of(
+        cls, settings: Settings, run_id: str, environ: Mapping[str, str], endpoints: tuple[str, ...] = ()
+    ) -> JobSpec:
         """Return the spec of the job that was asked for here."""
         rendezvous = settings.rendezvous
         assert rendezvous is not None
@@ -69,7 +75,7 @@ class JobSpec:
             choose_metrics(settings.metrics), settings.redirects, settings.tee, settings.shown_ranks,
             settings.grace_s, settings.exit_timeout_s, settings.evict_after_s,
             settings.affinity, settings.preload, settings.max_restarts, settings.local_rank_argument,
-            settings.ranks_per_gpu, choose_environment(environ, settings.environment),
+            settings.ranks_per_gpu, choose_environment(environ, settings.environment), endpoints,
         )  # fmt: skip
 
     def to_bytes(self) -> bytes:
@@ -90,12 +96,17 @@ class JobSpec:
             for name in ("redirects", "tee"):
                 streams = fields[name]
                 fields[name] = Streams(streams["all"], tuple((int(a), int(b)) for a, b in streams["by_rank"]))
-            fields["arguments"] = tuple(fields["arguments"])
+            fields["arguments"], fields["endpoints"] = tuple(fields["arguments"]), tuple(fields["endpoints"])
             fields["metrics"] = None if fields["metrics"] is None else tuple(fields["metrics"])
             fields["shown_ranks"] = None if fields["shown_ranks"] is None else tuple(fields["shown_ranks"])
             return cls(**fields)
         except (KeyError, TypeError, ValueError):
             raise ValueError("the first host runs another version of Phalanx. Install the same one on all") from None
+
+    def is_asked_for_by(self, settings: Settings) -> bool:
+        """Return whether a command with these settings asks for this job."""
+        is_named = settings.run_id in ("", self.run_id)
+        return is_named and settings.target == Target(self.kind, self.name, self.arguments)
 
     def to_settings(self, own: Settings) -> Settings:
         """Return the job as it runs on a host where only `phalanx join` was typed, with what `own` says of this

@@ -39,9 +39,11 @@ from phalanx.launch.hosts.job_spec import name_own_address
 from phalanx.launch.hosts.lead import lead
 from phalanx.launch.hosts.leader import LeaderLink
 from phalanx.launch.hosts.leader_state import FIRST_KEY
+from phalanx.launch.hosts.moved_job import JobMovedError, LeaderNotice, find_moved
 from phalanx.launch.hosts.node_plan import HostFacts, describe_nnodes
 from phalanx.launch.hosts.office import Elected
-from phalanx.launch.hosts.reach import Responder, Target, check_own, try_all
+from phalanx.launch.hosts.reach import check_own
+from phalanx.launch.hosts.reach_answers import ReachAnswers
 from phalanx.launch.hosts.successor import Successor
 from phalanx.processes import ENDING_SIGNALS, name_signal
 
@@ -61,11 +63,20 @@ _AS_A_SPARE = (
 )
 
 
-def follow(plan: JobPlan, rendezvous: Rendezvous, host: Host, joined: Joined) -> int:
+def follow(
+    plan: JobPlan,
+    rendezvous: Rendezvous,
+    host: Host,
+    joined: Joined,
+    on_moved: Callable[[str], object],
+) -> int:
     """See this host's ranks through; returns the exit code, which is the first host's.
+
+    `on_moved` is called with the address of each host that comes to lead the job.
 
     Raises:
         LaunchError: the first host is lost, or does not take us.
+        JobMovedError: another host leads this job, before a rank has started here.
     """
     client = joined.client
     own = rendezvous.local_addr or client.own_host or "127.0.0.1"
@@ -90,18 +101,24 @@ def follow(plan: JobPlan, rendezvous: Rendezvous, host: Host, joined: Joined) ->
     def join(say: Callable[[str], None]) -> int:
         first = int(client.get(FIRST_KEY)) if client.check([FIRST_KEY]) else FIRST
         client.join(told, watch=(first,))
+        if moved := find_moved(client):  # it has been sent on, all that had come until then
+            client.leave()
+            raise JobMovedError(moved)
         return first
 
     try:
         first = while_listening(host, threading.Event(), join)
         channel = ControlChannel(client)
         channel.first = first
+    except JobMovedError:
+        client.close()
+        raise
     except PhalanxError as error:
         client.close()
         raise error if isinstance(error, LaunchError) else LaunchError(f"phalanx run: {error}") from None
     host.pump.viewer.connect(channel)
     host.zygote.remember(describe_membership(client))
-    followed = _Followed(plan, rendezvous, host, joined, channel, own, told)
+    followed = _Followed(plan, rendezvous, host, joined, channel, own, told, on_moved)
     try:
         return followed.run()
     finally:
@@ -129,6 +146,7 @@ class _Followed:
         channel: ControlChannel,
         own: str,
         facts: dict[str, Any],
+        on_moved: Callable[[str], object],
     ) -> None:
         self._facts = facts  # what the first host is told of this one
         self._plan = plan
@@ -137,7 +155,9 @@ class _Followed:
         self._joined = joined
         self._channel = channel
         self._own = own
-        self._responder: Responder | None = None
+        self._on_moved = on_moved
+        self._notice: LeaderNotice | None = None  # once this host leads the job
+        self._reach_answers = ReachAnswers(channel, joined.key, own)
         self._relay: Relay | None = None
         self._successor = self._make_successor()
         self._has_begun = False
@@ -301,7 +321,9 @@ class _Followed:
 
     def close(self) -> None:
         """Let go of what this host opened for the others and for its ranks."""
-        self.stop_answering()
+        self._reach_answers.close()
+        if self._notice is not None:
+            self._notice.close()
         if self._relay is not None:
             self._relay.close()
         if self._successor is not None:
@@ -311,22 +333,6 @@ class _Followed:
         """Close the job's coordinator, if this host was elected to lead the job."""
         if self._successor is not None:
             self._successor.close_office()
-
-    def stop_answering(self) -> None:
-        """Close the port at which other hosts have tried to reach this one, if it is open."""
-        if self._responder is not None:
-            self._responder.close()
-            self._responder = None
-
-    def _answer(self, secret: bytes, trial: Any) -> None:
-        """Open that port, and tell the first host where it is."""
-        port, problem = 0, ""
-        try:
-            self._responder = self._responder or Responder(self._own, secret)
-            port = self._responder.port
-        except OSError as error:
-            problem = error.strerror or str(error)
-        self._channel.put(self._channel.first, "answering", trial=trial, port=port, problem=problem)
 
     def _raise_lost(self, why: str) -> NoReturn:
         self.is_alone = True
@@ -390,20 +396,9 @@ class _Followed:
             self._host.display.say(_AS_A_SPARE if message.body.get("spare") else _TOO_LATE)
         if message.kind == "host lost":
             say_host_lost(message, self._host.display)
-        if message.kind == "answer" and self._joined.key is not None:
-            self._answer(self._joined.key.reach_secret(), message.body["trial"])
-        if message.kind in ("start", "end", "tried"):
-            self.stop_answering()
-        if message.kind == "reach" and self._joined.key is not None:
-            targets = [Target(int(n), str(label), str(at), int(port)) for n, label, at, port in message.body["targets"]]
-            trial = message.body["trial"]
-            try_all(
-                targets,
-                self._joined.key.reach_secret(),
-                lambda results: self._channel.put(
-                    self._channel.first, "reached", trial=trial, results=list(results.items())
-                ),
-            )
+        if message.kind == "moved":
+            raise JobMovedError(printable(str(message.body["address"])))
+        self._reach_answers.hear(message)
         return message if message.kind in ("start", "end") else None
 
     def _begin(self, body: dict[str, Any]) -> tuple[Attempt, FollowerLink]:
@@ -444,6 +439,9 @@ class _Followed:
     def _move(self, elected: Elected) -> tuple[str, str, str]:
         """Have the ranks of this host go on at another host's coordinator; return where its store is."""
         client = self._joined.client
+        self._on_moved(elected.address)
+        if elected.member == self._channel.member and self._joined.key is not None:
+            self._notice = LeaderNotice(self._joined.job_spec.endpoints, self._joined.key, elected.address)
         if self._relay is not None:
             self._relay.redirect(client.endpoint, elected.epoch)
         self._host.zygote.remember(describe_membership(client))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from phalanx.agent.generation import Candidate
 from phalanx.launch.hosts.control_channel import Change
+from phalanx.launch.hosts.moved_job import describe_second_job
 from phalanx.launch.hosts.node_plan import HostFacts, describe_unfit, find_conflict
 from phalanx.launch.hosts.peer_hosts import PeerHosts
 from phalanx.output.display import Display
@@ -18,7 +19,7 @@ class LateHosts:
 
     def on_joined(self, change: Change) -> Candidate | None:
         """Return what a host that has come brings; None if it cannot be in this job, which is said."""
-        problem = describe_unfit(change.facts)
+        problem = describe_unfit(change.facts) or describe_second_job(change.facts)
         facts = None if problem else HostFacts.from_json(change.member, change.facts)
         if facts is None:
             if problem:

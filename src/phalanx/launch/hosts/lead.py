@@ -10,6 +10,7 @@ from phalanx.agent.job import LOST_OUTPUT_EXIT_CODE, LedAttempt, run_attempts
 from phalanx.agent.plan import JobPlan
 from phalanx.errors import LaunchError
 from phalanx.launch.hosts.gather import Gathering
+from phalanx.launch.hosts.moved_job import JobMovedError
 
 
 def lead(
@@ -26,6 +27,7 @@ def lead(
 
     Raises:
         LaunchError: hosts cannot meet, or not enough come in time.
+        JobMovedError: another host leads this job already, and all that have come were sent there.
     """
 
     def begin(restart_count: int) -> Attempt:
@@ -36,6 +38,8 @@ def lead(
         before_end(code)
     except LaunchError as error:
         gathering.end(error.exit_code, str(error))
+        raise
+    except JobMovedError:
         raise
     except BaseException:
         gathering.end(1, "the host that leads the job has failed")

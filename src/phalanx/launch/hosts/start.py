@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from phalanx.agent.host import Host
 from phalanx.agent.job import opened_host
 from phalanx.agent.plan import JobPlan
 from phalanx.agent.zygote_process import ZygoteProcess
@@ -22,13 +23,14 @@ from phalanx.errors import AuthenticationError, CoordinationError, LaunchError, 
 from phalanx.host_addresses import OwnAddress, find_interface, is_own, own_addresses, resolve
 from phalanx.launch.calls.remote import fetch_outcomes
 from phalanx.launch.hosts.control_channel import ControlChannel, Notices
-from phalanx.launch.hosts.first_host import Joined, join_first_host
+from phalanx.launch.hosts.first_host import Joined, join_first_host, join_leader
 from phalanx.launch.hosts.forward import Forward
 from phalanx.launch.hosts.gather import Gathering
 from phalanx.launch.hosts.job_spec import KEY, JobSpec
 from phalanx.launch.hosts.join_job import follow
 from phalanx.launch.hosts.lead import lead
 from phalanx.launch.hosts.lead_guard import LeadGuard
+from phalanx.launch.hosts.moved_job import JobMovedError, point_to
 
 _CONNECTIONS_OF_HOST = 2
 
@@ -50,7 +52,7 @@ def run_with_other_hosts(plan: JobPlan, zygote: ZygoteProcess, signals: int, joi
                 stack.enter_context(opened[0])
                 return _lead(plan, zygote, signals, key, notices, *opened)
     with opened_host(plan, zygote, signals, lambda display: Forward()) as host:
-        return follow(plan, rendezvous, host, joined or join_first_host(plan, rendezvous, host))
+        return _follow(plan, rendezvous, host, joined or join_first_host(plan, rendezvous, host))
 
 
 def decide_lead(rendezvous: Rendezvous) -> bool:
@@ -71,18 +73,54 @@ def _lead(
 ) -> int:
     rendezvous = plan.settings.rendezvous
     assert rendezvous is not None
-    with opened_host(plan, zygote, signals) as host, _first_member(plan, rendezvous, service, notices) as channel:
-        port = service.address.port if service.address is not None else 0
-        gathering = Gathering(plan, rendezvous, host, channel, key, advertised, port)
-        if not rendezvous.is_local:
-            witness = Witness(rendezvous.witness, key, os.urandom(8).hex()) if rendezvous.witness else None
-            gathering.guard = LeadGuard(channel, service.coordinator.followers, rendezvous.host_timeout_s, witness)
+    with opened_host(plan, zygote, signals) as host:
+        with _first_member(plan, rendezvous, service, notices, advertised) as channel:
+            port = service.address.port if service.address is not None else 0
+            gathering = Gathering(plan, rendezvous, host, channel, key, advertised, port)
+            if not rendezvous.is_local:
+                witness = Witness(rendezvous.witness, key, os.urandom(8).hex()) if rendezvous.witness else None
+                gathering.guard = LeadGuard(channel, service.coordinator.followers, rendezvous.host_timeout_s, witness)
 
-        def fetch(code: int) -> None:
-            if plan.verdict:
-                _fetch_outcomes(service, plan.verdict, code)
+            def fetch(code: int) -> None:
+                if plan.verdict:
+                    _fetch_outcomes(service, plan.verdict, code)
 
-        return lead(plan, host, gathering, service.local, before_end=fetch)
+            try:
+                return lead(plan, host, gathering, service.local, before_end=fetch)
+            except JobMovedError as moved:
+                leader = moved.address
+        host.display.say(
+            f"phalanx run: this job goes on already, and the host at {leader} leads it: this host joins it there"
+        )
+        host.pump.viewer = Forward()
+        joined = join_leader(host, (leader, *_endpoints(rendezvous, advertised, port)), key, rendezvous.join_timeout_s)
+        return _follow(plan, rendezvous, host, joined, lambda address: point_to(service.local, address))
+
+
+def _follow(
+    plan: JobPlan,
+    rendezvous: Rendezvous,
+    host: Host,
+    joined: Joined,
+    on_moved: Callable[[str], object] = lambda address: None,
+) -> int:
+    """Call `follow` where the job is led, however often it has moved meanwhile."""
+    while True:
+        try:
+            return follow(plan, rendezvous, host, joined, on_moved)
+        except JobMovedError as moved:
+            host.display.say(f"phalanx run: the host at {moved.address} leads this job: this host joins it there")
+            endpoints = (moved.address, *joined.job_spec.endpoints)
+            joined = join_leader(host, endpoints, joined.key, rendezvous.join_timeout_s)
+
+
+def _endpoints(rendezvous: Rendezvous, advertised: list[OwnAddress], port: int) -> tuple[str, ...]:
+    """Return where hosts look for the job: where they were told, or where this host could be reached."""
+    if rendezvous.is_local:
+        return ()
+    if rendezvous.endpoint and not rendezvous.endpoint.startswith(":"):
+        return (rendezvous.endpoint, *rendezvous.more_endpoints)
+    return tuple(join_endpoint(own.address, port) for own in advertised)
 
 
 def _fetch_outcomes(service: Service, verdict: str, code: int) -> None:
@@ -96,7 +134,7 @@ def _fetch_outcomes(service: Service, verdict: str, code: int) -> None:
 
 @contextlib.contextmanager
 def _first_member(
-    plan: JobPlan, rendezvous: Rendezvous, service: Service, notices: Notices
+    plan: JobPlan, rendezvous: Rendezvous, service: Service, notices: Notices, advertised: list[OwnAddress]
 ) -> Iterator[ControlChannel]:
     """Make this agent the first member at its coordinator."""
     if rendezvous.announce is not None:
@@ -107,7 +145,9 @@ def _first_member(
     service.keep(client)
     channel = ControlChannel(client, notices)
     try:
-        client.set(KEY, JobSpec.of(plan.settings, plan.run_id, plan.environ).to_bytes())
+        port = service.address.port if service.address is not None else 0
+        endpoints = _endpoints(rendezvous, advertised, port)
+        client.set(KEY, JobSpec.of(plan.settings, plan.run_id, plan.environ, endpoints).to_bytes())
         yield channel
     finally:
         channel.close()
