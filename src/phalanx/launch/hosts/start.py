@@ -73,9 +73,10 @@ def _lead(
 ) -> int:
     rendezvous = plan.settings.rendezvous
     assert rendezvous is not None
+    port = service.address.port if service.address is not None else 0
+    endpoints = _endpoints(rendezvous, advertised, port)
     with opened_host(plan, zygote, signals) as host:
-        with _first_member(plan, rendezvous, service, notices, advertised) as channel:
-            port = service.address.port if service.address is not None else 0
+        with _first_member(plan, rendezvous, service, notices, endpoints) as channel:
             gathering = Gathering(plan, rendezvous, host, channel, key, advertised, port)
             if not rendezvous.is_local:
                 witness = Witness(rendezvous.witness, key, os.urandom(8).hex()) if rendezvous.witness else None
@@ -93,7 +94,7 @@ def _lead(
             f"phalanx run: this job goes on already, and the host at {leader} leads it: this host joins it there"
         )
         host.pump.viewer = Forward()
-        joined = join_leader(host, (leader, *_endpoints(rendezvous, advertised, port)), key, rendezvous.join_timeout_s)
+        joined = join_leader(host, (leader, *endpoints), key, rendezvous.join_timeout_s)
         return _follow(plan, rendezvous, host, joined, lambda address: point_to(service.local, address))
 
 
@@ -134,7 +135,7 @@ def _fetch_outcomes(service: Service, verdict: str, code: int) -> None:
 
 @contextlib.contextmanager
 def _first_member(
-    plan: JobPlan, rendezvous: Rendezvous, service: Service, notices: Notices, advertised: list[OwnAddress]
+    plan: JobPlan, rendezvous: Rendezvous, service: Service, notices: Notices, endpoints: tuple[str, ...] = ()
 ) -> Iterator[ControlChannel]:
     """Make this agent the first member at its coordinator."""
     if rendezvous.announce is not None:
@@ -145,8 +146,6 @@ def _first_member(
     service.keep(client)
     channel = ControlChannel(client, notices)
     try:
-        port = service.address.port if service.address is not None else 0
-        endpoints = _endpoints(rendezvous, advertised, port)
         client.set(KEY, JobSpec.of(plan.settings, plan.run_id, plan.environ, endpoints).to_bytes())
         yield channel
     finally:
