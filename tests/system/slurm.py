@@ -41,7 +41,7 @@ SlurmctldPort=6817
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket
+AuthInfo=socket={folder}/munge.socket,cred_expire=5
 CryptoType=crypto/munge
 StateSaveLocation={folder}/state
 SlurmctldPidFile={folder}/slurmctld.pid

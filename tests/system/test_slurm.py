@@ -8,6 +8,7 @@ import re
 import shlex
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -131,6 +132,79 @@ def test_scancel_ends_every_rank(slurm: Cluster, home):
     slurm.wait_end(job)
     while any("hold.py" in line for line in slurm.run("ps", "-eo", "args").stdout.splitlines()):
         pass  # the test's own timeout ends the wait
+
+
+class Hosts:
+    """Three hosts of an elastic job, each of which is a Slurm job of its own that may be preempted and requeued."""
+
+    def __init__(self, slurm: Cluster, folder: Path, home: dict[str, str]) -> None:
+        self.slurm = slurm
+        self.folder = folder
+        where = ("--nnodes", "1:3", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{slurm.host.address}:29479")
+        rank = Path(__file__).with_name("elastic_rank.py")
+        words = [*PHALANX, "run", *where, "--no-preload", "--nproc-per-node=1", str(rank), str(folder)]
+        self.jobs = []
+        for number in range(3):
+            script = folder / f"host{number}.sh"
+            script.write_text(
+                "#!/bin/bash\n#SBATCH --ntasks=1 --requeue --open-mode=append --signal=B:TERM@60\n"
+                f"#SBATCH --output={folder}/host{number}.log\nexec {shlex.join(words)}\n"
+            )
+            submitted = slurm.run("sbatch", str(script), WAIT_S="600", **home)
+            assert submitted.returncode == 0, submitted.stderr
+            self.jobs.append(submitted.stdout.split()[-1])
+            if not number:
+                self.wait(0, "waiting for 2 more hosts|waiting for more hosts")
+
+    def said(self, number: int) -> str:
+        log = self.folder / f"host{number}.log"
+        return log.read_text() if log.exists() else ""
+
+    def wait(self, number: int, pattern: str) -> None:
+        """Until a host has said so; the test's own timeout ends the wait."""
+        while not re.search(pattern, self.said(number)):
+            time.sleep(0.05)
+
+    def preempt(self, number: int) -> None:
+        """As Slurm does with `--signal=B:TERM@60`, a minute before it takes the host away; the job ends in time."""
+        told = self.slurm.run("scancel", "--batch", "--signal=TERM", self.jobs[number])
+        assert told.returncode == 0, told.stderr
+        while "RUNNING" in self.state(number) or "COMPLETING" in self.state(number):
+            time.sleep(0.05)
+        assert "ExitCode=143:0" in self.state(number), self.said(number)
+
+    def state(self, number: int) -> str:
+        return self.slurm.run("scontrol", "show", "job", self.jobs[number]).stdout
+
+    def requeue(self, number: int) -> None:
+        told = self.slurm.run("scontrol", "requeue", self.jobs[number])
+        assert told.returncode == 0, told.stderr
+
+
+@pytest.mark.slow
+def test_hosts_of_an_elastic_job_that_are_preempted_leave_and_requeued_they_come_back_into_it(
+    slurm: Cluster, home, tmp_path
+):
+    """The first one, too: it began a job of its own."""
+    tmp_path.chmod(0o755)
+    made = Hosts(slurm, tmp_path, home)
+    made.wait(0, "without this host, ")
+    made.preempt(2)
+    made.wait(0, r"leaves after this step \(SIGTERM\); 2 ranks on 2 hosts go on")
+    made.requeue(2)
+    made.wait(0, "taken in; 3 ranks on 3 hosts go on")
+    made.wait(0, r"without this host, (?s:.*)without this host, ")
+    made.preempt(0)
+    made.wait(0, "this host has left the job, which goes on on the others")
+    made.requeue(0)
+    made.wait(0, "this job goes on already, and the host at .* leads it: this host joins it there")
+    leader = next(number for number in (1, 2) if "this host leads the job now" in made.said(number))
+    made.wait(leader, "taken in; 3 ranks on 3 hosts go on")
+    (tmp_path / "finish").touch()
+    for number, job in enumerate(made.jobs):
+        slurm.wait_end(job)
+        assert "ExitCode=0:0" in made.state(number), made.said(number)
+    assert not any(" is lost: " in made.said(number) for number in range(3))
 
 
 def test_the_examples_of_the_documentation_run_as_they_stand(slurm: Cluster, home):
