@@ -359,6 +359,45 @@ def test_a_host_whose_ranks_have_finished_votes_for_the_one_that_goes_on(tmp_pat
 
 
 @pytest.mark.slow
+def test_a_host_whose_rank_saves_leads_in_place_of_one_that_would_have_and_has_finished(tmp_path: Path) -> None:
+    """The only host that stood by had finished, and did not stand: the last rank was ended as it saved."""
+    with cluster(tmp_path, 1, 1, 1, nnodes="1:3", env=WAITS) as made:
+        await_standbys(made, 0)
+        made.first.order("save-2")
+        made.first.order("finish")
+        made.wait_for(0, "saving")
+        made.wait_for(0, "without this host, vm#2")
+        made.kill(0)
+        made.jobs.pop(0)
+        made.wait_for(2, "this host leads the job now")
+        made.jobs[2].order("saved")
+        ends = made.ended(2, 1)
+    assert [end.code for end in ends] == [0, 0], ends[0].out
+
+
+@pytest.mark.slow
+def test_hosts_that_have_finished_and_are_lost_vote_no_more(tmp_path: Path) -> None:
+    """Two of five were no majority, when the first one was lost as well."""
+    with cluster(tmp_path, 1, 1, 1, 1, 1, nnodes="1:5", env=WAITS) as made:
+        await_standbys(made, 0, count=2)
+        for order in ("save-3", "save-4", "finish"):
+            made.first.order(order)
+        made.first.wait("saving", 2)
+        made.wait_for(0, "without this host, vm#3 (10.77.0.4) or vm#4")
+        for number in (1, 2):
+            made.kill(number)
+            made.jobs.pop(number)
+            made.wait_for(0, f"with rank {number}, is lost")
+        time.sleep(2.0)  # three of five have agreed on it; from now on two of three are enough
+        made.kill(0)
+        made.jobs.pop(0)
+        leader = find_leader(made, 3, 4)
+        made.jobs[leader].order("saved")
+        ends = made.ended(leader, 7 - leader)
+    assert [end.code for end in ends] == [0, 0], ends[0].out
+
+
+@pytest.mark.slow
 def test_a_host_that_was_out_while_the_leader_changed_finds_the_new_one(tmp_path: Path) -> None:
     """It waited at the address of the one that was lost, for as long as the ranks wait."""
     with cluster(tmp_path, 1, 1, 1, 1, nnodes="1:4", env=WAITS, options=("--host-timeout", "3")) as made:

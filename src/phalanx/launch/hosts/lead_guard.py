@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Sequence
 
-from phalanx.agent.generation import Seating
 from phalanx.coordination.followers import Followers
 from phalanx.coordination.witness.calls import WitnessCalls
 from phalanx.coordination.witness.witness import Witness
@@ -48,20 +48,25 @@ class LeadGuard:
         """Return whether another host may take over."""
         return self._succession is not None
 
-    def begin(self, seating: Seating) -> None:
+    def begin(self, num_hosts: int) -> None:
         """Begin with the succession of an elastic job, once its hosts are enough for that."""
-        num_voters = len(seating.hosts) + (self._witness is not None)
+        num_voters = num_hosts + (self._witness is not None)
         if self._succession is None and self._followers is not None and num_voters >= FEWEST_VOTERS:
             calls = None if self._witness is None else WitnessCalls(self._witness, is_new=True)
             self._succession = Succession(self._channel, self._followers, calls)
 
-    def want(self, seating: Seating) -> None:
-        """Have the hosts of a generation vote, which were told of it before."""
-        self.begin(seating)
+    def want(self, voters: Sequence[int]) -> None:
+        """Have the hosts of a generation vote, which were told of it before. They would lead in this order."""
+        self.begin(len(voters))
         if self._succession is not None:
-            members = [host.member for host in seating.hosts if host.member not in self._lost]
+            members = [member for member in voters if member not in self._lost]
             own = self._channel.member  # one that leaves has no ranks, and a vote as long as it leads
             self._succession.want(members if own in members else [own, *members])
+
+    def want_again(self, voters: Sequence[int]) -> None:
+        """Have these hosts vote from now on, if another one may take over: ranks have finished, or a host is lost."""
+        if self.is_begun:
+            self.want(voters)
 
     @property
     def has_standbys(self) -> bool:
@@ -77,13 +82,13 @@ class LeadGuard:
         if self._succession is not None:
             self._succession.hand_over()
 
-    def defer(self, member: int, why: str, seating: Seating) -> bool:
+    def defer(self, member: int, why: str, voters: Sequence[int]) -> bool:
         """Ask whether the others go on without a host; False: there is nobody to be asked."""
         if self._succession is None or self._succession.has_left(member):
             return False
         if member not in self._lost:
             self._lost[member] = why, time.monotonic()
-            self.want(seating)
+            self.want(voters)
         return True
 
     def take_agreed(self) -> list[tuple[int, str]]:

@@ -112,7 +112,7 @@ class LeaderLink(HostLink):
 
     def begin_generation(self, begun: BeginGeneration) -> None:
         """Tell every other host to do its part of a generation, or to start, if it has none yet."""
-        self._guard.begin(self._elastic.seating)
+        self._guard.begin(len(self._elastic.seating.hosts))
         state, seats = self._attempt.state, begun.generation.seats
         state.world_size = max(state.world_size, max(seats) + 1)
         for seat in range(state.world_size):
@@ -132,7 +132,11 @@ class LeaderLink(HostLink):
                 self._put(node, "generation", begun=generation_to_json(begun))
             else:
                 self._start(node, begun)
-        self._guard.want(self._elastic.seating)
+        self._guard.want(self._voters)
+
+    @property
+    def _voters(self) -> list[int]:
+        return self._peers.find_voters(self._elastic.seating, self._attempt.state.exits)
 
     def _record(self, begun: BeginGeneration | None) -> None:
         """Leave what was decided in the store, for a host that takes over."""
@@ -227,6 +231,7 @@ class LeaderLink(HostLink):
         if self._record_at is not None and now >= self._record_at:
             self._record_at = None
             self._record(None)
+            self._guard.want_again(self._voters)
         self._departure.go_on(self._attempt)
         self._stacks_requests.answer()
         if self._sweep_limit is not None and time.monotonic() >= self._sweep_limit:
@@ -360,7 +365,7 @@ class LeaderLink(HostLink):
         if message.get("kind") == "elastic" and self._elastic.active:  # hosts may have come before it was known
             if not self._is_recorded:
                 self._is_recorded = True
-                self._guard.want(self._elastic.seating)
+                self._guard.want(self._voters)
                 self._record(None)
             self._record_at = self._record_at or time.monotonic() + _RECORD_S  # whose process was not known before
             self._late.tell_again(is_spare=self._attempt.state.phase == "running")
@@ -400,15 +405,11 @@ class LeaderLink(HostLink):
         return True
 
     def lose(self, member: int, why: str) -> None:
-        """Go on without a host, as soon as a majority has agreed, where another host could lead the others.
-
-        Nobody is asked about a host whose ranks have all ended well: it can't train on.
-        """
-        node = self._peers.others.get(member)
-        exits = self._attempt.state.exits
-        is_needed = node is not None and any(seat not in exits or exits[seat].status for seat in node.place.ranks)
-        if not is_needed or not self._guard.defer(member, why, self._elastic.seating):
+        """Go on without a host: at once if its ranks have all ended well, otherwise as soon as a majority agrees."""
+        has_finished = self._peers.has_finished(member, self._attempt.state.exits)
+        if has_finished or not self._guard.defer(member, why, self._voters):
             self._lose_now(member, why)
+            self._guard.want_again(self._voters)
 
     def _lose_now(self, member: int, why: str) -> None:
         self._attempt.hear_ranks()  # this comes first, as in on_exit

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 
 from phalanx.agent.elastic_actions import BeginGeneration
 from phalanx.agent.environment import Place
+from phalanx.agent.failure import Exit
 from phalanx.agent.generation import HostSeats, Limits, Seating
 from phalanx.launch.hosts.control_channel import Change, ControlChannel
 from phalanx.launch.hosts.elastic_hosts import ElasticHosts
@@ -45,6 +46,20 @@ class PeerHosts:
     def present(self) -> list[Node]:
         """Return the other hosts that are still there."""
         return [node for member, node in self.others.items() if member not in self.lost]
+
+    def has_finished(self, member: int, exits: Mapping[int, Exit]) -> bool:
+        """Return whether all ranks of a host have ended well, or it is none of this attempt."""
+        node = self.own if member == self.own.facts.member else self.others.get(member)
+        return node is None or all(seat in exits and not exits[seat].status for seat in node.place.ranks)
+
+    def find_voters(self, seating: Seating, exits: Mapping[int, Exit]) -> list[int]:
+        """Return the hosts that vote on who leads: those with seats that are there.
+
+        They would lead in this order. A host whose ranks have all ended well stands by last: it does not stand.
+        """
+        there = self._present_members | {self.own.facts.member}
+        members = [host.member for host in seating.hosts if host.member in there]
+        return sorted(members, key=lambda member: self.has_finished(member, exits))
 
     def name_host(self, ranks: Iterable[int]) -> str:
         """Return what people call the host of these ranks; empty where they are on several."""
