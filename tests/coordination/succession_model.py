@@ -216,8 +216,27 @@ def read(agent: Agent, message: Any) -> Step | None:
     return None
 
 
+def is_over(agent: Agent, message: Any) -> bool:
+    """Whether a message to which this host does nothing now is one to which it never will: it has gone further."""
+    if isinstance(message, Solicit):
+        return message.term < agent.voter.promised or message.term[1] == agent.member
+    if isinstance(message, Propose):
+        config = message.config
+        return config.term < agent.voter.promised or agent.member == config.primary or agent.member not in config.voters
+    if isinstance(message, Promised):
+        return message.term[1] != agent.member or agent.candidate is None or agent.candidate.term > message.term
+    if isinstance(message, Sync):
+        return message.to != agent.member or message.term <= agent.synced_in
+    assert isinstance(message, Log)
+    here = (message.term, message.index)
+    return message.to != agent.member or here < (agent.synced_in, len(agent.log))
+
+
 class State(NamedTuple):
-    """A state of all: numbers of the hosts' states, a bit for each message that was sent, and what has happened."""
+    """A state of all: numbers of the hosts' states, a bit for each message that was sent, and what has happened.
+
+    Messages that can change nothing any more are left out: states that differ by those alone are one.
+    """
 
     agents: tuple[int, ...]
     messages: int
@@ -246,6 +265,7 @@ class Job:
         self._message_values: list[Any] = []
         self._read: dict[tuple[int, int], Resolved | None] = {}
         self._acts: dict[tuple[int, int], list[Resolved]] = {}
+        self._over: dict[int, tuple[int, int]] = {}  # by a host's state: of so many messages, the bits of those over
         config = Config.begin(0).with_voters(range(num_agents), standbys).final()
         agents = [
             Agent(
@@ -287,6 +307,27 @@ class Job:
             self._read[key] = self._resolve(found) if found is not None else None
         return self._read[key]
 
+    def _find_over(self, agent: int) -> int:
+        """The bits of the messages that can change nothing at a host in this state any more."""
+        known, over = self._over.get(agent, (0, 0))
+        num_messages = len(self._message_values)
+        for message in range(known, num_messages):
+            value = self._message_values[message]
+            if isinstance(value, Accepted | Acknowledged):  # it is heard at once, and has no bit
+                continue
+            found = self._resolve_read(agent, message)
+            is_idle = found is None or (found.then == agent and not found.bits and not found.heard)
+            if is_idle and is_over(self._values[agent], value):
+                over |= 1 << message
+        self._over[agent] = num_messages, over
+        return over
+
+    def _leave_out(self, state: State) -> State:
+        over = state.messages
+        for agent in state.agents:
+            over &= self._find_over(agent)
+        return state._replace(messages=state.messages & ~over) if over else state
+
     def next(self, state: State) -> Iterator[tuple[State, str]]:
         """Every state that can follow, with the step that leads there, in words.
 
@@ -302,14 +343,17 @@ class Job:
             for found in steps:
                 kind = found.step.kind
                 if not kind or state.counts[KINDS.index(kind)] < self.limits[KINDS.index(kind)]:
-                    yield self._follow(state, member, found), f"{member} {kind or 'goes on'}"
+                    yield self._leave_out(self._follow(state, member, found)), f"{member} {kind or 'goes on'}"
             left = state.messages
             while left:
                 bit = left & -left
                 left ^= bit
                 resolved = self._resolve_read(number, bit.bit_length() - 1)
                 if resolved is not None and (resolved.then != number or resolved.bits & ~state.messages):
-                    yield self._follow(state, member, resolved), f"{member} reads {bit.bit_length() - 1}"
+                    yield (
+                        self._leave_out(self._follow(state, member, resolved)),
+                        f"{member} reads {bit.bit_length() - 1}",
+                    )
 
     def _follow(self, state: State, member: int, resolved: Resolved) -> State:
         step, then, bits, heard = resolved
