@@ -215,12 +215,11 @@ class LeaderLink(HostLink):
 
     def receive(self, ready: set[int]) -> None:
         """Read what the other hosts say."""
-        for line in self._peers.channel.notices.take() if self._peers.channel.notices.fileno() in ready else ():
-            self._host.display.say(f"phalanx run: {line}")
+        lines = self._peers.channel.notices.take() if self._peers.channel.notices.fileno() in ready else []
         if self._peers.channel.fileno() in ready or self._peers.channel.has_more:
             for message in self._peers.channel.take():
                 self._read(message)
-        for line in self._guard.receive():
+        for line in (*lines, *self._guard.receive()):
             self._host.display.say(f"phalanx run: {line}")
         self._say_standbys()
         for member, why in self._guard.take_agreed():
