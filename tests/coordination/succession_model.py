@@ -329,7 +329,16 @@ class Job:
         return state._replace(messages=state.messages & ~over) if over else state
 
     def next(self, state: State) -> Iterator[tuple[State, str]]:
-        """Every state that can follow, with the step that leads there, in words.
+        """Every state that can follow, with the step that leads there, in words; see `State` for what is left out.
+
+        Raises:
+            BrokenPromise: it must not be.
+        """
+        for then, what in self.all_next(state):
+            yield self._leave_out(then), what
+
+    def all_next(self, state: State) -> Iterator[tuple[State, str]]:
+        """Do what `next` does, with all messages: to leave some out takes longer than one path through the states.
 
         Raises:
             BrokenPromise: it must not be.
@@ -343,17 +352,14 @@ class Job:
             for found in steps:
                 kind = found.step.kind
                 if not kind or state.counts[KINDS.index(kind)] < self.limits[KINDS.index(kind)]:
-                    yield self._leave_out(self._follow(state, member, found)), f"{member} {kind or 'goes on'}"
+                    yield self._follow(state, member, found), f"{member} {kind or 'goes on'}"
             left = state.messages
             while left:
                 bit = left & -left
                 left ^= bit
                 resolved = self._resolve_read(number, bit.bit_length() - 1)
                 if resolved is not None and (resolved.then != number or resolved.bits & ~state.messages):
-                    yield (
-                        self._leave_out(self._follow(state, member, resolved)),
-                        f"{member} reads {bit.bit_length() - 1}",
-                    )
+                    yield self._follow(state, member, resolved), f"{member} reads {bit.bit_length() - 1}"
 
     def _follow(self, state: State, member: int, resolved: Resolved) -> State:
         step, then, bits, heard = resolved
@@ -438,7 +444,7 @@ def stroll(job: Job, rng: random.Random, num_steps: int) -> State:
     """Return where a random path ends."""
     state = job.start
     for _ in range(num_steps):
-        following = [then for then, _ in job.next(state)]
+        following = [then for then, _ in job.all_next(state)]
         if not following:
             break
         state = rng.choice(following)
