@@ -8,8 +8,8 @@ On one host the kernel tells, so nothing is guessed; between hosts, and of proce
     its connection breaks                   ranks of Gloo, map_reduce      AFTER_BREAK_S          lost, if it has ended
     nothing, while one waits in a call      every group                    LOOK_S                 what others reported
     a report of what another rank saw       groups over several hosts      REPORT_S               as it says
-    no heartbeat of a host                  the coordinator, its members   HOST_TIMEOUT_S         lost, and told so
-    a host's connection ends, no other      the coordinator                CONNECTION_ENDED_S     lost, and told so
+    no heartbeat of a host                  the coordinator, its members   HOST_TIMEOUT_S         lost, once hosts
+    a host's connection ends, no other      the coordinator                CONNECTION_ENDED_S     with votes agree
     no answer of the coordinator            its members                    COORDINATOR_SILENT_S   unreachable
     no TCP acknowledgement of RPC's pulse   a worker of another host       RPC_PULSE_LOST_S       lost
     acknowledgements, but no heartbeat      the same                       RPC_SILENT_S           lost

@@ -139,8 +139,6 @@ def run_attempts(plan: JobPlan, host: Host, begin: Callable[[int], Attempt], led
     reports: list[JobReport] = []  # it has one entry, or none
     if led is not None and led.report is not None:
         reports.append(led.report)
-    if plan.settings.report is not None and led is None:
-        reports.append(_make_report(plan, plan.settings.report))
     code = 1
     try:
         code = _run_attempts(plan, host, begin, reports, led)
@@ -191,11 +189,18 @@ def _run_attempts(
     left = plan.settings.max_restarts if led is None else led.attempt.elastic.max_replacements
     left_early, times = _MAX_EARLY_RESTARTS, ""
     losses: list[LostRank] = []
-    is_report_begun = bool(reports)
+    folder = None if led is not None else plan.settings.report
+    is_report_begun = bool(reports) or folder is not None
     for restart_count in itertools.count(0 if led is None else led.attempt.restart_count):
         has_run = led is not None
         attempt = begin(restart_count) if led is None else led.attempt
         led = None
+        if folder is not None and not reports:  # not before: the job may go on elsewhere, with records in that folder
+            try:
+                reports.append(_make_report(plan, folder))
+            except LaunchError:
+                attempt.close()
+                raise
         if left is not None:
             attempt.elastic.max_replacements = left
         if times:  # now it is known how many they are: fewer hosts may have come back

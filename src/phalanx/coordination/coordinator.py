@@ -226,6 +226,7 @@ class Coordinator(StoreRequests):
         """Declare a member lost, or leave that to the hosts that vote on it. Return lines for a person."""
         if not self._is_voter(member):
             return [self.lose(member, why)]
+        self.journal.add(Kind.SUSPECT, None, member.id, why.encode())
         self.members.suspect(member, why)
         self._send_changes()
         return []
@@ -322,7 +323,7 @@ class Coordinator(StoreRequests):
             self._part_with(session, me, why)
             self._send_changes()
         elif (member := self.members.get(who)) is not None:
-            self._lose(member, f"{self.name_of(me)} (member {me.id}) says: {why}")
+            self._lose(member, member.suspicion or f"{self.name_of(me)} (member {me.id}) says: {why}")
         return pack(Status.OK, message.number)
 
     def _part_with(self, session: Session, member: Member, why: str) -> None:

@@ -33,6 +33,7 @@ class Kind(enum.IntEnum):
     POPPED = 10  # request `number` has taken an item: from which queue, and the item
     PARKED = 11  # request `number` waits at a barrier: its fields
     OPENED = 12  # a relay, which member `number` has opened
+    SUSPECTED = 13  # member `number` seems to be lost: why; its watchers have been told
 
     # A change of it.
     REQUEST = 20  # request `number` was granted: what it is, and its fields
@@ -41,6 +42,7 @@ class Kind(enum.IntEnum):
     LOSE = 23  # member `number` is lost: why
     TAKEN = 24  # members, with the number up to which each has taken its events
     FORGET = 25  # a client is forgotten
+    SUSPECT = 26  # member `number` seems to be lost: why; its watchers are told
 
 
 class Entry(NamedTuple):

@@ -73,7 +73,7 @@ class ReplicatedCoordinator(Coordinator):
 
         A leader that hears nobody would otherwise have its standbys lose all members, and themselves.
         """
-        return member.id in self.followers.voters
+        return member.id in self.followers.voters and member.id != self.followers.leader
 
     def _follow(self, session: Session, message: Message) -> None:
         (ticket,) = message.fields
@@ -131,6 +131,7 @@ class ReplicatedCoordinator(Coordinator):
             session.heard_at = now
         for member in self.members:
             member.heard_at = now
+            member.suspicion = ""  # it is for this coordinator to say
             member.rewind(0)
         self.members.take_told()
 
@@ -172,6 +173,8 @@ class ReplicatedCoordinator(Coordinator):
             yield Entry(Kind.MEMBER, each.owner.route, each.id, [each.facts, watches, pack_number(each.last)])
             for number, event in each.waiting():
                 yield Entry(Kind.EVENT, None, each.id, [pack_number(number), event])
+            if each.suspicion:
+                yield Entry(Kind.SUSPECTED, None, each.id, [each.suspicion.encode()])
 
     def _begin(self, next_member: int, epoch: bytes, job: bytes, lost_after: bytes, max_bytes: bytes) -> None:
         self.epoch, self.job = epoch, job.decode()
@@ -195,6 +198,11 @@ class ReplicatedCoordinator(Coordinator):
             self.reports.add(number, fields[0], fields[1])
         elif kind == Kind.EVENT:
             self._member(number).restore_event(unpack_number(fields[0]), fields[1])
+        elif kind == Kind.SUSPECTED:
+            self._member(number).suspicion = fields[0].decode()
+        elif kind == Kind.SUSPECT:
+            self.members.suspect(self._member(number), fields[0].decode())
+            self.members.take_told()
         elif kind == Kind.LOSE:
             self._lose(self._member(number), fields[0].decode())
             self.members.take_told()

@@ -63,6 +63,7 @@ def connect_within(sock: socket.socket, address: str, timeout_s: float) -> None:
     timeout_s = max(timeout_s, 0.001)  # zero would mean for ever
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _SECONDS.pack(int(timeout_s), int(timeout_s % 1 * 1e6)))
     sock.connect(address)
+    sock.getpeername()  # OSError: `connect` also returns where a signal has come, and there is no connection
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _SECONDS.pack(0, 0))  # what is sent later waits for ever
 
 

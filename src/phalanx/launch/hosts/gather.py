@@ -291,6 +291,8 @@ class Gathering:
         elif change.kind in ("left", "lost"):
             gone = self._joined_hosts.pop(change.member, None)
             self._gone.add(change.member)
+            if change.kind == "lost":
+                self._channel.expel(change.member)  # nobody votes on it now: it is to hear that it is lost
             if gone is not None and change.kind == "lost":
                 who = f"{gone.facts.name} ({gone.facts.address})"
                 self._host.display.say(f"phalanx run: {who} is lost before the job began: {change.why}")
@@ -329,9 +331,7 @@ class Gathering:
     def _send_on(self, address: str) -> None:
         """Send the hosts that have come to the host that leads the job; those that come from now on find the key."""
         self._channel.put_key(MOVED_KEY, address.encode())
-        self._channel.flush(_END_TIMEOUT_S)
-        came = [each.member for each in self._channel.take() if isinstance(each, Change) and each.kind == "joined"]
-        self._channel.put_many([*self._joined_hosts, *came], "moved", address=address)
+        self._channel.put(-1, "moved", address=address)
         self._channel.flush(_END_TIMEOUT_S)
 
     def _follow(self, message: ControlMessage) -> None:

@@ -63,9 +63,14 @@ class LeadGuard:
             own = self._channel.member  # one that leaves has no ranks, and a vote as long as it leads
             self._succession.want(members if own in members else [own, *members])
 
-    def want_again(self, voters: Sequence[int]) -> None:
-        """Have these hosts vote from now on, if another one may take over: ranks have finished, or a host is lost."""
-        if self.is_begun:
+    def want_again(self, voters: Sequence[int], is_alone: bool) -> None:
+        """Have these hosts vote from now on, if another one may take over: ranks have finished, or a host is lost.
+
+        If this host `is_alone` with ranks that have not finished, none may: those that are left could be no majority.
+        """
+        if self._succession is not None and is_alone:
+            self._succession.release()
+        elif self._succession is not None:
             self.want(voters)
 
     @property

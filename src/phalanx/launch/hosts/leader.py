@@ -98,16 +98,16 @@ class LeaderLink(HostLink):
 
     def send_to_rank(self, rank: int, message: dict[str, Any]) -> bool:
         """Send a message to an elastic rank, if that is on another host; return whether it is."""
-        node = self._find_other(rank)
-        if node is not None:
-            self._put(node, "to rank", rank=rank, message=message)
-        return node is not None
+        return self._put_to_host_of(rank, "to rank", message=message)
 
     def tell_generation(self, rank: int) -> bool:
         """Have an elastic rank told which one it is, if it is on another host; return whether it is."""
-        node = self._find_other(rank)
+        return self._put_to_host_of(rank, "tell generation")
+
+    def _put_to_host_of(self, rank: int, kind: str, **body: Any) -> bool:
+        node = self._peers.find_other(rank)
         if node is not None:
-            self._put(node, "tell generation", rank=rank)
+            self._put(node, kind, rank=rank, **body)
         return node is not None
 
     def begin_generation(self, begun: BeginGeneration) -> None:
@@ -168,9 +168,6 @@ class LeaderLink(HostLink):
                 loss = Loss(node.where, why, now - self._peers.host_timeout_s)
                 self._attempt.do(state.on_host_lost(ranks, loss, now))
 
-    def _find_other(self, rank: int) -> Node | None:
-        return next((node for node in self._peers.present if rank in node.place.ranks), None)
-
     def _admit_host(self, seats: HostSeats, begun: BeginGeneration) -> Node | None:
         """Take a host that has come as one of ours."""
         part = begun.generation.part_of(seats.member)
@@ -210,8 +207,7 @@ class LeaderLink(HostLink):
         """Return when to look again although nothing has come."""
         more = time.monotonic() if self._peers.channel.has_more else None
         dues = (self._stacks_requests.due, self._guard.due, self._departure.due, self._record_at)
-        times = (self._sweep_limit, *dues, more)
-        return min((at for at in times if at is not None), default=None)
+        return min((at for at in (self._sweep_limit, *dues, more) if at is not None), default=None)
 
     def receive(self, ready: set[int]) -> None:
         """Read what the other hosts say."""
@@ -230,7 +226,7 @@ class LeaderLink(HostLink):
         if self._record_at is not None and now >= self._record_at:
             self._record_at = None
             self._record(None)
-            self._guard.want_again(self._voters)
+            self._guard.want_again(*self._peers.plan_vote(self._elastic, self._attempt.state.exits))
         self._departure.go_on(self._attempt)
         self._stacks_requests.answer()
         if self._sweep_limit is not None and time.monotonic() >= self._sweep_limit:
@@ -408,7 +404,7 @@ class LeaderLink(HostLink):
         has_finished = self._peers.has_finished(member, self._attempt.state.exits)
         if has_finished or not self._guard.defer(member, why, self._voters):
             self._lose_now(member, why)
-            self._guard.want_again(self._voters)
+            self._guard.want_again(*self._peers.plan_vote(self._elastic, self._attempt.state.exits))
 
     def _lose_now(self, member: int, why: str) -> None:
         self._attempt.hear_ranks()  # this comes first, as in on_exit

@@ -22,6 +22,7 @@ from phalanx.coordination.key import Key
 from phalanx.coordination.rendezvous import split_endpoint
 from phalanx.diagnostics.printable import printable
 from phalanx.errors import AuthenticationError, PhalanxError
+from phalanx.launch.hosts.job_spec import KEY as JOB_SPEC
 
 MOVED_KEY = "launch/moved"  # at the coordinator of a host that has joined its job again: where that is led
 _LEADS = "leads"  # the kind of a member that has come only to say where the job is led
@@ -59,12 +60,15 @@ class LeaderNotice:
                     self._tell(endpoint)
                 except AuthenticationError:
                     not_before[endpoint] = time.monotonic() + _ANOTHER_KEY_S
-                except (PhalanxError, OSError):  # nobody is there
+                except (PhalanxError, OSError, ValueError):  # nobody is there, or somebody who wants no member
                     pass
 
     def _tell(self, endpoint: str) -> None:
         with Client(endpoint, self._key, timeout=_TRY_S) as client:
-            if client.check([_TOLD + self._address]):
+            if client.check([MOVED_KEY]):  # it joins a host that may be lost since
+                client.set(MOVED_KEY, self._address)
+            # before the job is there its first host has yet to join, and must be the first to do so
+            if not client.check([JOB_SPEC]) or client.check([_TOLD + self._address]):
                 return
             facts = {"kind": _LEADS, "host": socket.gethostname(), "address": self._address}
             client.join(facts, watch=())
@@ -72,7 +76,7 @@ class LeaderNotice:
             client.leave("it has said who leads the job")
 
     def close(self) -> None:
-        """End the thread, which may wait for an answer for seconds: it is not waited for."""
+        """End the thread, which may take as long as an answer."""
         self._over.set()
         self._thread.join(_END_S)
 

@@ -52,6 +52,15 @@ class PeerHosts:
         node = self.own if member == self.own.facts.member else self.others.get(member)
         return node is None or all(seat in exits and not exits[seat].status for seat in node.place.ranks)
 
+    def plan_vote(self, elastic: ElasticHosts, exits: Mapping[int, Exit]) -> tuple[list[int], bool]:
+        """Return the hosts that vote, and whether this one alone has ranks that have not ended well, or never will."""
+        others_have = all(self.has_finished(node.facts.member, exits) for node in self.present)
+        return self.find_voters(elastic.seating, exits), elastic.finished and bool(exits) and others_have
+
+    def find_other(self, rank: int) -> Node | None:
+        """Return the other host that has a rank, if there is one."""
+        return next((node for node in self.present if rank in node.place.ranks), None)
+
     def find_voters(self, seating: Seating, exits: Mapping[int, Exit]) -> list[int]:
         """Return the hosts that vote on who leads: those with seats that are there.
 

@@ -76,7 +76,7 @@ class Succession:
         self._told: tuple[int, ...] = ()  # the standbys that were returned last
         self._ask_at: float | None = None  # when a standby that was late is asked again
         self.due: float | None = None
-        self._is_handed_over = False
+        self._is_handed_over = self._is_released = False
         followers.leader = channel.member
         followers.on_stalled = self._stalled.put
 
@@ -197,6 +197,9 @@ class Succession:
 
     def _advance(self) -> None:
         now = time.monotonic()
+        if self._is_released:
+            self._followers.required, self.due = frozenset(), None
+            return
         if self._primary.deposed_by is not None and self._candidate is None:
             self._stand(self._primary.deposed_by, now)
         if self._candidate is not None:
@@ -296,6 +299,11 @@ class Succession:
         self._present = None
         return True
 
+    def release(self) -> None:
+        """Ask nobody any more, and hold nothing back: no other host will ever lead, since the others have finished."""
+        self._is_released = True
+        self._advance()
+
     def hand_over(self) -> None:
         """Hold back what the standbys don't have even after `close`: one of them is to take over."""
         self._is_handed_over = True
@@ -304,7 +312,6 @@ class Succession:
         """Let go of the descriptors, and hold nothing back any more."""
         if not self._is_handed_over:
             self._followers.required = frozenset()
-        self._followers.voters = frozenset()
         self._followers.on_stalled = lambda ticket: None
         if self._witness is not None:
             self._witness.close()

@@ -261,16 +261,19 @@ class Successor:
 
     def _answer(self, client: Client, ask: Mapping[str, Any], over: threading.Event) -> bool:
         """Answer what a standby asks; return whether it was elected."""
-        with self._lock:
-            if over.is_set():
-                return True
-            self._has_promised = True
         if "elected" in ask:
+            with self._lock:
+                if over.is_set():
+                    return True
+                self._has_promised = True
             elected = Elected.from_json(ask["elected"])
             self._follow(elected)
             self._finish(over, elected)
             return True
-        with self._lock:
+        with self._lock:  # whoever ends the election takes this host's promises along
+            if over.is_set():
+                return True
+            self._has_promised = True
             if "solicit" in ask:
                 self._voter, reply = self._voter.solicit(term_from_json(ask["solicit"]))
             else:
@@ -388,11 +391,11 @@ class Successor:
         unread = prepare(copy, primary.committed.primary, self._channel.first)
         copy.store.set(FIRST_KEY.encode(), str(self._channel.member).encode())
         service = Service(join_endpoint(self._own, 0), self._key, coordinator=copy)
+        elected = Elected(primary.committed.primary, str(service.address), copy.epoch, find_free_port())
         if not self._end_once(over):
             service.close()
             return
         self.office = Office(state, service, primary, self._voter, unread, gone, self._witness)
-        elected = Elected(primary.committed.primary, str(service.address), copy.epoch, find_free_port())
         result = None
         try:
             self._ask(client, elected=elected.to_json())  # first: the others are to be heard in time
