@@ -16,8 +16,9 @@ KEYS = [b"a", b"b", b"c", b"q", b"\0barrier/a"]
 
 
 def state(coordinator):
-    """All that a coordinator has, in an order that does not depend on who asked first."""
-    state = sorted(coordinator.snapshot(), key=lambda e: (e.kind, pack_route(e.route)) if e.route else (e.kind, b""))
+    """All that a coordinator has, in an order that does not depend on who asked first; whom it suspects is its own."""
+    entries = [entry for entry in coordinator.snapshot() if entry.kind != Kind.SUSPECTED]
+    state = sorted(entries, key=lambda e: (e.kind, pack_route(e.route)) if e.route else (e.kind, b""))
     return [e._replace(fields=_pairs(e.fields)) if e.kind == Kind.ANSWERS else e for e in state]
 
 
@@ -96,6 +97,7 @@ class Job:
             beat = (pack_number(rng.randrange(5)), b"0")
             coordinator.handle(route, pack(Op.HEARTBEAT, rng.randrange(5), *beat), self.now)
         elif chance < 0.95:
+            coordinator.followers.voters = frozenset(rng.sample(range(8), rng.randrange(8)))
             self.now += rng.choice([0.0, 4.0, 8.0, 70.0, 700.0])
             coordinator.tick(self.now)
         elif chance < 0.96 and len(self.copies) < 3:
@@ -115,8 +117,13 @@ class Job:
         """The coordinator is lost: a copy goes on, and knows all that was granted."""
         self.coordinator.tick(self.now)  # what members have taken is told from time to time
         self.follow()
+        suspects = {member.id: member.suspicion for member in self.coordinator.members.suspects}
+        for copy in self.copies:
+            assert {member.id: member.suspicion for member in copy.members.suspects} == suspects
         lost, self.coordinator = self.coordinator, self.copies.pop(self.rng.randrange(len(self.copies)))
         self.coordinator.take_over(self.now)
+        for member in (member for copy in self.copies for member in copy.members):
+            member.suspicion = ""  # standbys are sent the whole state by the next leader
         self.coordinator.journal.is_kept = True
         return lost
 
