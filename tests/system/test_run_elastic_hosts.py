@@ -364,7 +364,7 @@ def test_a_stage_that_is_lost_on_another_host_ends_the_job_and_is_named(tmp_path
             made.close()
     assert first.code == 75, first.out
     assert second.code != 0
-    assert "stage 1 (rank 1) was lost, and its ranks are on several hosts, where a stage is only kept with" in (
+    assert "stage 1 (rank 1) was lost, and its ranks are on several hosts, where a stage without a replica" in (
         first.out + second.out
     )
     assert "Start again, with a new Pipeline and the last checkpoint" in first.out + second.out

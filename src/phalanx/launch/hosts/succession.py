@@ -121,7 +121,8 @@ class Succession:
         config = self._primary.newest
         voters = config.electorates[0].voters
         heard = self._primary.accepted_by if self._candidate is None else self._candidate.promised_by
-        agreed = voters & (heard | (self._present or set()) | {self._channel.member})
+        others = frozenset() if self.is_deposed else heard | (self._present or set())
+        agreed = voters & (others | {self._channel.member})
         hosts = f"{len(agreed - {WITNESS})} of the {len(voters - {WITNESS})} hosts that were in the job together"
         if WITNESS not in voters:
             return hosts
