@@ -1,8 +1,10 @@
-"""In which run of the script each rank is, from what the ranks tell of themselves."""
+"""Which runs of the script each rank has come to, from what the ranks tell of themselves."""
 
 from __future__ import annotations
 
-from phalanx.elastic.resume_point import RankState, describe_differing, find_runs
+import pytest
+
+from phalanx.elastic.resume_point import RankState, describe_differing, describe_other_runs
 
 
 def rank(*runs: str, number: int = 5, form: str = "") -> RankState:
@@ -10,22 +12,34 @@ def rank(*runs: str, number: int = 5, form: str = "") -> RankState:
     return RankState(number, is_whole=True, has_stepped=False, was_rank=0, form=form, runs=runs)
 
 
-def test_a_replacement_is_in_the_first_run_of_that_name_behind_those_that_it_has_passed_over() -> None:
-    others = rank("train", "tune", "train", "tune")
-    assert find_runs([others, rank("train", number=-1)]) == [3, 0]
-    assert find_runs([others, rank("train", "tune", "train", number=-1)]) == [3, 2]
-    assert find_runs([others, rank("train", "tune", "train", "tune", number=-1)]) == [3, 3]
+def test_a_replacement_comes_to_the_first_runs_of_the_others_one_after_the_other() -> None:
+    others = rank("train", "check", "tune")
+    for number in (1, 2, 3):
+        assert describe_other_runs([others, rank(*others.runs[:number], number=-1)]) == ""
 
 
-def test_a_replacement_that_leaves_out_a_run_is_in_the_one_that_it_comes_to() -> None:
-    assert find_runs([rank("train", "tune"), rank("tune", number=-1)]) == [1, 1]
-    assert find_runs([rank("train", "check", "tune"), rank("train", "tune", number=-1)]) == [2, 2]
+@pytest.mark.parametrize(
+    ("begun", "come"),
+    [
+        ("train, tune", "tune"),  # it has left out one
+        ("train, check, tune", "train, tune"),
+        ("train", "sample"),
+        ("train", "train, tune"),  # it is ahead
+        ("train, tune", "sample"),
+        ("train, tune", "tune, train"),
+    ],
+)
+def test_a_replacement_that_comes_to_other_runs_is_told_with_the_runs_of_both(begun: str, come: str) -> None:
+    standings = [rank(*begun.split(", ")), rank(*come.split(", "), number=-1)]
+    come, begun = come.replace(", ", ", then "), begun.replace(", ", ", then ")
+    said = f"the script of rank 1 has come to {come}, and that of rank 0 has come to {begun}"
+    assert describe_other_runs(standings) == said
 
 
-def test_a_run_that_the_others_have_not_begun_is_told() -> None:
-    standings = [rank("train", "tune"), rank("sample", number=-1)]
-    assert find_runs(standings) == [1, -1]
-    assert describe_differing(standings) == "rank 1 has come to sample, the others have begun train, then tune"
+def test_ranks_that_train_must_have_begun_the_same_runs() -> None:
+    assert describe_other_runs([rank("train", "tune"), rank("train", "tune")]) == ""
+    assert describe_other_runs([rank("train", "tune"), rank("train")]) != ""
+    assert describe_other_runs([rank("train", "tune"), rank("tune")]) != ""
 
 
 def test_ranks_in_one_run_must_train_the_same_and_ranks_in_several_need_not() -> None:

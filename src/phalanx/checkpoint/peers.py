@@ -29,7 +29,9 @@ class Peers:
         self.what = what
         if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
-        if group is not None and rehearses(group):  # the other ranks are not there yet: this one reads for itself
+        self.rehearses = group is not None and rehearses(group)
+        """Whether this rank comes to a running job, and has not met the others yet: it saves nothing."""
+        if self.rehearses:  # it reads for itself
             group = None
         self.group = group
         self.rank = dist.get_rank(group) if group is not None else 0
@@ -41,7 +43,7 @@ class Peers:
     def alone(cls, what: str) -> Peers:
         """Return this process by itself, whatever group it is in."""
         peers = cls.__new__(cls)
-        peers.what, peers.group, peers.rank, peers.world_size = what, None, 0, 1
+        peers.what, peers.group, peers.rank, peers.world_size, peers.rehearses = what, None, 0, 1, False
         return peers
 
     @property

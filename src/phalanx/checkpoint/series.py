@@ -124,6 +124,9 @@ class CheckpointManager:
         """Write a checkpoint of now; when this returns, on any rank, it is on the disk. Return where. All ranks call
         it.
 
+        A rank that comes to a running job, and has not met the others in `elastic.run` yet, saves nothing: it returns
+        where the latest checkpoint is, or else the folder.
+
         Arguments:
             metrics: what was measured of the parts as they are now, by name; rank 0's counts.
 
@@ -132,6 +135,8 @@ class CheckpointManager:
             MismatchError, PeerLostError, DeadlineError: some rank did not come.
         """
         peers = self._peers("CheckpointManager.save")
+        if peers.rehearses:
+            return self.latest() or self.folder
         saving = self._begin(peers, step, parts, metrics, memory=None)
         saving.write_now()
         self._saving, self._saving_group = saving, peers.group
@@ -142,7 +147,8 @@ class CheckpointManager:
     def async_save(self, step: int, parts: Mapping[str, Any], *, metrics: Mapping[str, float] | None = None) -> None:
         """Begin to write a checkpoint of now, and return when training may go on. All ranks call it.
 
-        One is written at a time: with the one before still on its way, this waits for it first.
+        One is written at a time: with the one before still on its way, this waits for it first. A rank that comes to a
+        running job saves nothing before it has met the others, as with `save`.
 
         Cost: a copy in memory of what this rank writes, and some small messages. The memory is kept.
 
@@ -152,6 +158,8 @@ class CheckpointManager:
             MismatchError, PeerLostError, DeadlineError: some rank did not come.
         """
         peers = self._peers("CheckpointManager.async_save")
+        if peers.rehearses:
+            return
         saving = self._begin(peers, step, parts, metrics, memory=self._memory)
         self._saving, self._saving_group = saving, peers.group
         saving.start()

@@ -7,7 +7,11 @@ In the first meeting the replacement receives what the objects of that run's Sta
 function has returned. It leaves the group again and goes on in a rehearsal to its next `elastic.run`.
 
 Objects of an earlier State are held by weak references: what the script lets go of is freed. A copy is made only of
-what a later State has again, as it was when that later run began, since training changes it.
+what a later State has again, as it was when that later run began, since training changes it. What the function has
+returned is pickled at once, and is not held.
+
+Runs are told apart by their names, of which none may come twice. The runs of a replacement must be those of the others,
+from the first on, or the job ends: what it had trained or passed over might be something else.
 """
 
 from __future__ import annotations
@@ -20,7 +24,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -41,6 +44,8 @@ from phalanx.pipeline import Pipeline
 _logger = get_logger(__name__)
 _LARGEST = 1 << 20  # what a rank alone has is told to all ranks up to this size
 _earlier: list[EarlierRun] = []
+_begun: set[str] = set()  # the names of all runs that have begun in this process, also of those that have failed
+_is_repeated = False  # a name has come a second time: no later run is kept
 
 
 class TensorsPart:
@@ -92,43 +97,71 @@ class _Own:
     random: tuple[bytes, bytes, bytes, bytes]
     small: Frozen
     position: tuple[int, int]
+    progress: Any
     sampler: dict[str, Any] | None
     buffers: dict[str, dict[str, Tensor]]
+    modes: dict[str, dict[str, bool]]
+    trains: dict[str, dict[str, bool]]
     result: bytes = b""
     why: str = ""
 
 
+class _Copy:
+    """A `_Copy` has the tensors of a value in the memory of the CPU."""
+
+    def __init__(self, value: Any) -> None:
+        tensors: list[Tensor] = []
+        self._structure = split(value, tensors)
+        self._places = [tensor.device for tensor in tensors]
+        self._tensors = [tensor.to("cpu", copy=True) for tensor in tensors]
+
+    def show(self) -> Any:
+        """Return the value, with tensors where they were."""
+        pairs = zip(self._tensors, self._places, strict=True)
+        return join(self._structure, [tensor.to(device) for tensor, device in pairs])
+
+
 @dataclass
 class EarlierRun:
-    """An `EarlierRun` is an `elastic.run` that has returned on all ranks. `name` is what it is told apart by."""
+    """An `EarlierRun` is an `elastic.run` that has returned on all ranks. `name` tells it from other runs."""
 
     name: str
-    result: Any
     own: bytes = b""
-    """What this rank has for itself, as pickled `_Own`; empty until the next run begins."""
+    """What this rank has for itself, as pickled `_Own`."""
     told: tuple[bytes, ...] = ()
     """What each rank has for itself, by rank, where it is small; empty if the ranks have not told each other."""
     state: Callable[[], Any] = lambda: None
     things: dict[str, Callable[[], Any]] = field(default_factory=dict)
     tensors: dict[str, dict[str, Callable[[], Tensor | None]]] = field(default_factory=dict)
-    copies: dict[str, Any] = field(default_factory=dict)
-    random: tuple[bytes, bytes, bytes, bytes] = (b"", b"", b"", b"")
-    small: Frozen | None = None
-    buffers: dict[str, dict[str, Tensor]] = field(default_factory=dict)
-    position: tuple[int, int] = (0, 0)
+    copies: dict[str, _Copy] = field(default_factory=dict)
 
     @classmethod
     def of(cls, name: str, state: State, result: Any) -> EarlierRun:
         """Return what a run of `state` leaves, which has just returned `result`."""
-        run = cls(name, result, random=GeneratorStates().capture(), small=state._latest.small)
-        with contextlib.suppress(TypeError):  # a value that it was given behind its last commit cannot be pickled
-            run.small = state._small.capture(state._values)
-        run.position = (state._values["epoch"], state._values["step"])
+        run = cls(name)
         run._refer_to(state)
-        run.buffers = {
-            name: {key: buffer.detach().clone() for key, buffer in run._living(name, buffers=True).items()}
-            for name in run.tensors
-        }
+        small = state._latest.small
+        with contextlib.suppress(TypeError):  # a value that it was given behind its last commit cannot be pickled
+            small = state._small.capture(state._values)
+        sampler, modules = state._objects.sampler, state._objects.named_modules
+        own = _Own(
+            GeneratorStates().capture(),
+            small,
+            (state._values["epoch"], state._values["step"]),
+            state._get_progress(),
+            None if sampler is None else sampler.state_dict(),
+            {
+                name: {key: one.detach().to("cpu", copy=True) for key, one in run._living(name, buffers=True).items()}
+                for name in run.tensors
+            },
+            {name: {key: layer.training for key, layer in one.named_modules()} for name, one in modules.items()},
+            {name: {key: p.requires_grad for key, p in one.named_parameters()} for name, one in modules.items()},
+        )
+        try:
+            own.result = _pickled(result, run._known())
+        except Exception as error:
+            own.why = f"{type(error).__name__}: {error}"
+        run.own = pickle.dumps(own)
         return run
 
     def _refer_to(self, state: State) -> None:
@@ -140,8 +173,8 @@ class EarlierRun:
 
     # -- when the next run begins --------------------------------------------------------------------------------
 
-    def settle(self, later: State) -> None:
-        """Copy what `later` has again, and note what this rank alone has; no other rank is asked."""
+    def keep_for(self, later: State) -> None:
+        """Copy what `later` has again; no other rank is asked."""
         again = {id(thing) for thing in later._things.values()}
         again |= {id(tensor) for module in later._objects.modules for tensor in _tensors_of(module).values()}
         for name in self.things.keys() - self.copies.keys():
@@ -150,23 +183,7 @@ class EarlierRun:
                 id(self.things[name]()) in again
                 or any(id(tensor()) in again for tensor in self.tensors.get(name, {}).values())
             ):
-                self.copies[name] = _copied(part.show(), to_cpu=name in self.tensors)
-        if self.own:
-            return
-        assert self.small is not None
-        sampler = next((one for ask in self.things.values() if isinstance(one := ask(), DistributedSampler)), None)
-        own = _Own(
-            self.random,
-            self.small,
-            self.position,
-            None if sampler is None else sampler.state_dict(),
-            self.buffers,
-        )
-        try:
-            own.result = _pickled(self.result, self._known())
-        except Exception as error:
-            own.why = f"{type(error).__name__}: {error}"
-        self.own, self.result, self.small, self.buffers = pickle.dumps(own), None, None, {}
+                self.copies[name] = _Copy(part.show())
 
     def tell(self, group: Any) -> None:
         """Have each rank know what every rank has for itself of this run. All ranks call it."""
@@ -180,6 +197,12 @@ class EarlierRun:
             mine = self._living(name, buffers=True)
             for key in buffers.keys() & mine.keys():
                 mine[key].data.copy_(buffers[key])
+        for name, module in state._objects.named_modules.items():
+            for key, layer in module.named_modules():
+                layer.training = own.modes[name].get(key, layer.training)
+            for key, parameter in module.named_parameters():
+                parameter.requires_grad_(own.trains[name].get(key, parameter.requires_grad))
+        state._put_progress(own.progress)
         state._small.restore(own.small)
         state._values["epoch"], state._values["step"] = own.position
         if own.sampler is not None and state._objects.sampler is not None:
@@ -198,8 +221,11 @@ class EarlierRun:
             return None
         if isinstance(thing, Optimizer):
             models = {one: self.things[one]() for one in self.tensors}
-            is_found = all(model is not None for model in models.values())
-            return OptimizerPart(thing, models) if is_found and not isinstance(owner_of(thing), Pipeline) else None
+            if isinstance(owner_of(thing), Pipeline) or any(model is None for model in models.values()):
+                return None
+            named = {id(p) for model in models.values() for p in model.parameters()}
+            is_named = all(id(p) in named for group in thing.param_groups for p in group["params"])
+            return OptimizerPart(thing, models) if is_named else None
         return StatefulPart(thing)
 
     def _living(self, name: str, *, buffers: bool = False) -> dict[str, Tensor]:
@@ -228,15 +254,35 @@ def names_of_runs() -> tuple[str, ...]:
     return tuple(run.name for run in _earlier)
 
 
+def begin_run(name: str, state: State, *, is_new: bool) -> bool:
+    """Get ready for a run of `state`, in which a replacement wants what earlier runs have left. Return whether a rank
+    that is lost in it can be replaced.
+
+    From the second run of one name on none can: a replacement could not tell them apart. Then nothing more is kept.
+    """
+    global _is_repeated
+    # What `is_new` has not met the others yet, who know better, and refuse it.
+    _is_repeated |= name in _begun and not is_new
+    if _is_repeated:
+        if _begun:
+            _logger.warning(
+                "phalanx.elastic: %s is elastic.run a second time in this job, and a rank that is lost from here on "
+                "ends the job. What replaces one begins with the script, and could not tell the runs apart. Put them "
+                "into one function: `if state.phase == 0: ...; state.phase = 1`.",
+                name,
+            )
+        _begun.clear()
+        _earlier.clear()
+        return False
+    _begun.add(name)
+    for run in _earlier:
+        run.keep_for(state)
+    return True
+
+
 def note_returned(name: str, state: State, result: Any) -> None:
     """Note that a run has returned on all ranks."""
     _earlier.append(EarlierRun.of(name, state, result))
-
-
-def settle_earlier(state: State) -> None:
-    """Get ready for a run of `state`, in which a replacement may want what earlier runs have left."""
-    for run in _earlier:
-        run.settle(state)
 
 
 def tell_latest(group: Any) -> None:
@@ -258,27 +304,39 @@ def pass_over(number: int, source: int, receivers: Sequence[int], name: str, sta
     values: dict[str, Any] = {}
     if me == source:
         run = _earlier[number]
-        parts = {one: run._part(one) for one in run.things}
-        values = {one: part.show() for one, part in parts.items() if part is not None} | run.copies
-        told = [(list(values), run.told or (run.own,) * group.size(), run.own)]
+        parts = {one: run._part(one) for one in run.things if one not in run.copies}
+        values = {one: part.show() for one, part in parts.items() if part is not None}
+        values |= {one: copy.show() for one, copy in run.copies.items()}
+        told = [(list(values), run.told, run.own)]
     dist.broadcast_object_list(told, group=group, group_src=source)
     names, owns, theirs = told[0]
     if me not in receivers:
         hand_over([GivenPart(values.get(one)) for one in names], source, receivers, group)
         return
-    run = EarlierRun(name, None)
+    run = EarlierRun(name, told=owns)
     run._refer_to(state)
-    mine = {one: run._part(one) or GivenPart() for one in names}
-    hand_over(list(mine.values()), source, receivers, group)
-    if gone := [one for one in run.tensors if one not in names]:
+    parts = {one: run._part(one) for one in run.things}
+    hand_over([parts.get(one) or GivenPart() for one in names], source, receivers, group)
+    is_sampler = {one: isinstance(thing, DistributedSampler) for one, thing in state._things.items()}
+    if gone := [one for one in run.things if not is_sampler[one] and (one not in names or parts[one] is None)]:
         _logger.warning(
             "phalanx.elastic: %s of an elastic.run that the others have finished is not handed over (they have let go "
-            "of it, or it is a Pipeline): this rank has it as the script has made it. What the script computes from it "
-            "must be in the State of a later run.",
+            "of it; or it is a Pipeline, a ZeroRedundancyOptimizer or an optimizer of parameters that no model in "
+            "State has): this rank has it as the script has made it. What the script computes from it must be in the "
+            "State of a later run.",
             ", ".join(map(repr, gone)),
         )
-    run.own = owns[me] if me < len(owns) and owns[me] else theirs
-    run.told = owns
+    run.own = owns[me] if len(owns) == group.size() else b""
+    if not run.own:
+        run.own = theirs
+        _logger.warning(
+            "phalanx.elastic: nothing is left of what rank %d had for itself at the end of %s (it is more than 1 MiB, "
+            "or the number of ranks has changed since): it goes on with the result, the values and the buffers of rank "
+            "%d, and with the same random states.",
+            me,
+            name,
+            source,
+        )
     run._restore_own(state)
     _earlier.append(run)
 
@@ -308,13 +366,6 @@ def _refer(thing: Any) -> Callable[[], Any]:
 
 def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
-
-
-def _copied(value: Any, *, to_cpu: bool) -> Any:
-    tensors: list[Tensor] = []
-    structure = split(value, tensors)
-    where = torch.device("cpu") if to_cpu else None
-    return join(structure, [tensor.to(where or tensor.device, copy=True) for tensor in tensors])
 
 
 def _pickled(value: Any, known: Mapping[str, Any]) -> bytes:

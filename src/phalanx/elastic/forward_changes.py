@@ -28,6 +28,11 @@ class ForwardChanges:
         self._places: dict[int, int] = {}  # by position: the memory that was copied
         self._versions: list[int] | None = None  # the versions as the step began; None outside a step
 
+    def forget(self) -> None:
+        """Begin as in a first step: it is not known what forwards change."""
+        self._changing, self._versions = None, None
+        self._copies, self._places = {}, {}
+
     @torch.no_grad()
     def begin_step(self) -> None:
         """Copy what forwards may change, because the first forward of a step is about to begin."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from phalanx.backend import rendezvous
 from phalanx.backend.torch_integration.groups import list_groups, phalanx_group
 from phalanx.coordination.bootstrap import checked_while_meeting
+from phalanx.deadline import Deadline
 from phalanx.diagnostics.progress_page import open_page
 from phalanx.elastic.earlier_runs import names_of_runs, pass_over, tell_latest
 from phalanx.elastic.frozen import Frozen
@@ -27,7 +28,7 @@ from phalanx.elastic.losses import NewGenerationError, is_loss
 from phalanx.elastic.points import AGREE, FINISH, HAND_OVER, LEAVE, MEET, REBIND, RESTORE, reached
 from phalanx.elastic.rebind import rebind_module
 from phalanx.elastic.records import RankRecords, restore_random, small_of
-from phalanx.elastic.resume_point import RankState, ResumePoint, decide, describe_differing, find_runs
+from phalanx.elastic.resume_point import RankState, ResumePoint, decide, describe_differing, describe_other_runs
 from phalanx.elastic.script_groups import ScriptGroups
 from phalanx.elastic.stages import StageRecords, rebind_sharded, require_same_stages, why_not_kept
 from phalanx.elastic.state import State
@@ -68,8 +69,8 @@ class ElasticGroup:
         self._ours: PhalanxProcessGroup = ours
 
     def start(self) -> None:
-        """Form the job's first group, in which all ranks hold the same state. All ranks call it."""
-        self._state._save()
+        """Form the run's first group, in which all ranks hold the same state. All ranks call it."""
+        self._state._begin_run()
         tell_latest(self.process_group)
         self._records = self._new_records(self._layers())
         self._records_generation = self.generation
@@ -213,7 +214,7 @@ class ElasticGroup:
         old = self.process_group
         while True:
             standings = self._meet(generation)
-            runs = find_runs(standings)
+            runs = [len(one.runs) - 1 for one in standings]  # in which run of the script each rank is
             if min(runs) == max(runs):
                 break
             if self._pass_over(old, runs):
@@ -242,6 +243,12 @@ class ElasticGroup:
                 f"phalanx.elastic, generation {generation.number}: the ranks give elastic.State different things: "
                 f"{problem}.\nStart every host with the same script and the same strategy."
             )
+        if problem := describe_other_runs(standings):
+            raise JobEndedError(
+                f"phalanx.elastic, generation {generation.number}: {problem}. A rank that replaces another one must "
+                "come to the same elastic.runs in the same order, from the first on.\nLet the script call all of them "
+                "each time, whatever it finds (a checkpoint, an environment variable, an exception of an earlier run)."
+            )
         return standings
 
     def _pass_over(self, old: Any, runs: list[int]) -> bool:
@@ -252,7 +259,7 @@ class ElasticGroup:
         receivers = [one for one, run in enumerate(runs) if run == number]
         reached(HAND_OVER)
         pass_over(number, runs.index(max(runs)), receivers, self._name, self._state, group)
-        wait_for_all(self._store, group, self._check)
+        wait_for_all(self._store, group, Deadline.after(self.timeout_s), self._check)
         if rank not in receivers:
             return False
         self._set_group(form_world_alone(rank, group.size(), timedelta(seconds=self.timeout_s)))
@@ -338,9 +345,8 @@ class ElasticGroup:
             fresh.restore(mine, random=is_own)
         fresh.prepare(state._latest.number)
         fresh.write_small(state._latest.number, state._latest.small)
-        dist.barrier(
-            group=self.process_group
-        )  # a rank that is lost from here on has left its record; until then the old ones count
+        # A rank that is lost behind this has left its record; until then the old ones count.
+        dist.barrier(group=self.process_group)
         self._records, self._records_generation = fresh, self.generation
         self.is_complete = True
         self._prepared_seq = (-1, -1)

@@ -1,4 +1,4 @@
-"""Leave the groups of this process, which ranks that were lost do not answer in, and form others in their place."""
+"""Leave the groups of this process, in which lost ranks do not answer any more, and form others in their place."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ import torch.distributed as dist
 from phalanx.backend import rendezvous
 from phalanx.backend.torch_integration.groups import count_groups_anew, list_groups, phalanx_group
 from phalanx.coordination.bootstrap import checked_while_meeting
+from phalanx.deadline import Deadline
+from phalanx.diagnostics.rank_list import name_ranks
 from phalanx.elastic.except_hook import one_except_hook
+from phalanx.errors import DeadlineError
 
 _PAUSE_S = 0.005
 _last_meeting = -1, 0  # the generation, and how many meetings it has had before
@@ -59,13 +62,23 @@ def leave_all_groups() -> None:
     count_groups_anew()
 
 
-def wait_for_all(store: Any, group: Any, check: Callable[[], None]) -> None:
+def wait_for_all(store: Any, group: Any, deadline: Deadline, check: Callable[[], None]) -> None:
     """Wait until all ranks of `group` have come here, without an operation of the group, which they leave next.
 
     `check` is called again and again; what it raises ends the wait.
+
+    Raises:
+        DeadlineError: some ranks have not come.
     """
     keys = [f"leaves/{rank}" for rank in range(group.size())]
     store.set(keys[group.rank()], "1")
     while not store.check(keys):
         check()
+        if deadline.passed:
+            missing = tuple(rank for rank, key in enumerate(keys) if not store.check([key]))
+            raise DeadlineError(
+                f"phalanx.elastic: {name_ranks(missing)} did not leave the group within {deadline.timeout_s:g} s, in "
+                "which a replacement gets what an earlier run has left.",
+                missing=missing,
+            )
         time.sleep(_PAUSE_S)

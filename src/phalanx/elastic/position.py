@@ -127,6 +127,12 @@ class DataPosition:
         counted, used = self._counted
         return Mark(sampler.epoch, stream.partition, used if counted is stream else self._handed_out(stream))
 
+    def next_pass(self) -> Mark:
+        """Return the position of a pass that begins now, unless the loop sets an epoch."""
+        sampler = self.sampler
+        is_next = sampler._pass is not None  # the epoch advances by itself
+        return Mark(sampler.epoch + 1, None, 0) if is_next else Mark(sampler.epoch, None, sampler._consumed)
+
     @property
     def is_counted(self) -> bool:
         """Return whether the loop counts the samples of the pass at hand itself."""

@@ -33,7 +33,9 @@ class RankState:
     another's.
     """
     runs: tuple[str, ...] = ("",)
-    """The names of the `elastic.run`s that its script has come to, in their order; the last one is that it is in."""
+    """The names of the `elastic.run`s that its script has come to, in their order; the last one is the run that it is
+    in.
+    """
 
 
 @dataclass(frozen=True)
@@ -50,31 +52,30 @@ class ResumePoint:
     is_ahead: bool = False
 
 
-def find_runs(standings: Sequence[RankState]) -> list[int]:
-    """Return in which run of the script each rank is, from 0 on; -1 for one that the others have not begun.
+def describe_other_runs(standings: Sequence[RankState]) -> str:
+    """Return which rank has come to other runs of the script than the others, and to which; empty if none has.
 
-    A replacement begins with the script, and is in the first run of that name behind those that it has passed over. So
-    it may leave one out for which a checkpoint is there by now.
+    Ranks that train have begun the same runs. A replacement begins with the script, and must come to the same runs in
+    the same order, from the first on.
     """
-    begun = max((one.runs for one in standings if one.number >= 0), key=len, default=())
-    if len(begun) < 2:
-        return [0] * len(standings)
-    found = []
-    for one in standings:
-        *passed, now = one.runs
-        found.append(next((at for at in range(len(passed), len(begun)) if begun[at] == now), -1))
-    return found
+    first = next((rank for rank, one in enumerate(standings) if one.number >= 0), None)
+    if first is None:
+        return ""
+    begun = standings[first].runs
+    for rank, one in enumerate(standings):
+        if one.runs != (begun if one.number >= 0 else begun[: len(one.runs)]):
+            return (
+                f"the script of rank {rank} has come to {', then '.join(one.runs)}, and that of rank {first} has come "
+                f"to {', then '.join(begun)}"
+            )
+    return ""
 
 
 def describe_differing(standings: Sequence[RankState]) -> str:
     """Return which ranks train something else than the first one, and what; empty if none does, or if they are in
     several runs.
     """
-    runs = find_runs(standings)
-    if -1 in runs:
-        rank, begun = runs.index(-1), max((one.runs for one in standings if one.number >= 0), key=len)
-        return f"rank {rank} has come to {standings[rank].runs[-1]}, the others have begun {', then '.join(begun)}"
-    if len(set(runs)) > 1:
+    if len({len(one.runs) for one in standings}) > 1:
         return ""
     first = standings[0].form
     for rank, one in enumerate(standings):

@@ -17,7 +17,7 @@ from phalanx.backend.shared import rehearses
 from phalanx.backend.torch_integration.groups import phalanx_group
 from phalanx.checkpoint import load_checkpoint, save_checkpoint
 from phalanx.elastic.channel import AgentChannel
-from phalanx.elastic.earlier_runs import names_of_runs, note_returned, result_of_latest, settle_earlier
+from phalanx.elastic.earlier_runs import begin_run, names_of_runs, note_returned, result_of_latest
 from phalanx.elastic.generations import (
     GenerationNotice,
     Generations,
@@ -88,7 +88,9 @@ def run(
     With another code, it is a loss of the rank that calls it.
 
     A script may do this several times, one after the other. What replaces a rank begins with the script: there a run
-    that the others have finished returns what it has returned on the lost rank, with the state that it has left.
+    that the others have finished returns what it has returned on the lost rank, with the state that it has left. Its
+    script must come to the same runs in the same order, or the job ends. Runs are told apart by the name of the
+    function and what is in its State: from the second use of a name on, a lost rank ends the job.
 
     Raises:
         Exception: whatever the function raises that is not the loss of a peer.
@@ -144,7 +146,8 @@ class ElasticJob:
                 f"Put what the inner state holds into the outer one, and call {_name(train)} without elastic.run."
             )
         if self._membership is None and rendezvous.agent_address():
-            settle_earlier(self._state)
+            if not begin_run(self._name_of(train), self._state, is_new=rehearses(world)):
+                return train(self._state)
             if names_of_runs():  # the agent reads how far this run is where it has read how far the last one was
                 self._state._page.commit(self._state.step)
         membership = self._membership or self._find_agent(world.rank())
@@ -153,9 +156,12 @@ class ElasticJob:
         with _only_one(self._state):
             return self._run(train, world, membership)
 
+    def _name_of(self, train: Any) -> str:
+        return f"{getattr(train, '__qualname__', _name(train))}({self._state._form})"
+
     def _run(self, train: Train[_Result], world: Any, membership: Generations) -> _Result:
         self._state._objects.refuse_what_is_not_kept(world.size())
-        name = f"{getattr(train, '__qualname__', _name(train))}({self._state._form})"
+        name = self._name_of(train)
         group = self._state._step.runner = ElasticGroup(self._state, world, membership, self._keep, name)
         del world  # a group that is over is released when the next one comes
         is_new = rehearses(group.process_group)

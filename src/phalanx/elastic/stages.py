@@ -109,7 +109,8 @@ class StageRecords:
         if missing := [rank for rank in range(size) if rank not in givers]:
             raise JobEndedError(
                 f"nothing is left of what {name_stages(state, missing)} kept of commit {number}: whoever had it was "
-                f"lost as well, or it is larger than there is room for.\n{_LOAD}"
+                f"lost as well, or it is larger than there is room for. Where all replicas of a stage are on one host, "
+                f"elastic.run(state, keep='neighbour') keeps it on another one.\n{_LOAD}"
             )
         return givers
 

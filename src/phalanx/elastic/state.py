@@ -300,6 +300,14 @@ class State:
 
     # -- what the runner asks ------------------------------------------------------------------------------------
 
+    def _begin_run(self) -> None:
+        """Begin to count commits anew: what an earlier `elastic.run` of this State has learned does not hold."""
+        if self._latest.number and self._position is not None:
+            self._mark = self._position.next_pass()
+        self._latest.number, self._modes, self._random_again = 0, [], None
+        self._step.begin_run()
+        self._save()
+
     def _count_as_done(self, number: int) -> None:
         """Note that the update is made, and that only the commit is missing."""
         self._step.count(self._values["step"])

@@ -98,6 +98,13 @@ class StepTracker:
     def lateness(self, lateness: tuple[bool, bool, int]) -> None:
         self._has_late, self._was_late, self._num_quiet = lateness
 
+    def begin_run(self) -> None:
+        """Forget what the steps of an earlier run have shown: another function may train these objects now."""
+        self.end()
+        self.forget_backward()
+        self.lateness = True, False, 0
+        self._forward_changes.forget()
+
     # -- hooks ---------------------------------------------------------------------------------------------------
 
     @untraced

@@ -60,7 +60,8 @@ class ParameterServer:
     Raises:
         ValueError, TypeError: the arguments make no sense, or an optimizer cannot be used.
         MismatchError: another trainer has given other arguments.
-        PeerLostError: all servers that had a part of the parameters are lost; or were, and others hold it anew.
+        PeerLostError: all servers that had a part of the parameters are lost.
+        PhalanxError: they were lost before, and others hold that part anew.
         DeadlineError: a trainer has not closed the previous one of this name (the message names the trainer), or the
             first trainer has not come.
     """
@@ -148,7 +149,7 @@ class ParameterServer:
         # take no notice of it.
         clocks = [clock for clock, _ in attached]
         if max(clocks) > min(clocks) + 1:  # a push goes to all shards, so that they differ by one step at most
-            raise PeerLostError(
+            raise PhalanxError(  # and no PeerLostError, which elastic.run would survive, to come here again
                 f"ParameterServer {name!r}: trainer {self._trainer!r} has pushed {max(clocks)} steps, and shard "
                 f"{clocks.index(min(clocks))} has {min(clocks)} of them: the server that had it is lost, and it begins "
                 "anew.\nGo on from a checkpoint. With replicate=True another server has a copy of each shard."
