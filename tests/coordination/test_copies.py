@@ -122,8 +122,9 @@ class Job:
             assert {member.id: member.suspicion for member in copy.members.suspects} == suspects
         lost, self.coordinator = self.coordinator, self.copies.pop(self.rng.randrange(len(self.copies)))
         self.coordinator.take_over(self.now)
-        for member in (member for copy in self.copies for member in copy.members):
-            member.suspicion = ""  # standbys are sent the whole state by the next leader
+        for copy in self.copies:
+            for member in copy.members:
+                copy.members.restore_suspicion(member, "")  # standbys are sent the whole state by the next leader
         self.coordinator.journal.is_kept = True
         return lost
 

@@ -120,6 +120,7 @@ class Membership:
         self._heard: OrderedDict[int, None] = OrderedDict()  # the members; who was heard last is the last
         self._grown: set[int] = set()  # members whose outboxes have grown since they were looked at
         self._own: set[int] = set()  # members in the coordinator's own process
+        self._suspects: set[int] = set()
 
     def __len__(self) -> int:
         return len(self._members)
@@ -154,12 +155,20 @@ class Membership:
     def suspect(self, member: Member, why: str) -> None:
         """Tell those that watch a member that it is lost, and keep it: others have yet to agree."""
         member.suspicion = why
+        self._suspects.add(member.id)
         self._tell(b"lost", member.id, why.encode())
 
     @property
     def suspects(self) -> list[Member]:
-        """Return the members that seem to be lost, and on which others have yet to agree."""
-        return [member for member in self._members.values() if member.suspicion]
+        """Return the members that seem to be lost, and on which others have yet to agree. It costs nothing while there
+        are none.
+        """
+        return [self._members[number] for number in sorted(self._suspects)]
+
+    def restore_suspicion(self, member: Member, why: str) -> None:
+        """Suspect a member of which those that watch it know already; or, with "", do so no more."""
+        member.suspicion = why
+        (self._suspects.add if why else self._suspects.discard)(member.id)
 
     def remove(self, member: Member, kind: bytes, why: str) -> None:
         """Remove a member that has `left`, or is `lost`; those that watch it are told why, unless they were when it was
@@ -168,6 +177,7 @@ class Membership:
         self._forget_watches(member)
         del self._members[member.id]
         del self._heard[member.id]
+        self._suspects.discard(member.id)
         self._gone[member.id] = why
         if len(self._gone) > _GONE_KEPT:
             del self._gone[next(iter(self._gone))]

@@ -131,7 +131,7 @@ class ReplicatedCoordinator(Coordinator):
             session.heard_at = now
         for member in self.members:
             member.heard_at = now
-            member.suspicion = ""  # it is for this coordinator to say
+            self.members.restore_suspicion(member, "")  # it is for this coordinator to say
             member.rewind(0)
         self.members.take_told()
 
@@ -199,7 +199,7 @@ class ReplicatedCoordinator(Coordinator):
         elif kind == Kind.EVENT:
             self._member(number).restore_event(unpack_number(fields[0]), fields[1])
         elif kind == Kind.SUSPECTED:
-            self._member(number).suspicion = fields[0].decode()
+            self.members.restore_suspicion(self._member(number), fields[0].decode())
         elif kind == Kind.SUSPECT:
             self.members.suspect(self._member(number), fields[0].decode())
             self.members.take_told()
