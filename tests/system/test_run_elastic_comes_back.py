@@ -7,6 +7,7 @@ network namespaces; the ranks are those of `elastic_rank.py`, which speak the pr
 from __future__ import annotations
 
 import contextlib
+import json
 import signal
 import subprocess
 import sys
@@ -41,6 +42,24 @@ def test_the_first_host_that_was_killed_comes_back_into_its_job_by_the_same_comm
         made.start(0, 1)
         made.wait_for(0, JOINS)
         made.jobs[leader].wait(r"generation [12] as \d of 3 ", 3)
+        finish(made, leader, 0, 3 - leader)
+
+
+@pytest.mark.slow
+def test_a_first_host_that_comes_back_leaves_the_report_of_the_job_that_goes_on_as_it_is(tmp_path: Path) -> None:
+    """It wrote one of a job that had failed, in its place."""
+    folder = tmp_path / "report"
+    options = ("--report", str(folder))
+    with cluster(tmp_path, 1, 1, 1, nnodes="1:3", env=WAITS, options=options) as made:
+        await_standbys(made, 0)
+        made.kill(0)
+        leader = find_leader(made, 1, 2)
+        made.jobs[leader].wait(r"generation [12] as \d of 2 ", 2)
+        before = json.loads((folder / "job.json").read_text())
+        made.start(0, 1)
+        made.wait_for(0, JOINS)
+        made.jobs[leader].wait(r"generation \d as \d of 3 ", 3)
+        assert json.loads((folder / "job.json").read_text()) == before
         finish(made, leader, 0, 3 - leader)
 
 
