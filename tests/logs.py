@@ -1,4 +1,4 @@
-"""What a rank logs, where pytest's caplog does not reach."""
+"""Read what a rank logs, where pytest's caplog does not reach."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def test_three_hosts_lose_nothing_and_never_part_in_any_order(standbys, limits):
 
 
 def find_all(job):
-    """What hosts can come to, whatever messages there still are."""
+    """Return what hosts can come to, whatever messages there still are."""
     came, todo = {job.start}, [job.start]
     while todo:
         for then, _ in job.next(todo.pop()):

@@ -1,4 +1,4 @@
-"""What a host that joins takes over of the first one's words."""
+"""A host that joins takes over some of the first one's words."""
 
 from __future__ import annotations
 

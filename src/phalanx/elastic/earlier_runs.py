@@ -92,7 +92,7 @@ class GivenPart:
 
 @dataclass
 class _Own:
-    """What one rank has of a run for itself; `result` is pickled, with `why` where that failed."""
+    """An `_Own` is what one rank has of a run for itself; `result` is pickled, with `why` where that failed."""
 
     random: tuple[bytes, bytes, bytes, bytes]
     small: Frozen
@@ -127,9 +127,9 @@ class EarlierRun:
 
     name: str
     own: bytes = b""
-    """What this rank has for itself, as pickled `_Own`."""
+    """It is what this rank has for itself, as pickled `_Own`."""
     told: tuple[bytes, ...] = ()
-    """What each rank has for itself, by rank, where it is small; empty if the ranks have not told each other."""
+    """It is what each rank has for itself, by rank, where it is small; empty if the ranks have not told each other."""
     state: Callable[[], Any] = lambda: None
     things: dict[str, Callable[[], Any]] = field(default_factory=dict)
     tensors: dict[str, dict[str, Callable[[], Tensor | None]]] = field(default_factory=dict)

@@ -37,12 +37,16 @@ class Listener:
     """
 
     def __init__(self, welcome: Welcome, serving: Any) -> None:
-        self.token = new_token()
         self._welcome = welcome
         self._serving = serving
         self._pending: dict[int, _Visitor] = {}
         self._paused: list[socket.socket] = []
-        self._listener = LocalListener(self.token)
+        self._listener = LocalListener(new_token())
+
+    @property
+    def token(self) -> str:
+        """Return the token that a worker brings."""
+        return self._listener.address.token
 
     @property
     def address(self) -> str:

@@ -1,4 +1,4 @@
-"""What a rank knows of its group that a report of a failure tells, whatever carries the group's operations."""
+"""A rank knows this of its group, and tells it in a report of a failure, whatever carries the group's operations."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from phalanx.diagnostics.flight_recorder import Position
 
 
 class GroupReports(ABC):
-    """One rank's side of a group, as far as a report needs it. `_names` is what people call each rank's process."""
+    """It is one rank's side of a group, as far as a report needs it; `_names` are what people call the processes."""
 
     group: str
     rank: int
@@ -67,7 +67,7 @@ class GroupReports(ABC):
 
 
 class StoreReports(GroupReports):
-    """A group whose ranks tell each other in a `FailureStore` how they end and what has failed."""
+    """It is that of a group whose ranks tell each other in a `FailureStore` how they end and what has failed."""
 
     _failure_store: FailureStore
     _has_said = False  # whether it has said how this rank ends
