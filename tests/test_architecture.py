@@ -47,6 +47,7 @@ LAYERS = [
         "mapreduce",
         "report",
         "agent",
+        "hosts",
         "launch",
         "manifests",
         "testing",
@@ -71,6 +72,7 @@ ALLOWED: dict[tuple[str, str], str] = {
 
 TORCH_FREE = {
     "agent": "it starts in milliseconds; its zygote imports torch inside a function",
+    "hosts": "so do the agents of a job on several hosts",
     "launch": "`phalanx run` starts in milliseconds",
     "schedulers": "the launcher asks which of them has started it",
     "output": "the agent shows what the ranks print",
@@ -91,6 +93,7 @@ TORCH_FREE = {
 
 READS_ENVIRONMENT = {
     "cli": "on a user's behalf",
+    "hosts": "on a user's behalf",
     "launch": "on a user's behalf",
     "agent": "makes the environment of the ranks, and becomes the user's program there",
     "coordination/witness/etcd_register.py": "users and certificates, by etcdctl's names",

@@ -56,8 +56,8 @@ from phalanx.coordination.pending_call import PendingCall  # noqa: E402
 from phalanx.coordination.wire import VERSION, WRITE_ONCE, Op, Status, pack, pack_number, unpack  # noqa: E402
 from phalanx.deadline import Deadline  # noqa: E402
 from phalanx.errors import CoordinationError, DeadlineError  # noqa: E402
-from phalanx.launch.hosts.node_plan import HostFacts  # noqa: E402
-from phalanx.launch.hosts.reach import Responder  # noqa: E402
+from phalanx.hosts.node_plan import HostFacts  # noqa: E402
+from phalanx.hosts.reach import Responder  # noqa: E402
 
 FORK, SPAWN = multiprocessing.get_context("fork"), multiprocessing.get_context("spawn")
 TIMEOUT_S = 200.0

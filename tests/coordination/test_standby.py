@@ -17,7 +17,7 @@ from phalanx.coordination.service import Service
 from phalanx.coordination.standby import Standby
 from phalanx.deadline import Deadline
 from phalanx.errors import CoordinationError, DeadlineError
-from phalanx.launch.hosts.successor import prepare
+from phalanx.hosts.successor import prepare
 
 KEY = Key(bytes(32))
 TICKET = b"ticket"

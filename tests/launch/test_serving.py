@@ -11,11 +11,11 @@ import pytest
 
 from phalanx.coordination.client import Client
 from phalanx.coordination.key import Key
+from phalanx.hosts import start
+from phalanx.hosts.control_channel import FIRST, Change
+from phalanx.hosts.job_spec import KEY
 from phalanx.launch.command import plan_job
 from phalanx.launch.command_line import parse
-from phalanx.launch.hosts import start
-from phalanx.launch.hosts.control_channel import FIRST, Change
-from phalanx.launch.hosts.job_spec import KEY
 
 
 def test_the_first_host_hears_of_one_that_joins_as_soon_as_it_may(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -140,7 +140,7 @@ def test_another_command_at_the_address_where_a_job_began_begins_a_job_of_its_ow
 NOTICE = """
 import sys, time
 from phalanx.coordination.key import Key
-from phalanx.launch.hosts.moved_job import LeaderNotice
+from phalanx.hosts.moved_job import LeaderNotice
 notice = LeaderNotice([sys.argv[1]], Key(bytes(32)), sys.argv[2])
 sys.stdin.read()
 notice.close()

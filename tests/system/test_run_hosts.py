@@ -561,7 +561,7 @@ def test_a_job_on_one_host_loads_nothing_for_several(tmp_path: Path) -> None:
     )  # fmt: skip
     loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if "|" in line}
     assert "phalanx.agent.job" in loaded
-    assert not [name for name in loaded if name.partition(".")[0] == "zmq" or name.startswith("phalanx.launch.hosts")]
+    assert not [name for name in loaded if name.partition(".")[0] == "zmq" or name.startswith("phalanx.hosts")]
     assert {name for name in loaded if name.startswith("phalanx.coordination.")} == {"phalanx.coordination.launchers"}
 
 

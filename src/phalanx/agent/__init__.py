@@ -5,7 +5,7 @@
     attempt               one start of all ranks, to the end of the last; its parts are drawn there
     supervision, elastic  decide what becomes of the ranks, and of the job after a loss
     generation            which process is which rank then
-    host_link             what an attempt has of the job's other hosts (`phalanx.launch.hosts`)
+    host_link             what an attempt has of the job's other hosts (`phalanx.hosts`)
     job                   attempt after attempt, the summary, the exit code
     failure               which failure came first, and how it is told
 

@@ -109,7 +109,7 @@ class DropHost:
     why: str
 
 
-# The last two are of a job on several hosts (`phalanx.launch.hosts.elastic_hosts`).
+# The last two are of a job on several hosts (`phalanx.hosts.elastic_hosts`).
 ElasticAction = (
     BeginGeneration
     | SendToRank

@@ -1,8 +1,8 @@
 """A `HostLink` is an attempt's link to the job's other hosts.
 
 HostLink       there are none                              here
-LeaderLink     this is the first host, which decides       `phalanx.launch.hosts.leader`
-FollowerLink   this is another one, and does as told       `phalanx.launch.hosts.follower`
+LeaderLink     this is the first host, which decides       `phalanx.hosts.leader`
+FollowerLink   this is another one, and does as told       `phalanx.hosts.follower`
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from phalanx.cli.launch_options import WordsCommand, as_click_option
-from phalanx.launch.hosts.join import OWN_OPTIONS, main
+from phalanx.launch.join import OWN_OPTIONS, main
 from phalanx.launch.options import OPTIONS
 
 

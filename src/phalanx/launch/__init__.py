@@ -2,8 +2,8 @@
 
     options, command_line   what was asked for, checked before anything starts
     num_ranks, devices      how many ranks, on which devices
-    run_job                 this host's agent, alone or with those of other hosts
-    hosts                   how agents meet: the first host leads, the others follow
+    run_job                 this host's agent, alone or with those of other hosts (`phalanx.hosts`)
+    join                    `phalanx join`: the same on a host that takes command and options from the first one
     calls                   `phalanx.launch(fn)`: a function of this process, called in the ranks
     on_ray                  the same on the hosts of a Ray cluster
 

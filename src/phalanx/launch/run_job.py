@@ -16,7 +16,7 @@ from phalanx.ipc.signals import caught_signals
 from phalanx.processes import adopt_orphans, kill_descendants
 
 if TYPE_CHECKING:
-    from phalanx.launch.hosts.first_host import Joined
+    from phalanx.hosts.first_host import Joined
 
 _CAUGHT = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGTSTP", "SIGCONT", "SIGCHLD")
 
@@ -42,7 +42,7 @@ def run_job(plan: JobPlan, joined: Joined | None = None) -> int:
             raise LaunchError(f"phalanx run: no process could be started: {limits.explain(error)}") from error
         try:
             if plan.settings.rendezvous is not None:  # a job on one host needs nothing of this
-                from phalanx.launch.hosts.start import run_with_other_hosts
+                from phalanx.hosts.start import run_with_other_hosts
 
                 return run_with_other_hosts(plan, zygote, signals, joined)
             from phalanx.agent.job import run_to_end  # here, because it takes time that the zygote needs too

@@ -9,8 +9,7 @@ in a folder of the call's own.
 
     payload     the function and its arguments as bytes, by value where the ranks could not import them
     outcome     how a rank ended, whole or not at all
-    rank        what runs in a rank
-    remote      the same where ranks are on other hosts than the caller
+    rank        what runs in a rank; where it is on another host, `phalanx.hosts.remote_calls` carries call and outcome
     agent       what runs in the agent's process
     verdict     what the agent says of the job at its end
     call        the caller's side

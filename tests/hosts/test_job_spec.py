@@ -1,0 +1,34 @@
+"""A host that joins takes over some of the first one's words."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from phalanx.agent.settings import Settings
+from phalanx.agent.target import Target
+from phalanx.coordination.rendezvous import Rendezvous
+from phalanx.hosts.job_spec import JobSpec
+
+FIRST = Settings(Target("script", "train.py", ()), rendezvous=Rendezvous("10.0.0.1:29400"))
+JOINED = Settings(Target("script", "-", ()))
+
+
+@pytest.mark.parametrize(
+    ("given", "taken"),
+    [
+        (("127.0.0.1", 9400), ("127.0.0.1", 9400)),
+        (("0.0.0.0", 9400), ("0.0.0.0", 9400)),
+        (("10.0.0.1", 9400), None),  # the first host's own
+        (None, None),
+    ],
+)
+def test_metrics_are_served_where_the_first_host_serves_them_unless_that_is_its_own_address(
+    given: tuple[str, int] | None, taken: tuple[str, int] | None
+) -> None:
+    spec = JobSpec.from_bytes(JobSpec.of(replace(FIRST, metrics=given), "job", {}).to_bytes())
+    assert spec.to_settings(JOINED).metrics == taken
+    assert not spec.to_settings(JOINED).needs_metrics
+    own = spec.to_settings(replace(JOINED, metrics=("127.0.0.1", 0)))
+    assert (own.metrics, own.needs_metrics) == (("127.0.0.1", 0), True)

@@ -1,0 +1,183 @@
+"""Standbys that stand for the lead, alone or with others that have lost the leader, too. Coordinators are real."""
+
+import contextlib
+import time
+
+import pytest
+
+from phalanx.coordination.client import Client
+from phalanx.coordination.key import Key
+from phalanx.coordination.service import Service
+from phalanx.coordination.succession.message import reply_to_json, term_from_json
+from phalanx.coordination.succession.voter import Refused, Voter
+from phalanx.hosts.control_channel import ControlChannel, ControlMessage
+from phalanx.hosts.leader_state import FIRST_KEY
+from phalanx.hosts.leader_state import KEY as LEADER_STATE
+from phalanx.hosts.succession import Succession
+from phalanx.hosts.successor import Successor
+
+KEY = Key.generate()
+
+
+class Agents:
+    """The agents of three hosts, whose first one leads; the second one stands by."""
+
+    def __init__(self, stack):
+        self.service = stack.enter_context(Service("127.0.0.1:0", KEY))
+        self.channels = []
+        for number in range(3):
+            client = Client(str(self.service.address), KEY)
+            client.join({"host": f"host{number}"})
+            self.channels.append(ControlChannel(client))
+            stack.callback(self.channels[-1].close)
+        self.succession = Succession(self.channels[0], self.service.coordinator.followers)
+        stack.callback(self.succession.close)
+        self.is_leader_deaf = False
+        self.successors = {}
+        for number in (1, 2):
+            self.successors[number] = Successor(self.channels[number], KEY, "127.0.0.1", 1.0)
+            stack.callback(self.successors[number].close_office)
+            stack.callback(self.successors[number].close)
+        self.channels[0].put_key(LEADER_STATE, b"what was decided")
+        self.succession.want([0, 1, 2])
+        self.run_until(lambda: self.succession.has_standbys)
+
+    def run_until(self, condition):
+        """Have all read what the others say."""
+        deadline = time.monotonic() + 30
+        while not condition():
+            assert time.monotonic() < deadline
+            self.succession.receive()
+            for number, channel in enumerate(self.channels):
+                for message in channel.take():
+                    if isinstance(message, ControlMessage):
+                        self.hear(number, message)
+            time.sleep(0.01)
+
+    def hear(self, number, message):
+        if number == 0 and self.is_leader_deaf:
+            return
+        if message.kind == "stands by":
+            self.succession.on_standby(message.member, message.body["ticket"], message.body["address"])
+        elif message.kind == "stand by":
+            self.successors[number].stand_by(self.channels[number].endpoint, message.body)
+        elif number == 0:
+            self.succession.hear(message.member, message.body)
+        else:
+            self.successors[number].hear(message.member, message.body)
+
+
+@pytest.fixture
+def agents():
+    with contextlib.ExitStack() as stack:
+        yield Agents(stack)
+
+
+def test_a_standby_that_alone_has_lost_the_leader_goes_on_with_it(agents):
+    """It promised its vote to itself: the leader took itself for deposed at its next proposal, and ended the job."""
+    standby = agents.successors[1]
+    assert standby.begin_election()
+    time.sleep(1.0)  # the others have not lost the leader, so that nobody comes to vote
+    assert standby.cancel_election()
+    assert standby.take_result() == []
+    agents.succession.want([0, 1])
+    agents.run_until(lambda: agents.succession.has_left(2))
+    assert not agents.succession.is_deposed
+    assert not standby.is_electing
+
+
+def test_a_standby_that_others_vote_for_is_elected_and_goes_back_no_more(agents):
+    for successor in agents.successors.values():
+        assert successor.begin_election()
+    results = []
+    deadline = time.monotonic() + 30
+    while len(results) < 2:
+        assert time.monotonic() < deadline
+        results += [result for successor in agents.successors.values() for result in successor.take_result()]
+    assert results[0] == results[1]
+    assert results[0].member == agents.channels[1].member == agents.channels[2].first
+    assert not any(successor.cancel_election() for successor in agents.successors.values())
+    with Client(results[0].address, KEY) as client:
+        assert client.get(FIRST_KEY) == str(results[0].member).encode()
+        assert client.get(LEADER_STATE) == b"what was decided"
+
+
+def test_who_had_lost_the_leader_in_an_earlier_election_does_not_count_as_present(agents):
+    """What a voter had left at the polling place decided the next election, in which the standby was alone."""
+    voter, standby = agents.successors[2], agents.successors[1]
+    assert voter.begin_election()
+    time.sleep(1.0)
+    assert voter.cancel_election()
+    assert standby.begin_election()
+    time.sleep(1.0)
+    assert standby.cancel_election()
+    assert (voter.take_result(), standby.take_result()) == ([], [])
+
+
+def test_after_an_election_that_nobody_won_the_next_one_begins_anew(agents, monkeypatch):
+    standby, voter = agents.successors[1], agents.successors[2]
+    poll = Successor._poll_voters
+    monkeypatch.setattr(Successor, "_poll_voters", lambda self, *given: (poll(self, *given), None)[1])
+    assert standby.begin_election()
+    assert voter.begin_election()
+    results = []
+    while len(results) < 2:
+        results += [result for each in (standby, voter) for result in each.take_result()]
+        time.sleep(0.05)
+    assert results == [None, None]
+    for each in (standby, voter):
+        each.end_election()
+    assert voter.begin_election()
+    time.sleep(1.0)
+    assert voter.cancel_election()  # nobody asks it for anything
+
+
+def elect(agents):
+    """Have all that do not lead elect another leader; return the results."""
+    for successor in agents.successors.values():
+        assert successor.begin_election()
+    results = []
+    deadline = time.monotonic() + 30
+    while len(results) < len(agents.successors):
+        assert time.monotonic() < deadline
+        results += [result for successor in agents.successors.values() for result in successor.take_result()]
+        time.sleep(0.01)
+    return results
+
+
+def test_a_leader_that_hears_nobody_and_is_still_heard_does_not_keep_the_others_from_electing(agents):
+    """It took both for lost. They heard and accepted what it proposed, in which nobody was to take over any more."""
+    agents.is_leader_deaf = True
+    agents.succession.want([0, 2])
+    end = time.monotonic() + 1.0
+    agents.run_until(lambda: time.monotonic() > end)
+    assert not agents.succession.has_left(agents.channels[1].member)
+    assert [result and result.member for result in elect(agents)] == [agents.channels[1].member] * 2
+
+
+def test_a_leader_goes_on_where_a_standby_has_asked_for_votes_and_was_not_elected(agents):
+    """The leader took itself for deposed, and the job ended: it had no standby yet, so that nobody else could lead."""
+    standby, leader = agents.successors[1], agents.succession
+    term = (standby._voter.promised[0] + 1, agents.channels[1].member)
+    standby._voter, _ = standby._voter.solicit(term)
+    leader.want([0, 1])
+    agents.run_until(lambda: leader.has_left(agents.channels[2].member))
+    leader.want([0, 1, 2])
+    agents.run_until(lambda: leader.has_standbys)
+    assert not leader.is_deposed
+    assert [result and result.member for result in elect(agents)] == [agents.channels[1].member] * 2
+
+
+def test_a_leader_that_asks_for_votes_again_ends_where_another_one_was_proposed_to_a_voter(agents):
+    leader, member, rival = agents.succession, agents.channels[2].member, (2, agents.channels[1].member)
+    voter, _ = Voter(member).propose(leader._voter.newest.taken_over(rival))
+    leader.hear(member, reply_to_json(Refused(member, rival)))
+    assert not leader.is_deposed
+    agents.is_leader_deaf = True
+    asked = []
+    while not asked:
+        leader.receive()
+        asked = [each.body["term"] for each in agents.channels[2].take() if each.body.get("kind") == "solicit"]
+    _, reply = voter.solicit(term_from_json(asked[0]))
+    leader.hear(member, reply_to_json(reply))
+    assert leader.is_deposed
