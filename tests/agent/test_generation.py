@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from phalanx.agent.generation import (
-    Candidate,
+    ArrivedHost,
     HostSeats,
     Limits,
     Seating,
@@ -59,7 +59,7 @@ def test_a_host_without_any_process_has_no_part_and_its_agent_may_be_there() -> 
 def test_a_host_that_comes_back_has_its_seats_again_and_every_rank_is_what_it_was() -> None:
     seating = seat(2, 2, 2).lose(1)
     assert plan_generation(1, seating).seats == (0, 1, 4, 5)
-    back = seating.lose(2).take_in(Candidate(7, 2, "n2")).take_in(Candidate(8, 2, "n1"))
+    back = seating.lose(2).take_in(ArrivedHost(7, 2, "n2")).take_in(ArrivedHost(8, 2, "n1"))
     generation = plan_generation(2, back)
     assert generation.seats == (0, 1, 2, 3, 4, 5)
     assert [part.member for part in generation.parts] == [0, 8, 7]
@@ -68,15 +68,15 @@ def test_a_host_that_comes_back_has_its_seats_again_and_every_rank_is_what_it_wa
 
 def test_a_spare_takes_the_seats_of_the_lost_host_if_it_has_as_many_ranks() -> None:
     lost = seat(2, 2, 2).lose(1)
-    assert plan_generation(1, lost.take_in(Candidate(3, 2, "spare"))).part_of(3).seats == (2, 3)  # type: ignore[union-attr]
-    bigger = plan_generation(1, lost.take_in(Candidate(3, 3, "spare")))
+    assert plan_generation(1, lost.take_in(ArrivedHost(3, 2, "spare"))).part_of(3).seats == (2, 3)  # type: ignore[union-attr]
+    bigger = plan_generation(1, lost.take_in(ArrivedHost(3, 3, "spare")))
     assert bigger.seats == (0, 1, 4, 5, 6, 7, 8)
     assert bigger.survivors == (0, 1, 2, 3)
 
 
 def test_there_is_room_for_so_many_hosts_and_those_that_come_back_go_first() -> None:
     lost = seat(1, 1).lose(1)
-    comers = [Candidate(2, 1, "new"), Candidate(3, 1, "n1")]
+    comers = [ArrivedHost(2, 1, "new"), ArrivedHost(3, 1, "n1")]
     assert [each.member for each in choose_candidates(lost, comers, Limits(1, 2))] == [3]
     assert [each.member for each in choose_candidates(lost, comers, Limits(1, 3))] == [3, 2]
     assert choose_candidates(seat(1, 1), comers, Limits(1, 2)) == []
@@ -103,7 +103,7 @@ def test_any_story_of_losses_and_gains_keeps_order_and_numbers_everybody_once() 
                 {host.member: frozenset(ranks) & frozenset(host.seats) for host in seating.hosts}, refills
             )
             comers = [
-                Candidate(member + i, draw.randint(1, 3), draw.choice(["", *(each.name for each in seating.vacated)]))
+                ArrivedHost(member + i, draw.randint(1, 3), draw.choice(["", *(each.name for each in seating.vacated)]))
                 for i in range(draw.randint(0, 2))
             ]
             member += len(comers)

@@ -12,7 +12,7 @@ import pytest
 from phalanx.agent.attempt import Attempt
 from phalanx.agent.elastic_actions import BeginGeneration, ElasticAction, GiveUp
 from phalanx.agent.failure import Exit
-from phalanx.agent.placement import Placement
+from phalanx.agent.placement import Pinning
 from phalanx.agent.plan import JobPlan
 from phalanx.agent.settings import Settings
 from phalanx.agent.target import Target
@@ -23,7 +23,7 @@ class Decided(Attempt):
     """Does nothing of what is decided, but remembers it."""
 
     def __init__(self, num_ranks: int) -> None:
-        plan = JobPlan(Settings(Target("script", "train.py", ())), num_ranks, cast(Placement, None), False, {}, "job")
+        plan = JobPlan(Settings(Target("script", "train.py", ())), num_ranks, cast(Pinning, None), False, {}, "job")
         super().__init__(plan, cast(Any, None), 0)
         self.decided: list[ElasticAction] = []
         self.theirs: dict[int, Channel] = {}

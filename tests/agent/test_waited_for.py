@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
-from phalanx.agent.waited_for import Lateness, Silent, find_silent
+from phalanx.agent.waited_for import LatenessCounter, Silent, find_silent
 from phalanx.agent.watch import Watch, describe_slow, describe_wait
 from phalanx.core_numbers import ALL_REDUCE, GRADIENTS
 from phalanx.diagnostics.flight_recorder import Record
@@ -95,7 +95,7 @@ def test_who_has_left_is_not_waited_for() -> None:
 
 
 def test_a_rank_that_comes_last_and_costs_time_is_slower_than_the_others() -> None:
-    late = Lateness()
+    late = LatenessCounter()
     for window in range(2):  # the second look sees the first half again
         numbers = range(50 * window, 50 * window + 100)
         late.add([group(*([record(n, n + (0.3 if r == 1 else 0.01 * r), n + 0.4) for n in numbers] for r in range(3)))])
@@ -108,7 +108,7 @@ def test_a_rank_that_comes_last_and_costs_time_is_slower_than_the_others() -> No
 
 def test_nobody_is_slower_where_it_costs_little_or_is_now_one_now_another_or_others_are_elsewhere() -> None:
     numbers = range(100)
-    cheap, fair, elsewhere = Lateness(), Lateness(), Lateness()
+    cheap, fair, elsewhere = LatenessCounter(), LatenessCounter(), LatenessCounter()
     cheap.add([group(*([record(n, n + 0.01 * r, n + 0.4) for n in numbers] for r in range(3)))])
     assert cheap.find_slow() is None
     fair.add([group(*([record(n, n + 0.3 * ((n + r) % 3), n + 0.9) for n in numbers] for r in range(3)))])

@@ -4,14 +4,14 @@ import json
 import pytest
 
 from phalanx.doctor.checks import CHECKS, Status, judge, would_train
-from phalanx.doctor.facts import Facts, HostFacts, Kernel, Probe, Torch
+from phalanx.doctor.facts import Facts, Kernel, MachineFacts, Probe, Torch
 from phalanx.doctor.report import as_json, as_text, conclude, print_table
 
 WORKS = Probe(True, "works")
 GIB = 1 << 30
 HEALTHY = Facts(
     "0.1.0",
-    host=HostFacts(
+    host=MachineFacts(
         platform="linux",
         python="3.11.7",
         cores=8,
@@ -192,7 +192,7 @@ def test_gpus_that_torch_can_use_are_listed():
 def test_a_platform_that_says_little_is_healthy_as_far_as_it_says():
     facts = dataclasses.replace(
         HEALTHY,
-        host=HostFacts(platform="darwin", python="3.12.1", cores=8, usable_cores=8),
+        host=MachineFacts(platform="darwin", python="3.12.1", cores=8, usable_cores=8),
         kernel=Kernel(core=Probe(False, "no module")),
     )
     assert the("C core", facts).fact == "not built on darwin"

@@ -10,7 +10,7 @@ from tests.fake_nvml import build_nvml
 
 from phalanx.doctor.checks import Status, judge
 from phalanx.doctor.driver import ask_driver
-from phalanx.doctor.facts import Driver, Facts, Gpu, HostFacts, Kernel, Probe, Torch
+from phalanx.doctor.facts import Driver, Facts, Gpu, Kernel, MachineFacts, Probe, Torch
 from phalanx.doctor.gpu_checks import judge_gpus
 
 CUDA = Torch(
@@ -26,7 +26,7 @@ CUDA = Torch(
 GPU = Gpu("H100", "GPU-1", False, False, 345, 1980)
 FACTS = Facts(
     "0.1.0",
-    HostFacts("linux", "3.12", 16, 16, gpus=("H100",), gpu_tool=Probe(True)),
+    MachineFacts("linux", "3.12", 16, 16, gpus=("H100",), gpu_tool=Probe(True)),
     Kernel(Probe(True)),
     CUDA,
     Probe(True, "trained"),

@@ -16,7 +16,7 @@ import pytest
 
 from phalanx.agent.attempt import Attempt
 from phalanx.agent.host import Host
-from phalanx.agent.placement import Placement
+from phalanx.agent.placement import Pinning
 from phalanx.agent.plan import JobPlan
 from phalanx.agent.settings import Settings
 from phalanx.agent.target import Target
@@ -70,7 +70,7 @@ def _leader(channel: ControlChannel, other: int) -> tuple[LeaderLink, PeerHosts,
     facts = [HostFacts(channel.member, "a", 1, 1, "", "10.0.0.1"), HostFacts(other, "b", 1, 2, "", "10.0.0.2")]
     nodes = plan_nodes(facts)
     peers = PeerHosts(channel, nodes, nodes[0], 10.0)
-    plan = JobPlan(Settings(Target("script", "train.py", ())), 1, cast(Placement, None), False, {}, "job")
+    plan = JobPlan(Settings(Target("script", "train.py", ())), 1, cast(Pinning, None), False, {}, "job")
     host = cast(Any, SimpleNamespace(display=SimpleNamespace(), zygote=SimpleNamespace(wake=lambda: None)))
     leader = LeaderLink(plan, host, 0, peers, ("", ""))
     attempt = Attempt(plan, host, 0, leader)

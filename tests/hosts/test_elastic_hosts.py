@@ -8,7 +8,7 @@ import signal
 from phalanx.agent.elastic import BELOW_MINIMUM_EXIT_CODE
 from phalanx.agent.elastic_actions import BeginGeneration, DropHost, ElasticAction, PrepareHost, Say, SendToRank
 from phalanx.agent.failure import Exit
-from phalanx.agent.generation import Candidate, HostSeats, Limits, Seating
+from phalanx.agent.generation import ArrivedHost, HostSeats, Limits, Seating
 from phalanx.hosts.elastic_hosts import ElasticHosts
 from phalanx.hosts.generation_message import generation_from_json, generation_to_json
 from phalanx.loss_detection import SILENT_RANK_S
@@ -80,7 +80,7 @@ class Job:
             self.say(seat, "elastic", generation=1)
 
     def come(self, member: int, num_ranks: int, name: str = "") -> None:
-        self.do(self.elastic.on_host_came(Candidate(member, num_ranks, name or f"n{member}"), self.now))
+        self.do(self.elastic.on_host_came(ArrivedHost(member, num_ranks, name or f"n{member}"), self.now))
 
     def lose(self, member: int) -> bool:
         """Whether the job survives it."""

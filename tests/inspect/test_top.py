@@ -23,7 +23,7 @@ from phalanx.inspect.top.look import (
 )
 from phalanx.inspect.top.memory import Memory, MemoryReader
 from phalanx.inspect.top.table import all_lines, as_text, page, table
-from phalanx.inspect.top.times import Lateness, Times, add, measure
+from phalanx.inspect.top.times import LatenessOfRank, Times, add, measure
 from phalanx.inspect.top.view import view
 
 MS = 1_000_000
@@ -88,7 +88,7 @@ def test_time_in_an_operation_is_waiting_until_the_last_has_come_and_then_commun
         (0, 100): Times(NOW, 600 * MS, 100 * MS),
         (0, 101): Times(NOW, 0, 100 * MS),
     }
-    assert measured.lateness == {(0, 101): Lateness(1, 600 * MS)}
+    assert measured.lateness == {(0, 101): LatenessOfRank(1, 600 * MS)}
     assert measured.num_operations == 1
     assert measured.stuck is None
 
@@ -169,7 +169,7 @@ def test_ranks_of_several_hosts_are_put_on_one_clock():
     assert same == there
     measured = measure([here, same], 0)
     assert measured.times[0, 100] == Times(NOW, 400 * MS, 100 * MS)
-    assert measured.lateness == {(1, 101): Lateness(1, 400 * MS)}
+    assert measured.lateness == {(1, 101): LatenessOfRank(1, 400 * MS)}
     assert from_json('{"why": "does not answer"}', "host1", 0) == "does not answer"
     unseen = measure([here], 0)
     assert unseen.times[0, 100] == Times(NOW, 0, 500 * MS)

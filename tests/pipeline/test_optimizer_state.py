@@ -12,7 +12,7 @@ from torch import nn
 import phalanx
 import phalanx.optim
 import phalanx.pipeline.pipeline  # imported once here, not once in each rank
-from phalanx.pipeline.whole_optimizer import Group, fit, merge_groups, whole_names
+from phalanx.pipeline.whole_optimizer import ParamGroup, fit, merge_groups, whole_names
 from phalanx.testing import run_ranks
 
 STEPS = 2
@@ -217,11 +217,17 @@ def test_a_sharded_optimizer_of_replicas_is_saved_as_that_of_the_whole_model(bac
 
 def test_groups_of_stages_are_merged_by_place_or_by_parameter():
     order = {name: at for at, name in enumerate("abcdef")}
-    first = [Group({"lr": 1.0}, ["c", "a"]), Group({"lr": 2.0}, [])]
-    second = [Group({"lr": 1.0}, ["d"]), Group({"lr": 2.0}, ["f", "c"])]
+    first = [ParamGroup({"lr": 1.0}, ["c", "a"]), ParamGroup({"lr": 2.0}, [])]
+    second = [ParamGroup({"lr": 1.0}, ["d"]), ParamGroup({"lr": 2.0}, ["f", "c"])]
     assert [group.names for group in merge_groups([first, second], order)] == [["a", "c", "d"], ["c", "f"]]
-    third = [Group({"lr": torch.tensor(3.0)}, ["d", "a"]), Group({"lr": 2.0}, [""]), Group({}, ["e"])]
-    merged = merge_groups([[Group({"lr": 0.5}, ["b"]), Group({"lr": torch.tensor(3.0)}, ["a", "c"])], third], order)
+    third = [
+        ParamGroup({"lr": torch.tensor(3.0)}, ["d", "a"]),
+        ParamGroup({"lr": 2.0}, [""]),
+        ParamGroup({}, ["e"]),
+    ]
+    merged = merge_groups(
+        [[ParamGroup({"lr": 0.5}, ["b"]), ParamGroup({"lr": torch.tensor(3.0)}, ["a", "c"])], third], order
+    )
     assert [group.names for group in merged] == [["a", "c", "d"], ["b"], ["e"]]
 
 
@@ -233,12 +239,12 @@ def test_a_state_that_does_not_fit_is_told_by_name():
         state, [["a"]], ["a", "b", "c"]
     )
     shapes = {name: torch.Size([3]) for name in "abc"}
-    _, problems = fit(state, [["a", "x"]], [Group({}, ["a", "c"])], shapes, ["a", "b", "c"])
+    _, problems = fit(state, [["a", "x"]], [ParamGroup({}, ["a", "c"])], shapes, ["a", "b", "c"])
     assert problems == [
         "no state of c",
         "a state of what the model does not have: x",
         "a.exp_avg: (2,) in the state, (3,) here",
     ]
     two = {"state": {}, "param_groups": [{"lr": 1.0, "params": ["a"]}, {"lr": 2.0, "params": ["b"]}]}
-    _, problems = fit(two, [["a"], ["b"]], [Group({}, ["a", "b"])], shapes, ["a", "b"])
+    _, problems = fit(two, [["a"], ["b"]], [ParamGroup({}, ["a", "b"])], shapes, ["a", "b"])
     assert "in groups with other options" in problems[0]

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from phalanx.report.findings import find
-from phalanx.report.measurements import PARTS, Collectives, Event, Lateness, Measurements, RankRun
+from phalanx.report.measurements import PARTS, Collectives, Lateness, Measurements, RankRun, RunEvent
 
 GIB = 2**30
 STEP = {"data": 0.002, "forward": 0.03, "backward": 0.055, "update": 0.008, "waiting": 0.002, "communication": 0.002,
@@ -127,8 +127,11 @@ def test_moving_data_takes_long(rows, hosts, advice):
         ({"throughput": tuple((i, 640.0 - 8 * i) for i in range(60))}, "The run became slower"),
         ({"end": "killed"}, "was killed"),
         ({"end": "stopped", "end_text": "stopped by SIGINT"}, "stopped by SIGINT, after step 500"),
-        ({"end": "failed", "events": (Event(3.0, "failure", "ValueError: no", 1),)}, "Rank 1 failed first: ValueError"),
-        ({"events": (Event(3.0, "loss", "SIGKILL; replaced", 1),)}, "Rank 1 was lost and the others went on"),
+        (
+            {"end": "failed", "events": (RunEvent(3.0, "failure", "ValueError: no", 1),)},
+            "Rank 1 failed first: ValueError",
+        ),
+        ({"events": (RunEvent(3.0, "loss", "SIGKILL; replaced", 1),)}, "Rank 1 was lost and the others went on"),
     ],
 )
 def test_what_happened_to_the_run(changes, said):
@@ -188,7 +191,7 @@ def test_the_step_whose_loss_broke_is_named(broken, stays, said):
 def test_where_a_rank_was_when_it_died():
     run = measured(
         rank(0), rank(1, ended=False, last_phase="backward", steps=316), end="failed",
-        events=(Event(3.0, "failure", "SIGKILL", 1),),
+        events=(RunEvent(3.0, "failure", "SIGKILL", 1),),
     )  # fmt: skip
     assert "it was in backward of step 317" in texts(run)[0]
 

@@ -14,7 +14,7 @@ from phalanx.report.axes import linear, logarithmic, plain
 from phalanx.report.charts import HEIGHT, WIDTH, Line, line_chart
 from phalanx.report.compare import compare_page, compare_rows
 from phalanx.report.findings import find
-from phalanx.report.measurements import ENDS, Collectives, Event
+from phalanx.report.measurements import ENDS, Collectives, RunEvent
 from phalanx.report.page import render
 from phalanx.report.pictures import part_bars
 from phalanx.report.tables import machine_table
@@ -35,7 +35,7 @@ def generated(draw):
     return measured(
         *ranks, loss=curve, collectives=rows, copy_bytes_per_s=draw.choice([{}, {"one": 1e10}]),
         end=draw.choice(ENDS),
-        events=tuple(Event(draw.random() * 60, "failure", "<b>&'\"", draw.choice([None, 0]), "<i>") for _ in range(2)),
+        events=tuple(RunEvent(draw.random() * 60, "failure", "<b>&'\"", draw.choice([None, 0]), "<i>") for _ in "ab"),
         name="<script>alert(1)</script>", command="a & b <c>",
     )  # fmt: skip
 

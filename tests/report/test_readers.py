@@ -14,7 +14,7 @@ from phalanx.diagnostics.step_reader import RankFile, put_in_order
 from phalanx.report.findings import find
 from phalanx.report.gather import combine
 from phalanx.report.job_record import JobRecord
-from phalanx.report.measurements import Event, Measurements
+from phalanx.report.measurements import Measurements, RunEvent
 from phalanx.report.page import render
 from phalanx.report.tensorboard import encode, file_name, plan_scalars
 from phalanx.report.trace import MAX_EVENTS, plan_trace
@@ -218,7 +218,7 @@ def test_every_run_is_read_back_as_it_was_written():
             for rank in range(draw.randint(0, 3))
         ]
         events = tuple(
-            Event(draw.random(), draw.choice(["loss", "failure"]), "gone", draw.randint(0, 2)) for _ in range(2)
+            RunEvent(draw.random(), draw.choice(["loss", "failure"]), "gone", draw.randint(0, 2)) for _ in range(2)
         )
         job = JobRecord("a", "b", 100.0, 1e9 + 100, 3, end=draw.choice(["well", "running"]), events=events)
         run = combine(job, files)

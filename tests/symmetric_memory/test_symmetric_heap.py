@@ -2,11 +2,11 @@
 
 import random
 
-from phalanx.symmetric_memory.symmetric_heap import ALIGN, Block, Placement
+from phalanx.symmetric_memory.symmetric_heap import ALIGN, Block, BlockPlacement
 
 
 def test_blocks_are_whole_pages_side_by_side():
-    heap = Placement(100 * ALIGN, 10)
+    heap = BlockPlacement(100 * ALIGN, 10)
     assert heap.place(1) == Block(0, 0, ALIGN)
     assert heap.place(ALIGN) == Block(1, ALIGN, ALIGN)
     assert heap.place(ALIGN + 1) == Block(2, 2 * ALIGN, 2 * ALIGN)
@@ -14,7 +14,7 @@ def test_blocks_are_whole_pages_side_by_side():
 
 
 def test_the_first_gap_that_is_large_enough_is_taken():
-    heap = Placement(100 * ALIGN, 10)
+    heap = BlockPlacement(100 * ALIGN, 10)
     blocks = [heap.place(n * ALIGN) for n in (2, 1, 4, 1)]
     heap.remove(blocks[0])
     heap.remove(blocks[2])
@@ -25,12 +25,12 @@ def test_the_first_gap_that_is_large_enough_is_taken():
 
 
 def test_a_full_heap_and_a_full_table_of_flags_say_none():
-    heap = Placement(4 * ALIGN, 10)
+    heap = BlockPlacement(4 * ALIGN, 10)
     whole = heap.place(4 * ALIGN)
     assert heap.place(1) is None
     heap.remove(whole)
     assert heap.place(5 * ALIGN) is None
-    heap = Placement(100 * ALIGN, 2)
+    heap = BlockPlacement(100 * ALIGN, 2)
     first = heap.place(1)
     assert heap.place(1) is not None
     assert heap.place(1) is None
@@ -40,7 +40,7 @@ def test_a_full_heap_and_a_full_table_of_flags_say_none():
 
 def test_random_use_never_overlaps_and_ends_empty():
     random.seed(3)
-    heap = Placement(64 * ALIGN, 16)
+    heap = BlockPlacement(64 * ALIGN, 16)
     mine = []
     for _ in range(2000):
         if mine and random.random() < 0.5:

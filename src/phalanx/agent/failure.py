@@ -85,8 +85,8 @@ class Exit:
 
 
 @dataclass(frozen=True)
-class Loss:
-    """A `Loss` is a host that is silent: its name, why it counts as lost, and when it was last heard."""
+class HostLoss:
+    """A `HostLoss` is a host that is silent: its name, why it counts as lost, and when it was last heard."""
 
     host: str
     why: str
@@ -106,7 +106,7 @@ class Failure:
     report: Report | None
     exit: Exit | None
     stopped: bool = False
-    loss: Loss | None = None
+    loss: HostLoss | None = None
 
     @property
     def pid(self) -> int:
@@ -130,7 +130,7 @@ def decide_failures(
     exits: Mapping[int, Exit],
     reports: Mapping[int, Report],
     sent: Mapping[int, float],
-    lost: Mapping[int, Loss] | None = None,
+    lost: Mapping[int, HostLoss] | None = None,
 ) -> list[Failure]:
     """Return the failed ranks, the first cause in front.
 

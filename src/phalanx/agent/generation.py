@@ -47,8 +47,8 @@ class HostSeats:
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """A `Candidate` is a host that has come, and is taken in if there is room."""
+class ArrivedHost:
+    """An `ArrivedHost` is a host that has come, and is taken in if there is room."""
 
     member: int
     num_ranks: int
@@ -148,7 +148,7 @@ class Seating:
         )
         return Seating(tuple(hosts), self.vacated)
 
-    def take_in(self, candidate: Candidate) -> Seating:
+    def take_in(self, candidate: ArrivedHost) -> Seating:
         """Return the seating with one more host: in its own seats if it comes back, else in vacated ones of its size,
         else behind all.
         """
@@ -178,7 +178,7 @@ class Seating:
         return " and ".join(lacks)
 
 
-def choose_candidates(seating: Seating, candidates: Sequence[Candidate], limits: Limits) -> list[Candidate]:
+def choose_candidates(seating: Seating, candidates: Sequence[ArrivedHost], limits: Limits) -> list[ArrivedHost]:
     """Return the candidates that are taken in now: as many as there is room for, and first the hosts that come back."""
     known = {left.name for left in seating.vacated if left.name}
     ordered = sorted(candidates, key=lambda each: each.name not in known)  # sorted is stable

@@ -18,7 +18,7 @@ from phalanx.errors import LaunchError
 from phalanx.processes import name_signal
 from phalanx.report.copy_speed import measure_copy_speed
 from phalanx.report.job_record import RANKS, JobRecord
-from phalanx.report.measurements import Event
+from phalanx.report.measurements import RunEvent
 from phalanx.report.records import find_other_run, remove_old_records
 from phalanx.report.write import PAGE, write_report
 
@@ -36,7 +36,7 @@ class JobReport:
         """Begin the report of a job. A folder that `is_new` has no records of this run."""
         self._folder = os.path.abspath(folder)
         self._begun = plan.begun
-        self._events: list[Event] = []
+        self._events: list[RunEvent] = []
         self._state: Supervision | None = None  # the state of the newest attempt
         self.record = JobRecord(
             name=os.path.basename(plan.settings.target.name),
@@ -137,7 +137,7 @@ class JobReport:
         host: str = "",
     ) -> None:
         if len(self._events) < _MAX_EVENTS:
-            self._events.append(Event(at - self._begun, kind, text, rank, detail, pid, host))
+            self._events.append(RunEvent(at - self._begun, kind, text, rank, detail, pid, host))
 
 
 def _when(failure: Failure) -> float:

@@ -8,8 +8,8 @@ from itertools import pairwise
 
 
 @dataclass(frozen=True)
-class Placement:
-    """A `Placement` is the threads per rank, and each rank's cores; with an empty tuple a rank runs wherever the agent
+class Pinning:
+    """A `Pinning` is the threads per rank, and each rank's cores; with an empty tuple a rank runs wherever the agent
     may.
     """
 
@@ -17,7 +17,7 @@ class Placement:
     cpus: tuple[tuple[int, ...], ...]
 
 
-def plan_placement(cpus: Sequence[int], num_ranks: int, *, pin: bool = True) -> Placement:
+def plan_placement(cpus: Sequence[int], num_ranks: int, *, pin: bool = True) -> Pinning:
     """Divide the agent's cores into contiguous blocks, one per rank, whose sizes differ by one at most.
 
     Neighbouring numbers usually share a cache or a NUMA node, hence contiguous. Threads are the same for all ranks (the
@@ -29,6 +29,6 @@ def plan_placement(cpus: Sequence[int], num_ranks: int, *, pin: bool = True) -> 
     cores = sorted(cpus)
     threads = max(1, len(cores) // num_ranks)
     if not pin or num_ranks > len(cores):
-        return Placement(threads, ((),) * num_ranks)
+        return Pinning(threads, ((),) * num_ranks)
     bounds = [len(cores) * rank // num_ranks for rank in range(num_ranks + 1)]
-    return Placement(threads, tuple(tuple(cores[a:b]) for a, b in pairwise(bounds)))
+    return Pinning(threads, tuple(tuple(cores[a:b]) for a, b in pairwise(bounds)))

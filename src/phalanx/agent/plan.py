@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from phalanx.agent.environment import JobEnvironment, Place
-from phalanx.agent.placement import Placement
+from phalanx.agent.placement import Pinning
 from phalanx.agent.settings import Settings
 
 
@@ -23,7 +23,7 @@ class JobPlan:
 
     settings: Settings
     num_ranks: int
-    placement: Placement
+    placement: Pinning
     terminal: bool
     environ: dict[str, str]
     run_id: str

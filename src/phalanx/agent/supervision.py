@@ -17,7 +17,7 @@ import signal
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from phalanx.agent.failure import Exit, Failure, Loss, Report, decide_failures
+from phalanx.agent.failure import Exit, Failure, HostLoss, Report, decide_failures
 from phalanx.loss_detection import HOST_LOSS_SETTLE_S, SETTLE_S
 from phalanx.processes import ENDING_SIGNALS
 
@@ -57,7 +57,7 @@ class Supervision:
     exit_timeout_s: float | None = None
     exits: dict[int, Exit] = field(default_factory=dict)
     reports: dict[int, Report] = field(default_factory=dict)
-    lost: dict[int, Loss] = field(default_factory=dict)  # the ranks whose host is lost
+    lost: dict[int, HostLoss] = field(default_factory=dict)  # the ranks whose host is lost
     started: set[int] = field(default_factory=set)
     abandoned: set[int] = field(default_factory=set)  # the job was told to end before they were forked
     retired: set[int] = field(default_factory=set)  # the ranks without which an elastic job goes on
@@ -148,7 +148,7 @@ class Supervision:
         self.reports.setdefault(report.rank, report)
         return self._settle(now)
 
-    def on_host_lost(self, ranks: Iterable[int], loss: Loss, now: float) -> list[Action]:
+    def on_host_lost(self, ranks: Iterable[int], loss: HostLoss, now: float) -> list[Action]:
         """Decide what follows when the host of these ranks is lost."""
         self.lost.update({rank: loss for rank in ranks if rank not in self.exits and rank not in self.abandoned})
         return self._settle(now, HOST_LOSS_SETTLE_S) if self.lost else []

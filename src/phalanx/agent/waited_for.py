@@ -139,8 +139,8 @@ class Slow:
     span_s: float
 
 
-class Lateness:
-    """`Lateness` counts who came last to the operations since the beginning. Feed it with looks that overlap."""
+class LatenessCounter:
+    """`LatenessCounter` counts who came last to the operations since the beginning. Feed it with looks that overlap."""
 
     def __init__(self) -> None:
         self._counted: dict[tuple[str, tuple[int, ...], str], int] = {}  # by group: the latest number that was counted

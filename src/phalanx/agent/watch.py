@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from phalanx.agent.stragglers import describe_process
-from phalanx.agent.waited_for import STANDING, Lateness, Silent, Slow, find_silent
+from phalanx.agent.waited_for import STANDING, LatenessCounter, Silent, Slow, find_silent
 from phalanx.diagnostics.observer import GroupLog
 from phalanx.diagnostics.rank_list import name_ranks
 from phalanx.inspect.stacks.dump import without_launcher
@@ -54,7 +54,7 @@ class Watch:
         self._standing: dict[int, int] = {}  # by process: since when it is in such a state (ns)
         self._told: dict[int, int] = {}  # by process: how often it was reported in this silence
         self._accused: dict[int, Accused] = {}  # by rank: what it is accused of
-        self._lateness = Lateness()
+        self._lateness = LatenessCounter()
         self._slow_told = False
         self._slow_due = now + _SLOW_AFTER_S
 
@@ -130,7 +130,7 @@ class Watch:
         slow = self._lateness.find_slow()
         self._slow_told = slow is not None
         if slow is None:
-            self._lateness = Lateness()
+            self._lateness = LatenessCounter()
         return slow
 
 

@@ -24,8 +24,8 @@ from phalanx.data.permutation import Indices, Permutation
 
 
 @dataclass(frozen=True)
-class Member:
-    """`Member` is a dataset of which a step of all ranks has `batch_size` samples."""
+class JoinedDataset:
+    """`JoinedDataset` is a dataset of which a step of all ranks has `batch_size` samples."""
 
     dataset: Any
     batch_size: int
@@ -40,7 +40,7 @@ class Together(OrderedDataset):
     A unit of the DataLoader's batch is a list of samples of each; `collate` makes of several a dict of batches.
     """
 
-    def __init__(self, members: Mapping[str, Member]) -> None:
+    def __init__(self, members: Mapping[str, JoinedDataset]) -> None:
         self.members = dict(members)
         self.units_per_step = math.gcd(*(one.batch_size for one in self.members.values()))
         self._sizes = {name: one.batch_size // self.units_per_step for name, one in self.members.items()}

@@ -1,7 +1,7 @@
 """An exchange turns a bucket into the mean over all ranks; it is the interface between the reducer and communication.
 
 The reducer calls `launch` for each bucket, in the plan's order on every rank, from autograd's thread while backward
-goes on, and `Pending.wait` for each, in the same order, when backward is done. The exchange decides what happens
+goes on, and `PendingBucket.wait` for each, in the same order, when backward is done. The exchange decides what happens
 between: one for any backend and one for buckets in the shared heap are here, one for users' hooks in `comm_hook`.
 """
 
@@ -20,8 +20,8 @@ from phalanx.backend.uneven import absent_ranks, can_be_uneven, training_step
 from phalanx.ddp.bucket import DenseBucket, SparseBucket
 
 
-class Pending(Protocol):
-    """A `Pending` is a bucket on its way."""
+class PendingBucket(Protocol):
+    """A `PendingBucket` is a bucket on its way."""
 
     def wait(self) -> None:
         """Return when the bucket's buffer holds the mean over all ranks."""
@@ -33,7 +33,7 @@ class Exchange(Protocol):
     scale: float
     """The factor by which each gradient is multiplied when it is put into the bucket."""
 
-    def launch(self, bucket: DenseBucket) -> Pending:
+    def launch(self, bucket: DenseBucket) -> PendingBucket:
         """Start on a bucket that is complete on this rank; the order of buckets is the same on every rank."""
 
 
@@ -50,9 +50,9 @@ class WorkExchange:
         self._op = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
         self.scale = 1.0 if averages else 1.0 / group.size()
 
-    def launch(self, bucket: DenseBucket) -> Pending:
+    def launch(self, bucket: DenseBucket) -> PendingBucket:
         """Start one all_reduce of the bucket's memory, in place."""
-        work: Pending | None = dist.all_reduce(bucket.buffer, op=self._op, group=self._group, async_op=True)
+        work: PendingBucket | None = dist.all_reduce(bucket.buffer, op=self._op, group=self._group, async_op=True)
         assert work is not None  # None is for ranks outside the group, and those can't wrap a module
         return work
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from phalanx.ddp.exchange import Pending
+from phalanx.ddp.exchange import PendingBucket
 from phalanx.ddp.plan import Bucket
 
 
@@ -19,7 +19,7 @@ class Round:
         self.num_missing = [len(bucket.slots) for bucket in buckets]
         self.complete: list[int] = []  # buckets whose gradients are all there, and which are to be filled
         self.num_launched = 0
-        self.pending: list[Pending] = []
+        self.pending: list[PendingBucket] = []
 
     def mark_ready(self, index: int, *, bucket: int) -> None:
         """Note that a parameter, which has a place in `bucket`, gets no more gradients."""

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from phalanx.ddp.bucket import DenseBucket, SparseBucket
 from phalanx.ddp.bucket_set import BucketSet
-from phalanx.ddp.exchange import Pending, SparsePending
+from phalanx.ddp.exchange import PendingBucket, SparsePending
 
 
 class ShadowRound:
@@ -21,7 +21,7 @@ class ShadowRound:
             bucket.plan.index: bucket.buffer.clone() for bucket in buckets.buckets if isinstance(bucket, DenseBucket)
         }
 
-    def launch(self, pending: list[Pending]) -> None:
+    def launch(self, pending: list[PendingBucket]) -> None:
         """Launch all buckets with zeros, in the order of the plan; what must be waited for is added to `pending`."""
         for bucket in self._set.buckets:
             if isinstance(bucket, SparseBucket):

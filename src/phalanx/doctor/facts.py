@@ -14,7 +14,7 @@ class Probe:
 
 
 @dataclass(frozen=True)
-class HostFacts:
+class MachineFacts:
     """It is the machine as this process sees it. Sizes are in bytes; None where the platform does not say."""
 
     platform: str
@@ -104,7 +104,7 @@ class Facts:
     """
 
     phalanx: str  # the version of Phalanx
-    host: HostFacts
+    host: MachineFacts
     kernel: Kernel
     torch: Torch | str
     training: Probe

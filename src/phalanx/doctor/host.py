@@ -12,7 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from phalanx.doctor.facts import HostFacts, Probe
+from phalanx.doctor.facts import MachineFacts, Probe
 from phalanx.engines.interfaces import interface_addresses
 from phalanx.errors import LaunchError
 from phalanx.schedulers.find import find_allocation
@@ -24,7 +24,7 @@ _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", 
 _RESOLVE = "import socket; print(*sorted({entry[4][0] for entry in socket.getaddrinfo(socket.gethostname(), None)}))"
 
 
-def examine_host(root: Path = Path("/")) -> HostFacts:
+def examine_host(root: Path = Path("/")) -> MachineFacts:
     """Return the host, with `/proc` and `/sys` looked for below `root`. It may take seconds if name resolution is
     slow.
     """
@@ -33,7 +33,7 @@ def examine_host(root: Path = Path("/")) -> HostFacts:
     free, limited = _available_memory(root, group)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     processes, running = _processes(root, group)
-    return HostFacts(
+    return MachineFacts(
         platform=sys.platform,
         python=platform.python_version(),
         cores=os.cpu_count() or 1,

@@ -12,7 +12,7 @@ from typing import Any
 from phalanx.coordination.elastic_link import outlive_zygote
 from phalanx.deadline import Deadline
 from phalanx.descriptors import wait_readable
-from phalanx.elastic.generations import GenerationNotice, JobEndedError, LeaveError, Loss, NoGenerationError
+from phalanx.elastic.generations import GenerationNotice, JobEndedError, LeaveError, NoGenerationError, RankLoss
 from phalanx.errors import DeadlineError, PhalanxError
 from phalanx.ipc.agent import connect, split
 from phalanx.loss_detection import SILENT_AGENT_S
@@ -95,7 +95,7 @@ class AgentChannel:
     def _agent_pid(self) -> int:
         return self._channel.peer.pid
 
-    def report(self, loss: Loss) -> None:
+    def report(self, loss: RankLoss) -> None:
         """Report that this rank has lost a peer and waits."""
         self._send(
             kind="lost",

@@ -48,8 +48,8 @@ class SupersededError(Exception):
 
 
 @dataclass
-class Loss:
-    """A `Loss` is what a rank reports. With `disagrees` no rank is lost: they called different operations."""
+class RankLoss:
+    """A `RankLoss` is what a rank reports. With `disagrees` no rank is lost: they called different operations."""
 
     generation: int
     step: int
@@ -61,7 +61,7 @@ class Loss:
 class Generations(Protocol):
     """`Generations` is this rank's connection to the process that decides."""
 
-    def report(self, loss: Loss) -> None:
+    def report(self, loss: RankLoss) -> None:
         """Report that this rank has lost a peer and waits."""
         ...
 

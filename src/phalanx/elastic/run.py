@@ -23,8 +23,8 @@ from phalanx.elastic.generations import (
     Generations,
     JobEndedError,
     LeaveError,
-    Loss,
     NoGenerationError,
+    RankLoss,
     SupersededError,
 )
 from phalanx.elastic.group import ElasticGroup
@@ -251,13 +251,17 @@ class ElasticJob:
             _logger.warning("phalanx.elastic: a lost rank ends the job, as its agent does not hear this one: %s", error)
             return None
 
-    def _describe(self, group: ElasticGroup, error: BaseException) -> Loss:
+    def _describe(self, group: ElasticGroup, error: BaseException) -> RankLoss:
         ranks = tuple(getattr(error, "ranks", ()))
         text = summary_of(error).splitlines()[0]
-        return Loss(group.generation, self._state.step, text, ranks, is_mismatch(error))
+        return RankLoss(group.generation, self._state.step, text, ranks, is_mismatch(error))
 
     def _recover(
-        self, group: ElasticGroup, membership: Generations, loss: Loss | None, cause: BaseException | None = None
+        self,
+        group: ElasticGroup,
+        membership: Generations,
+        loss: RankLoss | None,
+        cause: BaseException | None = None,
     ) -> bool:
         """Return once this rank is in the group of a later generation, with the state to go on from; or True, once it
         is outside of it again, with what this run has left, which the others have finished.

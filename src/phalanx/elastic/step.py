@@ -17,7 +17,7 @@ from phalanx.elastic.backward import call_before_backward
 from phalanx.elastic.forward_changes import ForwardChanges
 from phalanx.elastic.frozen import Frozen
 from phalanx.elastic.objects import Objects
-from phalanx.elastic.step_undo import Followers, StepUndo
+from phalanx.elastic.step_undo import SchedulersAndScalers, StepUndo
 from phalanx.log import get_logger
 from phalanx.torch_names import find
 
@@ -74,7 +74,7 @@ class StepTracker:
         for optimizer in objects.optimizers:
             optimizer.register_step_pre_hook(self._before_step)
             optimizer.register_step_post_hook(self._after_step)
-        self.followers = Followers(objects.schedulers, objects.scalers, objects.optimizers)
+        self.followers = SchedulersAndScalers(objects.schedulers, objects.scalers, objects.optimizers)
         holds_apart = objects.rounds or objects.pipelines
         self._undo = None if holds_apart else StepUndo(objects.parts_of_update())
         # the number of updates of each sharded optimizer before the step's first update

@@ -84,9 +84,8 @@ def _with_inner(scheduler: LRScheduler) -> list[LRScheduler]:
     return [scheduler, *(each for one in getattr(scheduler, "_schedulers", ()) for each in _with_inner(one))]
 
 
-class Followers:
-    """`Followers` keeps schedulers, gradient scalers and the options that they change, which may be ahead of the last
-    update.
+class SchedulersAndScalers:
+    """`SchedulersAndScalers` keeps these, and the options that they change, which may be ahead of the last update.
 
     This happens where a scheduler steps at the end of an epoch, and a rank is lost in the validation after it.
     """

@@ -15,7 +15,7 @@ DATA = 0x40000000
 DELIVERY_S = 10.0
 
 
-class Pending(Protocol):
+class InTransit(Protocol):
     """It is a message on its way."""
 
     def wait(self, timeout: timedelta, /) -> object:
@@ -23,7 +23,7 @@ class Pending(Protocol):
         ...
 
 
-class FromAnybody(Pending, Protocol):
+class FromAnybody(InTransit, Protocol):
     """It is a receive that takes whatever comes first."""
 
     def _source_rank(self) -> int:  # torch's name
@@ -48,11 +48,11 @@ class Engine(Protocol):
         """Return the number of tags: the user's messages have tags below this."""
         ...
 
-    def send(self, dst: int, tensor: Tensor, tag: int) -> Pending:
+    def send(self, dst: int, tensor: Tensor, tag: int) -> InTransit:
         """Start to send."""
         ...
 
-    def recv(self, src: int, tensor: Tensor, tag: int) -> Pending:
+    def recv(self, src: int, tensor: Tensor, tag: int) -> InTransit:
         """Start to receive."""
         ...
 

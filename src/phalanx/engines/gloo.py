@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroupGloo
 
 from phalanx.deadline import Deadline
 from phalanx.engines.delivery import await_delivery, open_sockets
-from phalanx.engines.engine import DATA, Pending
+from phalanx.engines.engine import DATA, InTransit
 from phalanx.engines.gloo_addresses import GlooAddresses
 from phalanx.engines.gloo_device import GlooDevice, gloo_device
 from phalanx.torch_names import find
@@ -91,14 +91,14 @@ class GlooEngine:
         self.rank = rank
         self.world_size = world_size
 
-    def send(self, dst: int, tensor: Tensor, tag: int) -> Pending:
+    def send(self, dst: int, tensor: Tensor, tag: int) -> InTransit:
         """Start to send a contiguous tensor."""
-        pending: Pending = self._group.send([tensor], dst, tag)
+        pending: InTransit = self._group.send([tensor], dst, tag)
         return pending
 
-    def recv(self, src: int, tensor: Tensor, tag: int) -> Pending:
+    def recv(self, src: int, tensor: Tensor, tag: int) -> InTransit:
         """Start to receive into a contiguous tensor."""
-        pending: Pending = self._group.recv([tensor], src, tag)
+        pending: InTransit = self._group.recv([tensor], src, tag)
         return pending
 
     def recv_any(self, tensor: Tensor, tag: int) -> Any:

@@ -28,7 +28,7 @@ from phalanx.agent.elastic_actions import (
 )
 from phalanx.agent.elastic_rank import ElasticRank
 from phalanx.agent.failure import Exit, Failure, Report, summarise
-from phalanx.agent.generation import Candidate, HostSeats, Limits, Seating, choose_candidates, plan_generation
+from phalanx.agent.generation import ArrivedHost, HostSeats, Limits, Seating, choose_candidates, plan_generation
 from phalanx.diagnostics.rank_list import name_ranks
 
 _MAX_TRIES = 2  # the first may be in vain because the new ranks took longer to start than the others could wait
@@ -62,7 +62,7 @@ class ElasticHosts(Elastic):
         super().__init__(seating, max_replacements, limits)
         self._own = own
         self._host_timeout_s = host_timeout_s
-        self.spares: dict[int, Candidate] = {}  # by number, in the order of coming
+        self.spares: dict[int, ArrivedHost] = {}  # by number, in the order of coming
         self.arrivals: dict[int, Arrival] = {}
         self._untried: set[int] = set()  # hosts that are new in this generation, in which no rank is yet
         self._tries = 0  # how many tries with them were in vain
@@ -152,7 +152,7 @@ class ElasticHosts(Elastic):
         why = f"a rank that it has started ended before it could take part: {how}"
         return [DropHost(arrival.seats.member, why), *self._use_spares(now)]
 
-    def on_host_came(self, candidate: Candidate, now: float) -> list[ElasticAction]:
+    def on_host_came(self, candidate: ArrivedHost, now: float) -> list[ElasticAction]:
         """Hear that a host is there, with so many places for ranks."""
         self.spares[candidate.member] = candidate
         return self._use_spares(now)
@@ -250,7 +250,7 @@ class ElasticHosts(Elastic):
             seating = seating.seat(arrival.seats)
         return seating
 
-    def _find_seats(self, candidate: Candidate) -> HostSeats:
+    def _find_seats(self, candidate: ArrivedHost) -> HostSeats:
         hosts = self._with_arrivals().take_in(candidate).hosts
         return next(host for host in hosts if host.member == candidate.member)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from phalanx.agent.generation import Candidate
+from phalanx.agent.generation import ArrivedHost
 from phalanx.hosts.control_channel import Change
 from phalanx.hosts.moved_job import describe_second_job
 from phalanx.hosts.node_plan import HostFacts, describe_unfit, find_conflict
@@ -17,7 +17,7 @@ class LateHosts:
         self._peers = peers
         self._display = display
 
-    def on_joined(self, change: Change) -> Candidate | None:
+    def on_joined(self, change: Change) -> ArrivedHost | None:
         """Return what a host that has come brings; None if it cannot be in this job, which is said."""
         problem = describe_unfit(change.facts) or describe_second_job(change.facts)
         facts = None if problem else HostFacts.from_json(change.member, change.facts)
@@ -30,7 +30,7 @@ class LateHosts:
             self._display.say(f"phalanx run: {conflict}. The job goes on without that host")
             return None
         self._peers.late[change.member] = change
-        return Candidate(change.member, facts.num_ranks, facts.known_as, facts.role)
+        return ArrivedHost(change.member, facts.num_ranks, facts.known_as, facts.role)
 
     def on_gone(self, change: Change) -> None:
         """Forget a host that has left or is lost, if it waited: it is not there for the next start."""

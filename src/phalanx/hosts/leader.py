@@ -10,7 +10,7 @@ from typing import Any
 
 from phalanx.agent.attempt import Attempt
 from phalanx.agent.elastic_actions import BeginGeneration, DropHost, PrepareHost
-from phalanx.agent.failure import Loss
+from phalanx.agent.failure import HostLoss
 from phalanx.agent.generation import HostSeats
 from phalanx.agent.host import Host
 from phalanx.agent.host_link import HostLink
@@ -165,7 +165,7 @@ class LeaderLink(HostLink):
             if ranks:
                 state.retired.difference_update(ranks)
                 now = time.monotonic()
-                loss = Loss(node.where, why, now - self._peers.host_timeout_s)
+                loss = HostLoss(node.where, why, now - self._peers.host_timeout_s)
                 self._attempt.do(state.on_host_lost(ranks, loss, now))
 
     def _admit_host(self, seats: HostSeats, begun: BeginGeneration) -> Node | None:
@@ -427,7 +427,7 @@ class LeaderLink(HostLink):
             survived = self._elastic.on_host_lost(member, node.where, why, now)
         actions: list[Action] = []
         if survived is None:
-            loss = Loss(node.where, why, now - self._peers.host_timeout_s)
+            loss = HostLoss(node.where, why, now - self._peers.host_timeout_s)
             actions = self._attempt.state.on_host_lost(seats, loss, now)
         else:
             for seat in seats:

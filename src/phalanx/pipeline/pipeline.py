@@ -38,7 +38,7 @@ from phalanx.pipeline.materialize import materialize
 from phalanx.pipeline.micro_batch_random import MicroBatchRandom
 from phalanx.pipeline.outcome import Outcome
 from phalanx.pipeline.own_modules import OwnModules, unused_tensors
-from phalanx.pipeline.placement import Placement
+from phalanx.pipeline.placement import MeshPlacement
 from phalanx.pipeline.record import Record
 from phalanx.pipeline.replicas import Replicas
 from phalanx.pipeline.schedule import Schedule, ScheduleName, plan_schedule
@@ -111,7 +111,7 @@ class Pipeline(StageModule):
         device: torch.device | str | None = None,
         init_fn: Callable[[str, Tensor], object] | None = None,
     ) -> None:
-        placement = Placement(mesh, process_group)
+        placement = MeshPlacement(mesh, process_group)
         group, data_group = placement.group, placement.data_group
         super().__init__(module, group)
         self._placement = placement

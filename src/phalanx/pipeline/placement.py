@@ -1,4 +1,4 @@
-"""A `Placement` says which ranks have the stages of this pipeline, and which ones the same stages in others."""
+"""A `MeshPlacement` says which ranks have the stages of this pipeline, and which ones the same stages in others."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 
-class Placement:
+class MeshPlacement:
     """A placement has a pipeline on the ranks of a group, or pipelines and their replicas on those of a mesh.
 
     `group` has the ranks of this pipeline, `data_group` those with this rank's stages in others, if there are any.

@@ -12,7 +12,14 @@ from torch import Tensor, nn
 
 from phalanx.partition.owners import Layout, register, whole_name
 from phalanx.pipeline.own_modules import OwnModules
-from phalanx.pipeline.whole_optimizer import Group, describe_groups, fit, merge_groups, number_names, options_of
+from phalanx.pipeline.whole_optimizer import (
+    ParamGroup,
+    describe_groups,
+    fit,
+    merge_groups,
+    number_names,
+    options_of,
+)
 from phalanx.pipeline.whole_optimizer import whole_names as names_of
 from phalanx.pipeline.whole_state import (
     first_names,
@@ -235,7 +242,7 @@ class StageModule(nn.Module):
         shapes = {name: parameter.shape for name, parameter in self.named_parameters()}
         return fit(state, names, self._own_groups(optimizer), shapes, list(self._places))
 
-    def _own_entries(self, optimizer: torch.optim.Optimizer) -> tuple[dict[tuple[Any, ...], Any], list[Group]]:
+    def _own_entries(self, optimizer: torch.optim.Optimizer) -> tuple[dict[tuple[Any, ...], Any], list[ParamGroup]]:
         """Return this rank's state by number in the whole and key, and the groups of the whole."""
         groups = self._whole_groups(optimizer)
         if isinstance(optimizer, torch.optim.LBFGS):
@@ -257,7 +264,7 @@ class StageModule(nn.Module):
                 entries.update({(numbers[names[at]], key): value for key, value in saved.items()})
         return entries, groups
 
-    def _own_groups(self, optimizer: torch.optim.Optimizer) -> list[Group]:
+    def _own_groups(self, optimizer: torch.optim.Optimizer) -> list[ParamGroup]:
         wrong = [p for group in optimizer.param_groups for p in group["params"] if whole_name(p) is None]
         if wrong:
             raise ValueError(
@@ -265,10 +272,11 @@ class StageModule(nn.Module):
                 f"(one has shape {tuple(wrong[0].shape)}). Give them an optimizer of their own."
             )
         return [
-            Group(options_of(group), [whole_name(p) or "" for p in group["params"]]) for group in optimizer.param_groups
+            ParamGroup(options_of(group), [whole_name(p) or "" for p in group["params"]])
+            for group in optimizer.param_groups
         ]
 
-    def _whole_groups(self, optimizer: torch.optim.Optimizer) -> list[Group]:
+    def _whole_groups(self, optimizer: torch.optim.Optimizer) -> list[ParamGroup]:
         by_rank: list[Any] = [None] * self._group.size()
         try:
             mine: Any = self._own_groups(optimizer)

@@ -22,8 +22,8 @@ _SHOWN = 4
 
 
 @dataclass
-class Group:
-    """A `Group` is a group of parameters, by their names, and its options.
+class ParamGroup:
+    """A `ParamGroup` is a group of parameters, by their names, and its options.
 
     A parameter without a name is no part of the model.
     """
@@ -32,7 +32,7 @@ class Group:
     names: list[str] = field(default_factory=list)
 
 
-def merge_groups(by_rank: Sequence[Sequence[Group]], order: Mapping[str, int]) -> list[Group]:
+def merge_groups(by_rank: Sequence[Sequence[ParamGroup]], order: Mapping[str, int]) -> list[ParamGroup]:
     """Return the groups that one optimizer of the whole model would have.
 
     If ranks have as many groups, alike in their options, these are the same groups: each rank has a part of their
@@ -44,7 +44,7 @@ def merge_groups(by_rank: Sequence[Sequence[Group]], order: Mapping[str, int]) -
         _same(one.options, groups[0].options) for groups in zip(*by_rank, strict=True) for one in groups
     ):
         merged = [
-            Group(groups[0].options, _sorted([name for group in groups for name in group.names], order))
+            ParamGroup(groups[0].options, _sorted([name for group in groups for name in group.names], order))
             for groups in zip(*by_rank, strict=True)
         ]
     else:
@@ -52,7 +52,7 @@ def merge_groups(by_rank: Sequence[Sequence[Group]], order: Mapping[str, int]) -
         for group in (group for groups in by_rank for group in groups if any(group.names)):
             known = next((other for other in merged if set(other.names) & set(filter(None, group.names))), None)
             if known is None:
-                merged.append(Group(group.options, _sorted(group.names, order)))
+                merged.append(ParamGroup(group.options, _sorted(group.names, order)))
             else:
                 known.names = _sorted([*known.names, *group.names], order)
         merged.sort(key=lambda group: order[group.names[0]])
@@ -68,7 +68,7 @@ def number_names(layout: Layout) -> dict[str, int]:
     return {name: number for number, name in enumerate(name for names in layout for name in names)}
 
 
-def describe_groups(groups: Sequence[Group]) -> list[dict[str, Any]]:
+def describe_groups(groups: Sequence[ParamGroup]) -> list[dict[str, Any]]:
     """Return the groups as `param_groups` of a state."""
     numbers = number_names([group.names for group in groups])
     return [
@@ -110,7 +110,7 @@ def whole_names(state: Mapping[str, Any], layout: Layout | None, known: Sequence
 def fit(
     state: Mapping[str, Any],
     names: Layout,
-    own: Sequence[Group],
+    own: Sequence[ParamGroup],
     shapes: Mapping[str, torch.Size],
     known: Sequence[str],
 ) -> tuple[dict[str, Any], list[str]]:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from phalanx.report.measurements import Event
+from phalanx.report.measurements import RunEvent
 
 FILE = "job.json"
 RANKS = "ranks"  # the folder in the report's, for the ranks' files
@@ -37,7 +37,7 @@ class JobRecord:
     end: str = "running"
     end_text: str = ""
     exit_code: int | None = None
-    events: tuple[Event, ...] = ()
+    events: tuple[RunEvent, ...] = ()
     clock_offsets: Mapping[str, float] = field(default_factory=dict)  # by host: what its clock is behind
     copy_bytes_per_s: Mapping[str, float] = field(default_factory=dict)  # by host
     run: str = ""  # its id, which its ranks' files have, too
@@ -56,7 +56,7 @@ class JobRecord:
         try:
             with open(os.path.join(folder, FILE), encoding="utf-8") as file:
                 fields: dict[str, Any] = json.load(file)
-            return cls(**{**fields, "events": tuple(Event(**event) for event in fields["events"])})
+            return cls(**{**fields, "events": tuple(RunEvent(**event) for event in fields["events"])})
         except (OSError, ValueError, KeyError, TypeError):
             return None
 

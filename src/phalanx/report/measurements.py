@@ -85,7 +85,7 @@ class Lateness:
 
 
 @dataclass(frozen=True)
-class Event:
+class RunEvent:
     """An event is something that happened to the job: `kind` is attempt, failure, loss, replaced, signal or host
     lost. Of a loss `pid` is the process, and `host` the name and address of its host, if that is lost as well.
     """
@@ -124,7 +124,7 @@ class Measurements:
     lateness: tuple[Lateness, ...] = ()
     num_matched: int = 0  # collectives that were seen on all ranks
     copy_bytes_per_s: Mapping[str, float] = field(default_factory=dict)  # by host: one core's memcpy
-    events: tuple[Event, ...] = ()
+    events: tuple[RunEvent, ...] = ()
     scalars: Mapping[str, Curve] = field(default_factory=dict)
 
     @property
@@ -201,7 +201,7 @@ class Measurements:
                     "throughput": _curve(fields["throughput"]),
                     "collectives": tuple(Collectives(**one) for one in fields["collectives"]),
                     "lateness": tuple(Lateness(**one) for one in fields["lateness"]),
-                    "events": tuple(Event(**one) for one in fields["events"]),
+                    "events": tuple(RunEvent(**one) for one in fields["events"]),
                     "scalars": {name: _curve(curve) for name, curve in fields["scalars"].items()},
                 }
             )

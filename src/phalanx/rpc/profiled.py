@@ -8,8 +8,8 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Event:
-    """`Event` happened on some worker, from `start_us` to `end_us` of its profile; `fields` are those of a
+class RemoteEvent:
+    """`RemoteEvent` happened on some worker, from `start_us` to `end_us` of its profile; `fields` are those of a
     FunctionEvent.
     """
 
@@ -26,4 +26,4 @@ class Profiled:
 
     result: Any
     duration_us: float
-    events: Sequence[Event]
+    events: Sequence[RemoteEvent]

@@ -18,7 +18,7 @@ from torch.autograd import profiler_legacy as legacy
 from torch.autograd.profiler_util import EventList, FunctionEvent
 
 from phalanx.rpc import current
-from phalanx.rpc.profiled import Event, Profiled
+from phalanx.rpc.profiled import Profiled, RemoteEvent
 from phalanx.torch_names import find
 
 _profiler_enabled: Any = find(
@@ -49,7 +49,7 @@ class profile(legacy.profile):
             warnings.simplefilter("ignore", FutureWarning)
             super().__init__(enabled, **options)  # type: ignore[no-untyped-call]
         self._options = options
-        self._gathered: list[Event] = []
+        self._gathered: list[RemoteEvent] = []
         self._own: list[Any] = []
         self._began = 0.0
         self._has_ended = False
@@ -88,7 +88,7 @@ class profile(legacy.profile):
             begin_us = sent_us + max(0.0, self._now_us() - sent_us - answer.duration_us) / 2
             self._gathered += [_move(event, name, begin_us) for event in answer.events]
             if self._has_ended:  # an asynchronous function reports it later: then the call's own event is missing
-                self._gathered.append(Event(_node_id(), sent_us, self._now_us(), True, {**_PLAIN, "name": name}))
+                self._gathered.append(RemoteEvent(_node_id(), sent_us, self._now_us(), True, {**_PLAIN, "name": name}))
             return answer.result
 
         return (run_profiled, (self._options, *work), {}), take
@@ -99,7 +99,7 @@ class profile(legacy.profile):
     def told(self, result: Any) -> Profiled:
         """Return the answer to the caller, once the result is there."""
         own = [
-            Event(
+            RemoteEvent(
                 event.node_id,
                 event.time_range.start,
                 event.time_range.end,
@@ -135,13 +135,13 @@ def run_profiled(options: Mapping[str, Any], function: Any, args: Any, kwargs: A
 run_profiled._calls_function = True  # type: ignore[attr-defined]
 
 
-def _move(event: Event, name: str, begin_us: float) -> Event:
+def _move(event: RemoteEvent, name: str, begin_us: float) -> RemoteEvent:
     """Return an event of a callee, moved into the caller's call `name`, which began at `begin_us`."""
     fields = {**event.fields, "name": name + _REMOTE + event.fields["name"]}
-    return Event(event.node_id, event.start_us + begin_us, event.end_us + begin_us, event.is_async, fields)
+    return RemoteEvent(event.node_id, event.start_us + begin_us, event.end_us + begin_us, event.is_async, fields)
 
 
-def _make(event: Event) -> FunctionEvent:
+def _make(event: RemoteEvent) -> FunctionEvent:
     fields = dict(event.fields)
     fields["thread"] += (1 + event.node_id) * _THREADS
     return FunctionEvent(  # type: ignore[no-untyped-call]

@@ -21,7 +21,7 @@ from phalanx.ipc.local_listener import LocalAddress
 from phalanx.symmetric_memory.fd_server import FdServer, Notice, receive_fds
 from phalanx.symmetric_memory.liveness_pipe import LivenessPipes, needs_liveness_pipes, new_pipes
 from phalanx.symmetric_memory.memfd import Sparse, memory, sparse_memory
-from phalanx.symmetric_memory.symmetric_heap import Placement
+from phalanx.symmetric_memory.symmetric_heap import BlockPlacement
 from phalanx.symmetric_memory.watch import Pidfds, ProcessId
 
 # Two stages of this size per rank, chosen so that a chunk on its way through lies in a second-level cache.
@@ -127,7 +127,7 @@ class SymmetricMemory:
         """The addresses of the blocks that are one memory for all ranks, by their index."""
         self._blocks_in_use = 0
         self._closed = False
-        self._placement: Placement | None = None
+        self._placement: BlockPlacement | None = None
         control, heap, *liveness_pipes = fds
         self._control_bytes = os.fstat(control).st_size
         self._heap_bytes = os.fstat(heap).st_size // self.world_size
@@ -268,7 +268,7 @@ class SymmetricMemory:
     def _collect(self) -> None:
         """Take back, on the leader, the blocks that all have let go, and give their pages to the system."""
         if self._placement is None:
-            self._placement = Placement(self._heap_bytes, _core.BLOCKS)
+            self._placement = BlockPlacement(self._heap_bytes, _core.BLOCKS)
         assert self._heap is not None
         for block in self._placement.live:
             if self.core.is_released(block.index):

@@ -22,7 +22,7 @@ class Block:
     nbytes: int
 
 
-class Placement:
+class BlockPlacement:
     """It says where blocks lie, by first fit over the gaps between live blocks; only the leader keeps one."""
 
     def __init__(self, heap_bytes: int, max_blocks: int) -> None:

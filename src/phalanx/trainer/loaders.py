@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 
 from phalanx.data import DistributedSampler
-from phalanx.data.together import Member, Together
+from phalanx.data.together import JoinedDataset, Together
 from phalanx.elastic import generator_states
 from phalanx.errors import PhalanxError
 from phalanx.log import get_logger
@@ -224,7 +224,7 @@ def _call(strategy: Strategy, name: str, function: Callable[[Any], Any]) -> Any:
 
 
 def _divide_together(strategy: Strategy, name: str, given: Mapping[Any, Any]) -> FitLoader:
-    members: dict[str, Member] = {}
+    members: dict[str, JoinedDataset] = {}
     options: dict[str, Any] = {"num_workers": 0}
     for key, loader in given.items():
         place = f"{name}[{key!r}]"
@@ -244,7 +244,7 @@ def _divide_together(strategy: Strategy, name: str, given: Mapping[Any, Any]) ->
             )
         if len(loader.dataset) == 0:  # type: ignore[arg-type]
             raise ValueError(f"Trainer: {place} has no batch: its dataset is empty")
-        members[key] = Member(loader.dataset, found["batch_size"], found["shuffle"], 0, loader.collate_fn)
+        members[key] = JoinedDataset(loader.dataset, found["batch_size"], found["shuffle"], 0, loader.collate_fn)
         if found["num_workers"] > options["num_workers"]:
             options = {key: found[key] for key in _OF_WORKERS if key in found}
     if not members:

@@ -5,7 +5,7 @@ import torch
 
 from phalanx.ddp.bucket import DenseBucket
 from phalanx.ddp.comm_hook import GradBucket
-from phalanx.ddp.hooks.stages import Pipeline
+from phalanx.ddp.hooks.stages import StagedBuckets
 from phalanx.ddp.plan import Bucket, Slot
 
 
@@ -32,7 +32,7 @@ def _stages(events, index, names="ab"):
 
 
 def test_each_launch_moves_every_earlier_bucket_on_by_one_stage():
-    events, pipeline = [], Pipeline()
+    events, pipeline = [], StagedBuckets()
     futures = [pipeline.launch(_bucket(index), _stages(events, index)) for index in range(3)]
     assert [future.wait().item() for future in futures] == [0.0, 1.0, 2.0]
     assert [future.value().item() for future in futures] == [0.0, 1.0, 2.0]
@@ -45,7 +45,7 @@ def test_each_launch_moves_every_earlier_bucket_on_by_one_stage():
 
 
 def test_a_backward_that_was_interrupted_leaves_nothing_to_the_next():
-    events, pipeline = [], Pipeline()
+    events, pipeline = [], StagedBuckets()
     pipeline.launch(_bucket(0), _stages(events, 0))
     events.clear()
     pipeline.launch(_bucket(0), _stages(events, 7)).wait()
@@ -53,11 +53,11 @@ def test_a_backward_that_was_interrupted_leaves_nothing_to_the_next():
 
 
 def test_a_bucket_that_needs_no_collective_is_done_at_once():
-    assert Pipeline().launch(_bucket(0), _stages([], 0, "")).wait().item() == 0.0
+    assert StagedBuckets().launch(_bucket(0), _stages([], 0, "")).wait().item() == 0.0
 
 
 def test_a_step_behind_the_hook_runs_when_somebody_waits_and_errors_keep_their_type():
-    events, pipeline = [], Pipeline()
+    events, pipeline = [], StagedBuckets()
     doubled = pipeline.launch(_bucket(0), _stages(events, 4)).then(lambda future: future.value() * 2)
     assert events == ["start 4a"]
     assert doubled.wait().item() == 8.0
@@ -77,6 +77,6 @@ def test_a_bucket_of_pytorchs_own_goes_through_all_its_stages_at_once():
             return 0
 
     events = []
-    future = Pipeline().launch(Foreign(), _stages(events, 0))
+    future = StagedBuckets().launch(Foreign(), _stages(events, 0))
     assert events == ["start 0a", "wait 0a", "start 0b", "wait 0b"]
     assert future.value().item() == 0.0

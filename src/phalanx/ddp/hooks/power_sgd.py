@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed import GradBucket
 
 from phalanx.ddp.hooks.residual import Named, Residual, accumulator
-from phalanx.ddp.hooks.stages import Pipeline, Stages
+from phalanx.ddp.hooks.stages import StagedBuckets, Stages
 
 
 class PowerSGDState:
@@ -79,7 +79,7 @@ class PowerSGDState:
         self.residual = Residual()
         self.factors: dict[Tensor, Tensor] = {}
         """The factor Q of each parameter's last step."""
-        self.pipeline = Pipeline()
+        self.pipeline = StagedBuckets()
 
     def compression_stats(self) -> tuple[float, int, int]:
         """Return the rate, and the number of elements before and after compression, since the first compressed step."""

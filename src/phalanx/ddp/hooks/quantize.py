@@ -18,7 +18,7 @@ from torch.distributed import GradBucket
 
 from phalanx.ddp.hooks.blocks import decode, encode, message_bytes
 from phalanx.ddp.hooks.residual import Named, Residual, accumulator
-from phalanx.ddp.hooks.stages import Pipeline, Stages
+from phalanx.ddp.hooks.stages import StagedBuckets, Stages
 
 
 class QuantizationState:
@@ -47,7 +47,7 @@ class QuantizationState:
         self.bytes_sent = 0
         """The number of bytes that this rank has sent up to now, without the headers of the network."""
         self.residual = Residual()
-        self.pipeline = Pipeline()
+        self.pipeline = StagedBuckets()
 
     def state_dict(self, named_parameters: Named) -> dict[str, Any]:
         """Return the residuals of this rank, by name: every rank saves its own, with `model.named_parameters()`."""

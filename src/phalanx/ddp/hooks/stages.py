@@ -22,8 +22,8 @@ from torch import Tensor
 from phalanx.ddp.comm_hook import GradBucket
 
 
-class Pending(Protocol):
-    """A `Pending` is a collective in flight, which `async_op=True` returns.
+class PendingCollective(Protocol):
+    """A `PendingCollective` is a collective in flight, which `async_op=True` returns.
 
     Some calls return None, for ranks outside of the group.
     """
@@ -32,7 +32,7 @@ class Pending(Protocol):
         """Wait until it is over."""
 
 
-Stages = Generator[Pending | None, None, Tensor]
+Stages = Generator[PendingCollective | None, None, Tensor]
 """A generator that yields each collective in flight and returns the bucket's new content."""
 
 
@@ -41,7 +41,7 @@ class Flight:
 
     def __init__(self, stages: Stages) -> None:
         self._stages = stages
-        self._pending: Pending | None = None
+        self._pending: PendingCollective | None = None
         self.result: Tensor | None = None
         self._go_on()
 
@@ -69,7 +69,7 @@ class Flight:
         return self.result
 
 
-class Pipeline:
+class StagedBuckets:
     """A pipeline has the flights of one backward. A state of a hook holds one; it is not for two models at a time."""
 
     def __init__(self) -> None:

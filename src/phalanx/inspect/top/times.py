@@ -45,7 +45,7 @@ class Times:
 
 
 @dataclass(frozen=True)
-class Lateness:
+class LatenessOfRank:
     """It says how often a process came last to an operation of many, and how long after the one before it, in all."""
 
     times: int
@@ -70,7 +70,7 @@ class Measured:
 
     span_ns: int
     times: dict[HostPid, Times]
-    lateness: dict[HostPid, Lateness]
+    lateness: dict[HostPid, LatenessOfRank]
     num_operations: int
     stuck: Stuck | None
 
@@ -107,7 +107,7 @@ def measure(
     )
     calls = _match(hosts)
     spans: dict[HostPid, list[tuple[int, int, int]]] = defaultdict(list)  # enter, the others had come, leave
-    lateness: dict[HostPid, Lateness] = {}
+    lateness: dict[HostPid, LatenessOfRank] = {}
     num_operations = 0
     for call in calls:
         come_ns = _everybody_there(call)
@@ -121,8 +121,8 @@ def measure(
             continue
         num_operations += 1
         *_, (before_ns, _), (last_ns, who) = sorted((o.enter_ns, who) for who, o in call.operations.items())
-        known = lateness.get(who, Lateness(0, 0))
-        lateness[who] = Lateness(known.times + 1, known.lead_ns + last_ns - max(before_ns, begin_ns))
+        known = lateness.get(who, LatenessOfRank(0, 0))
+        lateness[who] = LatenessOfRank(known.times + 1, known.lead_ns + last_ns - max(before_ns, begin_ns))
     times = {who: _divide(spans[who], begin_ns, now_ns) for who in living if who in spans}
     if begin_ns == since_ns:  # else the processor's time is that of a longer one
         for who, now in processor_times(hosts).items():
@@ -137,15 +137,15 @@ def add(several: Iterable[Measured]) -> Measured | None:
     if not list_:
         return None
     times: dict[HostPid, Times] = {}
-    lateness: dict[HostPid, Lateness] = {}
+    lateness: dict[HostPid, LatenessOfRank] = {}
     for measured in list_:
         for who, t in measured.times.items():
             o = times.get(who, Times(0, 0, 0))
             pairs = zip(astuple(o), astuple(t), strict=True)
             times[who] = Times(*(so_far + more for so_far, more in pairs))
         for who, late in measured.lateness.items():
-            known = lateness.get(who, Lateness(0, 0))
-            lateness[who] = Lateness(known.times + late.times, known.lead_ns + late.lead_ns)
+            known = lateness.get(who, LatenessOfRank(0, 0))
+            lateness[who] = LatenessOfRank(known.times + late.times, known.lead_ns + late.lead_ns)
     last = list_[-1]
     times = {who: t for who, t in times.items() if who in last.times}
     span_ns = sum(measured.span_ns for measured in list_)

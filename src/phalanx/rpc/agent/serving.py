@@ -44,8 +44,8 @@ class Readable(Protocol):
         """Read or write what is ready."""
 
 
-class Request(Protocol):
-    """`Request` is a call of another worker."""
+class ServedRequest(Protocol):
+    """`ServedRequest` is a call of another worker."""
 
     def prepare(self) -> bool:
         """Read the call; return whether it is expected to be short. Must not raise."""
@@ -138,7 +138,7 @@ class Serving:
         self._poll = select.epoll()
         self._readable: dict[int, Readable] = {}
         self.incoming: deque[tuple[Any, Frame] | Task] = deque()
-        self.requests: deque[Request] = deque()
+        self.requests: deque[ServedRequest] = deque()
         self.muted: dict[Relieved, None] = {}  # connections that other threads read
         self._spin = Spin()
         self._lock = threading.Lock()

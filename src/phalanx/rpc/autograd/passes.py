@@ -67,8 +67,8 @@ def nothing(message: MessageId) -> None:
 Going = list[tuple[MessageId, Sequence[Tensor | None]]]  # gradients of messages of other workers
 
 
-class Worker(Protocol):
-    """`Worker` is what a pass needs of the worker that it is a part of."""
+class PassWorker(Protocol):
+    """`PassWorker` is what a pass needs of the worker that it is a part of."""
 
     me: WorkerAddress
     contexts: Contexts
@@ -94,7 +94,7 @@ class Pass:
         "begin_others", "context", "context_id", "error", "id", "num_others", "send_gradients",
     )  # fmt: skip
 
-    def __init__(self, context: Context, pass_id: PassId, worker: Worker) -> None:
+    def __init__(self, context: Context, pass_id: PassId, worker: PassWorker) -> None:
         self.context = context
         self.context_id = context.id
         self.id = pass_id

@@ -27,7 +27,7 @@ from phalanx.diagnostics.failure_report import (
     Operation,
 )
 from phalanx.diagnostics.failure_store import FailureStore
-from phalanx.engines.engine import DELIVERY_S, Pending
+from phalanx.engines.engine import DELIVERY_S, InTransit
 from phalanx.engines.gloo import GlooEngine
 from phalanx.loss_detection import AFTER_BREAK_S
 from phalanx.transport.background import WHOLE_BYTES, Background, look_at
@@ -172,7 +172,7 @@ class GlooSession(StoreReports, EngineSession):
 
         self._background.run(carry_out, look, self.interrupted)
 
-    def _wait_for(self, messages: Sequence[Pending], peer: int, num_bytes: int, deadline: Deadline) -> None:
+    def _wait_for(self, messages: Sequence[InTransit], peer: int, num_bytes: int, deadline: Deadline) -> None:
         """Wait for what is under way with `peer`; where a message may be half there, another thread waits, as in
         `_run`.
         """

@@ -10,7 +10,7 @@ from datetime import timedelta
 import torch
 from torch import Tensor
 
-from phalanx.engines.engine import Pending
+from phalanx.engines.engine import InTransit
 from phalanx.log import get_logger, warn_once
 
 _logger = get_logger(__name__)
@@ -111,7 +111,7 @@ class Compression:
 class Widening:
     """A `Widening` is a receive in the type that is sent; its end writes to `view`."""
 
-    def __init__(self, pending: Pending, short: Tensor, view: Tensor) -> None:
+    def __init__(self, pending: InTransit, short: Tensor, view: Tensor) -> None:
         self._pending = pending
         self._short = short
         self._view = view

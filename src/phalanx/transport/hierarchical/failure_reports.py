@@ -35,7 +35,7 @@ class LocalFailure(Exception):
         self.status = status
 
 
-class Reports(StoreReports):
+class FailureReports(StoreReports):
     """It is what `HierarchicalSession` knows of its group, as far as a report needs it."""
 
     layout: Layout

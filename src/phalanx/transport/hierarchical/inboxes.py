@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from phalanx.deadline import Deadline
-from phalanx.engines.engine import Engine, Pending
+from phalanx.engines.engine import Engine, InTransit
 from phalanx.transport.background import LOOK_EVERY_S, WHOLE_BYTES, Background, get_soon, look_at
 from phalanx.transport.hierarchical.rails import (
     FINGERPRINT,
@@ -46,7 +46,7 @@ class Buffer:
         self.address = self.tensor.data_ptr()
         self.bytes = memoryview((ctypes.c_char * nbytes).from_address(self.address)).cast("B")
         self.first_word = ctypes.c_uint32.from_address(self.address)
-        self.pending: Pending | None = None
+        self.pending: InTransit | None = None
         self._part = self.tensor
 
     def first(self, nbytes: int) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from phalanx.deadline import Deadline
-from phalanx.engines.engine import Engine, Pending
+from phalanx.engines.engine import Engine, InTransit
 from phalanx.transport.background import WHOLE_BYTES, Background, look_at
 from phalanx.transport.hierarchical.rails import ConnectionBroken, Message, NotBegun, talking_to
 
@@ -40,7 +40,7 @@ class PrecedingMessages:
         self._tag = tag
         self._background = Background()
         self._outboxes = [_Box(max_bytes) for _ in range(_SENT)]
-        self._underway: list[list[tuple[int, Pending]]] = [[] for _ in self._outboxes]
+        self._underway: list[list[tuple[int, InTransit]]] = [[] for _ in self._outboxes]
         self._number = 0
         self._inboxes = {peer: deque(_Box(max_bytes) for _ in range(_AHEAD)) for peer in senders}
         for peer, boxes in self._inboxes.items():
@@ -103,7 +103,7 @@ class PrecedingMessages:
         except RuntimeError as error:  # it has left, and may have nothing more to send
             box.pending = NotBegun(error)
 
-    def _wait(self, peer: int, pending: Pending, deadline: Deadline, *, is_soon: bool) -> None:
+    def _wait(self, peer: int, pending: InTransit, deadline: Deadline, *, is_soon: bool) -> None:
         """Wait on this thread if that `is_soon` over, or if the engine hears signals; else let another thread wait."""
         message = Message(pending, peer, deadline)
         if is_soon or self._engine.is_interruptible:
@@ -119,7 +119,7 @@ class _Box:
         self.memory = torch.empty(_PREFIX_BYTES + nbytes, dtype=torch.uint8)
         self.payload = self.memory[_PREFIX_BYTES:]
         self.length = ctypes.c_uint64.from_address(self.memory.data_ptr())
-        self.pending: Pending | None = None
+        self.pending: InTransit | None = None
 
 
 class Preceding:

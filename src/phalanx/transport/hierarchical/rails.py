@@ -18,7 +18,7 @@ from phalanx.collectives.algorithms import find, offering
 from phalanx.collectives.schedule import Operation
 from phalanx.deadline import Deadline
 from phalanx.dtypes import dtype_of
-from phalanx.engines.engine import DATA, Engine, Pending
+from phalanx.engines.engine import DATA, Engine, InTransit
 from phalanx.malloc import keep_freed_memory
 from phalanx.transport.hierarchical.compression import Compression, Widening
 
@@ -67,7 +67,7 @@ def timedelta_of(deadline: Deadline) -> timedelta:
 class Message:
     """A `Message` is under way with `peer`."""
 
-    pending: Pending | Widening
+    pending: InTransit | Widening
     peer: int
     deadline: Deadline
 

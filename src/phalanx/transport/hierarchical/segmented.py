@@ -21,7 +21,7 @@ from phalanx import _core
 from phalanx.collectives.schedule import Operation, Schedule, chunk_bounds
 from phalanx.deadline import Deadline, timeout_ns
 from phalanx.dtypes import dtype_of
-from phalanx.engines.engine import Pending
+from phalanx.engines.engine import InTransit
 from phalanx.transport.base import CallContext
 from phalanx.transport.hierarchical.agreement import Agreement
 from phalanx.transport.hierarchical.rails import Message, PendingSend, plan, talking_to
@@ -365,7 +365,12 @@ class SegmentedCollectives(Agreement):
         return widened()
 
     def _post(
-        self, begin: Callable[[int, Tensor, int], Pending], peer: int, tensor: Tensor, tag: int, deadline: Deadline
+        self,
+        begin: Callable[[int, Tensor, int], InTransit],
+        peer: int,
+        tensor: Tensor,
+        tag: int,
+        deadline: Deadline,
     ) -> Message:
         with talking_to(peer):
             return Message(PendingSend(begin(peer, tensor, tag), tensor), peer, deadline)

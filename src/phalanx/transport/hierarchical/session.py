@@ -42,7 +42,7 @@ from phalanx.transport.health_monitor import HealthMonitor
 from phalanx.transport.hierarchical.bruck import open_exchange
 from phalanx.transport.hierarchical.compression import Compression
 from phalanx.transport.hierarchical.exchange import LeaderExchange
-from phalanx.transport.hierarchical.failure_reports import LocalFailure, Reports
+from phalanx.transport.hierarchical.failure_reports import FailureReports, LocalFailure
 from phalanx.transport.hierarchical.layout import Layout
 from phalanx.transport.hierarchical.preceding import Preceding
 from phalanx.transport.hierarchical.rails import ConnectionBroken, Rail
@@ -108,7 +108,7 @@ class Running:
         self._session.lock.release()
 
 
-class HierarchicalSession(Reports):
+class HierarchicalSession(FailureReports):
     """A session is one rank's side of a group on several hosts: its host's memory, the engine and the failure store.
 
     It runs one collective at a time, and holds `lock` meanwhile.
