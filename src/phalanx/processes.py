@@ -10,6 +10,8 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 
+from phalanx.deadline import Deadline
+
 SUPPORTED = sys.platform == "linux"  # elsewhere there is no death signal, no adoption of orphans and no /proc
 
 # Makes a rank write its Python stacks. It is ignored by whoever does not handle it, so that it can never end a process
@@ -184,7 +186,7 @@ def kill_descendants(groups: Iterable[int] = (), limit_s: float = 5.0, *, spared
     killed.
     """
     reaped: dict[int, int] = {}
-    end = time.monotonic() + limit_s
+    deadline = Deadline.after(limit_s)
     while True:
         doomed = find_descendants(os.getpid(), spared) if SUPPORTED else groups
         for pid in doomed:
@@ -197,7 +199,7 @@ def kill_descendants(groups: Iterable[int] = (), limit_s: float = 5.0, *, spared
                 reaped[found[0]] = found[1]
         except ChildProcessError:
             return reaped
-        if time.monotonic() > end or (spared is not None and not doomed):
+        if deadline.passed or (spared is not None and not doomed):
             return reaped
         time.sleep(0.002)
 

@@ -18,6 +18,7 @@ from phalanx.coordination.address import Address
 from phalanx.coordination.client import Client
 from phalanx.coordination.event import Event
 from phalanx.coordination.wire import MALFORMED
+from phalanx.deadline import Deadline
 from phalanx.errors import PhalanxError
 from phalanx.hosts.send_queue import KEY, Entry, SendQueue
 from phalanx.ipc.wakeup import Mailbox
@@ -233,8 +234,8 @@ class ControlChannel:
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until all has been sent; False when time is up."""
-        end = time.monotonic() + timeout_s
-        while self._queue.num_bytes and time.monotonic() < end and self._thread.is_alive():
+        deadline = Deadline.after(timeout_s)
+        while self._queue.num_bytes and not deadline.passed and self._thread.is_alive():
             time.sleep(0.005)
         return not self._queue.num_bytes
 

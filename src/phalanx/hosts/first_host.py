@@ -57,7 +57,7 @@ def connect(
     Raises:
         LaunchError: it cannot be reached in time, has another key or another version; the message says which.
     """
-    end, told = time.monotonic() + timeout_s, False
+    deadline, told = Deadline.after(timeout_s), False
     began = time.monotonic()
     for endpoint in itertools.cycle(endpoints):
         try:
@@ -77,7 +77,7 @@ def connect(
                 "process has the port (`ss -ltnp`), or give another port on all hosts."
             )
         now = time.monotonic()
-        if now > end or is_over():
+        if deadline.passed or is_over():
             raise LaunchError(f"phalanx run: gave up after {now - began:.0f} s: {problem}") from None
         if not told and now - began > _TELL_AFTER_S:
             told = True
@@ -85,7 +85,7 @@ def connect(
         time.sleep(_PAUSE_S)
     client.timeout = _CALL_S
     try:
-        job_spec = JobSpec.from_bytes(client.get(KEY, max(end - time.monotonic(), 1.0)))
+        job_spec = JobSpec.from_bytes(client.get(KEY, max(deadline.left_s, 1.0)))
     except (PhalanxError, ValueError) as error:
         client.close()
         raise LaunchError(f"phalanx run: {client.address}: {error}") from None

@@ -17,6 +17,7 @@ from phalanx.agent.plan import JobPlan, find_free_port
 from phalanx.coordination.key import Key
 from phalanx.coordination.rendezvous import Rendezvous, join_endpoint
 from phalanx.coordination.wire import MALFORMED
+from phalanx.deadline import Deadline
 from phalanx.descriptors import wait_readable
 from phalanx.diagnostics.printable import printable
 from phalanx.errors import LaunchError
@@ -155,8 +156,8 @@ class Gathering:
                 self._refuse(member, "the job is over, and had begun without this host")
             waiting = (waiting | set(self._peers.taken_in) | spares) - set(self._peers.lost)
         self._channel.put(-1, "end", code=code, why=why)
-        end = time.monotonic() + _END_TIMEOUT_S
-        while waiting and time.monotonic() < end:
+        deadline = Deadline.after(_END_TIMEOUT_S)
+        while waiting and not deadline.passed:
             wait_readable([self._channel], 0.1)
             for message in self._channel.take():
                 if not isinstance(message, Change):
@@ -418,9 +419,9 @@ class Gathering:
 
     def _await_all(self, done: Callable[[], bool]) -> bool:
         """Wait until all have said something, or time is up; False if one has gone."""
-        end = time.monotonic() + 2 * TRY_S
-        while not done() and time.monotonic() < end:
-            self._loop.turn(end - time.monotonic())
+        deadline = Deadline.after(2 * TRY_S)
+        while not done() and not deadline.passed:
+            self._loop.turn(deadline.left_s)
             if self._tried & self._gone:
                 self._channel.put(-1, "tried")
                 return False

@@ -23,6 +23,7 @@ from phalanx.coordination.address import Address
 from phalanx.coordination.relay import Relay
 from phalanx.coordination.rendezvous import Rendezvous
 from phalanx.coordination.wire import MALFORMED
+from phalanx.deadline import Deadline
 from phalanx.diagnostics.printable import printable, printable_lines
 from phalanx.errors import LaunchError, PhalanxError
 from phalanx.host_addresses import OwnAddress, find_interface
@@ -232,10 +233,10 @@ class _Followed:
             return False
         self._host.display.say(f"phalanx run: waiting up to {link.wait_s:g} s for the first host, to be taken in again")
         over = threading.Event()
-        end = time.monotonic() + link.wait_s
+        deadline = Deadline.after(link.wait_s)
 
         def join(say: Callable[[str], None]) -> bool:
-            while not over.is_set() and time.monotonic() < end:
+            while not over.is_set() and not deadline.passed:
                 is_over = self._channel.is_over
                 with contextlib.suppress(PhalanxError):
                     if not is_over:
