@@ -1,6 +1,7 @@
 """A start asks the store for as much per rank, however many ranks there are."""
 
 import json
+import random
 import threading
 import time
 from dataclasses import replace
@@ -245,3 +246,35 @@ def test_what_a_start_leaves_behind_is_one_key_and_it_takes_few_requests(store, 
     assert store.num_keys() == num_before + 1  # how this start has ended
     second = Bootstrap(prefixed, 0, 1, INFO, "0", Deadline.after(60.0))
     assert len(second.join()) == 1
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_all_ranks_say_arrives_as_it_was_said(seed):
+    draw = random.Random(seed)
+    texts = ["", "a", 'ä\n"', "0", "1"]
+    infos = [
+        RankInfo(
+            draw.choice(texts),
+            draw.choice(texts),
+            draw.choice(texts),
+            ProcessId(draw.randrange(1 << 22), draw.randrange(1 << 40), draw.choice(texts), draw.random() < 0.5),
+            frozenset(draw.sample(range(300), draw.randrange(4))),
+            draw.randrange(3),
+            draw.choice(texts),
+            draw.choice(texts),
+            draw.choice(texts),
+            draw.random() < 0.5,
+            draw.choice(texts),
+        )
+        for _ in range(draw.choice([1, 2, 17, 300]))
+    ]
+    hosts, expected = set(), []
+    for rank, info in enumerate(infos):  # the tokens of a host's first rank and the secret of rank 0 are kept
+        token = "" if info.host in hosts else info.token
+        hosts.add(info.host)
+        expected.append(replace(info, token=token, secret=info.secret if rank == 0 else ""))
+    read = unpack_infos(pack_infos(infos))
+    assert read == expected
+    assert [(type(one.has_pidfds), type(one.pid)) for one in (info.process for info in read)] == [(bool, int)] * len(
+        infos
+    )

@@ -11,14 +11,14 @@ import os
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from phalanx.log import get_logger, warn_once
 from phalanx.symmetric_memory.watch import ProcessId
 
 _logger = get_logger(__name__)
-PROTOCOL = 3  # the version of the words in the store; ranks whose installations speak differently must not guess
+PROTOCOL = 4  # the version of the words in the store; ranks whose installations speak differently must not guess
 _MOST_NAMED = 8
 
 Kind = Literal["mismatch", "missing", "lost"]
@@ -83,6 +83,9 @@ class RankInfo:
         return f"pid {self.process.pid} on {self.hostname}"
 
 
+_COLUMNS = tuple(each.name for each in fields(RankInfo))
+
+
 def pack_infos(infos: Sequence[RankInfo]) -> str:
     """Return the information of all ranks as text for the store: some 25 bytes per rank where there are thousands.
 
@@ -90,31 +93,38 @@ def pack_infos(infos: Sequence[RankInfo]) -> str:
     host fetch its memory; nobody connects to them, so that theirs are left out. So are all secrets but that of rank 0.
     """
     hosts: set[str] = set()
-    columns: dict[str, tuple[dict[str, int], list[int]]] = {}  # each value once, and its number for each rank
+    rows = []
     for info in infos:
-        data = info.to_json()
+        row = info.to_json()
         if info.host in hosts:
-            data["token"] = ""
+            row["token"] = ""
         if hosts:
-            data["secret"] = ""
+            row["secret"] = ""
         hosts.add(info.host)
-        for name, value in data.items():
-            values, numbers = columns.setdefault(name, ({}, []))
-            numbers.append(values.setdefault(json.dumps(value), len(values)))
-    text = json.dumps({name: [list(values), numbers] for name, (values, numbers) in columns.items()})
+        rows.append(row)
+    text = json.dumps({name: _number_values([row[name] for row in rows]) for name in rows[0]})
     return base64.b64encode(zlib.compress(text.encode())).decode()
 
 
-def unpack_infos(text: str) -> list[RankInfo]:
-    """Read what `pack_infos` wrote."""
-    columns = json.loads(zlib.decompress(base64.b64decode(text)))
-    values = {name: [json.loads(value) for value in distinct] for name, (distinct, _) in columns.items()}
-    values["cpus"] = [frozenset(cpus) for cpus in values["cpus"]]  # all ranks with the same cores share one object
-    size = len(next(iter(columns.values()))[1])
-    return [
-        RankInfo.from_json({name: values[name][numbers[r]] for name, (_, numbers) in columns.items()})
-        for r in range(size)
+def _number_values(column: Sequence[Any]) -> tuple[list[Any], list[int]]:
+    """Return each value of a column once, and for each row the place of its value among them."""
+    places: dict[Any, int] = {}
+    numbers = [
+        places.setdefault(tuple(value) if isinstance(value, list) else value, len(places)) for value in column
     ]
+    return list(places), numbers
+
+
+def unpack_infos(text: str) -> list[RankInfo]:
+    """Read what `pack_infos` wrote; ranks with the same cores share one object."""
+    columns = {}
+    for name, (values, numbers) in json.loads(zlib.decompress(base64.b64decode(text))).items():
+        if name == "process":
+            values = [ProcessId(*value) for value in values]
+        elif name == "cpus":
+            values = list(map(frozenset, values))
+        columns[name] = [values[number] for number in numbers]
+    return list(map(RankInfo, *(columns[each] for each in _COLUMNS)))
 
 
 @dataclass(frozen=True)
@@ -131,14 +141,14 @@ class Arrival:
 
     def to_json(self) -> dict[str, Any]:
         """Return the arrival as plain data, which the store can hold as JSON."""
-        fields = {name: getattr(self, name) for name in ("rank", "world_size", "at", "protocol", "is_contested")}
-        return {**fields, "rank_info": self.info.to_json()}
+        own = {name: getattr(self, name) for name in ("rank", "world_size", "at", "protocol", "is_contested")}
+        return {**own, "rank_info": self.info.to_json()}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Arrival:
         """Read what `to_json` wrote."""
-        fields = {name: data[name] for name in ("rank", "world_size", "at", "protocol", "is_contested")}
-        return cls(info=RankInfo.from_json(data["rank_info"]), **fields)
+        own = {name: data[name] for name in ("rank", "world_size", "at", "protocol", "is_contested")}
+        return cls(info=RankInfo.from_json(data["rank_info"]), **own)
 
     def __str__(self) -> str:
         return f"{self.info}, which came at {time.strftime('%H:%M:%S', time.localtime(self.at))}"
