@@ -35,6 +35,7 @@ import sys
 import tempfile
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from multiprocessing.synchronize import Event
 from pathlib import Path
@@ -63,6 +64,7 @@ FORK, SPAWN = multiprocessing.get_context("fork"), multiprocessing.get_context("
 TIMEOUT_S = 200.0
 IDLE_S = float(os.environ.get("IDLE_S", "10"))
 LOST_AFTER_S = 8.0
+AGENTS_AT_A_TIME = 32  # of a process; those of a real job do not wait for each other at all
 ZEROMQ = "ZMQbg/IO/0"  # the thread that encrypts, sends and receives
 SIGNAL = f"phalanx/signal/0{WRITE_ONCE}"
 
@@ -320,19 +322,18 @@ def be_agents(endpoint: str, hosts: range, ranks: int, answers: Any, steps: list
     context.max_sockets = 16384
     begin, _, _, lose = steps
     begin.wait()
-    with contextlib.closing(Responder("0.0.0.0", Key(KEY).reach_secret())) as responder:
-        agents = [
-            Agent(
-                Client(endpoint, Key(KEY), context=context, timeout=TIMEOUT_S, heartbeat_s=MEMBER_HEARTBEAT_S),
-                host,
-                ranks,
-                responder.port,
-            )
-            for host in hosts
-        ]
+    with (
+        contextlib.closing(Responder("0.0.0.0", Key(KEY).reach_secret())) as responder,
+        ThreadPoolExecutor(AGENTS_AT_A_TIME) as at_once,
+    ):
+
+        def begin_host(host: int) -> Agent:
+            client = Client(endpoint, Key(KEY), context=context, timeout=TIMEOUT_S, heartbeat_s=MEMBER_HEARTBEAT_S)
+            return Agent(client, host, ranks, responder.port)
+
+        agents = list(at_once.map(begin_host, hosts))
         for part in (Agent.answer, Agent.reach, Agent.start):
-            for agent in agents:
-                part(agent)
+            list(at_once.map(part, agents))
     answers.put("started")
     lose.wait()
     lost = agents[0].client if hosts.start == 1 else None

@@ -40,9 +40,10 @@ _SENDING_S = 0.02  # answers to relays are sent before others are heard
 _TICK_S = 0.25
 # These are plain numbers: pyzmq's enumerations take longer than what is done with them.
 _NOBLOCK, _POLLIN, _RCVMORE = int(zmq.NOBLOCK), int(zmq.POLLIN), int(zmq.RCVMORE)
-_BEATS_S = 0.02  # heartbeats may gather for so long if no request has come for _QUIET_S
-_QUIET_S = 0.1
-_MANY_MEMBERS = 32  # with fewer members each heartbeat is answered as it comes
+# Each round costs more than what is done in it. So of many members heartbeats gather if no request has come for
+# _QUIET_S, and of very many their requests do, too.
+_MANY_MEMBERS, _BEATS_S, _QUIET_S = 32, 0.02, 0.1
+_VERY_MANY_MEMBERS, _REQUESTS_S = 256, 0.01
 _HEARTBEAT = bytes((Op.HEARTBEAT,))
 _MAX_RELAYED = 1024  # frames in one message to a relay
 _UNBROKEN_S = 3.5  # a connection over which something came so shortly before its end was not given up for its silence
@@ -257,10 +258,15 @@ class Service:
                 if now - self._asked_at > _QUIET_S:
                     self._unused_memory.give_back()
             self._send()
-            # Nobody waits for the answer to a heartbeat, and each round costs more than what is done in it.
-            is_quiet = now - self._asked_at > _QUIET_S and not self._relayed
-            if is_quiet and len(self.coordinator.members) > _MANY_MEMBERS:
-                time.sleep(_BEATS_S)
+            if not self._relayed and (gathering_s := self._gathering_s(now)):
+                time.sleep(gathering_s)
+
+    def _gathering_s(self, now: float) -> float:
+        """Return for how long what comes next may wait for more; nobody waits for the answer to a heartbeat."""
+        num_members = len(self.coordinator.members)
+        if num_members > _MANY_MEMBERS and now - self._asked_at > _QUIET_S:
+            return _BEATS_S
+        return _REQUESTS_S if num_members > _VERY_MANY_MEMBERS else 0.0
 
     def _lose_disconnected(self, now: float) -> list[str]:
         ended = () if self._guard is None else self._guard.take_ended(now)
