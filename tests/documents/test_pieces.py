@@ -90,6 +90,10 @@ simulate = sum
 model = phalanx.DistributedDataParallel(model)
 optimizer = torch.optim.AdamW(model.parameters())
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)
+later = phalanx.elastic.State(head=nn.Linear(4, 2))
+@phalanx.elastic.run(later)
+def tune(state):
+    return state
 """,
     "pipeline": """
 job = phalanx.backend.Job(0, 1, 0, torch.device("cpu"))

@@ -86,6 +86,19 @@ def test_a_standby_that_alone_has_lost_the_leader_goes_on_with_it(agents):
     assert not standby.is_electing
 
 
+def test_the_same_standby_is_told_again_once_it_can_take_over_again(agents):
+    """A host had left and come back: nobody was told that another one could lead again."""
+    succession = agents.succession
+    assert succession.take_standbys() == (1,)
+    assert succession.take_standbys() is None
+    succession.want([0, 1])  # of two hosts none is a majority
+    agents.run_until(lambda: succession.has_left(2) and succession.take_standbys() is None)
+    assert not succession.has_standbys
+    succession.want([0, 1, 2])
+    agents.run_until(lambda: succession.has_standbys)
+    assert succession.take_standbys() == (1,)
+
+
 def test_a_standby_that_others_vote_for_is_elected_and_goes_back_no_more(agents):
     for successor in agents.successors.values():
         assert successor.begin_election()

@@ -96,6 +96,8 @@ class Succession:
         It has not changed before every host knows it: who does not would not know whom to vote for.
         """
         config = self._primary.committed
+        if not config.standbys and not config.is_joint:
+            self._told = ()  # the same ones are told again, once they can take over again
         if not self.has_standbys or config.standbys == self._told:
             return None
         self._told = config.standbys
