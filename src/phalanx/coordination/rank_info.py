@@ -109,9 +109,7 @@ def pack_infos(infos: Sequence[RankInfo]) -> str:
 def _number_values(column: Sequence[Any]) -> tuple[list[Any], list[int]]:
     """Return each value of a column once, and for each row the place of its value among them."""
     places: dict[Any, int] = {}
-    numbers = [
-        places.setdefault(tuple(value) if isinstance(value, list) else value, len(places)) for value in column
-    ]
+    numbers = [places.setdefault(tuple(value) if isinstance(value, list) else value, len(places)) for value in column]
     return list(places), numbers
 
 
