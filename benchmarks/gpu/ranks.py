@@ -23,6 +23,8 @@ STEPS = {
     1: (("perceptron", 1), ("perceptron", 32), ("transformer", 1)),
     2: (("perceptron", 1), ("transformer", 1)),
 }
+# What the device computes for all ranks; nobody exchanges anything.
+ALONE = "no exchange"
 THROUGH_HOST, ON_DEVICE = "phalanx, through the host", "phalanx, on the device"
 
 
@@ -49,6 +51,8 @@ def measure(rank: int, world_size: int, kind: str, peer: str, rounds: int, steps
     for workload, times_batch in STEPS.get(world_size, ()):
         of = WORKLOADS[workload], batch * times_batch
         calls = {name: _step(*of, named[group], group, device, rank) for name, group in groups.items()}
+        if world_size > 1:
+            calls[ALONE] = _step(*of, ALONE, None, device, rank)
         larger = f", {times_batch} times the batch" if times_batch > 1 else ""
         times[f"step of {workload}{larger}"] = _in_turns(calls, steps, rounds, device)
     dist.barrier()
@@ -78,13 +82,16 @@ def _all_reduce(
     return lambda: dist.all_reduce(tensor, group=group)
 
 
-def _step(workload, batch: int, name: str, group, device: torch.device, rank: int) -> Callable[[], None]:
-    """A training step of a model that was wrapped for `group`; ours by our class, PyTorch's by PyTorch's."""
+def _step(
+    workload, batch: int, name: str, group: dist.ProcessGroup | None, device: torch.device, rank: int
+) -> Callable[[], None]:
+    """A training step of a model that was wrapped for `group`; ours by our class, PyTorch's by PyTorch's; or bare."""
     torch.manual_seed(0)
     model = workload.build().to(device)
-    is_peer = name.startswith("pytorch-")
-    wrap = nn.parallel.DistributedDataParallel if is_peer else phalanx.DistributedDataParallel
-    model = wrap(model, process_group=group)
+    if name != ALONE:
+        is_peer = name.startswith("pytorch-")
+        wrap = nn.parallel.DistributedDataParallel if is_peer else phalanx.DistributedDataParallel
+        model = wrap(model, process_group=group)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     generator = torch.Generator().manual_seed(rank)
     parts = [workload.batch(generator) for _ in range(batch)]

@@ -23,7 +23,7 @@ from harness import (  # noqa: E402 - the line above says where it is
     write_results,
 )
 from offload import compare, outgrow  # noqa: E402
-from ranks import measure  # noqa: E402
+from ranks import ALONE, measure  # noqa: E402
 
 from phalanx.testing import run_ranks  # noqa: E402
 
@@ -54,7 +54,7 @@ def rows(job: str, seconds: dict[str, dict[str, list[float]]], peer: str) -> lis
             if name == peer:
                 continue
             ratios = [mine / theirs for mine, theirs in zip(times[name], times[peer], strict=True)]
-            ratio, most = statistics.median(ratios), target_of(job, what)
+            ratio, most = statistics.median(ratios), None if name == ALONE else target_of(job, what)
             verdict = "" if most is None else f"{'reached' if ratio <= most else 'missed'} ({format_ratio(most)})"
             cells = [format_time(summarise(times[one]).median) for one in (name, peer)]
             table.append([job, what, name, *cells, peer, format_ratio(ratio), format_ratio(max(ratios)), verdict])

@@ -55,3 +55,18 @@ def test_of_several_tensors_a_change_in_any_and_an_exchange_between_two_change_i
         changed[-1] *= 2
         assert not torch.equal(before, checksum([*flats[:at], changed, *flats[at + 1 :]]))
     assert not torch.equal(before, checksum([flats[2], flats[1], flats[0], *flats[3:]]))
+
+
+@pytest.mark.parametrize("numel", [1, 5, 3 * _BLOCK + 2])
+@pytest.mark.parametrize("start", [0, 1, 2, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+def test_a_slice_that_begins_anywhere_is_summed_whole(dtype, start, numel):
+    torch.manual_seed(0)
+    flat = torch.randint(1, 100, (start + numel,)).to(dtype)[start:]
+    before = checksum([flat])
+    for place in {0, 1, numel // 2, numel - 2, numel - 1} & set(range(numel)):
+        kept = flat[place].clone()
+        flat[place] += 1
+        assert not torch.equal(before, checksum([flat])), place
+        flat[place] = kept
+    assert torch.equal(before, checksum([flat]))
