@@ -127,8 +127,8 @@ def _locked(rank, world_size, place):
     _backward(module, rank, 0, torch.bfloat16, place, device)
     optimizer.step()
     waited = []
-    rounded = max(optimizer._shared[0]._rounded.flats, key=len)
-    for host in (*optimizer._offload._copies.values(), rounded.detach()):
+    masters = max(optimizer._shared[0].flats, key=len)
+    for host in (*optimizer._offload._copies.values(), masters.detach()):
         there = torch.zeros_like(host, device=device)
         for to, source in ((host, there), (there, host)):
             torch.cuda.synchronize()

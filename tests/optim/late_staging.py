@@ -33,8 +33,10 @@ class LateStaging(Staging):
     def follow(self):
         """Here it has no say: whoever changes a gradient that is being copied has waited."""
 
-    def to_device(self, tensors, host, then):
+    def to_device(self, tensors, host):
         self._to_device += [(tensor, source, source.clone()) for tensor, source in zip(tensors, host, strict=True)]
+
+    def follow_copies(self, then):
         self._then.append(then)
 
     def settle(self):

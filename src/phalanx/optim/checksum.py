@@ -58,9 +58,11 @@ def _placed(words: Tensor) -> Tensor:
 def _sum_of_blocks(some: Tensor) -> Tensor:
     factors = _factors(some.device)
     whole = some.numel() // _BLOCK
-    sums = (some[: whole * _BLOCK].view(whole, _BLOCK) * factors).sum(1)
     rest = some[whole * _BLOCK :]
-    return (sums * factors[:whole]).sum() + (rest * factors[: rest.numel()]).sum()
+    sums = [(rest * factors[: rest.numel()]).sum()] if rest.numel() else []
+    if whole:
+        sums.append(((some[: whole * _BLOCK].view(whole, _BLOCK) * factors).sum(1) * factors[:whole]).sum())
+    return sum(sums[1:], sums[0])
 
 
 _FACTOR = 0x2545F4914F6CDD1D  # it is odd

@@ -18,7 +18,7 @@ from phalanx.optim.shared_parameters import SharedBlock
 from phalanx.optim.staging import Staging, lock
 
 _HALF = {torch.float16, torch.bfloat16}
-_NOTED_BYTES = 32 << 20  # so many bytes of parameters are noted together, by a dozen kernels and a copy of them
+_NOTED_BYTES = 64 << 20  # so many bytes of parameters are noted together, by a dozen kernels and a copy of them
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +36,8 @@ class MasterParameters(SharedBlock):
     values of rank `source`; they take them from `previous`, in its precision, if the parameter has not been written
     since. A frozen parameter has no master before one is needed: its room is not touched. All ranks make it together.
 
-        rounded   the masters as the parameters' own dtype, where that is another
+        rounded   the masters as the parameters' own dtype, where that is another and ranks share them: each rank rounds
+                  its slices, and all copy half the bytes; the device of a rank that is alone rounds what it gets
     """
 
     def __init__(
@@ -51,12 +52,13 @@ class MasterParameters(SharedBlock):
         self._stagings = stagings
         self._is_half = [p.dtype in _HALF for p in parameters]
         self._rounded: SharedBlock | None = None
-        if any(self._is_half):
+        if any(self._is_half) and group.size() > 1:
             self._rounded = SharedBlock(parameters, [p.dtype for p in parameters], group, in_pages=True)
         self._masters = [self.shaped(number) for number in range(len(self.parameters))]
         self._parts: dict[int, Slice] = {}  # this rank's slices
         # the notes on slices whose master said what the parameter did when it was noted
         self._notes: dict[int, _Note] = {}
+        self._pushed: list[int] = []  # those of them that were copied to their devices and are yet to be noted
         # whether what the master has beyond the parameter's precision is to be kept
         self._keep = [True] * len(self.parameters)
         self._live = [p.requires_grad for p in parameters]
@@ -93,24 +95,25 @@ class MasterParameters(SharedBlock):
     def watch(self, parts: Iterable[Slice]) -> None:
         """From now on notice any write into these slices, this rank's, of the parameters on their devices."""
         self._parts = {part.index: part for part in parts}
-        for device, staging in self._stagings.items():
-            here = [n for n in self._parts if self._live[n] and self.parameters[n].device == device]
-            staging.to_device([], [], functools.partial(self._note, here))
+        self._pushed = [number for number in self._parts if self._live[number]]
+        self.note_pushed()
 
     def _lock(self) -> None:
         """Page-lock the memory that is copied to devices."""
-        for block, is_half in ((self, False), (self._rounded, True)):
+        for block in (self, self._rounded):
             if block is not None:
                 lock(
                     block.memory,
                     [
                         block.byte_range(Slice(number, 0, parameter.numel()))
                         for number, parameter in enumerate(self.parameters)
-                        if self._stagings[parameter.device].locks
-                        and self._is_half[number] == is_half
-                        and self._live[number]
+                        if self._stagings[parameter.device].locks and self._sent(number) is block and self._live[number]
                     ],
                 )
+
+    def _sent(self, number: int) -> SharedBlock:
+        """Return the block from which a parameter is copied to its device after an update."""
+        return self if self._rounded is None or not self._is_half[number] else self._rounded
 
     def values(self, number: int) -> Tensor:
         """Return a parameter's values in the master's precision, on the host: the master's, if it rounds to them."""
@@ -182,29 +185,32 @@ class MasterParameters(SharedBlock):
                 self._live[number], self._keep[number] = True, False
 
     def push(self, numbers: Set[int] | None = None) -> None:
-        """Begin to copy to the devices what has been rounded, and the masters of all others."""
-        rounded = self._rounded
-        self._copy(
-            [
-                (number, rounded.shaped(number) if rounded is not None and self._is_half[number] else master)
-                for number, master in enumerate(self._masters)
-                if numbers is None or number in numbers
-            ]
-        )
+        """Begin to copy to the devices what has been rounded, and the masters of all others; `note_pushed` follows."""
+        chosen = range(len(self.parameters)) if numbers is None else sorted(numbers)
+        self._copy([(number, self._sent(number).shaped(number)) for number in chosen])
 
     def push_exact(self) -> None:
         """Copy the masters to the devices, whatever has been rounded so far."""
         self._copy(list(enumerate(self._masters)))
+        self.note_pushed()
         self.settle()
 
     def _copy(self, pairs: Sequence[tuple[int, Tensor]]) -> None:
         for device, staging in self._stagings.items():
             here = [(n, host) for n, host in pairs if self._live[n] and self.parameters[n].device == device]
-            mine = [number for number, _ in here if number in self._parts]
             tensors = [self.parameters[number].detach() for number, _ in here]
-            staging.to_device(tensors, [host for _, host in here], functools.partial(self._note, mine))
+            staging.to_device(tensors, [host.detach() for _, host in here])
             for number, _ in here:
                 self._keep[number] = True
+            self._pushed += [number for number, _ in here if number in self._parts]
+
+    def note_pushed(self) -> None:
+        """Note what the devices will hold of all that was pushed, to notice any write into it."""
+        pushed, self._pushed = self._pushed, []
+        for device, staging in self._stagings.items():
+            here = [number for number in pushed if self.parameters[number].device == device]
+            if here:
+                staging.follow_copies(functools.partial(self._note, here))
 
     def _note(self, numbers: Sequence[int]) -> None:
         """Note the bits of this rank's slices, which have been queued to be what was rounded."""
@@ -212,13 +218,12 @@ class MasterParameters(SharedBlock):
         sizes = [count * self.parameters[n].element_size() for n, count in zip(numbers, counts, strict=True)]
         for together in plan_waves(sizes, _NOTED_BYTES) if numbers else ():
             some = tuple(numbers[at] for at in together)
-            flats, hosts = [self._on_device(number) for number in some], [self._rounded_slice(n) for n in some]
+            flats, hosts = [self._on_device(number) for number in some], [self._sent_slice(n) for n in some]
             note = _Note(some, self._stagings[flats[0].device].note(flats, hosts))
             self._notes.update(dict.fromkeys(some, note))
 
-    def _rounded_slice(self, number: int) -> Tensor:
-        block = self._rounded if self._rounded is not None and self._is_half[number] else self
-        return block.flats[number].detach()[self._parts[number].start : self._parts[number].stop]
+    def _sent_slice(self, number: int) -> Tensor:
+        return self._sent(number).flats[number].detach()[self._parts[number].start : self._parts[number].stop]
 
     def find_moved(self) -> int | None:
         """Return the first parameter that changed its device or dtype, if there is one."""

@@ -5,7 +5,7 @@
 step          gradients ──────────────────────────▶ copies of them, wave by wave
                                                     masters and state: the user's optimizer, a wave behind
 ------------- sync: everybody has written -----------------------
-then          parameters ◀───────────────────────── all masters, rounded
+then          parameters ◀───────────────────────── all masters, rounded (by the device, if the rank is alone)
 
 Gradients are not copied while backward runs: whether one is written again before the update (by a collective, a
 GradScaler, or other code) can only be told by its bits, and looking at these twice takes longer than the copies, which
@@ -36,8 +36,8 @@ _foreach_mul_: Any = find(
     "torch._foreach_mul_", loses="clipping gradients of an offloaded optimizer takes longer", instead=None
 )
 
-# While a wave is updated the gradients of the next come in, and the parameters of the one before go out. Gradients of
-# half types are widened in memory that all waves use in turn, and a wave costs one call of the optimizer.
+# While a wave is updated the gradients of the next come in, and the parameters of the one before go out. A wave costs
+# one call of the optimizer.
 WAVE_BYTES = 32 << 20
 
 _FUSED = frozenset({optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad})
@@ -69,8 +69,7 @@ class Offload:
         self._shards: list[list[OffloadedShard]] = []
         self._states: list[SharedState] = []
         self._num_with_state = 0
-        self._copies: dict[tuple[torch.device, torch.dtype], Tensor] = {}  # copies of gradients
-        self._wide: dict[torch.dtype, Tensor] = {}  # a wave's gradients of half types are widened here
+        self._copies: dict[tuple[torch.device, torch.dtype], Tensor] = {}  # of gradients, in the masters' precision
 
     def share(
         self,
@@ -117,10 +116,10 @@ class Offload:
         """Yield memory of the host for the gradient of each shard; all of one dtype lie in one piece."""
         used: dict[tuple[torch.device, torch.dtype], int] = {}
         for shard in shards:
-            key = shard.staging.device, shard.parameter.dtype
+            key = shard.staging.device, shard.tensor.dtype
             if key not in used:
                 used[key] = 0
-                count = sum(other.count for other in shards if other.parameter.dtype == key[1])
+                count = sum(other.count for other in shards if other.tensor.dtype == key[1])
                 if key not in self._copies or self._copies[key].numel() < count:
                     self._copies[key] = shard.staging.empty_host(count, key[1])
             yield self._copies[key][used[key] : used[key] + shard.count]
@@ -135,12 +134,14 @@ class Offload:
         waves = plan_waves(sizes, WAVE_BYTES) if self._cut else [range(len(with_gradient))]
         for wave in waves:
             self._update_wave(optimizer, [with_gradient[position] for position in wave])
+        for masters in self._masters:
+            masters.note_pushed()
         self.keep_state_here(optimizer)
 
     def _update_wave(self, optimizer: Optimizer, wave: Sequence[tuple[MasterParameters, OffloadedShard]]) -> None:
         try:
-            for (_, shard), into in zip(wave, self._room_for(wave), strict=True):
-                shard.take_gradient(into)
+            for _, shard in wave:
+                shard.take_gradient()
             optimizer.step()
         finally:
             for _, shard in wave:
@@ -150,26 +151,6 @@ class Offload:
         if self._group.size() == 1:
             for masters in self._masters:
                 masters.push({shard.part.index for owner, shard in wave if owner is masters})
-
-    def _room_for(self, wave: Sequence[tuple[MasterParameters, OffloadedShard]]) -> Iterator[Tensor | None]:
-        """Yield the place where each shard's gradient of a wave is widened; None if there is one wave, where any place
-        will do.
-
-        New memory for each would cost more than the update: the kernel hands it out in pages, each with a fault.
-        """
-        wide = [shard.tensor for _, shard in wave if shard.widens]
-        for dtype in {tensor.dtype for tensor in wide} if self._cut else ():
-            count = sum(tensor.numel() for tensor in wide if tensor.dtype == dtype)
-            if dtype not in self._wide or self._wide[dtype].numel() < count:
-                self._wide[dtype] = torch.empty(count, dtype=dtype)
-        used = dict.fromkeys(self._wide, 0)
-        for _, shard in wave:
-            if not (self._cut and shard.widens):
-                yield None
-                continue
-            dtype, count = shard.tensor.dtype, shard.tensor.numel()
-            yield self._wide[dtype][used[dtype] : used[dtype] + count]
-            used[dtype] += count
 
     def keep_state_here(self, optimizer: Optimizer, *, anew: bool = False) -> None:
         """Move state that the optimizer has made to the host's shared memory; look only if there is more, or `anew`."""
@@ -185,6 +166,7 @@ class Offload:
         """Begin to copy all parameters to their devices, after all ranks have updated."""
         for masters in self._masters:
             masters.push()
+            masters.note_pushed()
 
     def push_exact(self) -> None:
         """Do what `push` does, where not every rank may have rounded its part; it is done on return."""

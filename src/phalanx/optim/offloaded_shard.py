@@ -30,17 +30,12 @@ class OffloadedShard:
         self._wait: Callable[[], object] | None = None  # for the copy that is under way
 
     @property
-    def widens(self) -> bool:
-        """Return whether the optimizer sees the gradient in another precision than the parameter's."""
-        return self.parameter.dtype != self.tensor.dtype
-
-    @property
     def count(self) -> int:
         """Return the number of elements of the slice."""
         return self.part.stop - self.part.start
 
     def copy_gradient(self, host: Tensor) -> None:
-        """Begin to copy the gradient's slice to `host`, inside of the staging's `beside`.
+        """Begin to copy the gradient's slice to `host`, in the master's precision, inside of the staging's `beside`.
 
         Raises:
             RuntimeError: the gradient is sparse.
@@ -56,14 +51,13 @@ class OffloadedShard:
         self._copy = host
         self._wait = self.staging.to_host(host, flat)
 
-    def take_gradient(self, into: Tensor | None = None) -> None:
-        """Wait for the copy, and show it to the optimizer in the master's precision; `into` if it is another."""
+    def take_gradient(self) -> None:
+        """Wait for the copy, and show it to the optimizer."""
         self.tensor.grad = None
         if self._copy is None or self._wait is None:
             return
         self._wait()
-        gradient = self._copy.to(self.tensor.dtype) if into is None else into.copy_(self._copy)
-        self.tensor.grad = gradient.as_strided(self.tensor.shape, self.tensor.stride())
+        self.tensor.grad = self._copy.as_strided(self.tensor.shape, self.tensor.stride())
 
     def drop_gradient(self) -> None:
         """Let go of what the optimizer saw, and of the copy."""

@@ -5,7 +5,8 @@
     compute stream                                                 parameters of wave 0, to the device | ...
 
 Memory of the host that copies read or write is page-locked on CUDA devices, since only then a copy runs beside
-anything. On the CPU a copy is a copy, done when the call returns.
+anything. On the CPU a copy is a copy, done when the call returns. Where the two sides differ in precision, the device
+converts: it does so beside the processor, which has the update to compute, and in less time than the copy takes.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ from phalanx.optim.shared_parameters import PAGE, whole_pages
 from phalanx.transport.staging.page_locks import FOR_ALL_DEVICES, lock_pages, unlock_pages
 
 _logger = get_logger(__name__)
+
+# A tensor is converted in pieces of so many elements, so that the device needs little memory for it.
+_CONVERTED_AT_ONCE = 8 << 20
 
 
 class Staging:
@@ -51,11 +55,14 @@ class Staging:
     def to_host(self, host: Tensor, tensor: Tensor) -> Callable[[], object]:
         """Begin to copy `tensor` to `host`, inside `beside`; return a function that waits until it is there.
 
-        The tensor may be let go at once, and changed by code that waits, or that queues after the copy.
+        The tensor may be let go at once, and changed by code that waits, or that queues after the copy. Both have one
+        dimension.
         """
-        host.copy_(tensor, non_blocking=True)
         if self._stream is None:
+            host.copy_(tensor)
             return _nothing
+        for there, here in _in_pieces(host, tensor):
+            there.copy_(here.to(there.dtype), non_blocking=True)
         tensor.record_stream(self._stream)  # its memory is not used anew before the copy is done
         event: Any = self._stream.record_event()
         wait: Callable[[], object] = event.synchronize
@@ -66,13 +73,18 @@ class Staging:
         if self._stream is not None:
             torch.accelerator.current_stream(self.device).wait_stream(self._stream)
 
-    def to_device(self, tensors: Iterable[Tensor], host: Iterable[Tensor], then: Callable[[], object]) -> None:
-        """Begin to copy to the device; what is queued there later sees it. The host's memory is read until `settle`.
-
-        `then` queues what is to be done after the copies, and by `settle`.
-        """
+    def to_device(self, tensors: Iterable[Tensor], host: Iterable[Tensor]) -> None:
+        """Begin to copy to the device; what is queued there later sees it. The host's memory is read until `settle`."""
         for tensor, source in zip(tensors, host, strict=True):
-            tensor.copy_(source, non_blocking=True)
+            if self._stream is None or tensor.dtype == source.dtype:
+                tensor.copy_(source, non_blocking=True)
+                continue
+            for here, there in _in_pieces(_flat(tensor), _flat(source)):
+                here.copy_(there.to(self.device, non_blocking=True))
+        self.follow_copies(_nothing)
+
+    def follow_copies(self, then: Callable[[], object]) -> None:
+        """Call `then`, which queues what is to be done after the copies to the device, and by `settle`."""
         then()
         if self._stream is not None:
             self._sent = torch.accelerator.current_stream(self.device).record_event()
@@ -87,8 +99,8 @@ class Staging:
         """Return what `differ` needs later to find whether one of `flats`, of one dimension, has been written, by any
         code.
 
-        On the CPU that is `host`, of the same values, which stays as it is until then. Else it is a checksum, queued on
-        the device; what is queued later does not count.
+        On the CPU that is `host`, of the same values or more precise ones, which stays as it is until then. Else it is
+        a checksum, queued on the device; what is queued later does not count.
         """
         return checksum(flats) if self.takes_checksums else host
 
@@ -119,8 +131,23 @@ class Staging:
         return host
 
 
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    return torch.equal(one.detach().view(torch.uint8), other.detach().view(torch.uint8))
+def _same_bits(tensor: Tensor, host: Tensor) -> bool:
+    """Return whether a copy of `host` to `tensor` would change no bit."""
+    return torch.equal(tensor.detach().view(torch.uint8), host.detach().to(tensor.dtype).view(torch.uint8))
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def _in_pieces(one: Tensor, other: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the same elements of both; all at once if they agree in precision."""
+    if one.dtype == other.dtype:
+        yield one, other
+    else:
+        for start in range(0, one.numel(), _CONVERTED_AT_ONCE):
+            piece = slice(start, start + _CONVERTED_AT_ONCE)
+            yield one[piece], other[piece]
 
 
 def lock(memory: Tensor, ranges: Iterable[tuple[int, int]]) -> None:
