@@ -147,7 +147,8 @@ def test_a_gradient_that_is_ours_alone_is_not_copied():
     run_ranks(fn, 2)
 
 
-def test_a_hook_that_comes_after_ours_sees_this_ranks_gradient():
+@pytest.mark.parametrize("backend", ["phalanx", "gloo"])
+def test_a_hook_that_comes_after_ours_sees_this_ranks_gradient(backend):
     """It saw a mixture: the other ranks wrote their part of the mean while it read."""
 
     def fn(rank, world_size):
@@ -162,7 +163,38 @@ def test_a_hook_that_comes_after_ours_sees_this_ranks_gradient():
             alone(_batch(rank, step)).square().mean().backward()
             assert all(torch.equal(seen[name], p.grad) for name, p in alone.named_parameters())
 
-    run_ranks(fn, 3)
+    run_ranks(fn, 3, backend=backend)
+
+
+@pytest.mark.parametrize("backend", ["phalanx", "gloo"])
+def test_what_a_hook_that_comes_after_ours_makes_of_a_gradient_is_what_is_averaged(backend):
+    """A bucket whose gradients are copied leaves at the gradient that completes it, if no hook comes after ours."""
+
+    def fn(rank, world_size):
+        def scale(parameter):
+            parameter.grad.mul_(rank + 1.0)
+
+        ddp = DistributedDataParallel(_build(), bucket_cap_mb=0.0001)
+        for step in range(4):
+            hooks = [
+                parameter.register_post_accumulate_grad_hook(scale)
+                for parameter in ddp.module.parameters()
+                if step != 2
+            ]
+            ddp.zero_grad()
+            _step(ddp, rank, step)
+            expected = []
+            for other in range(world_size):
+                alone = _build()
+                alone(_batch(other, step)).square().mean().backward()
+                factor = 1.0 if step == 2 else other + 1.0
+                expected.append([p.grad * factor / world_size for p in alone.parameters()])
+            mean = [sum(gradients) for gradients in zip(*expected, strict=True)]
+            torch.testing.assert_close([p.grad for p in ddp.parameters()], mean)
+            for hook in hooks:
+                hook.remove()
+
+    run_ranks(fn, 2, backend=backend)
 
 
 def _watch(model, kept):
@@ -182,7 +214,8 @@ def _watch(model, kept):
     return nodes
 
 
-def test_what_hooks_keep_of_a_gradient_stays_what_autograd_made():
+@pytest.mark.parametrize("backend", ["phalanx", "gloo"])
+def test_what_hooks_keep_of_a_gradient_stays_what_autograd_made(backend):
     def fn(rank, world_size):
         for before in (True, False):
             model, kept, nodes = _build(), [], []
@@ -197,7 +230,7 @@ def test_what_hooks_keep_of_a_gradient_stays_what_autograd_made():
                 torch.testing.assert_close([p.grad for p in ddp.parameters()], _mean(world_size, step))
             assert all(torch.equal(grad, was) for grad, was in kept)
 
-    run_ranks(fn, 2)
+    run_ranks(fn, 2, backend=backend)
 
 
 class _Added(nn.Module):

@@ -29,11 +29,18 @@ def open_symmetric_memory(
     idle: Callable[[float], None],
 ) -> Any:
     """Return the memory of one host: `local_ranks` are the ranks that share it, and the first of them creates it."""
-    from phalanx.symmetric_memory.memory import LocalRank, open_as_leader, open_as_member
+    from phalanx.symmetric_memory.memory import (
+        STAGE_BYTES,
+        STAGE_BYTES_BETWEEN_HOSTS,
+        LocalRank,
+        open_as_leader,
+        open_as_member,
+    )
 
     rank, name = options.group_rank, options.group_id
     # Across hosts an engine's thread has work while a rank waits, and finds no core if the rank looks at memory.
-    threads = 1 if len(local_ranks) == len(infos) else 2
+    is_one_host = len(local_ranks) == len(infos)
+    threads, stage_bytes = (1, STAGE_BYTES) if is_one_host else (2, STAGE_BYTES_BETWEEN_HOSTS)
     members = [LocalRank(infos[r].process, infos[r].cpus, threads) for r in local_ranks]
     here = f"init_process_group of group {name!r} on rank {rank}"
 
@@ -49,7 +56,7 @@ def open_symmetric_memory(
             show = _showing(infos, local_ranks, options)
             if not all(_sees_processes(infos[rank], infos[r]) for r in local_ranks):
                 server.open_to_containers()
-            return open_as_leader(server, members, deadline, look_after, idle, show=show)
+            return open_as_leader(server, members, deadline, look_after, idle, stage_bytes=stage_bytes, show=show)
         address = LocalAddress.parse(infos[local_ranks[0]].token)
         if not _sees_processes(infos[local_ranks[0]], infos[rank]):
             address = address.for_containers

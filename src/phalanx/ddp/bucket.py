@@ -203,6 +203,11 @@ class DenseBucket:
         return self._current.flat
 
     @property
+    def may_stay_in_place(self) -> bool:
+        """Return whether the gradient may be reduced where autograd wrote it."""
+        return self._pool is not None
+
+    @property
     def views(self) -> list[Tensor]:
         """Return the gradients' places in the buffer."""
         return self._current.views
@@ -366,6 +371,8 @@ class SparseBucket:
     """A `SparseBucket` is one parameter whose gradient is sparse: it keeps what autograd made, and has no memory of its
     own.
     """
+
+    may_stay_in_place = True  # what autograd made is sent
 
     def __init__(self, plan: Bucket, parameter: Tensor) -> None:
         self.plan = plan

@@ -18,6 +18,8 @@ class LocalBucket:
     It refuses what the buckets of several ranks refuse, so that a model that trains on one rank trains on more.
     """
 
+    may_stay_in_place = True
+
     def __init__(self, plan: Bucket, parameters: Sequence[Tensor]) -> None:
         self.plan = plan
         self.parameters = list(parameters)

@@ -8,9 +8,10 @@ A *round* begins with the first gradient and ends when all buckets hold the mean
 order on every rank: a complete bucket waits for those before it, because collectives must be issued in one order
 everywhere.
 
-A bucket that a gradient completes is filled and launched at the next gradient, or at the end. When autograd calls the
-hook of a gradient it still has it in its hands, and may hand it to hooks that come after ours, the user's; at the next
-one nobody has it but those who keep it, and only then can be told who they are (`holders`).
+A bucket whose gradients are copied is filled and launched by the gradient that completes it, unless the user has hooks
+that come after ours. One that is reduced where autograd wrote it waits for the next gradient, or for the end: when
+autograd calls the hook of a gradient it still has it in its hands, and only at the next one can be told who keeps it
+(`holders`).
 
 Everything here runs in the thread that runs autograd for the module's one device, so there is no lock.
 """
@@ -101,6 +102,7 @@ class Reducer:
             )
             for index, parameter in enumerate(self._parameters)
         ]
+        self._hook_ids: list[int] = [hook.id for hook in hooks]
         self._finalizers = [weakref.finalize(self, hook.remove) for hook in hooks]
         if self._set.pool is not None:
             weakref.finalize(self, self._set.pool.close).atexit = False  # tensors may outlive the exit hooks
@@ -232,6 +234,15 @@ class Reducer:
         elif self._round.fires[index] >= self._fires_expected[index]:
             self._round.order[index] = None
             self._mark_ready(index)
+            if self._round.complete and self._may_launch_at_once(index):
+                self._launch()
+
+    def _may_launch_at_once(self, index: int) -> bool:
+        """Return whether what the latest gradient has completed needs nothing that comes after its hook."""
+        hooks: dict[int, object] = self._parameters[index]._post_accumulate_grad_hooks
+        return next(reversed(hooks)) == self._hook_ids[index] and not any(
+            self._set.buckets[number].may_stay_in_place for number in self._round.complete
+        )
 
     def _syncs_unannounced(self) -> bool:
         """Return what a backward does that passed no output that we saw: one of outputs that hide their tensors, or of

@@ -26,6 +26,9 @@ from phalanx.symmetric_memory.watch import Pidfds, ProcessId
 
 # Two stages of this size per rank, chosen so that a chunk on its way through lies in a second-level cache.
 STAGE_BYTES = 128 * 1024
+# Between hosts each sync of a rank's background thread waits for a core that backward has, and no link is faster than
+# what a cache saves: fewer syncs, of larger chunks.
+STAGE_BYTES_BETWEEN_HOSTS = 1024 * 1024
 SPIN_NS = 100_000  # for so long a rank looks at memory before it sleeps: a few times what waking it up costs
 
 # All ranks' heaps together may take so much of the address space, on a machine with less than half as much memory.
@@ -374,18 +377,18 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 @contextlib.contextmanager
-def _new_memory(members: Sequence[LocalRank]) -> Iterator[tuple[int, Sparse]]:
+def _new_memory(members: Sequence[LocalRank], stage_bytes: int) -> Iterator[tuple[int, Sparse]]:
     """Yield the control memory, formatted, and the heap, empty; closed on exit."""
     world_size = len(members)
     channel = channel_bytes(world_size)
-    nbytes = _core.group_bytes(world_size, STAGE_BYTES, channel)
+    nbytes = _core.group_bytes(world_size, stage_bytes, channel)
     with (
         memory("phalanx-control", nbytes) as control,
         sparse_memory("phalanx-heap", heap_bytes(world_size) * world_size) as heap,
     ):
         address = _core.map(control, nbytes)
         try:
-            _core.format(address, world_size, STAGE_BYTES, channel, int(is_oversubscribed(members)))
+            _core.format(address, world_size, stage_bytes, channel, int(is_oversubscribed(members)))
         finally:
             _core.unmap(address, nbytes)
         yield control, heap
@@ -398,10 +401,12 @@ def open_as_leader(
     notice: Notice,
     idle: Callable[[float], None],
     *,
+    stage_bytes: int = STAGE_BYTES,
     show: Callable[[int], object] | None = None,
 ) -> SymmetricMemory:
     """Create the memory as rank 0 of the host, and hand it to the others.
 
+    What is copied on its way through the memory goes in chunks of `stage_bytes`, each with a sync.
     `show` is called with the control memory's descriptor before any rank waits, so that a process can look on.
 
     Raises:
@@ -409,7 +414,7 @@ def open_as_leader(
     """
     world_size = len(members)
     with (
-        _new_memory(members) as (control, heap),
+        _new_memory(members, stage_bytes) as (control, heap),
         new_pipes(world_size if needs_liveness_pipes(_processes(members)) else 0) as pipes,
     ):
         reads, writes = pipes
