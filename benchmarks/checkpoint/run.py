@@ -27,8 +27,9 @@ from phalanx.testing import run_ranks
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import harness
 
-SIZES = {"100 MB": 100_000_000, "1 GB": 1_000_000_000}
+SIZES = {"100 MB": 100_000_000, "1 GB": 1_000_000_000, "4 GB": 4_000_000_000}
 TENSORS = 24
+DISK = "disk"
 PEER = "torch.save"  # a file of one rank, without fsync, as training scripts write it
 
 
@@ -79,6 +80,37 @@ class TorchSave(Contestant):
 
     def load(self) -> None:
         torch.load(self.folder / "state.pt", weights_only=True)
+
+
+class Disk(Contestant):
+    """What the disk gives: one rank writes as many bytes from memory, with fsync, and each reads them to memory."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        super().__init__(folder, rank)
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+
+    def save(self, state: dict[str, Any]) -> tuple[float, float]:
+        if not len(self._bytes):
+            tensors = [*state["model"].values()]
+            tensors += [moment for moments in state["optimizer"]["state"].values() for moment in moments.values()]
+            self._bytes = torch.empty(sum(tensor.nbytes for tensor in tensors), dtype=torch.uint8).fill_(1)
+        begin = time.perf_counter()
+        if self.rank == 0:
+            with open(self.folder / "bytes", "wb", buffering=0) as file:
+                data = memoryview(self._bytes.numpy())
+                for at in range(0, len(data), 1 << 24):
+                    file.write(data[at : at + (1 << 24)])
+                os.fsync(file.fileno())
+        dist.barrier()
+        took = time.perf_counter() - begin
+        return took, took
+
+    def load(self) -> None:
+        data = memoryview(self._bytes.numpy())
+        with open(self.folder / "bytes", "rb", buffering=0) as file:
+            at = 0
+            while at < len(data):
+                at += file.readinto(data[at : at + (1 << 24)])
 
 
 class TorchSaveDurable(TorchSave):
@@ -136,6 +168,7 @@ class OursSharded(Ours):
 
 
 CONTESTANTS: dict[str, type[Contestant]] = {
+    DISK: Disk,
     "torch.save": TorchSave,
     "torch.save, fsync": TorchSaveDurable,
     "dcp.async_save": DcpAsync,
@@ -144,12 +177,14 @@ CONTESTANTS: dict[str, type[Contestant]] = {
 }
 
 
-def measure(rank: int, world_size: int, folder: Path, nbytes: int, rounds: int) -> dict[str, dict[str, list[float]]]:
+def measure(
+    rank: int, world_size: int, folder: Path, nbytes: int, rounds: int, names: list[str]
+) -> dict[str, dict[str, list[float]]]:
     """Seconds by contestant: `blocked` and `whole` of a save, `load`. The first round warms up, and is left out."""
     warnings.simplefilter("ignore")
     state = make_state(nbytes)
     contestants = {}
-    for name, make in CONTESTANTS.items():
+    for name, make in ((name, CONTESTANTS[name]) for name in names):
         place = folder / name.replace(" ", "-").replace(",", "")
         place.mkdir(exist_ok=True)
         contestants[name] = make(place, rank)
@@ -189,16 +224,20 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--world-size", type=int, default=2)
     parser.add_argument("--backend", default="phalanx")
-    parser.add_argument("--sizes", nargs="*", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--sizes", nargs="*", choices=SIZES, default=["100 MB", "1 GB"])
+    parser.add_argument(
+        "--contestants", nargs="*", choices=CONTESTANTS, default=list(CONTESTANTS), help=f"{DISK} and {PEER} always run"
+    )
     parser.add_argument("--folder", type=Path, help="on the disk to be measured (default: a temporary one)")
     harness.add_output_arguments(parser, Path(__file__).resolve().parent)
     arguments = parser.parse_args()
     machine = harness.describe_machine()
+    names = [name for name in CONTESTANTS if name in {DISK, PEER, *arguments.contestants}]
     results = []
     for size in arguments.sizes:
         with tempfile.TemporaryDirectory(dir=arguments.folder, prefix="phalanx-checkpoints-") as folder:
             by_rank = run_ranks(
-                measure, arguments.world_size, Path(folder), SIZES[size], arguments.rounds,
+                measure, arguments.world_size, Path(folder), SIZES[size], arguments.rounds, names,
                 backend=arguments.backend, timeout=1200,
             )  # fmt: skip
         # Of a round, the rank that waited longest: training goes on with the last.
@@ -214,12 +253,14 @@ def main() -> None:
                 harness.format_ratio(seconds["blocked"] / medians[PEER]["blocked"]),
                 harness.format_time(seconds["first"]),
                 harness.format_time(seconds["whole"]),
+                harness.format_ratio(medians[DISK]["whole"] / seconds["whole"]),
                 harness.format_time(seconds["load"]),
+                harness.format_ratio(medians[DISK]["load"] / seconds["load"]),
             ]
             for name, seconds in medians.items()
         ]
         header = [f"{size}, {arguments.world_size} ranks", "training waits", f"of {PEER}'s", "the first time"]
-        harness.print_table([*header, "until it is saved", "load"], rows)
+        harness.print_table([*header, "until it is saved", "rate, of the disk's", "load", "rate, of the disk's"], rows)
         results.append({"bytes": SIZES[size], "samples": slowest, "medians": medians})
     summary = {"rounds": arguments.rounds, "ranks": arguments.world_size, "backend": arguments.backend}
     harness.write_results(arguments.output, {**summary, "sizes": results}, machine=machine)

@@ -15,13 +15,13 @@ from phalanx.ipc.local_listener import LocalAddress, new_token
 from phalanx.symmetric_memory.fd_server import FdServer
 from phalanx.symmetric_memory.memory import (
     LocalRank,
-    channel_bytes,
     decide_heap_bytes,
     heap_bytes,
     is_oversubscribed,
     open_as_leader,
     open_as_member,
 )
+from phalanx.symmetric_memory.sizes import channel_bytes
 from phalanx.symmetric_memory.watch import ProcessId
 
 ME = ProcessId.of_self()

@@ -16,6 +16,7 @@ from phalanx.errors import DeadlineError, PeerLostError, PhalanxError
 from phalanx.ipc.local_listener import LocalAddress
 from phalanx.loss_detection import AFTER_BREAK_S
 from phalanx.symmetric_memory.fd_server import FdServer
+from phalanx.symmetric_memory.sizes import STAGE_BYTES, STAGE_BYTES_BETWEEN_HOSTS
 
 _PAUSE_S = 0.01
 
@@ -29,13 +30,7 @@ def open_symmetric_memory(
     idle: Callable[[float], None],
 ) -> Any:
     """Return the memory of one host: `local_ranks` are the ranks that share it, and the first of them creates it."""
-    from phalanx.symmetric_memory.memory import (
-        STAGE_BYTES,
-        STAGE_BYTES_BETWEEN_HOSTS,
-        LocalRank,
-        open_as_leader,
-        open_as_member,
-    )
+    from phalanx.symmetric_memory.memory import LocalRank, open_as_leader, open_as_member
 
     rank, name = options.group_rank, options.group_id
     # Across hosts an engine's thread has work while a rank waits, and finds no core if the rank looks at memory.

@@ -19,8 +19,8 @@ Everything here runs in the thread that runs autograd for the module's one devic
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from phalanx.backend.dynamo import untraced
 from phalanx.backend.uneven import absent_ranks, training_step
+from phalanx.ddp.autograd_hooks import is_last_hook, weak_hook
 from phalanx.ddp.broken_round import another_gradient, interrupted, missing_gradients, nothing_learnt
 from phalanx.ddp.bucket import DenseBucket, SparseBucket
 from phalanx.ddp.bucket_set import BucketSet
@@ -44,9 +45,6 @@ from phalanx.torch_names import find
 _engine: Any = find(
     "torch.autograd.Variable._execution_engine", loses="phalanx.DistributedDataParallel does not average gradients"
 )
-
-_Argument = TypeVar("_Argument")
-_Hook = Callable[[object], None]
 
 
 @untraced  # autograd calls it, in a compiled step with Dynamo at work
@@ -98,7 +96,7 @@ class Reducer:
         self._begin_round()
         hooks = [
             parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                _hook(weakref.ref(self), Reducer.on_gradient, index)
+                weak_hook(weakref.ref(self), Reducer.on_gradient, index)
             )
             for index, parameter in enumerate(self._parameters)
         ]
@@ -188,7 +186,7 @@ class Reducer:
         # A hook on the outputs' nodes tells that a backward begins, in the outermost one: with reentrant checkpointing
         # gradients arrive in a backward of their own, whose end is not the end. Two forwards may also have decided
         # differently, and either may be followed by its backward first.
-        announce = _hook(weakref.ref(self), Reducer.on_begin, sync)
+        announce = weak_hook(weakref.ref(self), Reducer.on_begin, sync)
         nodes = {tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None}
         for node in nodes:
             node.register_prehook(announce)
@@ -239,8 +237,7 @@ class Reducer:
 
     def _may_launch_at_once(self, index: int) -> bool:
         """Return whether what the latest gradient has completed needs nothing that comes after its hook."""
-        hooks: dict[int, object] = self._parameters[index]._post_accumulate_grad_hooks
-        return next(reversed(hooks)) == self._hook_ids[index] and not any(
+        return is_last_hook(self._parameters[index], self._hook_ids[index]) and not any(
             self._set.buckets[number].may_stay_in_place for number in self._round.complete
         )
 
@@ -449,13 +446,3 @@ class Reducer:
 
     def _begin_round(self) -> None:
         self._round = Round([bucket.plan for bucket in self._set.buckets], len(self._parameters))
-
-
-def _hook(reducer: weakref.ref[Reducer], call: Callable[[Reducer, _Argument], None], argument: _Argument) -> _Hook:
-    @untraced
-    def hook(_tensor_or_gradients: object) -> None:
-        alive = reducer()
-        if alive is not None:
-            call(alive, argument)
-
-    return hook

@@ -21,14 +21,10 @@ from phalanx.ipc.local_listener import LocalAddress
 from phalanx.symmetric_memory.fd_server import FdServer, Notice, receive_fds
 from phalanx.symmetric_memory.liveness_pipe import LivenessPipes, needs_liveness_pipes, new_pipes
 from phalanx.symmetric_memory.memfd import Sparse, memory, sparse_memory
+from phalanx.symmetric_memory.sizes import STAGE_BYTES, channel_bytes
 from phalanx.symmetric_memory.symmetric_heap import BlockPlacement
 from phalanx.symmetric_memory.watch import Pidfds, ProcessId
 
-# Two stages of this size per rank, chosen so that a chunk on its way through lies in a second-level cache.
-STAGE_BYTES = 128 * 1024
-# Between hosts each sync of a rank's background thread waits for a core that backward has, and no link is faster than
-# what a cache saves: fewer syncs, of larger chunks.
-STAGE_BYTES_BETWEEN_HOSTS = 1024 * 1024
 SPIN_NS = 100_000  # for so long a rank looks at memory before it sleeps: a few times what waking it up costs
 
 # All ranks' heaps together may take so much of the address space, on a machine with less than half as much memory.
@@ -47,11 +43,6 @@ class LocalRank:
     process: ProcessId
     cpus: frozenset[int]
     threads: int = 1
-
-
-def channel_bytes(world_size: int) -> int:
-    """Return the bytes of the ring between two ranks; larger groups, with world_size² rings, have smaller ones."""
-    return 256 * 1024 if world_size <= 8 else 64 * 1024 if world_size <= 32 else 16 * 1024
 
 
 def is_oversubscribed(members: Sequence[LocalRank]) -> bool:

@@ -14,7 +14,8 @@ from torch import Tensor
 from phalanx.core_numbers import REJOIN, SUM, WAITS
 from phalanx.deadline import Deadline, timeout_ns
 from phalanx.dtypes import dtype_of
-from phalanx.symmetric_memory.memory import STAGE_BYTES, Buffer
+from phalanx.symmetric_memory.memory import Buffer
+from phalanx.symmetric_memory.sizes import STAGE_BYTES
 from phalanx.transport.base import CallContext
 from phalanx.transport.shared_memory.session import SharedMemorySession
 from phalanx.transport.tensors import dense, is_plain, nbytes, scaled, write_back

@@ -1,0 +1,34 @@
+"""The hooks that the reducer has on parameters and nodes, which autograd calls in backward."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import TypeVar
+
+from torch import Tensor
+
+from phalanx.backend.dynamo import untraced
+
+_Owner = TypeVar("_Owner")
+_Argument = TypeVar("_Argument")
+
+
+def weak_hook(
+    owner: weakref.ref[_Owner], call: Callable[[_Owner, _Argument], None], argument: _Argument
+) -> Callable[[object], None]:
+    """Return a hook that calls `call(owner, argument)` as long as the owner lives, and keeps nothing alive."""
+
+    @untraced
+    def hook(_tensor_or_gradients: object) -> None:
+        alive = owner()
+        if alive is not None:
+            call(alive, argument)
+
+    return hook
+
+
+def is_last_hook(parameter: Tensor, hook_id: int) -> bool:
+    """Return whether no other hook is called with the parameter's gradient after the one with this id."""
+    hooks: dict[int, object] = parameter._post_accumulate_grad_hooks
+    return next(reversed(hooks)) == hook_id
