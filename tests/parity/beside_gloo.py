@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed
 
 import phalanx.backend.create
 import phalanx.backend.process_group  # noqa: F401 - imported once here, not once in each rank of each test
@@ -20,9 +21,22 @@ def assert_same_as_gloo(
     With two ranks the sums of both have the same bits. With more, Gloo's depend on its order: give an `atol`.
     """
     ours = run_ranks(fn, world_size, *args, backend="phalanx", timeout=timeout)
-    theirs = run_ranks(fn, world_size, *args, backend="gloo", timeout=timeout)
+    theirs = run_ranks(_keep_the_group, world_size, fn, *args, backend="gloo", timeout=timeout)
     compare(ours, theirs, atol)
     return ours
+
+
+_groups: list[Any] = []
+
+
+def _keep_the_group(rank: int, world_size: int, fn: Callable[..., Any], *args: Any) -> Any:
+    """Call `fn` with a reference to the group that stays until the process ends.
+
+    What a future's callbacks hold, as PowerSGD's hook has them, Gloo's own thread lets go; if that is the last
+    reference to the group, the thread waits for itself, and the process aborts. It was seen once.
+    """
+    _groups.append(torch.distributed.group.WORLD)
+    return fn(rank, world_size, *args)
 
 
 def compare(ours: Any, theirs: Any, atol: float) -> None:
