@@ -1,6 +1,7 @@
 """Read a checkpoint that many ranks wrote, on any number of ranks.
 
-wanted by some rank whole     one rank reads each piece and hands it on; the pieces are shared out
+wanted by some rank whole     one rank reads each piece and hands it on; the pieces are shared out, and as many as
+                              there are readers are read at the same time, before the first of them is handed on
 a shard on every rank         each rank reads what overlaps with its own
 """
 
@@ -83,9 +84,25 @@ def read_tensors(
     """
     alone = set(shards) if peers.rank in seers else set()
     by_all = set.intersection(*peers.all_gather(alone))
+    handed_on = [(name, chunk) for name in names if name not in by_all for chunk in pieces.chunks(name)]
     found: dict[str, Tensor] = {}
     problem: str | None = None
     turn = 0
+    own: Tensor | None = None
+
+    def read(name: str, chunk: ChunkStorageMetadata) -> Tensor | None:
+        nonlocal problem
+        if problem is not None:
+            return None
+        try:
+            piece = pieces.read(name, chunk)
+            if piece.shape != chunk.sizes or piece.dtype != pieces.form(name)[1]:
+                raise ValueError(f"{name} is a {piece.dtype} {tuple(piece.shape)}")
+            return piece.contiguous()
+        except Exception as error:
+            problem = f"{name}: {type(error).__name__}: {error}"
+            return None
+
     for name in names:
         shape, dtype = pieces.form(name)
         chunks = pieces.chunks(name)
@@ -95,21 +112,18 @@ def read_tensors(
         where, local = _place(target)
         for chunk in chunks:
             piece: Tensor | None = None
-            reader = seers[turn % len(seers)]
             if name in by_all:
-                reads = _overlap(chunk, where) is not None
+                piece = read(name, chunk) if _overlap(chunk, where) is not None else None
             else:
-                reads, turn = peers.rank == reader, turn + 1
-            if reads and problem is None:
-                try:
-                    piece = pieces.read(name, chunk)
-                    if piece.shape != chunk.sizes or piece.dtype != dtype:
-                        raise ValueError(f"{name} is a {piece.dtype} {tuple(piece.shape)}")
-                except Exception as error:
-                    problem = f"{name}: {type(error).__name__}: {error}"
-            if name not in by_all:
-                piece = (torch.empty(chunk.sizes, dtype=dtype) if piece is None else piece).contiguous()
+                if turn % len(seers) == 0:  # all readers read their next piece now
+                    place = turn + (seers.index(peers.rank) if peers.rank in seers else len(handed_on))
+                    own = read(*handed_on[place]) if place < len(handed_on) else None
+                reader = seers[turn % len(seers)]
+                if peers.rank == reader:
+                    piece, own = own, None
+                piece = torch.empty(chunk.sizes, dtype=dtype) if piece is None else piece
                 peers.broadcast_tensor(piece, src=reader)
+                turn += 1
             if is_piece and piece is not None:
                 found[name] = piece
             elif piece is not None:
