@@ -206,7 +206,7 @@ class MasterParameters(SharedBlock):
 
     def note_pushed(self) -> None:
         """Note what the devices will hold of all that was pushed, to notice any write into it."""
-        pushed, self._pushed = self._pushed, []
+        pushed, self._pushed = list(dict.fromkeys(self._pushed)), []  # an interrupted update may have pushed some, too
         for device, staging in self._stagings.items():
             here = [number for number in pushed if self.parameters[number].device == device]
             if here:
