@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from phalanx import DistributedDataParallel
+from phalanx.ddp.exchange import WorkExchange
 from phalanx.testing import run_ranks
 
 _WIDTH = 256  # of a matrix of 256 KiB, whose gradient autograd writes where all ranks read it
@@ -195,6 +196,24 @@ def test_what_a_hook_that_comes_after_ours_makes_of_a_gradient_is_what_is_averag
                 hook.remove()
 
     run_ranks(fn, 2, backend=backend)
+
+
+def test_a_copied_bucket_leaves_before_the_next_gradient_is_there(monkeypatch):
+    """It waited for the next gradient, and between hosts nothing was on the link meanwhile."""
+
+    def fn(rank, world_size):
+        events = []
+        launch = WorkExchange.launch
+        monkeypatch.setattr(
+            WorkExchange, "launch", lambda self, bucket: events.append("launch") or launch(self, bucket)
+        )
+        model = nn.Sequential(nn.Linear(_WIDTH, 8, bias=False), nn.Linear(8, 8, bias=False))
+        ddp = DistributedDataParallel(model, bucket_cap_mb=0.0001)
+        ddp.module[0].weight.register_hook(lambda _: events.append("next gradient"))
+        _step(ddp, rank, 0)
+        assert events == ["launch", "next gradient", "launch"]
+
+    run_ranks(fn, 2, backend="gloo")
 
 
 def _watch(model, kept):

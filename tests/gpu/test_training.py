@@ -1,4 +1,4 @@
-"""What people train with on a GPU: torch.compile, hooks that send fewer bytes, accumulation, checkpoints in shards."""
+"""Our class trains on a GPU as PyTorch's does, with torch.compile, hooks, accumulation and checkpoints in shards."""
 
 import contextlib
 import os
@@ -46,7 +46,7 @@ def _convnet():
 
 
 def _as_torchs(rank, world_size, place, what):
-    """Whether our class leaves what PyTorch's leaves, over the same group, on all ranks."""
+    """Return whether our class leaves what PyTorch's leaves, over the same group, on all ranks."""
     device = place.join(rank, world_size)
     trained = []
     for wrap in WRAPPERS:

@@ -89,6 +89,7 @@ def read_tensors(
     problem: str | None = None
     turn = 0
     own: Tensor | None = None
+    my_turn = seers.index(peers.rank) if peers.rank in seers else len(handed_on)
 
     def read(name: str, chunk: ChunkStorageMetadata) -> Tensor | None:
         nonlocal problem
@@ -115,9 +116,8 @@ def read_tensors(
             if name in by_all:
                 piece = read(name, chunk) if _overlap(chunk, where) is not None else None
             else:
-                if turn % len(seers) == 0:  # all readers read their next piece now
-                    place = turn + (seers.index(peers.rank) if peers.rank in seers else len(handed_on))
-                    own = read(*handed_on[place]) if place < len(handed_on) else None
+                if turn % len(seers) == 0 and turn + my_turn < len(handed_on):  # all readers read their next piece now
+                    own = read(*handed_on[turn + my_turn])
                 reader = seers[turn % len(seers)]
                 if peers.rank == reader:
                     piece, own = own, None
