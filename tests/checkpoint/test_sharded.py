@@ -18,6 +18,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import phalanx
 from phalanx.checkpoint import CheckpointManager, RandomState
+from phalanx.checkpoint.sharded_read import Pieces
 from phalanx.errors import CheckpointError
 from phalanx.testing import run_ranks as run_ranks_for
 
@@ -357,3 +358,28 @@ def test_a_rank_that_does_not_see_the_folder_gets_everything_from_the_others(tmp
     for sharded, plain in run_ranks(load, 2):
         assert torch.equal(sharded, torch.arange(10.0))
         assert torch.equal(plain, torch.ones(3))
+
+
+def test_ranks_read_the_pieces_that_they_hand_on_at_the_same_time(tmp_path, monkeypatch):
+    """Each read its piece when its turn came, and the others waited for it."""
+    state = {name: torch.full((4,), number) for number, name in enumerate("abc")}
+
+    def save(rank, world_size):
+        CheckpointManager(tmp_path, sharded=True).save(1, state)
+
+    def load(rank, world_size):
+        readers, met, read = dist.new_group(), [], Pieces.read
+
+        def read_together(self, name, chunk):
+            if not met:
+                met.append(name)
+                dist.barrier(group=readers)  # the others must be reading, too
+            return read(self, name, chunk)
+
+        monkeypatch.setattr(Pieces, "read", read_together)
+        loaded = CheckpointManager(tmp_path).load().state
+        assert_equal({name: loaded[name] for name in state}, state)
+        return met
+
+    run_ranks_for(save, 2)
+    assert run_ranks_for(load, 2, timeout=20) == [["a"], ["b"]]
