@@ -166,7 +166,7 @@ class RoutedProcessGroup(StagedProcessGroup):
         names = [name.decode(errors="replace") for name in told]
         obstacle = device_backend.obstacle(names)
         if obstacle or self._is_staged(device.type):
-            if obstacle and not ranks_share_gpus():
+            if obstacle and self._rank == 0 and not ranks_share_gpus():
                 warn_once(
                     _logger,
                     f"group {self._name!r}: {obstacle}\nTensors on {device.type} go through memory that these ranks "
