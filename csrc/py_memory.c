@@ -1,4 +1,5 @@
 /* This file lets Python map memory and format it, and use single kernels and words. */
+#include <fcntl.h>
 #include <stdlib.h>
 #include <sys/mman.h>
 
@@ -43,6 +44,18 @@ static PyObject *core_discard(PyObject *module, PyObject *args) {
   (void)module;
   if (!PyArg_ParseTuple(args, "KK", &at, &bytes)) return NULL;
   if (madvise((void *)(uintptr_t)at, (size_t)bytes, MADV_REMOVE) != 0) return PyErr_SetFromErrno(PyExc_OSError);
+  Py_RETURN_NONE;
+}
+
+/* Let the system write a part of a file to its disk now, while this process goes on. No answer is an error. */
+static PyObject *core_start_writeback(PyObject *module, PyObject *args) {
+  int fd;
+  unsigned long long at, bytes;
+  (void)module;
+  if (!PyArg_ParseTuple(args, "iKK", &fd, &at, &bytes)) return NULL;
+  Py_BEGIN_ALLOW_THREADS
+  (void)sync_file_range(fd, (off_t)at, (off_t)bytes, SYNC_FILE_RANGE_WRITE);
+  Py_END_ALLOW_THREADS
   Py_RETURN_NONE;
 }
 
@@ -142,6 +155,7 @@ PyMethodDef py_memory_functions[] = {{"map", core_map, METH_VARARGS, NULL},
                                      {"map_again", core_map_again, METH_VARARGS, NULL},
                                      {"unmap", core_unmap, METH_VARARGS, NULL},
                                      {"discard", core_discard, METH_VARARGS, NULL},
+                                     {"start_writeback", core_start_writeback, METH_VARARGS, NULL},
                                      {"group_bytes", core_group_bytes, METH_VARARGS, NULL},
                                      {"format", core_format, METH_VARARGS, NULL},
                                      {"reducer_bytes", core_reducer_bytes, METH_O, NULL},

@@ -18,6 +18,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import phalanx
 from phalanx.checkpoint import CheckpointManager, RandomState
+from phalanx.checkpoint.peers import Peers
 from phalanx.checkpoint.sharded_read import Pieces
 from phalanx.errors import CheckpointError
 from phalanx.testing import run_ranks as run_ranks_for
@@ -176,7 +177,10 @@ def test_what_one_process_or_replicas_saved_whole_goes_on_in_a_model_of_fsdp2(tm
 
 
 @pytest.mark.slow
-def test_tensors_sharded_in_every_way_come_back_into_every_other(tmp_path):
+@pytest.mark.parametrize("machines", ["one-machine", "several-machines"])
+def test_tensors_sharded_in_every_way_come_back_into_every_other(tmp_path, monkeypatch, machines):
+    if machines == "several-machines":
+        monkeypatch.setattr(Peers, "see_one_file", lambda self, file: False)
     wholes = {"a": torch.arange(35.0).view(7, 5), "b": torch.arange(12).view(3, 2, 2), "c": torch.tensor(3.5)}
 
     class Part:  # something with a state that is sharded in a way of its own
@@ -368,6 +372,7 @@ def test_ranks_read_the_pieces_that_they_hand_on_at_the_same_time(tmp_path, monk
         CheckpointManager(tmp_path, sharded=True).save(1, state)
 
     def load(rank, world_size):
+        monkeypatch.setattr(Peers, "see_one_file", lambda self, file: False)  # as on two machines
         readers, met, read = dist.new_group(), [], Pieces.read
 
         def read_together(self, name, chunk):

@@ -10,6 +10,7 @@ import torch
 from tests.checkpoint.random_trees import change, difference, random_state
 
 from phalanx.checkpoint import CheckpointManager, save_work, whole
+from phalanx.checkpoint.peers import Peers
 from phalanx.checkpoint.snapshot import SnapshotMemory, copy_tree
 from phalanx.testing import run_ranks
 
@@ -23,7 +24,11 @@ def by_torch(state):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
-def test_random_states_come_back_as_from_torch_save(tmp_path, trees):
+@pytest.mark.parametrize("machines", ["one-machine", "several-machines"])
+def test_random_states_come_back_as_from_torch_save(tmp_path, trees, monkeypatch, machines):
+    if machines == "several-machines":
+        monkeypatch.setattr(Peers, "see_one_file", lambda self, file: False)
+
     def save(rank, world_size):
         managers = [CheckpointManager(tmp_path / str(kind), sharded=kind) for kind in (False, True)]
         problems = []

@@ -1,61 +1,76 @@
-"""Check that a file is what was written, by CRC-32 of torch.save's records and of whole files.
-
-The checksum of a whole file is computed while it is written.
-"""
+"""Check that a file is what was written, by CRC-32 of torch.save's records and of whole files."""
 
 from __future__ import annotations
 
+import functools
+import os
 import zipfile
 import zlib
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 _BLOCK_BYTES = 1 << 20
+_READ_BYTES = 4 << 20
 
 
-class ChecksummedStream:
-    """`ChecksummedStream` writes to `file`, and knows the length and the checksum of what was written."""
+class Crc32:
+    """`Crc32` is the CRC-32 of bytes that come one after the other, some of them only by their checksum."""
 
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self.crc32 = 0
-        self.nbytes = 0
+    def __init__(self) -> None:
+        self.value = 0
 
-    def write(self, data: Any) -> int:
-        """Write all of `data`."""
-        view = memoryview(data).cast("B")
-        self._file.write(view)
-        self.crc32 = zlib.crc32(view, self.crc32)
-        self.nbytes += len(view)
-        return len(view)
+    def update(self, data: bytes | memoryview) -> None:
+        """Add `data`."""
+        self.value = zlib.crc32(data, self.value)
 
-    def tell(self) -> int:
-        """Return how much was written."""
-        return self.nbytes
-
-    def flush(self) -> None:
-        """Flush the file."""
-        self._file.flush()
-
-    def fileno(self) -> int:
-        """Return the file's descriptor, for fsync."""
-        return self._file.fileno()
-
-    def close(self) -> None:
-        """Flush the file; whoever opened it closes it."""
-        self.flush()
+    def extend(self, crc32: int, nbytes: int) -> None:
+        """Add `nbytes` of which only the checksum is known."""
+        self.value = _times(_shift(nbytes), self.value) ^ crc32
 
 
-def checksum_of(path: Path, see: Callable[[bytes], None] = lambda block: None) -> tuple[int, int]:
-    """Return length and CRC-32 of a file, which is read once; `see` gets every block of it."""
-    nbytes = crc = 0
+# A CRC-32 is what is left of the bits, read as a polynomial, modulo this one; the lowest power is the highest bit here.
+# (Mark Adler, zlib's crc32_combine: the first part's rest is multiplied by x to the power of the second part's bits.)
+_POLYNOMIAL = 0xEDB88320
+_ONE = 1 << 31
+
+
+def _times(a: int, b: int) -> int:
+    """Return the product of two polynomials, modulo that of CRC-32."""
+    product = 0
+    while a:
+        if a & _ONE:
+            product ^= b
+        a = a << 1 & 0xFFFFFFFF
+        b = b >> 1 ^ (_POLYNOMIAL if b & 1 else 0)
+    return product
+
+
+@functools.lru_cache(maxsize=256)
+def _shift(nbytes: int) -> int:
+    """Return x to the power of 8 * `nbytes`, modulo that of CRC-32."""
+    power, square = _ONE, _ONE >> 8
+    while nbytes:
+        if nbytes & 1:
+            power = _times(square, power)
+        square = _times(square, square)
+        nbytes >>= 1
+    return power
+
+
+def crc32_of_range(file: BinaryIO, begin: int, nbytes: int) -> int:
+    """Return the CRC-32 of `nbytes` of a file from `begin` on, or of what is there of them."""
+    crc, end = 0, begin + nbytes
+    block = memoryview(bytearray(min(_READ_BYTES, max(nbytes, 1))))
+    while begin < end and (done := os.preadv(file.fileno(), [block[: end - begin]], begin)):
+        crc = zlib.crc32(block[:done], crc)
+        begin += done
+    return crc
+
+
+def checksum_of(path: Path) -> int:
+    """Return the CRC-32 of a file, which is read once."""
     with path.open("rb") as file:
-        while block := file.read(_BLOCK_BYTES * 16):
-            nbytes += len(block)
-            crc = zlib.crc32(block, crc)
-            see(block)
-    return nbytes, crc
+        return crc32_of_range(file, 0, os.fstat(file.fileno()).st_size)
 
 
 def find_damage(file: BinaryIO) -> str:

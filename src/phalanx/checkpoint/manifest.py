@@ -112,7 +112,7 @@ def find_damaged_file(folder: Path, name: str, record: FileRecord) -> str:
     try:
         if (size := path.stat().st_size) != record.nbytes:
             return f"{path} has {size:,} bytes, and {record.nbytes:,} were written"
-        _, crc = checksum_of(path)
+        crc = checksum_of(path)
     except OSError as error:
         return f"{path} could not be read: {error.strerror or error}"
     return "" if crc == record.crc32 else f"{path} does not match its checksum: bits have changed since it was written"

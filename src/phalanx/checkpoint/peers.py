@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +19,18 @@ _COLLECTIVE = (
     "This was {what}, which is collective: every rank calls it, at the same step. Call it on every rank, not under "
     "`if rank == 0`."
 )
+
+
+def _identity(file: BinaryIO | Path | None) -> tuple[object, ...]:
+    """Return a value that is equal on ranks of one machine that have the same file; nothing if it is not known."""
+    if file is None:
+        return ()
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+        status = os.stat(file if isinstance(file, Path) else file.fileno())
+    except OSError:
+        return ()
+    return boot, status.st_dev, status.st_ino
 
 
 class Peers:
@@ -74,6 +88,11 @@ class Peers:
         values = [value if self.rank == src else None]
         self._told(lambda: dist.broadcast_object_list(values, group=self.group, group_src=src))
         return values[0]  # type: ignore[return-value]
+
+    def see_one_file(self, file: BinaryIO | Path | None) -> bool:
+        """Return whether all ranks are on one machine, and have the same file there, which is open or has that path."""
+        identities = self.all_gather(_identity(file))
+        return all(identity == identities[0] != () for identity in identities)
 
     def broadcast_tensor(self, tensor: torch.Tensor, *, src: int) -> None:
         """Copy `tensor`, contiguous and on the CPU, from rank `src` to every rank."""

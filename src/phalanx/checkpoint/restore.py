@@ -230,7 +230,9 @@ def _read_sharded(peers: Peers, path: Path, manifest: Manifest, parts: Mapping[s
     pieces = Pieces(path, metadata)
     names = [name for name in tensor_names(structure) if name not in aliases]
     shards = {name: shard for name, shard in _shards(pieces, structure, parts).items() if name not in aliases}
-    found, problem = read_tensors(peers, pieces, names, shards, seers)
+    found, problem = read_tensors(
+        peers, pieces, names, shards, seers, on_one_machine=peers.see_one_file(path / METADATA)
+    )
     _refuse_damage(peers, problem and f"{path}: {problem}")
     for name, strides in strides_of_tensors(structure).items():
         if name in found and not is_dtensor(found[name]):

@@ -6,7 +6,7 @@ import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from phalanx.checkpoint.atomic import NotDurableError, replace_file
 from phalanx.checkpoint.blame import describe_unsafe_value, publish_name
 from phalanx.checkpoint.disk_errors import describe_disk_error
 from phalanx.checkpoint.remote_history import RETRY_S
+from phalanx.checkpoint.streams import DiskStream
 from phalanx.errors import CheckpointError, PhalanxError
 from phalanx.storage import RemoteFolder, place_of
 
@@ -83,7 +84,7 @@ def _put(state: Mapping[str, Any], address: str) -> None:
 
 
 def _write(state: Mapping[str, Any], file: BinaryIO) -> None:
-    torch.save(state, file)
+    torch.save(state, cast(Any, DiskStream(file)))
     file.flush()
     file.seek(0)
     # This is found out now, and not on the day when the checkpoint is needed; it reads only the index of the file.

@@ -37,11 +37,11 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import find_tensor_shard
 from torch.distributed.tensor import DTensor
 
-from phalanx.checkpoint.checksum import ChecksummedStream
 from phalanx.checkpoint.manifest import FileRecord
 from phalanx.checkpoint.peers import Peers
 from phalanx.checkpoint.slices import SlicedTensor
 from phalanx.checkpoint.snapshot import SnapshotMemory, copy_contiguous
+from phalanx.checkpoint.streams import ChecksummedStream
 from phalanx.checkpoint.structure import STRUCTURE
 from phalanx.checkpoint.tree import Tree, is_tensor
 from phalanx.errors import CheckpointError, InternalError
@@ -206,7 +206,7 @@ class RecordingFileSystem(FileSystem):
     @contextlib.contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Any:
         """Yield a stream whose length and checksum are recorded when it ends."""
-        with open(path, mode) as file:
+        with open(path, mode.replace("+", "") + "+") as file:
             stream = ChecksummedStream(cast(Any, file))
             yield stream
             file.flush()

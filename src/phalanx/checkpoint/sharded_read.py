@@ -1,5 +1,6 @@
 """Read a checkpoint that many ranks wrote, on any number of ranks.
 
+ranks on one machine          each rank reads what it wants, which the system has in memory after the first of them
 wanted by some rank whole     one rank reads each piece and hands it on; the pieces are shared out, and as many as
                               there are readers are read at the same time, before the first of them is handed on
 a shard on every rank         each rank reads what overlaps with its own
@@ -7,12 +8,11 @@ a shard on every rank         each rank reads what overlaps with its own
 
 from __future__ import annotations
 
-import io
 import math
 import pickle
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.tensor import DTensor
 
 from phalanx.checkpoint.peers import Peers
+from phalanx.checkpoint.streams import FileRange
 from phalanx.torch_names import find
 
 compute_local_shape_and_global_offset: Any = find(
@@ -64,9 +65,8 @@ class Pieces:
         if path.parent != self._folder:
             raise pickle.UnpicklingError(f"it names {where.relative_path}, outside of the checkpoint")
         with path.open("rb") as file:
-            file.seek(where.offset)
-            content = io.BytesIO(file.read(where.length))
-        piece: Tensor = torch.load(content, map_location="cpu", weights_only=True)
+            part = cast(Any, FileRange(file, where.offset, where.length))
+            piece: Tensor = torch.load(part, map_location="cpu", weights_only=True)
         return piece
 
 
@@ -76,13 +76,16 @@ def read_tensors(
     names: Sequence[str],
     shards: Mapping[str, DTensor],
     seers: Sequence[int],
+    *,
+    on_one_machine: bool,
 ) -> tuple[dict[str, Tensor], str | None]:
     """Return the tensors of these names, whole, or filled into `shards`; and the problems of reading them here. All
     ranks call it.
 
-    `shards` are tensors to fill, of which this rank has a part. `seers` are the ranks that see the folder.
+    `shards` are tensors to fill, of which this rank has a part. `seers` are the ranks that see the folder;
+    `on_one_machine` says that all do, and that one system reads it for them.
     """
-    alone = set(shards) if peers.rank in seers else set()
+    alone = set(names) if on_one_machine else set(shards) if peers.rank in seers else set()
     by_all = set.intersection(*peers.all_gather(alone))
     handed_on = [(name, chunk) for name in names if name not in by_all for chunk in pieces.chunks(name)]
     found: dict[str, Tensor] = {}
@@ -108,13 +111,13 @@ def read_tensors(
         shape, dtype = pieces.form(name)
         chunks = pieces.chunks(name)
         is_piece = name not in shards and len(chunks) == 1 and chunks[0].sizes == shape  # there is nothing to fill
-        target: Tensor = shards[name] if name in shards else torch.empty(() if is_piece else shape, dtype=dtype)
+        target = shards[name] if name in shards else torch.empty(() if is_piece else shape, dtype=dtype)
         found[name] = target
         where, local = _place(target)
         for chunk in chunks:
             piece: Tensor | None = None
             if name in by_all:
-                piece = read(name, chunk) if _overlap(chunk, where) is not None else None
+                piece = read(name, chunk) if is_piece or _overlap(chunk, where) is not None else None
             else:
                 if turn % len(seers) == 0 and turn + my_turn < len(handed_on):  # all readers read their next piece now
                     own = read(*handed_on[turn + my_turn])

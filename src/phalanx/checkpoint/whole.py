@@ -12,9 +12,10 @@ from typing import Any, BinaryIO, cast
 import torch
 
 from phalanx.checkpoint.blame import publish_name
-from phalanx.checkpoint.checksum import ChecksummedStream
+from phalanx.checkpoint.checksum import Crc32, crc32_of_range
 from phalanx.checkpoint.manifest import FileRecord
 from phalanx.checkpoint.peers import Peers
+from phalanx.checkpoint.streams import ChecksummedStream
 from phalanx.symmetric_memory import memfd
 
 STATE = "state.pt"
@@ -61,20 +62,19 @@ def hand_on(peers: Peers, path: Path, record: FileRecord) -> tuple[str | None, B
     """Return what is wrong with the file at `path`, or else the file: rank 0's own, and the other ranks' copy of it.
     All ranks call it.
 
-    Cost: rank 0 reads it once, and broadcasts it in pieces of 16 MiB; where all ranks are on one machine and see that
-    very file, the system has it in memory for all of them by then, and nothing is sent.
+    Cost: where all ranks are on one machine and see that very file, each compares the checksum of its share, and the
+    system has the file in memory by then; nothing is sent. Else rank 0 reads it once, and broadcasts it in pieces of
+    16 MiB.
     """
     own, problem = _open(path, record)
-    told = peers.all_gather((problem, _identity(own)))
-    problem = told[0][0]
-    is_one = all(identity == told[0][1] != () for _, identity in told)
+    is_one, problem = peers.see_one_file(own), peers.broadcast(problem)
     if problem is None:
         if not (is_one or peers.is_first):
             if own is not None:
                 own.close()  # this name leads to another file than the one that rank 0 reads
             own = os.fdopen(memfd.create("phalanx-checkpoint"), "w+b")
         assert own is not None
-        problem = _pass(peers, path, record, own, hands_on=not is_one)
+        problem = (_compare_together if is_one else _pass)(peers, path, record, own)
         if problem is None:
             own.seek(0)
             return None, own
@@ -94,23 +94,33 @@ def _open(path: Path, record: FileRecord) -> tuple[BinaryIO | None, str | None]:
     return file, f"{path} has {size:,} bytes, and {record.nbytes:,} were written"
 
 
-def _identity(file: BinaryIO | None) -> tuple[object, ...]:
-    """Return a value that is equal on ranks of one machine that have opened the same file; nothing if it is not
-    known.
-    """
+def _compare_together(peers: Peers, path: Path, record: FileRecord, file: BinaryIO) -> str | None:
+    """Return what is wrong with the file that all ranks see, of which each reads its share."""
+    bounds = [record.nbytes * rank // peers.world_size for rank in range(peers.world_size + 1)]
+    begin, nbytes = bounds[peers.rank], bounds[peers.rank + 1] - bounds[peers.rank]
+    crc, problem = 0, None
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
-    except OSError:
-        return ()
-    status = os.fstat(file.fileno()) if file is not None else None
-    return (boot, status.st_dev, status.st_ino) if status is not None else ()
+        crc = crc32_of_range(file, begin, nbytes)
+    except OSError as error:
+        problem = f"{path} could not be read: {error.strerror or error}"
+    told = peers.all_gather((problem, crc, nbytes))
+    if problem := next((problem for problem, _, _ in told if problem), None):
+        return problem
+    whole = Crc32()
+    for _, share, length in told:
+        whole.extend(share, length)
+    return None if whole.value == record.crc32 else _describe_changed(path)
 
 
-def _pass(peers: Peers, path: Path, record: FileRecord, file: BinaryIO, *, hands_on: bool) -> str | None:
+def _describe_changed(path: Path) -> str:
+    return f"{path} does not match its checksum: bits have changed since it was written"
+
+
+def _pass(peers: Peers, path: Path, record: FileRecord, file: BinaryIO) -> str | None:
     """Read the file and pass it on, or receive and write it; return what was wrong with it."""
     chunk = torch.empty(min(_CHUNK_BYTES, max(record.nbytes, 1)), dtype=torch.uint8)
     crc, problem = 0, None
-    for at in range(0, record.nbytes if hands_on or peers.is_first else 0, _CHUNK_BYTES):
+    for at in range(0, record.nbytes, _CHUNK_BYTES):
         piece = chunk[: min(_CHUNK_BYTES, record.nbytes - at)]
         view = memoryview(cast(Any, piece.numpy()))
         if peers.is_first and problem is None:
@@ -120,10 +130,9 @@ def _pass(peers: Peers, path: Path, record: FileRecord, file: BinaryIO, *, hands
                 crc = zlib.crc32(view, crc)
             except OSError as error:
                 problem = f"{path} could not be read: {error.strerror or error}"
-        if hands_on:
-            peers.broadcast_tensor(piece, src=0)
-            if not peers.is_first:
-                file.write(view)
+        peers.broadcast_tensor(piece, src=0)
+        if not peers.is_first:
+            file.write(view)
     if peers.is_first and problem is None and crc != record.crc32:
-        problem = f"{path} does not match its checksum: bits have changed since it was written"
+        problem = _describe_changed(path)
     return peers.broadcast(problem)

@@ -1,0 +1,145 @@
+"""Write a file that the disk takes while it is written, and read a part of one, for torch.save and torch.load."""
+
+from __future__ import annotations
+
+import io
+import os
+from typing import Any, BinaryIO
+
+from phalanx import _core
+from phalanx.checkpoint.checksum import Crc32, crc32_of_range
+
+_WRITEBACK_BYTES = 16 << 20  # so much is handed to the disk at a time
+# The checksum of a larger write is not computed where torch.save writes its own behind it.
+_RECORD_BYTES = 1 << 18
+_FOOTER, _FOOTER_BYTES = (
+    b"PK\x07\x08",
+    (16, 24),
+)  # a zip's data descriptor: magic, CRC-32, and the sizes in 4 or 8 bytes
+
+
+class DiskStream:
+    """`DiskStream` writes to `file`, which is new, and has the system write to the disk meanwhile, so that fsync waits
+    for less.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._handed_over = 0
+        self.nbytes = 0
+
+    def write(self, data: Any) -> int:
+        """Write all of `data`."""
+        view = memoryview(data).cast("B")
+        self._file.write(view)
+        self.nbytes += len(view)
+        if (pending := self.nbytes - self._handed_over) >= _WRITEBACK_BYTES:
+            _core.start_writeback(self._file.fileno(), self._handed_over, pending)
+            self._handed_over += pending
+        return len(view)
+
+    def tell(self) -> int:
+        """Return how much was written."""
+        return self.nbytes
+
+    def flush(self) -> None:
+        """Flush the file."""
+        self._file.flush()
+
+    def fileno(self) -> int:
+        """Return the file's descriptor, for fsync."""
+        return self._file.fileno()
+
+    def close(self) -> None:
+        """Flush the file; whoever opened it closes it."""
+        self.flush()
+
+
+class ChecksummedStream(DiskStream):
+    """`ChecksummedStream` writes to `file`, which can be read, too, and knows the checksum of what was written.
+
+    torch.save computes the CRC-32 of each record and writes it behind the record: it is taken from there, since to
+    compute it again would take as long as to write the record.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        super().__init__(file)
+        self._crc = Crc32()
+        self._record_bytes = 0  # the length of the last write, if its checksum is not known yet
+
+    @property
+    def crc32(self) -> int:
+        """Return the CRC-32 of all that was written."""
+        self._read_record_again()
+        return self._crc.value
+
+    def write(self, data: Any) -> int:
+        """Write all of `data`."""
+        view = memoryview(data).cast("B")
+        if self._record_bytes and (told := _told_checksum(view, self._record_bytes)) is not None:
+            self._crc.extend(told, self._record_bytes)
+            self._record_bytes = 0
+        self._read_record_again()
+        super().write(view)
+        if len(view) >= _RECORD_BYTES:
+            self._record_bytes = len(view)
+        else:
+            self._crc.update(view)
+        return len(view)
+
+    def _read_record_again(self) -> None:
+        """Compute the checksum of the last write, which was no record of torch.save or one without a checksum."""
+        if self._record_bytes:
+            self.flush()
+            begin = self.nbytes - self._record_bytes
+            self._crc.extend(crc32_of_range(self._file, begin, self._record_bytes), self._record_bytes)
+            self._record_bytes = 0
+
+
+def _told_checksum(footer: memoryview, record_bytes: int) -> int | None:
+    """Return the CRC-32 that a zip's data descriptor gives for the record before it; None if `footer` is none."""
+    if len(footer) not in _FOOTER_BYTES or footer[:4] != _FOOTER:
+        return None
+    size = (len(footer) - 8) // 2
+    packed, plain = footer[8 : 8 + size], footer[8 + size :]
+    if int.from_bytes(packed, "little") != record_bytes or int.from_bytes(plain, "little") != record_bytes:
+        return None
+    return int.from_bytes(footer[4:8], "little") or None  # zero: torch.save was told to compute none
+
+
+class FileRange(io.RawIOBase):
+    """`FileRange` is a part of a file that is read as if it were a file: `nbytes` from `begin` on.
+
+    torch.load reads a tensor from it straight into the tensor's memory.
+    """
+
+    def __init__(self, file: BinaryIO, begin: int, nbytes: int) -> None:
+        self._file = file
+        self._begin = begin
+        self._nbytes = nbytes
+        self._at = 0
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seekable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        """Go to a place in this part of the file, and return it."""
+        origin = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._nbytes}[whence]
+        self._at = max(origin + offset, 0)
+        return self._at
+
+    def tell(self) -> int:
+        """Return the place in this part of the file."""
+        return self._at
+
+    def readinto(self, buffer: Any, /) -> int:
+        """Fill `buffer` from the file, and return how much there was for it."""
+        view = memoryview(buffer).cast("B")[: max(self._nbytes - self._at, 0)]
+        done = os.preadv(self._file.fileno(), [view], self._begin + self._at)
+        self._at += done
+        return done
