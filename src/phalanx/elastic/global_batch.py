@@ -37,7 +37,7 @@ _engine: Any = find("torch.autograd.Variable._execution_engine", loses=_LOSES)
 class GlobalBatch:
     """`GlobalBatch` is one rank's part in the global batch.
 
-    `followers` are schedulers and scalers, with the methods that only an update calls.
+    `with_update` are the methods that only an update calls, of schedulers and scalers: (object, name).
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class GlobalBatch:
         position: DataPosition,
         wrappers: Sequence[nn.Module],
         optimizers: Iterable[Optimizer],
-        followers: Iterable[tuple[Any, str]],
+        with_update: Iterable[tuple[Any, str]],
     ) -> None:
         self._wrappers = [_check_wrapper(one) for one in wrappers]
         if not self._wrappers:
@@ -72,8 +72,8 @@ class GlobalBatch:
             wrapper.register_forward_hook(self._after_forward, always_call=True)
         for optimizer in optimizers:
             self._replace(optimizer, "step", self._step)
-        for follower, name in followers:
-            self._replace(follower, name, self._follow)
+        for owner, name in with_update:
+            self._replace(owner, name, self._follow)
 
     @property
     def ends_step(self) -> bool:

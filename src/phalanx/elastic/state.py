@@ -101,15 +101,15 @@ class State:
             raise ValueError(
                 "State: batch='global' is of steps that ranks make together; LocalSGD and DiLoCo have none"
             )
-        followers: list[tuple[Any, str]] = [(scheduler, "step") for scheduler in self._objects.schedulers]
+        with_update: list[tuple[Any, str]] = [(scheduler, "step") for scheduler in self._objects.schedulers]
         for scaler in self._objects.scalers:
-            followers += [(scaler, "unscale_"), (scaler, "step"), (scaler, "update")]
+            with_update += [(scaler, "unscale_"), (scaler, "step"), (scaler, "update")]
         return GlobalBatch(
             dist.get_world_size() if dist.is_initialized() else 1,
             self._position,
             averaging_modules(self._objects.modules),
             self._objects.optimizers,
-            followers,
+            with_update,
         )
 
     # -- attributes ----------------------------------------------------------------------------------------------
@@ -216,7 +216,7 @@ class State:
                 self._mark = Mark(values["epoch"], None, 0)
         latest.epoch, latest.step = values["epoch"], values["step"]
         if runner is not None:
-            step.followers.keep()
+            step.schedulers_and_scalers.keep()
             runner.after_commit()
 
     def _advance(self, position: DataPosition) -> int:
@@ -239,7 +239,7 @@ class State:
         latest = self._latest
         latest.small = self._small.capture(self._values)
         latest.epoch, latest.step = self._values["epoch"], self._values["step"]
-        self._step.followers.keep()
+        self._step.schedulers_and_scalers.keep()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint holds: the state of each object under its name, the plain values, and the data's

@@ -74,7 +74,7 @@ class StepTracker:
         for optimizer in objects.optimizers:
             optimizer.register_step_pre_hook(self._before_step)
             optimizer.register_step_post_hook(self._after_step)
-        self.followers = SchedulersAndScalers(objects.schedulers, objects.scalers, objects.optimizers)
+        self.schedulers_and_scalers = SchedulersAndScalers(objects.schedulers, objects.scalers, objects.optimizers)
         holds_apart = objects.rounds or objects.pipelines
         self._undo = None if holds_apart else StepUndo(objects.parts_of_update())
         # the number of updates of each sharded optimizer before the step's first update
@@ -227,7 +227,7 @@ class StepTracker:
             elif updated == {False} and self._undo is None:  # else there were other updates in this step before
                 self.stepped = 0
         if not self.stepped:
-            self.followers.give_back()
+            self.schedulers_and_scalers.give_back()
             for number in self._forward_changes.give_back()[:1]:
                 _logger.warning(
                     "phalanx.elastic: %s was changed before the update for the first time in step %d, which is done "
