@@ -20,7 +20,7 @@ static int has_arrival(struct plx_group *g) {
 }
 
 /* Wait, without the lock, for bytes or for the bell to move from `bell`, at most one slice. Return whether that came. */
-static int await_arrival(struct plx_group *g, struct plx_wait *w, uint32_t bell) {
+static int await_arrival(struct plx_group *g, struct plx_wait *w, uint32_t bell, uint64_t since_ns) {
   struct plx_rank *me = plx_rank_of(g, g->rank);
   uint64_t since = plx_now_ns();
   for (uint32_t spins = 1; !g->oversubscribed; spins++) {
@@ -30,7 +30,7 @@ static int await_arrival(struct plx_group *g, struct plx_wait *w, uint32_t bell)
   }
   atomic_fetch_add_explicit(&me->bell_sleepers, 1, memory_order_seq_cst);
   if (!has_arrival(g) && atomic_load_explicit(&g->header->poison, memory_order_seq_cst) == 0)
-    plx_futex_wait(&me->bell, bell, PLX_SLICE_NS);
+    plx_futex_wait(&me->bell, bell, plx_slice_ns(w, since_ns));
   atomic_fetch_sub_explicit(&me->bell_sleepers, 1, memory_order_relaxed);
   return has_arrival(g);
 }
@@ -53,11 +53,11 @@ static int progress_once(struct plx_group *g, struct plx_wait *w, uint64_t since
   int moved = plx_take_in(g), code = PLX_OK;
   if (!moved) {
     pthread_mutex_unlock(&mailbox->lock);
-    moved = await_arrival(g, w, bell);
+    moved = await_arrival(g, w, bell, since_ns);
     pthread_mutex_lock(&mailbox->lock);
   }
   mailbox->progressing = 0; /* before we ask: a signal handler may receive, too, and then makes progress itself */
-  if (!moved) code = ask(g, w, since_ns);
+  if (!moved && plx_now_ns() - since_ns >= PLX_SLICE_NS) code = ask(g, w, since_ns);
   if (code != PLX_OK) return code;
   return moved && plx_now_ns() - mailbox->looked_ns < PLX_SLICE_NS ? PLX_OK : plx_check_receives(g, w);
 }

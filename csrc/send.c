@@ -18,7 +18,7 @@ static int wait_space(struct plx_group *g, struct plx_wait *w, struct plx_channe
     atomic_fetch_add_explicit(&c->tail_sleepers, 1, memory_order_seq_cst);
     if (atomic_load_explicit(&c->tail, memory_order_seq_cst) == seen &&
         atomic_load_explicit(&g->header->poison, memory_order_seq_cst) == 0)
-      plx_futex_wait(plx_low_half(&c->tail), (uint32_t)seen, PLX_SLICE_NS);
+      plx_futex_wait(plx_low_half(&c->tail), (uint32_t)seen, plx_slice_ns(w, since));
     atomic_fetch_sub_explicit(&c->tail_sleepers, 1, memory_order_relaxed);
     if (atomic_load_explicit(&c->tail, memory_order_acquire) != seen) return PLX_OK;
     if (!plx_peer_alive(g, dst) && atomic_load_explicit(&g->header->poison, memory_order_acquire) == 0 &&

@@ -34,7 +34,7 @@ static inline int wait_for_one(struct plx_group *g, struct plx_wait *w, uint32_t
     atomic_fetch_add_explicit(&p->sleepers, 1, memory_order_seq_cst);
     uint64_t seen = atomic_load_explicit(&p->step, memory_order_seq_cst);
     if (seen < step && atomic_load_explicit(&g->header->poison, memory_order_seq_cst) == 0)
-      plx_futex_wait(plx_low_half(&p->step), (uint32_t)seen, plx_slice_ns(w));
+      plx_futex_wait(plx_low_half(&p->step), (uint32_t)seen, plx_slice_ns(w, *since));
     atomic_fetch_sub_explicit(&p->sleepers, 1, memory_order_relaxed);
     if (atomic_load_explicit(&p->step, memory_order_acquire) >= step) break;
     int code = lost(g, w, peer, step);
@@ -82,7 +82,7 @@ static int wait_oversubscribed(struct plx_group *g, struct plx_wait *w, uint64_t
     atomic_fetch_add_explicit(&g->header->sync_sleepers, 1, memory_order_seq_cst);
     if (atomic_load_explicit(&g->header->synced, memory_order_seq_cst) == seen &&
         atomic_load_explicit(&g->header->poison, memory_order_seq_cst) == 0)
-      plx_futex_wait(&g->header->synced, seen, plx_slice_ns(w));
+      plx_futex_wait(&g->header->synced, seen, plx_slice_ns(w, since));
     atomic_fetch_sub_explicit(&g->header->sync_sleepers, 1, memory_order_relaxed);
     seen = atomic_load_explicit(&g->header->synced, memory_order_acquire);
     if ((int32_t)(seen - (uint32_t)step) >= 0) return PLX_OK;

@@ -18,13 +18,16 @@ int plx_ask_caller(struct plx_group *g, struct plx_wait *w, uint64_t since_ns) {
 int plx_check_wait(struct plx_group *g, struct plx_wait *w, uint32_t late, uint64_t since_ns) {
   int code = plx_poisoned(g, w);
   if (code != PLX_OK) return code;
-  if (plx_now_ns() >= w->deadline_ns) return plx_fail(g, w, PLX_DEADLINE, late);
-  return plx_ask_caller(g, w, since_ns);
+  uint64_t now = plx_now_ns();
+  if (now >= w->deadline_ns) return plx_fail(g, w, PLX_DEADLINE, late);
+  return now - since_ns < PLX_SLICE_NS ? PLX_OK : plx_ask_caller(g, w, since_ns);
 }
 
-uint64_t plx_slice_ns(const struct plx_wait *w) {
+uint64_t plx_slice_ns(const struct plx_wait *w, uint64_t since_ns) {
   uint64_t now = plx_now_ns();
   if (w->deadline_ns <= now) return 1;
-  uint64_t left = w->deadline_ns - now;
-  return left < PLX_SLICE_NS ? left : PLX_SLICE_NS;
+  uint64_t left = w->deadline_ns - now, slice = (now - since_ns) / 4;
+  if (slice < PLX_FIRST_SLICE_NS) slice = PLX_FIRST_SLICE_NS;
+  if (slice > PLX_SLICE_NS) slice = PLX_SLICE_NS;
+  return left < slice ? left : slice;
 }

@@ -17,7 +17,10 @@ struct plx_wait {
   int32_t failed_rank; /* the rank that is lost or late, or -1 */
 };
 
-#define PLX_SLICE_NS 50000000ull /* a rank sleeps so long before it looks around */
+/* A rank sleeps a quarter of the time that it has waited before it looks around again, at least and at most so long: most
+ * ranks that are lost have been waited for but a short time, and are missed soon. */
+#define PLX_FIRST_SLICE_NS 1000000ull
+#define PLX_SLICE_NS 50000000ull
 /* It looks at memory so often before it asks for the time, or yields its core before it sleeps; a checker sets them. */
 #ifndef PLX_LOOKS
 #define PLX_LOOKS 64
@@ -38,11 +41,11 @@ int plx_fail(struct plx_group *g, struct plx_wait *w, int code, uint32_t failed)
 /* Return whether the caller wants to go on waiting; `since_ns` is when this wait began. If not, the group is over. */
 int plx_ask_caller(struct plx_group *g, struct plx_wait *w, uint64_t since_ns);
 
-/* Return whether waiting, for `late` among others, still makes sense: the group's poison, the deadline and the caller
- * decide. Code that knows what a rank was to do deals with a rank that is gone. */
+/* Return whether waiting, for `late` among others, still makes sense: the group's poison, the deadline and, after the
+ * longest slice, the caller decide. Code that knows what a rank was to do deals with a rank that is gone. */
 int plx_check_wait(struct plx_group *g, struct plx_wait *w, uint32_t late, uint64_t since_ns);
 
-/* Return how long to sleep now: a slice, or what is left. */
-uint64_t plx_slice_ns(const struct plx_wait *w);
+/* Return how long to sleep now in a wait that began at `since_ns`: a slice, or what is left. */
+uint64_t plx_slice_ns(const struct plx_wait *w, uint64_t since_ns);
 
 #endif
