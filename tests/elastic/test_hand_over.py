@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.elastic.hand_over import hand_over
+from phalanx.backend.skeleton import Leaf
+from phalanx.elastic.hand_over import devices_here, hand_over
 from phalanx.testing import run_ranks
 
 MIB = 1 << 18  # float32 values
@@ -64,3 +65,22 @@ def test_large_small_and_strided_tensors_arrive_in_new_memory_and_in_what_is_the
             assert rank == 0 or not places or [t.data_ptr() for t in got] == places
 
     run_ranks(body, world_size)
+
+
+class _Placed:
+    """What a tensor says of its place; there is one GPU at most where this runs."""
+
+    def __init__(self, device: str) -> None:
+        self.device = torch.device(device)
+
+
+def test_a_rank_receives_on_its_own_gpu_what_the_source_has_on_another():
+    """The state of an optimizer, which a replacement has not made yet, was received on the source's GPU."""
+
+    def leaves(*devices):
+        return [Leaf(number, (2,), (1,), torch.float32, device) for number, device in enumerate(devices)]
+
+    parameters, moments = leaves("cuda:0", "cuda:1", "cpu"), leaves("cuda:0", "cuda:1", "cpu", "cuda:7")
+    mine = [_Placed("cuda:2"), _Placed("cuda:3"), _Placed("cpu")]
+    assert devices_here([parameters, moments], [mine, []]) == {"cuda:0": "cuda:2", "cuda:1": "cuda:3", "cpu": "cpu"}
+    assert devices_here([leaves("cuda:0")], [[_Placed("cpu")]]) == {}, "moved to another kind of device"

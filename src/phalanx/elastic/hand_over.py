@@ -276,7 +276,8 @@ def hand_over(parts: Sequence[Part], source: int, receivers: Sequence[int], grou
     theirs = pickle.loads(told[0])  # type: ignore[arg-type]  # bytes, once it was received
     leaves = [_collect(structure) for structure in theirs]
     if me in receivers:
-        mine = [_places(forms, tensors) for forms, tensors in zip(leaves, mine, strict=True)]
+        devices = devices_here(leaves, mine)
+        mine = [_places(forms, tensors, devices) for forms, tensors in zip(leaves, mine, strict=True)]
     nbytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for forms in leaves for leaf in forms)
     with own_clock(group, nbytes):
         carry([tensor for tensors in mine for tensor in tensors], source, receivers, group)
@@ -295,13 +296,28 @@ def _collect(structure: Any) -> list[Leaf]:
     return [leaf for one in structure for leaf in _collect(one)] if type(structure) in (list, tuple) else []
 
 
-def _places(leaves: Sequence[Leaf], mine: Sequence[Tensor]) -> list[Tensor]:
+def devices_here(leaves: Sequence[Sequence[Leaf]], mine: Sequence[Sequence[Tensor]]) -> dict[str, str]:
+    """Return this rank's device for each of the source's: the GPU on which it has what the source has on that one.
+
+    Parts of which this rank has nothing yet (the state of an optimizer) show nothing; the parameters do.
+    """
+    return {
+        leaf.device: str(own.device)
+        for forms, tensors in zip(leaves, mine, strict=True)
+        if len(forms) == len(tensors)
+        for leaf, own in zip(forms, tensors, strict=True)
+        if torch.device(leaf.device).type == own.device.type
+    }
+
+
+def _places(leaves: Sequence[Leaf], mine: Sequence[Tensor], devices: Mapping[str, str]) -> list[Tensor]:
     """Return the tensors to receive into: this rank's own where all have the forms of the source's, else new ones."""
     places = []
     for leaf in leaves:
         own = mine[leaf.index] if len(mine) == len(leaves) else None
-        if own is None or _form(own) != (leaf.shape, leaf.stride, leaf.dtype, leaf.device):
-            own = torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype, device=leaf.device)
+        device = devices.get(leaf.device, leaf.device)
+        if own is None or _form(own) != (leaf.shape, leaf.stride, leaf.dtype, device):
+            own = torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype, device=device)
         places.append(own)
     return places
 
