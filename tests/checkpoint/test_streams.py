@@ -7,8 +7,11 @@ import zlib
 import pytest
 import torch
 
+from phalanx.checkpoint import CheckpointManager
 from phalanx.checkpoint.checksum import Crc32
-from phalanx.checkpoint.streams import ChecksummedStream, FileRange
+from phalanx.checkpoint.streams import ChecksummedStream, DiskStream, FileRange
+from phalanx.errors import CheckpointError
+from phalanx.testing import run_ranks
 
 RECORD = 1 << 18  # from here on a record's own checksum is taken
 
@@ -84,6 +87,31 @@ def test_a_record_is_not_read_again_for_its_checksum(new_file, monkeypatch):
     stream = ChecksummedStream(new_file)
     torch.save(torch.rand(1_000_000), stream)
     assert stream.crc32 == zlib.crc32(_written(new_file))
+
+
+def test_the_disk_begins_to_write_while_the_file_is_still_written(new_file, monkeypatch):
+    """It began when all was written, and whoever saved waited for all of it."""
+    begun = []
+    monkeypatch.setattr("phalanx._core.start_writeback", lambda fd, at, nbytes: begun.append((at, nbytes)))
+    stream = DiskStream(new_file)
+    for _ in range(5):
+        stream.write(bytes(10 << 20))
+    assert begun == [(0, 20 << 20), (20 << 20, 20 << 20)]
+
+
+@pytest.mark.parametrize("at", [0.1, 0.4, 0.6, 0.9])
+def test_each_rank_compares_a_share_of_the_file_and_all_hear_of_a_flipped_bit(tmp_path, at):
+    CheckpointManager(tmp_path).save(1, {"weight": torch.rand(100_000)})
+    (file,) = tmp_path.rglob("state.pt")
+    content = bytearray(file.read_bytes())
+    content[int(at * len(content))] ^= 1
+    file.write_bytes(content)
+
+    def load(rank, world_size):
+        with pytest.raises(CheckpointError, match="does not match its checksum"):
+            CheckpointManager(tmp_path).load()
+
+    run_ranks(load, 2)
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.backend.skeleton import Leaf
-from phalanx.elastic.hand_over import devices_here, hand_over
+from phalanx.elastic.hand_over import _places, devices_here, hand_over
 from phalanx.testing import run_ranks
 
 MIB = 1 << 18  # float32 values
@@ -68,7 +68,7 @@ def test_large_small_and_strided_tensors_arrive_in_new_memory_and_in_what_is_the
 
 
 class _Placed:
-    """What a tensor says of its place; there is one GPU at most where this runs."""
+    """`_Placed` stands for a tensor on a GPU, of which no test machine has two."""
 
     def __init__(self, device: str) -> None:
         self.device = torch.device(device)
@@ -83,4 +83,6 @@ def test_a_rank_receives_on_its_own_gpu_what_the_source_has_on_another():
     parameters, moments = leaves("cuda:0", "cuda:1", "cpu"), leaves("cuda:0", "cuda:1", "cpu", "cuda:7")
     mine = [_Placed("cuda:2"), _Placed("cuda:3"), _Placed("cpu")]
     assert devices_here([parameters, moments], [mine, []]) == {"cuda:0": "cuda:2", "cuda:1": "cuda:3", "cpu": "cpu"}
+    (place,) = _places(leaves("cpu"), [], {"cpu": "meta"})
+    assert place.device.type == "meta", "new tensors are made where the mapping says"
     assert devices_here([leaves("cuda:0")], [[_Placed("cpu")]]) == {}, "moved to another kind of device"

@@ -206,7 +206,7 @@ class RecordingFileSystem(FileSystem):
     @contextlib.contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Any:
         """Yield a stream whose length and checksum are recorded when it ends."""
-        with open(path, mode.replace("+", "") + "+") as file:
+        with open(path, mode.replace("+", "") + "+") as file:  # what has no checksum of its own is read again
             stream = ChecksummedStream(cast(Any, file))
             yield stream
             file.flush()
