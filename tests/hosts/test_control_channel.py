@@ -15,7 +15,7 @@ from typing import Any, cast
 import pytest
 
 from phalanx.agent.attempt import Attempt
-from phalanx.agent.host import Host
+from phalanx.agent.host_resources import HostResources
 from phalanx.agent.placement import Pinning
 from phalanx.agent.plan import JobPlan
 from phalanx.agent.settings import Settings
@@ -151,7 +151,7 @@ def test_orders_that_come_together_with_the_start_are_for_the_ranks_that_it_star
         display = cast(Any, SimpleNamespace(writers=[], tick=lambda: None, next_due=None))
         read, write = os.pipe()
         try:
-            follower._host = Host(_NONE, _NONE, display, _NONE, read, _NONE)
+            follower._host = HostResources(_NONE, _NONE, display, _NONE, read, _NONE)
             follower._joined = cast(Any, SimpleNamespace(key=None))
             channel.give_back([ControlMessage("start", 0, {"attempt": 0}), ControlMessage("sweep", 0, {"attempt": 0})])
             assert follower._await_orders().kind == "start"

@@ -37,9 +37,9 @@ from phalanx.agent.elastic_actions import (
 from phalanx.agent.elastic_links import ElasticLinks
 from phalanx.agent.failure import Exit, Report, summarise
 from phalanx.agent.flights import Flights
-from phalanx.agent.host import Host
 from phalanx.agent.host_link import HostLink
 from phalanx.agent.host_ranks import HostRanks
+from phalanx.agent.host_resources import HostResources
 from phalanx.agent.pages import Pages
 from phalanx.agent.plan import JobPlan
 from phalanx.agent.rank_numbers import RankNumbers
@@ -58,7 +58,7 @@ _REPORT_END_AFTER_S = 1.0
 class Attempt:
     """An `Attempt` forks this host's ranks and follows them to their end."""
 
-    def __init__(self, plan: JobPlan, host: Host, restart_count: int, link: HostLink | None = None) -> None:
+    def __init__(self, plan: JobPlan, host: HostResources, restart_count: int, link: HostLink | None = None) -> None:
         """Make an attempt. `link` leads to the job's other hosts; None stands for a job on one host."""
         self.plan = plan
         self.host = host

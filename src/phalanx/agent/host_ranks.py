@@ -16,7 +16,7 @@ from phalanx.agent.elastic import Elastic
 from phalanx.agent.elastic_actions import ElasticAction
 from phalanx.agent.environment import Place
 from phalanx.agent.failure import Report
-from phalanx.agent.host import Host
+from phalanx.agent.host_resources import HostResources
 from phalanx.agent.plan import JobPlan
 from phalanx.agent.rank_numbers import RankNumbers
 from phalanx.agent.rank_processes import RankProcesses
@@ -51,9 +51,15 @@ class HostRanks:
     """`HostRanks` manages the processes of the ranks of `place`, by the rank that each was started with."""
 
     def __init__(
-        self, plan: JobPlan, host: Host, place: Place, state: Supervision, elastic: Elastic, numbers: RankNumbers,
+        self,
+        plan: JobPlan,
+        host: HostResources,
+        place: Place,
+        state: Supervision,
+        elastic: Elastic,
+        numbers: RankNumbers,
         listener: Listener,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Make them. `state` and `elastic` say whom to fork and whose loss the job survives; `numbers` says what a rank
         is told.
         """

@@ -18,7 +18,7 @@ from phalanx.agent.end_summary import describe_losses, describe_overdue, describ
 from phalanx.agent.error_files import VARIABLE, ErrorFiles, hand_up
 from phalanx.agent.failure import Failure, describe_failures
 from phalanx.agent.folder import JobFolder
-from phalanx.agent.host import Host
+from phalanx.agent.host_resources import HostResources
 from phalanx.agent.plan import JobPlan
 from phalanx.agent.supervision import Supervision
 from phalanx.agent.target import find_local_rank_flag
@@ -80,7 +80,7 @@ def run_to_end(plan: JobPlan, zygote: ZygoteProcess, signals: int) -> int:
 @contextlib.contextmanager
 def opened_host(
     plan: JobPlan, zygote: ZygoteProcess, signals: int, viewer: Callable[[Display], Viewer] = lambda display: display
-) -> Iterator[Host]:
+) -> Iterator[HostResources]:
     """Open all that an attempt needs of this host. On exit no process of the job is left, and every line is written.
 
     `viewer` turns this command's own display into the one that gets the ranks' lines.
@@ -97,7 +97,7 @@ def opened_host(
             role, name = plan.settings.role, socket.gethostname()
             display.prefix_of = lambda rank: fill(template, rank=rank, local_rank=rank, role=role, host=name)
         logs = _open_logs(plan)
-        host = Host(zygote, Pump(viewer(display), logs), display, logs, signals, agent_socket)
+        host = HostResources(zygote, Pump(viewer(display), logs), display, logs, signals, agent_socket)
     except LaunchError:
         agent_socket.close()
         raise
@@ -127,7 +127,9 @@ def opened_host(
         host.pump.close()
 
 
-def run_attempts(plan: JobPlan, host: Host, begin: Callable[[int], Attempt], led: LedAttempt | None = None) -> int:
+def run_attempts(
+    plan: JobPlan, host: HostResources, begin: Callable[[int], Attempt], led: LedAttempt | None = None
+) -> int:
     """Run attempts until the job has succeeded or may not be restarted, print how it ended, and return the exit code.
 
     `begin` makes the attempt of a number. The first attempt is `led` if this host has led that to its end in the place
@@ -163,7 +165,7 @@ def _begin_metrics(plan: JobPlan, display: Display, host: str, port: int) -> lis
     return [metrics]
 
 
-def begin_report(plan: JobPlan, host: Host, folder: str) -> JobReport | None:
+def begin_report(plan: JobPlan, host: HostResources, folder: str) -> JobReport | None:
     """Begin the report of a job that runs already. If that can't be done it is said, and the job goes on."""
     try:
         return _make_report(plan, folder, is_new=False)
@@ -180,7 +182,7 @@ def _make_report(plan: JobPlan, folder: str, *, is_new: bool = True) -> JobRepor
 
 def _run_attempts(
     plan: JobPlan,
-    host: Host,
+    host: HostResources,
     begin: Callable[[int], Attempt],
     reports: list[JobReport],
     led: LedAttempt | None,
@@ -245,7 +247,7 @@ def _run_attempts(
     return _conclude(plan, host, attempt, flight)
 
 
-def _conclude(plan: JobPlan, host: Host, attempt: Attempt, flight: Flight) -> int:
+def _conclude(plan: JobPlan, host: HostResources, attempt: Attempt, flight: Flight) -> int:
     """Print how the job ended, and return the exit code."""
     state = attempt.state
     if state.interrupted is not None:
@@ -288,7 +290,7 @@ def _hand_up_error(plan: JobPlan, first: Failure) -> None:
         hand_up(first.report.error_file, own, first.exit.status if first.exit is not None else 1)
 
 
-def _report_failures(host: Host, attempt: Attempt, flight: Flight) -> None:
+def _report_failures(host: HostResources, attempt: Attempt, flight: Flight) -> None:
     host.display.say("\n" + _describe_failures(attempt, flight))
     host.display.forget()
 
@@ -301,7 +303,7 @@ def _describe_failures(attempt: Attempt, flight: Flight) -> str:
     return f"{text}\n\n{failures}" if text else failures
 
 
-def _keep_flight(plan: JobPlan, host: Host, flight: Flight, attempt: int | None) -> None:
+def _keep_flight(plan: JobPlan, host: HostResources, flight: Flight, attempt: int | None) -> None:
     folder = plan.settings.log_dir
     if folder is None or not flight.groups:
         return
@@ -313,7 +315,7 @@ def _keep_flight(plan: JobPlan, host: Host, flight: Flight, attempt: int | None)
         )
 
 
-def _report_zygote_lost(host: Host, state: Supervision) -> int:
+def _report_zygote_lost(host: HostResources, state: Supervision) -> int:
     host.display.release(None)
     pid, status = host.zygote.pid, host.zygote.wait_exit()
     how = name_signal(-status) if status < 0 else f"exit code {status}"
@@ -341,7 +343,7 @@ def _open_logs(plan: JobPlan) -> Logs:
         ) from error
 
 
-def _flush(host: Host) -> None:
+def _flush(host: HostResources) -> None:
     """Write what is still queued, however slowly it is read; a signal that would end the job ends this, too."""
     numbers: list[int] = []
     loop = EventLoop(host.watch_signals(numbers.append), host.watch_display())

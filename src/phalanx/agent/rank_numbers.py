@@ -10,8 +10,8 @@ from phalanx.agent import error_files
 from phalanx.agent.elastic_actions import BeginGeneration, plan_message
 from phalanx.agent.environment import JobEnvironment, plan_rank_environment
 from phalanx.agent.generation import HostPart, Seating, plan_generation
-from phalanx.agent.host import Host
 from phalanx.agent.host_link import HostLink
+from phalanx.agent.host_resources import HostResources
 from phalanx.agent.plan import JobPlan
 
 
@@ -20,7 +20,7 @@ class RankNumbers:
     rank.
     """
 
-    def __init__(self, plan: JobPlan, host: Host, restart_count: int, link: HostLink) -> None:
+    def __init__(self, plan: JobPlan, host: HostResources, restart_count: int, link: HostLink) -> None:
         self._plan = plan
         self._host = host
         self._restart_count = restart_count

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from phalanx.agent.host import Host
+from phalanx.agent.host_resources import HostResources
 from phalanx.agent.plan import JobPlan
 from phalanx.coordination.client import Client
 from phalanx.coordination.dealer import MEMBER_HEARTBEAT_S
@@ -105,7 +105,7 @@ def _open(endpoint: str, key: Key | None, limit_s: float, job: str) -> Client:
     return Client(moved, key, timeout=limit_s, job=job, heartbeat_s=MEMBER_HEARTBEAT_S)
 
 
-def join_first_host(plan: JobPlan, rendezvous: Rendezvous, host: Host) -> Joined:
+def join_first_host(plan: JobPlan, rendezvous: Rendezvous, host: HostResources) -> Joined:
     """Call `connect` while signals are heard.
 
     Raises:
@@ -122,7 +122,7 @@ def join_first_host(plan: JobPlan, rendezvous: Rendezvous, host: Host) -> Joined
     return while_listening(host, over, join)
 
 
-def join_leader(host: Host, endpoints: Sequence[str], key: Key | None, timeout_s: float) -> Joined:
+def join_leader(host: HostResources, endpoints: Sequence[str], key: Key | None, timeout_s: float) -> Joined:
     """Call `connect` with the key that is known, while signals are heard.
 
     Raises:
@@ -166,7 +166,7 @@ def _find_key(plan: JobPlan, rendezvous: Rendezvous, over: threading.Event, say:
 
 
 def while_listening(
-    host: Host,
+    host: HostResources,
     over: threading.Event,
     work: Callable[[Callable[[str], None]], T],
     when: str = "before the job began",

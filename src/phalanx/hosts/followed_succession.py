@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from phalanx.agent.generation import Limits
-from phalanx.agent.host import Host
+from phalanx.agent.host_resources import HostResources
 from phalanx.agent.job import begin_report
 from phalanx.agent.plan import JobPlan
 from phalanx.coordination.address import Address
@@ -45,7 +45,7 @@ class FollowedSuccession:
         successor: Successor,
         channel: ControlChannel,
         plan: JobPlan,
-        host: Host,
+        host: HostResources,
         limits: Limits,
         host_timeout_s: float,
         store: tuple[str, str, str],

@@ -21,8 +21,8 @@ from phalanx.agent.elastic_actions import BeginGeneration, ElasticAction
 from phalanx.agent.environment import Place
 from phalanx.agent.failure import Exit, Report
 from phalanx.agent.generation import Seating
-from phalanx.agent.host import Host
 from phalanx.agent.host_link import HostLink
+from phalanx.agent.host_resources import HostResources
 from phalanx.agent.plan import JobPlan
 from phalanx.agent.supervision import Action, Kill, Signal, Supervision
 from phalanx.coordination.agent_file import LostHost, create_agent_file, describe_loss, tell_lost
@@ -180,7 +180,7 @@ class FollowerLink(HostLink):
     def __init__(
         self,
         plan: JobPlan,
-        host: Host,
+        host: HostResources,
         number: int,
         place: Place,
         channel: ControlChannel,

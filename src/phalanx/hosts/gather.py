@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from phalanx.agent.attempt import Attempt
 from phalanx.agent.environment import describe_ranks
 from phalanx.agent.generation import Limits
-from phalanx.agent.host import Host
+from phalanx.agent.host_resources import HostResources
 from phalanx.agent.plan import JobPlan, find_free_port
 from phalanx.coordination.key import Key
 from phalanx.coordination.rendezvous import Rendezvous, join_endpoint
@@ -55,7 +55,7 @@ class Gathering:
         self,
         plan: JobPlan,
         rendezvous: Rendezvous,
-        host: Host,
+        host: HostResources,
         channel: ControlChannel,
         key: Key,
         advertised: Sequence[OwnAddress],

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from phalanx.agent.attempt import Attempt
 from phalanx.agent.environment import Place, describe_ranks
 from phalanx.agent.generation import Limits
-from phalanx.agent.host import Host
+from phalanx.agent.host_resources import HostResources
 from phalanx.agent.job import LedAttempt
 from phalanx.agent.orphaned import describe_membership
 from phalanx.agent.plan import JobPlan
@@ -67,7 +67,7 @@ _AS_A_SPARE = (
 def follow(
     plan: JobPlan,
     rendezvous: Rendezvous,
-    host: Host,
+    host: HostResources,
     joined: Joined,
     on_moved: Callable[[str], object],
 ) -> int:
@@ -142,7 +142,7 @@ class _Followed:
         self,
         plan: JobPlan,
         rendezvous: Rendezvous,
-        host: Host,
+        host: HostResources,
         joined: Joined,
         channel: ControlChannel,
         own: str,

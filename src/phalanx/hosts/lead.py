@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from phalanx.agent.attempt import Attempt
-from phalanx.agent.host import Host
+from phalanx.agent.host_resources import HostResources
 from phalanx.agent.job import LOST_OUTPUT_EXIT_CODE, LedAttempt, run_attempts
 from phalanx.agent.plan import JobPlan
 from phalanx.errors import LaunchError
@@ -15,7 +15,7 @@ from phalanx.hosts.moved_job import JobMovedError
 
 def lead(
     plan: JobPlan,
-    host: Host,
+    host: HostResources,
     gathering: Gathering,
     local_store: str,
     led: LedAttempt | None = None,

@@ -12,8 +12,8 @@ from phalanx.agent.attempt import Attempt
 from phalanx.agent.elastic_actions import BeginGeneration, DropHost, PrepareHost
 from phalanx.agent.failure import HostLoss
 from phalanx.agent.generation import HostSeats
-from phalanx.agent.host import Host
 from phalanx.agent.host_link import HostLink
+from phalanx.agent.host_resources import HostResources
 from phalanx.agent.plan import JobPlan
 from phalanx.agent.supervision import Action
 from phalanx.coordination.agent_file import LostHost, create_agent_file, describe_loss, tell_lost
@@ -49,7 +49,7 @@ class LeaderLink(HostLink):
     def __init__(
         self,
         plan: JobPlan,
-        host: Host,
+        host: HostResources,
         restart_count: int,
         peers: PeerHosts,
         store: tuple[str, ...],

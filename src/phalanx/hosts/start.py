@@ -8,7 +8,7 @@ import socket
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from phalanx.agent.host import Host
+from phalanx.agent.host_resources import HostResources
 from phalanx.agent.job import opened_host
 from phalanx.agent.plan import JobPlan
 from phalanx.agent.zygote_process import ZygoteProcess
@@ -101,7 +101,7 @@ def _lead(
 def _follow(
     plan: JobPlan,
     rendezvous: Rendezvous,
-    host: Host,
+    host: HostResources,
     joined: Joined,
     on_moved: Callable[[str], object] = lambda address: None,
 ) -> int:

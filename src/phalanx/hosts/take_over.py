@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from phalanx.agent.elastic_actions import LostRank
 from phalanx.agent.elastic_rank import ElasticRank
 from phalanx.agent.generation import Limits, plan_generation
-from phalanx.agent.host import Host
+from phalanx.agent.host_resources import HostResources
 from phalanx.agent.plan import JobPlan
 from phalanx.agent.supervision import Supervision
 from phalanx.coordination.wire import MALFORMED
@@ -81,7 +81,7 @@ class TakeOver:
         self,
         attempt: Attempt,
         plan: JobPlan,
-        host: Host,
+        host: HostResources,
         limits: Limits,
         host_timeout_s: float,
         store: tuple[str, ...],

@@ -1,4 +1,4 @@
-"""A `Host` keeps what outlives an attempt at a job on this host."""
+"""A `HostResources` object keeps what outlives an attempt at a job on this host."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from phalanx.output.pump import Pump
 
 
 @dataclass
-class Host:
-    """A `Host` keeps what outlives an attempt: the zygote, the output, and the sources of signals and of requests."""
+class HostResources:
+    """It has the zygote, the output, and the sources of signals and of requests; every attempt uses the same."""
 
     zygote: ZygoteProcess
     pump: Pump
