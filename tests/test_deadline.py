@@ -1,5 +1,6 @@
 import math
 import threading
+import time
 from datetime import timedelta
 
 import pytest
@@ -57,3 +58,45 @@ def test_threads_are_joined_for_so_long_in_all_and_the_one_that_calls_is_not():
     gate.set()
     join_all(waiting, 60.0)
     assert not any(thread.is_alive() for thread in waiting)
+
+
+def test_what_comes_true_ends_a_wait_and_is_asked_again_until_then():
+    answers = iter([False, False, True])
+    looks: list[int] = []
+    assert Deadline.after(60).wait_until(lambda: next(answers), 1e-4, look_around=lambda: looks.append(1))
+    assert len(looks) == 2
+    assert not list(answers)
+
+
+def test_a_wait_whose_time_has_come_asks_once_more():
+    clock, asked = ManualClock(), []
+
+    def is_so():
+        asked.append(clock())
+        clock.turn(1)
+        return len(asked) > limit
+
+    limit = 5
+    assert not Deadline.after(2.5, clock=clock).wait_until(is_so, 1e-4)
+    assert len(asked) == 3
+    assert not Deadline.after(0, clock=clock).wait_until(is_so, 1e-4)
+    limit = 0
+    assert Deadline.after(0, clock=clock).wait_until(is_so, 1e-4)
+
+
+def test_what_is_looked_around_for_may_end_a_wait():
+    def look():
+        raise PermissionError("enough")
+
+    with pytest.raises(PermissionError, match="enough"):
+        Deadline.after(None).wait_until(lambda: False, 1e-4, look_around=look)
+
+
+@pytest.mark.parametrize(
+    ("pauses", "slept"), [((0.5,), [0.5] * 4), ((0.5, 1.5), [0.5, 1.0, 1.5, 1.5]), ((2.0, 1.0), [2.0] * 4)]
+)
+def test_pauses_double_up_to_the_longest(monkeypatch, pauses, slept):
+    seen: list[float] = []
+    monkeypatch.setattr(time, "sleep", seen.append)
+    assert Deadline.after(60).wait_until(lambda: len(seen) == 4, *pauses)
+    assert seen == slept

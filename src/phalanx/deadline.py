@@ -43,6 +43,28 @@ class Deadline:
         """Return whether the time has come."""
         return self.clock() >= self.at
 
+    def wait_until(
+        self,
+        is_so: Callable[[], object],
+        pause_s: float,
+        longest_pause_s: float = 0.0,
+        *,
+        look_around: Callable[[], object] = lambda: None,
+    ) -> bool:
+        """Ask `is_so` again and again, with pauses; return True once it is so, and False if the time has come first.
+
+        It is asked at least once, and once more after the time has come. Each pause is `pause_s`, or twice the one
+        before, up to `longest_pause_s`. Before each pause `look_around` is called, which may raise to end the waiting.
+        """
+        while not is_so():
+            left_s = self.left_s
+            if left_s <= 0.0:
+                return False
+            look_around()
+            time.sleep(min(pause_s, left_s))
+            pause_s = max(pause_s, min(2.0 * pause_s, longest_pause_s))
+        return True
+
 
 def join_all(threads: Iterable[threading.Thread], timeout_s: float) -> None:
     """Wait for threads to end, but not for the one that calls, for so long in all."""

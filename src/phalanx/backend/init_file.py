@@ -12,7 +12,6 @@ import fcntl
 import os
 import stat
 import struct
-import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -101,7 +100,5 @@ def _lock(file: int) -> bool:
 
 
 def _wait(is_ready: Callable[[], bool], failure: str, deadline: Deadline) -> None:
-    while not is_ready():
-        if deadline.passed:
-            raise DeadlineError(failure)
-        time.sleep(_POLL_S)
+    if not deadline.wait_until(is_ready, _POLL_S):
+        raise DeadlineError(failure)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import resource
-import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -66,9 +65,7 @@ def open_symmetric_memory(
         raise
     except (PhalanxError, OSError) as error:
         patience = Deadline.after(AFTER_BREAK_S if rank != local_ranks[0] else 0.0)
-        while not patience.passed:
-            look_after([0])
-            time.sleep(_PAUSE_S)
+        patience.wait_until(lambda: False, _PAUSE_S, look_around=lambda: look_after([0]))
         raise PhalanxError(_no_memory(error, rank, local_ranks, name)) from None
 
 

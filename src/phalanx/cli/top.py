@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from phalanx.deadline import Deadline
+
 if TYPE_CHECKING:
     from phalanx.inspect.top.watch import Watch
 
@@ -75,7 +77,6 @@ def command(
 def _serve(watch: Watch, port: int) -> None:
     """Serve the page until the job has ended, or Ctrl-C comes."""
     import secrets
-    import time
 
     from phalanx.errors import LaunchError
     from phalanx.inspect.http_server import HTTPServer
@@ -93,8 +94,7 @@ def _serve(watch: Watch, port: int) -> None:
             f"{server.port}:127.0.0.1:{server.port} to this machine first. Ctrl-C ends it.",
             err=True,
         )
-        while not watch.has_ended():
-            time.sleep(_LOOK_S)
+        Deadline.after(None).wait_until(watch.has_ended, _LOOK_S)
         click.echo(f"Job {watch.job.pid} has ended.")
     except KeyboardInterrupt:
         pass

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import time
 from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any
@@ -190,13 +189,15 @@ class Client(MemberConnection):
         deadline = self._deadline(timeout)
         # Each try is answered at once, but for a cut of the network; and what was sent should not be left in doubt.
         each_s = max(deadline.left_s, _TRY_S)
-        while self._call(Op.POST, pack_number(to), body, deadline=Deadline.after(each_s)) == [b"busy"]:
-            if deadline.passed:
-                raise DeadlineError(
-                    f"{self._where}: member {to} has not taken the messages that it got before, within "
-                    f"{deadline.timeout_s:.1f} s."
-                )
-            time.sleep(min(_BUSY_PAUSE_S, deadline.left_s))
+
+        def is_taken() -> bool:
+            return self._call(Op.POST, pack_number(to), body, deadline=Deadline.after(each_s)) != [b"busy"]
+
+        if not deadline.wait_until(is_taken, _BUSY_PAUSE_S):
+            raise DeadlineError(
+                f"{self._where}: member {to} has not taken the messages that it got before, within "
+                f"{deadline.timeout_s:.1f} s."
+            )
 
     def post_all(self, messages: Sequence[tuple[int, bytes]], timeout: Timeout = None) -> list[int]:
         """Send messages, each to a member or with -1 to all others, in one frame of at most `MAX_MESSAGES`.

@@ -152,10 +152,9 @@ class FailureStore:
             return
         others = [self._known(r) for r in range(self._world_size) if r != self._rank and r not in report.ranks]
         deadline = Deadline.after(_LINGER_S)
-        while others and not deadline.passed and not self.is_gone:
-            if self.signals.ask(lambda: self._store.check(others), False):
-                return
-            time.sleep(_POLL_S)
+        deadline.wait_until(
+            lambda: not others or self.is_gone or self.signals.ask(lambda: self._store.check(others), False), _POLL_S
+        )
 
     def _known(self, rank: int) -> str:
         return f"known/{self.group_key}/{rank}"

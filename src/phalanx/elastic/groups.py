@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
@@ -72,13 +71,10 @@ def wait_for_all(store: Any, group: Any, deadline: Deadline, check: Callable[[],
     """
     keys = [f"leaves/{rank}" for rank in range(group.size())]
     store.set(keys[group.rank()], "1")
-    while not store.check(keys):
-        check()
-        if deadline.passed:
-            missing = tuple(rank for rank, key in enumerate(keys) if not store.check([key]))
-            raise DeadlineError(
-                f"phalanx.elastic: {name_ranks(missing)} did not leave the group within {deadline.timeout_s:g} s, in "
-                "which a replacement gets what an earlier run has left.",
-                missing=missing,
-            )
-        time.sleep(_PAUSE_S)
+    if not deadline.wait_until(lambda: store.check(keys), _PAUSE_S, look_around=check):
+        missing = tuple(rank for rank, key in enumerate(keys) if not store.check([key]))
+        raise DeadlineError(
+            f"phalanx.elastic: {name_ranks(missing)} did not leave the group within {deadline.timeout_s:g} s, in "
+            "which a replacement gets what an earlier run has left.",
+            missing=missing,
+        )

@@ -12,7 +12,6 @@ import stat
 import struct
 import sys
 import termios
-import time
 from collections.abc import Iterable
 
 from phalanx.deadline import Deadline
@@ -37,13 +36,12 @@ def await_delivery(sockets: dict[int, int], deadline: Deadline) -> bool:
     """Wait until the peers' hosts have acknowledged all that was sent through these sockets; return False if time was
     up.
     """
-    pause_s = _POLL_S
-    while any(_unacknowledged(descriptor) for descriptor, inode in sockets.items() if _inode(descriptor) == inode):
-        if deadline.passed:
-            return False
-        time.sleep(pause_s)
-        pause_s = min(pause_s * 2, _LONGEST_POLL_S)
-    return True
+
+    def is_delivered() -> bool:
+        still_open = (descriptor for descriptor, inode in sockets.items() if _inode(descriptor) == inode)
+        return not any(map(_unacknowledged, still_open))
+
+    return deadline.wait_until(is_delivered, _POLL_S, _LONGEST_POLL_S)
 
 
 def _inode(descriptor: int) -> int | None:

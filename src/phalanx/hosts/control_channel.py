@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 FIRST = 0  # the first host's member: it joins before anybody else can
 _POST_S = 5.0  # one try takes so long; while the link is cut the next one follows
 MAX_WAITING_BYTES = 1 << 20
+_FLUSH_PAUSE_S = 0.005
 _FULL_PAUSE_S = 0.005  # before what an outbox had no room for is sent again
 
 
@@ -234,9 +235,9 @@ class ControlChannel:
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until all has been sent; False when time is up."""
-        deadline = Deadline.after(timeout_s)
-        while self._queue.num_bytes and not deadline.passed and self._thread.is_alive():
-            time.sleep(0.005)
+        Deadline.after(timeout_s).wait_until(
+            lambda: not self._queue.num_bytes or not self._thread.is_alive(), _FLUSH_PAUSE_S
+        )
         return not self._queue.num_bytes
 
     def take_back(self, kind: str) -> list[dict[str, Any]]:

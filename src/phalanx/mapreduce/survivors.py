@@ -72,20 +72,21 @@ class Survivors:
             store.set(self._key("leads"), str(me))
             here = self._wait_for_all(members, gone)
             store.set(self._key("members"), json.dumps(here))
-        while not store.check([self._key("members")]):
-            if store.check([self._key("leads")]):
-                leader = int(store.get(self._key("leads")))
-                if leader in self._ended([leader]):
-                    raise PeerLostError(
-                        "map_reduce: a rank ended while the others agreed which are left", ranks=(leader,)
-                    )
-            time.sleep(_PAUSE_S)
+        Deadline.after(None).wait_until(
+            lambda: store.check([self._key("members")]), _PAUSE_S, look_around=self._check_leader
+        )
         agreed: list[int] = json.loads(store.get(self._key("members")))
         if me not in agreed:
             raise PeerLostError(
                 f"map_reduce: the other ranks go on without rank {me}, which has not answered for {self.timeout_s:g} s"
             )
         return agreed
+
+    def _check_leader(self) -> None:
+        if self.store.check([self._key("leads")]):
+            leader = int(self.store.get(self._key("leads")))
+            if leader in self._ended([leader]):
+                raise PeerLostError("map_reduce: a rank ended while the others agreed which are left", ranks=(leader,))
 
     def _wait_for_all(self, members: list[int], gone: set[int]) -> list[int]:
         deadline = Deadline.after(self.timeout_s)

@@ -26,6 +26,7 @@ from phalanx.loss_detection import LOOK_S, MAP_REDUCE_AFTER_BREAK_S
 from phalanx.symmetric_memory.watch import ProcessId
 from phalanx.transport.authentication import OVERHEAD_BYTES, PickleStream
 
+_FIRST_PAUSE_S = 0.0005
 _LONGEST_PAUSE_S = 0.02
 
 
@@ -163,11 +164,7 @@ class Team:
         Raises:
             PeerLostError: meanwhile a rank has ended.
         """
-        pause = 0.0005
-        while not is_so():
-            self.check_peers()
-            time.sleep(pause)
-            pause = min(pause * 1.5, _LONGEST_PAUSE_S)
+        Deadline.after(None).wait_until(is_so, _FIRST_PAUSE_S, _LONGEST_PAUSE_S, look_around=self.check_peers)
 
     def check_peers(self) -> None:
         """Look, now and then, whether the others live.
@@ -194,9 +191,8 @@ class Team:
         )
 
     def _lost(self, error: RuntimeError) -> PeerLostError:
-        patience = Deadline.after(MAP_REDUCE_AFTER_BREAK_S)
-        while not (ended := self.find_ended()) and not patience.passed:
-            time.sleep(_LONGEST_PAUSE_S)
+        Deadline.after(MAP_REDUCE_AFTER_BREAK_S).wait_until(self.find_ended, _LONGEST_PAUSE_S)
+        ended = self.find_ended()
         said = self._say_ended(ended) if ended else f"map_reduce: an operation of the group failed: {error}"
         return PeerLostError(said, ranks=ended)
 

@@ -28,8 +28,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import time
 from collections.abc import Collection, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -266,14 +266,11 @@ class Undo:
         deadline, ours = Deadline.after(_PATIENCE_S), sharing_group(self._group)
         assert ours is not None  # the words lie in it
         for rank in range(self._world_size):
-            while (
-                rank != self._rank
-                and rank not in late
-                and self._word(rank) < 4 * self._number + _DONE
-                and ours.symm_mem.core.alive(rank)
-                and not deadline.passed
-            ):
-                time.sleep(_LOOK_S)
+            if rank != self._rank and rank not in late:
+                deadline.wait_until(partial(self._is_done_or_lost, ours.symm_mem.core, rank), _LOOK_S)
+
+    def _is_done_or_lost(self, core: Any, rank: int) -> bool:
+        return self._word(rank) >= 4 * self._number + _DONE or not core.alive(rank)
 
 
 def _completed(word: int, number: int) -> bool:

@@ -12,7 +12,6 @@ and nothing is under way.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any
@@ -123,13 +122,13 @@ class Termination:
     def wait_idle(self, deadline: Deadline) -> None:
         """Wait until no call of ours is under way, and we run none."""
         agent = self._agent
-        while agent.num_in_flight or agent.serving.num_running or agent.serving.requests:
-            if deadline.passed:
-                raise DeadlineError(
-                    f"shutdown of {agent.me}: {agent.num_in_flight} of its calls are not answered, and it still runs "
-                    f"{agent.serving.num_running} of others, after {deadline.timeout_s:.1f} s."
-                )
-            time.sleep(_PAUSE_S)
+        if not deadline.wait_until(
+            lambda: not (agent.num_in_flight or agent.serving.num_running or agent.serving.requests), _PAUSE_S
+        ):
+            raise DeadlineError(
+                f"shutdown of {agent.me}: {agent.num_in_flight} of its calls are not answered, and it still runs "
+                f"{agent.serving.num_running} of others, after {deadline.timeout_s:.1f} s."
+            )
 
     def finish(self, deadline: Deadline) -> None:
         """Wait until nothing is under way anywhere, and all workers know."""

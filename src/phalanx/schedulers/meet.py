@@ -16,7 +16,6 @@ import os
 import socket
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -158,13 +157,13 @@ def _find_key(found: Allocation, key_file: str | None, environ: Mapping[str, str
 def _await_key(found: Allocation, path: Path) -> str:
     from phalanx.coordination.key_file import read_key
 
-    patience = Deadline.after(_KEY_PATIENCE_S)
-    while not patience.passed:
+    def has_come() -> bool:
         with contextlib.suppress(OSError):
             os.listdir(path.parent)  # a network file system looks anew
-        if path.exists():
-            return str(read_key(path))
-        time.sleep(_PAUSE_S)
+        return path.exists()
+
+    if Deadline.after(_KEY_PATIENCE_S).wait_until(has_come, _PAUSE_S):
+        return str(read_key(path))
     raise LaunchError(
         f"phalanx run: {found.describe()}: node 0 has the job's key in {path} of its host, and here there is none "
         f"after {_KEY_PATIENCE_S:.0f} s: the hosts do not share that folder. Copy the file to every host (`phalanx "

@@ -12,7 +12,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,13 +64,14 @@ class Snapshot:
 
         What is still ending on its own gets `patience_s` to do so; with nothing left behind there is no wait.
         """
-        deadline = Deadline.after(patience_s)
-        found = self.difference(Snapshot.take())
-        while found and not deadline.passed:
+
+        def is_clean() -> bool:
             gc.collect()  # a cycle may be all that holds a descriptor
-            time.sleep(0.02)
-            found = self.difference(Snapshot.take())
-        return found
+            return not self.difference(Snapshot.take())
+
+        if not self.difference(Snapshot.take()) or Deadline.after(patience_s).wait_until(is_clean, 0.02):
+            return []
+        return self.difference(Snapshot.take())
 
     def difference(self, now: Snapshot) -> list[str]:
         """Return what `now` holds and this snapshot does not."""

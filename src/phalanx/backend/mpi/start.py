@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from typing import Any
 
 from phalanx.backend.rendezvous import launcher
@@ -61,13 +60,11 @@ def _gather_text(
     """Return what every rank says, by rank."""
     keys = [f"{what}/{r}" for r in range(world_size)]
     store.set(keys[rank], words)
-    while not store.check(keys):
-        if deadline.passed:
-            missing = tuple(r for r in range(world_size) if not store.check([keys[r]]))
-            raise DeadlineError(
-                f"{here}: {name_ranks(missing)} of {world_size} did not come within {deadline.timeout_s:.1f} s.\n"
-                "Read the log of the missing rank first.",
-                missing=missing,
-            )
-        time.sleep(_PAUSE_S)
+    if not deadline.wait_until(lambda: store.check(keys), _PAUSE_S):
+        missing = tuple(r for r in range(world_size) if not store.check([keys[r]]))
+        raise DeadlineError(
+            f"{here}: {name_ranks(missing)} of {world_size} did not come within {deadline.timeout_s:.1f} s.\n"
+            "Read the log of the missing rank first.",
+            missing=missing,
+        )
     return [store.get(key).decode() for key in keys]

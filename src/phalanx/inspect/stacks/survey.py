@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -82,14 +81,14 @@ def _ask(pid: int) -> None:
 
 def _await(asked: Mapping[int, tuple[int, int]]) -> dict[int, str]:
     """Return what the asked ranks have written, once all have answered and add nothing more, or the time is up."""
-    patience = Deadline.after(PATIENCE_S)
-    before: list[int] = []
-    while not patience.passed:
-        sizes = [os.fstat(fd).st_size for _, fd in asked.values()]
-        if all(sizes) and sizes == before:
-            break
-        before = sizes
-        time.sleep(_POLL_S)
+    sizes: list[int] = []
+
+    def is_written() -> bool:
+        nonlocal sizes
+        before, sizes = sizes, [os.fstat(fd).st_size for _, fd in asked.values()]
+        return all(sizes) and sizes == before
+
+    Deadline.after(PATIENCE_S).wait_until(is_written, _POLL_S)
     return {rank: os.pread(fd, _MAX_DUMP_BYTES, 0).decode(errors="replace") for rank, (_, fd) in asked.items()}
 
 

@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterator
 from typing import Any, Protocol
 
@@ -122,12 +121,8 @@ class DeviceStream:
 
     def drain(self, patience_s: float) -> bool:
         """Poll until all is over or the time is up: a kernel that never ends must not keep the process from ending."""
-        mark, deadline = self.mark(), Deadline.after(patience_s)
-        while not self.is_over(mark):
-            if deadline.passed:
-                return False
-            time.sleep(_PAUSE_S)
-        return True
+        mark = self.mark()
+        return Deadline.after(patience_s).wait_until(lambda: self.is_over(mark), _PAUSE_S)
 
     def keep(self, tensor: Tensor) -> None:
         """Tell the device's allocator that the copy stream uses the tensor."""
