@@ -120,6 +120,20 @@ READS_ENVIRONMENT = {
     "testing/leaks.py": "compares the variables before and after a test",
 }
 
+# Imports for types alone that point back: a part is handed the whole that it belongs to, and calls it.
+POINT_BACK = {
+    ("agent/host_link.py", "agent/attempt.py"),
+    ("agent/requests.py", "agent/attempt.py"),
+    ("agent/silent_ranks.py", "agent/attempt.py"),
+    ("backend/process_group/open_groups.py", "backend/process_group/base.py"),
+    ("backend/torch_integration/groups.py", "backend/process_group/__init__.py"),
+    ("rpc/agent/answering.py", "rpc/agent/agent.py"),
+    ("strategies/current.py", "strategies/strategy.py"),
+    ("trainer/callbacks.py", "trainer/trainer.py"),
+    ("trainer/fit_display.py", "trainer/trainer.py"),
+    ("trainer/hyperparameters.py", "trainer/trainer.py"),
+}
+
 VAGUE = {"utils", "util", "helpers", "helper", "common", "manager", "managers", "misc"}
 
 
@@ -158,6 +172,18 @@ def _imports(node: ast.AST, module: Path, *, at_module_level: bool) -> Iterator[
         else:
             inside = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
             yield from _imports(child, module, at_module_level=at_module_level and not inside)
+
+
+def imports_for_types(module: Path) -> frozenset[Path]:
+    """The files of ours that a module imports for its annotations, and not at run time."""
+    blocks = [n for n in ast.walk(tree(module)) if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.unparse(n.test)]
+    found = (
+        i
+        for block in blocks
+        for part in block.body
+        for i in _imports(ast.Module([part], []), module, at_module_level=True)
+    )
+    return frozenset(file for i in found if (file := file_of(i.name)) is not None)
 
 
 def _absolute(node: ast.ImportFrom, module: Path) -> str:
@@ -253,6 +279,22 @@ def test_no_files_import_each_other_in_a_circle():
     circles = without_ends({module: set(files_imported_by(module)) for module in modules()})
     named = {str(m.relative_to(PACKAGE)): sorted(str(t.relative_to(PACKAGE)) for t in circles[m]) for m in circles}
     assert named == {}
+
+
+def test_only_a_part_that_is_handed_its_whole_imports_back_for_types():
+    back = set()
+    for module in modules():
+        if module == PACKAGE / "__init__.py":  # its names are imported when they are used; types are for editors
+            continue
+        for target in imports_for_types(module):
+            seen, ahead = {target}, [target]
+            while ahead:
+                new = files_imported_by(ahead.pop()) - seen
+                seen |= new
+                ahead += new
+            if module in seen:
+                back.add((str(module.relative_to(PACKAGE)), str(target.relative_to(PACKAGE))))
+    assert back == POINT_BACK
 
 
 def test_what_must_start_fast_never_imports_torch_at_module_level():
