@@ -89,17 +89,7 @@ static PyObject *core_fold_pairs(PyObject *module, PyObject *args) {
     }
     py_pairs_clear(&pairs);
   }
-  py_pairs_free(&pairs);
-  PyObject *type, *value, *trace;
-  PyErr_Fetch(&type, &value, &trace);
-  if (py_pairs_report(progress, records, count, mistaken) != 0) {
-    Py_XDECREF(type);
-    Py_XDECREF(value);
-    Py_XDECREF(trace);
-    return PyErr_Occurred() ? NULL : PyErr_NoMemory();
-  }
-  PyErr_Restore(type, value, trace);
-  return type != NULL ? NULL : Py_NewRef(Py_None);
+  return py_pairs_end(&pairs, progress, records, count, mistaken);
 }
 
 PyMethodDef py_fold_functions[] = {{"fold_pairs", core_fold_pairs, METH_VARARGS, NULL}, {NULL, NULL, 0, NULL}};

@@ -58,7 +58,7 @@ PyObject *py_pairs_list(const Pairs *pairs) {
   return list;
 }
 
-int py_pairs_report(PyObject *progress, Py_ssize_t records, Py_ssize_t count, PyObject *other) {
+static int report(PyObject *progress, Py_ssize_t records, Py_ssize_t count, PyObject *other) {
   PyObject *said[3] = {PyLong_FromSsize_t(records), PyLong_FromSsize_t(count), other};
   int status = said[0] == NULL || said[1] == NULL || other == NULL ? -1 : 0;
   for (Py_ssize_t i = 0; i < 3; i++) {
@@ -68,4 +68,18 @@ int py_pairs_report(PyObject *progress, Py_ssize_t records, Py_ssize_t count, Py
       Py_XDECREF(said[i]);
   }
   return status;
+}
+
+PyObject *py_pairs_end(Pairs *pairs, PyObject *progress, Py_ssize_t records, Py_ssize_t count, PyObject *other) {
+  py_pairs_free(pairs);
+  PyObject *type, *value, *trace;
+  PyErr_Fetch(&type, &value, &trace);
+  if (report(progress, records, count, other) != 0) {
+    Py_XDECREF(type);
+    Py_XDECREF(value);
+    Py_XDECREF(trace);
+    return PyErr_Occurred() ? NULL : PyErr_NoMemory();
+  }
+  PyErr_Restore(type, value, trace);
+  return type != NULL ? NULL : Py_NewRef(Py_None);
 }

@@ -22,7 +22,8 @@ void py_pairs_clear(Pairs *pairs);
 void py_pairs_free(Pairs *pairs);
 /* Return the pairs as Python has them. */
 PyObject *py_pairs_list(const Pairs *pairs);
-/* Set the list `progress` to how many records and pairs there were, and `other`, whose reference it takes. */
-int py_pairs_report(PyObject *progress, Py_ssize_t records, Py_ssize_t count, PyObject *other);
+/* End a fold: free `pairs`, and set the list `progress` to how many records and pairs there were, and `other`, whose
+ * reference it takes. Return None, or NULL with the exception that there was before, or that this has raised. */
+PyObject *py_pairs_end(Pairs *pairs, PyObject *progress, Py_ssize_t records, Py_ssize_t count, PyObject *other);
 
 #endif

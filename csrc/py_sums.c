@@ -131,17 +131,7 @@ static PyObject *sums_fold(TextSums *self, PyObject *args) {
     }
     py_pairs_clear(&pairs);
   }
-  py_pairs_free(&pairs);
-  PyObject *type, *value, *trace;
-  PyErr_Fetch(&type, &value, &trace);
-  if (py_pairs_report(progress, records, count, refused) != 0) {
-    Py_XDECREF(type);
-    Py_XDECREF(value);
-    Py_XDECREF(trace);
-    return PyErr_Occurred() ? NULL : PyErr_NoMemory();
-  }
-  PyErr_Restore(type, value, trace);
-  return type != NULL ? NULL : Py_NewRef(Py_None);
+  return py_pairs_end(&pairs, progress, records, count, refused);
 }
 
 static size_t width_of(char kind) { return kind == 'b' ? 1 : kind == 'h' ? 2 : kind == 'i' ? 4 : kind == 'q' ? 8 : 0; }
