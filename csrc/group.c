@@ -2,6 +2,10 @@
 #include "group.h"
 
 #include <poll.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
 
 #include "futex.h"
 
@@ -17,6 +21,29 @@ int plx_peer_alive(struct plx_group *g, uint32_t peer) {
   if (g->pidfds[peer] < 0) return 1;
   struct pollfd p = {g->pidfds[peer], POLLIN, 0};
   return poll(&p, 1, 0) <= 0;
+}
+
+#define EXITING 0x4ul /* PF_EXITING of Linux's include/linux/sched.h */
+#define OTHER_THREADS_NS 500000l
+
+/* Return whether a process is being ended by a signal or with an exit code, from its /proc/PID/stat. A main thread that
+ * has ended alone has the code 0, and its process goes on. */
+static int is_being_ended(int stat) {
+  char line[1024];
+  ssize_t n = pread(stat, line, sizeof line - 1, 0);
+  if (n <= 0) return 0; /* it has been waited for: its pidfd tells */
+  line[n] = '\0';
+  const char *field = strrchr(line, ')'), *last = strrchr(line, ' '); /* the command's name may hold any character */
+  for (int i = 0; field != NULL && i < 7; i++) field = strchr(field + 1, ' ');
+  return field != NULL && (strtoul(field, NULL, 10) & EXITING) != 0 && strtol(last, NULL, 10) != 0;
+}
+
+int plx_peer_lost(struct plx_group *g, uint32_t peer) {
+  if (!plx_peer_alive(g, peer)) return 1;
+  if (peer == g->rank || g->stats[peer] < 0 || !is_being_ended(g->stats[peer])) return 0;
+  /* Its other threads end with it, once the kernel has interrupted their cores. */
+  nanosleep(&(struct timespec){0, OTHER_THREADS_NS}, NULL);
+  return 1;
 }
 
 int plx_poison(struct plx_group *g, int code, uint32_t rank) {

@@ -43,6 +43,7 @@ struct plx_group {
   int quiet; /* collectives here are steps of operations that the caller records itself */
   struct plx_record unseen; /* they write this line instead */
   int *pidfds;              /* world entries; -1 where the process cannot be watched */
+  int *stats;               /* world entries: each process's /proc/PID/stat, open; -1 where it cannot be read */
   unsigned char **heaps;    /* world entries: where each rank's heap is mapped here; NULL without any */
   uint64_t heap_bytes;      /* of each heap */
   struct plx_mailbox *mailbox;
@@ -74,6 +75,10 @@ unsigned char *plx_stage_of(const struct plx_group *g, uint32_t rank, uint64_t p
 
 /* Return whether the process of `peer` is there, and has not left. */
 int plx_peer_alive(struct plx_group *g, uint32_t peer);
+/* Return whether `peer` does nothing more in this group: its process has ended, or it has left, or the process is being
+ * ended. In that state no thread of it runs any more, and the kernel frees its memory before its pidfd tells: that takes a
+ * quarter of a second and more for a gigabyte. Until then a device or a system call of it may still write memory. */
+int plx_peer_lost(struct plx_group *g, uint32_t peer);
 /* Return whether `rank` had left in order before `step`, the sync that we have just passed. */
 int plx_left_before(const struct plx_group *g, uint32_t rank, uint64_t step);
 /* Leave in order: no rank may miss us from now on. */

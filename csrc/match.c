@@ -151,7 +151,7 @@ void plx_take_unexpected(struct plx_group *g, struct plx_receive *r, uint32_t sr
 static int is_hopeless(struct plx_group *g, const struct plx_receive *r, uint32_t *failed_rank) {
   for (uint32_t p = 0; p < g->world; p++) {
     if (p == g->rank || (r->matched ? p != r->from : r->src >= 0 && p != (uint32_t)r->src)) continue;
-    if (plx_peer_alive(g, p) || plx_has_bytes(g, p)) return 0;
+    if (!plx_peer_lost(g, p) || plx_has_bytes(g, p)) return 0;
     *failed_rank = p;
   }
   return 1;

@@ -78,16 +78,16 @@ static int group_init(PyObject *object, PyObject *args, PyObject *kwargs) {
   PyGroup *self = (PyGroup *)object;
   unsigned long long base, bytes, spin_ns, background_spin_ns;
   unsigned rank;
-  PyObject *pidfds, *idle_fn;
+  PyObject *pidfds, *stats, *idle_fn;
   (void)kwargs;
-  if (!PyArg_ParseTuple(args, "KKIKKO!O", &base, &bytes, &rank, &spin_ns, &background_spin_ns, &PyTuple_Type, &pidfds,
-                        &idle_fn))
+  if (!PyArg_ParseTuple(args, "KKIKKO!O!O", &base, &bytes, &rank, &spin_ns, &background_spin_ns, &PyTuple_Type, &pidfds,
+                        &PyTuple_Type, &stats, &idle_fn))
     return -1;
   struct plx_group *g = &self->g;
   g->base = (unsigned char *)(uintptr_t)base;
   g->header = (struct plx_header *)g->base;
   if (plx_group_check(g->base, bytes) != PLX_OK || rank >= g->header->world ||
-      PyTuple_Size(pidfds) != (Py_ssize_t)g->header->world) {
+      PyTuple_Size(pidfds) != (Py_ssize_t)g->header->world || PyTuple_Size(stats) != (Py_ssize_t)g->header->world) {
     PyErr_SetString(PyExc_ValueError, "the shared memory was not written by this version of Phalanx, or not for this group");
     return -1;
   }
@@ -99,13 +99,15 @@ static int group_init(PyObject *object, PyObject *args, PyObject *kwargs) {
   self->background_spin_ns = background_spin_ns;
   g->seq = UINT64_MAX; /* the sync at which all meet for the first time is number 0, and what people call begins at 1 */
   g->pidfds = calloc(g->world, sizeof *g->pidfds);
+  g->stats = calloc(g->world, sizeof *g->stats);
   g->mailbox = plx_mailbox_open(g->world);
-  if (g->pidfds == NULL || g->mailbox == NULL) {
+  if (g->pidfds == NULL || g->stats == NULL || g->mailbox == NULL) {
     PyErr_NoMemory();
     return -1;
   }
   for (uint32_t r = 0; r < g->world; r++)
-    if (py_to_int(PyTuple_GetItem(pidfds, r), &g->pidfds[r]) != 0) return -1;
+    if (py_to_int(PyTuple_GetItem(pidfds, r), &g->pidfds[r]) != 0 || py_to_int(PyTuple_GetItem(stats, r), &g->stats[r]) != 0)
+      return -1;
   Py_INCREF(idle_fn);
   self->idle = idle_fn == Py_None ? NULL : idle_fn;
   if (idle_fn == Py_None) Py_DECREF(idle_fn);
@@ -132,6 +134,7 @@ void py_group_dealloc(PyObject *object) {
   group_clear(object);
   plx_mailbox_close(self->g.mailbox, self->g.world);
   free(self->g.pidfds);
+  free(self->g.stats);
   free(self->g.heaps);
   freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
   release(object);

@@ -180,13 +180,13 @@ static int judge(struct plx_reducer *b, uint32_t rank) {
   struct plx_group *g = b->g;
   struct plx_rank *p = plx_rank_of(g, rank);
   int gone = g->policy != NULL && plx_left_before(g, rank, UINT64_MAX);
-  int alive = plx_peer_alive(g, rank), another = ends_another(b, rank);
+  int lost = plx_peer_lost(g, rank), another = ends_another(b, rank);
   uint64_t theirs = atomic_load_explicit(&p->step, memory_order_acquire);
   if (is_complete(b, rank)) return PLX_OK; /* this is read last: what was read above, it did before the end of its round */
   if (another) return plx_poison(g, PLX_MISMATCH, g->rank);
-  if (plx_is_behind(g)) return alive || gone ? PLX_OK : plx_poison(g, PLX_PEER_LOST, rank);
+  if (plx_is_behind(g)) return !lost || gone ? PLX_OK : plx_poison(g, PLX_PEER_LOST, rank);
   if (gone) return PLX_RETRY_UNEVEN;
-  if (!alive) return plx_poison(g, PLX_PEER_LOST, rank);
+  if (lost) return plx_poison(g, PLX_PEER_LOST, rank);
   if (theirs <= g->step) return PLX_OK;
   return g->policy != NULL ? PLX_RETRY_UNEVEN : plx_poison(g, PLX_MISMATCH, g->rank);
 }

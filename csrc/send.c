@@ -21,7 +21,7 @@ static int wait_space(struct plx_group *g, struct plx_wait *w, struct plx_channe
       plx_futex_wait(plx_low_half(&c->tail), (uint32_t)seen, plx_slice_ns(w, since));
     atomic_fetch_sub_explicit(&c->tail_sleepers, 1, memory_order_relaxed);
     if (atomic_load_explicit(&c->tail, memory_order_acquire) != seen) return PLX_OK;
-    if (!plx_peer_alive(g, dst) && atomic_load_explicit(&g->header->poison, memory_order_acquire) == 0 &&
+    if (plx_peer_lost(g, dst) && atomic_load_explicit(&g->header->poison, memory_order_acquire) == 0 &&
         atomic_load_explicit(&c->tail, memory_order_acquire) == seen)
       return plx_fail(g, w, PLX_PEER_LOST, dst);
     int code = plx_check_wait(g, w, dst, since);

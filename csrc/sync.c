@@ -7,7 +7,7 @@
 
 /* A peer that is gone will never reach `step`; but it may have reached it just before it went. */
 static int lost(struct plx_group *g, struct plx_wait *w, uint32_t peer, uint64_t step) {
-  if (plx_peer_alive(g, peer)) return PLX_OK;
+  if (!plx_peer_lost(g, peer)) return PLX_OK;
   if (atomic_load_explicit(&plx_rank_of(g, peer)->step, memory_order_acquire) >= step) return PLX_OK;
   return plx_fail(g, w, PLX_PEER_LOST, peer);
 }

@@ -30,7 +30,7 @@ PEER = "gloo"
 TIMEOUT = timedelta(seconds=60)
 
 
-def live(me: int, backend: str, killed: int, ports: Connection, result: Connection) -> None:
+def live(me: int, backend: str, killed: int, memory_gb: float, ports: Connection, result: Connection) -> None:
     """Be a member; tell when the loss was heard, and when the next all_reduce was done, by CLOCK_MONOTONIC."""
     torch.set_num_threads(1)
     store, meeting = (
@@ -39,7 +39,8 @@ def live(me: int, backend: str, killed: int, ports: Connection, result: Connecti
     dist.init_process_group(backend, store=store, rank=me, world_size=WORLD, timeout=TIMEOUT, enable_reconfigure=True)
     dist._reconfigure(100, exchange_handles(meeting, 1, me)).wait()
     handles = exchange_handles(meeting, 2, me)
-    tensor = torch.ones(1)
+    # the kernel frees what a member holds before others are told that it has ended
+    tensor = torch.ones(1 + (int(memory_gb * 1e9) // 4 if me == killed else 0))[:1]
     for _ in range(200):
         dist.all_reduce(tensor)
     if me == killed:
@@ -61,7 +62,7 @@ def exchange_handles(meeting: dist.Store, number: int, me: int) -> list[str]:
     return [meeting.get(f"{number}/{member}").decode() for member in range(WORLD)]
 
 
-def lead(backend: str, killed: int, result: Connection) -> None:
+def lead(backend: str, killed: int, memory_gb: float, result: Connection) -> None:
     """Start the members and their stores, and tell the seconds from the kill until both others have heard of it, and
     until both have reduced a tensor.
     """
@@ -69,7 +70,7 @@ def lead(backend: str, killed: int, result: Connection) -> None:
     told: list[tuple[Connection, Connection]] = []
     for me in range(WORLD):  # before the stores: their threads may hold a lock that a forked process would wait for
         (ports, own_ports), (answers, own_answers) = context.Pipe(), context.Pipe()
-        context.Process(target=live, args=(me, backend, killed, own_ports, own_answers), daemon=True).start()
+        context.Process(target=live, args=(me, backend, killed, memory_gb, own_ports, own_answers), daemon=True).start()
         own_answers.close()
         told.append((ports, answers))
     stores = [dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False) for _ in range(2)]
@@ -82,11 +83,11 @@ def lead(backend: str, killed: int, result: Connection) -> None:
     result.send((max(heard for heard, _, _ in found) - since, max(done for _, done, _ in found) - since))
 
 
-def measure(backend: str, killed: int) -> tuple[float, float]:
+def measure(backend: str, killed: int, memory_gb: float) -> tuple[float, float]:
     """Return what `lead` tells, from a process of its own."""
     context = multiprocessing.get_context("fork")
     pipe, theirs = context.Pipe()
-    leader = context.Process(target=lead, args=(backend, killed, theirs))
+    leader = context.Process(target=lead, args=(backend, killed, memory_gb, theirs))
     leader.start()
     theirs.close()
     found: tuple[float, float] = pipe.recv()
@@ -98,6 +99,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--kill", type=int, choices=range(WORLD), default=1, help="the member")
+    parser.add_argument("--memory", type=float, default=0.0, metavar="GB", help="what the killed member holds besides")
     harness.add_output_arguments(parser, Path(__file__).resolve().parent)
     arguments = parser.parse_args()
     if not hasattr(dist, "_reconfigure"):
@@ -106,7 +108,7 @@ def main() -> None:
     samples: dict[str, list[tuple[float, float]]] = {PEER: [], "phalanx": []}
     for order in harness.plan_rounds(list(samples), arguments.rounds):
         for backend in order:
-            samples[backend].append(measure(backend, arguments.kill))
+            samples[backend].append(measure(backend, arguments.kill, arguments.memory))
     rows = []
     for backend, times in samples.items():
         heard, done = (median(one[which] for one in times) for which in (0, 1))
@@ -115,7 +117,9 @@ def main() -> None:
         rows.append([backend, harness.format_time(heard), harness.format_time(done), spread, f"{done / peer:.3g}x"])
     harness.print_table(["", "heard by both", "next all_reduce of both", "range", f"of {PEER}"], rows)
     harness.write_results(
-        arguments.output, {"rounds": arguments.rounds, "killed": arguments.kill, "samples": samples}, machine=machine
+        arguments.output,
+        {"rounds": arguments.rounds, "killed": arguments.kill, "memory_gb": arguments.memory, "samples": samples},
+        machine=machine,
     )
 
 

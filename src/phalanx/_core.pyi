@@ -85,6 +85,7 @@ class Group:
         spin_ns: int,
         background_spin_ns: int,
         pidfds: tuple[int, ...],
+        stat_fds: tuple[int, ...],
         idle: Callable[[float], None] | None,
         /,
     ) -> None: ...

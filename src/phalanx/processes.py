@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from phalanx.deadline import Deadline
 
@@ -86,6 +86,22 @@ def read_stat(pid: int | str) -> list[str]:
         return _split_stat(f"/proc/{pid}/stat")[1]
     except OSError:
         return []
+
+
+_EXITING = 0x4  # PF_EXITING of Linux's include/linux/sched.h
+
+
+def find_exit_status(stat: Sequence[str]) -> int | None:
+    """Return how a process has ended, or is being ended by a signal or with an exit code, as `waitpid` would say it,
+    from what `read_stat` returns; None while it runs, or once it was waited for.
+
+    One that is being ended runs no more. Its end is told once the kernel has freed its memory, which takes a quarter of
+    a second and more for a gigabyte.
+    """
+    if len(stat) < 50:
+        return None
+    status, is_exiting = int(stat[49]), int(stat[6]) & _EXITING
+    return status if stat[0] in "ZX" or (is_exiting and status) else None
 
 
 def _split_stat(path: str) -> tuple[bytes, list[str]]:

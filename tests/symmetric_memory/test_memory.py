@@ -73,9 +73,9 @@ def symm_mem():
 
 def test_the_core_refuses_memory_of_another_kind_and_sizes_without_sense(symm_mem):
     with pytest.raises(ValueError, match="not written by this version of Phalanx"):
-        _core.Group(symm_mem._control, 100, 0, 0, 0, (-1,), None)
+        _core.Group(symm_mem._control, 100, 0, 0, 0, (-1,), (-1,), None)
     with pytest.raises(ValueError, match="not for this group"):
-        _core.Group(symm_mem._control, symm_mem._control_bytes, 1, 0, 0, (-1,), None)
+        _core.Group(symm_mem._control, symm_mem._control_bytes, 1, 0, 0, (-1,), (-1,), None)
     assert _core.group_bytes(0, 131072, 4096) == 0
     assert _core.group_bytes(2, 131072, 5000) == 0
     with pytest.raises(ValueError, match="1 to 1024 ranks"):

@@ -1,6 +1,8 @@
 """Processes are watched through descriptors that a reused process number cannot fool."""
 
+import ctypes
 import dataclasses
+import mmap
 import os
 import resource
 import select
@@ -10,13 +12,16 @@ import sys
 
 import pytest
 
+from phalanx import _core
+from phalanx.core_numbers import DEADLINE, PEER_LOST
 from phalanx.errors import PhalanxError
-from phalanx.processes import read_start_ticks
+from phalanx.processes import find_exit_status, read_start_ticks, read_stat
+from phalanx.symmetric_memory.sizes import channel_bytes
 from phalanx.symmetric_memory.watch import Pidfds, ProcessId, can_watch_each_other, wait_status, watch
 
 
-def a_child():
-    return subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE)
+def a_child(program="input()"):
+    return subprocess.Popen([sys.executable, "-S", "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
 
 def identity_of(pid):
@@ -30,8 +35,8 @@ def is_over(fd):
 def test_a_watched_process_is_seen_to_end_whatever_ends_it():
     with a_child() as child:
         process = identity_of(child.pid)
-        fd = watch.acquire(process)
-        assert fd >= 0
+        fd, stat = watch.acquire(process)
+        assert min(fd, stat) >= 0
         assert not is_over(fd)
         child.send_signal(signal.SIGKILL)
         select.select([fd], [], [], 20)
@@ -48,9 +53,9 @@ def test_one_descriptor_serves_all_groups_and_is_closed_with_the_last():
     first, second = watch.acquire(me), watch.acquire(me)
     assert first == second
     watch.release(me)
-    assert not is_over(first)
+    assert not is_over(first.pidfd)
     watch.release(me)
-    assert not os.path.islink(f"/proc/self/fd/{first}")
+    assert not any(os.path.islink(f"/proc/self/fd/{fd}") for fd in first)
     watch.release(me)  # once too often: nothing happens
 
 
@@ -58,7 +63,7 @@ def test_a_number_that_was_given_to_another_process_tells_that_the_first_is_gone
     # It used to be "cannot be watched": a rank that died while its group was being made was found by the deadline only.
     me = ProcessId.of_self()
     earlier = dataclasses.replace(me, start_ticks=me.start_ticks - 1)
-    assert is_over(watch.acquire(earlier))
+    assert is_over(watch.acquire(earlier).pidfd)
     watch.release(earlier)
     assert wait_status(earlier) is None
 
@@ -68,7 +73,7 @@ def test_a_process_that_is_gone_before_it_is_watched_is_gone():
         process = identity_of(child.pid)
         child.kill()
         child.wait()
-    assert is_over(watch.acquire(process))
+    assert is_over(watch.acquire(process).pidfd)
     watch.release(process)
 
 
@@ -128,3 +133,56 @@ def test_start_times_are_those_of_the_process_even_when_its_name_has_spaces_and_
     finally:
         with open("/proc/self/comm", "w") as f:
             f.write(old)
+
+
+def stat_line(name, state, flags, exit_code):
+    """A line of /proc/PID/stat."""
+    fields = [state, *["7"] * 5, str(flags), *["7"] * 42, str(exit_code)]
+    return f"17 ({name}) {' '.join(fields)}\n"
+
+
+@pytest.mark.parametrize("name", ["python", "a) R 4 9", ") S 1 1 1 1 1 4194308 1 9", "(", "x" * 15])
+@pytest.mark.parametrize(
+    ("state", "flags", "exit_code", "ends"),
+    [
+        ("S", 0x400000, 0, False),
+        ("R", 0x400004, 9, True),
+        ("D", 0x4, 256, True),
+        ("Z", 0x40000C, 11, True),
+        ("R", 0x400004, 0, False),  # a thread that has ended while its process goes on looks like this
+        ("T", 0x400000, 19, False),  # the signal that has stopped it
+    ],
+)
+def test_a_rank_that_is_being_ended_is_lost_before_its_pidfd_says_so(tmp_path, name, state, flags, exit_code, ends):
+    line = stat_line(name, state, flags, exit_code)
+    assert (find_exit_status(line.rpartition(")")[2].split()) is not None) == ends
+    path = tmp_path / "stat"
+    path.write_text(line)
+    nbytes = _core.group_bytes(2, 131072, channel_bytes(2))
+    with mmap.mmap(-1, nbytes) as memory, a_child() as child, path.open() as stat:
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        _core.format(address, 2, 131072, channel_bytes(2), 0)
+        pidfd = os.pidfd_open(child.pid)
+        core = _core.Group(address, nbytes, 0, 0, 0, (-1, pidfd), (-1, stat.fileno()), None)
+        core.join(os.getpid(), 1)
+        status = core.barrier(50_000_000, 0, 0, ())
+        assert (status, core.failed_rank) == ((PEER_LOST if ends else DEADLINE), 1)
+        assert core.alive(1)
+        core.abandon()
+        os.close(pidfd)
+        child.kill()
+        child.wait()
+
+
+def test_how_a_process_is_being_ended_is_known_while_its_memory_is_freed():
+    with a_child("held = b'x' * 500_000_000; print('held', flush=True); import time; time.sleep(600)") as child:
+        assert child.stdout.readline() == b"held\n"
+        pidfd = os.pidfd_open(child.pid)
+        os.kill(child.pid, signal.SIGKILL)
+        while (status := find_exit_status(read_stat(child.pid))) is None:
+            pass
+        assert status == signal.SIGKILL
+        select.select([pidfd], [], [], 20)
+        assert wait_status(identity_of(child.pid)) == signal.SIGKILL
+        os.close(pidfd)
+        child.wait()

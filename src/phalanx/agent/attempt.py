@@ -282,7 +282,7 @@ class Attempt:
     def on_rank_message(self, rank: int, pid: int, message: dict[str, Any]) -> None:
         """Process a message of an elastic rank of any host."""
         if message.get("kind") == "lost":
-            self.host.zygote.wake()  # a stopped zygote would not report the rank's end
+            self.ranks.hear_of_loss()
         self.do_elastic(self.elastic.on_message(rank, pid, message, time.monotonic()))
         self.link.on_rank_message(rank, pid, message)
 

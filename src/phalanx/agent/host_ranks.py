@@ -23,12 +23,13 @@ from phalanx.agent.rank_processes import RankProcesses
 from phalanx.agent.supervision import Supervision
 from phalanx.errors import LaunchError
 from phalanx.loss_detection import SWEEP_S
-from phalanx.processes import name_signal
+from phalanx.processes import find_exit_status, name_signal, read_stat
 
 _MAX_REPORT_BYTES = 1 << 18
 _MAX_REPORTS = 256
 _FORKS_AHEAD = 8  # the zygote may be told to fork so many ranks ahead: their descriptors are under way
 _MAX_STILLBORN = 3
+_DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/accel", "/dev/dri")  # of the drivers of NVIDIA, AMD and others
 
 
 class Listener(Protocol):
@@ -75,6 +76,7 @@ class HostRanks:
         self._reported: set[int] = set()  # processes that have reported their failure
         self._early: list[Report] = []  # reports of ranks that the zygote has forked but not announced yet
         self._next = 0  # how many were forked
+        self._looks_for_ends = False
         self._stillborn = 0  # how many zygotes in a row died before a rank was asked of them
         self._zygote_is_new = False  # the current zygote has replaced another one, and has forked nobody yet
         self._sweep_due: float | None = None
@@ -166,7 +168,9 @@ class HostRanks:
         return True
 
     def on_time(self, now: float) -> None:
-        """Kill a zygote that has not swept in time."""
+        """Kill a zygote that has not swept in time, and look for ends of which nobody has told yet."""
+        if self._looks_for_ends:
+            self._find_ends()
         if self._sweep_due is not None and now > self._sweep_due and not self.is_swept:
             self.give_up_zygote()
 
@@ -306,6 +310,23 @@ class HostRanks:
     def _bury(self, ends: list[AdoptedExit]) -> None:
         for end in ends:
             self._listener.on_ended(end.rank, end.pid, end.status, end.at)
+
+    def hear_of_loss(self) -> None:
+        """Note that a rank says that it has lost another one: it is looked for in this turn of the loop."""
+        self._host.zygote.wake()  # a stopped zygote would not report the rank's end
+        self._looks_for_ends = not any(map(os.path.exists, _DEVICES))
+
+    def _find_ends(self) -> None:
+        """Take ranks that are being ended for ended, before the kernel has freed their memory.
+
+        This is not done on a host with devices, since a replacement may need the same device's memory.
+        """
+        self._looks_for_ends = False
+        for rank, pid in list(self.processes.pids.items()):
+            survives = self._state.phase == "running" and self._elastic.claims(rank, pid)
+            status = find_exit_status(read_stat(pid)) if survives else None
+            if status is not None:
+                self._listener.on_ended(rank, pid, os.waitstatus_to_exitcode(status), time.monotonic())
 
     def close(self) -> None:
         """Close the files and sockets."""

@@ -105,7 +105,8 @@ class Observer:
         nbytes = os.fstat(self.control).st_size
         address = _core.map(self.control, nbytes)
         try:
-            core = _core.Group(address, nbytes, 0, 0, 0, (-1,) * len(self.group_info.ranks), None)
+            nobody = (-1,) * len(self.group_info.ranks)
+            core = _core.Group(address, nbytes, 0, 0, 0, nobody, nobody, None)
             try:
                 yield core
             finally:

@@ -52,6 +52,7 @@ class LivenessPipes:
             undo.pop_all()
         *reads, self._own = copies
         self.fds = tuple(-1 if r == rank else fd for r, fd in enumerate(reads))
+        self.stat_fds = (-1,) * len(reads)  # the processes have no numbers for each other
         self._open = copies
 
     def close(self) -> None:

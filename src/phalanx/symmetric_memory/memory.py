@@ -136,9 +136,9 @@ class SymmetricMemory:
         except BaseException:
             self._watchers.close()
             raise
-        self.core = _core.Group(
-            self._control, self._control_bytes, rank, SPIN_NS, _background_spin_ns(members), self._watchers.fds, idle
-        )
+        spins = SPIN_NS, _background_spin_ns(members)
+        told = self._watchers.fds, self._watchers.stat_fds
+        self.core = _core.Group(self._control, self._control_bytes, rank, *spins, *told, idle)
         me = members[rank].process
         self.core.join(me.pid, me.start_ticks)
         _all.add(self)

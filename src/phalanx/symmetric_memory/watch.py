@@ -3,6 +3,9 @@
 A pidfd becomes readable when the process ends, whatever ended it, and cannot be fooled by a reused process number:
 the start time is compared once, when it is opened. Where processes have no numbers for each other (pid namespaces), or
 may not open pidfds, `liveness_pipe` does the same with pipes.
+
+The kernel frees a process's memory before the pidfd tells, which takes a quarter of a second and more for a gigabyte.
+So whoever waits for a process looks at its /proc/PID/stat, too, which says at once that it is being ended.
 """
 
 from __future__ import annotations
@@ -11,9 +14,10 @@ import os
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from phalanx.errors import PhalanxError
-from phalanx.processes import read_start_ticks, read_stat
+from phalanx.processes import find_exit_status, read_start_ticks, read_stat
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,7 @@ class ProcessId:
         return cls(pid, ticks or 0, _namespace() if ticks is not None else "", _has_pidfds())
 
     def has_ended(self) -> bool:
-        """Return whether the process is known to be gone; False also if this process cannot see it."""
+        """Return whether the process is known to run no more; False also if this process cannot see it."""
         return self._can_be_seen() and not self._is_there()
 
     def is_running(self) -> bool:
@@ -49,7 +53,7 @@ class ProcessId:
 
     def _is_there(self) -> bool:
         fields = read_stat(self.pid)
-        return bool(fields) and fields[0] not in "ZX" and int(fields[19]) == self.start_ticks
+        return bool(fields) and find_exit_status(fields) is None and int(fields[19]) == self.start_ticks
 
 
 def can_watch_each_other(processes: Sequence[ProcessId]) -> bool:
@@ -74,86 +78,107 @@ def _has_pidfds() -> bool:
 
 
 def wait_status(process: ProcessId) -> int | None:
-    """Return how it ended, as `waitpid` would say, while it is a zombie that we may look at; else None."""
+    """Return how it ended, or is being ended, as `waitpid` would say, as long as its parent has not heard of it and if
+    we may look at it; else None.
+    """
     if process.namespace != _namespace():
         return None
     fields = read_stat(process.pid)
-    if len(fields) < 50 or fields[0] not in "ZX" or int(fields[19]) != process.start_ticks:
-        return None
-    return int(fields[49])
+    return find_exit_status(fields) if fields and int(fields[19]) == process.start_ticks else None
+
+
+class Watched(NamedTuple):
+    """It is a process that this one watches.
+
+    `pidfd` can be read once it is gone. `stat` is its open /proc/PID/stat, or -1 where that cannot be read.
+    """
+
+    pidfd: int
+    stat: int
 
 
 class _Watch:
-    """It has pidfds by process, counted: many groups watch the same few processes."""
+    """It has the descriptors of processes, counted: many groups watch the same few processes."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._open: dict[ProcessId, tuple[int, int]] = {}
+        self._open: dict[ProcessId, tuple[Watched, int]] = {}
 
-    def acquire(self, process: ProcessId) -> int:
-        """Return a descriptor that can be read once `process` is gone, which it may be already. `can_watch_each_other`
-        holds.
+    def acquire(self, process: ProcessId) -> Watched:
+        """Return descriptors of `process`, which may be gone already. `can_watch_each_other` holds.
 
         Raises:
             PhalanxError: this process may not have one more descriptor.
         """
         with self._lock:
-            fd, uses = self._open.get(process, (-1, 0))
-            if uses == 0:
+            watched, uses = self._open.get(process, (None, 0))
+            if watched is None:
                 try:
-                    fd = _open(process)
+                    watched = _open(process)
                 except OSError as error:
                     raise PhalanxError(f"process {process.pid} cannot be watched: {error.strerror}") from None
-            self._open[process] = (fd, uses + 1)
-            return fd
+            self._open[process] = (watched, uses + 1)
+            return watched
 
     def release(self, process: ProcessId) -> None:
-        """Give back one descriptor of `acquire`."""
+        """Give back what one `acquire` has returned."""
         with self._lock:
-            fd, uses = self._open.get(process, (-1, 0))
-            if uses > 1:
-                self._open[process] = (fd, uses - 1)
-            elif uses == 1:
+            watched, uses = self._open.get(process, (None, 0))
+            if watched is not None and uses > 1:
+                self._open[process] = (watched, uses - 1)
+            elif watched is not None:
                 del self._open[process]
-                os.close(fd)
+                _close(watched)
 
 
-def _open(process: ProcessId) -> int:
+def _open(process: ProcessId) -> Watched:
     try:
-        fd = os.pidfd_open(process.pid)
+        pidfd = os.pidfd_open(process.pid)
     except ProcessLookupError:
         return _of_the_gone()
-    if read_start_ticks(process.pid) not in (process.start_ticks, None):
-        os.close(fd)
+    try:
+        stat = os.open(f"/proc/{process.pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:  # there is no /proc, it hides others' processes, or no descriptor is free
+        stat = -1
+    watched = Watched(pidfd, stat)
+    if read_start_ticks(process.pid) not in (process.start_ticks, None):  # that of the process whose `stat` is open
+        _close(watched)
         return _of_the_gone()
-    return fd
+    return watched
 
 
-def _of_the_gone() -> int:
+def _of_the_gone() -> Watched:
     """Return a descriptor that can be read at once."""
     reading, writing = os.pipe()
     os.close(writing)
-    return reading
+    return Watched(reading, -1)
+
+
+def _close(watched: Watched) -> None:
+    os.close(watched.pidfd)
+    if watched.stat >= 0:
+        os.close(watched.stat)
 
 
 watch = _Watch()
 
 
 class Pidfds:
-    """It is one rank's view of `processes`, its own the `rank`-th: a descriptor for each, -1 for itself."""
+    """It is one rank's view of `processes`, its own the `rank`-th: descriptors for each, -1 for itself."""
 
     def __init__(self, processes: Sequence[ProcessId], rank: int) -> None:
         self._watched: list[ProcessId] = []
-        fds = []
+        found = []
         try:
             for r, process in enumerate(processes):
-                fds.append(-1 if r == rank else watch.acquire(process))
+                found.append(Watched(-1, -1) if r == rank else watch.acquire(process))
                 if r != rank:
                     self._watched.append(process)
         except PhalanxError:
             self.close()
             raise
-        self.fds = tuple(fds)
+        self.fds = tuple(one.pidfd for one in found)
+        self.stat_fds = tuple(one.stat for one in found)
 
     def close(self) -> None:
         """Let go of all descriptors."""

@@ -179,7 +179,7 @@ class Connections:
             return
         if process.namespace and process.namespace == self.me.process.namespace and self.me.process.has_pidfds:
             try:
-                fd = watch.acquire(process)
+                fd = watch.acquire(process).pidfd
             except PhalanxError:  # no descriptor is free: the connection's end shows it, too
                 return
             if fd in self._watched:
