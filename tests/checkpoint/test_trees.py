@@ -12,6 +12,7 @@ from tests.checkpoint.random_trees import change, difference, random_state
 from phalanx.checkpoint import CheckpointManager, save_work, whole
 from phalanx.checkpoint.peers import Peers
 from phalanx.checkpoint.snapshot import SnapshotMemory, copy_tree
+from phalanx.errors import CheckpointError
 from phalanx.testing import run_ranks
 
 
@@ -90,3 +91,42 @@ def test_a_set_that_changes_while_a_checkpoint_is_written_is_saved_as_it_was(tmp
     written.set()
     manager.wait()
     assert manager.load().state == {"seen": {1, 2}}
+
+
+def test_what_is_set_on_a_tensor_is_copied_with_it():
+    """A save in the background had lost it, and a save in the foreground had not."""
+    tied = torch.ones(2)
+    parameter = torch.nn.Parameter(torch.ones(3))
+    parameter.groups, parameter.tied = {"decay": [1]}, tied
+    tensor = torch.zeros(2)
+    tensor.tag = "x"
+    state = {"parameter": parameter, "tensor": tensor, "tied": tied}
+    copy = copy_tree(state, SnapshotMemory())
+    parameter.groups["decay"].append(2)
+    assert (copy["parameter"].groups, copy["tensor"].tag) == ({"decay": [1]}, "x")
+    assert copy["parameter"].tied.eq(1).all()
+    assert not vars(copy["tied"])
+
+
+def _save_what_cannot_be_copied(rank, world_size, folder):
+    manager = CheckpointManager(folder)
+    said = []
+    for state in ({"a": torch.ones(2)}, {"a": torch.empty(3, device="meta")}, {"a": torch.ones(2)}):
+        try:
+            manager.async_save(len(said) + 1, state)
+            manager.wait()
+            said.append("")
+        except CheckpointError as error:
+            said.append(str(error))
+    return said, sorted(path.name for path in folder.iterdir())
+
+
+def test_a_state_that_rank_0_cannot_copy_is_told_on_every_rank(tmp_path):
+    """Rank 0 raised an error of its own, rank 1 none; whatever they called next was another thing on each."""
+    first, second = run_ranks(_save_what_cannot_be_copied, 2, tmp_path)
+    assert first == second
+    (_, told, _), names = first
+    assert first[0] == ["", told, ""]
+    assert "step 2" in told
+    assert "rank 0: NotImplementedError: Cannot copy out of meta tensor" in told
+    assert names == ["00000001-step-1", "00000002-step-3", "latest"]

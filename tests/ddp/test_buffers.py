@@ -263,3 +263,70 @@ def test_a_buffer_of_another_dtype_on_one_rank_is_told(backend):
             ddp(torch.ones(1, 2)).sum().backward()
 
     run_ranks(train, 2, backend=backend)
+
+
+VIEWS = {
+    "expanded": lambda values: values[:1].real.clone().expand(6),
+    "expanded inside": lambda values: values.real.clone()[:, None].expand(4, 3).t(),
+    "conjugated": lambda values: values.conj(),
+    "negative": lambda values: values.conj().imag,
+    "conjugated and transposed": lambda values: values.view(2, 2).mH,
+    "conjugated and expanded": lambda values: values[1:2].conj().expand(5),
+    "window": lambda values: values.real.clone().as_strided((3, 2), (1, 1)),
+    "strided": lambda values: values.view(2, 2).real[:, 1:],
+}
+
+
+class WithView(nn.Module):
+    def __init__(self, rank, kind, *, is_parameter):
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        values = torch.arange(1.0, 5.0) * (1 + rank) + 1j * torch.arange(4.0) * (2 + rank)
+        view = VIEWS[kind](values.to(torch.complex64))
+        if is_parameter:
+            self.view = nn.Parameter(view, requires_grad=False)
+        else:
+            self.register_buffer("view", view)
+
+    def forward(self, inputs):
+        return self.linear(inputs).sum()
+
+
+def _wrap_views(rank, world_size):
+    wrong = []
+    for kind in VIEWS:
+        for is_parameter in (False, True):
+            first = WithView(0, kind, is_parameter=is_parameter).view
+            for backend in ("phalanx", "gloo"):
+                group = dist.new_group(backend=backend)
+                model = WithView(rank, kind, is_parameter=is_parameter)
+                wrapper = DistributedDataParallel(model, process_group=group)
+                if not torch.equal(model.view, first) or model.view.is_conj() != first.is_conj():
+                    wrong.append((kind, is_parameter, backend, "wrapped"))
+                for _ in range(2):
+                    wrapper(torch.ones(1, 2)).backward()
+                if not is_parameter:
+                    model.view = WithView(rank + 1, kind, is_parameter=False).view
+                wrapper(torch.ones(1, 2)).backward()
+                if not is_parameter and not torch.equal(model.view, WithView(1, kind, is_parameter=False).view):
+                    wrong.append((kind, backend, "before a forward"))
+    return wrong
+
+
+def test_views_of_all_kinds_are_made_rank_0s():
+    """Rank 1 raised on an expanded or a negative view, and rank 0 heard of a lost peer; a conjugate raised on both."""
+    assert run_ranks(_wrap_views, 2, timeout=200) == [[]] * 2
+
+
+def _wrap_sparse(rank, world_size):
+    model = WithView(rank, "strided", is_parameter=False)
+    model.register_buffer("sparse", torch.eye(3).to_sparse())
+    with pytest.raises(RuntimeError, match=r"a parameter or buffer \(sparse_coo, torch.float32\) cannot be sent"):
+        DistributedDataParallel(model)
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return total.item()
+
+
+def test_a_sparse_buffer_is_refused_on_all_ranks_and_the_group_goes_on():
+    assert run_ranks(_wrap_sparse, 2) == [2.0] * 2

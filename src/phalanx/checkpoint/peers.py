@@ -105,6 +105,16 @@ class Peers:
         if carried is not content:
             content.copy_(carried)
 
+    def agree_with_first(self, problem: str | None, cause: Exception | None = None) -> None:
+        """Return if rank 0 has no problem; what the others pass does not count.
+
+        Raises:
+            CheckpointError: it has one; on every rank.
+        """
+        problem = self.broadcast(problem)
+        if problem is not None:
+            raise CheckpointError(problem) from cause
+
     def agree(self, problem: str | None, cause: Exception | None = None) -> None:
         """Return if no rank has a problem.
 

@@ -27,19 +27,30 @@ Commit = Callable[[Mapping[str, FileRecord]], Path | str]
 
 
 def whole_work(
+    peers: Peers,
+    place: Path | str,
     step: int,
     state: Mapping[str, Any],
     draft: Draft | RemoteDraft | None,
     memory: SnapshotMemory | None,
     commit: Commit,
 ) -> Work:
-    """Return the work of a save in one file, which is that of the rank that has the draft, rank 0.
+    """Return the work of a save in one file, which is that of the rank that has the draft, rank 0. All ranks call it.
 
     With `memory` the state is copied into it.
+
+    Raises:
+        CheckpointError: the state cannot be copied; on every rank.
     """
+    problem, cause, content = None, None, state
+    if memory is not None:
+        try:
+            content = copy_tree(state, memory) if draft is not None else state
+        except Exception as error:
+            problem, cause = explain_unwritten(peers, place, step, error, state), error
+        peers.agree_with_first(problem, cause)
     if draft is None:
         return Work(step, write=lambda: None)
-    content = state if memory is None else copy_tree(state, memory)
     files: dict[str, FileRecord] = {}
 
     def write() -> None:

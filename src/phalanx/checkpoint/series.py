@@ -241,7 +241,7 @@ class CheckpointManager:
 
         try:
             if kind == "whole":
-                work = whole_work(step, collected.state, draft, memory, commit)
+                work = whole_work(peers, self.folder, step, collected.state, draft, memory, commit)
             else:
                 from phalanx.checkpoint.sharded import plan_save
 

@@ -85,7 +85,11 @@ def copy_tree(state: Any, memory: SnapshotMemory) -> Any:
             copy.copy_(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))
         copies[key] = copy.untyped_storage()
     # It works like copy.deepcopy: the copies by the identity of the original.
-    return _rebuild(state, {key: _copy(tensor, copies) for key, tensor in tensors.items()})
+    known: dict[int, Any] = {key: _copy(tensor, copies) for key, tensor in tensors.items()}
+    for key, tensor in tensors.items():
+        if own := vars(tensor):  # what somebody has set on the tensor
+            vars(known[key]).update(_rebuild(own, known))
+    return _rebuild(state, known)
 
 
 def _collect(value: Any, tensors: dict[int, Tensor]) -> None:
@@ -128,8 +132,10 @@ def _copy(tensor: Tensor, copies: dict[int, torch.UntypedStorage]) -> Tensor:
     if tensor.is_neg():
         copy = _neg_view(copy)
     if isinstance(tensor, torch.nn.Parameter):
-        return torch.nn.Parameter(copy, requires_grad=tensor.requires_grad)
-    return copy.requires_grad_() if tensor.requires_grad else copy
+        copy = torch.nn.Parameter(copy, requires_grad=tensor.requires_grad)
+    elif tensor.requires_grad:
+        copy.requires_grad_()
+    return copy
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -21,6 +21,8 @@ _LOSES = "parameters and buffers are not made equal on all ranks"
 _flatten: Any = find("torch._utils._flatten_dense_tensors", loses=_LOSES)
 _unflatten: Any = find("torch._utils._unflatten_dense_tensors", loses=_LOSES)
 
+_neg_view: Any = find("torch._neg_view", loses="a model with a negative view as a buffer cannot be wrapped")
+
 _MESSAGE_BYTES = 32 * 1024 * 1024  # this bounds the memory beside the model
 _ALIGN = 64
 _SHOWN = 8  # so many tensors stand in a message
@@ -48,11 +50,11 @@ def replicate(tensors: Iterable[Tensor], broadcast: Broadcast) -> None:
 
     Raises:
         MismatchError: this rank's tensors have other dtypes or shapes than the source's; they were not changed.
+        RuntimeError: a tensor is sparse or nested; on every rank, before anything is sent.
     """
     by_device: dict[torch.device, list[Tensor]] = {}
-    for tensor in tensors:
-        if tensor.numel():
-            by_device.setdefault(tensor.device, []).append(tensor.data)
+    for tensor in _memories(tensors):
+        by_device.setdefault(tensor.device, []).append(tensor)
     for members in by_device.values():
         members.sort(key=_width)
         message: list[Tensor] = []
@@ -94,9 +96,10 @@ class BufferBroadcast:
         alone the others would get the buffers of its step before from then on, and no rank would wait where another
         does not.
         """
-        members = [tensor.data for tensor in tensors if tensor.numel()]
+        given = [tensor for tensor in tensors if tensor.numel()]
+        members = _memories(given)
         if self._sharing is None or not all(member.is_cpu for member in members):
-            broadcast_tensors(members, self._group)
+            broadcast_tensors(given, self._group)
             return
         if not members:
             return
@@ -111,6 +114,38 @@ class BufferBroadcast:
         self._number = (self._number + 1) & 0xFFFFFFFF
         if not is_source:
             copy_all(members, self._places)
+
+
+def _memories(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return views of the elements that tensors have in memory, as they lie there: one for those of an expanded
+    dimension, and not conjugated or negated. What is empty is left out.
+
+    Raises:
+        RuntimeError: one is sparse or nested.
+    """
+    memories = []
+    for tensor in tensors:
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+            raise RuntimeError(
+                f"DistributedDataParallel: a parameter or buffer ({kind}, {tensor.dtype}) cannot be sent to all ranks. "
+                "Make it dense, or name it in _set_params_and_buffers_to_ignore_for_model."
+            )
+        if not tensor.numel():
+            continue
+        memory = tensor.data
+        if memory.is_conj():
+            memory = memory.conj()
+        if memory.is_neg():
+            memory = _neg_view(memory)
+        sizes = [size if stride else 1 for size, stride in zip(memory.shape, memory.stride(), strict=True)]
+        if sizes != list(memory.shape):
+            strides = [
+                stride or 1 for stride in memory.stride()
+            ]  # that of one element is anything; 0 has no view as bytes
+            memory = memory.as_strided(sizes, strides)
+        memories.append(memory)
+    return memories
 
 
 _Form = tuple[torch.dtype, torch.Size]
