@@ -8,9 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.backend.shared_updates import note_shared_update
+from phalanx.backend.shared_updates import forget_readers, note_readers, note_shared_update
+from phalanx.backend.torch_integration.shared_loads import wait_before_loads
 from phalanx.malloc import give_back_freed_memory
 from phalanx.optim.plan import Extent, Slice, plan_offsets
+from phalanx.optim.readers import Readers
 from phalanx.transport.tensors import is_dense
 
 PAGE = 4096
@@ -91,11 +93,14 @@ class SharedParameters(SharedBlock):
             parameter.data = view
         if group.size() > 1:
             note_shared_update(self.parameters, self)
+            note_readers(self, Readers(group).await_others)
+            wait_before_loads()
         give_back_freed_memory()
 
     def leave(self, memory: Tensor) -> None:
         """Take over the values of `memory`, which is laid out as the block, and is this rank's own."""
         super().leave(memory)
+        forget_readers(self)
         for number, parameter in enumerate(self.parameters):
             parameter.data = self.shaped(number)
 

@@ -59,9 +59,9 @@ class ZeroRedundancyOptimizer(ShardedState):
     Cost: two synchronizations of the ranks per step, and one copy of each slice, with which survivors undo the update
     of a rank that dies.
 
-    Code that writes into a parameter outside of `step` writes for all ranks: let one rank do it, followed by a barrier.
-    A process that you fork sees every later step as well, because shared memory is not copied on write: clone before
-    the fork what the child should read. `all_reduce` of a parameter is refused.
+    Code that writes into a parameter outside of `step` writes for all ranks, also for one that still reads it: call a
+    barrier, let one rank write, and call a barrier. A module's `load_state_dict` waits for the other ranks by itself. A
+    process that you fork sees every later step: clone before it what the child should read. `all_reduce` is refused.
 
     Arguments:
         params: parameters, named parameters, or groups, as any optimizer takes them; the same on every rank.
