@@ -12,6 +12,7 @@ from tests.training import copy_parameters, copy_state
 from torch import nn
 
 from phalanx import DistributedDataParallel
+from phalanx.ddp import first_steps
 from phalanx.testing import run_ranks
 
 
@@ -210,18 +211,16 @@ def test_a_second_model_with_an_optimizer_of_its_own_is_no_mistake():
     assert run_ranks(fn, 2) == [[], []]
 
 
-def test_the_hook_on_optimizers_goes_with_the_last_step_or_the_wrapper():
+def test_optimizers_are_watched_until_the_last_step_or_as_long_as_the_wrapper_lives():
     def fn(rank, world_size):
-        from torch.optim.optimizer import _global_optimizer_pre_hooks as hooks
-
-        before = len(hooks)
+        watches = first_steps._watches
         ddp = DistributedDataParallel(mlp((3, 4, 2)))
-        during = len(hooks)
+        during = len(watches)
         _train(ddp, rank)
-        after = len(hooks)
+        after = len(watches)
         other = DistributedDataParallel(mlp((3, 4, 2)))
         del other
-        return during - before, after - before, len(hooks) - before
+        return during, after, len(watches)
 
     assert run_ranks(fn, 2) == [(1, 0, 0)] * 2
 

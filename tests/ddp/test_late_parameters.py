@@ -7,6 +7,8 @@ import torch
 from tests.comparisons import assert_equal
 from torch import nn
 from torch.nn.modules import module as torch_module
+from torch.optim import optimizer as torch_optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from phalanx import DistributedDataParallel
 from phalanx.ddp.late_parameters import LateParameters
@@ -188,19 +190,42 @@ def test_tensors_that_stand_in_for_parameters_are_no_newcomers(scale):
     assert run_ranks(fn, 2) == [(gradients, scale is None)] * 2
 
 
-def test_the_hooks_of_torch_go_with_the_wrapper():
+def _collect_while_hooks_run(rank, world_size):
     def hooks():
-        return (
-            len(torch_module._global_parameter_registration_hooks),
-            len(torch_module._global_module_registration_hooks),
-        )
+        return [
+            len(found)
+            for found in (
+                torch_module._global_parameter_registration_hooks,
+                torch_module._global_module_registration_hooks,
+                torch_optimizer._global_optimizer_pre_hooks,
+            )
+        ]
 
-    def fn(rank, world_size):
-        before = hooks()
-        ddp = DistributedDataParallel(_model())
-        during = hooks()
-        del ddp
+    def collect(*_):
         gc.collect()
-        return during != before, hooks() == before
 
-    assert run_ranks(fn, 1) == [(True, True)]
+    def drop_one():
+        ddp = DistributedDataParallel(_model())
+        ddp.itself = [ddp]  # only the garbage collector finds it
+
+    kept = DistributedDataParallel(_model())
+    counted = hooks()
+    optimizer = torch.optim.SGD(kept.parameters(), lr=0.1)
+    gc.disable()
+    first = torch_module.register_module_module_registration_hook(collect)
+    second = torch_module.register_module_parameter_registration_hook(collect)
+    third = register_optimizer_step_pre_hook(collect)
+    for _ in range(3):
+        drop_one()
+        _model()  # modules and parameters are registered, and the wrapper is collected meanwhile
+        drop_one()
+        kept(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    for handle in (first, second, third):
+        handle.remove()
+    return hooks() == counted
+
+
+def test_a_wrapper_that_is_collected_while_torch_calls_its_hooks_does_no_harm():
+    """Building a model failed then: "OrderedDict mutated during iteration"; an optimizer's step could as well."""
+    assert run_ranks(_collect_while_hooks_run, 1) == [True]

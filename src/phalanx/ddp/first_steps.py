@@ -10,6 +10,7 @@ gradients. The all_gather is there, and no rank runs into one that another does 
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -57,7 +58,6 @@ class FirstSteps:
         self._doubted: list[Mistake] = []  # parameters differed in the last backward: the step after it decides
         self._puts_back = False  # they are moved for a backward, and put back before the step
         self._optimizers = OptimizerWatch(parameters)
-        weakref.finalize(self, self._optimizers.close)
         self._begin_step()
 
     def _begin_step(self) -> None:
@@ -195,7 +195,8 @@ class OptimizerWatch:
         self._forms = _forms(parameters)
         self._found_ours = False
         self._found_lookalikes = False
-        self._hook = register_optimizer_step_pre_hook(self._before_step)
+        _hear_steps()
+        _watches.add(self)
 
     @property
     def stale(self) -> bool:
@@ -215,9 +216,10 @@ class OptimizerWatch:
 
     def close(self) -> None:
         """See no more steps."""
-        self._hook.remove()
+        _watches.discard(self)
 
-    def _before_step(self, optimizer: Optimizer, _args: Any, _options: Any) -> None:
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Note that an optimizer of this process is about to step."""
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if any(id(parameter) in self._ours for parameter in held):
             self._found_ours = True
@@ -226,6 +228,20 @@ class OptimizerWatch:
                 self._stepped = int(digest(digests(self._parameters, self._parameters[0].device)))
         elif all(parameter.grad is None for parameter in held) and _forms(held) == self._forms:
             self._found_lookalikes = True
+
+
+_watches: weakref.WeakSet[OptimizerWatch] = weakref.WeakSet()
+
+
+@functools.cache
+def _hear_steps() -> None:
+    """Register torch's hook once in a process; it stays, as in `late_parameters`."""
+    register_optimizer_step_pre_hook(_before_step)
+
+
+def _before_step(optimizer: Optimizer, _args: Any, _options: Any) -> None:
+    for watch in list(_watches):
+        watch.before_step(optimizer)
 
 
 def _forms(tensors: Sequence[Tensor]) -> Forms:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from torch import Tensor, nn
 from torch.nn.modules.module import (
@@ -28,9 +29,8 @@ class LateParameters:
         self._ignored = ignored
         self._frozen = [p for name, p in module.named_parameters() if name not in ignored and not p.requires_grad]
         self._arrived: list[weakref.ref[Tensor | nn.Module]] = []  # anywhere in the process, since the last look
-        told = _when_registered(weakref.ref(self))
-        for register in (register_module_parameter_registration_hook, register_module_module_registration_hook):
-            weakref.finalize(self, register(told).remove)
+        _hear_registrations()
+        _all.add(self)
 
     def find_newcomers(self) -> list[str]:
         """Return the names of the parameters that need a gradient now and did not when `module` was wrapped."""
@@ -83,12 +83,19 @@ def explain_newcomers(names: Sequence[str], rank: int) -> str:
     )
 
 
-def _when_registered(
-    late_parameters: weakref.ref[LateParameters],
-) -> Callable[[nn.Module, str, Tensor | nn.Module | None], None]:
-    def hook(_module: nn.Module, _name: str, registered: Tensor | nn.Module | None) -> None:
-        alive = late_parameters()
-        if alive is not None:
-            alive.on_registration(registered)
+_all: weakref.WeakSet[LateParameters] = weakref.WeakSet()
 
-    return hook
+
+@functools.cache
+def _hear_registrations() -> None:
+    """Register a hook of each kind, once in a process.
+
+    They stay: a hook that goes with a wrapper goes when it is collected, which may be while torch iterates over hooks.
+    """
+    for register in (register_module_parameter_registration_hook, register_module_module_registration_hook):
+        register(_on_registration)
+
+
+def _on_registration(_module: nn.Module, _name: str, registered: Tensor | nn.Module | None) -> None:
+    for late_parameters in list(_all):
+        late_parameters.on_registration(registered)
