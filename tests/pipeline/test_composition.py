@@ -1,5 +1,7 @@
 """A pipeline with what is around it: replicas, sharded optimizers, checkpoints, models on the meta device."""
 
+import random
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -77,6 +79,48 @@ def test_batchnorm_of_replicas_tracks_all_of_their_values():
         torch.testing.assert_close(buffers["0.running_mean"], 0.1 * inputs.mean(0))
         torch.testing.assert_close(buffers["0.running_var"], 0.9 + 0.1 * inputs.var(0))
         assert buffers["0.num_batches_tracked"] == 1
+
+
+class _Normalizes(nn.Module):
+    """A layer that hands its BatchNorm the values by position or by keyword."""
+
+    def __init__(self, norm, by_keyword):
+        super().__init__()
+        self.norm, self.by_keyword = norm, by_keyword
+
+    def forward(self, x):
+        return self.norm(input=x) if self.by_keyword else self.norm(x)
+
+
+def test_a_batchnorm_tracks_what_it_gets_by_keyword():
+    """The hook on `self.norm(input=x)` looked at positional arguments alone: the running statistics stood still."""
+    draw = random.Random(4)
+    cases = [
+        (draw.choice([None, 0.1, 0.5]), draw.choice(["never", "always"]), draw.randint(1, 4), draw.random() < 0.5)
+        for _ in range(6)
+    ]
+    inputs = torch.randn(12, 3, generator=torch.Generator().manual_seed(1))
+
+    def train(rank, world_size):
+        found = []
+        for momentum, checkpoint, micro_batches, traced in cases:
+            for by_keyword in (False, True):
+                torch.manual_seed(0)
+                layer = _Normalizes(nn.BatchNorm1d(3, momentum=momentum), by_keyword)
+                model = layer if traced else nn.Sequential(layer)  # the call is in the graph, or inside of a layer
+                pipe = phalanx.Pipeline(
+                    model, micro_batches=micro_batches, checkpoint=checkpoint, loss_fn=functional.mse_loss
+                )
+                pipe.step(inputs, target=inputs)
+                found.append({name.rpartition(".")[2]: value for name, value in pipe.state_dict().items()})
+        return found
+
+    (states,) = run_ranks(train, 1)
+    for (momentum, *_), by_position, by_keyword in zip(cases, states[::2], states[1::2], strict=True):
+        torch.testing.assert_close(by_keyword, by_position, rtol=0, atol=0)
+        share = 1.0 if momentum is None else momentum
+        torch.testing.assert_close(by_keyword["running_mean"], share * inputs.mean(0))
+        assert by_keyword["num_batches_tracked"] == 1
 
 
 def test_a_batchnorm_that_is_called_twice_tracks_each_call():

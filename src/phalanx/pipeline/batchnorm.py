@@ -58,7 +58,7 @@ class MiniBatchStatistics:
             if layer.training:
                 watch = _Watch(self._seen.setdefault(layer, []))
                 hooks.append(layer.register_forward_pre_hook(watch.before))
-                hooks.append(layer.register_forward_hook(watch.after, always_call=True))
+                hooks.append(layer.register_forward_hook(watch.after, with_kwargs=True, always_call=True))
         try:
             yield
         finally:
@@ -118,14 +118,15 @@ class _Watch:
         layer.num_batches_tracked = layer.num_batches_tracked.clone()
         layer.momentum = 1.0  # the running statistics become those of the batch
 
-    def after(self, layer: Any, args: tuple[Any, ...], output: Any) -> None:
+    def after(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         mean, var = layer.running_mean, layer.running_var
         layer.running_mean, layer.running_var, layer.num_batches_tracked, layer.momentum = self._kept
         if self._calls == len(self._seen):
             self._seen.append([])
         self._calls += 1
-        if isinstance(output, Tensor) and args and args[0].numel():
-            self._seen[self._calls - 1].append((args[0].numel() / args[0].shape[1], mean, var))
+        batch = args[0] if args else kwargs.get("input")
+        if isinstance(output, Tensor) and isinstance(batch, Tensor) and batch.numel():
+            self._seen[self._calls - 1].append((batch.numel() / batch.shape[1], mean, var))
 
 
 def _combine(parts: _Seen) -> Tensor:
