@@ -104,14 +104,16 @@ def _form(name: str, leaf: Any) -> tuple[Any, ...]:
 
 def _local_plan(tree: Tree) -> SavePlan:
     plain: dict[str, Any] = {}
-    sliced: list[WriteItem] = []
+    others: list[WriteItem] = []
     for name, leaf in tree.leaves.items():
         if isinstance(leaf, SlicedTensor):
-            sliced += _slice_items(name, leaf)
+            others += _slice_items(name, leaf)
+        elif isinstance(leaf, torch.Tensor) and not is_tensor(leaf):  # torch's planner would ask it for its storage
+            others.append(WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO))
         elif name not in tree.aliases:
             plain[name] = leaf
     plan = create_default_local_save_plan(plain, is_coordinator=False)
-    return dataclasses.replace(plan, items=[*plan.items, *sliced], planner_data=tree.paths)
+    return dataclasses.replace(plan, items=[*plan.items, *others], planner_data=tree.paths)
 
 
 def _slice_items(name: str, leaf: SlicedTensor) -> Iterator[WriteItem]:

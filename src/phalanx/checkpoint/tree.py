@@ -6,7 +6,8 @@
     structure   dict or list or tuple, the keys' types, what is     what it forgets: plain data that torch.load opens
                 empty, "here goes the tensor called model.w"        with weights_only
 
-As in torch, a list without tensors or dicts in it is one leaf, and so is a tuple without tensors.
+As in torch, a list without tensors or dicts in it is one leaf, and so is a tuple without tensors. A sparse or nested
+tensor, which has no pieces, is a value like a number: it stands in the structure.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from phalanx.checkpoint.nesting import NestingError, describe_nesting
 from phalanx.checkpoint.slices import SlicedTensor
 from phalanx.transport.memory_order import find_strides
 
@@ -41,9 +43,16 @@ class Tree:
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> Tree:
-        """Take `state` apart. Copies nothing."""
+        """Take `state` apart. Copies nothing.
+
+        Raises:
+            NestingError: a dict, list or tuple in it holds itself, or they are nested too deeply.
+        """
         tree = cls()
-        tree.structure = tree._take_apart(state, (), {})
+        try:
+            tree.structure = tree._take_apart(state, (), {})
+        except RecursionError:
+            raise NestingError(describe_nesting(state)) from None
         return tree
 
     def _take_apart(self, value: Any, path: Path, seen: dict[tuple[Any, ...], str]) -> Node:
@@ -140,8 +149,12 @@ def strides_of_tensors(structure: Node) -> dict[str, tuple[int, ...]]:
 
 
 def is_tensor(value: object) -> bool:
-    """Return whether a structure is one leaf with a shape."""
-    return isinstance(value, (Tensor, SlicedTensor))
+    """Return whether a value is one leaf with a shape, which may be saved in pieces."""
+    if is_dtensor(value):
+        return True
+    return isinstance(value, SlicedTensor) or (
+        isinstance(value, Tensor) and value.layout is torch.strided and not value.is_nested
+    )
 
 
 def is_dtensor(value: object) -> bool:
