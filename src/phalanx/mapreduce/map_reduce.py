@@ -72,7 +72,8 @@ def map_reduce(
         memory_bytes: how much of the data a rank may hold in memory; the rest goes to `spill_folder` (default TMPDIR).
         split_bytes, split_records: the size of a map task. By default a 32nd of the input, 1 to 32 MiB or up to 1000
             records.
-        encoding: the encoding of the lines; None: a record is bytes. A line that cannot be decoded is bad.
+        encoding: the encoding of the lines; None: a record is bytes. A line that cannot be decoded is bad. An encoding
+            whose lines cannot be decoded one by one is refused: UTF-16, UTF-32, EBCDIC, ISO-2022-KR.
         max_bad_records: with more bad records the job fails, as it does when all are bad; None: any number. By default
             the first bad record ends the job.
         max_attempts: how often a task may fail (a file that one rank cannot read), on all ranks together.

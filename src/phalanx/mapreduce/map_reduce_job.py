@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import codecs
 import operator
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from phalanx.mapreduce.line_encodings import require_line_encoding
 from phalanx.mapreduce.splits import Indexable, names_files
 
 Map = Callable[[Any], Any]
@@ -60,16 +60,7 @@ class MapReduceJob:
             if value < least:
                 raise ValueError(f"map_reduce: {name} must be at least {least:,}, got {value:,}")
         if self.encoding is not None:
-            try:
-                codecs.lookup(self.encoding)
-                is_one_byte = "\n".encode(self.encoding) == b"\n"
-            except LookupError:
-                raise ValueError(f"map_reduce: Python knows no encoding {self.encoding!r}") from None
-            if not is_one_byte:
-                raise ValueError(
-                    f"map_reduce: lines of {self.encoding} cannot be found by a byte. Use encoding=None and decode in "
-                    "map, or convert the files."
-                )
+            require_line_encoding(self.encoding)
         if self.spill_folder is not None and not os.path.isdir(self.spill_folder):
             raise ValueError(f"map_reduce: spill_folder {self.spill_folder!r} is no folder")
 
