@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from phalanx.partition.constants import TracedConstants
+
 
 @dataclass(frozen=True)
 class Layer:
@@ -35,6 +37,8 @@ class LayerList:
     layers: tuple[Layer, ...]
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of forward that are constants in the graph, with their values."""
+    constants: TracedConstants = field(default_factory=TracedConstants)
+    """Attributes of modules that are constants in the graph."""
 
     @property
     def inputs(self) -> list[fx.Node]:
@@ -75,8 +79,9 @@ def list_layers(module: nn.Module, split_points: Sequence[str] = (), *, given: S
         )
     plain = _is_plain_sequential(module)
     defaults = {} if plain else _defaults(module, given)
-    graph = _chain(module) if plain else _trace(module, split_points, defaults)
-    return LayerList(module, graph, tuple(_group(graph)), defaults)
+    constants = TracedConstants()
+    graph = _chain(module) if plain else _trace(module, split_points, defaults, constants)
+    return LayerList(module, graph, tuple(_group(graph)), defaults, constants)
 
 
 def given_arguments(module: nn.Module, example: Any) -> list[str]:
@@ -161,7 +166,7 @@ def _switches() -> tuple[Any, ...]:
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast
 
 
-def _trace(module: nn.Module, split_points: Sequence[str], defaults: dict[str, Any]) -> fx.Graph:
+def _trace(module: nn.Module, split_points: Sequence[str], defaults: dict[str, Any], read: TracedConstants) -> fx.Graph:
     entered = {".".join(name.split(".")[:depth]) for name in split_points for depth in range(1, name.count(".") + 1)}
     hooked = [name for name in ["", *sorted(entered)] if _hooks(module.get_submodule(name))]
     if hooked:
@@ -171,7 +176,7 @@ def _trace(module: nn.Module, split_points: Sequence[str], defaults: dict[str, A
     graphs, texts, constants = [], [], []
     for training in (True, False):
         before = set(vars(module))
-        with _mode(module, training), _refused_changes(module):
+        with _mode(module, training), _refused_changes(module), read.recorded():
             graphs.append(_trace_once(module, entered, defaults))
         made = [name for name in vars(module) if name not in before]  # tensors that forward makes from nothing
         texts.append(_without_names(graphs[-1], made))

@@ -23,13 +23,7 @@ from phalanx.pipeline.aliases import CopyCheck
 from phalanx.pipeline.arguments import check_arguments, names_our_arguments
 from phalanx.pipeline.batchnorm import MiniBatchStatistics
 from phalanx.pipeline.clipping import clip
-from phalanx.pipeline.cut import (
-    Balance,
-    CutPlan,
-    describe_cut,
-    require_one_owner_of_buffers,
-    split_points,
-)
+from phalanx.pipeline.cut import Balance, CutPlan, describe_cut, require_one_owner_of_buffers, split_points
 from phalanx.pipeline.cut_agreement import agree_on_cut, require_same_cut
 from phalanx.pipeline.edges import StepPlan
 from phalanx.pipeline.execute import Executor, Work
@@ -413,6 +407,7 @@ class Pipeline(StageModule):
                 f"Pipeline: the model was built on the meta device, and no values were given to "
                 f"{', '.join(self._without_values)}. Load a state_dict, or give init_fn=."
             )
+        self._layers.constants.warn_of_changes(self._layers.root, "Pipeline")
 
     # -- looking at it -------------------------------------------------------------------------------------------
 
