@@ -87,7 +87,7 @@ def copy_tree(state: Any, memory: SnapshotMemory) -> Any:
     # It works like copy.deepcopy: the copies by the identity of the original.
     known: dict[int, Any] = {key: _copy(tensor, copies) for key, tensor in tensors.items()}
     for key, tensor in tensors.items():
-        if own := vars(tensor):  # what somebody has set on the tensor
+        if (own := vars(tensor)) and known[key] is not tensor:  # what somebody has set on the tensor
             vars(known[key]).update(_rebuild(own, known))
     return _rebuild(state, known)
 
@@ -123,6 +123,8 @@ def _rebuild(value: Any, known: dict[int, Any]) -> Any:
 
 
 def _copy(tensor: Tensor, copies: dict[int, torch.UntypedStorage]) -> Tensor:
+    if tensor.is_meta:  # there is nothing to copy
+        return tensor
     if not _is_plain(tensor):
         return tensor.detach().cpu().clone().requires_grad_(tensor.requires_grad)
     copy = torch.empty(0, dtype=tensor.dtype)
@@ -142,4 +144,4 @@ def _is_plain(tensor: Tensor) -> bool:
     """Return whether a tensor is nothing but its bytes."""
     if type(tensor) not in (Tensor, torch.nn.Parameter, torch.nn.Buffer):
         return False
-    return tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_meta
+    return tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_meta or tensor.is_nested)
