@@ -60,8 +60,9 @@ class Inputs:
             padding: repeat some samples where they don't divide; False for evaluation, where each counts once.
             options: of `torch.utils.data.DataLoader`: num_workers, collate_fn, ...
 
-        An IterableDataset is read by each replica, which takes its part of each batch (`shuffle`, `seed` and `padding`
-        are the dataset's own business); the last batch may be divided unevenly.
+        An IterableDataset is read by each replica, which takes its part of each batch (`shuffle` and `padding` are the
+        dataset's own business); the last batch may be divided unevenly. What it draws from the global generators
+        follows from `seed` and the epoch, which `loader.set_epoch(e)` sets: all replicas read it in the same order.
 
         Raises:
             ValueError: the replicas can't share the batch evenly.
@@ -72,7 +73,7 @@ class Inputs:
         group = world()
         if isinstance(dataset, IterableDataset):
             place = self.num_replicas_in_sync, self.replica_id_in_sync_group
-            made = make_iterable_loader(dataset, batch_size, *place, drop_last, options)
+            made = make_iterable_loader(dataset, batch_size, *place, drop_last, options, seed=seed)
             made.on_batch = self._note_stream
             return made
         if group is not None and rehearses(group):

@@ -11,7 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader, IterableDataset
+
+from phalanx.data.random_stream import RandomStream, epoch_seed
 
 
 class IterableLoader(DataLoader[Any]):
@@ -19,7 +22,13 @@ class IterableLoader(DataLoader[Any]):
 
     If `own` is 0, the batch has a sample that does not count: a replica that has none must take part in the step.
 
-    Cost: each replica reads the whole dataset; what others get is read and dropped, in the DataLoader's workers.
+    A dataset that shuffles by the global generators (torch, Python, NumPy) draws the same numbers on all replicas;
+    they follow from `seed` and the epoch. The model's go on as if nothing had been drawn. An epoch that nobody sets
+    advances by itself: the k-th iteration is epoch k.
+
+    Cost: each replica reads the whole dataset; what others get is read and dropped, in the DataLoader's workers. These
+    are started anew for each epoch, also with `persistent_workers`: they would not hear of it. Without workers, some
+    tens of microseconds for each batch, for the random numbers.
     """
 
     def __init__(
@@ -31,13 +40,17 @@ class IterableLoader(DataLoader[Any]):
         num_replicas: int,
         drop_last: bool,
         collate_fn: Callable[[list[Any]], Any],
+        seed: int = 0,
+        generator: torch.Generator | None = None,
         **options: Any,
     ) -> None:
+        self.seed = seed if generator is None else generator.initial_seed()
+        self.epoch = 0
         self.global_batch_size = global_batch_size
         self.own = self.total = 0
         self.on_batch: Callable[[IterableLoader | None], None] = lambda loader: None  # None: the iteration is over
         parts = _Parts(dataset, global_batch_size, drop_last, collate_fn)
-        super().__init__(parts, batch_size=None, collate_fn=_as_it_is, **options)
+        super().__init__(parts, batch_size=None, collate_fn=_as_it_is, generator=torch.Generator(), **options)
         self.regroup(num_replicas, replica)
 
     @property
@@ -54,6 +67,10 @@ class IterableLoader(DataLoader[Any]):
         """Divide among another number of replicas, from the next iteration on; global batches stay what they are."""
         self._parts.num_replicas, self._parts.replica = num_replicas, replica
 
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the next iteration, which says what the dataset draws. All replicas set the same."""
+        self.epoch = epoch
+
     @property
     def weight(self) -> float:
         """Return how much the latest batch counts in a mean over replicas: 1 where all have equally many samples."""
@@ -61,11 +78,20 @@ class IterableLoader(DataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         try:
-            for self.own, self.total, batch in super().__iter__():
+            for own, total, batch in self._read():
+                self.own, self.total = own, total
                 self.on_batch(self)
                 yield batch
         finally:
             self.on_batch(None)
+
+    def _read(self) -> Iterator[tuple[int, int, Any]]:
+        seed = epoch_seed(self.seed, self.epoch)
+        self.epoch += 1
+        self.generator.manual_seed(seed)  # of which workers get their seeds
+        self._iterator = None
+        begin = super().__iter__
+        return begin() if self.num_workers else RandomStream(seed).iterate(begin)
 
 
 class _Parts(IterableDataset[Any]):

@@ -108,6 +108,8 @@ def make_iterable_loader(
     replica: int,
     drop_last: bool,
     options: Mapping[str, Any],
+    *,
+    seed: int = 0,
 ) -> IterableLoader:
     """Return the loader of one replica over a dataset that can only be iterated.
 
@@ -125,8 +127,9 @@ def make_iterable_loader(
         global_batch_size,
         replica=replica,
         num_replicas=num_replicas,
+        seed=seed,
         drop_last=drop_last,
-        **{"collate_fn": default_collate, "generator": torch.Generator(), **options},
+        **{"collate_fn": default_collate, **options},
     )
 
 

@@ -78,7 +78,7 @@ class FitLoader:
                 loader.batch_sampler.batch_size = batch_size
         elif isinstance(loader, IterableLoader):
             loader.regroup(self._strategy.num_replicas_in_sync, self._strategy.replica_id_in_sync_group)
-        if isinstance(loader, DataLoader):
+        if isinstance(loader, DataLoader) and not isinstance(loader, IterableLoader):  # which seeds its own
             # else it would draw from the model's generator, once more when an epoch is resumed
             if loader.generator is None:
                 loader.generator = torch.Generator()
@@ -163,6 +163,8 @@ class FitLoader:
             for _ in range(of_all - mine):
                 yield self._any_batch(), False
             return
+        if isinstance(self.loader, IterableLoader):  # of a rank that has come, too, and always in the same order
+            self.loader.set_epoch(0)
         iterator, last = itertools.islice(self.loader, most), None
         while True:
             batch = next(iterator, _NONE)
