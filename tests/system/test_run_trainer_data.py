@@ -27,6 +27,11 @@ class Iterated(IterableDataset):
         return iter(table)
 
 
+class Shuffled(IterableDataset):
+    def __iter__(self):
+        return map(table.__getitem__, torch.randperm(len(table)).tolist())
+
+
 def kill(trainer, loss):
     if trainer.step == 8 and trainer.strategy.replica_id_in_sync_group == 1 and not os.path.exists(flag):
         open(flag, "w").close()
@@ -40,8 +45,12 @@ trainer = phalanx.Trainer(
     model, lambda p: torch.optim.AdamW(p, lr=1e-2), F.mse_loss, strategy="mirrored", max_epochs=2, seed=5,
     callbacks=LambdaCallback(on_step_end=kill), show_progress=False,
 )
-data = {"stream": stream, "iterable": Iterated()}[kind]
-loader = DataLoader(data, 16, num_workers=1, shuffle=True if kind == "stream" else None)
+if kind == "function":
+    loader = lambda context: DataLoader(table, 16, shuffle=True)
+else:
+    data = {"stream": stream, "iterable": Iterated(), "shuffled": Shuffled()}[kind]
+    workers = 0 if kind == "shuffled" else 1
+    loader = DataLoader(data, 16, num_workers=workers, shuffle=True if kind == "stream" else None)
 trainer.fit(loader, DataLoader(Iterated(), 16))
 bits = b"".join(one.detach().numpy().tobytes() for one in trainer.model.parameters())
 if trainer.strategy.is_main:
@@ -50,7 +59,7 @@ if trainer.strategy.is_main:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["stream", "iterable"])
+@pytest.mark.parametrize("kind", ["stream", "iterable", "shuffled", "function"])
 def test_a_trainer_that_loses_a_rank_ends_with_the_bits_of_one_that_does_not(tmp_path, kind):
     (tmp_path / "train.py").write_text(TRAIN)
     (tmp_path / "told").touch()

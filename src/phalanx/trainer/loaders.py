@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 
 from phalanx.data import DistributedSampler
+from phalanx.data.random_stream import RandomStream, epoch_seed
 from phalanx.data.together import JoinedDataset, Together
 from phalanx.elastic import generator_states
 from phalanx.errors import PhalanxError
@@ -27,6 +28,7 @@ from phalanx.strategies import Strategy
 from phalanx.strategies.iterable_loader import IterableLoader
 from phalanx.strategies.loader import options_of, why_empty
 from phalanx.trainer.batch_sizes import BatchSizes
+from phalanx.trainer.data_seeds import seed_generators, seed_of_replica
 from phalanx.trainer.metrics import num_samples
 
 _logger = get_logger(__name__)
@@ -44,6 +46,7 @@ class FitLoader:
         """Whether a function of the script has made it; then replicas may have different numbers of batches."""
         sampler = getattr(loader, "sampler", None)
         self.sampler = sampler if isinstance(sampler, DistributedSampler) and not is_own else None
+        self._stream: RandomStream | None = None
 
     @property
     def total(self) -> int | None:
@@ -69,8 +72,8 @@ class FitLoader:
             return max(member.batch_size for member in dataset.members.values()) // dataset.units_per_step or 1
         return getattr(self.loader, "batch_size", None) or 1
 
-    def begin_epoch(self, epoch: int, batch_size: int | None) -> None:
-        """Tell the data that an epoch, or what is left of it, is about to begin."""
+    def begin_epoch(self, epoch: int, batch_size: int | None, seeds: tuple[int, ...]) -> None:
+        """Tell the data that an epoch, or what is left of it, is about to begin. `seeds` are those of the replicas."""
         loader = self.loader
         if self.sampler is not None:
             # A rank that came later has divided the batch by more replicas: all use the number of the first ones.
@@ -78,14 +81,24 @@ class FitLoader:
                 loader.batch_sampler.batch_size = batch_size
         elif isinstance(loader, IterableLoader):
             loader.regroup(self._strategy.num_replicas_in_sync, self._strategy.replica_id_in_sync_group)
-        if isinstance(loader, DataLoader) and not isinstance(loader, IterableLoader):  # which seeds its own
+        if self.sampler is not None and isinstance(loader, DataLoader):
             # else it would draw from the model's generator, once more when an epoch is resumed
             if loader.generator is None:
                 loader.generator = torch.Generator()
-            seed = 0 if self.sampler is None else self.sampler.seed
-            loader.generator.manual_seed(hash((seed, epoch)) & (2**63 - 1))
+            loader.generator.manual_seed(epoch_seed(self.sampler.seed, epoch))
         if self.sampler is None:
+            self._begin_order(epoch)
             _set_epoch(loader, epoch)
+        if self.is_own and not isinstance(loader, (list, tuple)):
+            own = seed_of_replica(seeds, self._strategy.replica_id_in_sync_group)
+            self._stream = RandomStream(epoch_seed(own, epoch))
+
+    def _begin_order(self, epoch: int) -> None:
+        """Let what the loader draws from generators of its own, or in its workers, follow from the epoch."""
+        if isinstance(self.loader, DataLoader):
+            seed_generators(self.loader, epoch)
+            if self.loader.persistent_workers:  # they have drawn in other epochs, as those of a resumed run have not
+                self.loader._iterator = None
 
     def batches(self, shown: Iterable[Any], accumulate: int, skip: int) -> Iterator[tuple[Any, float, bool, int]]:
         """Yield (batch, its share of the samples of its update, whether it is the update's last, batches so far).
@@ -94,7 +107,8 @@ class FitLoader:
         """
         if self.sampler is not None:
             return self._counted_batches(shown, accumulate)
-        return self._grouped_batches(iter(shown), accumulate, skip)
+        iterator = iter(shown) if self._stream is None else self._stream.iterate(lambda: iter(shown))
+        return self._grouped_batches(iterator, accumulate, skip)
 
     def _counted_batches(self, shown: Iterable[Any], accumulate: int) -> Iterator[tuple[Any, float, bool, int]]:
         sizes = BatchSizes.of(self.loader)
@@ -163,7 +177,8 @@ class FitLoader:
             for _ in range(of_all - mine):
                 yield self._any_batch(), False
             return
-        if isinstance(self.loader, IterableLoader):  # of a rank that has come, too, and always in the same order
+        self._begin_order(0)  # each validation has the same order, also that of a rank that has come
+        if isinstance(self.loader, IterableLoader):
             self.loader.set_epoch(0)
         iterator, last = itertools.islice(self.loader, most), None
         while True:

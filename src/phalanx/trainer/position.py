@@ -21,6 +21,7 @@ class Position:
         where = {"epoch": state.epoch, "step": state.step, "data": state.data_position()}
         return where | {
             "batches": state.batches,
+            "data_seeds": list(state.data_seeds),
             "best": list(state.best),
             "metrics": dict(state.metrics),
             "scalars": self._scalars.state_dict(),
@@ -31,6 +32,7 @@ class Position:
         state = self._state
         state.epoch, state.step = state.saved = state_dict["epoch"], state_dict["step"]
         state.batches = state_dict.get("batches", 0)
+        state.data_seeds = tuple(state_dict.get("data_seeds", ()))
         state.best = tuple(state_dict.get("best", ()))
         state.metrics = dict(state_dict["metrics"])
         state.load_data_position(state_dict["data"])

@@ -35,6 +35,7 @@ from phalanx.strategies.precision import Precision
 from phalanx.trainer.arguments import _is_count, find_problems
 from phalanx.trainer.callback_recovery import CallbackRecovery
 from phalanx.trainer.callbacks import Callback, CallbackStates, EarlyStopping, hears_steps
+from phalanx.trainer.data_seeds import agree_on_seeds
 from phalanx.trainer.fit_display import FitDisplay
 from phalanx.trainer.hyperparameters import collect_hyperparameters
 from phalanx.trainer.loaders import FitLoader, Loaders, divide
@@ -297,6 +298,8 @@ class Trainer:
         self._recovery.agree(CallbackStates(self.callbacks), state)
         if self._scalars.loggers and self.strategy.training_group is not None:
             agree_on_runs(self._scalars.loggers, Peers(self.strategy.training_group))
+        if loader.is_own:
+            agree_on_seeds(state, self.strategy)
         for epoch in state.epochs(self.max_epochs):
             if epoch and (self._saves.is_due_at_epoch(epoch) or state.measured == (state.step, True)):
                 self._save(state)  # it is of the epoch before, which has been counted now
@@ -326,7 +329,7 @@ class Trainer:
 
     def _train_epoch(self, state: elastic.State, loader: FitLoader, epoch: int) -> bool:
         """Train on what is left of the epoch; return whether its end was reached."""
-        loader.begin_epoch(epoch, state.batch_size)
+        loader.begin_epoch(epoch, state.batch_size, state.data_seeds)
         total, begun = loader.total, self.step
         if self._is_over:  # a run that ended inside of it, and is started again
             return total == 0
@@ -385,6 +388,7 @@ class Trainer:
             things["scheduler"] = self.scheduler
         things |= {"why_stopped": "", "saved": (-1, -1), "metrics": {}, "batch_size": loader.batch_size}
         things["batches"] = 0  # the batches of the epoch, where no sampler says how far it is
+        things["data_seeds"] = ()  # of replicas whose loaders are their own
         things["best"] = ()  # values of the validations
         things["measured"] = -1, False  # the step that the metrics are of, and whether they are among the best
         return elastic.State(**things)

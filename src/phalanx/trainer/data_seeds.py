@@ -1,0 +1,83 @@
+"""Make what a replica's own loader draws follow from the script's seeds and the epoch.
+
+Such a loader tells no position: a run that goes on inside an epoch reads it again up to there, which finds the same
+samples only if it draws the same numbers.
+
+    drawn from                               seeded in each epoch by
+    the global generators                    what `torch.initial_seed()` was where the run began, on this replica
+    a `torch.Generator` of the loader's      the seed that the script gave to the generator
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from phalanx import elastic
+from phalanx.checkpoint.peers import Peers
+from phalanx.data.random_stream import epoch_seed
+from phalanx.strategies import Strategy
+
+
+def agree_on_seeds(state: elastic.State, strategy: Strategy) -> None:
+    """Set `state.data_seeds`, the seed of each replica, if no rank knows them yet. All ranks call it.
+
+    A rank that has come gets those with which the run began; a checkpoint has them, too.
+    """
+    mine = state.data_seeds, strategy.replica_id_in_sync_group, torch.initial_seed()
+    group = strategy.training_group
+    told = [mine] if group is None else Peers(group, what="Trainer.fit").all_gather(mine)
+    known = [seeds for seeds, _, _ in told if seeds]
+    by_replica = {replica: seed for _, replica, seed in reversed(told)}  # of the first rank of each
+    state.data_seeds = tuple(known[0]) if known else tuple(by_replica[replica] for replica in sorted(by_replica))
+
+
+def seed_of_replica(seeds: tuple[int, ...], replica: int) -> int:
+    """Return the seed of a replica, which may be one that came later.
+
+    Where the script has seeded all replicas alike, they may share out one order among themselves: so a new one has the
+    same seed.
+    """
+    if replica < len(seeds):
+        return seeds[replica]
+    return seeds[0] if len(set(seeds)) == 1 else epoch_seed(seeds[0], replica)
+
+
+_given: weakref.WeakKeyDictionary[torch.Generator, tuple[int, int]] = weakref.WeakKeyDictionary()
+"""Of a generator that was seeded for an epoch: the seed that the script gave to it, and that of the epoch."""
+
+
+def seed_generators(loader: Any, epoch: int) -> None:
+    """Seed the generators that a loader, its samplers and its dataset keep: by the seed of each, and the epoch.
+
+    Replicas draw alike if the script has seeded their generators alike, and only then.
+    """
+    for generator in _generators_of(loader):
+        now = generator.initial_seed()
+        given, of_epoch = _given.get(generator, (now, now))
+        if now != of_epoch:  # the script has seeded it anew
+            given = now
+        seed = epoch_seed(given, epoch)
+        _given[generator] = given, seed
+        generator.manual_seed(seed)
+
+
+def _generators_of(loader: Any) -> Iterator[torch.Generator]:
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    places = (
+        loader,
+        getattr(loader, "sampler", None),
+        batch_sampler,
+        getattr(batch_sampler, "sampler", None),
+        getattr(loader, "source", getattr(loader, "dataset", None)),
+    )
+    found = {
+        id(value): value
+        for place in places
+        for value in getattr(place, "__dict__", {}).values()
+        if isinstance(value, torch.Generator) and value is not torch.default_generator
+    }
+    yield from found.values()
