@@ -33,9 +33,10 @@ class Callback:
     A callback with `state_dict` and `load_state_dict` is part of checkpoints: the state of rank 0, for all ranks, or
     where ranks have different models (parts of one, or copies that train apart) that of each. A replacement rank gets
     another one's state. After the loss of a rank, what comes behind the last step of an epoch is done again, with
-    callbacks as they were behind the step. Random numbers that `on_step_end` draws (torch, Python, NumPy) do not change
-    those of the model: it draws as if there were no callback, so that a loss, after which that point is not called
-    again, changes nothing.
+    callbacks as they were behind the step. Random numbers that a callback draws (torch, Python, NumPy), at whatever
+    point, do not change those of the model: it draws as if there were no callback, so that a run that goes on, where
+    some points are called again and others are not, ends with the same bits. So a seed that a callback sets holds until
+    the point ends.
     """
 
     def on_fit_begin(self, trainer: Trainer) -> None:
@@ -65,11 +66,6 @@ class Callback:
 
     def on_error(self, trainer: Trainer, error: BaseException) -> None:
         """Override this to act when `fit` ends with `error`."""
-
-
-def hears_steps(callback: Callback) -> bool:
-    """Return whether the callback's `on_step_end` does something."""
-    return "on_step_end" in vars(callback) or type(callback).on_step_end is not Callback.on_step_end
 
 
 class EarlyStopping(Callback):

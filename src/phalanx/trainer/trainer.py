@@ -23,7 +23,6 @@ from phalanx.checkpoint import CheckpointManager, RandomState
 from phalanx.checkpoint.best import KeepBest
 from phalanx.checkpoint.folders import make_folders
 from phalanx.checkpoint.peers import Peers
-from phalanx.elastic import generator_states
 from phalanx.loggers.guarded import GuardedLoggers
 from phalanx.loggers.resolve import resolve
 from phalanx.report import begin as begin_report
@@ -33,8 +32,9 @@ from phalanx.strategies.each_rank import EachRank
 from phalanx.strategies.own_step import loss_of_own_step
 from phalanx.strategies.precision import Precision
 from phalanx.trainer.arguments import _is_count, find_problems
+from phalanx.trainer.callback_calls import CallbackCalls
 from phalanx.trainer.callback_recovery import CallbackRecovery
-from phalanx.trainer.callbacks import Callback, CallbackStates, EarlyStopping, hears_steps
+from phalanx.trainer.callbacks import Callback, CallbackStates, EarlyStopping
 from phalanx.trainer.data_seeds import agree_on_seeds
 from phalanx.trainer.fit_display import FitDisplay
 from phalanx.trainer.hyperparameters import collect_hyperparameters
@@ -189,7 +189,7 @@ class Trainer:
             world_size = dist.get_world_size() if dist.is_initialized() else 1
             recorder.sample_share = self.strategy.num_replicas_in_sync / world_size
         self._state: elastic.State | None = None
-        self._random = generator_states.GeneratorStates()
+        self._calls = CallbackCalls()
         self._recovery = CallbackRecovery(self.strategy)
 
     # -- what callbacks read -------------------------------------------------------------------------------------------
@@ -365,10 +365,7 @@ class Trainer:
         if self._has_log and state.step % self._log_every == 0:
             mean = float(self.strategy.reduce("mean", loss))
             self._scalars.add({"train/loss": mean, "train/lr": float(self.optimizer.param_groups[0]["lr"])}, state.step)
-        before = self._random.capture() if any(map(hears_steps, self.callbacks)) else None
         self._call("on_step_end", loss)
-        if before is not None and self._random.capture() != before:  # the model draws on as if they had not
-            generator_states.restore(before)
         self._recovery.called_step = state.step
         if self._saves.is_due_at_step(state.step):
             self._save(state)
@@ -432,8 +429,7 @@ class Trainer:
         return bool(self.why_stopped) or (self.max_steps is not None and self.step >= self.max_steps)
 
     def _call(self, point: str, *args: Any) -> None:
-        for callback in self.callbacks:
-            getattr(callback, point)(self, *args)
+        self._calls.call(self.callbacks, point, self, *args)
 
     def _writes(self) -> bool:
         return self.strategy.is_main
