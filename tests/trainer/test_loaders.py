@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 from typing import Any
 
@@ -268,6 +269,49 @@ def test_several_loaders_are_divided_among_ranks():
     assert sorted(found[0][0]["second"] + found[1][0]["second"]) == sorted([*range(6)] * 2)
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_one_of_several_loaders_that_drops_a_short_batch_makes_all_batches_full(seed):
+    """`drop_last=True` of a loader in a dict was ignored: it gave a short batch, and so did one that goes round."""
+    draw = random.Random(seed)
+    sizes = [draw.randint(1, 30) for _ in range(2)]
+    batches = [draw.choice([1, 2, 3, 4, 6]) for _ in range(2)]
+    drops = draw.choice([(True, False), (False, True), (True, True)])
+    loaders = [
+        DataLoader(numbers(size), batch, shuffle=draw.random() < 0.5, drop_last=drop)
+        for size, batch, drop in zip(sizes, batches, drops, strict=True)
+    ]
+    steps = max(size // batch for size, batch in zip(sizes, batches, strict=True))
+    if not steps:
+        with pytest.raises(ValueError, match="none of its datasets has a full one"):
+            train_two(strategies.SingleDeviceStrategy("cpu"), *loaders)
+        return
+    trainer = train_two(strategies.SingleDeviceStrategy("cpu"), *loaders, max_epochs=2)
+    model = trainer.strategy.bare_model
+    assert model.sizes == [tuple(batches)] * (2 * steps)
+    for name, size, batch in zip(("first", "second"), sizes, batches, strict=True):
+        seen = model.seen[name]
+        if size // batch == steps:  # each of its samples once at most in an epoch
+            for epoch in (seen[: steps * batch], seen[steps * batch :]):
+                assert len(set(epoch)) == steps * batch
+        else:  # it goes round
+            for begin in range(0, len(seen) - size + 1, size):
+                assert sorted(seen[begin : begin + size]) == list(range(size))
+
+
+def _train_dropping(rank, world_size):
+    with strategies.get("mirrored", launch=False) as strategy:
+        first, second = DataLoader(numbers(22), 4, drop_last=True), DataLoader(numbers(5), 2, shuffle=True)
+        model = train_two(strategy, first, second).strategy.bare_model
+        return model.seen, model.sizes
+
+
+def test_ranks_share_full_batches_where_a_loader_drops_a_short_one():
+    found = run_ranks(_train_dropping, 2)
+    assert [sizes for _, sizes in found] == [[(2, 1)] * 5] * 2
+    assert sorted(found[0][0]["first"] + found[1][0]["first"]) == list(range(20))
+    assert sorted(found[0][0]["second"] + found[1][0]["second"]) == sorted([*range(5)] * 2)
+
+
 def test_several_validations_are_measured_by_name():
     trainer = make(metrics={"error": lambda result, target: (result - target).abs()})
     trainer.fit(DataLoader(make_data(), 16), {"a": DataLoader(make_data(10), 4), "b": DataLoader(Iterated(7), 4)})
@@ -286,6 +330,11 @@ def test_several_validations_are_measured_by_name():
         ),
         (lambda: lambda context: 3, TypeError, "the function of loader must return what can be iterated .* got a int"),
         (lambda: {}, ValueError, "loader is an empty dict"),
+        (
+            lambda: {"a": DataLoader(numbers(3), 4, drop_last=True)},
+            ValueError,
+            r"no batch: none of its datasets has a full one \(a: 3 samples, 4 in a batch\)",
+        ),
         (lambda: {"a": [1]}, TypeError, r"loader\['a'\] must be a torch.utils.data.DataLoader by name, got a list"),
         (lambda: {"a": DataLoader(Iterated(4), 2)}, TypeError, r"loader\['a'\] is over an IterableDataset"),
         (lambda: {"a": DataLoader(numbers(0), 2)}, ValueError, r"loader\['a'\] has no batch: its dataset is empty"),

@@ -32,12 +32,15 @@ class JoinedDataset:
     shuffle: bool
     seed: int
     collate_fn: Callable[[list[Any]], Any]
+    drop_last: bool = False
+    """Whether each of its batches must be full."""
 
 
 class Together(OrderedDataset):
     """`Together` has the units of `members` by name.
 
-    A unit of the DataLoader's batch is a list of samples of each; `collate` makes of several a dict of batches.
+    A unit of the DataLoader's batch is a list of samples of each; `collate` makes of several a dict of batches. If one
+    of the members drops its last batch where that is not full, an epoch has whole steps only: all batches are full.
     """
 
     def __init__(self, members: Mapping[str, JoinedDataset]) -> None:
@@ -45,9 +48,18 @@ class Together(OrderedDataset):
         self.units_per_step = math.gcd(*(one.batch_size for one in self.members.values()))
         self._sizes = {name: one.batch_size // self.units_per_step for name, one in self.members.items()}
         lengths = {name: len(one.dataset) for name, one in self.members.items()}
-        self._length = max(-(-length // self._sizes[name]) for name, length in lengths.items())
+        self.drop_last = any(one.drop_last for one in self.members.values())
+        """Whether an epoch has whole steps only; it has none if no dataset has a full batch."""
         self._lengths = lengths
+        self._length = max(map(self._units_of, self.members))
         self._orders: dict[tuple[str, int], Order | None] = {}
+
+    def _units_of(self, name: str) -> int:
+        """Return how many units an epoch has that goes through a member once."""
+        length = self._lengths[name]
+        if self.drop_last:
+            return length // self.members[name].batch_size * self.units_per_step
+        return -(-length // self._sizes[name])
 
     def __len__(self) -> int:
         """Return how many units an epoch has."""
@@ -70,7 +82,7 @@ class Together(OrderedDataset):
     def _numbers(self, name: str, index: int) -> list[tuple[int, int]]:
         """Return (epoch, position) of each sample of a member in a unit."""
         size, length = self._sizes[name], self._lengths[name]
-        if -(-length // size) == self._length:  # an epoch of this member is one of all
+        if self._units_of(name) == self._length:  # an epoch of this member is one of all
             epoch, unit = divmod(index, self._length)
             return [(epoch, position) for position in range(unit * size, min((unit + 1) * size, length))]
         return [divmod(index * size + i, length) for i in range(size)]
@@ -118,6 +130,8 @@ class Together(OrderedDataset):
         for name, one in self.members.items():
             own = one.dataset.describe_order() if isinstance(one.dataset, OrderedDataset) else {}
             digest.update(repr((name, self._lengths[name], one.batch_size, one.shuffle, one.seed, own)).encode())
+        if self.drop_last:
+            digest.update(b"drop_last")
         return {"members": digest.hexdigest()}
 
 

@@ -261,7 +261,9 @@ def _divide_together(strategy: Strategy, name: str, given: Mapping[Any, Any]) ->
             )
         if len(loader.dataset) == 0:  # type: ignore[arg-type]
             raise ValueError(f"Trainer: {place} has no batch: its dataset is empty")
-        members[key] = JoinedDataset(loader.dataset, found["batch_size"], found["shuffle"], 0, loader.collate_fn)
+        members[key] = JoinedDataset(
+            loader.dataset, found["batch_size"], found["shuffle"], 0, loader.collate_fn, found["drop_last"]
+        )
         if found["num_workers"] > options["num_workers"]:
             options = {key: found[key] for key in _OF_WORKERS if key in found}
     if not members:
@@ -274,6 +276,16 @@ def _divide_together(strategy: Strategy, name: str, given: Mapping[Any, Any]) ->
             f"Trainer: {name}: batch sizes are those of all {replicas} replicas together, which can't share these "
             f"evenly: {', '.join(uneven)}"
         )
+    if not len(together):
+        sizes = ", ".join(
+            f"{key}: {len(one.dataset)} samples, {one.batch_size} in a batch" for key, one in members.items()
+        )
+        raise ValueError(
+            f"Trainer: {name} has no batch: none of its datasets has a full one ({sizes}), and with drop_last=True "
+            "every batch is full: make the batches smaller, or leave drop_last out"
+        )
+    # The last step is whole as it is, but where a job goes on with other ranks it may be none.
+    options["drop_last"] = together.drop_last
     loader = strategy.loader(together, together.units_per_step, shuffle=False, collate_fn=together.collate, **options)
     return FitLoader(loader, strategy)
 
