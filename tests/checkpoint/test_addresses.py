@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 
 import fsspec
 import pytest
@@ -40,8 +41,9 @@ def alone(function, *args, **options):
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["whole", "sharded"])
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_ranks_save_and_any_number_of_ranks_goes_on(s3, form, world_size):
+def test_ranks_save_and_any_number_of_ranks_goes_on(s3, form, world_size, tmp_path, monkeypatch):
     folder = s3.new_folder()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
     def save(rank, world_size):
         manager = CheckpointManager(folder, keep=2, sharded=form == "sharded")
@@ -69,6 +71,7 @@ def test_ranks_save_and_any_number_of_ranks_goes_on(s3, form, world_size):
     assert folders == {told[1].rpartition("/")[2], told[2].rpartition("/")[2], "latest"}
     assert not [name for name in names if ".writing" in name or ".part" in name]
     assert run_ranks(load, 3, timeout=120) == [(3, told[2])] * 3
+    assert not list(tmp_path.glob("phalanx-*"))  # every rank but the first left an empty folder for each save
 
 
 @pytest.mark.slow

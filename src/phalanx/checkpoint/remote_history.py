@@ -68,8 +68,9 @@ class RemoteDraft:
                 file.unlink()
 
     def tell(self, name: str, content: str) -> None:
-        """Put a small object for rank 0."""
+        """Put a small object for rank 0, at the end of this rank's part."""
         self._remote.put_bytes(content.encode(), f"{self.name}/{name}")
+        self._clear()
 
     def hear(self, name: str) -> str:
         """Return what another rank has put for rank 0."""
