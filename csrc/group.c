@@ -40,7 +40,7 @@ static int is_being_ended(int stat) {
 
 int plx_peer_lost(struct plx_group *g, uint32_t peer) {
   if (!plx_peer_alive(g, peer)) return 1;
-  if (peer == g->rank || g->stats[peer] < 0 || !is_being_ended(g->stats[peer])) return 0;
+  if (peer == g->rank || g->stats == NULL || g->stats[peer] < 0 || !is_being_ended(g->stats[peer])) return 0;
   /* Its other threads end with it, once the kernel has interrupted their cores. */
   nanosleep(&(struct timespec){0, OTHER_THREADS_NS}, NULL);
   return 1;

@@ -43,7 +43,7 @@ struct plx_group {
   int quiet; /* collectives here are steps of operations that the caller records itself */
   struct plx_record unseen; /* they write this line instead */
   int *pidfds;              /* world entries; -1 where the process cannot be watched */
-  int *stats;               /* world entries: each process's /proc/PID/stat, open; -1 where it cannot be read */
+  int *stats;               /* world entries: each process's /proc/PID/stat, open; -1 where it cannot be read; NULL: nowhere */
   unsigned char **heaps;    /* world entries: where each rank's heap is mapped here; NULL without any */
   uint64_t heap_bytes;      /* of each heap */
   struct plx_mailbox *mailbox;

@@ -119,7 +119,7 @@ def test_random_orders_of_three_ranks(explore, arguments):
         ("reducer", "if (theirs <= g->step) return PLX_OK;", "return PLX_OK;", "R BR", "all wait for ever"),
         ("reducer", "another = ends_another(b, rank)", "another = 0", "RS SR", "all wait for ever"),
         ("reducer", "if (is_complete(b, rank)) return PLX_OK;", "", "RB RB", "a false alarm"),
-        ("reducer", "if (!alive) return plx_poison(g, PLX_PEER_LOST, rank);", "", "-d R R", "all wait for ever"),
+        ("reducer", "if (lost) return plx_poison(g, PLX_PEER_LOST, rank);", "", "-d R R", "all wait for ever"),
         ("agreement", "int code = plx_await(g, w, g->open.step);", "int code = PLX_OK;", "CCC CCC", "a false alarm"),
         ("early", "plx_await_rank(g, w, (uint32_t)root, g->step)", "PLX_OK", "C C", "a false alarm"),
         ("early", "code == PLX_OK && !plx_calls_same(g, (uint32_t)root, &call)", "0", "BC CB", "a wrong copy"),

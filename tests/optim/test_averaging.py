@@ -189,12 +189,19 @@ def test_a_rank_that_dies_in_a_round_leaves_the_others_what_they_had(kind):
         rounds = KINDS[kind](model, optimizer)
         for step in range(2):
             train_step(model, optimizer, rank, step)
+        store, apart = dist.distributed_c10d._get_default_store(), [] if kind == "easgd" else [2, 3]
+
+        def die(**_):
+            store.wait([f"done {other}" for other in apart])  # they share the group, which ends with this rank
+            os.kill(os.getpid(), signal.SIGKILL)
+
         if rank == 1:  # between the first collective of the round and the second
-            rounds._combine = lambda **_: os.kill(os.getpid(), signal.SIGKILL)
+            rounds._combine = die
         seen = []
         rounds._flat.take, take = (lambda: (seen.append(floats(model)), take())), rounds._flat.take
         if kind == "gossip" and rounds.plan.round(0).group_of(rank) == (2, 3):
             train_step(model, optimizer, rank, 2)  # their own business
+            store.set(f"done {rank}", "")
             with pytest.raises(phalanx.PeerLostError, match="rank 1"):
                 rounds._hold(finished=False, counts=True)
             return True

@@ -31,10 +31,12 @@ from pathlib import Path
 from phalanx.checkpoint.atomic import NotDurableError, sync_directory
 from phalanx.checkpoint.best import Best, choose_outdated
 from phalanx.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from phalanx.deadline import Deadline
 from phalanx.errors import CheckpointError
 
 LATEST = "latest"
 _NAME = re.compile(r"(\d{8,})-step-(\d+)")
+_ENDING_S, _LOOK_S = 0.5, 0.01  # what the kernel may take to end a writer
 _PARTIAL = re.compile(r"\..+\.[0-9a-f]{8}\.partial")
 
 
@@ -215,8 +217,8 @@ class History:
             sync_directory(self.folder)
 
     def remove_old(self) -> list[Path]:
-        """Remove all checkpoints that need not be kept; return those that were removed. One that cannot be removed
-        stays.
+        """Remove all checkpoints that need not be kept, and what lost ranks have left; return the checkpoints that were
+        removed. One that cannot be removed stays.
         """
         removed = []
         for entry in choose_outdated(self.entries(), self.keep, self.best, self.metrics_of):
@@ -225,6 +227,8 @@ class History:
                 os.rename(entry.path, hidden)  # at once: a kill in the middle must not leave half a checkpoint
                 removed.append(entry.path)
                 shutil.rmtree(hidden, ignore_errors=True)
+        # A lost rank may not have ended yet when this save began.
+        Deadline.after(_ENDING_S).wait_until(lambda: not self.remove_abandoned(), _LOOK_S)
         return removed
 
     def metrics_of(self, entry: Entry) -> Mapping[str, float]:
@@ -234,8 +238,11 @@ class History:
         except CheckpointError:
             return {}
 
-    def remove_abandoned(self) -> None:
-        """Remove the hidden folders of writers that have died: a living one holds a lock on its own."""
+    def remove_abandoned(self) -> bool:
+        """Remove the hidden folders of writers that have died; return whether there is one whose writer holds a lock on
+        it, which it does as long as the process lives, or the kernel frees its memory.
+        """
+        is_locked = False
         for path in self._partials():
             with contextlib.suppress(OSError):
                 if path.is_symlink():
@@ -246,8 +253,11 @@ class History:
                     if os.fstat(fd).st_uid == os.geteuid():
                         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                         shutil.rmtree(path, ignore_errors=True)
+                except BlockingIOError:
+                    is_locked = True
                 finally:
                     os.close(fd)
+        return is_locked
 
     def _partials(self) -> Iterator[Path]:
         with contextlib.suppress(OSError), os.scandir(self.folder) as entries:

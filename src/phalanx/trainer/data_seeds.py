@@ -47,7 +47,7 @@ def seed_of_replica(seeds: tuple[int, ...], replica: int) -> int:
 
 
 _given: weakref.WeakKeyDictionary[torch.Generator, tuple[int, int]] = weakref.WeakKeyDictionary()
-"""Of a generator that was seeded for an epoch: the seed that the script gave to it, and that of the epoch."""
+"""The seed that the script gave to a generator that was seeded for an epoch, and the seed of that epoch."""
 
 
 def seed_generators(loader: Any, epoch: int) -> None:
