@@ -77,7 +77,7 @@ unsigned char *plx_stage_of(const struct plx_group *g, uint32_t rank, uint64_t p
 int plx_peer_alive(struct plx_group *g, uint32_t peer);
 /* Return whether `peer` does nothing more in this group: its process has ended, or it has left, or the process is being
  * ended. In that state no thread of it runs any more, and the kernel frees its memory before its pidfd tells: that takes a
- * quarter of a second and more for a gigabyte. Until then a device or a system call of it may still write memory. */
+ * tenth of a second and more for a gigabyte. Until then a device or a system call of it may still write memory. */
 int plx_peer_lost(struct plx_group *g, uint32_t peer);
 /* Return whether `rank` had left in order before `step`, the sync that we have just passed. */
 int plx_left_before(const struct plx_group *g, uint32_t rank, uint64_t step);

@@ -4,7 +4,7 @@ On one host the kernel tells, so nothing is guessed; between hosts, and of proce
 
     what is seen                            by whom                        after                  verdict
     -------------------------------------   ----------------------------   --------------------   --------------------
-    /proc says that it is being ended       ranks, map_reduce              at once                lost
+    /proc says that it is being ended       ranks, map_reduce, the agent   at once                lost
     its pidfd or its socket says so         ranks, RPC, the zygote         its memory is freed    lost
     its connection breaks                   ranks of Gloo, map_reduce      AFTER_BREAK_S          lost, if it has ended
     nothing, while one waits in a call      every group                    LOOK_S                 what others reported

@@ -95,8 +95,8 @@ def find_exit_status(stat: Sequence[str]) -> int | None:
     """Return how a process has ended, or is being ended by a signal or with an exit code, as `waitpid` would say it,
     from what `read_stat` returns; None while it runs, or once it was waited for.
 
-    One that is being ended runs no more. Its end is told once the kernel has freed its memory, which takes a quarter of
-    a second and more for a gigabyte.
+    One that is being ended runs no more. Its end is told once the kernel has freed its memory, which takes a tenth of a
+    second and more for a gigabyte.
     """
     if len(stat) < 50:
         return None

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWa
 
 @functools.cache
 def _nested_layouts():
-    """The layouts of nested tensors that this PyTorch can load: 2.15 does not load all that it saves."""
+    """Return the layouts of nested tensors that this PyTorch can load: 2.15 does not load all that it saves."""
     return [name for name, layout in (("jagged", torch.jagged), ("nested", torch.strided)) if _loads(layout)]
 
 
@@ -58,7 +58,7 @@ def _draw_state(dice):
 
 
 def _describe(value):
-    """What a state holds, as plain data that can be compared."""
+    """Return what a state holds, as plain data that can be compared."""
     if isinstance(value, dict):
         return {key: _describe(item) for key, item in value.items()}
     if isinstance(value, list):

@@ -14,7 +14,7 @@ from tests.training import copy_parameters
 from torch import optim
 
 from phalanx import DeadlineError, PeerLostError, ZeroRedundancyOptimizer, _core, shared_empty
-from phalanx.optim import undo
+from phalanx.optim import rank_words, undo
 from phalanx.testing import run_ranks
 
 VICTIM = 1
@@ -279,9 +279,9 @@ def train_until_killed(rank, world_size, delay):
 
 def _litmus(rank, world_size, rounds):
     """Rank 0 writes bytes and then its word; whoever sees the word must see the bytes. And nothing passes the word."""
-    words = shared_empty(world_size * undo._WORDS_APART, dtype=torch.int64, owner=0)
+    words = shared_empty(world_size * rank_words._WORDS_APART, dtype=torch.int64, owner=0)
     data = shared_empty(256, dtype=torch.int64, owner=0)
-    at = [words.data_ptr() + other * undo._WORDS_APART * 8 for other in range(world_size)]
+    at = [words.data_ptr() + other * rank_words._WORDS_APART * 8 for other in range(world_size)]
     _core.store_word(at[rank], 0)
     torch.distributed.barrier()
     for number in range(1, rounds):

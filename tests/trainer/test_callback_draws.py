@@ -1,4 +1,4 @@
-"""What callbacks draw, at whatever point, changes no bit of a training, and none of one that goes on."""
+"""Callbacks draw random numbers at every point, and change no bit of a training, nor of one that goes on."""
 
 from __future__ import annotations
 

@@ -91,8 +91,9 @@ def fit(kind, strategy, folder=None, *, most=None, seed=5):
 
 @pytest.mark.parametrize("kind", [*OWN, *DIVIDED])
 def test_a_fit_that_ended_anywhere_goes_on_with_the_rest_of_its_order(kind, tmp_path):
-    """What had drawn the order drew another one, from the random state in the middle of the epoch: of the samples
-    that were left some came again, and others never."""
+    """The loader drew another order, from the random state in the middle of the epoch: of the samples that were left
+    some came again, and others never.
+    """
     whole, expected = fit(kind, strategies.SingleDeviceStrategy("cpu"))
     epochs = whole[:SIZE], whole[SIZE:]
     assert epochs[0] != epochs[1]

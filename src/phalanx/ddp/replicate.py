@@ -140,9 +140,7 @@ def _memories(tensors: Iterable[Tensor]) -> list[Tensor]:
             memory = _neg_view(memory)
         sizes = [size if stride else 1 for size, stride in zip(memory.shape, memory.stride(), strict=True)]
         if sizes != list(memory.shape):
-            strides = [
-                stride or 1 for stride in memory.stride()
-            ]  # that of one element is anything; 0 has no view as bytes
+            strides = [stride or 1 for stride in memory.stride()]  # with 0 there is no view as bytes
             memory = memory.as_strided(sizes, strides)
         memories.append(memory)
     return memories

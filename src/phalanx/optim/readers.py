@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from phalanx.backend.shared import shared_empty, sharing_group
+from phalanx.backend.shared import sharing_group
 from phalanx.deadline import Deadline
 from phalanx.diagnostics.flight_recorder import read_position
 from phalanx.diagnostics.rank_list import name_ranks
 from phalanx.log import get_logger
+from phalanx.optim.rank_words import RankWords
 
-_WORDS_APART = 16  # in 64-bit words: each rank's word has cache lines of its own
 _LOADS = 1 << 20  # a word is this times the number of collectives that the rank has called, plus the loads since
 _FIRST_LOOK_S, _LONGEST_LOOK_S = 20e-6, 1e-3
 _PATIENCE_S = 10.0
@@ -30,25 +28,20 @@ class Readers:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self._words: Tensor = shared_empty(group.size() * _WORDS_APART, dtype=torch.int64, group=group, owner=0)
+        self._words = RankWords(group)
         self._last = 0
-        if group.rank() == 0:
-            self._words.zero_()
-        dist.barrier(group=group)
 
     def await_others(self) -> None:
         """Wait until no other rank reads what this rank is about to overwrite, for ten seconds at most."""
         ours = sharing_group(self._group)
         if ours is None or ours.symm_mem.closed:
             return
-        from phalanx import _core  # without it no memory is shared
-
         core, rank = ours.symm_mem.core, self._group.rank()
         number = self._last = max(self._last, core.seq * _LOADS) + 1
-        _core.store_word(self._address(rank), number)
+        self._words.store(number)
 
         def reads(other: int) -> bool:
-            if _core.load_word(self._address(other)) >= number or not core.alive(other):
+            if self._words.load(other) >= number or not core.alive(other):
                 return False
             position = read_position(core, other)
             return not (position.inside and position.seq > core.seq)
@@ -65,6 +58,3 @@ class Readers:
                 name_ranks(late),
                 _PATIENCE_S,
             )
-
-    def _address(self, rank: int) -> int:
-        return self._words.data_ptr() + rank * _WORDS_APART * self._words.element_size()

@@ -40,11 +40,11 @@ from phalanx.backend.shared import shared_empty, sharing_group
 from phalanx.deadline import Deadline
 from phalanx.errors import ClosedError, DeadlineError, PeerLostError
 from phalanx.optim.plan import Plan
+from phalanx.optim.rank_words import RankWords
 from phalanx.optim.shared_parameters import SharedBlock
 
 _ARRIVED, _SAVED, _DONE, _GAVE_UP = range(4)
 _OLD, _NEW = range(2)  # the two decisions
-_WORDS_APART = 16  # in 64-bit words: each rank's word has cache lines of its own
 _LOOK_S = 0.001
 # A survivor that is still updating needs as long as an update takes; one that let the timeout pass has had its time.
 _PATIENCE_S = 30.0
@@ -101,11 +101,7 @@ class Undo:
         self._number = 0
         self._failed_at = 0  # the step that did not end well, or is under way
         self._regions: list[_Region] = []
-        self._words = _shared((self._world_size + 1) * _WORDS_APART, torch.int64, group)  # the last is the decision
-        self._store(0)
-        if self._rank == 0:
-            self._words[self._world_size * _WORDS_APART] = 0
-        dist.barrier(group=group)
+        self._words = RankWords(group)  # the word for all is the decision
 
     def cover(self, shared: SharedBlock, plan: Plan) -> None:
         """Watch over the updates of one more group of parameters."""
@@ -180,26 +176,16 @@ class Undo:
     def start_from(self, number: int) -> None:
         """Count on from that step. All ranks call it, before the first step."""
         self._number = number
-        self._store(4 * number)
+        self._words.store(4 * number)
         if self._rank == 0:
-            self._words[self._world_size * _WORDS_APART] = 2 * self._world_size * number
+            self._words.exchange_common(self._words.load_common(), 2 * self._world_size * number)
         dist.barrier(group=self._group)
 
     def _publish(self, phase: int) -> None:
-        self._store(4 * self._number + phase)
-
-    def _store(self, word: int) -> None:
-        from phalanx import _core  # without it no memory is shared, and there is nothing to undo
-
-        _core.store_word(self._address(self._rank), word)
+        self._words.store(4 * self._number + phase)
 
     def _word(self, rank: int) -> int:
-        from phalanx import _core
-
-        return _core.load_word(self._address(rank))
-
-    def _address(self, rank: int) -> int:
-        return self._words.data_ptr() + rank * _WORDS_APART * self._words.element_size()
+        return self._words.load(rank)
 
     def _save(self) -> None:
         for region in self._regions:
@@ -232,20 +218,15 @@ class Undo:
 
     def _decision(self) -> tuple[int, int] | None:
         """Return what was decided on this step, and by which rank; None as long as nothing was."""
-        from phalanx import _core
-
-        number, decided = divmod(_core.load_word(self._address(self._world_size)), 2 * self._world_size)
+        number, decided = divmod(self._words.load_common(), 2 * self._world_size)
         return divmod(decided, self._world_size) if number == self._number else None
 
     def _decide(self, decision: int) -> int:
         """Decide on this step, or learn what another rank has decided; return the decision, which holds for all."""
-        from phalanx import _core
-
-        address = self._address(self._world_size)
-        before = _core.load_word(address)
+        before = self._words.load_common()
         if before < 2 * self._world_size * self._number:  # a rank that loses this race finds the winner's decision
             word = 2 * self._world_size * self._number + decision * self._world_size + self._rank
-            _core.compare_exchange_word(address, before, word)
+            self._words.exchange_common(before, word)
         decided = self._decision()
         assert decided is not None  # nobody gets to the next step without this rank
         return decided[0]

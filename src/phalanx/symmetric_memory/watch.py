@@ -4,7 +4,7 @@ A pidfd becomes readable when the process ends, whatever ended it, and cannot be
 the start time is compared once, when it is opened. Where processes have no numbers for each other (pid namespaces), or
 may not open pidfds, `liveness_pipe` does the same with pipes.
 
-The kernel frees a process's memory before the pidfd tells, which takes a quarter of a second and more for a gigabyte.
+The kernel frees a process's memory before the pidfd tells, which takes a tenth of a second and more for a gigabyte.
 So whoever waits for a process looks at its /proc/PID/stat, too, which says at once that it is being ended.
 """
 

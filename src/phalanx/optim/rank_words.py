@@ -1,0 +1,52 @@
+"""`RankWords` are numbers that each rank of a host writes for itself, and that all read without a message."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from phalanx.backend.shared import shared_empty
+
+_WORDS_APART = 16  # in 64-bit words: each rank's word has cache lines of its own
+
+
+class RankWords:
+    """It has a word for each rank of `group`, and one for all, which are 0 at first. All ranks make it together.
+
+    Whoever reads a word sees all that was written before it (csrc/word.h): stores of a tensor's elements keep that
+    order on x86 and need not on ARM.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._rank, self._world_size = group.rank(), group.size()
+        count = (self._world_size + 1) * _WORDS_APART  # the last is for all
+        self._words: Tensor = shared_empty(count, dtype=torch.int64, group=group, owner=0)
+        if self._rank == 0:
+            self._words.zero_()
+        dist.barrier(group=group)
+
+    def store(self, word: int) -> None:
+        """Write this rank's word."""
+        from phalanx import _core  # without it no memory is shared
+
+        _core.store_word(self._address(self._rank), word)
+
+    def load(self, rank: int) -> int:
+        """Return the word of a rank."""
+        from phalanx import _core
+
+        return _core.load_word(self._address(rank))
+
+    def load_common(self) -> int:
+        """Return the word for all."""
+        return self.load(self._world_size)
+
+    def exchange_common(self, before: int, word: int) -> None:
+        """Write the word for all, if it still is `before`."""
+        from phalanx import _core
+
+        _core.compare_exchange_word(self._address(self._world_size), before, word)
+
+    def _address(self, rank: int) -> int:
+        return self._words.data_ptr() + rank * _WORDS_APART * self._words.element_size()
