@@ -1,5 +1,6 @@
 """Attributes that forward read while it was traced: a change of one has no effect, and a warning says so."""
 
+import copy
 import functools
 import random
 import warnings
@@ -107,3 +108,16 @@ def test_a_pipeline_warns_of_an_attribute_that_is_set_after_it_was_made(change):
         pipe.step(x, target=x)  # it is told once
 
     run_ranks(train, 2)
+
+
+def test_a_placed_model_warns_of_an_attribute_that_is_set_after_it_was_placed():
+    model = phalanx.nn.place(Scaled(), ["cpu", "cpu"], torch.ones(2, 4))
+    before = model(torch.ones(2, 4))
+    for placed in (model, copy.deepcopy(model)):
+        placed.steps = 5  # forward does not read it
+        placed(torch.ones(2, 4))
+        placed.alpha = 0.0
+        words = "phalanx.nn.place: self.alpha has changed since the model was cut, .* with 1.0"
+        with pytest.warns(UserWarning, match=words):
+            assert torch.equal(placed(torch.ones(2, 4)), before)
+        placed(torch.ones(2, 4))  # it is told once

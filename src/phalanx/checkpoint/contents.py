@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import pickle
+import sys
+import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -22,13 +26,15 @@ from phalanx.errors import CheckpointError
 from phalanx.storage import place_of
 
 _VALUE_CHARACTERS = 60
+_JAGGED = {"torch.nested", "torch._dynamo"}  # what torch.load wants to be imported before it makes a jagged tensor
 
 
 @dataclass(frozen=True)
 class Item:
     """`Item` is a leaf of the state: a tensor, or a value as text.
 
-    `pieces` is the number of pieces in which the ranks wrote it.
+    `shape` has -1 for a dimension in which the parts of a nested tensor differ. `pieces` is the number of pieces in
+    which the ranks wrote it.
     """
 
     name: str
@@ -118,12 +124,47 @@ def _of_file(path: Path, verify: bool) -> Contents:
 
 
 def _of_state(path: Path) -> Iterator[Item]:
-    state = torch.load(path, map_location="meta", weights_only=True)  # reads the index, and no tensor
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of what the file holds, which its owner has chosen
+        state = _load_forms(path)
     for name, leaf in Tree.of(state if isinstance(state, dict) else {"": state}).leaves.items():
         if isinstance(leaf, Tensor):
-            yield Item(name, _dtype(leaf.dtype), tuple(leaf.shape), leaf.numel() * leaf.element_size())
+            yield Item(name, _dtype(leaf.dtype), _find_shape(leaf), _count_bytes(leaf))
         else:
             yield _of_value(name, leaf)
+
+
+def _load_forms(path: Path) -> Any:
+    """Return the state without reading what its tensors hold."""
+    try:
+        return torch.load(path, map_location="meta", weights_only=True)
+    except NotImplementedError:  # quantized tensors and nested ones cannot be made on "meta"
+        return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except pickle.UnpicklingError as error:
+        if "torch.nested" not in str(error) or sys.modules.keys() >= _JAGGED:
+            raise
+        for module in _JAGGED:
+            importlib.import_module(module)
+        return _load_forms(path)
+
+
+def _find_shape(tensor: Tensor) -> tuple[int, ...]:
+    """Return the tensor's shape, with -1 for a dimension in which the parts of a nested tensor differ."""
+    if tensor.is_nested and tensor.layout is torch.strided:
+        sizes = [set(column) for column in tensor._nested_tensor_size().t().tolist()]
+        return (tensor.size(0), *(size.pop() if len(size) == 1 else -1 for size in sizes))
+    return tuple(size if isinstance(size, int) else -1 for size in tensor.shape)
+
+
+def _count_bytes(tensor: Tensor) -> int:
+    """Return how many bytes the tensor's values take, and for a sparse tensor the indices that it keeps."""
+    if tensor.layout is torch.sparse_coo:
+        return tensor._values().nbytes + tensor._indices().nbytes
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.values().nbytes + tensor.crow_indices().nbytes + tensor.col_indices().nbytes
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.values().nbytes + tensor.ccol_indices().nbytes + tensor.row_indices().nbytes
+    return tensor.numel() * tensor.element_size()
 
 
 def _of_folder(path: Path, verify: bool, others: tuple[str, ...]) -> Contents:

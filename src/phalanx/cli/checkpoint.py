@@ -90,7 +90,7 @@ def _summary(contents: Contents, verified: bool) -> str:
 
 
 def _shape(shape: tuple[int, ...]) -> str:
-    return " × ".join(map(str, shape)) or "()"  # noqa: RUF001 - as people write shapes
+    return " × ".join("?" if size < 0 else str(size) for size in shape) or "()"  # noqa: RUF001 - as people write shapes
 
 
 def _size(nbytes: float) -> str:

@@ -11,6 +11,7 @@ _MODULE_OF = {
     "LayerList": "phalanx.partition.layers",
     "Part": "phalanx.partition.parts",
     "Program": "phalanx.partition.program",
+    "TracedConstants": "phalanx.partition.constants",
     "balance": "phalanx.partition.balance",
     "bind": "phalanx.partition.measure",
     "given_arguments": "phalanx.partition.layers",
@@ -23,6 +24,7 @@ __all__ = list(_MODULE_OF)
 
 if TYPE_CHECKING:
     from phalanx.partition.balance import balance as balance
+    from phalanx.partition.constants import TracedConstants as TracedConstants
     from phalanx.partition.layers import Layer as Layer
     from phalanx.partition.layers import LayerList as LayerList
     from phalanx.partition.layers import given_arguments as given_arguments

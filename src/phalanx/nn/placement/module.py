@@ -16,7 +16,7 @@ from phalanx.nn.placement.move import move
 from phalanx.nn.placement.plan import Balance, Placement, decide_placement, memory_of
 from phalanx.nn.placement.together import attribute, count_once, find_homes, read_by
 from phalanx.nn.placement.transfers import insert_transfers
-from phalanx.partition import LayerList, given_arguments, list_layers, measure_layers
+from phalanx.partition import LayerList, TracedConstants, given_arguments, list_layers, measure_layers
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -29,6 +29,7 @@ class _Way:
     split_points: tuple[str, ...]
     given: tuple[str, ...]
     output: torch.device | None
+    constants: TracedConstants
     run: Callable[..., Any]
 
 
@@ -44,6 +45,7 @@ class Placed(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward, each layer on its device. Arguments may be on any device."""
+        self._phalanx_way.constants.warn_of_changes(self, "phalanx.nn.place")
         return self._phalanx_way.run(self, *args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -97,6 +99,9 @@ def place(
             every nn.Sequential.
         output_device: the device of the result; by default it stays where it was computed.
 
+    Plain attributes that forward reads (numbers, strings, lists of them) keep the values that they have now. A forward
+    after one was changed warns of it.
+
     Cost: four times forward and backward for measuring. Then one transfer for each value and each other device that
     needs it. The devices work one after another, so this gives more memory, not more speed (in `phalanx.Pipeline` they
     work at the same time).
@@ -139,7 +144,7 @@ def attach(
     namespace: dict[str, Any] = dict(code.globals)
     exec(compile(code.src, name, "exec"), namespace)  # torch.fx does the same
     module.__class__ = _placed_class(type(module))
-    way = _Way(placement, split_points, given, output, namespace["forward"])
+    way = _Way(placement, split_points, given, output, layers.constants, namespace["forward"])
     object.__setattr__(module, "_phalanx_way", way)
 
 
