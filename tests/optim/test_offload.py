@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import random
 
 import pytest
 import torch
@@ -312,6 +313,32 @@ def test_groups_frozen_parameters_and_those_without_gradients(monkeypatch):
         return all_equal(*results)
 
     assert run_ranks(grouped, 2) == [True] * 2
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_parameters_that_get_their_first_gradients_at_different_steps(world_size, seed):
+    """torch's fused SGD raises a TypeError for a tensor without momentum among tensors that have some."""
+    draw = random.Random(seed)
+    steps = [[draw.random() < 0.5 for _ in range(5)] for _ in range(6)]
+    options = {"momentum": 0.9, "dampening": draw.choice([0.0, 0.1]), "weight_decay": draw.choice([0.0, 0.01])}
+
+    def late(rank, world_size):
+        results = []
+        for make in (
+            lambda tensors: optim.SGD(tensors, lr=0.1, **options),
+            lambda tensors: ZeroRedundancyOptimizer(tensors, optim.SGD, lr=0.1, offload=True, **options),
+        ):
+            tensors = [torch.full((3 + number,), 1.0, requires_grad=True) for number in range(5)]
+            optimizer = make(tensors)
+            for number, step in enumerate(steps):
+                for index, (tensor, has_gradient) in enumerate(zip(tensors, step, strict=True)):
+                    tensor.grad = torch.full_like(tensor, number - index * 0.3) if has_gradient else None
+                optimizer.step()
+            results.append([tensor.detach().clone() for tensor in tensors])
+        torch.testing.assert_close(*results)
+
+    run_ranks(late, world_size)
 
 
 def test_a_closure_a_scheduler_and_pytorchs_ddp(monkeypatch):

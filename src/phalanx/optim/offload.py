@@ -130,10 +130,11 @@ class Offload:
         for masters in self._masters:
             masters.take()
         with_gradient = [pair for pair in self._all() if pair[1].parameter.grad is not None]
-        sizes = [shard.count * shard.tensor.element_size() for _, shard in with_gradient]
-        waves = plan_waves(sizes, WAVE_BYTES) if self._cut else [range(len(with_gradient))]
-        for wave in waves:
-            self._update_wave(optimizer, [with_gradient[position] for position in wave])
+        for alike in _split_by_momentum(with_gradient, optimizer) if self._cut else [with_gradient]:
+            sizes = [shard.count * shard.tensor.element_size() for _, shard in alike]
+            waves = plan_waves(sizes, WAVE_BYTES) if self._cut else [range(len(alike))]
+            for wave in waves:
+                self._update_wave(optimizer, [alike[position] for position in wave])
         for masters in self._masters:
             masters.note_pushed()
         self.keep_state_here(optimizer)
@@ -195,3 +196,17 @@ class Offload:
         return itertools.chain.from_iterable(
             ((masters, shard) for shard in shards) for masters, shards in zip(self._masters, self._shards, strict=True)
         )
+
+
+def _split_by_momentum(
+    pairs: Sequence[tuple[MasterParameters, OffloadedShard]], optimizer: Optimizer
+) -> list[list[tuple[MasterParameters, OffloadedShard]]]:
+    """Return the shards that have a momentum buffer apart from the others: torch's fused SGD takes no mixture of them.
+
+    There is at least one list, which may be empty.
+    """
+    kinds: dict[bool, list[tuple[MasterParameters, OffloadedShard]]] = {}
+    for pair in pairs:
+        state = optimizer.state.get(pair[1].tensor, {})
+        kinds.setdefault(state.get("momentum_buffer") is None, []).append(pair)
+    return list(kinds.values()) or [[]]
