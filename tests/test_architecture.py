@@ -128,6 +128,7 @@ POINT_BACK = {
     ("backend/process_group/open_groups.py", "backend/process_group/base.py"),
     ("backend/torch_integration/groups.py", "backend/process_group/__init__.py"),
     ("rpc/agent/answering.py", "rpc/agent/agent.py"),
+    ("rpc/agent/completing.py", "rpc/agent/agent.py"),
     ("strategies/current.py", "strategies/strategy.py"),
     ("trainer/callbacks.py", "trainer/trainer.py"),
     ("trainer/fit_display.py", "trainer/trainer.py"),

@@ -167,3 +167,41 @@ def _others(layers: list[rpc.RRef], parameters: list[rpc.RRef], x: torch.Tensor)
 
 def test_steps_are_those_of_one_process_and_leave_grad_as_it_was():
     run_workers(_steps, 3, timeout=120)
+
+
+def _weight() -> torch.Tensor:
+    return torch.ones(2, requires_grad=True)
+
+
+def _total(rref: rpc.RRef) -> torch.Tensor:
+    return rref.local_value().sum()
+
+
+def _value(rref: rpc.RRef) -> list[float]:
+    return rref.local_value().tolist()
+
+
+def _partly(rank: int, folder: str) -> None:
+    with worker(rank, 3, folder):
+        if rank:
+            return
+        rrefs = [rpc.remote(to, _weight) for to in ("w0", "w1", "w2")]
+        optimizer = DistributedOptimizer(optim.SGD, rrefs, lr=0.5)
+        expected = [1.0, 1.0, 1.0]
+        for used in ([1], [0], [2, 1], [], [0, 1, 2]):
+            with rpc.autograd.context() as context:
+                if used:
+                    totals = [rpc.rpc_sync(f"w{number}", _total, (rrefs[number],)) for number in used]
+                    rpc.autograd.backward(context, [sum(totals)])
+                optimizer.step(context)
+            for number in used:
+                expected[number] -= 0.5
+            for number, rref in enumerate(rrefs):
+                assert rpc.rpc_sync(f"w{number}", _value, (rref,)) == [expected[number]] * 2
+        with pytest.raises(RuntimeError, match="Could not find autograd context"):
+            optimizer.step(context)
+
+
+def test_workers_to_which_nothing_of_the_context_has_come_keep_their_parameters():
+    """A step raised there, after other workers had made theirs."""
+    run_workers(_partly, 3)

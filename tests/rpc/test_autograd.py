@@ -5,10 +5,11 @@ import os
 import random
 import signal
 import threading
+from typing import Any
 
 import pytest
 import torch
-from tests.rpc.workers import run_workers, set_event, wait_event, worker
+from tests.rpc.workers import run_workers, set_event, until, wait_event, worker
 from tests.threads import map_in_threads
 
 from phalanx import rpc
@@ -431,3 +432,71 @@ def _dense_and_remote(rank: int, folder: str) -> None:
 def test_dense_layers_in_ddp_are_averaged_while_the_rest_is_on_a_server():
     """Their hooks look at .grad, which a backward across workers leaves alone: they were not averaged at all."""
     run_workers(_dense_and_remote, 3, timeout=120)
+
+
+# -- modes of autograd -------------------------------------------------------------------------------------------------
+
+_weight = torch.full((3,), 2.0, requires_grad=True)
+_promised: list[tuple[Any, Any]] = []
+
+
+@rpc.functions.async_execution
+def ask(x: torch.Tensor) -> Any:
+    future: Any = torch.futures.Future()
+    _promised.append((future, x * _weight))
+    return future
+
+
+def keep_promise(mode: str) -> None:
+    until(lambda: bool(_promised))
+    future, value = _promised.pop()
+    with _MODES[mode]():
+        future.set_result(value)
+
+
+def weigh(x: torch.Tensor) -> torch.Tensor:
+    return x * _weight
+
+
+def gradient_of_weight(context_id: int) -> Any:
+    found = autograd.get_gradients(context_id).get(_weight)
+    return None if found is None else found.tolist()
+
+
+_MODES: dict[str, Any] = {
+    "grad": contextlib.nullcontext, "no_grad": torch.no_grad, "inference": torch.inference_mode,
+}  # fmt: skip
+
+
+def _in_modes(rank: int, folder: str) -> None:
+    with worker(rank, 2, folder):
+        if rank:
+            return
+        for mode, enter in _MODES.items():
+            with autograd.context() as context_id:
+                x = torch.full((3,), 5.0, requires_grad=True)
+                answer = rpc.rpc_async("w1", ask, (x,))
+                rpc.rpc_sync("w1", keep_promise, (mode,))
+                autograd.backward(context_id, [answer.wait().sum()])
+                assert autograd.get_gradients(context_id)[x].tolist() == [2.0] * 3, mode
+                assert rpc.rpc_sync("w1", gradient_of_weight, (context_id,)) == [5.0] * 3, mode
+            with autograd.context() as context_id:
+                rref = rpc.remote("w1", weigh, (x,))
+                with enter():
+                    answers = rpc.rpc_sync("w1", weigh, (x,)), rpc.rpc_async("w1", weigh, (x,)).wait(), rref.to_here()
+                autograd.backward(context_id, [sum(answers).sum()])
+                found = autograd.get_gradients(context_id)
+                if mode == "grad":
+                    assert {one: gradient.tolist() for one, gradient in found.items()} == {x: [6.0] * 3}
+                    assert rpc.rpc_sync("w1", gradient_of_weight, (context_id,)) == [15.0] * 3
+                else:  # as over TensorPipe: the answers have no graph, and are leaves
+                    assert all(one.is_leaf and one.requires_grad and not one.is_inference() for one in answers)
+                    assert {one: gradient.tolist() for one, gradient in found.items()} == {
+                        one: [1.0] * 3 for one in answers
+                    }
+                    assert rpc.rpc_sync("w1", gradient_of_weight, (context_id,)) is None
+
+
+def test_a_mode_of_who_asks_means_no_graph_and_one_of_who_answers_means_nothing():
+    """A future that another call set under no_grad lost its tensor's graph, and gradients were missing."""
+    run_workers(_in_modes, 2)

@@ -260,6 +260,53 @@ def test_a_hook_that_raises_on_another_worker_ends_the_pass_with_its_error():
     run_workers(_raises, 3, timeout=120)
 
 
+# -- nodes of tensors that have arrived --------------------------------------------------------------------------------
+
+
+def triple_gradient(x: torch.Tensor, way: str) -> torch.Tensor:
+    """Return `x` doubled, with the gradient of `x` on its way back tripled in one of the ways that there are."""
+    node: Any = x.grad_fn
+    if way == "before":
+        node.register_prehook(lambda gradients: (gradients[0] * 3,))
+    elif way == "after":
+        heard: list[torch.Tensor] = []
+        node.register_hook(lambda _, gradients: heard.append(gradients[0]))
+        x.register_hook(lambda gradient: gradient * 3)
+        _heard.append(heard)
+    elif way == "removed":
+        node.register_prehook(lambda gradients: (gradients[0] * 5,)).remove()
+        x.register_hook(lambda gradient: gradient * 3)
+    return x * 2
+
+
+_heard: list[list[torch.Tensor]] = []
+
+
+def take_heard() -> list[int]:
+    counts = [len(one) for one in _heard]
+    _heard.clear()
+    return counts
+
+
+def _hooks_of_arrived(rank: int, folder: str) -> None:
+    with worker(rank, 2, folder):
+        if rank:
+            return
+        for way in ("before", "after", "removed"):
+            for _ in range(40):  # a pass takes a shorter way once passes have been short
+                with autograd.context() as context_id:
+                    x = torch.ones(3, requires_grad=True)
+                    y = rpc.rpc_sync("w1", triple_gradient, (x, way))
+                    autograd.backward(context_id, [y.sum()])
+                    assert autograd.get_gradients(context_id)[x].tolist() == [6.0] * 3, way
+        assert rpc.rpc_sync("w1", take_heard) == [1] * 40
+
+
+def test_hooks_of_the_node_of_a_tensor_that_arrived_are_called_in_every_pass():
+    """They were called in passes that took long, and not in short ones, where the engine does not run that node."""
+    run_workers(_hooks_of_arrived, 2, timeout=120)
+
+
 # -- several passes at a time ------------------------------------------------------------------------------------------
 
 

@@ -81,6 +81,51 @@ def test_the_loss_of_a_worker_fails_its_calls_and_frees_what_it_held():
     run_workers(_lose, 3, lost=[1])
 
 
+def _hand_back():
+    return _kept[0], rpc.RRef(1), _kept[0], rpc.RRef(2)
+
+
+def _type_of_kept():
+    _kept[0].to_here()
+
+
+def _counts():
+    return sum(current.agent().references.count().values())
+
+
+def _hand_on_what_is_lost(rank, folder):
+    rpc.init_rpc(f"w{rank}", rank=rank, rpc_backend_options=_options(folder))  # they join and leave
+    if rank == 2:
+        signal.pause()  # until it is killed
+    if rank == 1:
+        wait_event("over")
+        return
+    for name in ("w1", "w2"):
+        until(lambda name=name: current.agent().membership.find(name) is not None)
+    theirs, mine = rpc.remote("w2", Counter, (2,)), rpc.RRef(3)
+    rpc.rpc_sync("w1", _keep, (theirs,))
+    rpc.rpc_sync("w1", _type_of_kept)  # so w1 is connected with w2, and hears of its end
+    os.kill(rpc.rpc_sync("w2", pid), signal.SIGKILL)
+    until(lambda: not _knows_w2() and not rpc.rpc_sync("w1", _knows_w2))
+    for _ in range(3):
+        with pytest.raises(PeerLostError, match="RRef: its owner, worker 'w2', is lost"):
+            rpc.rpc_sync("w1", _hand_back)
+        with pytest.raises(PeerLostError, match="RRef: its owner, worker 'w2', is lost"):
+            rpc.rpc_sync("w1", same, ((theirs, mine, theirs),))
+    until(lambda: not _counts() and not rpc.rpc_sync("w1", _counts))
+    rpc.rpc_async("w1", set_event, ("over",)).wait()
+    rpc.shutdown(graceful=False)
+
+
+def _knows_w2():
+    return current.agent().membership.find("w2") is not None
+
+
+def test_references_beside_one_whose_owner_is_lost_are_let_go_of():
+    """They stayed at their owners for ever, where workers join and leave."""
+    run_workers(_hand_on_what_is_lost, 3, lost=[2])
+
+
 def _lose_stranger(rank, folder):
     rpc.init_rpc(f"w{rank}", rank=rank, world_size=3, rpc_backend_options=_options(folder))
     if rank == 1:

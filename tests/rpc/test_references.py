@@ -1,6 +1,7 @@
 """References: made, used, handed on to third workers, counted and dropped."""
 
 import gc
+import threading
 import time
 
 import pytest
@@ -166,3 +167,19 @@ def _check_errors():
 
 def test_references_are_used_handed_on_and_dropped_by_three_workers():
     run_workers(_everything, 3)
+
+
+def _refuses(rank, folder):
+    with worker(rank, 2, folder):
+        if rank:
+            return
+        for to in ("w0", "w1"):
+            for _ in range(3):
+                with pytest.raises(TypeError, match="cannot pickle"):
+                    rpc.remote(to, same, (threading.Lock(),))
+        _wait_until_free("w0", "w1")
+
+
+def test_a_call_whose_arguments_cannot_be_pickled_leaves_no_reference():
+    """One to the worker itself stayed in the owner's table."""
+    run_workers(_refuses, 2)

@@ -101,9 +101,11 @@ class LocalOptimizer:
 
     def step(self, context_id: int) -> None:
         """Take one step. `.grad` of the parameters is as before at the end."""
-        found = worker().contexts.find(context_id)
-        with found.lock:
-            gradients = [found.gradients.get(one) for one in self._params]
+        gradients: list[Tensor | None] = [None] * len(self._params)
+        found = worker().contexts.find_begun(context_id)
+        if found is not None:
+            with found.lock:
+                gradients = [found.gradients.get(one) for one in self._params]
         with _grads_are_ours:
             if self._is_functional:
                 self.optim.step(gradients)

@@ -106,7 +106,11 @@ def remote(
             owned = references.make(rref_id, rref_id, member.uid)  # the call itself holds it
             rref: RRef[Any] = RRef._make(agent, member, rref_id, None, owned)
             ids = rref_id, rref_id
-            done = agent.invoke(member, "remote", name, work, timeout, kind=wire.REMOTE, rref=ids, on_answer=take)
+            try:
+                done = agent.invoke(member, "remote", name, work, timeout, kind=wire.REMOTE, rref=ids, on_answer=take)
+            except BaseException:
+                _drop(agent, rref_id)
+                raise
             done.add_done_callback(lambda _: _drop(agent, rref_id))
             return rref, done
         ids = rref_id, references.new_id()

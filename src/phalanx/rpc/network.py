@@ -70,7 +70,7 @@ class NetworkConnection:
 
     def send(self, kind: int, call: int, data: Any, extras: Any = b"", buffers: Sequence[Any] = ()) -> None:
         """Hand a frame to the network's thread; tensors must stay as they are until the answer comes."""
-        views = [memoryview(one).cast("B") for one in buffers]
+        views = [wire.view_bytes(one) for one in buffers]
         head = wire.head(kind, call, data, extras, [(view.nbytes, 0) for view in views])
         self._network.post(self, [head, data, extras, *views])
 
@@ -312,7 +312,7 @@ def _parse(pieces: Sequence[bytes]) -> Frame:
     Raises:
         PhalanxError: the parts are not those of the frame that its head announces.
     """
-    _, call, num_data, num_extras, num_buffers, kind, _ = HEAD.unpack_from(pieces[0])
+    _, call, num_data, num_extras, num_buffers, kind = HEAD.unpack_from(pieces[0])
     if num_buffers == 0 and len(pieces) == 3 and (len(pieces[1]), len(pieces[2])) == (num_data, num_extras):
         return Frame(kind, call, pieces[1], pieces[2], [])
     rest = iter(pieces)

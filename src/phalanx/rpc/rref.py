@@ -328,6 +328,8 @@ def serve_references(agent: Agent) -> None:
         if owner_uid == agent.me.uid:
             owned = agent.references.find_or_expect(rref_id)
             if owned is None:
+                if fork is not None:
+                    _tell_parent(parent, fork)
                 raise PhalanxError(
                     f"RRef: {agent.me} owns no object {rref_id} (any more): the worker that sent the reference is lost."
                 )
@@ -339,6 +341,8 @@ def serve_references(agent: Agent) -> None:
             return RRef._make(agent, agent.me, rref_id, None, owned)
         owner = agent.membership.by_uid(owner_uid) or agent.membership.find(owner_name)
         if owner is None or owner.uid != owner_uid:
+            if fork is not None:
+                _tell_parent(parent, fork)
             raise PeerLostError(f"RRef: its owner, worker {owner_name!r}, is lost, and the object is gone with it.")
         assert fork is not None
         confirmed: Future[Any] | None = None

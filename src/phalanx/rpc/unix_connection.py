@@ -88,16 +88,20 @@ class UnixConnection:
             if extras:
                 parts.append(extras)
         else:
-            if len(buffers) > wire.MOST_BUFFERS:
-                raise ValueError(f"one call can carry {wire.MOST_BUFFERS} tensors, got {len(buffers)}")
-            table, inline = [], []
-            for one in buffers:
-                view = memoryview(one)
-                segment = self._lend(view) if view.nbytes >= FROM_BYTES else 0
-                table.append((view.nbytes, segment))
-                if not segment:
-                    inline.append(view.cast("B") if view.ndim != 1 or view.itemsize != 1 else view)
-            parts = [wire.head(kind, call, data, extras, table), data]
+            table: list[tuple[int, int]] = []
+            inline = []
+            try:
+                for one in buffers:
+                    view = wire.view_bytes(one)
+                    segment = self._lend(view) if view.nbytes >= FROM_BYTES else 0
+                    table.append((view.nbytes, segment))
+                    if not segment:
+                        inline.append(view)
+                parts = [wire.head(kind, call, data, extras, table), data]
+            except BaseException:
+                for _, segment in table:
+                    self._lender.take_back(segment)
+                raise
             if extras:
                 parts.append(extras)
             parts += inline
@@ -214,7 +218,7 @@ class UnixConnection:
         frames = []
         needs = 0
         while have - at >= HEAD.size:
-            nbytes, call, data, extras, num_buffers, kind, _ = HEAD.unpack_from(received, at)
+            nbytes, call, data, extras, num_buffers, kind = HEAD.unpack_from(received, at)
             if have - at < nbytes:
                 needs = nbytes
                 break

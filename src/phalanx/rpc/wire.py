@@ -1,6 +1,6 @@
 """A frame travels between two workers, in one direction, for one call.
 
-    bytes in all (u64) · call (u64) · pickled bytes (u64) · bytes of extras (u32) · buffers (u16) · kind (u8) · 0 (u8)
+    bytes in all (u64) · call (u64) · pickled bytes (u64) · bytes of extras (u32) · buffers (u32) · kind (u8) · 0 (7 u8)
     for each buffer: bytes (u64), segment (u64)
     the pickled object · the extras, pickled · each buffer whose segment is 0
 
@@ -12,13 +12,13 @@ handed on, the context of a distributed backward. All numbers are little-endian.
 from __future__ import annotations
 
 import enum
+import pickle
 import struct
 from collections.abc import Sequence
 from typing import Any
 
-HEAD = struct.Struct("<QQQIHBB")
+HEAD = struct.Struct("<QQQIIB7x")
 BUFFER = struct.Struct("<QQ")
-MOST_BUFFERS = 0xFFFF
 
 
 class Kind(enum.IntEnum):
@@ -63,8 +63,13 @@ def head(kind: int, call: int, data: Any, extras: Any, buffers: Sequence[tuple[i
     """Return the head, which precedes the pickled object; `buffers` are (bytes, segment)."""
     nbytes = HEAD.size + len(data) + len(extras)
     if not buffers:
-        return HEAD.pack(nbytes, call, len(data), len(extras), 0, kind, 0)
+        return HEAD.pack(nbytes, call, len(data), len(extras), 0, kind)
     nbytes += BUFFER.size * len(buffers)
     nbytes += sum(size for size, segment in buffers if not segment)
-    first = HEAD.pack(nbytes, call, len(data), len(extras), len(buffers), kind, 0)
+    first = HEAD.pack(nbytes, call, len(data), len(extras), len(buffers), kind)
     return first + b"".join(BUFFER.pack(*one) for one in buffers)
+
+
+def view_bytes(buffer: Any) -> memoryview:
+    """Return the memory of a buffer as bytes in a row. It may have any shape, also one with a zero in it."""
+    return pickle.PickleBuffer(buffer).raw()

@@ -20,12 +20,13 @@ from typing import Any
 
 from phalanx.coordination.key import Key
 from phalanx.deadline import join_all
-from phalanx.errors import ClosedError, PhalanxError, message_of
+from phalanx.errors import ClosedError, PhalanxError
 from phalanx.log import get_logger
-from phalanx.rpc import remote_error, wire
+from phalanx.rpc import wire
 from phalanx.rpc.agent import interrupts
 from phalanx.rpc.agent.answering import Answering
 from phalanx.rpc.agent.calls import Call, Callee, count, describe_timeout, why_failed
+from phalanx.rpc.agent.completing import Completing
 from phalanx.rpc.agent.connections import Connections
 from phalanx.rpc.agent.reading import Answer
 from phalanx.rpc.agent.request import Request
@@ -36,7 +37,7 @@ from phalanx.rpc.call_hook import call_hook
 from phalanx.rpc.options import UNSET_RPC_TIMEOUT, RpcBackendOptions
 from phalanx.rpc.references import References
 from phalanx.rpc.remote_error import set_error
-from phalanx.rpc.serialization import deserialize, serialize, serialize_call
+from phalanx.rpc.serialization import serialize, serialize_call
 from phalanx.rpc.wire import Frame
 from phalanx.rpc.worker_info import WorkerAddress
 from phalanx.rpc.workers import Workers
@@ -59,10 +60,12 @@ class Agent:
         self._answering = answering = Answering(self)
         self.controls, self.orders = answering.controls, answering.orders
         self.answer, self.answer_order = answering.answer, answering.answer_order
+        self._completing = Completing(self, answering)
         self.on_lost: list[Callable[[WorkerAddress], None]] = []
         self.on_close: list[Callable[[], None]] = []
         self.serving = Serving(options.num_worker_threads, self._handle, answering.flush, self._tick)
-        self.connections = Connections(name, number, host, options, self.serving, self._take_back, self._lose)
+        take = self._completing.take_back
+        self.connections = Connections(name, number, host, options, self.serving, take, self._lose)
         self.me = self.connections.me
         self.peers = self.connections.peers
         self.peer = self.connections.peer
@@ -125,7 +128,12 @@ class Agent:
         interrupts.defer()
         try:
             buffers = payload.buffers
-            self._send(to, call, kind, payload.data, extras, buffers, payload.nbytes if buffers else 0, is_awaited)
+            nbytes = payload.nbytes if buffers else 0
+            if not self._send(to, call, kind, payload.data, extras, buffers, nbytes, is_awaited):
+                payload.revoke()
+        except BaseException:
+            payload.revoke()
+            raise
         finally:
             interrupts.allow()
         return call.future
@@ -140,14 +148,15 @@ class Agent:
         buffers: Sequence[Any],
         nbytes: int,
         is_awaited: bool,
-    ) -> None:
+    ) -> bool:
+        """Send a call; return False if it has failed instead."""
         peer = self.peer(to)
         if peer.lost:
             self._fail(peer, call)
-            return
+            return False
         connection = peer.connection or self._connect(peer, call)
         if connection is None:
-            return
+            return False
         reading = call.future.reading = connection.reading
         waits = kind == wire.REQUEST or kind == wire.REMOTE
         peer.add(call, nbytes, waits=waits)
@@ -155,11 +164,16 @@ class Agent:
             self.serving.wake_clock(call.deadline)
         if kind != wire.CONTROL and kind != wire.ORDER:
             self.num_calls += 1
-        connection.send(kind, call.number, data, extras, buffers)
+        try:
+            connection.send(kind, call.number, data, extras, buffers)
+        except BaseException:
+            peer.take(call.number)  # nobody waits for it
+            raise
         if reading is not None and not is_awaited:
             reading.sent()
         if (peer.is_lost() or self.closed) and peer.take(call.number) is not None:  # else who failed all others had it
             self._fail(peer, call)
+        return True
 
     def control(self, to: WorkerAddress, name: str, argument: Any, timeout_s: float = UNSET_RPC_TIMEOUT) -> Answer[Any]:
         """Ask something of a worker itself."""
@@ -234,7 +248,7 @@ class Agent:
             self.serving.requests.append(Request(self, connection, frame))
         elif kind == wire.REPLY or kind == wire.ERROR:
             lead.enter_user_code()
-            self._complete(connection, frame, self._take_call(connection, frame), here=True)
+            self._completing.complete(connection, frame, self._take_call(connection, frame), here=True)
         elif kind == wire.ORDER:
             self._answering.take_order(connection, frame)
         elif kind == wire.CONTROL:
@@ -242,76 +256,16 @@ class Agent:
         elif kind == wire.FETCH:
             self._answering.take_fetch(connection, frame)
 
-    def _take_back(self, connection: Any, frame: Frame, call: Call | None) -> None:
-        """Take an answer of `call` in a thread that reads what it waits for, and has read this one, too."""
-        if frame.kind == wire.ORDER:
-            self._answering.take_order(connection, frame)
-        else:
-            self._complete(connection, frame, call)
-
     def _take_call(self, connection: Any, frame: Frame) -> Call | None:
         """Return the call that this is the answer of; it waits no more."""
         peer = self.peers.get((connection.peer or self.me).uid)
         return peer.take(frame.call) if peer is not None else None
 
-    def _complete(self, connection: Any, frame: Frame, call: Call | None, *, here: bool = False) -> None:
-        """Answer a call, in any thread; the user's callbacks run in it only if that is said to be right: `here`."""
-        if call is None:  # it came too late; but references in it are ours now, and go
-            if frame.extras:
-                self._drop_forks(frame)
-            return
-        data: Any = frame.data
-        try:
-            if frame.kind == wire.ERROR:
-                self._settle(call, partial(set_error, call.future, lambda: remote_error.unpack(data)), here)
-                return
-            result = self._read_reply(frame, connection.peer or self.me) if call.read is None else call.read(frame)
-            if call.on_answer is not None:
-                result = call.on_answer(result)
-        except BaseException as error:
-            data = remote_error.pack(error, str(self.me.info))
-            self._settle(call, partial(set_error, call.future, lambda: remote_error.unpack(data)), here)
-            return
-        self._settle(call, partial(call.future.set_result, result), here)
-
-    def _settle(self, call: Call, work: Callable[[], None], here: bool = False) -> None:
-        """Let the call be answered by `work`: in this thread, or by the leader if callbacks of the user hear of it."""
-        if here or call.future.claim():
-            work()
-            call.future.rang()  # if this thread does not read for it, or does no more, another one may
-        else:
-            self.run_later(lambda: self._settle(call, work, True))
-
-    def _read_reply(self, frame: Frame, callee: WorkerAddress) -> Any:
-        if not frame.extras:
-            return deserialize(frame.data, frame.buffers)[0]
-        forks, _, note = pickle.loads(frame.extras)
-        result, arrived = deserialize(frame.data, frame.buffers, self.take_forks(forks), without_grad=note is not None)
-        hook = call_hook()
-        if note is not None and hook is not None:
-            hook.receive_reply(note, arrived, callee)
-        return result
-
     def take_forks(self, forks: Any) -> list[Any]:
-        """Return the references that came with a call, as RRefs; set by `rref`."""
-        return [self.make_rref(*fork) for fork in forks or ()]
+        """Return the references that came with a call, as RRefs. Where one cannot be made, the others are let go of."""
+        return self._completing.take_forks(forks)
 
-    make_rref: Callable[..., Any]
-
-    def _drop_forks(self, frame: Frame) -> None:
-        """Drop the references without raising: the thread of another call may have read the frame."""
-        forks: Any = None
-        try:
-            forks = pickle.loads(frame.extras)[0]
-        except BaseException as error:
-            _logger.error("rpc: the references in an answer that came too late cannot be read: %s", message_of(error))
-        for fork in forks or ():
-            try:
-                self.make_rref(*fork)
-            except Exception as error:  # its owner cannot be told, say: the others go all the same
-                _logger.error(
-                    "rpc: a reference in an answer that came too late cannot be let go of: %s", message_of(error)
-                )
+    make_rref: Callable[..., Any]  # set by `rref`
 
     # -- the end of others ---------------------------------------------------------------------------------------------
 
@@ -326,7 +280,7 @@ class Agent:
 
     def _fail_all(self, peer: Callee) -> None:
         for call in peer.take_all():
-            self._settle(call, partial(set_error, call.future, why_failed(peer, call)))
+            self._completing.settle(call, partial(set_error, call.future, why_failed(peer, call)))
 
     def run_later(self, work: Callable[[], None]) -> None:
         """Let the leader do something that may run callbacks of the user; it must not raise."""
@@ -404,7 +358,7 @@ class Agent:
             connection, frame = item
             if frame.kind in (wire.REPLY, wire.ERROR):
                 call = self._take_call(connection, frame)
-                self._run_last(partial(self._complete, connection, frame, call, here=True))
+                self._run_last(partial(self._completing.complete, connection, frame, call, here=True))
 
     def _run_last(self, work: Callable[[], None]) -> None:
         thread = threading.Thread(target=work, name="phalanx-rpc-last", daemon=True)

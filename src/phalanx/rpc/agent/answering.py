@@ -102,6 +102,7 @@ class Answering:
         """Answer a call. Never raises: what cannot be pickled is an error at the caller."""
         to = connection.peer or self._agent.me
         if error is None:
+            payload = None
             try:
                 payload = serialize(result, to, is_answer=True)
                 hook = call_hook()
@@ -115,6 +116,8 @@ class Answering:
                 connection.put(wire.REPLY, number, payload.data, extras, payload.buffers)
             except BaseException as problem:
                 error = problem
+                if payload is not None:
+                    payload.revoke()
         if error is not None:
             connection.put(wire.ERROR, number, remote_error.pack(error, str(self._agent.me.info)))
         if later:

@@ -49,7 +49,7 @@ class Connections:
         host: str,
         options: RpcBackendOptions,
         serving: Serving,
-        take_answer: Callable[[Any, Frame, Any], Any],
+        take_answer: Callable[[Any, Frame, Any, bool], Any],
         on_lost: Callable[[Callee], None],
     ) -> None:
         """Make the connections. `take_answer` hands out an answer in the thread that reads for it; the leader calls

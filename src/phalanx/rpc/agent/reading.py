@@ -7,10 +7,11 @@ leader does not look at the connection (it is muted: only its end is heard).
     caller     call | ........ reads: its answer | call | call | call | reads: all that have come | call
     leader     sleeps                                                                        sleeps
 
-The thread also hands out what it reads for others, except for answers that a callback waits for: these are the
-leader's, since the thread may hold what the callback wants (a lock of the user's). A thread that is stuck in what an
-answer runs as it is unpickled loses its turn to the leader after a few milliseconds, by the clock. The connection also
-becomes the leader's again if it was expected that some thread would wait, and none does.
+The thread also hands out what it reads for others, except for answers that a callback waits for, or that run code of
+the user's as they are unpickled: these are the leader's, since the thread may hold what that code wants (a lock of the
+user's). So are all answers that come to a thread in one of torch's modes, which would see them. A thread that is stuck
+in what its own answer runs as it is unpickled loses its turn to the leader after a few milliseconds, by the clock.
+The connection also becomes the leader's again if it was expected that some thread would wait, and none does.
 """
 
 from __future__ import annotations
@@ -168,8 +169,8 @@ class _Turn:
 
 
 class Reading:
-    """`Reading` reads one connection on which `caller` calls. `take(connection, frame, call)` hands out what has
-    come.
+    """`Reading` reads one connection on which `caller` calls. `take(connection, frame, call, is_awaited)` hands out
+    what has come; the thread waits for this very call if `is_awaited`.
     """
 
     def __init__(
@@ -177,7 +178,7 @@ class Reading:
         connection: UnixConnection,
         caller: Caller,
         serving: Serving,
-        take: Callable[[UnixConnection, Frame, Any], Any],
+        take: Callable[[UnixConnection, Frame, Any, bool], Any],
     ) -> None:
         self._connection = connection
         self._caller = caller
@@ -267,7 +268,8 @@ class Reading:
                     pending.extend(frames)
             turn.busy_since = time.monotonic()
             while (found := self._next(turn)) is not None:
-                self._take(connection, *found)
+                frame, call = found
+                self._take(connection, frame, call, call is not None and call.future is awaited)
             turn.busy_since = 0.0
 
     def _read_frames(self) -> list[Frame] | None:

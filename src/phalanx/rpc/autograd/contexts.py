@@ -132,6 +132,14 @@ class Contexts:
             )
         return context
 
+    def find_begun(self, context_id: int) -> Context | None:
+        """Return the context of that number; None if nothing of it has come to this worker.
+
+        Raises:
+            PhalanxError: it has ended.
+        """
+        return self.find(context_id) if context_id in self._released else self._by_id.get(context_id)
+
     def get(self, context_id: int) -> Context | None:
         """Return the context of that number, if there is one."""
         return self._by_id.get(context_id)

@@ -14,7 +14,7 @@ used is no part of the graph, its hooks are not called, and no worker waits for 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -154,6 +154,22 @@ _anchor_edge = get_gradient_edge(_anchor)
 _through_grad = threading.Lock()
 _LEAF: type = type(_anchor_edge.node)
 _RECV: type = RecvRpc._backward_cls
+_HOOKED = "_phalanx_hooked"
+
+
+def _noting(register: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what registers a hook of a node as `register` does, and notes that the node has had one."""
+
+    def register_and_note(node: Any, hook: Callable[..., Any]) -> Any:
+        handle = register(node, hook)
+        setattr(node, _HOOKED, True)
+        return handle
+
+    return register_and_note
+
+
+for _name in ("register_hook", "register_prehook"):
+    setattr(_RECV, _name, _noting(getattr(_RECV, _name)))
 
 
 @dataclass(frozen=True)
@@ -164,7 +180,11 @@ class Reached:
     received: dict[Any, int]  # with which of a message's tensors: bit n for tensor n
 
     def has_hooks(self) -> bool:
-        """Return whether hooks of leaves wait for gradients to be in `.grad`."""
+        """Return whether hooks of leaves wait for gradients to be in `.grad`, or nodes of tensors that arrived have
+        hooks: these are called only where the nodes run.
+        """
+        if any(hasattr(node, _HOOKED) for node in self.received):
+            return True
         return any(node.variable._post_accumulate_grad_hooks for node in self.leaves)
 
     def ancestors(self, context_id: int) -> Ancestors:

@@ -6,6 +6,8 @@ import itertools
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
+
 from phalanx.rpc.autograd.contexts import Context, Contexts
 from phalanx.rpc.autograd.graph import make_recv, make_send
 from phalanx.rpc.serialization import Arrived, Payload
@@ -15,6 +17,8 @@ from phalanx.rpc.worker_info import WorkerAddress
 class AutogradHook:
     """`AutogradHook` notes (context, uid of the worker that opened it, the message's number or None, tensors'
     ancestors).
+
+    A caller that records nothing (`no_grad`) notes None for the ancestors: its answer comes without a graph, too.
     """
 
     def __init__(self, contexts: Contexts, me: WorkerAddress) -> None:
@@ -33,6 +37,8 @@ class AutogradHook:
             return None
         if to.uid not in context.known and to.uid != self._uid:
             context.known[to.uid] = to
+        if not torch.is_grad_enabled():
+            return context.id, context.origin, None, None
         return self._note(context, to, payload)
 
     def receive_request(self, note: Any, arrived: Arrived, caller: WorkerAddress) -> AbstractContextManager[Any]:
@@ -42,9 +48,12 @@ class AutogradHook:
         return self._contexts.enter(context)
 
     def on_reply(self, to: WorkerAddress, payload: Payload, note: Any) -> Any:
-        """Note a result that is about to be sent."""
-        context = self._contexts.meet(note[0], note[1])
-        return None if context is None else self._note(context, to, payload)
+        """Note a result that is about to be sent. It has its graph, whatever the mode of the thread that sends it."""
+        context = None if note[3] is None else self._contexts.meet(note[0], note[1])
+        if context is None:
+            return None
+        with torch.inference_mode(False), torch.enable_grad():
+            return self._note(context, to, payload)
 
     def receive_reply(self, note: Any, arrived: Arrived, callee: WorkerAddress) -> None:
         """Receive the result of a call."""

@@ -26,7 +26,7 @@ from phalanx.rpc.worker_info import WorkerAddress
 Plan = Sequence[tuple[MessageId, int]]  # messages, and which of their tensors: bits, or -1 for all
 PassId = tuple[int, int]  # the uid of the worker that called backward, and its number there
 
-_HEAD = struct.Struct("<BBHI6Q")
+_HEAD = struct.Struct("<BBxxI6Q")
 _PLANNED = struct.Struct("<3Qq")
 _MOST_BITS = 63
 _GRADIENTS = int(Order.GRADIENTS)
@@ -64,10 +64,10 @@ def write(
     retain_graph: bool = False,
 ) -> tuple[bytes, Sequence[Any]]:
     """Return the bytes of an order, and the memory that is sent beside them."""
-    flags, kinds, count = 0, b"", 0
+    flags, kinds = 0, b""
     buffers: list[Any] = []
     if gradients is not None:
-        flags, count = _HAS_GRADIENTS, len(gradients)
+        flags = _HAS_GRADIENTS
         found = _describe(gradients, buffers)
         if found is None:
             payload = serialize(tuple(gradients), to)
@@ -76,7 +76,7 @@ def write(
         else:
             kinds = found
     if plan is None:
-        return _HEAD.pack(_GRADIENTS, flags, count, 0, context_id, *pass_id, *message) + kinds, buffers
+        return _HEAD.pack(_GRADIENTS, flags, 0, context_id, *pass_id, *message) + kinds, buffers
     flags |= _BEGIN | _RETAIN_GRAPH if retain_graph else _BEGIN
     if any(mask >> _MOST_BITS > 0 for _, mask in plan):
         flags |= _IS_LARGE
@@ -85,7 +85,7 @@ def write(
     else:
         planned = b"".join([_PLANNED.pack(*message, mask) for message, mask in plan])
         length = len(plan)
-    head = _HEAD.pack(_GRADIENTS, flags, count, length, context_id, *pass_id, *message)
+    head = _HEAD.pack(_GRADIENTS, flags, length, context_id, *pass_id, *message)
     return b"".join([head, planned, kinds]), buffers
 
 
@@ -121,14 +121,14 @@ def _describe(gradients: Sequence[Tensor | None], buffers: list[Any]) -> bytes |
 
 def read_pass(frame: Frame) -> tuple[int, PassId]:
     """Return the context and the pass of an order, even if its tensors cannot be read."""
-    _, _, _, _, context_id, uid, number, *_ = _HEAD.unpack_from(frame.data)
+    _, _, _, context_id, uid, number, *_ = _HEAD.unpack_from(frame.data)
     return context_id, (uid, number)
 
 
 def read(frame: Frame) -> Said:
     """Return an order that was read."""
     data = frame.data
-    _, flags, _, length, context_id, uid, number, depth, sender, sent = _HEAD.unpack_from(data)
+    _, flags, length, context_id, uid, number, depth, sender, sent = _HEAD.unpack_from(data)
     at = _HEAD.size
     plan: Plan | None = None
     if flags & _BEGIN:

@@ -1,0 +1,138 @@
+"""Give our calls the answers that come, in the thread that leads or in one that reads for itself."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from phalanx.errors import message_of
+from phalanx.log import get_logger
+from phalanx.rpc import remote_error, wire
+from phalanx.rpc.agent.answering import Answering
+from phalanx.rpc.agent.calls import Call
+from phalanx.rpc.agent.modes import is_in_mode
+from phalanx.rpc.call_hook import call_hook
+from phalanx.rpc.remote_error import set_error
+from phalanx.rpc.serialization import UserCodeError, deserialize
+from phalanx.rpc.wire import Frame
+from phalanx.rpc.worker_info import WorkerAddress
+
+if TYPE_CHECKING:
+    from phalanx.rpc.agent.agent import Agent
+
+_logger = get_logger(__name__)
+
+
+class Completing:
+    """`Completing` makes results of answers, and sets the futures of calls."""
+
+    def __init__(self, agent: Agent, answering: Answering) -> None:
+        self._agent = agent
+        self._answering = answering
+
+    def take_back(self, connection: Any, frame: Frame, call: Call | None, is_awaited: bool) -> None:
+        """Take an answer of `call` in a thread that reads until its own has come: this one, if `is_awaited`."""
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):
+                self.take_back(connection, frame, call, is_awaited)
+        elif frame.kind == wire.ORDER:
+            if is_in_mode():
+                self._agent.serving.put((connection, frame))
+            else:
+                self._answering.take_order(connection, frame)
+        else:
+            later = is_in_mode()
+            if not later:
+                try:
+                    self.complete(connection, frame, call, no_user_code=not is_awaited)
+                except UserCodeError:
+                    later = True
+            if later:
+                self._agent.run_later(partial(self.complete, connection, frame, call, here=True))
+
+    def complete(
+        self, connection: Any, frame: Frame, call: Call | None, *, here: bool = False, no_user_code: bool = False
+    ) -> None:
+        """Answer a call, in any thread; the user's callbacks run in it only if that is said to be right: `here`.
+
+        Raises:
+            UserCodeError: unpickling the answer runs code of the user's, and there must be `no_user_code`; nothing has
+                been done.
+        """
+        if call is None:  # it came too late; but references in it are ours now, and go
+            if frame.extras:
+                self._drop_forks(frame)
+            return
+        data: Any = frame.data
+        try:
+            if frame.kind == wire.ERROR:
+                self.settle(call, partial(set_error, call.future, lambda: remote_error.unpack(data)), here)
+                return
+            if call.read is None:
+                result = self._read_reply(frame, connection.peer or self._agent.me, no_user_code)
+            else:
+                result = call.read(frame)
+            if call.on_answer is not None:
+                result = call.on_answer(result)
+        except UserCodeError:
+            raise
+        except BaseException as error:
+            data = remote_error.pack(error, str(self._agent.me.info))
+            self.settle(call, partial(set_error, call.future, lambda: remote_error.unpack(data)), here)
+            return
+        self.settle(call, partial(call.future.set_result, result), here)
+
+    def settle(self, call: Call, work: Callable[[], None], here: bool = False) -> None:
+        """Let the call be answered by `work`: in this thread, or by the leader if callbacks of the user hear of it."""
+        if here or call.future.claim():
+            work()
+            call.future.rang()  # if this thread does not read for it, or does no more, another one may
+        else:
+            self._agent.run_later(lambda: self.settle(call, work, True))
+
+    def _read_reply(self, frame: Frame, callee: WorkerAddress, no_user_code: bool) -> Any:
+        if not frame.extras:
+            return deserialize(frame.data, frame.buffers, no_user_code=no_user_code)[0]
+        forks, _, note = pickle.loads(frame.extras)
+        if forks and no_user_code:  # they can be taken only once
+            raise UserCodeError
+        result, arrived = deserialize(
+            frame.data, frame.buffers, self.take_forks(forks), without_grad=note is not None, no_user_code=no_user_code
+        )
+        hook = call_hook()
+        if note is not None and hook is not None:
+            hook.receive_reply(note, arrived, callee)
+        return result
+
+    def take_forks(self, forks: Any) -> list[Any]:
+        """Return the references that came with a call, as RRefs. Where one cannot be made, the others are let go of."""
+        taken: list[Any] = []
+        problem: BaseException | None = None
+        for fork in forks or ():
+            try:
+                taken.append(self._agent.make_rref(*fork))
+            except BaseException as error:
+                problem = problem or error
+        if problem is not None:
+            taken.clear()  # the error holds this frame, and would keep them
+            raise problem
+        return taken
+
+    def _drop_forks(self, frame: Frame) -> None:
+        """Drop the references without raising: the thread of another call may have read the frame."""
+        forks: Any = None
+        try:
+            forks = pickle.loads(frame.extras)[0]
+        except BaseException as error:
+            _logger.error("rpc: the references in an answer that came too late cannot be read: %s", message_of(error))
+        for fork in forks or ():
+            try:
+                self._agent.make_rref(*fork)
+            except Exception as error:  # its owner cannot be told, say: the others go all the same
+                _logger.error(
+                    "rpc: a reference in an answer that came too late cannot be let go of: %s", message_of(error)
+                )

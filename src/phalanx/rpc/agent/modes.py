@@ -1,0 +1,19 @@
+"""Find out whether a thread is in one of torch's modes, which would see or change tensors that it makes for others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from phalanx.torch_names import find
+
+_LOSES = "an answer of phalanx.rpc that a thread inside a mode of torch reads is changed by the mode"
+_num_dispatch_modes: Any = find("torch._C._len_torch_dispatch_stack", loses=_LOSES, instead=int)
+_num_function_modes: Any = find("torch._C._len_torch_function_stack", loses=_LOSES, instead=int)
+_find_transform: Any = find("torch._C._functorch.maybe_current_level", loses=_LOSES, instead=lambda: None)
+
+
+def is_in_mode() -> bool:
+    """Return whether this thread is in a mode of the dispatcher or of functions, as a default device is one, or in a
+    transform of torch.func.
+    """
+    return bool(_num_function_modes() or _num_dispatch_modes() or _find_transform() is not None)
