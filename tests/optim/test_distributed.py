@@ -1,10 +1,12 @@
 """An optimizer over remote parameters does what it does over the same ones in one process."""
 
+import time
 import warnings
 
 import pytest
 import torch
 from tests.rpc.workers import run_workers, worker
+from tests.threads import map_in_threads
 from torch import optim
 
 from phalanx import rpc
@@ -205,3 +207,56 @@ def _partly(rank: int, folder: str) -> None:
 def test_workers_to_which_nothing_of_the_context_has_come_keep_their_parameters():
     """A step raised there, after other workers had made theirs."""
     run_workers(_partly, 3)
+
+
+class SlowSGD(optim.SGD):
+    """It notes the gradients that it finds, and takes its time."""
+
+    found: list[float] = []
+
+    def step(self, closure=None):
+        self.found.append(self.param_groups[0]["params"][0].grad[0].item())
+        time.sleep(0.002)
+        return super().step(closure)
+
+
+def _hooked_weight() -> torch.Tensor:
+    weight = torch.zeros(2, requires_grad=True)
+    weight.register_post_accumulate_grad_hook(lambda _: time.sleep(0.001))
+    return weight
+
+
+def _times(rref: rpc.RRef, factor: float) -> torch.Tensor:
+    return (rref.local_value() * factor).sum()
+
+
+def _gradient(rref: rpc.RRef, context: int) -> float:
+    return rpc.autograd.get_gradients(context)[rref.local_value()][0].item()
+
+
+def _take_found() -> list[float]:
+    return SlowSGD.found
+
+
+def _two_trainers(rank: int, folder: str) -> None:
+    with worker(rank, 2, folder):
+        if rank:
+            return
+        rref = rpc.remote("w1", _hooked_weight)
+        optimizer = DistributedOptimizer(SlowSGD, [rref], lr=0.0)
+
+        def train(factor: float) -> None:
+            for _ in range(40):
+                with rpc.autograd.context() as context:
+                    rpc.autograd.backward(context, [rpc.rpc_sync("w1", _times, (rref, factor))])
+                    assert rpc.rpc_sync("w1", _gradient, (rref, context)) == factor
+                    optimizer.step(context)
+                    assert rpc.rpc_sync("w1", _gradient, (rref, context)) == factor
+
+        map_in_threads(train, (1.0, 10.0))
+        assert sorted(rpc.rpc_sync("w1", _take_found)) == [1.0] * 40 + [10.0] * 40
+
+
+def test_steps_and_passes_that_use_grad_at_once_keep_their_gradients_apart():
+    """A pass through a leaf with a hook added its gradient to the one that a step of another trainer had put there."""
+    run_workers(_two_trainers, 2)

@@ -500,3 +500,35 @@ def _in_modes(rank: int, folder: str) -> None:
 def test_a_mode_of_who_asks_means_no_graph_and_one_of_who_answers_means_nothing():
     """A future that another call set under no_grad lost its tensor's graph, and gradients were missing."""
     run_workers(_in_modes, 2)
+
+
+def contexts_here() -> list[int]:
+    return [context.id for context in autograd_worker().contexts.all()]
+
+
+def _wait_and_ask(x: torch.Tensor, name: str) -> torch.Tensor:
+    wait_event(name)
+    return rpc.rpc_sync("w2", weigh, (x,))
+
+
+def _outlives(rank: int, folder: str) -> None:
+    with worker(rank, 3, folder):
+        if rank:
+            return
+        for number in range(10):
+            x = torch.ones(3, requires_grad=True)
+            with autograd.context():
+                late = rpc.rpc_async("w1", _wait_and_ask, (x, f"go {number}"))
+                rpc.rpc_sync("w1", weigh, (x,))
+                if number % 2:  # w2 knows the context already
+                    rpc.rpc_sync("w2", weigh, (x,))
+            until(lambda: not rpc.rpc_sync("w1", contexts_here))
+            rpc.rpc_sync("w1", set_event, (f"go {number}",))
+            assert late.wait().tolist() == [2.0] * 3
+        for to in NAMES:
+            until(lambda to=to: not rpc.rpc_sync(to, contexts_here))
+
+
+def test_a_call_that_outlives_its_context_takes_it_nowhere():
+    """The worker that its function called kept the context, and its graph, for ever."""
+    run_workers(_outlives, 3)

@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import os
+import random
 import resource
 import signal
 import threading
@@ -163,6 +164,53 @@ def _in_child(rref, tensor, folder):
     os.mkdir(folder)
     with worker(0, 1, folder):
         return 0 if rpc.rpc_sync("w0", same, (5,)) == 5 else 5
+
+
+class Alarm(Exception):
+    pass
+
+
+def _raise_alarm(*_):
+    raise Alarm
+
+
+def _alarms(rank, folder):
+    with worker(rank, 2, folder):
+        if rank:
+            return
+        others = threading.Event()
+
+        def call():
+            number = 0
+            while not others.is_set():
+                number += 1
+                assert rpc.rpc_sync("w1", same, (number,)) == number
+
+        before = signal.signal(signal.SIGALRM, _raise_alarm)
+        thread = threading.Thread(target=call, name="phalanx-test-caller")
+        thread.start()
+        num_alarms = 0
+        draw = random.Random(3)
+        for _ in range(150):
+            signal.setitimer(signal.ITIMER_REAL, draw.uniform(0.0001, 0.004))
+            try:
+                for _ in range(100):
+                    x = torch.ones(draw.choice([2, 1 << 16]))
+                    assert torch.equal(rpc.rpc_sync("w1", same, (x,)), x)
+            except Alarm:
+                num_alarms += 1
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            assert rpc.rpc_sync("w1", same, (5,)) == 5
+        signal.signal(signal.SIGALRM, before)
+        others.set()
+        thread.join()
+        assert num_alarms > 50
+        assert current.agent().num_in_flight == 0
+
+
+def test_an_exception_of_a_signal_handler_ends_a_call_and_nothing_else():
+    """Where it came while the main thread read, the other worker counted as lost from then on."""
+    run_workers(_alarms, 2)
 
 
 def test_a_fork_of_a_worker_is_none_and_may_become_one():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -16,6 +15,7 @@ from phalanx import rpc
 from phalanx.rpc import current
 from phalanx.rpc.agent.agent import Agent
 from phalanx.rpc.agent.short_work import ShortWork
+from phalanx.rpc.autograd.graph import grads_are_ours
 from phalanx.rpc.autograd.serve import worker
 from phalanx.rpc.wire import Frame, Order
 from phalanx.torch_names import find
@@ -30,10 +30,6 @@ _profiler_enabled: Any = find("torch.autograd._profiler_enabled", loses=_SLOWER,
 _set_grad: Any = find("torch._C._set_grad_enabled", loses=_SLOWER, instead=torch.set_grad_enabled)
 
 _ORDER = struct.Struct("<B3Q")  # an order of a step has the optimizer's number and the context's
-
-# Optimizers read `.grad`, which is the parameter's only one: while one of this process has put its gradients there, no
-# other may.
-_grads_are_ours = threading.Lock()
 
 # The optimizers of this worker are kept by the number of the reference to them, and live as long as that.
 _ours: weakref.WeakValueDictionary[Any, LocalOptimizer] = weakref.WeakValueDictionary()
@@ -106,7 +102,7 @@ class LocalOptimizer:
         if found is not None:
             with found.lock:
                 gradients = [found.gradients.get(one) for one in self._params]
-        with _grads_are_ours:
+        with grads_are_ours:
             if self._is_functional:
                 self.optim.step(gradients)
                 return

@@ -165,7 +165,11 @@ class Agent:
         if kind != wire.CONTROL and kind != wire.ORDER:
             self.num_calls += 1
         try:
-            connection.send(kind, call.number, data, extras, buffers)
+            if interrupts.may_raise():
+                connection.put(kind, call.number, data, extras, buffers)
+                self._answering.send_later(connection)
+            else:
+                connection.send(kind, call.number, data, extras, buffers)
         except BaseException:
             peer.take(call.number)  # nobody waits for it
             raise

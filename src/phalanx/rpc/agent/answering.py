@@ -40,7 +40,7 @@ class Answering:
         self._agent = agent
         self.controls: dict[str, Control] = {}
         self.orders: dict[int, Callable[[Any, Frame], None]] = {}
-        self._dirty: deque[Any] = deque()  # connections with answers that were put aside
+        self._dirty: deque[Any] = deque()  # connections with frames that were put aside
 
     def take_control(self, connection: Any, frame: Frame) -> None:
         """Carry out a control, and answer if an answer is wanted."""
@@ -137,8 +137,13 @@ class Answering:
             except BaseException as problem:  # else who asked would wait for ever
                 self.answer(connection, number, error=problem)
 
+    def send_later(self, connection: Any) -> None:
+        """Have the leader send what was put into the queue of a connection."""
+        self._dirty.append(connection)
+        self._agent.serving.wake()
+
     def flush(self) -> None:
-        """Send the answers that were put aside."""
+        """Send what was put aside."""
         dirty = self._dirty
         while dirty:
             try:

@@ -213,6 +213,10 @@ class Reading:
             interrupts.allow()
 
     def _read_until(self, awaited: Awaited, wait: Callable[[], None]) -> None:
+        if interrupts.may_raise():
+            self.unmute()
+            interrupts.wait(wait)
+            return
         turn = self._begin(awaited, 0)
         if turn is None:
             with self._lock:  # a thread that reads sees it when it leaves; and it may just have left

@@ -27,6 +27,7 @@ class Context:
     def __init__(self, context_id: int, origin: int) -> None:
         self.id = context_id
         self.origin = origin
+        self.has_ended = False  # a function of a call in it may still run, and call others
         self.lock = threading.Lock()
         self.known: dict[int, WorkerAddress] = {}  # the workers that we told of it
         self.sends: dict[MessageId, Send] = {}
@@ -162,7 +163,10 @@ class Contexts:
             self._released[context_id] = None
             while len(self._released) > _MOST_RELEASED:
                 self._released.popitem(last=False)
-            return self._by_id.pop(context_id, None)
+            context = self._by_id.pop(context_id, None)
+        if context is not None:
+            context.has_ended = True
+        return context
 
     def all(self) -> list[Context]:
         """Return all contexts."""

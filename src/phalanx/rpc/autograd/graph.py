@@ -151,7 +151,9 @@ def _current_pass() -> Gradients:
 # RecvRpc hangs on this, so that the engine finds something to run it for.
 _anchor = torch.zeros((), requires_grad=True)
 _anchor_edge = get_gradient_edge(_anchor)
-_through_grad = threading.Lock()
+# Who has put gradients into `.grad` of tensors of this process holds this: a pass, or a step of an optimizer. A hook of
+# one may do the other.
+grads_are_ours = threading.RLock()
 _LEAF: type = type(_anchor_edge.node)
 _RECV: type = RecvRpc._backward_cls
 _HOOKED = "_phalanx_hooked"
@@ -421,7 +423,7 @@ def _run_backward(
 def _run_through_grad(
     outputs: Sequence[Tensor], gradients: Sequence[Tensor], variables: Sequence[Tensor], retain_graph: bool
 ) -> list[tuple[Tensor, Tensor]]:
-    with _through_grad:
+    with grads_are_ours:
         before = [one.grad for one in variables]
         try:
             for one in variables:

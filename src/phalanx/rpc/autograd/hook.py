@@ -37,6 +37,8 @@ class AutogradHook:
             return None
         if to.uid not in context.known and to.uid != self._uid:
             context.known[to.uid] = to
+        if context.has_ended:  # this comes after the entry: the end is told to all who are known by then
+            return None
         if not torch.is_grad_enabled():
             return context.id, context.origin, None, None
         return self._note(context, to, payload)
