@@ -2,6 +2,7 @@
 
 import time
 import warnings
+from typing import ClassVar
 
 import pytest
 import torch
@@ -212,7 +213,7 @@ def test_workers_to_which_nothing_of_the_context_has_come_keep_their_parameters(
 class SlowSGD(optim.SGD):
     """It notes the gradients that it finds, and takes its time."""
 
-    found: list[float] = []
+    found: ClassVar[list[float]] = []
 
     def step(self, closure=None):
         self.found.append(self.param_groups[0]["params"][0].grad[0].item())
