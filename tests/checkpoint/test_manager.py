@@ -1,11 +1,15 @@
 """The checkpoints of a run, in one process: what is saved comes back, and whatever goes wrong changes nothing."""
 
 import functools
+import multiprocessing
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +19,7 @@ from tests.comparisons import assert_equal
 from tests.training import copy_parameters, copy_state
 from torch import nn
 
-from phalanx.checkpoint import CheckpointManager, RandomState, load_checkpoint
+from phalanx.checkpoint import CheckpointManager, RandomState, background, load_checkpoint
 from phalanx.errors import CheckpointError
 from phalanx.testing import run_ranks
 
@@ -299,6 +303,52 @@ def test_plain_torch_opens_a_whole_one(tmp_path):
     nn.Linear(2, 2).load_state_dict(state["model"])
     assert state["epoch"] == 3
     assert load_checkpoint(tmp_path / "latest" / "state.pt").keys() == state.keys()
+
+
+def _save_in_child(manager, path):
+    assert not manager.is_saving
+    CheckpointManager(path).save(1, {"w": torch.ones(2)})
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize("way", ["return", "exit"])
+def test_a_process_that_is_forked_during_a_save_ends_and_leaves_the_save_alone(tmp_path, monkeypatch, way):
+    """It waited at its end for a thread that only its parent has: workers of a DataLoader never ended."""
+    gate, write, me = threading.Event(), background.Saving._write, os.getpid()
+
+    def write_late(saving):
+        assert os.getpid() != me or gate.wait(40)
+        write(saving)
+
+    monkeypatch.setattr(background.Saving, "_write", write_late)
+    manager = CheckpointManager(tmp_path / "mine")
+    manager.async_save(1, {"w": torch.ones(3)})
+    if way == "return":
+        child = multiprocessing.get_context("fork").Process(target=_save_in_child, args=(manager, tmp_path / "its"))
+        child.start()
+        child.join(30)
+        code = child.exitcode
+        child.kill()
+        child.join()
+        assert CheckpointManager(tmp_path / "its").load().state["w"].sum() == 2
+    else:
+        pid = os.fork()
+        if pid == 0:
+            threading._shutdown()  # what a process does that ends by itself
+            os._exit(7)
+        end = time.monotonic() + 30
+        while (waited := os.waitpid(pid, os.WNOHANG))[0] == 0 and time.monotonic() < end:
+            time.sleep(0.01)
+        if waited[0] == 0:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        code = os.waitstatus_to_exitcode(waited[1]) - 7 if waited[0] else None
+    assert code == 0
+    assert manager.is_saving
+    gate.set()
+    manager.wait()
+    assert names(tmp_path / "mine") == ["00000001-step-1", "latest"]
+    assert manager.load().state["w"].sum() == 3
 
 
 @pytest.mark.slow

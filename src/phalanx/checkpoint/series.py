@@ -392,6 +392,13 @@ def _finish() -> None:
             saving.finish_alone(_AT_EXIT_S)
 
 
+def _forget() -> None:
+    """Forget the parent's saves in a forked child, which has none of their threads."""
+    for manager in list(_open):
+        manager._saving = manager._saving_group = None
+
+
+os.register_at_fork(after_in_child=_forget)
 # Before the executors of concurrent.futures close, without which names of hosts are not found: later, where Python has
 # no such list any more.
 vars(threading).get("_register_atexit", atexit.register)(_finish)

@@ -136,4 +136,5 @@ def _alone(name: str) -> Iterator[None]:
         fcntl.flock(folder, fcntl.LOCK_EX)
         yield
     finally:
+        fcntl.flock(folder, fcntl.LOCK_UN)  # a process that was forked meanwhile has the descriptor, too
         os.close(folder)
