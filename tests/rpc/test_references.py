@@ -1,12 +1,14 @@
 """References: made, used, handed on to third workers, counted and dropped."""
 
 import gc
+import random
 import threading
 import time
 
 import pytest
 import torch
 from tests.rpc.workers import Counter, fail, run_workers, same, set_event, wait_event, worker
+from tests.threads import map_in_threads
 
 from phalanx import rpc
 from phalanx.errors import DeadlineError
@@ -167,6 +169,66 @@ def _check_errors():
 
 def test_references_are_used_handed_on_and_dropped_by_three_workers():
     run_workers(_everything, 3)
+
+
+def _make_counter_at(to, value):
+    return rpc.remote(to, Counter, (value,))
+
+
+def _comes_home_early(rank, folder):
+    with worker(rank, 2, folder, rpc_timeout=20):
+        if rank:
+            return
+
+        def use(first):
+            for number in range(first, first + 400):
+                rref = rpc.rpc_sync("w1", _make_counter_at, ("w0", number))
+                assert rref.rpc_sync().add(1) == number + 1
+                if number % 2:
+                    assert rref.to_here().value == number + 1
+
+        map_in_threads(use, (0, 1000, 2000))
+        _wait_until_free("w0", "w1")
+
+
+def test_a_reference_may_come_home_before_the_request_that_makes_its_object():
+    """The object's entry was given up with the first use, and the object was put into another one: the next use hung."""
+    run_workers(_comes_home_early, 2, timeout=120)
+
+
+def _early_order(rank, folder):
+    with worker(rank, 1, folder):
+        references = current.agent().references
+        draw = random.Random(7)
+        for number in range(200):
+            maker, others = 99, [7, 8]
+            rref_id, forks = (maker, number), [(maker, 1000 * number + fork) for fork in range(3)]
+            waited = references.find_or_expect(rref_id)
+            assert waited is not None
+            events = [("make", None), *(("announce", fork) for fork in forks), *(("drop", fork) for fork in forks)]
+            draw.shuffle(events)
+            events.sort(key=lambda one: one[0] == "drop" and draw.random() < 0.5)
+            made = None
+            announced = set()
+            for what, fork in events:
+                if what == "make":
+                    made = references.make(rref_id, (maker, -number - 1), others[0])
+                elif what == "announce":
+                    assert references.announce_fork(rref_id, fork, draw.choice(others))
+                    announced.add(fork)
+                elif fork in announced:
+                    references.drop_fork(rref_id, fork)
+                    announced.discard(fork)
+            assert made is waited, events
+            references.drop_fork(rref_id, (maker, -number - 1))
+            for fork in announced:
+                references.drop_fork(rref_id, fork)
+            assert references.find(rref_id) is None
+        assert sum(references.count().values()) == 0
+
+
+def test_the_object_is_put_where_those_wait_who_heard_of_it_first():
+    run_workers(_early_order, 1)
 
 
 def _refuses(rank, folder):

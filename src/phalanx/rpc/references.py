@@ -108,7 +108,8 @@ class References:
             if owned is None:
                 return None
             owned.forks.pop(fork, None)
-            return self._owned.pop(rref_id) if not owned.forks else None
+            # The request that makes the object may still be on its way: it must find the future that others wait for.
+            return self._owned.pop(rref_id) if not owned.forks and owned.is_made else None
 
     def hand_on(self, fork: RRefId, what: Any, to: int) -> None:
         """Keep `what` until the worker `to` has its own fork."""
@@ -134,9 +135,10 @@ class References:
             for owned in list(self._owned.values()):
                 for fork in [fork for fork, holder in owned.forks.items() if holder == uid]:
                     del owned.forks[fork]
-                if not owned.is_made and owned.id[0] == uid:
+                is_orphan = not owned.is_made and owned.id[0] == uid
+                if is_orphan:
                     orphans.append(owned)
-                if not owned.forks:
+                if not owned.forks and (owned.is_made or is_orphan):
                     freed.append(self._owned.pop(owned.id))
         return freed, orphans
 
