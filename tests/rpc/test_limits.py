@@ -2,6 +2,8 @@
 
 import contextlib
 import ctypes
+import gc
+import math
 import os
 import random
 import resource
@@ -164,6 +166,69 @@ def _in_child(rref, tensor, folder):
     os.mkdir(folder)
     with worker(0, 1, folder):
         return 0 if rpc.rpc_sync("w0", same, (5,)) == 5 else 5
+
+
+def _timeouts(rank, folder):
+    with worker(rank, 2, folder, rpc_timeout=math.inf):
+        if rank:
+            return
+        for to in ("w0", "w1"):
+            rref = rpc.remote(to, same, (5,))
+            for seconds in (0, 30, math.inf, 1e10, -1, True):
+                assert rpc.rpc_sync(to, same, (5,), timeout=seconds) == 5
+                assert rref.to_here(timeout=seconds) == 5
+                assert rref.rpc_sync(timeout=seconds).bit_length() == 3
+            for wrong, error in ((math.nan, ValueError), ("3", TypeError), (None, TypeError)):
+                calls = [
+                    lambda to=to, wrong=wrong: rpc.rpc_sync(to, same, (5,), timeout=wrong),
+                    lambda to=to, wrong=wrong: rpc.remote(to, same, (5,), timeout=wrong),
+                    lambda rref=rref, wrong=wrong: rref.to_here(timeout=wrong),
+                ]
+                for call in calls:
+                    with pytest.raises(error, match="timeout is a number of seconds"):
+                        call()
+
+
+def test_time_limits_mean_the_same_everywhere_and_what_is_none_is_refused():
+    """Infinity ended init_rpc, and what is no number meant an internal error, or nothing on another worker."""
+    run_workers(_timeouts, 2)
+
+
+class Handle:
+    """It is garbage of a circle, whose end is told to another worker."""
+
+    ended = 0
+
+    def __init__(self):
+        self.me = self
+
+    def __del__(self):
+        assert rpc.rpc_sync("w1", same, (7,)) == 7
+        Handle.ended += 1
+
+
+def _finalizers(rank, folder):
+    with worker(rank, 2, folder, rpc_timeout=30):
+        if rank:
+            return
+        before = gc.get_threshold()
+        draw = random.Random(1)
+        try:
+            for number in range(300):
+                gc.set_threshold(draw.randint(5, 150), 2, 2)
+                Handle()
+                calls = [rpc.rpc_async("w1", same, ([[one] for one in range(10)],)) for _ in range(3)]
+                assert rpc.rpc_sync("w1", same, (number,)) == number
+                assert all(call.wait() == [[one] for one in range(10)] for call in calls)
+        finally:
+            gc.set_threshold(*before)
+        gc.collect()
+        assert Handle.ended == 300
+
+
+def test_finalizers_may_call_wherever_the_collector_runs_them():
+    """One ran while its thread connected or read, waited for what that thread held, and hung."""
+    run_workers(_finalizers, 2)
 
 
 class Alarm(Exception):

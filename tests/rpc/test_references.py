@@ -192,7 +192,7 @@ def _comes_home_early(rank, folder):
 
 
 def test_a_reference_may_come_home_before_the_request_that_makes_its_object():
-    """The object's entry was given up with the first use, and the object was put into another one: the next use hung."""
+    """Its entry was given up with the first use, and the object was put into another one: the next use hung."""
     run_workers(_comes_home_early, 2, timeout=120)
 
 

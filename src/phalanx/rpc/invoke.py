@@ -17,7 +17,7 @@ from phalanx.rpc import current, profiler, wire
 from phalanx.rpc.agent.agent import Agent
 from phalanx.rpc.agent.reading import Answer
 from phalanx.rpc.call_hook import call_hook
-from phalanx.rpc.options import UNSET_RPC_TIMEOUT
+from phalanx.rpc.options import UNSET_RPC_TIMEOUT, seconds_of
 from phalanx.rpc.references import RRefId
 from phalanx.rpc.remote_error import error_of, set_error
 from phalanx.rpc.rref import RRef
@@ -194,7 +194,7 @@ def _call_until_answered(agent: Agent, what: str, name: str, to: To, work: Any, 
     def send(timeout_s: float) -> Future[Any]:
         return agent.invoke(find_worker(agent, to), what, name, work, timeout_s)
 
-    timeout_s = agent.default_timeout_s if timeout < 0 else timeout
+    timeout_s = seconds_of(timeout, agent.default_timeout_s)
     return agent.retries.call(f"{what}({name})", to, send, timeout_s)
 
 

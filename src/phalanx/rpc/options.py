@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,24 @@ DEFAULT_INIT_METHOD = "env://"
 UNSET_RPC_TIMEOUT = -1.0
 MOST_CALLS = 10_000
 MOST_BYTES = 4 << 30
+
+
+def seconds_of(timeout: float, default_s: float) -> float:
+    """Return after how many seconds a call fails to which this was given; 0 is never, as is more than a clock can count.
+
+    Raises:
+        TypeError: it is no number.
+        ValueError: it is not a number.
+    """
+    if type(timeout) is not float and not isinstance(timeout, (int, float)):
+        raise TypeError(f"timeout is a number of seconds (0: never), got a {type(timeout).__name__}")
+    if timeout < 0:
+        return default_s
+    if timeout < threading.TIMEOUT_MAX:
+        return timeout
+    if math.isnan(timeout):
+        raise ValueError("timeout is a number of seconds (0: never), got nan")
+    return 0.0
 
 
 class BackendType(enum.Enum):
@@ -60,7 +79,7 @@ class RpcBackendOptions:
         if not (rpc_timeout >= 0 or rpc_timeout == UNSET_RPC_TIMEOUT) or math.isnan(rpc_timeout):
             raise ValueError(f"rpc_timeout must be zero (never) or more seconds, got {rpc_timeout}")
         self.num_worker_threads = num_worker_threads
-        self.rpc_timeout = float(rpc_timeout)
+        self.rpc_timeout = float(rpc_timeout) if rpc_timeout < threading.TIMEOUT_MAX else 0.0
         self.init_method = init_method
         self.device_maps = {to: _device_map(one) for to, one in (device_maps or {}).items()}
         self.devices = [torch.device(one) for one in devices or ()]

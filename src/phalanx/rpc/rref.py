@@ -17,7 +17,7 @@ from torch.futures import Future
 from phalanx.errors import ClosedError, DeadlineError, PeerLostError, PhalanxError
 from phalanx.rpc import current, wire
 from phalanx.rpc.agent.agent import Agent
-from phalanx.rpc.options import UNSET_RPC_TIMEOUT
+from phalanx.rpc.options import UNSET_RPC_TIMEOUT, seconds_of
 from phalanx.rpc.references import Owned, RRefId
 from phalanx.rpc.remote_error import set_error
 from phalanx.rpc.serialization import Payload, arriving, register
@@ -195,7 +195,7 @@ class RRef(Generic[T]):
         self._profiling = future
 
     def _timeout(self, timeout: float) -> float:
-        return self._agent.default_timeout_s if timeout < 0 else timeout
+        return seconds_of(timeout, self._agent.default_timeout_s)
 
     def _check_open(self) -> None:
         if self._agent.closed:

@@ -3,12 +3,16 @@
 A sender puts its frame into the queue and writes what the socket takes. If another thread is writing, it leaves the
 frame to that thread, so that frames that come at the same time go in one system call. What the socket does not take is
 written when it can be (the serving thread is told by `change`). No thread blocks.
+
+Python's garbage collector is kept out of what reads and writes: a finalizer of the user's may call by rpc, and would find
+this thread in the midst of it.
 """
 
 from __future__ import annotations
 
 import array
 import contextlib
+import gc
 import itertools
 import select
 import socket
@@ -128,19 +132,26 @@ class UnixConnection:
 
     def flush(self) -> None:
         """Write what is in the queue, as far as the socket takes it."""
-        while (self._queue or self.releases) and self._writing.acquire(blocking=False):
-            try:
-                if self.closed:
-                    self._queue.clear()
-                    self.releases.clear()
-                    return
-                if self.releases:
-                    self._queue.append(self._release_frame())
-                if self._rest:  # `resume` goes on
-                    return
-                self._write()
-            finally:
-                self._writing.release()
+        may_collect = gc.isenabled()
+        if may_collect:
+            gc.disable()
+        try:
+            while (self._queue or self.releases) and self._writing.acquire(blocking=False):
+                try:
+                    if self.closed:
+                        self._queue.clear()
+                        self.releases.clear()
+                        return
+                    if self.releases:
+                        self._queue.append(self._release_frame())
+                    if self._rest:  # `resume` goes on
+                        return
+                    self._write()
+                finally:
+                    self._writing.release()
+        finally:
+            if may_collect:
+                gc.enable()
 
     def resume(self) -> None:
         """Write what is left, because the socket can be written again."""
@@ -195,14 +206,21 @@ class UnixConnection:
 
     def read(self) -> list[Frame] | None:
         """Return the frames that have come; None when the other end is gone."""
-        with self._parsing:
-            if self._is_broken:
-                return None
-            try:
-                return self._read()
-            except BaseException:
-                self._is_broken = True  # what follows would be read from the middle of a frame
-                raise
+        may_collect = gc.isenabled()
+        if may_collect:
+            gc.disable()
+        try:
+            with self._parsing:
+                if self._is_broken:
+                    return None
+                try:
+                    return self._read()
+                except BaseException:
+                    self._is_broken = True  # what follows would be read from the middle of a frame
+                    raise
+        finally:
+            if may_collect:
+                gc.enable()
 
     def _read(self) -> list[Frame] | None:
         try:

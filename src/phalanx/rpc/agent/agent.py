@@ -34,7 +34,7 @@ from phalanx.rpc.agent.retries import Retries
 from phalanx.rpc.agent.serving import Lead, Serving, Task
 from phalanx.rpc.agent.threads import Threads
 from phalanx.rpc.call_hook import call_hook
-from phalanx.rpc.options import UNSET_RPC_TIMEOUT, RpcBackendOptions
+from phalanx.rpc.options import UNSET_RPC_TIMEOUT, RpcBackendOptions, seconds_of
 from phalanx.rpc.references import References
 from phalanx.rpc.remote_error import set_error
 from phalanx.rpc.serialization import serialize, serialize_call
@@ -123,7 +123,7 @@ class Agent:
         extras = b""
         if payload.forks or rref is not None or note is not None:
             extras = pickle.dumps((payload.forks or None, rref, note), 5)
-        call = Call(what, name, self.default_timeout_s if timeout_s < 0 else timeout_s, payload.kept)
+        call = Call(what, name, seconds_of(timeout_s, self.default_timeout_s), payload.kept)
         call.on_answer = on_answer
         interrupts.defer()
         try:
@@ -213,7 +213,7 @@ class Agent:
         """Ask as `control` does, in bytes, and wait for the answer, of which `read` makes something."""
         if self.closed:
             raise ClosedError(f"{what} to {to}: this worker was shut down.")
-        call = Call("rpc", what, self.default_timeout_s if timeout_s < 0 else timeout_s)
+        call = Call("rpc", what, seconds_of(timeout_s, self.default_timeout_s))
         call.read = read
         interrupts.defer()
         try:

@@ -10,6 +10,7 @@ process, too: a child of it may keep the sockets open.
 
 from __future__ import annotations
 
+import gc
 import select
 import socket
 from collections import deque
@@ -92,9 +93,15 @@ class Connections:
 
     def connect(self, peer: Callee, timeout_s: float = 0.0) -> Any:
         """Return the connection to a worker; None if it is lost and there can be none."""
-        with peer.connecting:
-            if not peer.lost and peer.connection is None:  # another thread may have been faster
-                self._connect(peer, Deadline.after(min(timeout_s or _CONNECT_S, _CONNECT_S)))
+        may_collect = gc.isenabled()
+        gc.disable()  # a finalizer of the user's may call by rpc, and would come here again
+        try:
+            with peer.connecting:
+                if not peer.lost and peer.connection is None:  # another thread may have been faster
+                    self._connect(peer, Deadline.after(min(timeout_s or _CONNECT_S, _CONNECT_S)))
+        finally:
+            if may_collect:
+                gc.enable()
         return peer.connection
 
     def _connect(self, peer: Callee, deadline: Deadline) -> None:

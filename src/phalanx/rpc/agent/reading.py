@@ -158,12 +158,16 @@ class Awaited(Protocol):
 
 
 class _Turn:
-    """`_Turn` belongs to one thread. `busy_since` is when the thread began to hand out answers, or 0."""
+    """`_Turn` belongs to one thread. `busy_since` is when the thread began to hand out answers, or 0.
 
-    __slots__ = ("awaited", "busy_since", "thread")
+    It may lie inside of another turn of the thread, `outer`: a finalizer ran meanwhile, and makes a call.
+    """
 
-    def __init__(self, awaited: Awaited) -> None:
+    __slots__ = ("awaited", "busy_since", "outer", "thread")
+
+    def __init__(self, awaited: Awaited, outer: _Turn | None = None) -> None:
         self.awaited = awaited
+        self.outer = outer
         self.thread = threading.get_ident()
         self.busy_since = 0.0
 
@@ -184,7 +188,7 @@ class Reading:
         self._caller = caller
         self._serving = serving
         self._take = take
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a finalizer of the user's may run where it is held
         self._turn: _Turn | None = None
         self._pending: deque[Frame] = deque()
         self._wakeup = Wakeup()
@@ -240,11 +244,15 @@ class Reading:
         """Return the turn of this thread; None if another thread has it, or several wait: then the leader reads for
         all.
         """
-        if self._turn is not None or self._num_others > most_others:
+        outer = self._turn
+        if outer is not None:
+            if outer.thread != threading.get_ident():
+                return None
+        elif self._num_others > most_others:
             return None
-        turn = _Turn(awaited)
+        turn = _Turn(awaited, outer)
         with self._lock:
-            if self._turn is not None or self._is_closed:
+            if self._turn is not outer or self._is_closed:
                 return None
             if not self._is_muted:
                 self._connection.mute(True)
@@ -310,7 +318,9 @@ class Reading:
         with self._lock:
             if self._turn is not turn:  # it was taken away
                 return
-            self._turn = None
+            self._turn = turn.outer
+            if self._turn is not None:
+                return
             self._last = time.monotonic()
             if self._is_closed or self._pending:  # it is left at the end, or by an exception
                 self._give_back()
