@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import tempfile
 import threading
 import time
@@ -37,6 +38,8 @@ def run_workers(fn: Callable[..., Any], world_size: int, *args: Any, **kwargs: A
 
 
 def _start(rank: int, world_size: int, fn: Callable[..., Any], folder: str, *args: Any) -> Any:
+    # The handler of pytest's plugin for time limits may raise: with it the main thread would not read for itself.
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
     return fn(rank, folder, *args)
 
 

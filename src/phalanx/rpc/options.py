@@ -19,7 +19,7 @@ MOST_BYTES = 4 << 30
 
 
 def seconds_of(timeout: float, default_s: float) -> float:
-    """Return after how many seconds a call fails to which this was given; 0 is never, as is more than a clock can count.
+    """Return after how many seconds a call with this timeout fails; 0 is never, as is more than a clock can count.
 
     Raises:
         TypeError: it is no number.

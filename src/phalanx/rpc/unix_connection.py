@@ -4,8 +4,8 @@ A sender puts its frame into the queue and writes what the socket takes. If anot
 frame to that thread, so that frames that come at the same time go in one system call. What the socket does not take is
 written when it can be (the serving thread is told by `change`). No thread blocks.
 
-Python's garbage collector is kept out of what reads and writes: a finalizer of the user's may call by rpc, and would find
-this thread in the midst of it.
+Python's garbage collector is kept out of what reads and writes: a finalizer of the user's may call by rpc, and would
+find this thread in the midst of it.
 """
 
 from __future__ import annotations
