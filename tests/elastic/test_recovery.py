@@ -19,6 +19,7 @@ from torch import nn
 
 import phalanx
 from phalanx import elastic
+from phalanx.checkpoint import load_checkpoint, save_checkpoint
 from phalanx.elastic import points
 
 
@@ -250,6 +251,8 @@ def test_with_too_few_ranks_the_state_is_saved_and_another_job_goes_on(
     optimizer: str, tmp_path: Path, undisturbed: Any
 ) -> None:
     saved = tmp_path / "last.pt"
+    # another run has left this there: its higher step was taken for a later one of this run, and nothing was saved
+    save_checkpoint(saved, {"values": {"step": 1000}})
     job = Job("", (Strike(1, "backward", 5),), draws=False, optimizer=optimizer, checkpoint=str(saved))
     first = tmp_path / "first"
     first.mkdir()
@@ -259,6 +262,7 @@ def test_with_too_few_ranks_the_state_is_saved_and_another_job_goes_on(
     assert len(agent.ends) == 2
     assert "SystemExit: 75" in agent.ends[1]
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["last.pt"]
+    assert load_checkpoint(saved)["values"]["step"] == 5
     again = dataclasses.replace(job, strikes=(), checkpoint="", resume=str(saved))
     check(again, 2, tmp_path / "first", undisturbed)
 

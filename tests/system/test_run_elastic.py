@@ -439,3 +439,47 @@ def test_ranks_that_disagree_whenever_their_group_is_formed_fail_and_say_how(kin
     assert "SIGKILL" not in finished.err
     assert "First failure: rank " in finished.err
     assert "rank 1: broadcast(src=0) of float32 (1,) at " in finished.err.partition("First failure")[2]
+
+
+TORCH_DDP = """
+import os, signal, sys
+import torch
+from torch import nn
+import phalanx
+
+job = phalanx.init()
+torch.manual_seed(0)
+model = nn.parallel.DistributedDataParallel(nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+state = phalanx.elastic.State(model=model, optimizer=optimizer)
+
+@phalanx.elastic.run(state)
+def train(state):
+    for _ in state.epochs(1):
+        while state.step < 12:
+            marker = sys.argv[1]
+            if marker and state.step == 1 and job.rank == 1 and not os.path.exists(marker):
+                open(marker, "w").close()
+                os.kill(os.getpid(), signal.SIGKILL)
+            optimizer.zero_grad()
+            draw = torch.Generator().manual_seed(state.step * 2 + job.rank)
+            model(torch.randn(3, 4, generator=draw)).square().mean().backward()
+            optimizer.step()
+            state.commit()
+
+train(state)
+print("ends with", model.module.weight.tolist())
+"""
+
+
+@pytest.mark.slow
+def test_torchs_wrapper_goes_on_after_a_loss_in_its_first_steps(tmp_path: Path) -> None:
+    """Rank 0 asked the store of the generation that was over for the batches of the lost rank, and waited for ever."""
+    script = write_script(tmp_path, TORCH_DDP)
+    said = []
+    for marker in ("", str(tmp_path / "killed")):
+        finished = run("--nproc-per-node", "2", script, marker)
+        assert finished.code == 0, finished
+        said.append(sorted(re.findall(r"ends with (.*)", finished.out)))
+    assert said[0] == said[1]
+    assert said[0]

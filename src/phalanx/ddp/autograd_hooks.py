@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -32,3 +32,15 @@ def is_last_hook(parameter: Tensor, hook_id: int) -> bool:
     """Return whether no other hook is called with the parameter's gradient after the one with this id."""
     hooks: dict[int, object] = parameter._post_accumulate_grad_hooks
     return next(reversed(hooks)) == hook_id
+
+
+def register_gradient_hook(parameter: Tensor, hook: Callable[..., None]) -> Any:
+    """Register a hook of a parameter's gradient, also where it is frozen for now: a wrapper that goes over to another
+    group takes in what it had before.
+    """
+    trains = parameter.requires_grad
+    parameter.requires_grad_()
+    try:
+        return parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+    finally:
+        parameter.requires_grad_(trains)

@@ -61,6 +61,10 @@ class BatchWatch:
         done = len(self._inputs) == NUM_STEPS if self._rank else self._compared
         return not (done and self._order is None)
 
+    def compare_no_more(self) -> None:
+        """Leave out the comparison with other ranks, whose group is over: its store may not answer any more."""
+        self._compared = True
+
     def _compare(self) -> None:
         """Warn of ranks that get the same batches, once all have left what they got."""
         self._looks += 1

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from phalanx.backend.dynamo import untraced
 from phalanx.backend.uneven import absent_ranks, training_step
-from phalanx.ddp.autograd_hooks import is_last_hook, weak_hook
+from phalanx.ddp.autograd_hooks import is_last_hook, register_gradient_hook, weak_hook
 from phalanx.ddp.broken_round import another_gradient, interrupted, missing_gradients, nothing_learnt
 from phalanx.ddp.bucket import DenseBucket, SparseBucket
 from phalanx.ddp.bucket_set import BucketSet
@@ -95,9 +95,7 @@ class Reducer:
         self._round: Round
         self._begin_round()
         hooks = [
-            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                weak_hook(weakref.ref(self), Reducer.on_gradient, index)
-            )
+            register_gradient_hook(parameter, weak_hook(weakref.ref(self), Reducer.on_gradient, index))
             for index, parameter in enumerate(self._parameters)
         ]
         self._hook_ids: list[int] = [hook.id for hook in hooks]

@@ -350,10 +350,9 @@ class ElasticGroup:
         self._records, self._records_generation = fresh, self.generation
         self.is_complete = True
         self._prepared_seq = (-1, -1)
-        if state._mark is not None:  # also on a rank that has just come: a loss in its first step takes it back to here
-            record = fresh.read(rank, state._latest.number)
-            assert record is not None
-            state._random_again = functools.partial(restore_random, record)
+        record = fresh.read(rank, state._latest.number)
+        assert record is not None
+        state._go_on_with(functools.partial(restore_random, record))
 
     def _have_own_small(self, mine: Tensor | None, agreement: ResumePoint, *, is_lost: bool) -> None:
         """Use this rank's own small state in place of the source's, which may differ."""
@@ -446,5 +445,5 @@ class ElasticGroup:
             fresh.restore(record)
         self._keep_stages(fresh)
         self._records, self._records_generation = fresh, self.generation
-        if record is not None and is_own and state._mark is not None:
-            state._random_again = functools.partial(restore_random, record)
+        if record is not None and is_own:
+            state._go_on_with(functools.partial(restore_random, record))

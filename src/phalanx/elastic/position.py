@@ -52,11 +52,10 @@ class DataPosition:
     """`DataPosition` counts the batches that the loop got from the latest DataLoader over `sampler`, or its indices
     without one.
 
-    `on_iterator` is called when such a loader has begun a pass, with whether its iterator is a new one that an
-    undisturbed loader would have had from an earlier pass: its workers last (`persistent_workers`).
+    `on_iterator` is called when such a loader has begun a pass, with the loader and whether its iterator is a new one.
     """
 
-    def __init__(self, sampler: DistributedSampler, on_iterator: Callable[[bool], None]) -> None:
+    def __init__(self, sampler: DistributedSampler, on_iterator: Callable[[Any, bool], None]) -> None:
         self.sampler = sampler
         self._on_iterator = on_iterator
         self._iterator: Callable[[], Any] = lambda: None
@@ -105,7 +104,7 @@ class DataPosition:
         self._iterator = weakref.ref(iterator)
         # what an iterator that has loaded a state, as torchdata's do, had yielded before
         self._yielded_before = iterator._num_yielded
-        self._on_iterator(is_new and bool(getattr(loader, "persistent_workers", False)))
+        self._on_iterator(loader, is_new)
 
     def samples_between(self, last: Mark | None, mark: Mark) -> int:
         """Return how many samples this rank has used since `last`, if that is in the same pass, or else since the

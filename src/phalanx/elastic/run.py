@@ -131,6 +131,7 @@ class ElasticJob:
     ) -> None:
         self._state, self._keep = state, keep
         self._checkpoint = checkpoint
+        self._older = _stamp(checkpoint)  # of the file of another job, or what this one goes on from
         self._min_ranks, self._wait_s = min_ranks, wait_s
         self._membership = membership
 
@@ -211,7 +212,7 @@ class ElasticJob:
     def _end(self, group: ElasticGroup, error: JobEndedError) -> NoReturn:
         """Save what is in memory, and end the process.
 
-        The survivors of a host save one after another; a rank whose state is older than the file does not.
+        The survivors of a host save one after another; one whose state is older than what another has saved does not.
         """
         state = self._state
         if state._objects.pipelines:  # what is left of the model lacks its other stages
@@ -230,12 +231,12 @@ class ElasticJob:
             folder = os.open(path.parent, os.O_RDONLY)
             try:
                 fcntl.flock(folder, fcntl.LOCK_EX)
-                there = load_checkpoint(path) if path.exists() else {}
-                if there.get("values", {}).get("step", -1) < state.step:
+                step = -1 if _stamp(path) == self._older else load_checkpoint(path)["values"]["step"]
+                if step < state.step:
                     save_checkpoint(path, state.state_dict())
             finally:
                 os.close(folder)
-            saved = f" Step {state.step} is saved in {path}."
+            saved = f" Step {max(step, state.step)} is saved in {path}."
         _logger.error("phalanx.elastic: %s.%s", str(error).rstrip("."), saved)
         raise SystemExit(error.exit_code)
 
@@ -316,3 +317,14 @@ def _only_one(state: State) -> Iterator[None]:
         yield
     finally:
         _running = None
+
+
+def _stamp(path: str | os.PathLike[str] | None) -> tuple[int, ...]:
+    """Return what tells a file from one that is written in its place later."""
+    if path is None:
+        return ()
+    try:
+        found = os.stat(path)
+    except OSError:
+        return ()
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from phalanx.backend import rendezvous
@@ -83,6 +85,9 @@ class State:
         self._mark: Mark | None = None
         self._has_told_idle = False
         self._random_again: Callable[[], None] | None = None
+        self._is_back = False  # at the latest commit, and no loader has begun a pass since
+        # by loader whose workers last: after which commit it has drawn the seed for them
+        self._drawn: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._objects = Objects(kept)
         self._small = SmallState(self._objects, self._values)
         if self._objects.sampler is not None:
@@ -290,13 +295,28 @@ class State:
                 self._global.spread(dist.get_rank(), dist.get_world_size())
         self._save()
 
-    def _on_iterator(self, would_last: bool) -> None:
-        """Set the random states again where a loader that goes on inside an epoch has drawn a seed for its workers, as
-        an undisturbed one has not; nor has one whose workers last, at the beginning of any epoch but the job's first.
+    def _go_on_with(self, set_random: Callable[[], None]) -> None:
+        """Note that the random states, which `set_random` sets again, are those of the latest commit."""
+        self._is_back = True
+        if self._mark is not None:  # also on a rank that has just come: a loss in its first step takes it back to here
+            self._random_again = set_random
+
+    def _on_iterator(self, loader: Any, is_new: bool) -> None:
+        """Give the random states what an undisturbed loader would have drawn for its workers, and nothing else.
+
+        A loader that goes on inside an epoch has drawn a seed, as an undisturbed one has not; nor has one whose workers
+        last (`persistent_workers`), at the beginning of any epoch but the job's first. But where workers have lasted
+        over the loss, and their seed was drawn after the commit to which all went back, it is drawn once more.
         """
         again, self._random_again = self._random_again, None
-        if again is not None and (would_last or (self._mark is not None and self._mark.is_inside)):
+        is_back, self._is_back = self._is_back, False
+        lasts = bool(getattr(loader, "persistent_workers", False))
+        if again is not None and ((is_new and lasts) or (self._mark is not None and self._mark.is_inside)):
             again()
+        elif is_new and lasts:
+            self._drawn[loader] = self._latest.number
+        elif is_back and self._drawn.get(loader) == self._latest.number and loader.generator is None:
+            torch.empty((), dtype=torch.int64).random_()  # as torch's loader does for its iterator
 
     # -- what the runner asks ------------------------------------------------------------------------------------
 
@@ -305,6 +325,8 @@ class State:
         if self._latest.number and self._position is not None:
             self._mark = self._position.next_pass()
         self._latest.number, self._modes, self._random_again = 0, [], None
+        self._drawn.clear()
+        self._is_back = False
         self._step.begin_run()
         self._save()
 

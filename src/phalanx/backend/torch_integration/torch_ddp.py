@@ -9,6 +9,8 @@ from typing import Any
 from phalanx.backend.torch_integration.batch_watches import batch_watches
 from phalanx.backend.torch_integration.patch import patch
 
+_watches: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # by module; None: it has seen enough
+
 
 @patch(
     "torch.nn.parallel.DistributedDataParallel._pre_forward(self)",
@@ -25,7 +27,7 @@ def look_at_batches() -> None:
 
     module: Any = torch.nn.parallel.DistributedDataParallel
     original = module._pre_forward
-    watches: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # None: it has seen enough
+    watches = _watches
     is_compiling, is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
 
     @functools.wraps(original)
@@ -39,6 +41,13 @@ def look_at_batches() -> None:
         return original(self, *inputs, **kwargs)
 
     module._pre_forward = _pre_forward
+
+
+def leave_group(module: Any) -> None:
+    """Note that a DistributedDataParallel of torch's goes over to another group."""
+    watch = _watches.get(module)
+    if watch is not None:
+        watch.compare_no_more()
 
 
 def _begin(group: Any, dist: Any) -> Any:

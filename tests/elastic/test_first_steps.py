@@ -1,0 +1,96 @@
+"""Ranks that are lost in a job's first steps, when wrappers and loaders have just begun, and where layers are frozen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.comparisons import assert_equal
+from tests.elastic.jobs import Job, Strike
+from tests.elastic.small_agent import SmallAgent
+from tests.training import copy_state
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import phalanx
+from phalanx import elastic
+
+
+def _train(job: Job, wrapper: str, freezes: bool) -> dict[str, Any]:
+    with phalanx.init(timeout=60.0):
+        torch.manual_seed(1)
+        net = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 1))
+        if wrapper == "torch":
+            ddp: nn.Module = nn.parallel.DistributedDataParallel(net)
+        else:
+            ddp = phalanx.DistributedDataParallel(net, find_unused_parameters=freezes)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        data = TensorDataset(torch.randn(48, 4, generator=torch.Generator().manual_seed(5)))
+        sampler = phalanx.DistributedSampler(data)
+        loader: Any = DataLoader(
+            data, 4, sampler=sampler, num_workers=job.workers, persistent_workers=bool(job.workers)
+        )
+        torch.manual_seed(100 + dist.get_rank())
+        state = elastic.State(model=ddp, optimizer=optimizer, sampler=sampler)
+
+        @elastic.run(state)
+        def train(state: Any) -> None:
+            for epoch in state.epochs(3):
+                net[0].requires_grad_(not freezes or epoch != 1)
+                for (x,) in loader:
+                    optimizer.zero_grad()
+                    loss = ddp(x).square().mean()
+                    job.strike("forward", state.step)
+                    loss.backward()
+                    optimizer.step()
+                    state.commit()
+
+        train(state)
+        return {"weights": copy_state(ddp), "random": torch.rand(1), "steps": state.step}
+
+
+def _check(strikes: tuple[Strike, ...], folder: Path, wrapper: str, workers: int, freezes: bool) -> None:
+    results = []
+    for name, those in (("undisturbed", ()), ("disturbed", strikes)):
+        (folder / name).mkdir()
+        job = Job(str(folder / name), those, workers=workers, persistent=bool(workers))
+        results.append(SmallAgent(_train, 2, job, wrapper, freezes, folder=folder / name).run())
+    expected, ended = results
+    assert (expected.generations, ended.generations) == (0, len(strikes))
+    for mine, theirs in zip(ended.results, expected.results, strict=True):
+        assert_equal(mine, theirs)
+
+
+@pytest.mark.slow(but=("1-1",))
+@pytest.mark.parametrize("step", [0, 1, 2, 3])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_torchs_wrapper_goes_on_after_a_loss_in_the_first_steps(rank: int, step: int, tmp_path: Path) -> None:
+    """Rank 0 asked the store of the generation that was over for the batches of the lost rank, and waited for ever."""
+    _check((Strike(rank, "forward", step),), tmp_path, "torch", 0, freezes=False)
+
+
+@pytest.mark.slow(but=("0-0",))
+@pytest.mark.parametrize("step", [0, 1, 6])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_workers_that_last_over_a_loss_leave_the_random_states_as_they_would_be(
+    rank: int, step: int, tmp_path: Path
+) -> None:
+    """A survivor went back to before its loader had drawn a seed, and the loader, which lasts, drew none again."""
+    _check((Strike(rank, "forward", step),), tmp_path, "phalanx", 1, freezes=False)
+
+
+@pytest.mark.slow
+def test_both_ranks_may_be_lost_one_after_the_other(tmp_path: Path) -> None:
+    strikes = (Strike(0, "forward", 0), Strike(1, "forward", 1))
+    _check(strikes, tmp_path, "phalanx", 1, freezes=False)
+
+
+@pytest.mark.slow(but=("1-7",))
+@pytest.mark.parametrize("step", [7, 12])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_may_be_lost_while_a_layer_is_frozen(rank: int, step: int, tmp_path: Path) -> None:
+    """The wrapper could not register its hooks with parameters of survivors that were frozen at that moment."""
+    _check((Strike(rank, "forward", step),), tmp_path, "phalanx", 0, freezes=True)
