@@ -1,4 +1,4 @@
-"""Ranks that are lost in a job's first steps, when wrappers and loaders have just begun, and where layers are frozen."""
+"""Ranks lost in a job's first steps, when wrappers and loaders have just begun, or while a layer is frozen."""
 
 from __future__ import annotations
 
