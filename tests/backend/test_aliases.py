@@ -15,6 +15,7 @@ import torch.distributed as dist
 from tests.parity.beside_gloo import assert_same_as_gloo
 
 from phalanx.backend import create
+from phalanx.testing import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*will be deprecated:FutureWarning")
 OP = dist.ReduceOp
@@ -23,6 +24,7 @@ OPERATIONS = {
     "all_reduce_coalesced": (lambda n, p: ([], [n, n, n]), lambda g, i, o: dist.all_reduce_coalesced(o)),
     "all_reduce_coalesced MAX": (lambda n, p: ([], [n, n, n]), lambda g, i, o: dist.all_reduce_coalesced(o, OP.MAX)),
     "all_reduce of several": (lambda n, p: ([], [n, n]), lambda g, i, o: g.allreduce(o).wait()),
+    "broadcast of several": (lambda n, p: ([], [n, n]), lambda g, i, o: g.broadcast(o, _of_rank_1()).wait()),
     "all_gather": (lambda n, p: ([n], [n] * p), lambda g, i, o: dist.all_gather(o, i[0])),
     "all_gather of several": (
         lambda n, p: ([n, n], [n] * 4 * p),
@@ -57,6 +59,13 @@ OPERATIONS = {
 }
 
 
+def _of_rank_1():
+    """Return the options of a broadcast of the second tensor of rank 1."""
+    opts = dist.BroadcastOptions()
+    opts.rootRank = opts.rootTensor = 1
+    return opts
+
+
 def p_of(group):
     return group.size()
 
@@ -86,7 +95,7 @@ def _all_places(rank, world_size, n, dtype):
     group = dist.group.WORLD
     for name, (sizes_of, call) in OPERATIONS.items():
         ins, outs = sizes_of(n, world_size)
-        for what, places in _places(ins, outs, is_in_place=name.startswith("all_reduce")):
+        for what, places in _places(ins, outs, is_in_place=name.startswith(("all_reduce", "broadcast"))):
             length = sum(ins) + sum(outs) + 3 * n * world_size
             memory = (torch.arange(length) * 7 % 23 + 100 * rank).to(dtype)
             views = [memory[at : at + size] for at, size in zip(places, [*ins, *outs], strict=True)]
@@ -110,3 +119,70 @@ def test_tensors_that_share_memory_are_read_as_they_were(world_size, n):
 def test_tensors_that_share_memory_are_read_as_they_were_without_the_core(monkeypatch):
     monkeypatch.setattr(create, "_core", None)
     assert_same_as_gloo(_all_places, 2, 4, torch.int64, timeout=120)
+
+
+# name -> the operation in its message, the list there, and the call with a list of outputs.
+LISTS = {
+    "all_gather": ("all_gather", "tensor_list[{}]", lambda g, o, t: dist.all_gather(o, t)),
+    "all_gather, asynchronous": (
+        "all_gather",
+        "tensor_list[{}]",
+        lambda g, o, t: dist.all_gather(o, t, async_op=True).wait(),
+    ),
+    "all_gather_coalesced": (
+        "all_gather_coalesced",
+        "output_lists[{}][1]",
+        lambda g, o, t: dist.all_gather_coalesced([[torch.zeros(4), output] for output in o], [t, t]),
+    ),
+    "gather": ("gather", "gather_list[{}]", lambda g, o, t: _gather_on_each(g, o, t)),
+    "all_to_all": (
+        "all_to_all",
+        "output_tensor_list[{}]",
+        lambda g, o, t: dist.all_to_all(o, [t + 100 * r for r in range(g.size())]),
+    ),
+}
+
+
+def _gather_on_each(group, outputs, tensor):
+    """Gather on every rank, into its outputs on this one."""
+    for root in range(group.size()):
+        mine = outputs if root == group.rank() else None
+        dist.gather(tensor, mine, root)
+
+
+def test_outputs_that_share_memory_are_refused_on_all_ranks_before_anything_is_sent():
+    """`all_gather([t] * 2, ...)` left each rank with other numbers, as its own part was written first."""
+
+    def check(rank, world_size):
+        memory = torch.zeros(world_size, 8)
+        shared = {
+            "one tensor": [memory[0, :4]] * world_size,
+            "parts of one": [memory.view(-1)[2 * r : 2 * r + 4] for r in range(world_size)],
+            "columns of one": [memory.view(-1).as_strided((2, 2), (8, 1), r) for r in range(world_size)],
+        }
+        for name, (operation, place, call) in LISTS.items():
+            if name == "gather":
+                continue  # the others would wait for a root that was refused
+            for what, outputs in shared.items():
+                with pytest.raises(ValueError, match="share memory, so no results can be written to both") as caught:
+                    call(dist.group.WORLD, outputs, torch.full((4,), 1.0 + rank).view(outputs[0].shape))
+                assert str(caught.value).startswith(f"{operation}: {place.format(0)} and {place.format(1)} "), what
+                assert isinstance(caught.value, RuntimeError)
+        with pytest.raises(ValueError, match=r"^gather: gather_list\[0\] and gather_list\[1\] share memory"):
+            dist.gather(torch.ones(4), shared["one tensor"], rank)
+        assert not memory.any()
+        dist.barrier()
+
+    run_ranks(check, 3)
+
+
+def test_outputs_may_be_the_columns_of_a_matrix():
+    def check(rank, world_size):
+        for name, (_, _, call) in LISTS.items():
+            for whole in (torch.zeros(4, world_size), torch.zeros(1, 4, world_size)[0]):
+                call(dist.group.WORLD, list(whole.unbind(1)), torch.arange(4.0) + 10 * rank)
+                sent_on = 100 * rank if name == "all_to_all" else 0
+                for r, column in enumerate(whole.unbind(1)):
+                    assert column.tolist() == [sent_on + 10 * r + i for i in range(4)], name
+
+    run_ranks(check, 3)

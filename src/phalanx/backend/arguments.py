@@ -15,6 +15,7 @@ from torch.distributed import ReduceOp
 from phalanx.backend.device_backends import no_backend_for
 from phalanx.backend.memoryless import address_of, check_memory
 from phalanx.dtypes import REDUCTIONS, can_reduce, dtype_of, reduction_name
+from phalanx.transport.overlaps import extent_of, extents_overlap, find_shared
 
 _SUM = REDUCTIONS[ReduceOp.SUM]
 _PREMUL = int(cast(Any, ReduceOp.PREMUL_SUM))
@@ -184,6 +185,28 @@ def check_list(
     return checked
 
 
+def check_apart(
+    inputs: Sequence[Tensor], outputs: Sequence[Tensor], operation: str, name: str, *, suffix: str = ""
+) -> bool:
+    """Return whether no tensor of a call lies where another does, so that no input must be copied first.
+
+    Outputs that share memory are refused: which result stays there would depend on when each rank's comes.
+
+    Cost: sorting as many addresses as there are tensors. The order of two tensors' elements is looked at only where
+    one begins before the other has ended.
+    """
+    written = [extent_of(tensor) for tensor in outputs]
+    if not extents_overlap([extent_of(tensor) for tensor in inputs], written):
+        return True
+    if extents_overlap([], written) and (shared := find_shared(outputs)) is not None:
+        one, other = (f"{name}[{at}]{suffix}" for at in sorted(shared))
+        raise ArgumentError(
+            f"{operation}: {one} and {other} share memory, so no results can be written to both.\n"
+            "Give each rank's result memory of its own; `[tensor] * n` is n times the same tensor."
+        )
+    return False
+
+
 def _wrong_length(operation: str, side: str, name: str, found: int, world_size: int) -> str:
     if operation in ("gather", "scatter"):
         return (
@@ -191,6 +214,11 @@ def _wrong_length(operation: str, side: str, name: str, found: int, world_size: 
             f"{name} has a tensor for each rank"
         )
     return f"{operation}: invalid {side} tensor list: {name} holds {found} tensors, the group has {world_size} ranks"
+
+
+def is_sparse(tensor: Any) -> bool:
+    """Return whether it is a tensor of indices and values, which only all_reduce takes."""
+    return isinstance(tensor, Tensor) and tensor.layout == torch.sparse_coo
 
 
 def check_sparse(tensors: Sequence[Tensor], op: Any) -> None:

@@ -1,4 +1,4 @@
-"""Handle several tensors in one call: find those that share memory, and combine those of one process.
+"""Handle several tensors in one call: copy inputs that outputs would overwrite, and combine those of one process.
 
 A call of several tensors is carried out one after the other. What an earlier one writes may be what a later one reads:
 the same tensor twice, views that overlap. Each must be read as it was before the call:
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from phalanx.core_numbers import AVG, BAND, BOR, BXOR, MAX, MIN, PRODUCT, SUM
 from phalanx.transport.numerics import HALF
+from phalanx.transport.overlaps import extent_of, extents_overlap, overlaps_any
 from phalanx.transport.tensors import write_back
 
 COMBINE: dict[int, Callable[..., Tensor]] = {
@@ -72,14 +73,14 @@ def unshared(
     `own` (i, o, skip) is the part that stays on its rank: input i may begin `skip` bytes behind where output o does, as
     calls in place have it, and is not copied then.
     """
-    extents = [_extent(tensor) for tensor in inputs]
-    written = [_extent(tensor) for tensor in outputs]
-    if not _overlap(extents, written):
+    extents = [extent_of(tensor) for tensor in inputs]
+    written = [extent_of(tensor) for tensor in outputs]
+    if not extents_overlap(extents, written):
         return inputs
     read = list(inputs)
     for at, extent in enumerate(extents):
         is_in_place = own is not None and own[0] == at and extent[0] == written[own[1]][0] + own[2]
-        if not is_in_place and _overlaps_any(extent, written):
+        if not is_in_place and overlaps_any(extent, written):
             read[at] = inputs[at].detach().clone()
     return read
 
@@ -102,42 +103,16 @@ def unshared_steps(inputs: Sequence[Tensor], outputs: Sequence[Sequence[Tensor]]
     """
     if len(inputs) < 2:
         return inputs
-    extents = [_extent(tensor) for tensor in inputs]
-    steps = [[_extent(tensor) for tensor in step] for step in outputs]
+    extents = [extent_of(tensor) for tensor in inputs]
+    steps = [[extent_of(tensor) for tensor in step] for step in outputs]
     # A place that one step reads and writes counts once.
     apart = [extent for own, step in zip(extents, steps, strict=True) for extent in step if extent != own]
-    if not _overlap(extents, apart):
+    if not extents_overlap(extents, apart):
         return inputs
     read = list(inputs)
     written: list[tuple[int, int]] = []
     for at, (extent, step) in enumerate(zip(extents, steps, strict=True)):
-        if _overlaps_any(extent, written):
+        if overlaps_any(extent, written):
             read[at] = inputs[at].detach().clone()
         written += step
     return read
-
-
-def _overlap(some: Sequence[tuple[int, int]], others: Sequence[tuple[int, int]]) -> bool:
-    """Return whether any two of all these extents overlap."""
-    if len(some) == len(others) == 1:
-        return some[0][0] < others[0][1] and others[0][0] < some[0][1]
-    reached = 0
-    for start, end in sorted((*some, *others)):
-        if start < reached:
-            return True
-        reached = end
-    return False
-
-
-def _overlaps_any(extent: tuple[int, int], others: Sequence[tuple[int, int]]) -> bool:
-    start, end = extent
-    return any(start < other_end and other_start < end for other_start, other_end in others)
-
-
-def _extent(tensor: Tensor) -> tuple[int, int]:
-    """Return where the memory of `tensor` begins and ends."""
-    start = tensor.data_ptr()
-    if tensor.is_contiguous() or not tensor.numel():
-        return start, start + tensor.nbytes
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return start, start + (last + 1) * tensor.element_size()

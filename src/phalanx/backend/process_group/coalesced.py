@@ -9,7 +9,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.backend.arguments import ArgumentError, check_list, check_one_type, check_parts, check_tensor, reduction_of
+from phalanx.backend.arguments import (
+    ArgumentError,
+    check_apart,
+    check_list,
+    check_one_type,
+    check_parts,
+    check_tensor,
+    reduction_of,
+)
 from phalanx.backend.dynamo import untraced
 from phalanx.backend.process_group.collectives import ProcessGroupCollectives
 from phalanx.backend.process_group.entry import entry_point
@@ -85,6 +93,8 @@ class ProcessGroupCoalesced(ProcessGroupCollectives):
             )
             for i, tensor in enumerate(check_tensor(t, "all_gather_coalesced") for t in input_list)
         ]
+        for i, outputs in enumerate(by_tensor):
+            check_apart(input_list[i : i + 1], outputs, "all_gather_coalesced", "output_lists", suffix=f"[{i}]")
 
         def run(ctx: CallContext) -> None:
             for tensor, outputs in zip(unshared_steps(input_list, by_tensor), by_tensor, strict=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -13,11 +13,13 @@ from torch import Tensor
 from phalanx.backend.arguments import (
     ArgumentError,
     check_alike,
+    check_apart,
     check_list,
     check_parts,
     check_root,
     check_sparse,
     check_tensor,
+    is_sparse,
     one,
     reduction_of,
     split_rows,
@@ -103,7 +105,7 @@ class ProcessGroupCollectives(ProcessGroupBase):
         tensors, opts = arguments_of_allreduce(tensors, opts, timeout, op, tensor)
         if not tensors:
             raise ArgumentError("all_reduce: requires non-empty tensor list")
-        if any(map(_is_sparse, tensors)):
+        if any(map(is_sparse, tensors)):
             return self._sparse_all_reduce(tensors, opts)
         try:
             checked = check_alike(tensors, "all_reduce", written=True)
@@ -153,9 +155,10 @@ class ProcessGroupCollectives(ProcessGroupBase):
         """Overwrite each tensor with the root's, of several with the one that `opts.rootTensor` counts."""
         root = check_root(opts, self._size, "broadcast", "src", len(tensors))
         checked = check_alike(tensors, "broadcast", written=True)
-        source = checked[opts.rootTensor if root == self._rank else 0]
+        own = checked[opts.rootTensor if root == self._rank else 0]
 
         def run(ctx: CallContext) -> None:
+            source = own if len(checked) == 1 else own.detach().clone()  # they may share memory
             self.carrier.broadcast(source, root, ctx)
             copy_to_others(checked, source)
 
@@ -220,9 +223,10 @@ class ProcessGroupCollectives(ProcessGroupBase):
                 f"{outputs[self._rank].numel()} elements, this rank's tensor of shape {tuple(tensor.shape)} has "
                 f"{tensor.numel()}"
             )
+        apart = check_apart([tensor], outputs, "all_gather", "tensor_list")
 
         def run(ctx: CallContext) -> None:
-            (source,) = unshared([tensor], outputs, own=(0, self._rank, 0))
+            source = tensor if apart else unshared([tensor], outputs, own=(0, self._rank, 0))[0]
             self.carrier.gather(outputs, source, ctx)
 
         return self._carry_out(run, opts, outputs)
@@ -277,9 +281,10 @@ class ProcessGroupCollectives(ProcessGroupBase):
                 f"gather: requires empty output on non-root: only rank {root} (dst) takes outputs, rank {self._rank} "
                 "gave some"
             )
+        apart = check_apart([tensor], outputs, "gather", "gather_list")
 
         def run(ctx: CallContext) -> None:
-            (source,) = unshared([tensor], outputs, own=(0, self._rank, 0))
+            source = tensor if apart else unshared([tensor], outputs, own=(0, self._rank, 0))[0]
             self.carrier.gather(outputs, source, ctx, root=root)
 
         return self._carry_out(run, opts, outputs)
@@ -288,14 +293,12 @@ class ProcessGroupCollectives(ProcessGroupBase):
         """Write all ranks' tensors to `output` on the root, one after the other: a `gather` into its parts."""
         opts = c10d.GatherOptions() if opts is None else opts
         if check_root(opts, self._size, "gather_single", "dst") != self._rank:
-            gathered: Work = self.gather([], [tensor], opts)
-            return gathered
+            return cast(Work, self.gather([], [tensor], opts))
         check_parts(output, tensor, self._size, "gather_single", ("the output", "the input"))
         if not output.is_contiguous():
             raise ArgumentError(f"gather_single: the output of strides {output.stride()} is not contiguous")
         parts = list(output.detach().view(self._size, *tensor.shape).unbind())
-        gathered = self.gather([parts], [tensor], opts)
-        return gathered
+        return cast(Work, self.gather([parts], [tensor], opts))
 
     gather_into_tensor = gather_single
 
@@ -370,9 +373,10 @@ class ProcessGroupCollectives(ProcessGroupBase):
         outputs = check_list(
             output_tensors, self._size, like, "all_to_all", "output_tensor_list", uneven=True, written=True
         )
+        apart = check_apart(inputs, outputs, "all_to_all", "output_tensor_list")
 
         def run(ctx: CallContext) -> None:
-            self.transport.all_to_all(outputs, unshared(inputs, outputs), ctx, splits=True)
+            self.transport.all_to_all(outputs, inputs if apart else unshared(inputs, outputs), ctx, splits=True)
 
         return self._carry_out(run, opts, outputs)
 
@@ -436,10 +440,6 @@ class ProcessGroupCollectives(ProcessGroupBase):
             self._carry_out(lambda ctx: self.transport.barrier(ctx), opts, []).wait()
         except DeadlineError as error:
             raise _in_torchs_words(error, self._rank, wait_all_ranks=wait_all_ranks) from None
-
-
-def _is_sparse(tensor: Any) -> bool:
-    return isinstance(tensor, Tensor) and tensor.layout == torch.sparse_coo
 
 
 def _in_torchs_words(error: DeadlineError, rank: int, *, wait_all_ranks: bool) -> DeadlineError:
