@@ -101,6 +101,7 @@ def test_every_patch_is_tried(trials):
         "rendezvous_handlers.serve_agents_store",
         "rendezvous_handlers.serve_cluster_launchers",
         "shared_loads.wait_before_loads",
+        "stores.serve_files",
         "stores.serve_prefixes",
         "stores.serve_queues",
         "training_steps._observe_backward",

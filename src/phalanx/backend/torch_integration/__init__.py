@@ -10,6 +10,7 @@ names where torch looks backends up, and the rest is applied at first use: when 
     init_process_group, a name of none   the error says which backends there are        in a rank of `phalanx run`
     env://                               it needs no port under `phalanx run`           in a rank of `phalanx run`
     FileStore's queues                   it has them, being the store of `phalanx run`  in a rank of `phalanx run`
+    FileStore's append, delete, errors   they are TCPStore's, as the store is chosen by us  in a rank of `phalanx run`
     PrefixStore's queues, list of keys   it passes them on to a store in Python         as the two above, or for a group
     env://, tcp://                       they work under mpiexec, and say who is where  "phalanx" is asked for
     file://                              it refuses a file that no store has written    "phalanx" is asked for
@@ -36,6 +37,7 @@ names where torch looks backends up, and the rest is applied at first use: when 
     init_process_group, a name of none   says more than "Unknown backend type"
     env://, in a rank of `phalanx run`   takes a FileStore from its launcher
     FileStore's and PrefixStore's        has queues in FileStore, and passes them on from PrefixStore
+    FileStore's append, delete, errors   does there what its TCPStore does
     env://, tcp://                       tells a rendezvous handler for which backend it is called
     file://                              ends its waiting in a foreign file at the timeout
     monitored_barrier                    asks the group instead of its name

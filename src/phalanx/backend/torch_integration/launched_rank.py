@@ -9,7 +9,7 @@ from typing import Any
 from phalanx.backend.torch_integration.dist2 import serve_dist2
 from phalanx.backend.torch_integration.patch import distributed_c10d, patch
 from phalanx.backend.torch_integration.rendezvous_handlers import serve_agents_store
-from phalanx.backend.torch_integration.stores import serve_prefixes, serve_queues
+from phalanx.backend.torch_integration.stores import serve_files, serve_prefixes, serve_queues
 
 
 def serve_launcher() -> None:
@@ -20,6 +20,7 @@ def serve_launcher() -> None:
     _extend_start()
     serve_agents_store()
     serve_queues()
+    serve_files()
     serve_prefixes()
     serve_dist2()
 
