@@ -11,6 +11,9 @@ import torch.distributed as dist
 from tests.backend.inputs import EVERY_DTYPE, assert_same, tensor_of
 from tests.threads import map_in_threads
 
+from phalanx.backend.mpi.process_group import MessageWork
+from phalanx.backend.process_group.inbox import Posted
+from phalanx.backend.work import SerialExecutor
 from phalanx.errors import PeerLostError
 from phalanx.testing import run_ranks
 
@@ -267,6 +270,46 @@ def test_a_wait_with_a_limit_ends_nothing():
             dist.send(torch.ones(1), 0)
 
     run_ranks(check, 2)
+
+
+class _Recorded(threading.Event):
+    """It notes how long each wait for the end of an operation may take."""
+
+    def __init__(self):
+        super().__init__()
+        self.limits = []
+
+    def wait(self, timeout=None):
+        self.limits.append(timeout)
+        return super().wait(timeout)
+
+
+class _Never:
+    """It is a message that never comes, and an inbox that waits for it as long as it may."""
+
+    is_pending = True
+
+    def test(self):
+        return False
+
+    def wait_for(self, work, deadline):
+        deadline.wait_until(lambda: False, 0.01)
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        Posted(_Never(), _Never(), torch.zeros(1)),
+        MessageWork([torch.zeros(1)], _Never(), lambda: 0, SerialExecutor("nobody")),
+    ],
+    ids=["shared memory", "MPI"],
+)
+def test_a_wait_for_a_message_that_does_not_come_takes_its_limit_once(work):
+    """It took the limit to bring the message about, and then as long again: 6 s where the error said 3.0 s."""
+    work._done = _Recorded()
+    with pytest.raises(TimeoutError, match=r"the operation was not over after 0\.05 s; it goes on"):
+        work.wait(timedelta(seconds=0.05))
+    assert work._done.limits[-1] == 0.0
 
 
 def test_several_threads_may_wait_for_messages_at_once():

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.backend.dynamo import untraced
+from phalanx.deadline import Deadline
 from phalanx.errors import ClosedError, PhalanxError
 
 _SMALL_BYTES = 64
@@ -79,23 +80,31 @@ class PhalanxWork(dist.Work):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until the operation is over; return True, or raise its error."""
-        limit = timeout.total_seconds() if timeout is not None and timeout > timedelta(0) else None
+        deadline = Deadline.after(timeout) if timeout is not None and timeout > timedelta(0) else None
         executor = self.executor
         if not self._done.is_set():
             self._check_end_is_near()
-        if limit is None and executor is not None and not self._done.is_set():
-            executor.help(self)
+            self._bring_about(deadline)
         try:
-            over = self._done.wait(limit)
+            over = self._done.wait(None if deadline is None else deadline.left_s)
         except BaseException as error:  # it is Ctrl-C, or a signal handler that raised
             if executor is not None and executor.interrupted is not None:
                 executor.interrupted(error)
             raise
         if not over:
-            raise TimeoutError(f"the operation was not over after {limit} s; it goes on")
+            assert deadline is not None
+            raise TimeoutError(f"the operation was not over after {deadline.timeout_s} s; it goes on")
         if self._error is not None:
             raise self._error
         return True
+
+    def _bring_about(self, deadline: Deadline | None) -> None:
+        """Do what a thread that waits can do for the end, until it has come or the deadline has passed.
+
+        Here that is all of the operation, if it is next in line: it takes as long as it takes.
+        """
+        if deadline is None and self.executor is not None:
+            self.executor.help(self)
 
     def _check_end_is_near(self) -> None:
         """Check that this process, and this thread, can wait for its end at all.

@@ -106,15 +106,12 @@ class MessageWork(PhalanxWork):
         self._futures = futures
         self._ending = threading.Lock()
 
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until the message is over; return True, or raise its error."""
-        if timeout is not None and timeout > timedelta(0) and not self._done.is_set():
-            deadline = Deadline.after(timeout)
-            while not deadline.passed and not self.is_completed():
-                self._done.wait(_PAUSE_S)
-        else:
+    def _bring_about(self, deadline: Deadline | None) -> None:
+        if deadline is None:
             self._conclude()
-        return super().wait(timeout)
+            return
+        while not deadline.passed and not self.is_completed():
+            self._done.wait(min(_PAUSE_S, deadline.left_s))
 
     def is_completed(self) -> bool:
         """Return whether the message is over, well or not; this asks MPI."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from datetime import timedelta
 
 from torch import Tensor
 
@@ -31,13 +30,8 @@ class Posted(PhalanxWork):
         """Return whether its message has not come, and nothing has ended the wait for it."""
         return self.receive.is_pending
 
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until the message is here; return True, or raise what went wrong."""
-        if not self._done.is_set():
-            self._check_end_is_near()
-            limited = timeout is not None and timeout > timedelta(0)
-            self._inbox.wait_for(self, Deadline.after(timeout if limited and timeout is not None else float("inf")))
-        return super().wait(timeout)
+    def _bring_about(self, deadline: Deadline | None) -> None:
+        self._inbox.wait_for(self, deadline or Deadline.after(None))
 
     def is_completed(self) -> bool:
         """Return whether it is over, well or not; this looks once for what has come."""
