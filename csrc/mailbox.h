@@ -32,18 +32,23 @@ struct plx_recv_channel {
   struct plx_envelope head; /* the header of the message that is being read, if `open` */
   uint64_t at;              /* so many bytes of it were read, padding included */
   int open;
+  uint64_t num_unmatched; /* posted receives that name this sender, and whose message has not begun */
   int wanted;                     /* some posted receive could take its next message; written by who makes progress */
   struct plx_receive *into;       /* where the message goes: to a receive, */
   struct plx_message *arriving;   /* or to the unexpected queue */
   struct plx_message *unexpected; /* they are in the order in which they came */
+  struct plx_message **unexpected_end;
 };
 
 struct plx_mailbox {
   pthread_mutex_t lock;       /* it guards all but the send_locks */
   pthread_cond_t changed;     /* no thread makes progress any more, or a receive is over */
   pthread_cond_t work;        /* there is something for the progress thread */
-  struct plx_receive *posted; /* they are in the order of posting */
-  uint64_t finished;          /* receives that are over */
+  struct plx_receive *posted, *last_posted; /* they are in the order of posting */
+  struct plx_receive *ended, *last_ended;   /* they are over, and wait to be handed over */
+  uint64_t num_unmatched;  /* posted receives from any rank whose message has not begun */
+  uint64_t deadline_ns;    /* the first of those of the posted receives, or of one that is over */
+  uint64_t finished;       /* receives that are over */
   uint64_t looked_ns;
   int progressing; /* a thread makes progress */
   int waiting;     /* how many wait for receives */
@@ -62,6 +67,8 @@ static inline uint64_t plx_next_record(const struct plx_group *g) {
 
 /* The caller holds `lock`; see match.c. */
 
+/* Count a posted receive whose message has not begun. */
+void plx_count_unmatched(struct plx_mailbox *mailbox, const struct plx_receive *r, int by);
 /* Take in one piece of every channel from which a receive wants something; return whether there was any. */
 int plx_take_in(struct plx_group *g);
 /* Give `r` what has come for it from `src` before it was posted, whole or begun. */

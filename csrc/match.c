@@ -14,10 +14,25 @@ static struct plx_record *record_of(struct plx_group *g, const struct plx_receiv
   return plx_record_is_kept(g, r->recorded) ? r->record : NULL;
 }
 
+void plx_count_unmatched(struct plx_mailbox *mailbox, const struct plx_receive *r, int by) {
+  *(r->src < 0 ? &mailbox->num_unmatched : &mailbox->recv_channels[r->src].num_unmatched) += (uint64_t)(int64_t)by;
+}
+
+static void unlink_posted(struct plx_mailbox *mailbox, struct plx_receive *r) {
+  *(r->before != NULL ? &r->before->next : &mailbox->posted) = r->next;
+  *(r->next != NULL ? &r->next->before : &mailbox->last_posted) = r->before;
+}
+
+static void append_ended(struct plx_mailbox *mailbox, struct plx_receive *r) {
+  r->next = NULL;
+  *(mailbox->ended != NULL ? &mailbox->last_ended->next : &mailbox->ended) = r;
+  mailbox->last_ended = r;
+}
+
 static void finish(struct plx_group *g, struct plx_receive *r, int code, int recorded_code) {
-  struct plx_receive **at = &g->mailbox->posted;
-  while (*at != NULL && *at != r) at = &(*at)->next;
-  if (*at != NULL) *at = r->next;
+  if (!r->matched) plx_count_unmatched(g->mailbox, r, -1);
+  unlink_posted(g->mailbox, r);
+  if (r->handed_over) append_ended(g->mailbox, r);
   struct plx_record *record = record_of(g, r);
   if (record != NULL) plx_record_leave(g, record, recorded_code);
   g->mailbox->finished++;
@@ -47,6 +62,7 @@ static int is_fit(const struct plx_envelope *head, const struct plx_receive *r) 
 static void match(struct plx_group *g, struct plx_receive *r, uint32_t src) {
   struct plx_record *record = record_of(g, r);
   if (record != NULL) __atomic_store_n(&record->peer, (int32_t)src, __ATOMIC_RELAXED);
+  plx_count_unmatched(g->mailbox, r, -1);
   r->from = src;
   r->matched = 1;
 }
@@ -64,9 +80,8 @@ static int begin(struct plx_group *g, uint32_t src, const struct plx_envelope *h
     if (m == NULL) return plx_finish_all(g, plx_poison(g, PLX_NO_MEMORY, g->rank), NULL);
     m->next = NULL;
     m->head = *head;
-    struct plx_message **end = &in->unexpected;
-    while (*end != NULL) end = &(*end)->next;
-    *end = in->arriving = m;
+    *(in->unexpected != NULL ? in->unexpected_end : &in->unexpected) = in->arriving = m;
+    in->unexpected_end = &m->next;
   }
   in->into = r;
   in->head = *head;
@@ -107,10 +122,8 @@ static int advance(struct plx_group *g, uint32_t src) {
 }
 
 static int is_wanted(const struct plx_mailbox *mailbox, uint32_t src) {
-  if (mailbox->posted != NULL && mailbox->recv_channels[src].open) return 1;
-  for (const struct plx_receive *r = mailbox->posted; r != NULL; r = r->next)
-    if (!r->matched && (r->src < 0 || r->src == (int32_t)src)) return 1;
-  return 0;
+  const struct plx_recv_channel *in = &mailbox->recv_channels[src];
+  return (mailbox->posted != NULL && in->open) || mailbox->num_unmatched + in->num_unmatched != 0;
 }
 
 /* Take in one piece of every channel from which a receive wants something; return whether there was any. */
@@ -137,6 +150,7 @@ void plx_take_unexpected(struct plx_group *g, struct plx_receive *r, uint32_t sr
     return;
   }
   *at = m->next;
+  if (in->unexpected_end == &m->next) in->unexpected_end = at;
   plx_copy(r->data, m->data, m == in->arriving ? min(in->at, r->bytes) : r->bytes);
   if (m == in->arriving) {
     in->arriving = NULL;
@@ -147,24 +161,40 @@ void plx_take_unexpected(struct plx_group *g, struct plx_receive *r, uint32_t sr
   free(m);
 }
 
-/* Return whether no living rank could still send for `r`, and all that was sent has been read. */
-static int is_hopeless(struct plx_group *g, const struct plx_receive *r, uint32_t *failed_rank) {
+/* Return whether a posted receive waits for what no living rank can still send: all that was sent has been read. Only ranks
+ * for which a receive waits are asked after. */
+static int is_hopeless(struct plx_group *g, uint32_t *failed_rank) {
+  int anybody = g->mailbox->num_unmatched != 0;
   for (uint32_t p = 0; p < g->world; p++) {
-    if (p == g->rank || (r->matched ? p != r->from : r->src >= 0 && p != (uint32_t)r->src)) continue;
-    if (!plx_peer_lost(g, p) || plx_has_bytes(g, p)) return 0;
-    *failed_rank = p;
+    const struct plx_recv_channel *in = &g->mailbox->recv_channels[p];
+    int alone = in->num_unmatched != 0 || in->into != NULL;
+    if (p == g->rank || !(alone || anybody)) continue;
+    if (plx_peer_lost(g, p) && !plx_has_bytes(g, p)) {
+      *failed_rank = p;
+      if (alone) return 1;
+    } else {
+      anybody = 0;
+    }
   }
-  return 1;
+  return anybody;
+}
+
+/* Return whether the deadline of a posted receive has passed. They are looked at one by one only when the first of those
+ * that were posted has, which may be that of a receive that is over. */
+static int is_late(struct plx_mailbox *mailbox, uint64_t now) {
+  if (now < mailbox->deadline_ns) return 0;
+  mailbox->deadline_ns = UINT64_MAX;
+  for (const struct plx_receive *r = mailbox->posted; r != NULL; r = r->next)
+    if (r->deadline_ns < mailbox->deadline_ns) mailbox->deadline_ns = r->deadline_ns;
+  return now >= mailbox->deadline_ns;
 }
 
 /* Return whether waiting still makes sense; if not, all receives are over. */
 int plx_check_receives(struct plx_group *g, struct plx_wait *w) {
   uint64_t now = g->mailbox->looked_ns = plx_now_ns();
   int code = plx_poisoned(g, w);
-  for (struct plx_receive *r = g->mailbox->posted; r != NULL && code == PLX_OK; r = r->next) {
-    uint32_t failed_rank = g->rank;
-    if (is_hopeless(g, r, &failed_rank)) code = plx_poison(g, PLX_PEER_LOST, failed_rank);
-    else if (now >= r->deadline_ns) code = plx_poison(g, PLX_DEADLINE, g->rank);
-  }
+  uint32_t failed_rank = g->rank;
+  if (code == PLX_OK && is_hopeless(g, &failed_rank)) code = plx_poison(g, PLX_PEER_LOST, failed_rank);
+  else if (code == PLX_OK && is_late(g->mailbox, now)) code = plx_poison(g, PLX_DEADLINE, g->rank);
   return code == PLX_OK ? PLX_OK : plx_finish_all(g, code, NULL);
 }

@@ -24,11 +24,12 @@ struct plx_receive {
   int32_t src;          /* below zero: any rank */
   uint32_t tag;
   uint32_t dtype;
+  int handed_over; /* plx_take_ended gives it back, unless plx_post has said its end */
 
   uint32_t from; /* the rank that sent it, once it is over */
   _Atomic int status;
   int matched; /* its message has begun; `from` holds */
-  struct plx_receive *next;
+  struct plx_receive *next, *before; /* in the list of those that are posted; `next` also of those that have ended */
   struct plx_record *record;
   uint64_t recorded; /* records that this rank had written when it was posted */
 };
@@ -45,10 +46,15 @@ int plx_send(struct plx_group *g, struct plx_wait *w, const struct plx_origin *o
 int plx_send_now(struct plx_group *g, struct plx_wait *w, const struct plx_origin *o, const void *data, size_t bytes,
                  uint32_t dst, uint32_t tag, int dtype);
 
-/* Post `r`, whose first seven fields are filled, and return its status. It never waits. */
+/* Post `r`, whose first fields are filled, up to `handed_over`,, and return its status. It never waits; what it costs does not depend on
+ * how many are posted. */
 int plx_post(struct plx_group *g, const struct plx_origin *o, struct plx_receive *r);
 /* Wait until `r` or any other posted receive is over, or w's deadline passes, which ends nothing. */
 int plx_progress(struct plx_group *g, struct plx_wait *w, struct plx_receive *r);
+/* Return the receives that are over since the last call and were to be handed over, the first to end first, by `next`. */
+struct plx_receive *plx_take_ended(struct plx_group *g);
+/* Do the same without a lock, for the last time, when no thread uses the mailbox any more. */
+struct plx_receive *plx_last_ended(struct plx_mailbox *mailbox);
 /* Take in the messages that have come, without waiting. */
 void plx_poll_messages(struct plx_group *g);
 /* Take in messages while nobody waits for them; returns when that has ended a receive, or after plx_stop_progress_thread. */

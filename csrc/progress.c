@@ -83,12 +83,16 @@ int plx_post(struct plx_group *g, const struct plx_origin *o, struct plx_receive
   r->recorded = atomic_load_explicit(&plx_rank_of(g, g->rank)->next_record, memory_order_relaxed);
   r->next = NULL;
   r->matched = 0;
+  int handed_over = r->handed_over;
+  r->handed_over = 0; /* what ends here, our caller hears from us */
   atomic_store_explicit(&r->status, PLX_PENDING, memory_order_relaxed);
   struct plx_wait now = {.failed_rank = -1};
   pthread_mutex_lock(&mailbox->lock);
-  struct plx_receive **end = &mailbox->posted;
-  while (*end != NULL) end = &(*end)->next;
-  *end = r;
+  r->before = mailbox->last_posted;
+  *(r->before != NULL ? &r->before->next : &mailbox->posted) = r;
+  mailbox->last_posted = r;
+  if (mailbox->posted == r || r->deadline_ns < mailbox->deadline_ns) mailbox->deadline_ns = r->deadline_ns;
+  plx_count_unmatched(mailbox, r, 1);
   int code = plx_poisoned(g, &now);
   if (code != PLX_OK) plx_finish_all(g, code, NULL);
   for (uint32_t p = 0; p < g->world && !r->matched && code == PLX_OK; p++)
@@ -99,6 +103,7 @@ int plx_post(struct plx_group *g, const struct plx_origin *o, struct plx_receive
     nudge(g);
   }
   code = atomic_load_explicit(&r->status, memory_order_relaxed);
+  r->handed_over = handed_over;
   if (code == PLX_PENDING && mailbox->resting && mailbox->waiting == 0) pthread_cond_signal(&mailbox->work);
   pthread_mutex_unlock(&mailbox->lock);
   return code;
@@ -120,6 +125,14 @@ int plx_progress(struct plx_group *g, struct plx_wait *w, struct plx_receive *r)
   else if (mailbox->posted != NULL && mailbox->resting) pthread_cond_signal(&mailbox->work);
   pthread_mutex_unlock(&mailbox->lock);
   return code;
+}
+
+struct plx_receive *plx_take_ended(struct plx_group *g) {
+  pthread_mutex_lock(&g->mailbox->lock);
+  struct plx_receive *ended = g->mailbox->ended;
+  g->mailbox->ended = NULL;
+  pthread_mutex_unlock(&g->mailbox->lock);
+  return ended;
 }
 
 void plx_poll_messages(struct plx_group *g) {
@@ -191,6 +204,8 @@ struct plx_mailbox *plx_mailbox_open(uint32_t world) {
   pthread_condattr_destroy(&monotonic);
   return mailbox;
 }
+
+struct plx_receive *plx_last_ended(struct plx_mailbox *mailbox) { return mailbox == NULL ? NULL : mailbox->ended; }
 
 /* Locks and conditions hold no resources here, and in a forked child they may be held by threads that do not exist. */
 void plx_mailbox_close(struct plx_mailbox *mailbox, uint32_t world) {

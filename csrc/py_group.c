@@ -132,6 +132,7 @@ void py_group_dealloc(PyObject *object) {
   PyTypeObject *type = Py_TYPE(object);
   PyObject_GC_UnTrack(object);
   group_clear(object);
+  py_drop_ended(self);
   plx_mailbox_close(self->g.mailbox, self->g.world);
   free(self->g.pidfds);
   free(self->g.stats);
@@ -164,6 +165,7 @@ static PyMethodDef group_methods[] = {
     {"poll", (PyCFunction)py_group_poll, METH_NOARGS, NULL},
     {"progress_thread", (PyCFunction)py_group_progress_thread, METH_NOARGS, NULL},
     {"stop_progress_thread", (PyCFunction)py_group_stop_progress_thread, METH_NOARGS, NULL},
+    {"take_ended", (PyCFunction)py_group_take_ended, METH_O, NULL},
     {"join", (PyCFunction)py_group_join, METH_VARARGS, NULL},
     {"add_call_site", (PyCFunction)py_group_add_call_site, METH_VARARGS, NULL},
     {"set_exit_reason", (PyCFunction)py_group_set_exit_reason, METH_VARARGS, NULL},

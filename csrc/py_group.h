@@ -44,6 +44,9 @@ PY_PLAIN(set_heaps)
 PY_PLAIN(set_poison)
 PY_PLAIN(state)
 PY_PLAIN(stop_progress_thread)
+PY_PLAIN(take_ended)
+/* Let go of the receives that nobody has taken, when no thread is inside any more. */
+void py_drop_ended(PyGroup *self);
 #undef PY_FAST
 #undef PY_PLAIN
 

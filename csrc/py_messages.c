@@ -1,4 +1,6 @@
 /* This file gives Python the messages of point to point. */
+#include <stddef.h>
+
 #include "p2p.h"
 #include "py_group.h"
 
@@ -76,15 +78,17 @@ static Receive *to_receive(PyObject *o) {
   return NULL;
 }
 
-/* post(receive, data, bytes, src, tag, dtype, timeout_ns, call_site, shape): its status, -1 while it waits. */
+/* post(receive, data, bytes, src, tag, dtype, handed_over, timeout_ns, call_site, shape): its status, -1 while it waits;
+ * with `handed_over` take_ended will give it back then. */
 PyObject *py_group_post(PyGroup *self, PyObject *const *a, Py_ssize_t n) {
   ANSWER_IF_CLOSED(self)
   struct tail t;
   void *data;
   uint64_t bytes;
-  int src, tag, dtype;
-  if (py_want(n, 9, "post") != 0 || py_to_address(a[1], &data) || py_to_u64(a[2], &bytes) || py_to_int(a[3], &src) ||
-      py_to_int(a[4], &tag) || py_to_int(a[5], &dtype) || py_to_tail(self, a + 6, &t) || !py_has_memory(data, bytes))
+  int src, tag, dtype, handed_over;
+  if (py_want(n, 10, "post") != 0 || py_to_address(a[1], &data) || py_to_u64(a[2], &bytes) || py_to_int(a[3], &src) ||
+      py_to_int(a[4], &tag) || py_to_int(a[5], &dtype) || py_to_int(a[6], &handed_over) || py_to_tail(self, a + 7, &t) ||
+      !py_has_memory(data, bytes))
     return NULL;
   Receive *receive = to_receive(a[0]);
   if (receive == NULL) return NULL;
@@ -95,8 +99,11 @@ PyObject *py_group_post(PyGroup *self, PyObject *const *a, Py_ssize_t n) {
   receive->r.src = src;
   receive->r.tag = (uint32_t)tag;
   receive->r.dtype = (uint32_t)dtype;
+  receive->r.handed_over = handed_over;
   int code;
+  if (handed_over) Py_INCREF(receive); /* for the list of those that have ended, which may be the last to let go of it */
   OUTSIDE_GIL(self, code = plx_post(&self->g, &t.origin, &receive->r))
+  if (handed_over && code != PLX_PENDING) Py_DECREF(receive);
   return PyLong_FromLong(code);
 }
 
@@ -111,6 +118,29 @@ PyObject *py_group_progress(PyGroup *self, PyObject *const *a, Py_ssize_t n) {
   int code = plx_progress(&self->g, &wait, &receive->r);
   END(self, code)
 }
+
+/* Append receives that were to be handed over to the list `to`, if any, and let go of them. */
+static int hand_over(struct plx_receive *ended, PyObject *to) {
+  int failed = 0;
+  while (ended != NULL) {
+    PyObject *receive = (PyObject *)(void *)((char *)ended - offsetof(Receive, r));
+    ended = ended->next;
+    failed |= to != NULL && PyList_Append(to, receive) != 0;
+    Py_DECREF(receive);
+  }
+  return failed;
+}
+
+/* take_ended(to): append the receives that are over and were to be handed over; no signal handler runs in between. */
+PyObject *py_group_take_ended(PyGroup *self, PyObject *to) {
+  if (!py_is_open(self)) return NULL;
+  struct plx_receive *ended;
+  OUTSIDE_GIL(self, ended = plx_take_ended(&self->g))
+  if (hand_over(ended, to) != 0) return NULL;
+  Py_RETURN_NONE;
+}
+
+void py_drop_ended(PyGroup *self) { hand_over(plx_last_ended(self->g.mailbox), NULL); }
 
 PyObject *py_group_poll(PyGroup *self, PyObject *unused) {
   (void)unused;

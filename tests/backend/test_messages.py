@@ -2,6 +2,7 @@
 
 import gc
 import os
+import random
 import threading
 from datetime import timedelta
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.backend.inputs import EVERY_DTYPE, assert_same, tensor_of
+from tests.parity.beside_gloo import assert_same_as_gloo
 from tests.threads import map_in_threads
 
 from phalanx.backend.mpi.process_group import MessageWork
@@ -353,3 +355,61 @@ def test_destroying_a_group_takes_in_what_is_coming_and_tells_the_rest(monkeypat
             works[0].wait()
 
     run_ranks(check, 2)
+
+
+def test_what_a_message_costs_does_not_depend_on_how_many_receives_are_posted(monkeypatch):
+    """Each post, and each message, asked all posted receives for their status: 4,000 took over a minute."""
+    asked = []
+    monkeypatch.setattr(Posted, "is_pending", property(lambda work: asked.append(1) or work.receive.is_pending))
+
+    def check(rank, world_size):
+        count = 500
+        if rank == 0:
+            tensors = [torch.zeros(1) for _ in range(count)]
+            works = [dist.irecv(tensor, 1, tag=tag) for tag, tensor in enumerate(tensors)]
+            dist.barrier()
+            for work in works:
+                work.wait()
+            assert [tensor.item() for tensor in tensors] == list(range(count))
+            assert len(asked) < 20 * count, len(asked)
+        else:
+            dist.barrier()
+            for tag in range(count):
+                dist.isend(torch.tensor([float(tag)]), 0, tag=tag)
+
+    run_ranks(check, 2, start="fork")
+
+
+def _random_messages(rank, world_size, seed):
+    """Return what rank 0 receives of messages that are sent and posted in random orders, each with a tag of its own."""
+    choose = random.Random(seed)
+    sends = [(choose.randrange(1, world_size), tag, choose.choice([1, 2, 3, 9_000])) for tag in range(200)]
+    posts = [(src if choose.random() < 0.6 else None, tag, n) for src, tag, n in choose.sample(sends, len(sends))]
+    choose.shuffle(sends)
+    early = choose.randrange(len(sends))  # so many may be sent before any receive is posted
+    works = []
+    if rank == 0:
+        tensors = {tag: torch.zeros(n) for _, tag, n in posts}
+        for at, (src, tag, _) in enumerate(posts):
+            if at == early:
+                dist.barrier()
+            works.append(dist.irecv(tensors[tag], src, tag=tag))
+            if at % 50 == 49:
+                works[choose.randrange(at)].is_completed()
+        choose.shuffle(works)
+        for work in works:
+            work.wait()
+        return [(tag, tensor.tolist()) for tag, tensor in sorted(tensors.items())]
+    for at, (src, tag, n) in enumerate(sends):
+        if at == early:
+            dist.barrier()
+        if src == rank:
+            works.append(dist.isend(torch.full((n,), float(1000 * rank + tag)), 0, tag=tag))
+    for work in works:
+        work.wait()
+    return None
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_messages_in_any_order_of_sending_and_posting_arrive_as_over_gloo(seed):
+    assert_same_as_gloo(_random_messages, 3, seed)

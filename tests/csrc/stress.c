@@ -228,15 +228,17 @@ static int receive(struct thread *t, void *data, size_t bytes, int32_t src, uint
 static void exchange(struct thread *t) {
   struct plx_group *g = &t->g;
   size_t n = draw_size(t) / MAX_WORLD;
-  uint32_t first = 8 * t->operation, count = 0, heard = 0;
+  uint32_t first = 8 * t->operation, count = 0, heard = 0, left = 0;
   struct plx_receive posted[2 * MAX_WORLD] = {0};
   for (uint32_t tag = 2; tag >= 1; tag--)
     for (uint32_t p = 0; p < g->world; p++) {
       if (p == g->rank) continue;
       posted[count] = (struct plx_receive){.data = t->out + count * n, .bytes = 4 * n, .tag = first + tag, .dtype = PLX_I32,
-                                           .deadline_ns = t->wait.deadline_ns, .src = tag == 1 ? -1 : (int32_t)p};
+                                           .deadline_ns = t->wait.deadline_ns, .src = tag == 1 ? -1 : (int32_t)p,
+                                           .handed_over = p % 2 == 0};
       int code = plx_post(g, &here, &posted[count]);
       CHECK(code == PLX_PENDING || code == PLX_OK);
+      left += code == PLX_PENDING && posted[count].handed_over;
       count++;
     }
   fill(t, t->in, g->rank, 0, n);
@@ -258,6 +260,8 @@ static void exchange(struct thread *t) {
     if (r->src < 0) heard |= 1u << r->from;
   }
   CHECK(heard == ((1u << g->world) - 1 - (1u << g->rank)));
+  for (struct plx_receive *r = plx_take_ended(g); r != NULL; r = r->next, left--) CHECK(r->handed_over);
+  CHECK(left == 0);
 }
 
 /* Around in a circle; even ranks send first, odd ranks receive first, so messages may be longer than the ring. */

@@ -7,6 +7,7 @@ import threading
 
 from torch import Tensor
 
+from phalanx._core import Receive
 from phalanx.backend.dynamo import untraced
 from phalanx.backend.work import DoneWork, PhalanxWork, start_thread
 from phalanx.deadline import Deadline, timeout_ns
@@ -63,7 +64,8 @@ class Inbox:
     def __init__(self, memory: SharedMemoryTransport, group: str) -> None:
         self._memory = memory
         self._group = group
-        self._works: dict[PostedReceive, Posted] = {}
+        self._works: dict[Receive, Posted] = {}  # by handle
+        self._ended: list[Receive] = []  # the core has handed these over, and nobody has finished them yet
         self._stopped = False
         self._starting = threading.RLock()  # a signal handler may post in the middle of it
         self._begun = False
@@ -73,16 +75,16 @@ class Inbox:
         """Post a receive into `tensor` of the next message from `src` (if below zero, any rank) with `tag`. It never
         waits.
         """
-        receive = self._memory.post(tensor, src, tag, ctx)
+        receive = self._memory.post(tensor, src, tag, ctx, handed_over=True)
         if self._works:
             self._reap()  # the messages that came may have ended other receives
         if receive.was_here:
             receive.conclude()
             return DoneWork([tensor], source=receive.source)
         work = Posted(self, receive, tensor)
-        self._works[receive] = work
-        if not work.is_pending:  # it failed at once, or another thread ended it before it was ours to see
-            self._reap()
+        self._works[receive.handle] = work
+        if not work.is_pending:  # it failed at once, or another thread was handed it before it was ours to see
+            self._finish(receive.handle)
         elif self._thread is None:
             self._start()
         return work
@@ -137,7 +139,17 @@ class Inbox:
                 self._reap()
 
     def _reap(self) -> None:
-        """Finish the works whose receives are over; any thread may do so, and each work is finished by one."""
-        for receive, work in list(self._works.items()):
-            if not work.is_pending and self._works.pop(receive, None) is not None:
-                work.finish()
+        """Finish the works whose receives are over. Cost: it does not depend on how many others are posted."""
+        try:
+            self._memory.core.take_ended(self._ended)
+        except ClosedError:  # the group is over, and so are its receives
+            self._ended += [handle for handle, work in list(self._works.items()) if not work.is_pending]
+        while self._ended:
+            with contextlib.suppress(IndexError):  # another thread has come first
+                self._finish(self._ended.pop(0))
+
+    def _finish(self, handle: Receive) -> None:
+        """Finish a work whose receive is over; any thread may do so, and each work is finished by one."""
+        work = self._works.pop(handle, None)
+        if work is not None:
+            work.finish()

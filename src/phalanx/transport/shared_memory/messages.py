@@ -21,7 +21,9 @@ class PostedReceive:
     It is over once any thread of this rank that takes messages in has found its message, or its end.
     """
 
-    def __init__(self, memory: SharedMemoryMessages, tensor: Tensor, src: int, tag: int, ctx: CallContext) -> None:
+    def __init__(
+        self, memory: SharedMemoryMessages, tensor: Tensor, src: int, tag: int, ctx: CallContext, *, handed_over: bool
+    ) -> None:
         self._memory = memory
         self._tensor = tensor
         self._data = dense(tensor)
@@ -36,6 +38,7 @@ class PostedReceive:
                 src,
                 tag,
                 dtype_of(self._data.dtype).code,
+                handed_over,
                 ctx.timeout_ns,
                 ctx.call_site,
                 tensor.shape,
@@ -94,11 +97,13 @@ class SharedMemoryMessages(SharedMemorySession):
             self.check(status, ctx, kind=SEND, peer=dst)
         return status is not None
 
-    def post(self, tensor: Tensor, src: int, tag: int, ctx: CallContext) -> PostedReceive:
+    def post(self, tensor: Tensor, src: int, tag: int, ctx: CallContext, *, handed_over: bool = False) -> PostedReceive:
         """Post a receive into `tensor` of the next message from `src` (if below zero, any rank) with `tag`. It never
         waits.
+
+        With `handed_over` the core's `take_ended` will have its handle, if it is pending now.
         """
-        return PostedReceive(self, tensor, src, tag, ctx)
+        return PostedReceive(self, tensor, src, tag, ctx, handed_over=handed_over)
 
     def recv(self, tensor: Tensor, src: int, tag: int, ctx: CallContext) -> int:
         """Receive into `tensor` the next message from `src` (if below zero, any rank) with `tag`; return its sender."""
