@@ -18,6 +18,7 @@ from phalanx.backend.process_group.inbox import Posted
 from phalanx.backend.work import SerialExecutor
 from phalanx.errors import PeerLostError
 from phalanx.testing import run_ranks
+from phalanx.transport.shared_memory.messages import PostedReceive
 
 # Bytes, around a line, a quarter of the ring, the ring, and several rings with a rest.
 BYTES = (0, 1, 64, 65, 65_535, 65_537, 262_144, 262_145, 1_000_003)
@@ -378,6 +379,42 @@ def test_what_a_message_costs_does_not_depend_on_how_many_receives_are_posted(mo
                 dist.isend(torch.tensor([float(tag)]), 0, tag=tag)
 
     run_ranks(check, 2, start="fork")
+
+
+def _num_alive():
+    """Return how many events and receives this process has: a group keeps its last works for torch's C++."""
+    kept = [type(thing) for thing in gc.get_objects()]
+    return kept.count(threading.Event), kept.count(threading.Condition), kept.count(PostedReceive)
+
+
+def test_works_that_are_over_and_kept_hold_no_events_and_receives():
+    """They lay between the tensors of messages, and pinned the memory of these: 100 MB of a process."""
+
+    def check(rank, world_size):
+        def exchange():
+            works, tensors = [], []
+            for tag in range(60):
+                tensors.append(torch.zeros(1000))
+                works.append(dist.irecv(tensors[-1], 1 - rank, tag=tag))
+            dist.barrier()
+            for tag in range(60):
+                works.append(dist.isend(torch.ones(1000), 1 - rank, tag=tag))
+                works.append(dist.all_reduce(torch.ones(1000), async_op=True))
+            for work in works:
+                work.wait()
+            dist.barrier()
+
+        exchange()  # the first starts threads
+        gc.collect()
+        before = _num_alive()
+        exchange()
+        gc.collect()
+        for _ in range(100):  # a thread that has just said that a work is over may still hold its event
+            if (alive := _num_alive()) == before:
+                break
+        assert alive == before
+
+    run_ranks(check, 2)
 
 
 def _random_messages(rank, world_size, seed):

@@ -21,6 +21,8 @@ from phalanx.deadline import Deadline
 from phalanx.errors import ClosedError, PhalanxError
 
 _SMALL_BYTES = 64
+_OVER = threading.Event()  # an event of its own is a kilobyte, between the tensors of messages
+_OVER.set()
 
 
 def start_thread(target: Callable[[], None], name: str) -> threading.Thread:
@@ -200,8 +202,9 @@ class PhalanxWork(dist.Work):
         return lambda: self._fulfil(future, list(outputs))
 
     def release(self) -> None:
-        """Wake up all waiters."""
+        """Wake up all waiters; the group keeps works for long, and one event for all of those that are over."""
         self._done.set()
+        self._done = _OVER
 
 
 def _nbytes(tensor: Tensor) -> int:

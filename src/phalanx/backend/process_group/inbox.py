@@ -24,12 +24,13 @@ class Posted(PhalanxWork):
     def __init__(self, inbox: Inbox, receive: PostedReceive, tensor: Tensor) -> None:
         super().__init__([tensor])
         self._inbox = inbox
-        self.receive = receive
+        self.receive: PostedReceive | None = receive  # until it is over
 
     @property
     def is_pending(self) -> bool:
         """Return whether its message has not come, and nothing has ended the wait for it."""
-        return self.receive.is_pending
+        receive = self.receive
+        return receive is not None and receive.is_pending
 
     def _bring_about(self, deadline: Deadline | None) -> None:
         self._inbox.wait_for(self, deadline or Deadline.after(None))
@@ -43,11 +44,13 @@ class Posted(PhalanxWork):
     def finish(self) -> None:
         """Tell all waiters the outcome, since its status is known. This is called once."""
         error: BaseException | None = None
+        receive = self.receive
+        assert receive is not None
         try:
-            self.receive.conclude()
+            receive.conclude()
         except BaseException as e:  # whatever it was, the waiter must hear it
             error = e
-        self._source = self.receive.source
+        self._source, self.receive = receive.source, None
         notify = self.settle(error)
         if notify is not None:
             notify()
@@ -91,9 +94,9 @@ class Inbox:
 
     def wait_for(self, work: Posted, deadline: Deadline) -> None:
         """Take in messages until `work` is over, or the deadline has passed."""
-        while work.is_pending and not deadline.passed:
+        while (receive := work.receive) is not None and receive.is_pending and not deadline.passed:
             try:
-                self._memory.core.progress(work.receive.handle, timeout_ns(deadline.left_s))
+                self._memory.core.progress(receive.handle, timeout_ns(deadline.left_s))
             except BaseException as error:
                 with contextlib.suppress(ClosedError):
                     self._memory.core.set_exit_reason(type(error).__name__)
