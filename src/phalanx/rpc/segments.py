@@ -10,10 +10,14 @@
 A segment belongs to the process that made it, and is with one receiver at a time. So many bytes are kept for later as
 `MOST_FREE_BYTES` says; the others go back to the system, as soon as all receivers that map them have heard of it
 (FORGET). One that a receiver had when it was lost is not used again.
+
+Where a receiver forks, what it has received becomes its own before: else the child would see the next tensor in the
+segment, and parent and child what the other one writes. The sender has the segment back by that (MISSED).
 """
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import threading
@@ -198,6 +202,44 @@ class Borrower:
         alive[number] = ref(array, died)
         return array
 
+    def make_private(self) -> list[int]:
+        """Put memory of this process's own under all that lies in segments, and return their numbers.
+
+        Cost: a copy of what is alive, once.
+
+        Raises:
+            OSError: there is no memory for it.
+        """
+        freed: list[int] = []
+        for number, reference in list(self._alive.items()):
+            array = reference()
+            if array is not None:
+                _make_private(array.ctypes.data, len(self._maps[number]))
+                self._alive.pop(number, None)  # nothing is released when it dies
+                self._maps.pop(number, None)
+                freed.append(number)
+        return freed
+
     def forget(self, number: int) -> None:
         """Unmap a segment that will not come again."""
         self._maps.pop(number, None)
+
+
+_FIXED_AND_MAY_MOVE = 3  # of mremap(2)
+
+
+def _make_private(address: int, nbytes: int) -> None:
+    """Put a private copy of some pages in their place, in one step for all who read them."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = libc.mremap.restype = ctypes.c_void_p
+    pages, wrong = ctypes.c_size_t(nbytes), ctypes.c_void_p(-1).value
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    made = libc.mmap(None, pages, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, ctypes.c_long(0))
+    if made == wrong:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    ctypes.memmove(made, address, nbytes)
+    moved = libc.mremap(ctypes.c_void_p(made), pages, pages, _FIXED_AND_MAY_MOVE, ctypes.c_void_p(address))
+    if moved == wrong:
+        problem = ctypes.get_errno()
+        libc.munmap(ctypes.c_void_p(made), pages)
+        raise OSError(problem, os.strerror(problem))

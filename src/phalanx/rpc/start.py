@@ -207,4 +207,17 @@ def _close_in_child() -> None:
         agent.abandon()
 
 
-os.register_at_fork(after_in_child=_close_in_child)
+def _prepare_fork() -> None:
+    """Let a fork have tensors of its own, as it has of all else."""
+    if current.is_set():
+        try:
+            current.agent().connections.prepare_fork()
+        except OSError as error:
+            _logger.warning(
+                "rpc: this worker forks, and has no memory for copies of the large tensors that it has received (%s): "
+                "the child shares them, and may see others in their place.",
+                error.strerror,
+            )
+
+
+os.register_at_fork(before=_prepare_fork, after_in_child=_close_in_child)

@@ -312,6 +312,12 @@ class UnixConnection:
         for (number,) in _NUMBER.iter_unpack(data):
             self._lender.take_back(number, arrived=arrived)
 
+    def prepare_fork(self) -> None:
+        """Make what has arrived this process's own, before it forks."""
+        numbers = self._borrower.make_private()
+        if numbers:
+            self.send(wire.MISSED, 0, array.array("Q", numbers).tobytes())
+
     def _forget(self, numbers: list[int]) -> None:
         """Tell the other end that these segments will not come again."""
         self.send(wire.FORGET, 0, array.array("Q", numbers).tobytes())

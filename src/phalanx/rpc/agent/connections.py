@@ -261,6 +261,11 @@ class Connections:
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
+    def prepare_fork(self) -> None:
+        """Make the tensors that have arrived from workers of this host this process's own, before it forks."""
+        for connection in list(self._open):
+            connection.prepare_fork()
+
     def abandon(self) -> None:
         """Close this worker's sockets in a fork of it, and nothing that is shared with it."""
         for connection in list(self._open):
