@@ -151,7 +151,7 @@ def _load_forms(path: Path) -> Any:
 def _find_shape(tensor: Tensor) -> tuple[int, ...]:
     """Return the tensor's shape, with -1 for a dimension in which the parts of a nested tensor differ."""
     if tensor.is_nested and tensor.layout is torch.strided:
-        sizes = [set(column) for column in tensor._nested_tensor_size().t().tolist()]
+        sizes = [set(column) for column in zip(*(part.shape for part in tensor.unbind()), strict=True)]
         return (tensor.size(0), *(size.pop() if len(size) == 1 else -1 for size in sizes))
     return tuple(size if isinstance(size, int) else -1 for size in tensor.shape)
 
