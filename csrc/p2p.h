@@ -46,8 +46,8 @@ int plx_send(struct plx_group *g, struct plx_wait *w, const struct plx_origin *o
 int plx_send_now(struct plx_group *g, struct plx_wait *w, const struct plx_origin *o, const void *data, size_t bytes,
                  uint32_t dst, uint32_t tag, int dtype);
 
-/* Post `r`, whose first fields are filled, up to `handed_over`,, and return its status. It never waits; what it costs does not depend on
- * how many are posted. */
+/* Post `r`, whose fields are filled up to `handed_over`, and return its status. It never waits, and its cost does not
+ * depend on how many are posted. */
 int plx_post(struct plx_group *g, const struct plx_origin *o, struct plx_receive *r);
 /* Wait until `r` or any other posted receive is over, or w's deadline passes, which ends nothing. */
 int plx_progress(struct plx_group *g, struct plx_wait *w, struct plx_receive *r);

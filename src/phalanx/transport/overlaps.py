@@ -110,7 +110,7 @@ def _find_marked(parts: list[_Part]) -> tuple[int, int] | None:
     """Find two parts that share memory by marking the elements of each."""
     first, last = min(start for start, _, _ in parts), max(start + _span(steps) for start, steps, _ in parts)
     unit = math.gcd(*(start - first for start, _, _ in parts), *(steps[-1][1] for _, steps, _ in parts))
-    marks = torch.full(((last - first) // unit,), -1, dtype=torch.int32)
+    marks = torch.full(((last - first) // unit,), -1, dtype=torch.int32, device="cpu")
     for start, steps, at in parts:
         sizes = [*(size for _, size in steps[:-1]), steps[-1][1] // unit]
         mine = marks.as_strided(sizes, [*(stride // unit for stride, _ in steps[:-1]), 1], (start - first) // unit)
