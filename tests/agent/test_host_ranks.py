@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
+import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from phalanx.agent import host_ranks
 from phalanx.agent.attempt import Attempt
 from phalanx.agent.elastic_actions import BeginGeneration, ElasticAction, GiveUp
 from phalanx.agent.failure import Exit
@@ -17,6 +21,7 @@ from phalanx.agent.plan import JobPlan
 from phalanx.agent.settings import Settings
 from phalanx.agent.target import Target
 from phalanx.ipc.channel import Channel
+from phalanx.processes import read_state
 
 
 class Decided(Attempt):
@@ -78,3 +83,33 @@ def test_who_has_said_that_it_holds_the_state_is_heard_before_the_ends_of_others
     begun = [action for action in ranks.decided if isinstance(action, BeginGeneration)]
     assert [each.generation.number for each in begun] == [1, 2, 3]
     assert [sorted(each.holders) for each in begun] == [[1, 2], [0, 2], [0]]
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_rank_that_another_has_lost_is_looked_for_before_its_end_is_reported(
+    ranks: Decided, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel reports an end once it has freed the memory: until then a process that is being ended is found in
+    /proc. A zombie is found there in the same way.
+    """
+    monkeypatch.setattr(host_ranks, "_DEVICES", ())
+    host = SimpleNamespace(zygote=SimpleNamespace(wake=lambda: None), errors=SimpleNamespace(find=lambda rank: None))
+    monkeypatch.setattr(ranks.ranks, "_host", host)
+    monkeypatch.setattr(ranks.ranks.processes, "read_dump", lambda rank: "")
+    pids = [os.fork() or signal.pause() for _ in range(3)]
+    try:
+        for rank, pid in enumerate(pids):
+            ranks.start(rank, pid)
+        os.kill(pids[1], signal.SIGKILL)
+        while read_state(pids[1]) != "Z":
+            time.sleep(0.001)
+        ranks.ranks.on_time(time.monotonic())
+        assert ranks.decided == [], "nobody has said that a rank is lost"
+        ranks.ranks.hear_of_loss()
+        ranks.ranks.on_time(time.monotonic())
+        begun = [action for action in ranks.decided if isinstance(action, BeginGeneration)]
+        assert [sorted(each.holders) for each in begun] == [[0, 2]]
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
