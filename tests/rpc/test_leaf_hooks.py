@@ -394,3 +394,83 @@ def what_came(context_id: int) -> Any:
 
 def test_a_backward_inside_of_a_pass_does_not_gather_in_the_context():
     run_workers(_inside, 3, timeout=120)
+
+
+# -- hooks that find the gradient in .grad -----------------------------------------------------------------------------
+
+_crossed = torch.full((3,), 2.0, requires_grad=True)
+_seen: list[Any] = []
+
+
+def listen_to_grad(kind: str) -> None:
+    _crossed.grad = torch.full((3,), 100.0)
+
+    def hook(leaf: torch.Tensor) -> None:
+        assert leaf is _crossed
+        assert leaf.grad is not None
+        _seen.append(leaf.grad.tolist())
+        if kind == "change":
+            leaf.grad.mul_(10)
+        elif kind == "take":
+            leaf.grad = None
+
+    _crossed.register_post_accumulate_grad_hook(hook)
+
+
+def seen_and_kept(context_id: int) -> Any:
+    found = autograd.get_gradients(context_id).get(_crossed)
+    seen, _seen[:] = list(_seen), []
+    assert _crossed.grad is not None
+    return seen, None if found is None else found.tolist(), _crossed.grad.tolist()
+
+
+def times_crossed(x: torch.Tensor) -> torch.Tensor:
+    return x * _crossed
+
+
+def cross(x: torch.Tensor, to: str) -> torch.Tensor:
+    return rpc.rpc_sync(to, times_crossed, (x * _crossed,)) * _crossed
+
+
+def _find_grad(rank: int, folder: str) -> None:
+    with worker(rank, 2, folder):
+        if rank:
+            return
+        for kind, kept in (("change", [150.0] * 3), ("take", None)):
+            rpc.rpc_sync("w1", listen_to_grad, (kind,))
+            for _ in range(20):
+                with autograd.context() as context_id:
+                    x = torch.full((3,), 5.0, requires_grad=True)
+                    y = rpc.rpc_sync("w1", times_crossed, (x,))
+                    autograd.backward(context_id, [(y * 3).sum()])
+                    seen, found, before = rpc.rpc_sync("w1", seen_and_kept, (context_id,))
+                    assert autograd.get_gradients(context_id)[x].tolist() == [6.0] * 3
+                    assert before == [100.0] * 3
+                    assert found == kept
+                    assert seen[0] == [15.0] * 3
+
+
+def test_hooks_find_this_passs_gradient_in_grad_and_what_they_leave_there_counts():
+    run_workers(_find_grad, 2)
+
+
+def _cross(rank: int, folder: str) -> None:
+    with worker(rank, 3, folder):
+        if rank:
+            return
+        for to in ("w1", "w2"):
+            rpc.rpc_sync(to, listen_to_grad, ("look",))
+
+        def train(way: tuple[str, str]) -> None:
+            for _ in range(40):
+                with autograd.context() as context_id:
+                    x = torch.full((3,), 5.0, requires_grad=True)
+                    autograd.backward(context_id, [rpc.rpc_sync(way[0], cross, (x, way[1])).sum()])
+                    assert autograd.get_gradients(context_id)[x].tolist() == [8.0] * 3
+
+        map_in_threads(train, (("w1", "w2"), ("w2", "w1")))
+
+
+def test_passes_whose_ways_cross_do_not_keep_each_other_from_grad():
+    """Each held the lock on `.grad` of one worker as it waited for gradients of the other: both hung."""
+    run_workers(_cross, 3, timeout=60)

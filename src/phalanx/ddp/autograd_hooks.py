@@ -17,7 +17,10 @@ _Argument = TypeVar("_Argument")
 def weak_hook(
     owner: weakref.ref[_Owner], call: Callable[[_Owner, _Argument], None], argument: _Argument
 ) -> Callable[[object], None]:
-    """Return a hook that calls `call(owner, argument)` as long as the owner lives, and keeps nothing alive."""
+    """Return a hook that calls `call(owner, argument)` as long as the owner lives, and keeps nothing alive.
+
+    It needs a gradient in `.grad` until backward ends, also in a distributed backward of `phalanx.rpc`.
+    """
 
     @untraced
     def hook(_tensor_or_gradients: object) -> None:
@@ -25,6 +28,7 @@ def weak_hook(
         if alive is not None:
             call(alive, argument)
 
+    hook.keeps_grad = True  # type: ignore[attr-defined]
     return hook
 
 

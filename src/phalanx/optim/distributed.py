@@ -15,7 +15,7 @@ from phalanx import rpc
 from phalanx.rpc import current
 from phalanx.rpc.agent.agent import Agent
 from phalanx.rpc.agent.short_work import ShortWork
-from phalanx.rpc.autograd.graph import grads_are_ours
+from phalanx.rpc.autograd.leaf_hooks import grads_are_ours
 from phalanx.rpc.autograd.serve import worker
 from phalanx.rpc.wire import Frame, Order
 from phalanx.torch_names import find

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from phalanx.errors import PhalanxError
-from phalanx.rpc.autograd.leaf_hooks import LeafHooks
+from phalanx.rpc.autograd.leaf_hooks import LeafHooks, grads_are_ours, keeps_grad
 from phalanx.torch_names import find
 
 _engine: Any = find(
@@ -151,9 +151,6 @@ def _current_pass() -> Gradients:
 # RecvRpc hangs on this, so that the engine finds something to run it for.
 _anchor = torch.zeros((), requires_grad=True)
 _anchor_edge = get_gradient_edge(_anchor)
-# Who has put gradients into `.grad` of tensors of this process holds this: a pass, or a step of an optimizer. A hook of
-# one may do the other.
-grads_are_ours = threading.RLock()
 _LEAF: type = type(_anchor_edge.node)
 _RECV: type = RecvRpc._backward_cls
 _HOOKED = "_phalanx_hooked"
@@ -182,12 +179,12 @@ class Reached:
     received: dict[Any, int]  # with which of a message's tensors: bit n for tensor n
 
     def has_hooks(self) -> bool:
-        """Return whether hooks of leaves wait for gradients to be in `.grad`, or nodes of tensors that arrived have
-        hooks: these are called only where the nodes run.
+        """Return whether hooks of leaves need gradients in `.grad` until the pass ends, or nodes of tensors that have
+        arrived have hooks: these are called only where the nodes run.
         """
-        if any(hasattr(node, _HOOKED) for node in self.received):
-            return True
-        return any(node.variable._post_accumulate_grad_hooks for node in self.leaves)
+        return any(hasattr(node, _HOOKED) for node in self.received) or any(
+            keeps_grad(node.variable) for node in self.leaves
+        )
 
     def ancestors(self, context_id: int) -> Ancestors:
         """Return all messages of the context from which the outputs were computed."""
@@ -335,9 +332,9 @@ def run_engine(
     """Run autograd from `outputs` to where it ends, in this thread; return the leaves' gradients that `run` has not
     gathered.
 
-    No `.grad` is touched, and hooks of the nodes that would add to it are called as if they did. But where hooks wait
-    for gradients to be in `.grad` (DistributedDataParallel's do, and combine them there), they find them, and all is
-    put back at the end. One such run goes on at a time.
+    No `.grad` is touched but while hooks for it run, and hooks of the nodes that would add to it are called as if they
+    did. But where hooks need gradients in `.grad` to the end (DistributedDataParallel's do, and combine them there),
+    they find them, and all is put back then. One such run goes on at a time.
     """
     leaves: dict[Any, None] = {}
     has_received = False
@@ -345,7 +342,7 @@ def run_engine(
         leaves.update(dict.fromkeys(one.leaves))
         has_received = has_received or bool(one.received)
     variables = [node.variable for node in leaves]
-    if any(one._post_accumulate_grad_hooks for one in variables):
+    if any(map(keeps_grad, variables)):
         return _run_through_grad(outputs, gradients, variables, retain_graph)
     others = [_anchor_edge] if has_received and _anchor_edge.node not in leaves else []
     return _run(run, list(outputs), list(gradients), retain_graph, list(leaves), others)[0]

@@ -8,6 +8,10 @@ The engine does not run these nodes, since it only captures what comes to them; 
 itself (`Tensor.register_hook`) just before it captures. So for the time of a run one more of those is there, behind
 the user's own. It does what PyTorch's distributed engine does at this moment: it calls the hooks before, lets the
 gradient gather, and calls the hooks after. Both are also called with a gradient of None.
+
+Hooks that want the gradient in `.grad` (`register_post_accumulate_grad_hook`) find it there, and what they leave there
+gathers. That lasts as long as they run, so that no pass keeps another one from `.grad` while it waits for other
+workers. Hooks that need it until the pass ends, as DistributedDataParallel's do, say so: see `keeps_grad`.
 """
 
 from __future__ import annotations
@@ -30,6 +34,9 @@ _backward_number: Any = find(
 Hooks = Mapping[int, Callable[..., Any]]
 _KEY = "phalanx.rpc: hooks"
 _asking = threading.Lock()
+# Who has put gradients into `.grad` of tensors of this process holds this: hooks of a leaf, a pass, or a step of an
+# optimizer. A hook of one may do the other.
+grads_are_ours = threading.RLock()
 _hanging = threading.Lock()
 
 
@@ -64,16 +71,23 @@ def node_hooks(node: Any) -> tuple[Hooks, Hooks]:
     return found
 
 
+def keeps_grad(variable: Tensor) -> bool:
+    """Return whether a hook of the leaf needs its gradient in `.grad` until the pass ends: it has `keeps_grad`."""
+    hooks = variable._post_accumulate_grad_hooks
+    return bool(hooks) and any(getattr(hook, "keeps_grad", False) for hook in hooks.values())
+
+
 def _ignore(*_: Any) -> None:
     """Do nothing: this hook is removed at once."""
 
 
 class _Leaf:
-    """`_Leaf` is a leaf whose node has hooks, during one run."""
+    """`_Leaf` is a leaf with hooks of its node or for its `.grad`, during one run."""
 
     def __init__(self, node: Any, hooks: tuple[Hooks, Hooks]) -> None:
         self.variable: Tensor = node.variable
         self.before, self.after = hooks
+        self.on_grad: Hooks = self.variable._post_accumulate_grad_hooks or {}
         self.is_done = False
 
 
@@ -91,7 +105,11 @@ class LeafHooks:
         inside: Callable[[], AbstractContextManager[Any]],
     ) -> None:
         found = [(node, node_hooks(node)) for node in nodes]
-        self._leaves = {node: _Leaf(node, hooks) for node, hooks in found if hooks[0] or hooks[1]}
+        self._leaves = {
+            node: _Leaf(node, hooks)
+            for node, hooks in found
+            if hooks[0] or hooks[1] or node.variable._post_accumulate_grad_hooks
+        }
         self._gather = gather
         self._inside = inside
         self._number = -1
@@ -138,8 +156,11 @@ class LeafHooks:
             values: tuple[Tensor | None, ...] = (gradient,)
             for hook in list(leaf.before.values()):
                 values = _check(hook, hook(values), values)
-            if values[0] is not None:
-                self._gather(leaf.variable, values[0])
+            value = values[0]
+            if value is not None and leaf.on_grad:
+                value = _call_on_grad(leaf, value)
+            if value is not None:
+                self._gather(leaf.variable, value)
             for hook in list(leaf.after.values()):
                 _check(hook, hook((), values), ())
 
@@ -154,6 +175,20 @@ class LeafHooks:
             elif not leaf.is_done and gradient is not None:
                 self._run(leaf, gradient)
         return left
+
+
+def _call_on_grad(leaf: _Leaf, gradient: Tensor) -> Tensor | None:
+    """Call the hooks that find the gradient in `.grad`; return what they leave there."""
+    variable = leaf.variable
+    with grads_are_ours:
+        before = variable.grad
+        variable.grad = gradient.clone()  # a hook may change it, and others may have the same memory
+        try:
+            for hook in list(leaf.on_grad.values()):
+                hook(variable)
+            return variable.grad
+        finally:
+            variable.grad = before
 
 
 def _check(hook: Callable[..., Any], result: Any, before: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
