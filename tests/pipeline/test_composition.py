@@ -277,6 +277,48 @@ def test_gradients_are_clipped_as_those_of_the_whole_model():
         torch.testing.assert_close(ours, norm)
 
 
+class Waves(nn.Module):
+    """A layer with complex weights between real values."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4, dtype=torch.complex64))
+
+    def forward(self, x):
+        return (x.to(torch.complex64) @ self.weight).abs()
+
+
+def _draw_waves(seed):
+    torch.manual_seed(seed)
+    draw = random.Random(seed)
+    return nn.Sequential(*(draw.choice([Waves, lambda: nn.Linear(4, 4)])() for _ in range(3)), Waves())
+
+
+def test_complex_gradients_are_clipped_by_their_moduli():
+    """The norm left out the imaginary parts, so that gradients were scaled by another factor."""
+    seeds = range(6)
+    x, y = torch.randn(2, 8, 4, generator=torch.Generator().manual_seed(1))
+
+    def clip(rank, world_size):
+        found = []
+        for seed in seeds:
+            pipe = phalanx.Pipeline(_draw_waves(seed), micro_batches=2, loss_fn=functional.mse_loss)
+            pipe.step(x, target=y)
+            norm = pipe.clip_grad_norm_(0.1)
+            found.append((norm, {name: p.grad for name, p in pipe.named_parameters()}))
+        return found
+
+    ranks = run_ranks(clip, 2)
+    for seed in seeds:
+        model = _draw_waves(seed)
+        functional.mse_loss(model(x), y).backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        for found in ranks:
+            torch.testing.assert_close(found[seed][0], norm)
+            for name, gradient in found[seed][1].items():
+                torch.testing.assert_close(gradient, model.get_parameter(name).grad, msg=f"{seed} {name}")
+
+
 def test_a_mini_batch_smaller_than_its_micro_batches_makes_fewer():
     def train(rank, world_size):
         torch.manual_seed(0)

@@ -26,7 +26,11 @@ def clip(
     squares = torch.zeros((), dtype=torch.float64)
     for parameter in counted:
         if parameter.grad is not None:
-            squares += parameter.grad.detach().double().square().sum().cpu()
+            grad = parameter.grad.detach()
+            values = grad.coalesce().values() if grad.is_sparse else grad
+            if values.is_complex():  # the square of |a + bi| is that of a and that of b
+                values = torch.view_as_real(values.resolve_conj())
+            squares += values.double().square().sum().cpu()
     dist.all_reduce(squares, group=group)
     norm = squares.sqrt()
     # if the norm is not a number, neither is this, as in torch
