@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from phalanx.backend.imported_environment import environment_kept
+from phalanx.pipeline.gradients import added, address_of
 from phalanx.torch_names import find
 
 
@@ -107,13 +108,15 @@ def _accumulate(
     Autograd returns the same tensor for two parameters that are added (a weight and its change), or one of `others`,
     which another stage reads: what is added to one of them later must not reach the other.
     """
-    taken = {tensor.data_ptr() for tensor in others if tensor is not None}
+    taken = {address_of(tensor) for tensor in others if tensor is not None}
     for parameter, was, grad in zip(parameters, before, found, strict=True):
         if was is None and grad is not None:
-            if grad.data_ptr() in taken or grad.stride() != parameter.stride():
+            if grad.is_sparse:
+                grad = grad.clone() if address_of(grad) in taken else grad
+            elif address_of(grad) in taken or grad.stride() != parameter.stride():
                 grad = torch.empty_like(parameter).copy_(grad)
-            taken.add(grad.data_ptr())
-        parameter.grad = grad if was is None else was if grad is None else was.add_(grad)
+            taken.add(address_of(grad))
+        parameter.grad = added(was, grad)
 
 
 def _keep(grads: list[Any], at: int) -> Any:

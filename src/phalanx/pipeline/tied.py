@@ -12,7 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.partition.parts import Part
+from phalanx.pipeline.gradients import added
 from phalanx.pipeline.wire import Wire
+
+_ABSENT, _DENSE, _SPARSE = range(3)
 
 
 @dataclass(frozen=True)
@@ -74,8 +77,7 @@ class TiedGradients:
     def add(self) -> None:
         """Add up the gradients after the last backward of a step."""
         for (tie, parameter), before in zip(self._ties, self._before, strict=True):
-            grad = self._sum(tie, parameter)
-            parameter.grad = grad if before is None or grad is None else before.add_(grad)
+            parameter.grad = added(before, self._sum(tie, parameter))
 
     def counted_here(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         """Return those of `parameters` that no rank before this one has, too."""
@@ -95,17 +97,47 @@ class TiedGradients:
         self._wire.settle()
 
     def _sum(self, tie: Tie, parameter: nn.Parameter) -> Tensor | None:
-        if not parameter.requires_grad:
-            return None
+        """Return the sum of the gradients of all ranks; None if no rank has one."""
         first, *others = tie.ranks
-        grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        total = parameter.grad
         if self._rank == first:
             for rank in others:
-                grad += self._wire.receive_tensor(torch.empty_like(grad), rank)
+                total = added(total, self._receive(parameter, rank))
             for rank in others:
-                self._wire.send_tensor(grad, rank)
+                self._send(total, rank)
         else:
-            self._wire.send_tensor(grad, first)
-            grad = self._wire.receive_tensor(torch.empty_like(grad), first)
+            self._send(total, first)
+            total = self._receive(parameter, first)
         self._wire.settle()
-        return grad
+        return total
+
+    def _send(self, grad: Tensor | None, rank: int) -> None:
+        """Send a gradient behind a header, since ranks cannot know of each other's whether it is there and sparse."""
+        parts: list[Tensor] = []
+        header = [_ABSENT, 0, 0]
+        if grad is not None and grad.is_sparse:
+            grad = grad.coalesce()
+            parts = [grad.indices(), grad.values()]
+            header = [_SPARSE, *parts[0].shape]
+        elif grad is not None:
+            parts = [grad]
+            header[0] = _DENSE
+        for part in (torch.tensor(header), *parts):
+            if part.numel():
+                self._wire.send_tensor(part, rank)
+
+    def _receive(self, parameter: nn.Parameter, rank: int) -> Tensor | None:
+        kind, num_dims, num_entries = self._wire.receive_tensor(torch.empty(3, dtype=torch.int64), rank).tolist()
+        if kind == _ABSENT:
+            return None
+        dtype = parameter.dtype if parameter.grad is None else parameter.grad.dtype
+        if kind == _DENSE:
+            grad = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+            return self._wire.receive_tensor(grad, rank) if grad.numel() else grad
+        device = parameter.device
+        indices = torch.empty(num_dims, num_entries, dtype=torch.int64, device=device)
+        values = torch.empty(num_entries, *parameter.shape[num_dims:], dtype=dtype, device=device)
+        for part in (indices, values):
+            if part.numel():
+                self._wire.receive_tensor(part, rank)
+        return torch.sparse_coo_tensor(indices, values, parameter.shape, is_coalesced=True, check_invariants=False)
