@@ -47,6 +47,13 @@ class MiniBatchStatistics:
         ]
         self._seen: dict[nn.Module, list[_Seen]] = {}  # the statistics of each call that a forward makes of the layer
 
+    def buffers(self) -> set[int]:
+        """Return the ids of the running statistics, which `update` gives the same bits on all replicas."""
+        found = (
+            t for layer in self._layers for t in (layer.running_mean, layer.running_var, layer.num_batches_tracked)
+        )
+        return {id(tensor) for tensor in found}
+
     def measured(self) -> AbstractContextManager[None]:
         """Let layers in training note, during one forward, the statistics of what they get; the running ones stay."""
         return self._watched() if self._layers else nullcontext()

@@ -163,10 +163,8 @@ class Pipeline(StageModule):
         self._tied = TiedGradients(ties, dict(self.named_parameters()), self._wire, self._rank)
         if not rehearses(self._group):
             self._tied.share_values()
-        self._replicas: Replicas | None = None
-        if data_group is not None:
-            self._replicas = Replicas(data_group, list(own.parameters()), list(own.buffers()))
         self._statistics = MiniBatchStatistics(own, data_group)
+        self._replicas = None if data_group is None else Replicas(data_group, own, self._statistics)
         self._outcome = Outcome(self._group, data_group, self._device, self._wire.meeting_tag)
         home = dict.fromkeys(self._layers.inputs, 0) | {node: p.index for p in parts for node in p.nodes}
         self._copies = CopyCheck(self._layers.output.graph, home)
