@@ -3,6 +3,7 @@
 strategy.py        what a strategy does: the interface
 choose.py          by name, and "auto"
 start.py           a plain script that asks for several devices starts itself again
+blocks.py          the parts of a model that are gathered one after the other
 recipe.py          an optimizer taken apart, to be made again over what a rank holds
 """
 

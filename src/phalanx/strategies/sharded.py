@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from phalanx.backend import Job
 from phalanx.ddp import DistributedDataParallel
 from phalanx.optim import ZeroRedundancyOptimizer
+from phalanx.strategies.blocks import find_blocks
 from phalanx.strategies.mirrored import MirroredStrategy
 from phalanx.strategies.recipe import Recipe
 from phalanx.strategies.strategy import MakeOptimizer
@@ -83,7 +84,7 @@ class ShardedStrategy(MirroredStrategy):
         options = {"mesh": self._mesh(), **self._options}
         if self._offloads:
             options.setdefault("offload_policy", CPUOffloadPolicy(pin_memory=self.device.type != "cpu"))
-        for block in _blocks(model):
+        for block in find_blocks(model):
             fully_shard(block, **options)
         fully_shard(model, **options)
         return model
@@ -96,13 +97,3 @@ class ShardedStrategy(MirroredStrategy):
             return self._optimizer.clip_grad_norm_(max_norm)
         norm = super()._clip(max_norm)
         return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-
-
-def _blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the repeated parts of a model: the children of its ModuleLists and Sequentials that have parameters."""
-    found = []
-    for module in model.modules():
-        if isinstance(module, (nn.ModuleList, nn.Sequential)):
-            found += [child for child in module if any(True for _ in child.parameters())]
-    inner = {id(below) for block in found for below in block.modules() if below is not block}
-    return [block for block in found if id(block) not in inner]
