@@ -1,6 +1,7 @@
 """Strategies start a plain script on several ranks; a Trainer under `phalanx run` loses a rank and no bit."""
 
 import contextlib
+import functools
 import io
 import os
 import re
@@ -133,8 +134,7 @@ def test_a_trainer_that_loses_a_rank_ends_with_the_bits_of_one_that_does_not(tmp
     assert ends[0].startswith("trained 3 18 ")
 
 
-def _serve_and_train(rank, world_size, store, folder, epochs):
-    """What a trainer has at the end; a server leaves its strategy by SystemExit."""
+def _set_launched(rank, world_size, store):
     os.environ.update(
         RANK=f"{rank}",
         WORLD_SIZE=f"{world_size}",
@@ -145,6 +145,11 @@ def _serve_and_train(rank, world_size, store, folder, epochs):
         PHALANX_STORE=store,
         PHALANX_STORE_OF=f"{rank}/{world_size}/1/",
     )
+
+
+def _serve_and_train(rank, world_size, store, folder, epochs):
+    """What a trainer has at the end; a server leaves its strategy by SystemExit."""
+    _set_launched(rank, world_size, store)
     torch.manual_seed(0)
     inputs = torch.randn(96, 8)
     data = TensorDataset(inputs, inputs.square().sum(1, keepdim=True))
@@ -197,6 +202,52 @@ def test_training_on_servers_resumes_as_if_it_had_not_ended(tmp_path, num_ranks)
     assert cut[0][:2] == (1, 6)
     assert resumed == whole
     assert whole[-1] == 0  # the server's end
+
+
+class Scaled(torch.optim.SGD):
+    """An SGD with a setting that is in no group."""
+
+    def __init__(self, params, lr=0.1, scale=1.0):
+        super().__init__(params, lr=lr)
+        self.scale = scale
+
+    def step(self, closure=None):
+        for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            parameter.grad.mul_(self.scale)
+        return super().step(closure)
+
+
+def _serve_a_setting(rank, world_size, store):
+    """The weight that a trainer has after three steps of an optimizer with a setting of its own."""
+    if world_size > 1:
+        _set_launched(rank, world_size, store)
+    try:
+        strategy = ParameterServerStrategy(num_servers=1, timeout=60) if world_size > 1 else SingleDeviceStrategy("cpu")
+    except SystemExit as end:
+        return end.code
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1)
+    if world_size > 1:
+        with pytest.raises(ValueError, match=r"cannot be sent to them .*local object.* no lambda"):
+            strategy.setup(model, lambda parameters: Scaled(parameters, scale=0.5), F.mse_loss)
+        with pytest.raises(ValueError, match=r"would lose its 'scale'"):
+            strategy.setup(model, Scaled(model.parameters(), scale=0.5), F.mse_loss)
+        strategy._num_setups = 0
+    strategy.setup(model, functools.partial(Scaled, scale=0.5), F.mse_loss)
+    for _ in range(3):
+        strategy.step(torch.ones(4, 2), torch.ones(4, 1))
+    weight = model.weight.detach().clone()
+    strategy.close()
+    return weight
+
+
+def test_servers_have_an_optimizers_own_settings_or_refuse_it():
+    """The servers made the optimizer of its class and its `defaults`: the scale became 1 there."""
+    with tempfile.TemporaryFile() as store:
+        path = f"/proc/{os.getpid()}/fd/{store.fileno()}"
+        served = run_ranks(_serve_a_setting, 2, path, init=False, timeout=90)
+    alone = _serve_a_setting(0, 1, "")
+    torch.testing.assert_close(served[0], alone)
 
 
 FAILS = """

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,23 +12,36 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from phalanx.errors import summary_of
+from phalanx.strategies.same_settings import HOOKS, find_difference, options_of
+
 MakeOptimizer = Callable[[Any], Optimizer]
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """It makes an optimizer: it has the class, the defaults, and the groups' parameters by name with their options."""
+    """It makes an optimizer: it has what is called for one, the groups' parameters by name with their options, and the
+    hooks of the first.
+
+    `call` is the optimizer's class with its defaults. Where that would not give the settings of the first, it is the
+    function that has made the first.
+    """
 
     kind: type[Optimizer]
     defaults: dict[str, Any]
     groups: tuple[tuple[tuple[str, ...], dict[str, Any]], ...]
+    call: MakeOptimizer
+    hooks: dict[str, Any]
 
     @staticmethod
     def of(called: str, model: nn.Module, optimizer: Optimizer | MakeOptimizer) -> Recipe:
         """Return the recipe of `optimizer` over parameters of `model`.
 
+        Cost: one or two more optimizers are made over the model's parameters, and let go of.
+
         Raises:
-            ValueError: it has stepped, or holds what is no parameter of the model.
+            ValueError: it has stepped, holds what is no parameter of the model, or would not be made again with the
+                same settings.
         """
         one = optimizer if isinstance(optimizer, Optimizer) else optimizer(model.parameters())
         kind = type(one).__name__
@@ -40,25 +55,115 @@ class Recipe:
                 f"{called}.setup: a scheduler holds the {kind}, which is made again over what each rank holds: make "
                 "the scheduler behind setup, of the optimizer that it returns"
             )
-        name_of = {id(parameter): name for name, parameter in model.named_parameters()}
-        groups = []
-        for group in one.param_groups:
-            unknown = [p for p in group["params"] if id(p) not in name_of]
-            if unknown:
-                raise ValueError(
-                    f"{called}.setup: the {kind} holds a tensor of shape {tuple(unknown[0].shape)} that is no "
-                    f"parameter of {type(model).__name__}: give setup the model whose parameters it holds"
-                )
-            options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-            groups.append((tuple(name_of[id(p)] for p in group["params"]), options))
-        accepted = inspect.signature(type(one).__init__).parameters
+        require_parameters_of(called, model, one)
+        named = dict(model.named_parameters())
+        name_of = {id(parameter): name for name, parameter in named.items()}
+        groups = tuple(
+            (tuple(name_of[id(p)] for p in group["params"]), options_of(group)) for group in one.param_groups
+        )
+        accepted = _list_accepted(type(one))
         defaults = {key: value for key, value in one.defaults.items() if key in accepted}
-        return Recipe(type(one), defaults, tuple(groups))
+        hooks = {name: vars(one)[name] for name in HOOKS}
+        recipe = Recipe(type(one), defaults, groups, functools.partial(type(one), **defaults), hooks)
+        problem = _find_loss(one, recipe, named)
+        if problem is None:
+            return recipe
+        if isinstance(optimizer, Optimizer):
+            raise ValueError(
+                f"{called}.setup: the {kind} would lose {problem}: it is made again over what each rank holds, by its "
+                f"class and the options of its groups. Give setup a function in its place, which is called again: "
+                f"functools.partial({kind}, ...)"
+            )
+        again = functools.partial(_call_again, called, optimizer)
+        others = {name: nn.Parameter(one.detach(), one.requires_grad) for name, one in named.items()}
+        again(recipe.make_groups(others))  # so that every rank hears of a failure here, before any waits for another
+        return Recipe(_class_of(type(one), again), {}, groups, optimizer, hooks)
 
     def make_groups(self, held: Mapping[str, Tensor]) -> list[dict[str, Any]]:
         """Return the groups over those parameters that are in `held`; a group that has none of them stays, empty."""
         return [{**options, "params": [held[name] for name in names if name in held]} for names, options in self.groups]
 
     def make(self, held: Mapping[str, Tensor]) -> Optimizer:
-        """Return the optimizer over the parameters in `held`."""
-        return self.kind(self.make_groups(held), **self.defaults)
+        """Return the optimizer over the parameters in `held`, with the hooks of the first."""
+        return self.hand_hooks(self.kind(self.make_groups(held), **self.defaults))
+
+    def hand_hooks(self, made: Optimizer) -> Optimizer:
+        """Return `made`, with the hooks of the first optimizer; their handles remove them as ever."""
+        vars(made).update(self.hooks)
+        return made
+
+
+def require_parameters_of(called: str, model: nn.Module, optimizer: Optimizer) -> None:
+    """Refuse an optimizer that holds what is no parameter of `model`: nothing would average its gradient, nor save it.
+
+    Raises:
+        ValueError: it does; the message has the shape.
+    """
+    known = {id(parameter) for parameter in model.parameters()}
+    unknown = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
+    if unknown:
+        raise ValueError(
+            f"{called}.setup: the {type(optimizer).__name__} holds a tensor of shape {tuple(unknown[0].shape)} that is "
+            f"no parameter of {type(model).__name__}: give setup the model whose parameters it holds; where it is of a "
+            "loss function, make that a module of the model, which computes the loss itself, with loss_of (of the "
+            "Trainer: training_step)"
+        )
+
+
+def _list_accepted(kind: type[Optimizer]) -> set[str]:
+    """Return the names of what a constructor takes, also what it passes on to the class above as **options."""
+    accepted: set[str] = set()
+    for one in kind.__mro__:
+        if "__init__" in vars(one):
+            parameters = inspect.signature(one.__init__).parameters  # type: ignore[misc]
+            accepted |= set(parameters)
+            if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+                break
+    return accepted
+
+
+def _find_loss(one: Optimizer, recipe: Recipe, named: Mapping[str, Tensor]) -> str | None:
+    """Return, in words, what of `one` an optimizer that is made by the recipe has not; None if it has all."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # they came with the first
+            other = recipe.call(recipe.make_groups(named))
+    except Exception as error:  # whatever the constructor of a user's class raises
+        return f"an argument that its class asks for ({summary_of(error)})"
+    name = find_difference(one, other)
+    return None if name is None else f"its {name!r}, which is no option of its groups"
+
+
+def _call_again(called: str, function: MakeOptimizer, groups: Any) -> Optimizer:
+    """Return what `function` makes of groups.
+
+    Raises:
+        ValueError: it fails, or makes an optimizer of something else.
+    """
+    groups = list(groups)
+    advice = (
+        "it is called over groups of what each rank holds ({'params': [...], 'lr': ...}), as its optimizer has "
+        "settings that are no options of groups: let it hand what it is given to the optimizer, as it is"
+    )
+    try:
+        made = function(groups)
+    except Exception as error:
+        raise ValueError(
+            f"{called}.setup: the function for the optimizer failed ({summary_of(error)}); {advice}"
+        ) from error
+    theirs = [[id(one) for one in group["params"]] for group in made.param_groups]
+    if theirs != [[id(one) for one in group["params"]] for group in groups]:
+        raise ValueError(f"{called}.setup: the function for the optimizer made one of other parameters; {advice}")
+    return made
+
+
+def _class_of(kind: type[Optimizer], make: MakeOptimizer) -> type[Optimizer]:
+    """Return a class whose call is `make`, for those who ask for a class; what it makes is a `kind` without hooks."""
+
+    def new(_: type[Optimizer], params: Any) -> Optimizer:
+        made = make(params)
+        for name in HOOKS:
+            vars(made)[name] = type(vars(made)[name])()
+        return made
+
+    return type(kind.__name__, (kind,), {"__new__": new, "__module__": kind.__module__})

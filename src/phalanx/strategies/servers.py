@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import atexit
-import functools
+import pickle
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from phalanx import rpc
+from phalanx.errors import summary_of
 from phalanx.parameter_server import ParameterServer
 from phalanx.strategies.devices import decide_devices
 from phalanx.strategies.recipe import Recipe
@@ -98,6 +99,7 @@ class ParameterServerStrategy(Strategy):
 
     def _set_up(self, model: nn.Module, optimizer: Optimizer | MakeOptimizer) -> tuple[nn.Module, Optimizer]:
         recipe = Recipe.of(self._called, model, optimizer)
+        _require_picklable(recipe)
         if self._server is not None:
             raise ValueError("ParameterServerStrategy.setup: one model; use phalanx.ParameterServer for several")
         parameters = dict(model.named_parameters())
@@ -113,11 +115,12 @@ class ParameterServerStrategy(Strategy):
             dense=[
                 {**options, "params": {name: parameters[name] for name in names}} for names, options in recipe.groups
             ],
-            optimizer=functools.partial(recipe.kind, **recipe.defaults),
+            optimizer=recipe.call,
             synchronous=self._is_synchronous,
             max_staleness=self._max_staleness,
         )
         self._served = ServedOptimizer(parameters, self._server)
+        recipe.hand_hooks(self._served)
         return model, self._served
 
     def update(self, max_norm: float | None = None) -> Tensor | None:
@@ -246,6 +249,16 @@ class ServedOptimizer(Optimizer):
     def _pull(self) -> None:
         for name, value in self._server.pull().items():
             self._parameters[name].copy_(value)
+
+
+def _require_picklable(recipe: Recipe) -> None:
+    try:
+        pickle.dumps(recipe.call)
+    except Exception as error:  # whatever a class of the user raises
+        raise ValueError(
+            f"ParameterServerStrategy.setup: the servers make the optimizer, and what makes it cannot be sent to them "
+            f"({summary_of(error)}): take a class or a function of a module, or functools.partial of one, no lambda"
+        ) from error
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -70,9 +70,10 @@ class ShardedStrategy(MirroredStrategy):
             return self._shard_model(model), recipe.make(dict(model.named_parameters()))
         wrapped = DistributedDataParallel(model, **self._options)
         groups = recipe.make_groups(dict(model.named_parameters()))
-        return wrapped, ZeroRedundancyOptimizer(
+        sharded = ZeroRedundancyOptimizer(
             groups, recipe.kind, gather_gradients=self._gather_gradients, offload=self._offloads, **recipe.defaults
         )
+        return wrapped, recipe.hand_hooks(sharded)
 
     def _shard_model(self, model: nn.Module) -> nn.Module:
         """Call `fully_shard` on each block of a list or sequence of blocks, and on what is left."""
