@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 import torch
+import torch.distributed as dist
 from tests.comparisons import assert_equal
 from torch import nn
 from torch.nn import functional as F
@@ -187,3 +188,61 @@ def test_a_function_that_cannot_be_called_over_groups_is_refused_with_what_it_wa
         Recipe.of("Test", model, group_by_shape)
     with pytest.raises(ValueError, match="made one of other parameters"):
         Recipe.of("Test", model, lambda _: Scaled(model.parameters(), scale=0.25))
+
+
+class Weighed(nn.Module):
+    """A loss that learns a weight of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(()))
+
+    def forward(self, output, target):
+        return F.mse_loss(output, target) * torch.exp(-self.weight) + self.weight
+
+
+def test_parameters_of_the_loss_are_refused_where_nothing_would_average_them():
+    """Under `mirrored` and the strategies with rounds each rank trained a loss' parameters alone, without a word."""
+
+    def run(rank, world_size):
+        words = [*WORDS, ("multi_worker_mirrored", {}), ("local_sgd", {"sync_every": 2}), ("gossip_sgd", {})]
+        for word, options in words:
+            for is_function in (False, True):
+                model, loss = make_model(), Weighed()
+
+                def optimizer_of(parameters, loss=loss):
+                    return torch.optim.SGD([*parameters, *loss.parameters()], lr=0.1)
+
+                strategy = strategies.get(word, **options)
+                optimizer = optimizer_of if is_function else optimizer_of(model.parameters())
+                with pytest.raises(ValueError, match=r"shape \(\) that is no parameter of Sequential.*a loss function"):
+                    strategy.setup(model, optimizer, loss)
+                dist.barrier()
+
+    run_ranks(run, 2, timeout=120)
+
+
+class WithLoss(nn.Module):
+    """What the refusal advises: a model that has the loss as a module, and computes it."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.loss = make_model(), Weighed()
+
+    def forward(self, x, y):
+        return self.loss(self.net(x), y)
+
+
+def test_a_loss_inside_of_the_model_trains_as_in_one_process():
+    def train_inside(strategy):
+        model = WithLoss()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        strategy.setup(model, optimizer, loss_of=lambda model, batch: model(*batch))
+        mine = slice(strategy.replica_id_in_sync_group, None, strategy.num_replicas_in_sync)
+        for x, y in zip(*(one.split(8) for one in make_data(24)), strict=True):
+            strategy.step(x[mine], y[mine])
+        return {name: one.detach().clone() for name, one in strategy.bare_model.named_parameters()}
+
+    alone = train_inside(strategies.SingleDeviceStrategy("cpu"))
+    for seen in run_ranks(lambda rank, world_size: train_inside(strategies.MirroredStrategy()), 2):
+        torch.testing.assert_close(seen, alone)

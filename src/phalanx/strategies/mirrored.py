@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from phalanx.backend import Job
 from phalanx.ddp import DistributedDataParallel
 from phalanx.strategies.devices import decide_devices, device_of
+from phalanx.strategies.recipe import require_parameters_of
 from phalanx.strategies.start import find_cluster, join_or_start, local_world_size, require_as_many
 from phalanx.strategies.strategy import MakeOptimizer, Strategy
 from phalanx.strategies.tf_config import Cluster
@@ -100,8 +101,12 @@ class MirroredStrategy(ReplicatedStrategy):
         super()._check_place(job, wanted)
 
     def _set_up(self, model: nn.Module, optimizer: Optimizer | MakeOptimizer) -> tuple[nn.Module, Optimizer]:
-        wrapped = DistributedDataParallel(model, **self._options) if has_or_may_get_others() else model
-        return wrapped, optimizer if isinstance(optimizer, Optimizer) else optimizer(model.parameters())
+        if not has_or_may_get_others():
+            return super()._set_up(model, optimizer)
+        wrapped = DistributedDataParallel(model, **self._options)
+        _, made = super()._set_up(model, optimizer)
+        require_parameters_of(self._called, model, made)
+        return wrapped, made
 
     _broadcasts_buffers = True  # the next step would do so, too
 

@@ -15,6 +15,7 @@ from phalanx.optim.round_plan import Topology
 from phalanx.optim.rounds import Rounds
 from phalanx.strategies.each_rank import EachRank
 from phalanx.strategies.mirrored import ReplicatedStrategy
+from phalanx.strategies.recipe import require_parameters_of
 from phalanx.strategies.strategy import MakeOptimizer
 from phalanx.strategies.world import has_or_may_get_others
 
@@ -33,6 +34,7 @@ class _RoundsStrategy(ReplicatedStrategy):
     def _set_up(self, model: nn.Module, optimizer: Optimizer | MakeOptimizer) -> tuple[nn.Module, Optimizer]:
         model, made = super()._set_up(model, optimizer)
         if has_or_may_get_others():
+            require_parameters_of(self._called, model, made)
             self.rounds = self._make_rounds(model, made)
         return model, made
 
