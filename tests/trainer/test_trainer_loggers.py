@@ -7,7 +7,7 @@ import torch
 from tests.loggers.test_loggers import rows_of
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import phalanx
 from phalanx.loggers import CSVLogger
@@ -51,6 +51,50 @@ def test_a_run_that_goes_on_logs_each_step_once(tmp_path):
     fit(tmp_path / "logs", checkpoint=tmp_path / "checkpoint", max_epochs=3)
     rows = rows_of(tmp_path / "logs")
     assert [int(row["step"]) for row in rows if row["train/loss"]] == list(range(1, 13))
+
+
+class Rows(IterableDataset):
+    def __init__(self, data):
+        self.data = data
+
+    def __iter__(self):
+        return iter(self.data)
+
+
+@pytest.mark.parametrize("num_samples", [35, 48])
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_the_logged_loss_is_that_of_all_samples_of_the_update(tmp_path, num_samples, accumulate, is_stream):
+    """It was that of the last batch, and replicas with fewer samples of a stream counted as much as the others."""
+    torch.manual_seed(0)
+    inputs = torch.randn(num_samples, 3)
+    targets = inputs.square().sum(1, keepdim=True) * torch.arange(num_samples)[:, None]  # batches differ
+    data = TensorDataset(inputs, targets)
+    loader = DataLoader(Rows(data), 8) if is_stream else DataLoader(data, 8, drop_last=True)
+
+    def make():
+        torch.manual_seed(1)
+        return nn.Linear(3, 1)
+
+    def train(rank, world_size):
+        model = make()
+        phalanx.Trainer(
+            model, torch.optim.SGD(model.parameters(), lr=1e-3), F.mse_loss, strategy="mirrored", log_every=1,
+            accumulate=accumulate, show_progress=False, logger=CSVLogger(tmp_path),
+        ).fit(loader)  # fmt: skip
+
+    run_ranks(train, 2)
+    alone, expected = make(), []
+    optimizer = torch.optim.SGD(alone.parameters(), lr=1e-3)
+    used = num_samples if is_stream else num_samples // 8 * 8
+    for begin in range(0, used, 8 * accumulate):
+        update = slice(begin, min(begin + 8 * accumulate, used))
+        loss = F.mse_loss(alone(inputs[update]), targets[update])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    assert [float(row["train/loss"]) for row in rows_of(tmp_path)] == pytest.approx(expected, rel=1e-4)
 
 
 class Failing:

@@ -44,6 +44,7 @@ from phalanx.trainer.run_loggers import agree_on_runs, end_loggers
 from phalanx.trainer.saves import Resume, SaveEvery, Saves
 from phalanx.trainer.scalars import Scalars
 from phalanx.trainer.scheduling import make_scheduler, step_scheduler
+from phalanx.trainer.update_loss import UpdateLoss
 from phalanx.trainer.validation import Metric, Validation, move_batch
 
 _DRY_STEPS = 2
@@ -335,12 +336,13 @@ class Trainer:
             return total == 0
         name = f"epoch {epoch + 1}/{self.max_epochs}"
         shown = self._display.batches(loader.loader, name, loader.samples_shown)
-        number = 0
+        number, update_loss = 0, UpdateLoss()
         for batch, share, is_last, number in loader.batches(shown, self._accumulate, state.batches):
             loss = self.strategy.compute_gradients(
                 move_batch(batch, self.strategy.device), share=share, weight=1.0, is_last=is_last
             )
             self._display.add_loss(loss, self.step + 1)
+            update_loss.add(loss, share)
             if not is_last:
                 continue
             self.strategy.update(self._max_norm)
@@ -349,7 +351,7 @@ class Trainer:
             if total is None:
                 state.batches = number
             state.commit()
-            self._after_step(state, loss)
+            self._after_step(state, loss, update_loss.take())
             if self._is_over or (self._dry_run and self.step == begun + _DRY_STEPS):
                 self._display.end_epoch()
                 return number == total
@@ -358,12 +360,12 @@ class Trainer:
             raise ValueError(f"Trainer: loader has no batch, in epoch {epoch + 1}")
         return True
 
-    def _after_step(self, state: elastic.State, loss: Tensor) -> None:
+    def _after_step(self, state: elastic.State, loss: Tensor, update_loss: Tensor) -> None:
         """Do what follows the commit: nothing of this is done again when a rank is lost."""
         if self.strategy.scaler is not None and (recorder := recording.current()) is not None:
-            recorder.note_loss(recorder.read_loss(loss))  # the backward began from the scaled one
+            recorder.note_loss(recorder.read_loss(update_loss))  # the backward began from the scaled one
         if self._has_log and state.step % self._log_every == 0:
-            mean = float(self.strategy.reduce("mean", loss))
+            mean = float(self.strategy.reduce("mean", update_loss))
             self._scalars.add({"train/loss": mean, "train/lr": float(self.optimizer.param_groups[0]["lr"])}, state.step)
         self._call("on_step_end", loss)
         self._recovery.called_step = state.step
