@@ -244,6 +244,42 @@ def test_lines_of_json_files_are_those_of_datasets(place, suffix):
     assert [row["number"] for row in got] == ALL
 
 
+@pytest.mark.parametrize("make", [from_json_lines, from_parquet, from_webdataset, lambda files: Stream(files, list)])
+@pytest.mark.parametrize("kind", [str, Path, os.fsencode])
+def test_a_path_in_place_of_a_list_is_refused_with_the_list(tmp_path, make, kind):
+    """Its letters were read as names: "the samples of shard / cannot be counted"."""
+    if make is from_webdataset and kind is str:
+        return  # webdataset's own notation
+    given = kind(str(tmp_path / "a.jsonl"))
+    with pytest.raises(TypeError, match=rf"must be a list, got the {type(given).__name__} .*a.jsonl.*: give \[.*\]"):
+        make(given)
+
+
+def test_a_pattern_in_place_of_a_list_is_refused_with_its_glob():
+    with pytest.raises(TypeError, match=r"give sorted\(glob.glob\('data/\*.jsonl'\)\)"):
+        from_json_lines("data/*.jsonl")
+
+
+@pytest.mark.parametrize("transform", [None, number_of])
+def test_a_line_that_is_no_json_is_named_with_its_file(tmp_path, transform):
+    for name, lines in (("a", [b'{"number": 0}'] * 3), ("b", [b'{"number": 1}', b"", b"{broken"])):
+        (tmp_path / name).write_bytes(b"\n".join(lines))
+    stream = from_json_lines([tmp_path / "a", tmp_path / "b"], transform=transform)
+    assert len(stream.__getitems__([0, 3])) == 2
+    with pytest.raises(DataError, match=r"sample 1 of shard 1, .*/b, cannot be read: JSONDecodeError") as caught:
+        stream[4]
+    assert isinstance(caught.value.__cause__, json.JSONDecodeError)
+    stream.close()
+
+
+def test_what_a_users_transform_raises_is_left_as_it_is(tmp_path):
+    (tmp_path / "a").write_bytes(b'{"number": 0}')
+    stream = from_json_lines([tmp_path / "a"], transform=lambda row: row["absent"])
+    with pytest.raises(KeyError, match="absent"):
+        stream[0]
+    stream.close()
+
+
 def test_a_line_that_is_passed_over_is_not_parsed(tmp_path):
     parsed: list[bytes] = []
     (tmp_path / "a.jsonl").write_text("".join(f"{n}\n" for n in range(100)))

@@ -8,7 +8,9 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from phalanx.data.stream import Stream
+from phalanx.data.shard_names import list_paths
+from phalanx.data.stream import Stream, UnreadableSample
+from phalanx.errors import summary_of
 from phalanx.storage import open_for_reading
 
 
@@ -27,10 +29,27 @@ def from_json_lines(
         options: of `Stream`. Without `lengths` the lines are counted.
 
     Cost: files are read on; a line that is passed over is read, and not parsed.
+
+    Raises:
+        TypeError: `files` is one path.
+        DataError: as of `Stream`; later, `loads` fails on a line, whose number among the samples of its file is named.
     """
-    names = [os.fspath(one) for one in files]
-    parse = loads if transform is None else _Then(loads, transform)
+    names = list_paths("from_json_lines", files)
+    parse = _Parse(loads) if transform is None else _Then(_Parse(loads), transform)
     return Stream(names, Lines, count=_count, transform=parse, **options)
+
+
+class _Parse:
+    """`_Parse` is `loads`, of whose failure the stream says in which file it was."""
+
+    def __init__(self, loads: Callable[[bytes], Any]) -> None:
+        self._loads = loads
+
+    def __call__(self, line: bytes) -> Any:
+        try:
+            return self._loads(line)
+        except Exception as error:  # whatever the user's function raises
+            raise UnreadableSample(summary_of(error)) from error
 
 
 class _Then:

@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
+from phalanx.data.shard_names import list_paths
 from phalanx.data.stream import Stream
 from phalanx.extras import require
 from phalanx.storage import open_for_reading
@@ -29,9 +30,10 @@ def from_parquet(
 
     Raises:
         ModuleNotFoundError: pyarrow is not installed.
+        TypeError: `files` is one path.
     """
     require("pyarrow.parquet", extra="data", what="from_parquet")
-    names = [os.fspath(one) for one in files]
+    names = list_paths("from_parquet", files)
     return Stream(names, _Read(None if columns is None else list(columns)), count=_count, **options)
 
 

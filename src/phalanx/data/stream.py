@@ -11,7 +11,13 @@ import numpy as np
 from phalanx.data.open_shards import OpenShards
 from phalanx.data.ordered import OrderedDataset, epoch_key
 from phalanx.data.shard_lengths import find_lengths
+from phalanx.data.shard_names import list_shards
 from phalanx.data.stream_order import StreamLayout, StreamOrder, describe_order
+from phalanx.errors import DataError
+
+
+class UnreadableSample(Exception):
+    """A transform that is a part of reading raises this; the stream says where the sample is."""
 
 
 class Stream(OrderedDataset):
@@ -70,16 +76,12 @@ class Stream(OrderedDataset):
         window: int = 128,
         retry_s: float = 60.0,
     ) -> None:
-        if isinstance(shards, str | bytes):
-            raise TypeError(
-                f"Stream: shards must be a list, got the {type(shards).__name__} {shards!r}: give [{shards!r}]"
-            )
+        self.shards = list_shards("Stream", "shards", shards)
         if not callable(read):
             raise TypeError(f"Stream: read must be a function of a shard, got a {type(read).__name__}")
         if not retry_s >= 0:
             raise ValueError(f"Stream: retry_s must be zero seconds or more, got {retry_s!r}")
         self.layout = StreamLayout(interleave, readers, block, window)
-        self.shards = list(shards)
         if not self.shards:
             raise ValueError("Stream: there is no shard")
         self._read, self._transform, self._retry_s = read, transform, retry_s
@@ -120,7 +122,19 @@ class Stream(OrderedDataset):
             begin = int(self._ends[shard] - self.lengths[shard])
             for place, sample in zip(places, self._shards().get(shard, (wanted[places] - begin).tolist()), strict=True):
                 samples[place] = sample
-        return samples if self._transform is None else list(map(self._transform, samples))
+        if self._transform is None:
+            return samples
+        return [self._hand_out(self._transform, *one) for one in zip(samples, wanted.tolist(), strict=True)]
+
+    def _hand_out(self, transform: Callable[[Any], Any], sample: Any, index: int) -> Any:
+        try:
+            return transform(sample)
+        except UnreadableSample as error:
+            shard = int(np.searchsorted(self._ends, np.uint64(index), side="right"))
+            number = index - int(self._ends[shard] - self.lengths[shard])
+            raise DataError(
+                f"Stream: sample {number} of shard {shard}, {self.shards[shard]}, cannot be read: {error}"
+            ) from error.__cause__
 
     def _shards(self) -> OpenShards:
         if self._open is None:

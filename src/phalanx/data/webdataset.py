@@ -8,6 +8,7 @@ import tarfile
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from phalanx.data.shard_names import list_shards
 from phalanx.data.stream import Stream
 from phalanx.data.tar_headers import list_files
 from phalanx.extras import require
@@ -36,7 +37,11 @@ def from_webdataset(urls: str | Sequence[str], **options: Any) -> Stream:
         ModuleNotFoundError: webdataset is not installed.
     """
     webdataset = require("webdataset", extra="data", what="from_webdataset")
-    names = list(webdataset.shardlists.expand_urls(urls) if isinstance(urls, str) else urls)
+    names = (
+        webdataset.shardlists.expand_urls(urls)
+        if isinstance(urls, str)
+        else list_shards("from_webdataset", "urls", urls)
+    )
     return Stream(names, read_tar, count=_count, **options)
 
 
