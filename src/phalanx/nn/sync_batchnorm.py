@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from phalanx.backend.dynamo import untraced
 from phalanx.log import get_logger
@@ -100,32 +101,40 @@ class SyncBatchNorm(_BatchNorm):
         return cast(Tensor, Normalize.apply(input, self.weight, self.bias, statistics, self.eps, group, counts))  # type: ignore[no-untyped-call]
 
     def _group(self) -> dist.ProcessGroup | None:
+        left_out: Any = dist.GroupMember.NON_GROUP_MEMBER  # a number, which torch types as a group elsewhere
+        if self.process_group is left_out:
+            raise ValueError(
+                "SyncBatchNorm: this rank is not in the layer's process_group: dist.new_group returns no group on "
+                "ranks that it leaves out. Give each rank a group that it is in, as dist.new_subgroups does"
+            )
         if self.process_group is not None:
             return self.process_group
         return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
 
     def _track(self, statistics: BatchStatistics) -> None:
-        """Move the running statistics towards this step's statistics."""
-        assert self.running_mean is not None
-        assert self.running_var is not None
-        assert self.num_batches_tracked is not None
-        self.num_batches_tracked.add_(1)
+        """Move the running statistics, each of which may be None, towards this step's statistics."""
+        number = self.num_batches_tracked
+        if number is not None:
+            number.add_(1)
         if not statistics.count:
             return
-        share = 1.0 / self.num_batches_tracked.item() if self.momentum is None else self.momentum
+        share = self.momentum
+        if share is None:
+            share = 0.0 if number is None else 1.0 / number.item()
         for running, new in (
             (self.running_mean, statistics.mean),
             (self.running_var, statistics.unbiased_variance),
         ):
-            running.copy_(running.to(new.dtype) * (1.0 - share) + new * share)
+            if running is not None:
+                running.copy_(running.to(new.dtype) * (1.0 - share) + new * share)
 
     @classmethod
     def convert_sync_batchnorm(cls, module: nn.Module, process_group: dist.ProcessGroup | None = None) -> nn.Module:
         """Let every BatchNorm layer in `module` normalize over `process_group` (None: all ranks); returns `module`.
 
-        Layers are converted where they stand: parameters, buffers, hooks, the training flag and every reference to a
-        layer stay. `torch.nn.SyncBatchNorm` is converted as well. A layer whose class has a `forward` of its own, which
-        a conversion would lose, stays as it is, and a warning is logged.
+        Layers are converted where they stand: parameters, parametrizations, buffers, hooks, the training flag and every
+        reference to a layer stay. `torch.nn.SyncBatchNorm` is converted as well. A layer whose class has a `forward` of
+        its own, which a conversion would lose, stays as it is, and a warning is logged.
 
         Raises:
             ValueError: a lazy layer has not seen its first input.
@@ -143,9 +152,15 @@ class SyncBatchNorm(_BatchNorm):
                     type(layer).__qualname__,
                 )
                 continue
-            layer.__class__ = cls
+            layer.__class__ = _parametrized(cls, type(layer)) if is_parametrized(layer) else cls
             layer.process_group = process_group
         return module
+
+
+def _parametrized(cls: type[nn.Module], before: type[nn.Module]) -> type[nn.Module]:
+    """Return `cls` with what `torch.nn.utils.parametrize` keeps in the class of a layer, which is that layer's own."""
+    own = {name: one for name, one in vars(before).items() if name not in ("__dict__", "__weakref__", "__doc__")}
+    return type(f"Parametrized{cls.__name__}", (cls,), own)
 
 
 def find_batchnorms(module: nn.Module) -> dict[str, Any]:
