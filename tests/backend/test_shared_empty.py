@@ -2,6 +2,7 @@
 
 import gc
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -193,6 +194,28 @@ def test_an_owner_who_is_no_rank_or_shares_no_memory_is_refused():
 
     run_ranks(refused, 2)
     run_ranks(refused_on_gloo, 1, backend="gloo")
+
+
+def test_a_shape_may_be_of_any_integers():
+    """One np.int64 was taken for a sequence: "'numpy.int64' object is not iterable"."""
+
+    def ask(rank, world_size):
+        three = np.int64(3)
+        given = [
+            (three,),
+            ((three, 2),),
+            (three, np.uint8(2)),
+            (torch.tensor(3),),
+            (torch.Size([3]),),
+            ([],),
+            (np.array([3, 2]),),
+        ]
+        return [tuple(phalanx.shared_empty(*size).shape) for size in given]
+
+    expected = [(3,), (3, 2), (3, 2), (3,), (3,), (), (3, 2)]
+    assert run_ranks(ask, 2) == [expected] * 2
+    with pytest.raises(RankFailed, match="'float' object"):
+        run_ranks(lambda rank, world_size: phalanx.shared_empty(3.0), 1)
 
 
 def test_ranks_that_disagree_on_the_owner_are_told():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -68,7 +69,7 @@ def shared_empty(
         RuntimeError: there is no process group.
         ValueError: a size is negative; `owner` is not a rank of the group, or the group does not share memory.
     """
-    shape = tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else size
+    shape = _read_shape(size)
     dtype = dtype or torch.get_default_dtype()
     count = math.prod(shape)
     if any(n < 0 for n in shape):
@@ -90,6 +91,16 @@ def shared_empty(
     if count == 0:
         return torch.empty(shape, dtype=dtype)
     return ours.allocate_symmetric(shape, dtype, calling_site(), owner=owner)
+
+
+def _read_shape(size: tuple[Any, ...]) -> tuple[int, ...]:
+    """Return the shape that integers, of whichever kind, or one sequence of them say."""
+    if len(size) == 1:
+        try:
+            return (operator.index(size[0]),)
+        except TypeError:  # a sequence
+            size = tuple(size[0])
+    return tuple(map(operator.index, size))
 
 
 def host_memory(nbytes: int, group: dist.ProcessGroup) -> dict[int, Tensor]:
