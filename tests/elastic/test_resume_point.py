@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.elastic.resume_point import RankState, describe_differing, describe_other_runs
+from phalanx.elastic.resume_point import RankState, decide, describe_differing, describe_other_runs
 
 
 def rank(*runs: str, number: int = 5, form: str = "") -> RankState:
@@ -45,3 +45,21 @@ def test_ranks_that_train_must_have_begun_the_same_runs() -> None:
 def test_ranks_in_one_run_must_train_the_same_and_ranks_in_several_need_not() -> None:
     assert describe_differing([rank("train", form="a"), rank("train", number=-1, form="b")]) != ""
     assert describe_differing([rank("train", "tune", form="a"), rank("train", number=-1, form="b")]) == ""
+
+
+def stepped(num_updates: int, *, is_committing: bool = False) -> RankState:
+    """A rank that has updated, and can't take it back."""
+    return RankState(5, is_whole=False, has_stepped=True, was_rank=0, progress=(num_updates, is_committing))
+
+
+def test_ranks_that_have_made_several_updates_go_on_from_the_one_that_has_made_most() -> None:
+    """Each of them kept its own, and the replicas went on with different weights."""
+    point = decide([stepped(1), RankState(-1, is_whole=False, has_stepped=True, was_rank=-1), stepped(2), stepped(2)])
+    assert point is not None
+    assert (point.number, point.source, point.receivers, point.is_ahead) == (6, 2, (0, 1, 3), True)
+
+
+def test_ranks_that_have_come_to_the_commit_have_done_all_of_the_step() -> None:
+    point = decide([stepped(1), stepped(1, is_committing=True), stepped(1, is_committing=True)])
+    assert point is not None
+    assert (point.source, point.receivers) == (1, (0,))

@@ -282,9 +282,7 @@ class ElasticGroup:
                 f"phalanx.elastic, generation {self.generation}: no rank that is left holds the whole state.\n"
                 "Start again from the last checkpoint."
             )
-        kept = None
-        if rank == agreement.source:
-            kept = [one.kept_state() for one in self._state._objects.sharded]
+        kept = [one.kept_state() for one in self._state._objects.sharded] if rank == agreement.source else None
         self._rebind(old, agreement)
         self._hand_over(agreement, standings, kept)
 
@@ -295,6 +293,7 @@ class ElasticGroup:
             number=state._latest.number if self._stages is None else self._stages.number,
             is_whole=self.is_complete and state._step.is_whole,
             has_stepped=self.is_complete and state._step.stepped != 1,
+            progress=state._step.progress,
             was_rank=-1 if self._records is None else self._records.rank,
             records_of=self._records_generation,
             reads=() if self._records is None else self._records.readable,

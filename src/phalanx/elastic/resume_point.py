@@ -32,6 +32,10 @@ class RankState:
     """The names and kinds of what its State has: they must be the same on all ranks, or one could not take
     another's.
     """
+    progress: tuple[int, bool] = (0, False)
+    """How many updates it has made since that commit, and whether it was in the next one, for a rank with
+    `has_stepped`.
+    """
     runs: tuple[str, ...] = ("",)
     """The names of the `elastic.run`s that its script has come to, in their order; the last one is the run that it is
     in.
@@ -43,7 +47,7 @@ class ResumePoint:
     """A `ResumePoint` is the step to go on from.
 
     `source` has its state and gives it to `receivers`; the other ranks have it. `is_ahead` says that no rank has
-    committed it, but all have updated: it counts as done.
+    committed it, but all have updated: it counts as done, as far as `source` has come in it.
     """
 
     number: int
@@ -90,7 +94,9 @@ def decide(standings: Sequence[RankState], *, apart: bool = False) -> ResumePoin
     `apart`: they train apart (LocalSGD, DiLoCo), so each goes on from its own step, and only new ranks receive.
 
     It is the last step that a rank has completed, if that rank still holds its state. Ranks differ by one step at most:
-    a rank that updates has everybody's gradients.
+    a rank that updates has everybody's gradients. In a step that no rank has committed, they may differ in what they
+    have done since the first update (further updates, a scheduler's step, values): all go on from the one that has come
+    farthest.
     """
     if apart:
         old = [rank for rank, one in enumerate(standings) if one.number >= 0 and (one.is_whole or one.has_stepped)]
@@ -106,4 +112,9 @@ def decide(standings: Sequence[RankState], *, apart: bool = False) -> ResumePoin
         return None
     number = max(standings[rank].number for rank in ahead) + 1
     holders = [rank for rank in ahead if standings[rank].number == number - 1]
+    most = max(standings[rank].progress for rank in holders)
+    holders = [rank for rank in holders if standings[rank].progress == most]
+    _, is_committing = most
+    if not is_committing:  # they may have done more than the update, and not all of it
+        holders = holders[:1]
     return ResumePoint(number, holders[0], tuple(r for r in range(len(standings)) if r not in holders), is_ahead=True)

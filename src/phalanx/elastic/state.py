@@ -20,6 +20,7 @@ from phalanx.elastic.position import DataPosition, Mark
 from phalanx.elastic.rebind import averaging_modules
 from phalanx.elastic.small_state import NO_VALUES, SmallState
 from phalanx.elastic.step import StepTracker
+from phalanx.elastic.switches import Switches
 from phalanx.log import get_logger
 
 _logger = get_logger(__name__)
@@ -93,8 +94,9 @@ class State:
         if self._objects.sampler is not None:
             self._position = DataPosition(self._objects.sampler, self._on_iterator)
         self._global = self._keep_global_batch() if batch is not None else None
-        self._step = StepTracker(self._objects)
-        self._modes: list[bool] = []  # whether each module trains, as at the first commit of an epoch
+        self._step = StepTracker(self._objects, None if self._position is None else self._position.mark)
+        # what no part holds of the layers and wrappers, as at the latest commit
+        self._switches = Switches(self._objects)
         self._save()
 
     def _keep_global_batch(self) -> GlobalBatch:
@@ -209,13 +211,12 @@ class State:
         latest.number = number
         step.end()
         if is_step:
-            if not self._modes:
-                self._modes = [layer.training for layer in self._objects.layers()]
+            self._switches.keep()
             values["step"] += 1
             self._page.commit(values["step"], 0 if self._position is None else self._advance(self._position))
         else:
             values["epoch"] += 1
-            self._modes = []
+            self._switches.keep_all()
             if self._position is not None:
                 self._position.end_epoch()
                 self._mark = Mark(values["epoch"], None, 0)
@@ -324,19 +325,25 @@ class State:
         """Begin to count commits anew: what an earlier `elastic.run` of this State has learned does not hold."""
         if self._latest.number and self._position is not None:
             self._mark = self._position.next_pass()
-        self._latest.number, self._modes, self._random_again = 0, [], None
+        self._latest.number, self._random_again = 0, None
+        self._switches.keep_all()
         self._drawn.clear()
         self._is_back = False
         self._step.begin_run()
         self._save()
 
     def _count_as_done(self, number: int) -> None:
-        """Note that the update is made, and that only the commit is missing."""
+        """Note that the update is made, and that only the commit is missing.
+
+        A batch that the loop has taken behind the update is not used, if the commit was to have another one.
+        """
+        mark = None if self._step.is_committing else self._step.mark
         self._step.count(self._values["step"])
         self._latest.number = number
         self._values["step"] += 1
+        self._switches.keep()
         if self._position is not None:
-            self._mark = self._position.mark()
+            self._mark = mark or self._position.mark()
         self._save()
 
     def _roll_back_values(self) -> None:
@@ -365,7 +372,7 @@ class State:
             "small": tuple(self._latest.small),
             "position": (self._latest.epoch, self._latest.step),
             "where": where,
-            "modes": self._modes,
+            "switches": self._switches.kept,
             "late": self._step.lateness,
             "micro_batches": None if self._global is None else self._global.num_micro_batches,
         }
@@ -375,7 +382,7 @@ class State:
         latest.number = progress["number"]
         latest.small = Frozen(*progress["small"])
         latest.epoch, latest.step = progress["position"]
-        self._modes = progress["modes"]
+        self._switches.kept = progress["switches"]
         self._step.lateness = progress["late"]
         if self._global is not None:
             self._global.num_micro_batches = progress["micro_batches"]
@@ -387,9 +394,7 @@ class State:
         self._step.end()
         self._step.forget_backward()
         self._roll_back_values()
-        # The loss may have come in a validation.
-        for layer, trains in zip(self._objects.layers(), self._modes, strict=False):
-            layer.training = trains
+        self._switches.give_back()
         for optimizer in self._objects.optimizers if self._values["step"] else ():
             optimizer._opt_called = True  # type: ignore[attr-defined]  # a scheduler's question to who has just come
         for scaler in self._objects.scalers:

@@ -17,6 +17,7 @@ from phalanx.elastic.backward import call_before_backward
 from phalanx.elastic.forward_changes import ForwardChanges
 from phalanx.elastic.frozen import Frozen
 from phalanx.elastic.objects import Objects
+from phalanx.elastic.position import Mark
 from phalanx.elastic.step_undo import SchedulersAndScalers, StepUndo
 from phalanx.log import get_logger
 from phalanx.torch_names import find
@@ -60,9 +61,12 @@ class StepTracker:
     nothing.
     """
 
-    def __init__(self, objects: Objects) -> None:
+    def __init__(self, objects: Objects, find_mark: Callable[[], Mark] | None) -> None:
+        self._find_mark = find_mark
         self.runner: Runner | None = None
         self.stepped = 0  # 1 in an optimizer's step, 2 after it, until the commit
+        self.num_updates = 0  # since the commit
+        self.mark: Mark | None = None  # the data's position at the latest of them
         self.is_committing = False
         self._objects = objects
         watched = objects.watched_tensors() if objects.optimizers and not objects.pipelines else {}
@@ -126,6 +130,8 @@ class StepTracker:
 
     def _after_step(self, *_: Any) -> None:
         self.stepped = 2
+        self.num_updates += 1
+        self.mark = None if self._find_mark is None else self._find_mark()
 
     @untraced
     def _after_forward(self, module: nn.Module, _inputs: Any, output: Any) -> None:
@@ -188,7 +194,8 @@ class StepTracker:
 
     def end(self) -> None:
         """End a step that is committed, or one after which everything is as at the latest commit."""
-        self.stepped = 0
+        self.stepped = self.num_updates = 0
+        self.mark = None
         self._forward_changes.end_step()
         self._at_update = None
         self.is_committing = False
@@ -206,6 +213,11 @@ class StepTracker:
         """Return whether all that no record holds is as it was at the latest commit."""
         return self.stepped == 0
 
+    @property
+    def progress(self) -> tuple[int, bool]:
+        """Return how many updates were made since the latest commit, and whether the next commit has begun."""
+        return self.num_updates, self.is_committing
+
     def take_back(self, step: int) -> None:
         """Undo, after an error in step number `step`, an update whose commit is missing, if it can be undone.
 
@@ -213,7 +225,7 @@ class StepTracker:
         as well, as the loop has not done what it does behind it.
         """
         if self.stepped == 1 and self._objects.rounds:  # what failed is its round, which is held behind the update
-            self.stepped = 2
+            self._after_step()
         if self.stepped and self._undo is not None and self._undo.is_kept and self._can_take_back_shards():
             self._undo.give_back()
             for optimizer, number in zip(self._objects.sharded, self._num_updates, strict=True):
@@ -223,7 +235,7 @@ class StepTracker:
         if self.stepped == 1 and len(self._objects.sharded) == len(self._objects.optimizers):
             updated = {one.has_updated for one in self._objects.sharded}
             if updated == {True}:
-                self.stepped = 2
+                self._after_step()
             elif updated == {False} and self._undo is None:  # else there were other updates in this step before
                 self.stepped = 0
         if not self.stepped:
@@ -246,8 +258,9 @@ class StepTracker:
             self._has_late = self._was_late = True
             _logger.warning(
                 "phalanx.elastic: the loss came between update and commit of step %d. The step counts, but what the "
-                "loop does there after the collective that failed (a scheduler's step, say) was not done for it. %s",
+                "loop does there after the collective that failed (a scheduler's step%s) was not done for it. %s",
                 step,
+                ", say" if self.num_updates < 2 else f", or an update behind the {self.num_updates} that were made",
                 "Commit after each update: of optimizers in shards only the latest can be taken back."
                 if self._objects.sharded
                 else "From now on such a step is taken back.",

@@ -1,0 +1,104 @@
+"""Ranks lost where layers or wrappers are switched to something else than at the commit to which all go back."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.comparisons import assert_equal
+from tests.elastic.jobs import Job, Strike
+from tests.elastic.small_agent import Body, SmallAgent
+from tests.training import copy_state
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import phalanx
+from phalanx import elastic
+
+
+def _build(wrapper: str) -> tuple[nn.Sequential, Any, Any, Any]:
+    torch.manual_seed(1)
+    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1))
+    wrap: Any = nn.parallel.DistributedDataParallel if wrapper == "torch" else phalanx.DistributedDataParallel
+    ddp = wrap(net)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    data = TensorDataset(torch.randn(40, 4, generator=torch.Generator().manual_seed(5)))
+    sampler = phalanx.DistributedSampler(data)
+    torch.manual_seed(100 + dist.get_rank())
+    state = elastic.State(model=ddp, optimizer=optimizer, sampler=sampler, means=[])
+    return net, ddp, state, DataLoader(data, 4, sampler=sampler)
+
+
+def _accumulate(job: Job, wrapper: str) -> dict[str, Tensor]:
+    """An epoch has five batches: the last one is accumulated, and no update follows."""
+    with phalanx.init(timeout=60.0):
+        net, ddp, state, loader = _build(wrapper)
+
+        @elastic.run(state)
+        def train(state: Any) -> None:
+            for epoch in state.epochs(3):
+                job.strike("epoch", epoch)
+                for number, (x,) in enumerate(loader):
+                    with contextlib.nullcontext() if number % 2 else ddp.no_sync():
+                        ddp(x).square().mean().backward()
+                    state.means = [*state.means, net[1].running_mean.sum().item()]
+                    if number % 2:
+                        state.optimizer.step()
+                        state.optimizer.zero_grad()
+                        if number == 3:
+                            job.strike("update", epoch)
+                            state.commit()
+                state.optimizer.zero_grad()
+
+        train(state)
+        return {**copy_state(ddp), "means": torch.tensor(state.means)}
+
+
+def _freeze(job: Job, wrapper: str) -> dict[str, Tensor]:
+    with phalanx.init(timeout=60.0):
+        net, ddp, state, loader = _build(wrapper)
+
+        @elastic.run(state)
+        def train(state: Any) -> None:
+            for _ in state.epochs(2):
+                for (x,) in loader:
+                    if state.step == 1:
+                        net[2].eval()
+                    ddp(x).square().mean().backward()
+                    job.strike("backward", state.step)
+                    state.optimizer.step()
+                    state.optimizer.zero_grad()
+                    state.commit()
+
+        train(state)
+        return copy_state(ddp)
+
+
+def _check(body: Body, wrapper: str, strike: Strike, folder: Path) -> None:
+    ends = []
+    for name, strikes in (("lost", (strike,)), ("quiet", ())):
+        (folder / name).mkdir()
+        job = Job(str(folder / name), strikes)
+        ends.append(SmallAgent(body, 2, job, wrapper, folder=folder / name).run())
+    assert (ends[0].generations, ends[1].generations) == (1, 0)
+    assert_equal(ends[0].results, ends[1].results)
+
+
+@pytest.mark.slow(but=("phalanx-0",))
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("wrapper", ["phalanx", "torch"])
+def test_buffers_are_sent_after_a_loss_only_where_they_would_have_been(wrapper: str, rank: int, tmp_path: Path) -> None:
+    """Behind a forward in `no_sync` the next one takes no buffers of rank 0. After a loss at an epoch's begin it took
+    them.
+    """
+    _check(_accumulate, wrapper, Strike(rank, "epoch", 1), tmp_path)
+
+
+@pytest.mark.slow
+def test_a_layer_that_stops_to_train_inside_an_epoch_does_not_begin_again_after_a_loss(tmp_path: Path) -> None:
+    """Layers were set as they had been at the epoch's first commit."""
+    _check(_freeze, "phalanx", Strike(1, "backward", 3), tmp_path)
