@@ -14,6 +14,7 @@ import torch.distributed as dist
 from tests.comparisons import assert_equal
 from tests.elastic.jobs import Job, Strike
 from tests.elastic.small_agent import SmallAgent
+from tests.logs import logged
 from tests.training import copy_state
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -211,3 +212,18 @@ def test_a_commit_that_counts_after_its_first_update_does_not_use_the_batch_of_t
     """
     loop = Loop(updates=2, draws=False, norm=False, dropout=0.0, quiet=104, samples=360)
     _check(loop, (Strike(1, place, 104),), tmp_path, 3, only="weights")
+
+
+def _train_and_read_the_log(job: Job, loop: Loop) -> int:
+    with logged() as lines:
+        _train(job, loop)
+    return sum("a scheduler has stepped between state.commit() and the next backward" in line for line in lines)
+
+
+@pytest.mark.slow(but=("behind",))
+@pytest.mark.parametrize("schedules", ["update", "commit", "behind"])
+def test_a_scheduler_that_steps_behind_the_commit_is_told_of_once(schedules: str, tmp_path: Path) -> None:
+    """After a loss its latest step was missing, and nothing said so."""
+    loop = Loop(schedules=schedules, draws=False)
+    ended = SmallAgent(_train_and_read_the_log, 2, Job(str(tmp_path)), loop, folder=tmp_path).run()
+    assert ended.results == [int(schedules == "behind")] * 2

@@ -222,7 +222,7 @@ class State:
                 self._mark = Mark(values["epoch"], None, 0)
         latest.epoch, latest.step = values["epoch"], values["step"]
         if runner is not None:
-            step.schedulers_and_scalers.keep()
+            step.schedulers_and_scalers.keep(is_step=is_step)
             runner.after_commit()
 
     def _advance(self, position: DataPosition) -> int:

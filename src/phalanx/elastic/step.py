@@ -143,6 +143,7 @@ class StepTracker:
     def _before_backward(self, *_: Any) -> None:
         if self.runner is None:
             return
+        self.schedulers_and_scalers.tell_of_steps_behind_commit()
         task = _backward_number()
         if task not in (-1, self._open_backward):
             self._has_failed |= self._open_backward is not None

@@ -20,7 +20,10 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from phalanx.backend.skeleton import join, split
 from phalanx.elastic.hand_over import Part
+from phalanx.log import get_logger
 from phalanx.transport.tensors import copy_all
+
+_logger = get_logger(__name__)
 
 
 class StepUndo:
@@ -94,6 +97,8 @@ class SchedulersAndScalers:
         self._schedulers, self._scalers, self._optimizers = schedulers, scalers, optimizers
         self._seen: Any = None
         self._kept: Any = None
+        self._watches = False  # whether a scheduler that steps now does so behind the commit of a step
+        self._has_told = False
 
     def _look(self) -> list[Any]:
         seen: list[Any] = []
@@ -107,8 +112,22 @@ class SchedulersAndScalers:
                 seen.append((id(rate), rate._version) if isinstance(rate, Tensor) else rate)
         return seen
 
-    def keep(self) -> None:
-        """Keep their current states; this is cheap if nothing has changed."""
+    def tell_of_steps_behind_commit(self) -> None:
+        """Warn once of schedulers that have stepped since the commit of a step: a backward is about to begin."""
+        if not self._watches:
+            return
+        self._watches = False
+        if [_count(scheduler) for scheduler in self._schedulers] != self._seen[: len(self._schedulers)]:
+            self._has_told = True
+            _logger.warning(
+                "phalanx.elastic: a scheduler has stepped between state.commit() and the next backward. If that was "
+                "behind the commit, and not with the next batch, its step will be missing after a loss, and the "
+                "learning rate be that of the step before: step the scheduler before the commit."
+            )
+
+    def keep(self, *, is_step: bool = False) -> None:
+        """Keep their current states, which is cheap if nothing has changed; `is_step` in the commit of a step."""
+        self._watches = is_step and bool(self._schedulers) and not self._has_told
         seen = self._look()
         if seen == self._seen:
             return
