@@ -166,11 +166,18 @@ class UnixConnection:
         self._be(muted=muted)
 
     def _be(self, *, full: bool | None = None, muted: bool | None = None) -> None:
-        with self._changing:
-            self.is_full = self.is_full if full is None else full
-            self.is_muted = self.is_muted if muted is None else muted
-            if not self.closed:
-                self._change(self)
+        may_collect = gc.isenabled()
+        if may_collect:
+            gc.disable()
+        try:
+            with self._changing:
+                self.is_full = self.is_full if full is None else full
+                self.is_muted = self.is_muted if muted is None else muted
+                if not self.closed:
+                    self._change(self)
+        finally:
+            if may_collect:
+                gc.enable()
 
     def _release_frame(self) -> list[Any]:
         numbers = array.array("Q")

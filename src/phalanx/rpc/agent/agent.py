@@ -10,6 +10,7 @@ the leader reads it, the future has it
 
 from __future__ import annotations
 
+import gc
 import math
 import pickle
 import threading
@@ -159,22 +160,28 @@ class Agent:
             return False
         reading = call.future.reading = connection.reading
         waits = kind == wire.REQUEST or kind == wire.REMOTE
-        peer.add(call, nbytes, waits=waits)
-        if call.deadline < self.serving.due:
-            self.serving.wake_clock(call.deadline)
-        if kind != wire.CONTROL and kind != wire.ORDER:
-            self.num_calls += 1
+        may_collect = gc.isenabled()
+        gc.disable()  # a finalizer of the user's may call by rpc, and would find this thread in the midst of it
         try:
-            if interrupts.may_raise():
-                connection.put(kind, call.number, data, extras, buffers)
-                self._answering.send_later(connection)
-            else:
-                connection.send(kind, call.number, data, extras, buffers)
-        except BaseException:
-            peer.take(call.number)  # nobody waits for it
-            raise
-        if reading is not None and not is_awaited:
-            reading.sent()
+            peer.add(call, nbytes, waits=waits)
+            if call.deadline < self.serving.due:
+                self.serving.wake_clock(call.deadline)
+            if kind != wire.CONTROL and kind != wire.ORDER:
+                self.num_calls += 1
+            try:
+                if interrupts.may_raise():
+                    connection.put(kind, call.number, data, extras, buffers)
+                    self._answering.send_later(connection)
+                else:
+                    connection.send(kind, call.number, data, extras, buffers)
+            except BaseException:
+                peer.take(call.number)  # nobody waits for it
+                raise
+            if reading is not None and not is_awaited:
+                reading.sent()
+        finally:
+            if may_collect:
+                gc.enable()
         if (peer.is_lost() or self.closed) and peer.take(call.number) is not None:  # else who failed all others had it
             self._fail(peer, call)
         return True
