@@ -5,11 +5,11 @@ import multiprocessing
 import os
 import random
 import re
+import select
 import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import numpy as np
@@ -336,13 +336,11 @@ def test_a_process_that_is_forked_during_a_save_ends_and_leaves_the_save_alone(t
         if pid == 0:
             threading._shutdown()  # what a process does that ends by itself
             os._exit(7)
-        end = time.monotonic() + 30
-        while (waited := os.waitpid(pid, os.WNOHANG))[0] == 0 and time.monotonic() < end:
-            time.sleep(0.01)
-        if waited[0] == 0:
+        pidfd = os.pidfd_open(pid)
+        if not select.select([pidfd], [], [], 30)[0]:
             os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-        code = os.waitstatus_to_exitcode(waited[1]) - 7 if waited[0] else None
+        os.close(pidfd)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) - 7
     assert code == 0
     assert manager.is_saving
     gate.set()

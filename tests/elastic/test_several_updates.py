@@ -26,7 +26,7 @@ from phalanx import elastic
 
 @dataclass(frozen=True)
 class Loop:
-    """What the loop does in a commit. It tells by what is in State alone where in a commit it is."""
+    """It says what the loop does in a commit, which tells by State alone where in a commit it is."""
 
     updates: int = 2  # of a commit
     wrapper: str = "phalanx"
@@ -176,7 +176,7 @@ def test_a_commit_of_several_updates_is_done_again_as_a_whole(rank: int, place: 
 def test_generated_loops_of_several_updates_end_with_the_bits_of_undisturbed_ones(
     num_elastic_kills: int, tmp_path: Path
 ) -> None:
-    """By hand: pytest -k generated_loops --elastic-kills 200 --timeout 0."""
+    """More of them run by hand: pytest -k generated_loops --elastic-kills 200 --timeout 0."""
     for seed in range(max(1, num_elastic_kills // 2)):
         draw = random.Random(f"several updates {seed}")
         updates, world_size = draw.choice([1, 2, 3]), draw.choice([2, 2, 3])

@@ -257,14 +257,14 @@ def _alarms(rank, folder):
         num_alarms = 0
         draw = random.Random(3)
         for _ in range(150):
-            signal.setitimer(signal.ITIMER_REAL, draw.uniform(0.0001, 0.004))
             try:
+                signal.setitimer(signal.ITIMER_REAL, draw.uniform(0.0001, 0.004))
                 for _ in range(100):
                     x = torch.ones(draw.choice([2, 1 << 16]))
                     assert torch.equal(rpc.rpc_sync("w1", same, (x,)), x)
+                signal.setitimer(signal.ITIMER_REAL, 0)
             except Alarm:
                 num_alarms += 1
-            signal.setitimer(signal.ITIMER_REAL, 0)
             assert rpc.rpc_sync("w1", same, (5,)) == 5
         signal.signal(signal.SIGALRM, before)
         others.set()

@@ -223,7 +223,7 @@ def test_parameters_of_the_loss_are_refused_where_nothing_would_average_them():
 
 
 class WithLoss(nn.Module):
-    """What the refusal advises: a model that has the loss as a module, and computes it."""
+    """It is what the refusal advises: it has the loss as a module, and computes it."""
 
     def __init__(self):
         super().__init__()

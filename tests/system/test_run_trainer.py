@@ -148,7 +148,7 @@ def _set_launched(rank, world_size, store):
 
 
 def _serve_and_train(rank, world_size, store, folder, epochs):
-    """What a trainer has at the end; a server leaves its strategy by SystemExit."""
+    """Return what a trainer has at the end; a server leaves its strategy by SystemExit."""
     _set_launched(rank, world_size, store)
     torch.manual_seed(0)
     inputs = torch.randn(96, 8)

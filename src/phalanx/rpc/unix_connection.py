@@ -3,16 +3,12 @@
 A sender puts its frame into the queue and writes what the socket takes. If another thread is writing, it leaves the
 frame to that thread, so that frames that come at the same time go in one system call. What the socket does not take is
 written when it can be (the serving thread is told by `change`). No thread blocks.
-
-Python's garbage collector is kept out of what reads and writes: a finalizer of the user's may call by rpc, and would
-find this thread in the midst of it.
 """
 
 from __future__ import annotations
 
 import array
 import contextlib
-import gc
 import itertools
 import select
 import socket
@@ -27,6 +23,7 @@ import torch
 
 from phalanx.errors import PhalanxError
 from phalanx.rpc import wire
+from phalanx.rpc.collector import without_collector
 from phalanx.rpc.segments import FROM_BYTES, Borrower, Lender
 from phalanx.rpc.wire import BUFFER, HEAD, Frame
 
@@ -130,29 +127,24 @@ class UnixConnection:
             segment.bytes[: view.nbytes].copy_(torch.frombuffer(view, dtype=torch.uint8))
         return segment.number
 
+    @without_collector
     def flush(self) -> None:
         """Write what is in the queue, as far as the socket takes it."""
-        may_collect = gc.isenabled()
-        if may_collect:
-            gc.disable()
-        try:
-            while (self._queue or self.releases) and self._writing.acquire(blocking=False):
-                try:
-                    if self.closed:
-                        self._queue.clear()
-                        self.releases.clear()
-                        return
-                    if self.releases:
-                        self._queue.append(self._release_frame())
-                    if self._rest:  # `resume` goes on
-                        return
-                    self._write()
-                finally:
-                    self._writing.release()
-        finally:
-            if may_collect:
-                gc.enable()
+        while (self._queue or self.releases) and self._writing.acquire(blocking=False):
+            try:
+                if self.closed:
+                    self._queue.clear()
+                    self.releases.clear()
+                    return
+                if self.releases:
+                    self._queue.append(self._release_frame())
+                if self._rest:  # `resume` goes on
+                    return
+                self._write()
+            finally:
+                self._writing.release()
 
+    @without_collector
     def resume(self) -> None:
         """Write what is left, because the socket can be written again."""
         with self._writing:
@@ -165,19 +157,13 @@ class UnixConnection:
         """Stop or resume the leader's reading of this connection."""
         self._be(muted=muted)
 
+    @without_collector
     def _be(self, *, full: bool | None = None, muted: bool | None = None) -> None:
-        may_collect = gc.isenabled()
-        if may_collect:
-            gc.disable()
-        try:
-            with self._changing:
-                self.is_full = self.is_full if full is None else full
-                self.is_muted = self.is_muted if muted is None else muted
-                if not self.closed:
-                    self._change(self)
-        finally:
-            if may_collect:
-                gc.enable()
+        with self._changing:
+            self.is_full = self.is_full if full is None else full
+            self.is_muted = self.is_muted if muted is None else muted
+            if not self.closed:
+                self._change(self)
 
     def _release_frame(self) -> list[Any]:
         numbers = array.array("Q")
@@ -211,23 +197,17 @@ class UnixConnection:
 
     # -- in ------------------------------------------------------------------------------------------------------------
 
+    @without_collector
     def read(self) -> list[Frame] | None:
         """Return the frames that have come; None when the other end is gone."""
-        may_collect = gc.isenabled()
-        if may_collect:
-            gc.disable()
-        try:
-            with self._parsing:
-                if self._is_broken:
-                    return None
-                try:
-                    return self._read()
-                except BaseException:
-                    self._is_broken = True  # what follows would be read from the middle of a frame
-                    raise
-        finally:
-            if may_collect:
-                gc.enable()
+        with self._parsing:
+            if self._is_broken:
+                return None
+            try:
+                return self._read()
+            except BaseException:
+                self._is_broken = True  # what follows would be read from the middle of a frame
+                raise
 
     def _read(self) -> list[Frame] | None:
         try:

@@ -10,7 +10,6 @@ the leader reads it, the future has it
 
 from __future__ import annotations
 
-import gc
 import math
 import pickle
 import threading
@@ -35,6 +34,7 @@ from phalanx.rpc.agent.retries import Retries
 from phalanx.rpc.agent.serving import Lead, Serving, Task
 from phalanx.rpc.agent.threads import Threads
 from phalanx.rpc.call_hook import call_hook
+from phalanx.rpc.collector import without_collector
 from phalanx.rpc.options import UNSET_RPC_TIMEOUT, RpcBackendOptions, seconds_of
 from phalanx.rpc.references import References
 from phalanx.rpc.remote_error import set_error
@@ -160,31 +160,29 @@ class Agent:
             return False
         reading = call.future.reading = connection.reading
         waits = kind == wire.REQUEST or kind == wire.REMOTE
-        may_collect = gc.isenabled()
-        gc.disable()  # a finalizer of the user's may call by rpc, and would find this thread in the midst of it
         try:
             peer.add(call, nbytes, waits=waits)
             if call.deadline < self.serving.due:
                 self.serving.wake_clock(call.deadline)
             if kind != wire.CONTROL and kind != wire.ORDER:
                 self.num_calls += 1
-            try:
-                if interrupts.may_raise():
-                    connection.put(kind, call.number, data, extras, buffers)
-                    self._answering.send_later(connection)
-                else:
-                    connection.send(kind, call.number, data, extras, buffers)
-            except BaseException:
-                peer.take(call.number)  # nobody waits for it
-                raise
-            if reading is not None and not is_awaited:
-                reading.sent()
-        finally:
-            if may_collect:
-                gc.enable()
+            self._write(connection, kind, call.number, data, extras, buffers)
+        except BaseException:
+            peer.take(call.number)  # nobody waits for it
+            raise
+        if reading is not None and not is_awaited:
+            reading.sent()
         if (peer.is_lost() or self.closed) and peer.take(call.number) is not None:  # else who failed all others had it
             self._fail(peer, call)
         return True
+
+    @without_collector
+    def _write(self, connection: Any, kind: int, number: int, data: Any, extras: bytes, buffers: Sequence[Any]) -> None:
+        if interrupts.may_raise():
+            connection.put(kind, number, data, extras, buffers)
+            self._answering.send_later(connection)
+        else:
+            connection.send(kind, number, data, extras, buffers)
 
     def control(self, to: WorkerAddress, name: str, argument: Any, timeout_s: float = UNSET_RPC_TIMEOUT) -> Answer[Any]:
         """Ask something of a worker itself."""

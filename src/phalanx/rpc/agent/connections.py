@@ -10,7 +10,6 @@ process, too: a child of it may keep the sockets open.
 
 from __future__ import annotations
 
-import gc
 import select
 import socket
 from collections import deque
@@ -25,6 +24,7 @@ from phalanx.log import get_logger
 from phalanx.rpc.agent.calls import Callee
 from phalanx.rpc.agent.reading import Reading
 from phalanx.rpc.agent.serving import Lead, Serving, Task
+from phalanx.rpc.collector import without_collector
 from phalanx.rpc.network import Network
 from phalanx.rpc.options import RpcBackendOptions
 from phalanx.rpc.segments import Lender
@@ -91,17 +91,12 @@ class Connections:
                 self.peers.pop(member.uid, None)
         return peer
 
+    @without_collector
     def connect(self, peer: Callee, timeout_s: float = 0.0) -> Any:
         """Return the connection to a worker; None if it is lost and there can be none."""
-        may_collect = gc.isenabled()
-        gc.disable()  # a finalizer of the user's may call by rpc, and would come here again
-        try:
-            with peer.connecting:
-                if not peer.lost and peer.connection is None:  # another thread may have been faster
-                    self._connect(peer, Deadline.after(min(timeout_s or _CONNECT_S, _CONNECT_S)))
-        finally:
-            if may_collect:
-                gc.enable()
+        with peer.connecting:
+            if not peer.lost and peer.connection is None:  # another thread may have been faster
+                self._connect(peer, Deadline.after(min(timeout_s or _CONNECT_S, _CONNECT_S)))
         return peer.connection
 
     def _connect(self, peer: Callee, deadline: Deadline) -> None:

@@ -19,7 +19,7 @@ from types import FrameType
 from typing import Any
 
 _main = threading.main_thread().ident
-# A look at a handler takes 50 ns so, and 1.5 µs where Python makes its enums. One of SIGTERM ends the process, mostly.
+# As numbers, and from `_signal`: each call looks, and `signal` makes an enum of each. One of SIGTERM mostly ends all.
 _ALARM, _INTERRUPT, _USER_1, _USER_2 = map(int, (signal.SIGALRM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2))
 _handler_of: Callable[[int], Any] = getattr(signal, "_signal", signal).getsignal
 
