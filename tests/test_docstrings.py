@@ -22,7 +22,7 @@ REFUSED = {
 }  # fmt: skip
 
 # Where the public names are listed; what c10d calls of a process group is public, too.
-ROOMS = ["", "backend", "checkpoint", "data", "ddp", "ddp/hooks", "nn", "optim"]
+ROOMS = ["", "backend", "checkpoint", "data", "ddp", "nn", "optim"]
 PROCESS_GROUP = {"ProcessGroupCoalesced", "ProcessGroupCollectives", "ProcessGroupMessages"}
 
 # An attribute's docstring says what the attribute is: one that begins so has no subject.
@@ -128,4 +128,4 @@ def test_a_public_function_that_takes_tensors_says_shapes_and_errors(name):
 
 
 def test_the_public_functions_are_found():
-    assert {"shared_empty", "quantize_hook", "SyncBatchNorm.forward", "ProcessGroupMessages.send"} <= FUNCTIONS.keys()
+    assert {"shared_empty", "SyncBatchNorm.forward", "ProcessGroupMessages.send"} <= FUNCTIONS.keys()

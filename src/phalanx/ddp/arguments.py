@@ -30,10 +30,11 @@ _REFUSED_HOOKS = {
 }
 _NEEDS_NCCL = {
     _HOOKS + "quantization_hooks": "it takes all_gather's future apart as NCCL lays it out, and fails on every other "
-    "backend, with PyTorch's DistributedDataParallel too. Use phalanx.ddp.hooks.quantize_hook",
+    "backend, with PyTorch's DistributedDataParallel too. Use bf16_compress_hook on Gloo, and on 'phalanx' "
+    "phalanx.Options(wire_dtype=torch.bfloat16)",
 }
 _RESIZES = {
-    "batched_powerSGD_hook": "it resizes the bucket, whose memory can't grow. Use phalanx.ddp.hooks.powerSGD_hook",
+    "batched_powerSGD_hook": "it resizes the bucket, whose memory can't grow. Use powerSGD_hook",
 }
 
 

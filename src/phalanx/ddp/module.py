@@ -369,9 +369,9 @@ class DistributedDataParallel(JoinInterface, TorchInterface):
     def register_comm_hook(self, state: object, hook: Hook) -> None:
         """Let `hook(state, bucket)` combine each bucket in the place of all_reduce; it returns a future of a tensor.
 
-        This is PyTorch's interface: most hooks of torch.distributed.algorithms.ddp_comm_hooks work, and ours are in
-        `phalanx.ddp.hooks`. Gradients are not divided by the number of ranks before the hook sees them. Call it once
-        per module, before the first backward.
+        This is PyTorch's interface, and most hooks of torch.distributed.algorithms.ddp_comm_hooks work. Gradients are
+        not divided by the number of ranks before the hook sees them. Call it once per module, before the first
+        backward.
 
         Raises:
             TypeError: `hook` can't be called.
