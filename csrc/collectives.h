@@ -12,12 +12,6 @@
 /* Meet at one sync. */
 int plx_barrier(struct plx_group *g, struct plx_wait *w, const struct plx_origin *o);
 
-/* Meet at one sync, at which the ranks compare that all make the same call of this kind (PLX_ALL_REDUCE, ...), whose
- * bytes they exchange elsewhere: what a rank wrote there before is seen by all after it. `digest` covers whatever else
- * must agree. */
-int plx_meet(struct plx_group *g, struct plx_wait *w, const struct plx_origin *o, int kind, size_t count, int dtype,
-             int redop, int root, uint64_t digest);
-
 /* Write the reduction over ranks of `in`, in the order of the ranks, to `out`, on every rank (root < 0) or on `root`
  * only. in == out is allowed. There is one sync per C bytes when P == 2 or S is small, and there are two per C bytes
  * otherwise. Tensors that lie in their ranks' heaps, at whatever offsets, are reduced where they are: two syncs, and

@@ -63,7 +63,6 @@ _Static_assert(sizeof(struct plx_call) == 64, "a call is one cache line");
 #define PLX_FLAG_STEP 2u       /* part of a training step */
 #define PLX_FLAG_BACKGROUND 4u /* the program goes on meanwhile */
 #define PLX_FLAG_SHADOW 8u  /* zeros, of a rank that is out of the step */
-#define PLX_FLAG_ON_DEVICE 16u /* the tensor lies in memory of a device, from where the other ranks read it */
 
 /* This is one line of the flight recorder. */
 struct plx_record {

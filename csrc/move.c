@@ -8,15 +8,9 @@
 #include "copy.h"
 
 int plx_barrier(struct plx_group *g, struct plx_wait *w, const struct plx_origin *o) {
-  return plx_meet(g, w, o, PLX_BARRIER, 0, PLX_BYTES, PLX_SUM, -1, 0);
-}
-
-int plx_meet(struct plx_group *g, struct plx_wait *w, const struct plx_origin *o, int kind, size_t count, int dtype,
-             int redop, int root, uint64_t digest) {
   struct plx_call call;
-  int code = plx_begin(g, w, o, &call, kind, count, dtype, redop, root);
+  int code = plx_begin(g, w, o, &call, PLX_BARRIER, 0, PLX_BYTES, PLX_SUM, -1);
   if (code != PLX_OK) return code;
-  call.digest = digest;
   struct plx_record *record = plx_record_enter(g, &call, o, -1);
   plx_publish(g, &call);
   code = plx_sync_calls(g, w, &call);

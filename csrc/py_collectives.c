@@ -15,24 +15,6 @@ PyObject *py_group_barrier(PyGroup *self, PyObject *const *a, Py_ssize_t n) {
   END(self, code)
 }
 
-/* meet(kind, sizes, number, count, dtype, redop, root, timeout_ns, call_site, flags, shape): `sizes`, by rank, or None. */
-PyObject *py_group_meet(PyGroup *self, PyObject *const *a, Py_ssize_t n) {
-  ANSWER_IF_CLOSED(self)
-  struct tail t;
-  uint64_t number, count;
-  int kind, dtype, redop, root;
-  if (py_want(n, 11, "meet") != 0 || py_to_int(a[0], &kind) || py_to_u64(a[2], &number) || py_to_u64(a[3], &count) ||
-      py_to_int(a[4], &dtype) || py_to_int(a[5], &redop) || py_to_int(a[6], &root) || py_to_collective_tail(self, a + 7, &t))
-    return NULL;
-  uint64_t *sizes = py_to_array(a[1], self->g.world);
-  if (sizes == NULL) return NULL;
-  uint64_t digest = (a[1] != Py_None ? plx_digest(sizes, self->g.world) : 0) ^ number;
-  free(sizes);
-  BEGIN(self, t.timeout_ns)
-  COLLECTIVE(self, t, plx_meet(&self->g, &wait, &t.origin, kind, count, dtype, redop, root, digest))
-  END(self, code)
-}
-
 PyObject *py_group_all_reduce(PyGroup *self, PyObject *const *a, Py_ssize_t n) {
   ANSWER_IF_CLOSED(self)
   struct tail t;

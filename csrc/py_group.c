@@ -159,7 +159,7 @@ static PyObject *py_group_get_oversubscribed(PyObject *self, void *unused) {
 
 #define FAST(name) {#name, (PyCFunction)(void (*)(void))py_group_##name, METH_FASTCALL, NULL}
 static PyMethodDef group_methods[] = {
-    FAST(barrier), FAST(meet), FAST(all_reduce), FAST(broadcast), FAST(broadcast_buffers), FAST(reduce_scatter), FAST(gather),
+    FAST(barrier), FAST(all_reduce), FAST(broadcast), FAST(broadcast_buffers), FAST(reduce_scatter), FAST(gather),
     FAST(scatter),
     FAST(all_to_all), FAST(send), FAST(send_now), FAST(post), FAST(progress),
     {"poll", (PyCFunction)py_group_poll, METH_NOARGS, NULL},

@@ -23,7 +23,7 @@ static const struct {
     NUMBER(NO_MEMORY), NUMBER(CLOSED), NUMBER(RETRY_UNEVEN), NUMBER(REJOIN),
     /* enum plx_life, and the roles of calls */
     NUMBER(ABSENT), NUMBER(JOINED), NUMBER(LEFT), NUMBER(FLAG_SPLITS), NUMBER(FLAG_STEP), NUMBER(FLAG_BACKGROUND),
-    NUMBER(FLAG_SHADOW), NUMBER(FLAG_ON_DEVICE),
+    NUMBER(FLAG_SHADOW),
 };
 
 int py_add_numbers(PyObject *module) {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import sys
 import time
 from collections.abc import Callable
@@ -14,7 +13,6 @@ import torch.distributed as dist
 from torch import nn
 
 import phalanx
-from phalanx.backend import device_backends
 
 HERE = Path(__file__).resolve().parent
 SIZES = (4 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 64 << 20)
@@ -25,7 +23,6 @@ STEPS = {
 }
 # What the device computes for all ranks; nobody exchanges anything.
 ALONE = "no exchange"
-THROUGH_HOST, ON_DEVICE = "phalanx, through the host", "phalanx, on the device"
 
 
 def measure(rank: int, world_size: int, kind: str, peer: str, rounds: int, steps: int, batch: int) -> dict[str, object]:
@@ -35,10 +32,6 @@ def measure(rank: int, world_size: int, kind: str, peer: str, rounds: int, steps
     if kind == "cuda":
         torch.cuda.set_device(device)
     groups = {"phalanx": dist.group.WORLD, f"pytorch-{peer}": dist.new_group(backend=peer)}
-    if world_size > 1 and kind == "cuda":
-        groups[THROUGH_HOST] = _group_through_host()
-        groups[ON_DEVICE] = dist.new_group(backend="phalanx")
-        groups[ON_DEVICE].on_device_from_bytes = 0
     named = {group: name for name, group in groups.items()}
     times: dict[str, dict[str, list[float]]] = {}
     if world_size > 1:
@@ -57,16 +50,6 @@ def measure(rank: int, world_size: int, kind: str, peer: str, rounds: int, steps
         times[f"step of {workload}{larger}"] = _in_turns(calls, steps, rounds, device)
     dist.barrier()
     return {"seconds": times, "device": torch.cuda.get_device_name(device) if kind == "cuda" else kind}
-
-
-def _group_through_host() -> dist.ProcessGroup:
-    """A group whose ranks do not map each other's memory of the GPU."""
-    whole = device_backends.DEVICE_BACKENDS["cuda"]
-    device_backends.DEVICE_BACKENDS["cuda"] = dataclasses.replace(whole, memory=None)
-    try:
-        return dist.new_group(backend="phalanx")
-    finally:
-        device_backends.DEVICE_BACKENDS["cuda"] = whole
 
 
 def _all_reduce(

@@ -65,7 +65,6 @@ FLAG_SPLITS: int
 FLAG_STEP: int
 FLAG_BACKGROUND: int
 FLAG_SHADOW: int
-FLAG_ON_DEVICE: int
 
 _Shape = tuple[int, ...]
 _Record = tuple[int, int, int, int, int, int, int, _Shape, int, int, int, str, int]
@@ -90,21 +89,6 @@ class Group:
         /,
     ) -> None: ...
     def barrier(self, timeout_ns: int, call_site: int, flags: int, shape: _Shape, /) -> int: ...
-    def meet(
-        self,
-        kind: int,
-        sizes: tuple[int, ...] | None,
-        number: int,
-        count: int,
-        dtype: int,
-        redop: int,
-        root: int,
-        timeout_ns: int,
-        call_site: int,
-        flags: int,
-        shape: _Shape,
-        /,
-    ) -> int: ...
     def all_reduce(
         self,
         src: int,

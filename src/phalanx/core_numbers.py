@@ -65,6 +65,3 @@ ABSENT, JOINED, LEFT = _read("ABSENT", "JOINED", "LEFT")
 # The role of a call (csrc/uneven.h): the program waits for it, it is part of a training step, or the program goes on.
 WAITS = 0
 STEP, BACKGROUND = _read("FLAG_STEP", "FLAG_BACKGROUND")
-
-# Whether the tensor of a call lies in memory of a device.
-(ON_DEVICE,) = _read("FLAG_ON_DEVICE")

@@ -1,7 +1,7 @@
-"""Tensors of a device that no engine carries go through its own memory, or the host's. No GPU is needed.
+"""Tensors of a device that no engine carries go through the host's memory. No GPU is needed.
 
 `float64` tensors stand for those of a device, all ranks' on the same GPU, which NCCL refuses: every collective then
-goes one of these ways, with values, and must leave the bits that the CPU's own way leaves for `float32`. What needs a
+goes this way, with values, and must leave the bits that the CPU's own way leaves for `float32`. What needs a
 real device (memory that the host must not touch, streams) is in tests/gpu.
 """
 
@@ -13,7 +13,6 @@ from tests.comparisons import assert_equal
 from tests.gpu.collectives import all_collectives
 from tests.small_models import batch_of
 from tests.training import train
-from tests.transport.device_memory.file_memory import FileMemory
 
 import phalanx
 from phalanx.backend import device_backends
@@ -36,10 +35,10 @@ def _of_float64(arguments):
     return None
 
 
-@pytest.fixture(params=["through the host", "on the device"])
-def path(request, tmp_path):
-    """Where the ranks meet; its name says how their float64 tensors go."""
-    return str(tmp_path / request.param)
+@pytest.fixture
+def path(tmp_path):
+    """Where the ranks meet."""
+    return str(tmp_path / "store")
 
 
 def _join(rank, world_size, path, timeout_s=60.0):
@@ -48,16 +47,10 @@ def _join(rank, world_size, path, timeout_s=60.0):
 
     opened = None if world_size == 1 else lambda *_: pytest.fail("NCCL was asked")
     device_backends.DEVICE_BACKENDS["cpu"] = DeviceBackend(
-        "NCCL",
-        lambda: True,
-        opened,
-        lambda device: "GPU-7",
-        find_shared_gpu,
-        FileMemory() if path.endswith("on the device") else None,
+        "NCCL", lambda: True, opened, lambda device: "GPU-7", find_shared_gpu
     )
     devices.find_device = _of_float64
     join_by_file(rank, world_size, path, timeout_s)
-    dist.group.WORLD.on_device_from_bytes = 0
 
 
 def _everything(rank, world_size, path):
@@ -117,9 +110,8 @@ def test_wrong_calls_are_refused_in_the_cpus_words_and_change_nothing(path) -> N
         assert "5" in messages[2]
         assert "its storage was freed" in messages[3]
         assert total == 2.0
-        where = " in a device's memory" if path.endswith("on the device") else ""
-        assert f"rank 0: all_reduce(SUM) of float64 (2,){where} at " in mismatch
-        assert f"rank 1: all_reduce(SUM) of float64 (3,){where} at " in mismatch
+        assert "rank 0: all_reduce(SUM) of float64 (2,) at " in mismatch
+        assert "rank 1: all_reduce(SUM) of float64 (3,) at " in mismatch
         assert set(mine) == {7.0}
 
 

@@ -21,7 +21,6 @@ CUDA = Torch(
     Probe(True, "1 devices"),
     "2.28.3",
     Probe(True, "20.0 GB/s to the GPU"),
-    Probe(True, "memory can be handed to other processes"),
 )
 GPU = Gpu("H100", "GPU-1", False, False, 345, 1980)
 FACTS = Facts(
@@ -88,14 +87,13 @@ def test_a_host_in_order_is_told_so_and_its_training_last() -> None:
 def test_each_obstacle_is_named_with_what_to_do() -> None:
     bad = Gpu("H100", "GPU-2", True, False, 345, 1980, ("heat",))
     driver = replace(FACTS.driver, gpus=(GPU, bad), apart=((0, 1),))
-    torch = replace(CUDA, nccl="", pinned=Probe(False, "RuntimeError: no"), mapped=Probe(False, "RuntimeError: no"))
+    torch = replace(CUDA, nccl="", pinned=Probe(False, "RuntimeError: no"))
     warnings = _warnings(replace(FACTS, driver=driver, torch=torch))
     for topic, words in {
         "NCCL": "install an official build",
         "GPU peers": "no direct way between GPUs 0-1",
         "GPU sharing": "MIG is on for GPU 1",
         "page-locked": "ulimit -l",
-        "shared GPU memory": "through the host's memory",
         "GPU clocks": "GPU 1 is slowed down by heat",
     }.items():
         assert words in warnings[topic]

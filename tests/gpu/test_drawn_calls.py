@@ -3,7 +3,6 @@
 Groups, operations, dtypes, sizes and layouts are drawn, and when a call that is under way is waited for.
 """
 
-import dataclasses
 import random
 
 import pytest
@@ -25,17 +24,9 @@ LAYOUTS = (
 )
 
 
-@pytest.fixture(params=[True, False], ids=["on the device", "through the host"])
-def place(place, request):
-    """A device that all ranks share, whose memory they map or do not."""
-    return dataclasses.replace(place, maps_memory=request.param)
-
-
 def _drawn(rank, world_size, place, seed):
     device = place.join(rank, world_size)
     pairs = dist.new_group(list(range(world_size - 1)))  # one rank is not in it
-    if pairs is not dist.GroupMember.NON_GROUP_MEMBER:
-        pairs.on_device_from_bytes = 0
     draw = random.Random(seed)  # the same on all ranks
     waits = random.Random(seed + 100 * rank)
     under_way, wrong = [], []

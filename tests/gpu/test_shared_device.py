@@ -1,9 +1,8 @@
 """Several ranks on one device: the same values, order and errors as on the CPU, whatever the device is.
 
-NCCL refuses two ranks on one GPU, so all of this goes through memory of the device that all ranks map, or the host's.
+NCCL refuses two ranks on one GPU, so all of this goes through the host's memory.
 """
 
-import dataclasses
 import os
 import signal
 
@@ -24,12 +23,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*The operator aten"),  # the simulated device has few kernels of its own
     pytest.mark.filterwarnings("ignore:.*torch.jit"),  # torch.distributed.optim's own
 ]
-
-
-@pytest.fixture(params=[True, False], ids=["on the device", "through the host"])
-def place(place, request):
-    """A device that all ranks share, whose memory they map or do not."""
-    return dataclasses.replace(place, maps_memory=request.param)
 
 
 def _everything(rank, world_size, place):
@@ -110,9 +103,8 @@ def _mismatch(rank, world_size, place):
 
 def test_ranks_that_call_different_things_are_told_and_nothing_is_changed(place):
     for message, unchanged in place.run(_mismatch, 2):
-        where = " in a device's memory" if place.maps_memory else ""
-        assert f"rank 0: all_reduce(SUM) of float32 (70000,){where} at " in message
-        assert f"rank 1: all_reduce(SUM) of float32 (70001,){where} at " in message
+        assert "rank 0: all_reduce(SUM) of float32 (70000,) at " in message
+        assert "rank 1: all_reduce(SUM) of float32 (70001,) at " in message
         assert unchanged
 
 

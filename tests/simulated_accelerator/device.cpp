@@ -74,17 +74,6 @@ struct Arena {
         used -= nbytes;
         free[nbytes].push_back(at - device);
     }
-    // A piece of somebody else's file, in place of ours: what another process makes of its device's memory.
-    char *map(int fd, size_t nbytes) {
-        std::lock_guard<std::mutex> guard(lock);
-        size_t at = (end + 4095) / 4096 * 4096;
-        TORCH_CHECK(at + nbytes <= kArena, "simulated accelerator: out of addresses");
-        end = at + nbytes;
-        TORCH_CHECK(mmap(device + at, nbytes, PROT_NONE, MAP_SHARED | MAP_FIXED, fd, 0) != MAP_FAILED &&
-                        mmap(host + at, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, 0) != MAP_FAILED,
-                    "simulated accelerator: cannot map it");
-        return device + at;
-    }
     char *to_host(const void *at) { return host + (static_cast<const char *>(at) - device); }
 };
 Arena &arena() {
@@ -374,16 +363,6 @@ at::Tensor &slow_fill(at::Tensor &self, double value, int64_t ms) {
     return self;
 }
 
-// Bytes of the device that lie in a file, which other processes map as well. They stay mapped: tests are short.
-at::Tensor map_file(int64_t fd, int64_t nbytes) {
-    c10::DataPtr data(arena().map(int(fd), size_t(nbytes)), c10::Device(kSim, current_device));
-    c10::Storage storage(c10::Storage::use_byte_size_t(), nbytes, std::move(data), &allocator, false);
-    auto tensor = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
-                                                           caffe2::TypeMeta::Make<uint8_t>());
-    tensor.unsafeGetTensorImpl()->set_sizes_contiguous({nbytes});
-    return tensor;
-}
-
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&on_the_cpu>()); }
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
@@ -405,7 +384,6 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
 
 TORCH_LIBRARY(simulated_accelerator, m) {
     m.def("slow_fill_(Tensor(a!) self, float value, int ms) -> Tensor(a!)");
-    m.def("map_file(int fd, int nbytes) -> Tensor", map_file);
 }
 TORCH_LIBRARY_IMPL(simulated_accelerator, PrivateUse1, m) { m.impl("slow_fill_", slow_fill); }
 

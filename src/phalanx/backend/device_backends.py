@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 
 from phalanx.engines import nccl
-from phalanx.engines.cuda_memory import CudaMemory
-from phalanx.engines.device_memory import DeviceMemory
 
 
 @dataclass(frozen=True)
@@ -20,8 +18,8 @@ class DeviceBackend:
 
     `open(store, rank, world_size, timeout, name, global_ranks)` returns one of torch's process groups; it is None where
     only the host's memory leads from rank to rank. `identify` names a device for all ranks, and `obstacle` says why the
-    engine cannot carry tensors between ranks that use these, by rank, or nothing. `memory` makes memory of the device
-    that ranks of one host can all map; without it what the engine does not carry goes through the host's.
+    engine cannot carry tensors between ranks that use these, by rank, or nothing. What the engine does not carry goes
+    through the host's memory.
     """
 
     engine: str
@@ -29,11 +27,10 @@ class DeviceBackend:
     open: Callable[..., Any] | None
     identify: Callable[[torch.device], str]
     obstacle: Callable[[Sequence[str]], str]
-    memory: DeviceMemory | None = None
 
 
 DEVICE_BACKENDS = {
-    "cuda": DeviceBackend("NCCL", nccl.is_available, nccl.open_nccl, nccl.identify, nccl.find_shared_gpu, CudaMemory())
+    "cuda": DeviceBackend("NCCL", nccl.is_available, nccl.open_nccl, nccl.identify, nccl.find_shared_gpu)
 }
 
 

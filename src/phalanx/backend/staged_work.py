@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from phalanx.backend.dynamo import untraced
 from phalanx.backend.work import DoneWork, PhalanxWork
-from phalanx.transport.device_memory import DeviceCall
 from phalanx.transport.staging import StagedCall
 
 
@@ -23,7 +22,7 @@ class StagedWork(PhalanxWork):
     may still be queued: the caller's stream waits for them, as with NCCL. Futures carry the device's tensors.
     """
 
-    def __init__(self, call: StagedCall | DeviceCall) -> None:
+    def __init__(self, call: StagedCall) -> None:
         super().__init__(call.outputs)
         self._call = call
 
@@ -45,7 +44,7 @@ class StagedWork(PhalanxWork):
 class StagedDone(DoneWork):
     """This is the work of a collective that was carried out before its call returned."""
 
-    def __init__(self, call: StagedCall | DeviceCall, outputs: list[torch.Tensor]) -> None:
+    def __init__(self, call: StagedCall, outputs: list[torch.Tensor]) -> None:
         super().__init__(outputs)
         self._call = call
 

@@ -16,7 +16,6 @@ from phalanx.core_numbers import (
     GATHER,
     GRADIENTS,
     KIND_NAMES,
-    ON_DEVICE,
     RECV,
     REDUCE,
     REDUCE_SCATTER,
@@ -132,8 +131,6 @@ class Record:
         text = self.name + (f"({', '.join(options)})" if options else "")
         if self.kind not in (BARRIER, GRADIENTS):
             text += f" of {self.dtype_name} {tuple(self.shape)}"
-        if self.flags & ON_DEVICE:
-            text += " in a device's memory"
         return f"{text} at {self.call_site}" if self.call_site else text
 
 

@@ -93,7 +93,6 @@ class Torch:
     cuda: Probe = field(default_factory=lambda: Probe(False, "built without CUDA"))
     nccl: str = ""
     pinned: Probe | None = None  # memory of the host that is page-locked, tried; None without a GPU
-    mapped: Probe | None = None  # memory of a GPU that several processes map, tried
 
 
 @dataclass(frozen=True)

@@ -81,16 +81,6 @@ def check_host_copies(facts: Facts) -> Finding:
     )
 
 
-def check_mapped_memory(facts: Facts) -> Finding:
-    """Return whether several processes can map a GPU's memory, in which ranks that share a GPU exchange."""
-    return _judge(
-        "shared GPU memory",
-        facts.torch.mapped if isinstance(facts.torch, Torch) else None,
-        "Ranks that share a GPU exchange through the host's memory, which is slower: this driver, or a virtual GPU, "
-        "does not give memory to several processes.",
-    )
-
-
 def _judge(name: str, probe: Probe | None, advice: str) -> Finding:
     """Return the finding on what was tried; `advice` is for a failure."""
     if probe is None:
@@ -121,7 +111,6 @@ GPU_CHECKS: tuple[Callable[[Facts], Finding], ...] = (
     check_peers,
     check_mig,
     check_host_copies,
-    check_mapped_memory,
     check_gpu_clocks,
 )
 

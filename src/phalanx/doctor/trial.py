@@ -6,7 +6,6 @@ The process says what it found in lines of JSON, one per stage; a stage without 
 from __future__ import annotations
 
 import json
-import os
 import signal
 import statistics
 import subprocess
@@ -51,8 +50,8 @@ def try_training(python: str = sys.executable) -> tuple[Torch | str, Probe]:
         if isinstance(torch, Torch) and torch.cuda.works:
             untold = Probe(False, f"{how} while it was tried")
             gpu = words.get("gpu", {"nccl": torch.nccl})
-            pinned, mapped = (Probe(**gpu[name]) if name in gpu else untold for name in ("pinned", "mapped"))
-            torch = replace(torch, nccl=gpu["nccl"], pinned=pinned, mapped=mapped)
+            pinned = Probe(**gpu["pinned"]) if "pinned" in gpu else untold
+            torch = replace(torch, nccl=gpu["nccl"], pinned=pinned)
         return torch, Probe(**words["training"])
     return torch, Probe(False, f"{how} before two ranks had taken a step\n{complaint.strip()}".strip())
 
@@ -103,7 +102,6 @@ def _try_gpu() -> dict[str, Any]:
     return {
         "nccl": ".".join(map(str, nccl.version())) if _has("nccl") and nccl is not None else "",
         "pinned": _try(_copy_pinned),
-        "mapped": _try(_map_memory),
     }
 
 
@@ -129,27 +127,6 @@ def _copy_pinned() -> str:
     if not bool((on_gpu == 1).all()):
         raise RuntimeError("a copy to the GPU arrived wrong")
     return f"{_COPIED_BYTES / min(times) / 1e9:.1f} GB/s to the GPU"
-
-
-def _map_memory() -> str:
-    import torch
-
-    from phalanx.engines.cuda_memory import CudaMemory
-
-    device, nbytes = torch.device("cuda", 0), 1 << 20
-    fd, own = CudaMemory().create(device, nbytes)
-    try:
-        other = CudaMemory().open(fd, device, nbytes)
-    finally:
-        os.close(fd)
-    own.tensor.fill_(7)
-    arrived = bool((other.tensor == 7).all())
-    torch.cuda.synchronize()
-    other.close()
-    own.close()
-    if not arrived:
-        raise RuntimeError("what was written through one mapping was not read through the other")
-    return "processes can map each other's memory of a GPU"
 
 
 def _has(backend: str) -> bool:

@@ -215,7 +215,7 @@ OPTIONS = (
            "N|auto|cpu|gpu", _read_nproc),
     Option("ranks-per-gpu", "ranks_per_gpu", "How many ranks share a GPU (default 1). phalanx.init().device is then "
            "the same for so many neighbours. NCCL takes one rank per GPU, so their CUDA tensors are exchanged through "
-           "memory of the GPU or of the host.", "N", _read_ranks_per_gpu, torchruns=False),
+           "memory of the host.", "N", _read_ranks_per_gpu, torchruns=False),
     Option("module", "kind:module", "Run a module, as `python -m` does.", short="m"),
     Option("no-python", "kind:program", "Run a program directly, not a Python script."),
     Option("log-dir", "log_dir", "Also write the lines of each rank into a file, DIR/rank_0.log, …, and the last "

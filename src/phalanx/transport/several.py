@@ -21,7 +21,7 @@ from phalanx.transport.numerics import HALF
 from phalanx.transport.overlaps import extent_of, extents_overlap, overlaps_any
 from phalanx.transport.tensors import write_back
 
-COMBINE: dict[int, Callable[..., Tensor]] = {
+_COMBINE: dict[int, Callable[..., Tensor]] = {
     SUM: torch.add,
     PRODUCT: torch.mul,
     MIN: torch.minimum,
@@ -43,7 +43,7 @@ def can_combine(redop: int) -> bool:
 def combined(tensors: Sequence[Tensor], redop: int) -> Tensor:
     """Return a new tensor: the reduction of tensors of one shape and dtype, in their order."""
     dtype = tensors[0].dtype
-    combine = COMBINE[redop]
+    combine = _COMBINE[redop]
     with torch.no_grad():
         # torch cannot reduce these: they are shifted to signed numbers, of which the smallest was 0
         if dtype == torch.uint64:

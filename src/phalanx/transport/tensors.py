@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -66,17 +65,6 @@ def write_back(tensor: Tensor, data: Tensor) -> None:
     # Only inference mode may write to its tensors, and it belongs to the thread: this may be another than the caller's.
     with torch.inference_mode() if tensor.is_inference() else torch.no_grad():
         tensor.copy_(data)
-
-
-@contextlib.contextmanager
-def uncounted(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield a tensor of the same memory, for the block to write: autograd does not count it as a change, as NCCL's."""
-    if tensor.is_inference():  # only inference mode may write it, and the mode belongs to the thread
-        with torch.inference_mode():
-            yield tensor
-    else:
-        with torch.no_grad():
-            yield tensor.data
 
 
 def nbytes(tensor: Tensor) -> int:

@@ -50,7 +50,7 @@ class ProcessGroupCoalesced(ProcessGroupCollectives):
         def run(ctx: CallContext) -> None:
             sources = unshared_steps(checked, [[t] for t in checked])
             for tensor, source in zip(checked, sources, strict=True):
-                self.carrier.all_reduce(source, code, ctx, factor=factor)
+                self.transport.all_reduce(source, code, ctx, factor=factor)
                 copy_to_others([tensor], source)
 
         return self._carry_out(run, opts, checked)
@@ -99,7 +99,7 @@ class ProcessGroupCoalesced(ProcessGroupCollectives):
         def run(ctx: CallContext) -> None:
             for tensor, outputs in zip(unshared_steps(input_list, by_tensor), by_tensor, strict=True):
                 (source,) = unshared([tensor], outputs, own=(0, self._rank, 0))
-                self.carrier.gather(outputs, source, ctx)
+                self.transport.gather(outputs, source, ctx)
 
         return self._carry_out(run, opts, [t for outputs in output_lists for t in outputs])
 

@@ -35,7 +35,7 @@ from phalanx.diagnostics.call_sites import calling_site
 from phalanx.dtypes import REAL_CODES
 from phalanx.errors import DeadlineError
 from phalanx.transport import sparse
-from phalanx.transport.base import CallContext, Collectives
+from phalanx.transport.base import CallContext
 from phalanx.transport.several import can_combine, combined, copy_to_others, unshared, unshared_one
 from phalanx.transport.tensors import is_plain, nbytes, write_back
 
@@ -65,11 +65,6 @@ class ProcessGroupCollectives(ProcessGroupBase):
         DeadlineError: time ran out; the group can no longer be used.
         ClosedError: this process has left the group.
     """
-
-    @property
-    def carrier(self) -> Collectives:
-        """Return the object that carries out this thread's collective: the transport, if its tensors are the CPU's."""
-        return self.transport
 
     def allreduce(  # type: ignore[override]  # all of PyTorch's overloads in one
         self,
@@ -115,7 +110,7 @@ class ProcessGroupCollectives(ProcessGroupBase):
         if len(checked) > 1:
             return self._all_reduce_several(checked, code, factor, opts)
         only = checked[0]
-        return self._carry_out(lambda ctx: self.carrier.all_reduce(only, code, ctx, factor=factor), opts, [only])
+        return self._carry_out(lambda ctx: self.transport.all_reduce(only, code, ctx, factor=factor), opts, [only])
 
     def _all_reduce_several(self, tensors: list[Tensor], code: int, factor: Any, opts: Any) -> Work:
         if not can_combine(code):
@@ -126,7 +121,7 @@ class ProcessGroupCollectives(ProcessGroupBase):
 
         def run(ctx: CallContext) -> None:
             total = combined(tensors, code)
-            self.carrier.all_reduce(total, code, ctx, factor=factor)
+            self.transport.all_reduce(total, code, ctx, factor=factor)
             copy_to_others(tensors, total)
 
         return self._carry_out(run, opts, tensors)
@@ -159,7 +154,7 @@ class ProcessGroupCollectives(ProcessGroupBase):
 
         def run(ctx: CallContext) -> None:
             source = own if len(checked) == 1 else own.detach().clone()  # they may share memory
-            self.carrier.broadcast(source, root, ctx)
+            self.transport.broadcast(source, root, ctx)
             copy_to_others(checked, source)
 
         return self._carry_out(run, opts, checked)
@@ -195,7 +190,7 @@ class ProcessGroupCollectives(ProcessGroupBase):
         tensor = one(tensors, "reduce", written=True)
         code, factor = reduction_of(opts.reduceOp, tensor.dtype, "reduce")
         return self._carry_out(
-            lambda ctx: self.carrier.all_reduce(tensor, code, ctx, root=root, factor=factor), opts, [tensor]
+            lambda ctx: self.transport.all_reduce(tensor, code, ctx, root=root, factor=factor), opts, [tensor]
         )
 
     @entry_point
@@ -227,7 +222,7 @@ class ProcessGroupCollectives(ProcessGroupBase):
 
         def run(ctx: CallContext) -> None:
             source = tensor if apart else unshared([tensor], outputs, own=(0, self._rank, 0))[0]
-            self.carrier.gather(outputs, source, ctx)
+            self.transport.gather(outputs, source, ctx)
 
         return self._carry_out(run, opts, outputs)
 
@@ -242,7 +237,7 @@ class ProcessGroupCollectives(ProcessGroupBase):
         def run(ctx: CallContext) -> None:
             rows = [torch.empty((self._size, t.numel()), dtype=t.dtype, device=t.device) for t in inputs]
             for row, tensor in zip(rows, inputs, strict=True):
-                self.carrier.all_gather_single(row, tensor, ctx)
+                self.transport.all_gather_single(row, tensor, ctx)
             for outputs in lists:
                 for at, output in enumerate(outputs):
                     rank, i = divmod(at, len(inputs))
@@ -260,7 +255,7 @@ class ProcessGroupCollectives(ProcessGroupBase):
 
     def _gather_single(self, output: Tensor, tensor: Tensor, ctx: CallContext) -> None:
         source = unshared_one(tensor, output, self._rank * nbytes(tensor))
-        self.carrier.all_gather_single(output, source, ctx)
+        self.transport.all_gather_single(output, source, ctx)
 
     _allgather_base = all_gather_single
 
@@ -285,7 +280,7 @@ class ProcessGroupCollectives(ProcessGroupBase):
 
         def run(ctx: CallContext) -> None:
             source = tensor if apart else unshared([tensor], outputs, own=(0, self._rank, 0))[0]
-            self.carrier.gather(outputs, source, ctx, root=root)
+            self.transport.gather(outputs, source, ctx, root=root)
 
         return self._carry_out(run, opts, outputs)
 
@@ -321,7 +316,7 @@ class ProcessGroupCollectives(ProcessGroupBase):
             )
 
         def run(ctx: CallContext) -> None:
-            self.carrier.scatter(output, unshared(inputs, [output], own=(self._rank, 0, 0)), root, ctx)
+            self.transport.scatter(output, unshared(inputs, [output], own=(self._rank, 0, 0)), root, ctx)
 
         return self._carry_out(run, opts, [output])
 
@@ -342,7 +337,7 @@ class ProcessGroupCollectives(ProcessGroupBase):
 
         def run(ctx: CallContext) -> None:
             sources = unshared(inputs, [output], own=(self._rank, 0, 0))
-            self.carrier.reduce_scatter(output, sources, code, ctx, factor=factor)
+            self.transport.reduce_scatter(output, sources, code, ctx, factor=factor)
 
         return self._carry_out(run, opts, [output])
 
@@ -359,7 +354,7 @@ class ProcessGroupCollectives(ProcessGroupBase):
 
     def _reduce_scatter_single(self, output: Tensor, tensor: Tensor, code: int, factor: Any, ctx: CallContext) -> None:
         source = unshared_one(tensor, output, -self._rank * nbytes(output))
-        self.carrier.reduce_scatter_single(output, source, code, ctx, factor=factor)
+        self.transport.reduce_scatter_single(output, source, code, ctx, factor=factor)
 
     _reduce_scatter_base = reduce_scatter_single
 

@@ -2,7 +2,7 @@
 
     all_reduce(cpu tensor)   ──▶  shared memory, and the engine between hosts
     all_reduce(cuda tensor)  ──▶  a group inside, of the same ranks, over NCCL; or, where ranks share a GPU, which NCCL
-                                  refuses, through memory of the GPU, or of the host: `process_group/staged`
+                                  refuses, through memory of the host: `process_group/staged`
     barrier, objects         ──▶  the CPU's way, unless a device is asked for
 
 The group inside is made with the first tensor of its device. At their first collective on it the ranks tell each other
@@ -174,8 +174,6 @@ class RoutedProcessGroup(StagedProcessGroup):
                     "than GPUs; if it is, `phalanx run --ranks-per-gpu` says so.",
                 )
             self._open_host_memory(device.type)
-            if device_backend.memory is not None and self.shares_memory and self._size > 1:
-                self._open_device_memory(device, device_backend.memory)
             self._staged.add(device.type)
 
     def barrier(self, *args: Any, **kwargs: Any) -> dist.Work:

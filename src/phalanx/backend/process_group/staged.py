@@ -1,12 +1,9 @@
 """Carry out collectives and messages of device tensors without an engine, in the CPU's order and with its errors.
 
-    where all ranks map each other's memory of the device, and for what `device_or_host` says
-    all_reduce(device tensor) ──▶ `transport/device_memory`, on the device
-    else
     all_reduce(device tensor) ──▶ the host's tensor ──▶ all_reduce(cpu tensor) ──▶ the device tensor
 
 The operation is the CPU's own: its checks at the door, its fingerprint, its place among the others. What is queued on
-the device lies on a stream of its own; `transport/staging` and `transport/device_memory` say in which order.
+the device lies on a stream of its own; `transport/staging` says in which order.
 """
 
 from __future__ import annotations
@@ -20,19 +17,14 @@ import torch.distributed as dist
 
 from phalanx.backend.arguments import carried_on
 from phalanx.backend.device_backends import no_backend_for
-from phalanx.backend.device_memory import open_areas
-from phalanx.backend.device_or_host import ON_DEVICE_FROM_BYTES, stays_on_device
 from phalanx.backend.memoryless import FakeCall, address_of, check_memory, nothing_done
 from phalanx.backend.process_group import PhalanxProcessGroup
 from phalanx.backend.staged_work import StagedDone, StagedReceive, StagedWork
 from phalanx.backend.work import DoneWork, PhalanxWork, SerialExecutor
-from phalanx.deadline import Deadline
 from phalanx.diagnostics.call_sites import calling_site
 from phalanx.diagnostics.failure_report import closed
-from phalanx.engines.device_memory import DeviceMemory
 from phalanx.errors import PhalanxError
-from phalanx.transport.base import CallContext, Collectives
-from phalanx.transport.device_memory import DeviceCall, DeviceCollectives
+from phalanx.transport.base import CallContext
 from phalanx.transport.staging import CopyStream, HostMemory, StagedCall, open_copy_stream
 from phalanx.transport.staging.host_memory import staging_bytes
 from phalanx.transport.staging.staged_call import InFlight
@@ -46,10 +38,9 @@ _IN_PLACE = frozenset({"allreduce", "allreduce_coalesced", "broadcast", "reduce"
 
 
 class _Calling(threading.local):
-    """It holds the operation on a device's tensors that this thread is calling, and the object that carries it out."""
+    """It holds the operation on a device's tensors that this thread is calling."""
 
-    call: StagedCall | DeviceCall | None = None
-    carrier: DeviceCollectives | None = None
+    call: StagedCall | None = None
 
 
 class StagedProcessGroup(PhalanxProcessGroup):
@@ -59,11 +50,6 @@ class StagedProcessGroup(PhalanxProcessGroup):
         super().__init__(*args, **kwargs)
         self._host_memory: dict[str, HostMemory] = {}
         self._copy_streams: dict[torch.device, tuple[CopyStream, InFlight]] = {}
-        self._on_device: dict[torch.device, DeviceCollectives] = {}
-        self.on_device_from_bytes = ON_DEVICE_FROM_BYTES
-        """The number of bytes below which collectives go through the host's memory, even where ranks map each other's
-        memory of the device.
-        """
         self._calling = _Calling()
         self._opening = threading.Lock()
 
@@ -77,13 +63,6 @@ class StagedProcessGroup(PhalanxProcessGroup):
             except PhalanxError:  # memory that lies in a file system may not suffice; all ranks see that
                 piece = None
         self._host_memory[kind] = HostMemory(kind, piece)
-
-    def _open_device_memory(self, device: torch.device, memory: DeviceMemory) -> None:
-        """Let this group's ranks map each other's memory of their devices, if all of them can. All ranks call it."""
-        assert self._shared_memory is not None
-        if areas := open_areas(self._tell_all, self._rank, device, memory, Deadline.after(self._timeout_s)):
-            with self._opening:
-                self._on_device[device] = DeviceCollectives(self._shared_memory, areas, self._stream_of(device)[0])
 
     def _tell_all(self, mine: bytes, nbytes: int) -> list[bytes]:
         """Return what each rank tells, by rank: up to `nbytes` without zeros at the end. All ranks call it.
@@ -104,21 +83,14 @@ class StagedProcessGroup(PhalanxProcessGroup):
             self._copy_streams[device] = stream, InFlight(stream)
         return self._copy_streams[device]
 
-    def _new_call(self, device: torch.device, *, on_device: bool = False) -> StagedCall | DeviceCall:
+    def _new_call(self, device: torch.device) -> StagedCall:
         with self._opening:
             if self._closed:
                 raise closed(self._name)
             stream, in_flight = self._stream_of(device)
-            if on_device:
-                return DeviceCall(stream, self._on_device[device])
             if device.type not in self._host_memory:  # messages come first: what they need is nobody else's matter
                 self._host_memory[device.type] = HostMemory(device.type)
             return StagedCall(stream, self._host_memory[device.type], in_flight)
-
-    @property
-    def carrier(self) -> Collectives:
-        """Return the object that carries out a collective, as `ProcessGroupCollectives` says."""
-        return self._calling.carrier or super().carrier
 
     def _await_device(self, device: torch.device) -> None:
         """Return when all is over that this thread has queued on the device."""
@@ -129,8 +101,7 @@ class StagedProcessGroup(PhalanxProcessGroup):
         self, name: str, here: Callable[..., dist.Work], device: torch.device, args: tuple[Any, ...]
     ) -> dist.Work:
         """Return the CPU's operation `here` as one that takes tensors of a device that no engine carries."""
-        on_device = device in self._on_device and self._uneven_inputs is None
-        call = self._new_call(device, on_device=on_device and stays_on_device(name, args, self.on_device_from_bytes))
+        call = self._new_call(device)
         try:
             staged = self._stage(call, name, device, args)
             return self._carry(call, name, device, here, staged)
@@ -142,13 +113,13 @@ class StagedProcessGroup(PhalanxProcessGroup):
 
     def _carry(
         self,
-        call: StagedCall | DeviceCall,
+        call: StagedCall,
         name: str,
         device: torch.device,
         here: Callable[..., dist.Work],
         staged: tuple[Any, ...],
     ) -> dist.Work:
-        if isinstance(call, StagedCall) and name in _MESSAGES:
+        if name in _MESSAGES:
             if name != "send":
                 return StagedReceive(here(self, *staged), call)
             call.await_inputs()
@@ -165,9 +136,7 @@ class StagedProcessGroup(PhalanxProcessGroup):
             return StagedDone(call, outputs)
         return work
 
-    def _stage(
-        self, call: StagedCall | DeviceCall, name: str, device: torch.device, args: tuple[Any, ...]
-    ) -> tuple[Any, ...]:
+    def _stage(self, call: StagedCall, name: str, device: torch.device, args: tuple[Any, ...]) -> tuple[Any, ...]:
         def staged(value: Any, *, read: bool, written: bool) -> Any:
             if isinstance(value, (list, tuple)):
                 return [staged(item, read=read, written=written) for item in value]
@@ -195,23 +164,9 @@ class StagedProcessGroup(PhalanxProcessGroup):
 
     def _carry_out(self, operation: Callable[[CallContext], None], options: Any, outputs: Any) -> dist.Work:
         call = self._calling.call
-        if isinstance(call, DeviceCall):
-            operation = self._carried_by(call.collectives, call.around(operation))
-        elif call is not None:
+        if call is not None:
             operation = call.around(operation)
         return super()._carry_out(operation, options, outputs)
-
-    def _carried_by(
-        self, carrier: DeviceCollectives, operation: Callable[[CallContext], None]
-    ) -> Callable[[CallContext], None]:
-        def carry_out(ctx: CallContext) -> None:
-            self._calling.carrier = carrier
-            try:
-                operation(ctx)
-            finally:
-                self._calling.carrier = None
-
-        return carry_out
 
     def _queue(self, executor: SerialExecutor, action: Callable[[], None], outputs: Any) -> PhalanxWork:
         call = self._calling.call
@@ -227,8 +182,5 @@ class StagedProcessGroup(PhalanxProcessGroup):
         if idle:
             for memory in self._host_memory.values():
                 memory.close()
-            for collectives in self._on_device.values():
-                collectives.close()
-        self._on_device.clear()
         self._copy_streams.clear()
         self._host_memory.clear()

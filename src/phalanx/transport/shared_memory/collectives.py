@@ -28,42 +28,6 @@ class SharedMemoryCollectives(SharedMemorySession):
         """Return when every rank has come."""
         self._collective(ctx, lambda: self.core.barrier(ctx.timeout_ns, ctx.call_site, ctx.flags, ()))
 
-    def meet(
-        self,
-        kind: int,
-        sizes: tuple[int, ...] | None,
-        number: int,
-        count: int,
-        tensor: Tensor,
-        redop: int,
-        root: int,
-        ctx: CallContext,
-        flags: int,
-    ) -> None:
-        """Take part in a collective whose bytes the ranks exchange elsewhere; return when all have come to it.
-
-        What must agree is the kind, `number`, `count`, the dtype of `tensor`, and `sizes`, of each rank's part; its
-        shape is for messages. Whoever calls this holds `exclusive`, until the exchange is over.
-        """
-        try:
-            status = self.core.meet(
-                kind,
-                sizes,
-                number,
-                count,
-                dtype_of(tensor.dtype).code,
-                redop,
-                root,
-                ctx.timeout_ns,
-                ctx.call_site,
-                ctx.flags | flags,
-                tensor.shape,
-            )
-        except BaseException as error:
-            self._interrupted(error)
-            raise
-        self.check(status, ctx)
-
     def sum_in_place(self, tensor: Tensor, code: int, timeout_s: float, place: tuple[str, int]) -> None:
         """Do what `all_reduce` does with SUM, for a contiguous tensor of a real dtype: this is the shortest way to the
         core.
