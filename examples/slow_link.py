@@ -1,12 +1,12 @@
 """Two hosts with a slow link between them: the loss of synchronous training, with a twentieth of its bytes.
 
     sudo python examples/slow_link.py            makes two hosts (network namespaces) with 50 Mbit/s between them,
-                                                 trains on them in step and by streaming DiLoCo, and counts
+                                                 trains on them in step and by DiLoCo, and counts
                                                  what leaves a host
 
 On two hosts of your own, on each of them:
 
-    phalanx run --nnodes 2 ... examples/slow_link.py streaming_diloco          (or mirrored, diloco, local_sgd, ...)
+    phalanx run --nnodes 2 ... examples/slow_link.py diloco          (or mirrored, local_sgd)
 """
 
 import argparse
@@ -28,17 +28,14 @@ from phalanx.coordination.key import Key
 from phalanx.testing import hosts, why_no_hosts
 
 CONTEXT, WIDTH, BATCH = 32, 128, 64  # letters; of the model; windows of all replicas together
-OPTIONS = {  # what goes over the link: all gradients at each step; a half of the model behind every 12th
+OPTIONS = {  # what goes over the link: all gradients at each step; all of the model after every 24th
     "multi_worker_mirrored": {},
     "local_sgd": {"sync_every": 24},
     "diloco": {"sync_every": 24},
-    "streaming_diloco": {"sync_every": 24, "fragments": 2, "delay": 4},
-    "easgd": {"sync_every": 24},
-    "gossip_sgd": {"sync_every": 24},
 }
 
 parser = argparse.ArgumentParser(description="Train a small language model on two hosts with a slow link.")
-parser.add_argument("strategies", nargs="*", default=["multi_worker_mirrored", "streaming_diloco"])
+parser.add_argument("strategies", nargs="*", default=["multi_worker_mirrored", "diloco"])
 parser.add_argument("--steps", type=int, default=480)
 parser.add_argument("--rate", default="50mbit", help="of the link, in the words of tc")
 

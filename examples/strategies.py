@@ -5,8 +5,7 @@
     python examples/strategies.py pipeline               the layers in stages on the ranks
     phalanx run --nproc-per-node 2 examples/strategies.py sharded
 
-or single_device, multi_worker_mirrored, parameter_server, local_sgd, diloco,
-streaming_diloco, easgd, gossip_sgd.
+or single_device, multi_worker_mirrored, parameter_server, local_sgd, diloco.
 """
 
 import argparse

@@ -92,11 +92,6 @@ def by_hand(word: str, strategy: strategies.Strategy) -> Step:
     keep: Any = {
         "local_sgd": lambda: phalanx.LocalSGD(model, optimizer, sync_every=SYNC_EVERY),
         "diloco": lambda: phalanx.DiLoCo(model, optimizer, outer(model.parameters()), sync_every=SYNC_EVERY),
-        "streaming_diloco": lambda: phalanx.StreamingDiLoCo(
-            model, optimizer, outer(model.parameters()), sync_every=SYNC_EVERY, fragments=2, delay=1
-        ),
-        "easgd": lambda: phalanx.EASGD(model, optimizer, sync_every=SYNC_EVERY),
-        "gossip_sgd": lambda: phalanx.GossipSGD(model, optimizer, sync_every=SYNC_EVERY),
     }[word]()
     assert keep.local_steps == 0
     return plain(model, optimizer)
@@ -151,9 +146,6 @@ WORDS: dict[str, tuple[str, dict[str, Any], int]] = {  # the strategy, its optio
     "parameter_server": ("parameter_server", {}, 2),
     "local_sgd": ("local_sgd", {"sync_every": SYNC_EVERY}, 2),
     "diloco": ("diloco", {"sync_every": SYNC_EVERY}, 2),
-    "streaming_diloco": ("streaming_diloco", {"sync_every": SYNC_EVERY, "fragments": 2, "delay": 1}, 2),
-    "easgd": ("easgd", {"sync_every": SYNC_EVERY}, 2),
-    "gossip_sgd": ("gossip_sgd", {"sync_every": SYNC_EVERY}, 2),
 }
 
 

@@ -17,9 +17,6 @@ _MODULE_OF = {
     "ZeroRedundancyOptimizer": "phalanx.optim",
     "LocalSGD": "phalanx.optim",
     "DiLoCo": "phalanx.optim",
-    "EASGD": "phalanx.optim",
-    "GossipSGD": "phalanx.optim",
-    "StreamingDiLoCo": "phalanx.optim",
     "DistributedSampler": "phalanx.data",
     "SyncBatchNorm": "phalanx.nn",
     "DataParallel": "phalanx.nn",
@@ -114,11 +111,8 @@ if TYPE_CHECKING:
     from phalanx.launch import launch as launch
     from phalanx.nn import DataParallel as DataParallel
     from phalanx.nn import SyncBatchNorm as SyncBatchNorm
-    from phalanx.optim import EASGD as EASGD
     from phalanx.optim import DiLoCo as DiLoCo
-    from phalanx.optim import GossipSGD as GossipSGD
     from phalanx.optim import LocalSGD as LocalSGD
-    from phalanx.optim import StreamingDiLoCo as StreamingDiLoCo
     from phalanx.optim import ZeroRedundancyOptimizer as ZeroRedundancyOptimizer
     from phalanx.parameter_server import ParameterServer as ParameterServer
     from phalanx.pipeline import Pipeline as Pipeline

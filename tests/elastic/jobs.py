@@ -314,17 +314,9 @@ def train_apart(job: Job, kind: str) -> dict[str, Any]:
         inner.register_step_post_hook(lambda *_: given.__setitem__(slice(None), map(torch.clone, model.parameters())))
         if kind == "LocalSGD":
             rounds: Any = phalanx.LocalSGD(model, inner, sync_every=4)
-        elif kind == "EASGD":
-            rounds = phalanx.EASGD(model, inner, sync_every=4)
-        elif kind == "GossipSGD":
-            rounds = phalanx.GossipSGD(model, inner, sync_every=4)
         else:
             outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
-            rounds = (
-                phalanx.DiLoCo(model, inner, outer, sync_every=4)
-                if kind == "DiLoCo"
-                else phalanx.StreamingDiLoCo(model, inner, outer, sync_every=4, fragments=2, delay=1, mix=0.5)
-            )
+            rounds = phalanx.DiLoCo(model, inner, outer, sync_every=4)
         data = Numbers(job.samples)
         sampler = phalanx.DistributedSampler(data)
         loader: Any = DataLoader(data, batch_size=job.batch, sampler=sampler)

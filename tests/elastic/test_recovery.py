@@ -203,8 +203,8 @@ def test_ranks_that_come_are_taken_in_at_a_step_and_get_their_share(tmp_path: Pa
         assert all(torch.equal(weights[key], other["weights"][key]) for key in ("module.0.weight", "module.4.bias"))
 
 
-@pytest.mark.slow(but=("GossipSGD",))
-@pytest.mark.parametrize("kind", ["LocalSGD", "DiLoCo", "EASGD", "GossipSGD", "StreamingDiLoCo"])
+@pytest.mark.slow(but=("DiLoCo",))
+@pytest.mark.parametrize("kind", ["LocalSGD", "DiLoCo"])
 def test_an_island_that_is_lost_misses_a_round(kind: str, tmp_path: Path) -> None:
     """The others hold it when they hear of the loss; a replacement has their model from then on."""
     job = Job(str(tmp_path), (Strike(1, "batch", 6), Strike(0, "commit", 13)), samples=128)

@@ -18,7 +18,7 @@ IN_STEP = ["batch", "forward", "backward", "update", "updated", "commit"]
 IN_ROUND = ["batch", "1 called", "1 left", "2 called", "2 left"]
 IN_RECOVERY = ["lost", "leave", "meet", "agree", "rebind", "hand over", "restore"]
 NUM_STEPS = 16
-APART = ["StreamingDiLoCo", "GossipSGD", "EASGD", "DiLoCo", "LocalSGD"]
+APART = ["DiLoCo", "LocalSGD"]
 
 
 def random_strikes(numbers: random.Random, world_size: int, most: int) -> tuple[Strike, ...]:
@@ -70,7 +70,7 @@ def test_a_random_schedule_of_kills_leaves_those_that_train_apart_with_the_same_
         kind = APART[seed % len(APART)]
         draw = random.Random(f"{kind} {seed}")
         world_size = draw.choice([2, 3, 4, 5])
-        num_steps, every = 2 * -(-128 // (4 * world_size)), 2 if kind == "StreamingDiLoCo" else 4
+        num_steps, every = 2 * -(-128 // (4 * world_size)), 4
         victims = [0] if draw.random() < 0.3 else list(range(1, world_size))
         strikes = []
         for _ in range(draw.randint(1, 3)):

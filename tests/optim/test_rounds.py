@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from tests.comparisons import assert_equal, assert_same_on_all_ranks
 from tests.optim.replicas import Replica, floats, inner_of, outer_of, simulate, train_step
-from tests.training import copy_parameters
+from tests.training import copy_parameters, copy_state
 from torch import nn
 
 import phalanx
@@ -176,6 +176,29 @@ def test_wrong_arguments_are_refused():
             _local(nn.Linear(1, 1).requires_grad_(False), inner)
         with pytest.raises(ValueError, match="DiLoCo: the inner and the outer optimizer must be two"):
             phalanx.DiLoCo(model, inner, inner, sync_every=2)
+        for make in (_local, _diloco):
+            with pytest.raises(ValueError, match="SGD holds no parameter of this model, which would never change"):
+                make(model, inner_of(nn.Linear(3, 2)))
+        for words, make in (
+            (r"LocalSGD: model must be a torch\.nn\.Module, got SGD", lambda: _local(inner, model)),
+            (r"LocalSGD: the optimizer must be a torch\.optim\.Optimizer, got \[SGD", lambda: _local(model, [inner])),
+            (
+                r"DiLoCo: the optimizer must be .* got <class",
+                lambda: phalanx.DiLoCo(model, inner, torch.optim.SGD, sync_every=2),
+            ),
+        ):
+            with pytest.raises(TypeError, match=words):
+                make()
+        for outer, words in (  # at the first round these ended in a TypeError
+            (torch.optim.LBFGS(model.parameters()), "LBFGS cannot be the outer optimizer: its step computes the l"),
+            (torch.optim.SparseAdam(model.parameters()), "SparseAdam cannot be .* it takes sparse gradients only"),
+            (
+                torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(7))], lr=1.0),
+                r"the outer optimizer holds a parameter of shape \(7,\) that is not the model",
+            ),
+        ):
+            with pytest.raises(ValueError, match=words):
+                phalanx.DiLoCo(model, inner, outer, sync_every=2)
         with pytest.raises(ValueError, match="DiLoCo: the outer optimizer does not hold parameter 'bias'"):
             phalanx.DiLoCo(model, inner, torch.optim.SGD([model.weight], lr=1.0), sync_every=2)
         rounds = phalanx.DiLoCo(model, inner, outer_of(model), sync_every=2)
@@ -208,3 +231,66 @@ def test_an_exception_ends_the_block_without_a_round():
         assert (rounds.local_steps, rounds.num_rounds) == (1, 0)
 
     run_ranks(fn, 2)
+
+
+def test_ranks_that_stand_at_different_rounds_after_a_loss_go_on_from_the_later_one():
+    """A rank died at the very end of a round: one survivor had it done, the other had not.
+
+    DiLoCo's outer parameters then differed for good, as each rank's round out of turn began from its own.
+    """
+
+    def fn(rank, world_size):
+        seen = {}
+        for kind, make in KINDS.items():
+            model = Replica()
+            optimizer = inner_of(model)
+            rounds = make(model, optimizer)
+            for step in range(7):
+                train_step(model, optimizer, rank, step)
+            before = rounds.state_dict()
+            for step in range(7, 13):
+                train_step(model, optimizer, rank, step)
+            if rank == 1:  # as if it had not done them
+                rounds.load_state_dict(before)
+            rounds.regroup(dist.group.WORLD)
+            rounds.catch_up(is_new=False)
+            for step in range(13, 20):
+                train_step(model, optimizer, rank, step)
+            seen[kind, "rounds"] = rounds.num_rounds
+            if kind != "local":
+                seen[kind] = [value.clone() for value in rounds.outer_parameters().values()]
+            rounds.finish()
+            seen[kind, "end"] = floats(model)
+        return seen
+
+    assert_same_on_all_ranks(run_ranks(fn, 3))
+
+
+def test_a_round_that_only_some_have_missed_moves_the_outer_parameters_once():
+    """Those who had done it counted in the round out of turn: without a movement, momentum moved them once more."""
+
+    def fn(rank, world_size):
+        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        rounds = phalanx.DiLoCo(model, inner, outer_of(model), sync_every=2)
+        draw = torch.Generator().manual_seed(rank)
+        for _ in range(4):
+            before = rounds.state_dict()
+            model(torch.randn(5, 3, generator=draw)).sum().backward()
+            if rank == 1:
+                missed = copy_state(model)
+            inner.step()
+            inner.zero_grad()
+        done = floats(model)
+        if rank == 1:  # as if the last round had ended without it: it has its own steps, and the round before
+            rounds.load_state_dict(before)
+            model.load_state_dict(missed)
+        rounds.regroup(dist.group.WORLD)
+        rounds.catch_up(is_new=False)
+        assert (rounds.num_rounds, rounds.local_steps) == (2, 0)
+        return floats(model), done, [one.clone() for one in rounds.outer_parameters().values()]
+
+    ended = run_ranks(fn, 3)
+    for model, _, outer in ended:
+        assert_equal(model, ended[0][1])
+        assert_equal(outer, ended[0][2])

@@ -15,8 +15,6 @@ from torch.distributed.algorithms.model_averaging import averagers
 from torch.distributed.algorithms.model_averaging.hierarchical_model_averager import HierarchicalModelAverager
 
 import phalanx
-import phalanx.optim
-from phalanx.testing import run_ranks
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # this package still uses torch.jit.script
@@ -28,10 +26,6 @@ WARMUP = 2
 
 def _periodic(pairs):
     return averagers.PeriodicModelAverager(period=3, warmup_steps=WARMUP)
-
-
-def _ours(pairs):
-    return phalanx.optim.PeriodicModelAverager(period=3, warmup_steps=WARMUP)
 
 
 def _hierarchical(pairs):
@@ -74,15 +68,3 @@ def test_its_step_counter_survives_a_checkpoint():
 
     for straight, resumed in assert_same_as_gloo(fn, 2, atol=1e-6):
         torch.testing.assert_close(straight, resumed)
-
-
-def test_our_averager_takes_the_place_of_pytorchs(backend):
-    def fn(rank, world_size):
-        theirs, _ = _train_locally(rank, _periodic, 0, 7, phalanx.DistributedDataParallel)
-        ours, saved = _train_locally(rank, _ours, 0, 7, phalanx.DistributedDataParallel)
-        assert saved[1]["step"] == 7
-        torch.testing.assert_close(ours, theirs)
-        return ours
-
-    ended = run_ranks(fn, 4, backend=backend)
-    assert_equal(ended[0], ended[1])

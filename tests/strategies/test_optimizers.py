@@ -205,7 +205,7 @@ def test_parameters_of_the_loss_are_refused_where_nothing_would_average_them():
     """Under `mirrored` and the strategies with rounds each rank trained a loss' parameters alone, without a word."""
 
     def run(rank, world_size):
-        words = [*WORDS, ("multi_worker_mirrored", {}), ("local_sgd", {"sync_every": 2}), ("gossip_sgd", {})]
+        words = [*WORDS, ("multi_worker_mirrored", {}), ("local_sgd", {"sync_every": 2}), ("diloco", {})]
         for word, options in words:
             for is_function in (False, True):
                 model, loss = make_model(), Weighed()

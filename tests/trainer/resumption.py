@@ -29,9 +29,6 @@ STRATEGIES = [  # the word, its options, on how many ranks
     ("pipeline", {"micro_batches": 3}, (2, 3)),
     ("local_sgd", {"sync_every": 3}, (2, 3)),
     ("diloco", {"sync_every": 3}, (2,)),
-    ("streaming_diloco", {"sync_every": 4, "fragments": 2, "delay": 1, "mix": 0.5}, (2, 3)),
-    ("easgd", {"sync_every": 3}, (2, 3)),
-    ("gossip_sgd", {"sync_every": 3}, (2, 3)),
 ]
 SCHEDULERS = {
     "none": None,

@@ -28,9 +28,6 @@ ALIKE = {  # the mathematics of one process
 APART = {  # other mathematics
     "local_sgd": {"sync_every": 3},
     "diloco": {"sync_every": 3},
-    "streaming_diloco": {"sync_every": 4, "fragments": 2, "delay": 1, "mix": 0.5},
-    "easgd": {"sync_every": 3},
-    "gossip_sgd": {"sync_every": 3},
 }
 
 

@@ -45,9 +45,9 @@ class ScriptGroups:
         for known in groups.list_registrations():
             if known.group is world:
                 continue
-            if (ours := groups.phalanx_group(known.group)) is None:
+            if groups.phalanx_group(known.group) is None:
                 foreign.append(f"{known.name!r} ({known.backend}, ranks {list(known.ranks)})")
-            elif ours.forms_again:
+            else:
                 self._kept.append(known)
         if foreign:
             _logger.warning(

@@ -1,23 +1,15 @@
 """These are optimizers over many ranks: of parameters shared on a host, of replicas, and of remote parameters."""
 
-from phalanx.optim.averager import PeriodicModelAverager
 from phalanx.optim.diloco import DiLoCo
 from phalanx.optim.distributed import DistributedOptimizer
-from phalanx.optim.easgd import EASGD
-from phalanx.optim.gossip import GossipSGD
 from phalanx.optim.local_sgd import LocalSGD
 from phalanx.optim.state import merge_state_dicts
-from phalanx.optim.streaming_diloco import StreamingDiLoCo
 from phalanx.optim.zero import ZeroRedundancyOptimizer
 
 __all__ = [
-    "EASGD",
     "DiLoCo",
     "DistributedOptimizer",
-    "GossipSGD",
     "LocalSGD",
-    "PeriodicModelAverager",
-    "StreamingDiLoCo",
     "ZeroRedundancyOptimizer",
     "merge_state_dicts",
 ]

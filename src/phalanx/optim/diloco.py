@@ -68,7 +68,7 @@ class DiLoCo(Rounds):
         check_optimizers("DiLoCo", model, inner_optimizer, outer_optimizer)
         super().__init__(model, inner_optimizer, sync_every, process_group)
         self.outer_optimizer = outer_optimizer
-        self._outer = self._common = OuterParameters("DiLoCo", self._named, outer_optimizer, backup_device)
+        self._outer: OuterParameters = OuterParameters("DiLoCo", self._named, outer_optimizer, backup_device)
 
     def outer_parameters(self) -> dict[str, Tensor]:
         """Return the outer parameters by name: the model to evaluate or save between rounds. They are no copies.
@@ -79,14 +79,13 @@ class DiLoCo(Rounds):
 
     def _combine(self, *, counting: tuple[int, ...]) -> None:
         self._flat.take()
-        numbers = range(len(self._parameters))
-        moved = self._flat.views[: len(numbers)]
-        self._outer.subtract(numbers, moved)
+        moved = self._flat.views[: len(self._parameters)]
+        self._outer.subtract(moved)
         self._flat.average(self.process_group, counting)
         # No collective from here on: what a lost peer could interrupt is over, and no parameter has changed yet.
         for buffer, mean in zip(self._buffers, self._flat.views[len(moved) :], strict=True):
             buffer.copy_(mean)
-        self._outer.step(numbers, moved)
+        self._outer.step(moved)
 
     @torch.no_grad()
     def _catch_up_without_round(self, root: int) -> None:

@@ -9,7 +9,7 @@ gradient of the outer optimizer = mean over i of (t - x_i)
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -60,59 +60,11 @@ def _find_why_it_cannot_step(outer: Optimizer) -> str | None:
     return None
 
 
-class CommonParameters:
-    """These are copies of parameters that are the same on all ranks: DiLoCo's outer parameters, EASGD's center."""
+class OuterParameters:
+    """Copies of the model's parameters, the same on all ranks, that `optimizer` moves.
 
-    def __init__(self, caller: str, named: Sequence[tuple[str, nn.Parameter]], device: torch.device | str | None):
-        self._caller = caller
-        self._names = [name for name, _ in named]
-        self.parameters: list[Tensor] = [parameter for _, parameter in named]
-        self.flat = Flat(self.parameters, device=torch.device(device) if device else None)
-        self.flat.take()
-
-    @property
-    def views(self) -> list[Tensor]:
-        """Return the copies in the order of the parameters."""
-        return self.flat.views
-
-    def by_name(self) -> dict[str, Tensor]:
-        """Return the copies themselves by name."""
-        return dict(zip(self._names, self.flat.views, strict=True))
-
-    def share(self, root: int, group: dist.ProcessGroup) -> None:
-        """Overwrite the copies with `root`'s. All ranks call it."""
-        blocks = [block.to(self.parameters[0].device) for block in self.flat.blocks]
-        for mine, block in zip(self.flat.blocks, blocks, strict=True):
-            dist.broadcast(torch.view_as_real(block) if block.is_complex() else block, group=group, group_src=root)
-            mine.copy_(block)
-
-    def cloned(self) -> dict[str, Tensor]:
-        """Return clones of the copies by name, for a checkpoint."""
-        return {name: value.clone() for name, value in self.by_name().items()}
-
-    def check(self, saved: Mapping[str, Tensor]) -> None:
-        """Refuse those of another model.
-
-        Raises:
-            ValueError: a parameter differs, which the message names.
-        """
-        mine = self.by_name()
-        differing = [name for name in mine.keys() | saved.keys() if _shape(mine, name) != _shape(saved, name)]
-        if differing:
-            name = min(differing)
-            raise ValueError(
-                f"{self._caller}: the state has parameter {name!r} with shape {_shape(saved, name)}, the model with "
-                f"{_shape(mine, name)}"
-            )
-
-    def load(self, saved: Mapping[str, Tensor]) -> None:
-        """Go on with `saved`, which `check` has accepted."""
-        for name, value in self.by_name().items():
-            value.copy_(saved[name])
-
-
-class OuterParameters(CommonParameters):
-    """These are the parameters that `optimizer`, which is over the model's own parameters, moves."""
+    The optimizer is over the model's own parameters.
+    """
 
     def __init__(
         self,
@@ -121,53 +73,70 @@ class OuterParameters(CommonParameters):
         optimizer: Optimizer,
         device: torch.device | str | None,
     ) -> None:
-        super().__init__(caller, named, device)
-        self.optimizer = optimizer
+        self._caller = caller
+        self._names = [name for name, _ in named]
+        self._parameters: list[Tensor] = [parameter for _, parameter in named]
+        self._optimizer = optimizer
+        self._flat = Flat(self._parameters, device=torch.device(device) if device else None)
+        self._flat.take()
 
-    def subtract(self, numbers: Iterable[int], views: Sequence[Tensor]) -> None:
-        """Replace `views`, copies of the parameters of these numbers, by how far they have moved: t - x."""
-        for number, view in zip(numbers, views, strict=True):
-            torch.sub(self.views[number].to(view.device), view, out=view)
+    def by_name(self) -> dict[str, Tensor]:
+        """Return the copies themselves by name."""
+        return dict(zip(self._names, self._flat.views, strict=True))
 
-    def step(self, numbers: Sequence[int], means: Sequence[Tensor]) -> None:
-        """Take one step of these parameters with the ranks' mean movement; then the model has the outer parameters,
-        too.
-        """
-        gradients = [parameter.grad for parameter in self.parameters]
+    def subtract(self, views: Sequence[Tensor]) -> None:
+        """Replace `views`, copies of the parameters, by how far they have moved: t - x."""
+        for outer, view in zip(self._flat.views, views, strict=True):
+            torch.sub(outer.to(view.device), view, out=view)
+
+    def step(self, means: Sequence[Tensor]) -> None:
+        """Take one step with the ranks' mean movement; then the model has the outer parameters, too."""
+        gradients = [parameter.grad for parameter in self._parameters]
+        self._flat.give()
         try:
-            for parameter in self.parameters:
-                parameter.grad = None
-            for number, mean in zip(numbers, means, strict=True):
-                self.parameters[number].detach().copy_(self.views[number])
-                self.parameters[number].grad = mean
-            self.optimizer.step()
+            for parameter, mean in zip(self._parameters, means, strict=True):
+                parameter.grad = mean
+            self._optimizer.step()
         finally:
-            for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            for parameter, gradient in zip(self._parameters, gradients, strict=True):
                 parameter.grad = gradient
-        for number in numbers:
-            self.views[number].copy_(self.parameters[number].detach())
+        self._flat.take()
 
     def share(self, root: int, group: dist.ProcessGroup) -> None:
-        """Overwrite the parameters, and the optimizer's state, with `root`'s. All ranks call it."""
-        super().share(root, group)
-        told = [self.optimizer.state_dict()]
-        dist.broadcast_object_list(told, group=group, group_src=root)
+        """Overwrite the copies, and the optimizer's state, with `root`'s. All ranks call it."""
+        for block in self._flat.blocks:
+            sent = block.to(self._parameters[0].device)
+            dist.broadcast(torch.view_as_real(sent) if sent.is_complex() else sent, group=group, group_src=root)
+            block.copy_(sent)
+        state = [self._optimizer.state_dict()]
+        dist.broadcast_object_list(state, group=group, group_src=root)
         if group.rank() != root:
-            self.optimizer.load_state_dict(told[0])
+            self._optimizer.load_state_dict(state[0])
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, which is the same on all ranks."""
-        return {"outer_parameters": self.cloned(), "outer_optimizer": self.optimizer.state_dict()}
+        return {
+            "outer_parameters": {name: value.clone() for name, value in self.by_name().items()},
+            "outer_optimizer": self._optimizer.state_dict(),
+        }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from `state_dict`.
+        """Continue from `state_dict`.
 
         Raises:
             ValueError: it is of another model; nothing was changed.
         """
-        self.check(state_dict["outer_parameters"])
-        self.optimizer.load_state_dict(state_dict["outer_optimizer"])
-        self.load(state_dict["outer_parameters"])
+        mine, saved = self.by_name(), state_dict["outer_parameters"]
+        differing = [name for name in mine.keys() | saved.keys() if _shape(mine, name) != _shape(saved, name)]
+        if differing:
+            name = min(differing)
+            raise ValueError(
+                f"{self._caller}: the state has parameter {name!r} with shape {_shape(saved, name)}, the model with "
+                f"{_shape(mine, name)}"
+            )
+        self._optimizer.load_state_dict(state_dict["outer_optimizer"])
+        for name, value in mine.items():
+            value.copy_(saved[name])
 
 
 def _shape(tensors: Mapping[str, Tensor], name: str) -> tuple[int, ...] | None:

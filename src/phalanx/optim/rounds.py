@@ -23,8 +23,7 @@ from torch.optim import Optimizer
 from phalanx.errors import MismatchError
 from phalanx.optim.arguments import decide_group
 from phalanx.optim.flat import Flat
-from phalanx.optim.outer import CommonParameters
-from phalanx.optim.round_plan import RoundPlan
+from phalanx.optim.outer import OuterParameters
 
 
 class Rounds(ABC):
@@ -39,15 +38,12 @@ class Rounds(ABC):
         optimizer: Optimizer,
         sync_every: int,
         process_group: dist.ProcessGroup | None,
-        settings: str = "",
     ) -> None:
         check_kinds(self._name, model, optimizer)
         if not (isinstance(sync_every, int) and sync_every >= 1):
             raise ValueError(f"{self._name}: sync_every must be a number of steps, 1 or more, got {sync_every!r}")
         self.sync_every = sync_every
         self.process_group = group = decide_group(process_group, self._name)
-        self.plan = self._make_plan(group.size())
-        """Which ranks come together when: `print(rounds.plan.describe(10))`."""
         _refuse_averaged(self._name, model, optimizer, group)
         self.local_steps = 0
         """The number of steps of this rank since the last round."""
@@ -64,7 +60,7 @@ class Rounds(ABC):
         self._model = model
         self._places = _find_buffers(model)
         others = _find_others(model, [*(parameter for _, parameter in self._named), *self._buffers])
-        _verify_same(self._name, [*self._named, *others], f"sync_every={sync_every}{settings}", group)
+        _verify_same(self._name, [*self._named, *others], f"sync_every={sync_every}", group)
         self._parameters: list[Tensor] = [parameter for _, parameter in self._named]
         _broadcast_once([tensor for _, tensor in others], group)
         self._flat = Flat(self._find_tensors, group=group)
@@ -79,8 +75,8 @@ class Rounds(ABC):
     another.
     """
 
-    _common: CommonParameters | None = None
-    """The parameters that are the same on all ranks between rounds."""
+    _outer: OuterParameters | None = None
+    """The parameters that are the same on all ranks between rounds, if there are any."""
 
     @property
     def _buffers(self) -> list[Tensor]:
@@ -89,9 +85,6 @@ class Rounds(ABC):
 
     def _find_tensors(self) -> list[Tensor]:
         return self._parameters + self._buffers
-
-    def _make_plan(self, world_size: int) -> RoundPlan:
-        return RoundPlan(world_size, self.sync_every)
 
     @abstractmethod
     def _combine(self, *, counting: tuple[int, ...]) -> None:
@@ -106,12 +99,17 @@ class Rounds(ABC):
     def _hold(self, *, finished: bool, counts: bool) -> bool:
         """Hold one round; return whether all ranks have finished."""
         self._refuse_newcomers()
-        counting, num_finished = read_said(*self._say(self.process_group, counts=counts, finished=finished))
+        group = self.process_group
+        said = torch.zeros(group.size() + 1, dtype=torch.int64, device=self._parameters[0].device)
+        said[group.rank()], said[-1] = counts, finished
+        dist.all_reduce(said, group=group)
+        *counted, num_finished = said.tolist()
+        counting = tuple(rank for rank, one in enumerate(counted) if one)
         if counting:
             self._combine(counting=counting)
             self.num_rounds += 1
         self.local_steps = 0
-        return num_finished == self.process_group.size()
+        return bool(num_finished == group.size())
 
     def _refuse_newcomers(self) -> None:
         """Refuse parameters that were added or unfrozen since construction: no round would ever combine them.
@@ -128,17 +126,9 @@ class Rounds(ABC):
                     f"you add or unfreeze parameters, and construct {self._name} again afterwards, on every rank."
                 )
 
-    def _say(
-        self, group: dist.ProcessGroup, *, counts: bool, finished: bool, async_op: bool = False
-    ) -> tuple[Tensor, dist.Work | None]:
-        said = torch.zeros(group.size() + 1, dtype=torch.int64, device=self._parameters[0].device)
-        said[group.rank()], said[-1] = counts, finished
-        return said, dist.all_reduce(said, group=group, async_op=async_op)
-
     def regroup(self, process_group: dist.ProcessGroup) -> None:
         """Go on in another group, after ranks were lost or came. All its ranks call it; `catch_up` comes next."""
         self.process_group = process_group
-        self.plan = self._make_plan(process_group.size())
         self._flat = Flat(self._find_tensors, group=process_group)
 
     def catch_up(self, *, is_new: bool) -> None:
@@ -151,16 +141,13 @@ class Rounds(ABC):
         """
         newest, root, is_torn = self._find_newest(is_new=is_new)
         is_behind = is_new or self.num_rounds < newest
-        if is_torn and self._common is not None:
-            self._common.share(root, self.process_group)
+        if is_torn and self._outer is not None:
+            self._outer.share(root, self.process_group)
         self.num_rounds = newest
-        has_say = self.local_steps > 0 or (is_torn and self._common is None)
-        self._catch_up(counts=has_say and not is_behind)
+        has_say = self.local_steps > 0 or (is_torn and self._outer is None)
+        self._hold(finished=False, counts=has_say and not is_behind)
         if is_torn and self.num_rounds == newest:
             self._catch_up_without_round(root)
-
-    def _catch_up(self, *, counts: bool) -> None:
-        self._hold(finished=False, counts=counts)
 
     def _catch_up_without_round(self, root: int) -> None:
         """Make up for the latest round, which some have missed and `root` has done; no rank has stepped since. All
@@ -223,14 +210,6 @@ def check_kinds(name: str, model: Any, *optimizers: Any) -> None:
     for one in optimizers:
         if isinstance(one, type) or not hasattr(one, "register_step_post_hook"):
             raise TypeError(f"{name}: the optimizer must be a torch.optim.Optimizer, got {one!r}")
-
-
-def read_said(said: Tensor, work: dist.Work | None) -> tuple[tuple[int, ...], int]:
-    """Return which ranks count in a round, and how many have finished, once all have said it."""
-    if work is not None:
-        work.wait()
-    *counts, num_finished = said.tolist()
-    return tuple(rank for rank, one in enumerate(counts) if one), num_finished
 
 
 def _find_buffers(model: nn.Module) -> list[tuple[nn.Module, str]]:

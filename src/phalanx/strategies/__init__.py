@@ -15,10 +15,7 @@ from phalanx.strategies.default import get_strategy as get_strategy
 from phalanx.strategies.mirrored import MirroredStrategy as MirroredStrategy
 from phalanx.strategies.mirrored import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
 from phalanx.strategies.periodic import DiLoCoStrategy as DiLoCoStrategy
-from phalanx.strategies.periodic import EASGDStrategy as EASGDStrategy
-from phalanx.strategies.periodic import GossipSGDStrategy as GossipSGDStrategy
 from phalanx.strategies.periodic import LocalSGDStrategy as LocalSGDStrategy
-from phalanx.strategies.periodic import StreamingDiLoCoStrategy as StreamingDiLoCoStrategy
 from phalanx.strategies.pipelined import PipelineStrategy as PipelineStrategy
 from phalanx.strategies.servers import ParameterServerStrategy as ParameterServerStrategy
 from phalanx.strategies.sharded import ShardedStrategy as ShardedStrategy
@@ -29,8 +26,6 @@ from phalanx.strategies.strategy import Strategy as Strategy
 __all__ = [
     "STRATEGIES",
     "DiLoCoStrategy",
-    "EASGDStrategy",
-    "GossipSGDStrategy",
     "LocalSGDStrategy",
     "MirroredStrategy",
     "MultiWorkerMirroredStrategy",
@@ -40,7 +35,6 @@ __all__ = [
     "ShardedStrategy",
     "SingleDeviceStrategy",
     "Strategy",
-    "StreamingDiLoCoStrategy",
     "get",
     "get_replica_context",
     "get_strategy",

@@ -16,13 +16,7 @@ from phalanx.coordination.launchers import find_agents_store
 from phalanx.log import get_logger
 from phalanx.strategies.devices import decide_devices
 from phalanx.strategies.mirrored import MirroredStrategy, MultiWorkerMirroredStrategy
-from phalanx.strategies.periodic import (
-    DiLoCoStrategy,
-    EASGDStrategy,
-    GossipSGDStrategy,
-    LocalSGDStrategy,
-    StreamingDiLoCoStrategy,
-)
+from phalanx.strategies.periodic import DiLoCoStrategy, LocalSGDStrategy
 from phalanx.strategies.pipelined import PipelineStrategy
 from phalanx.strategies.servers import ParameterServerStrategy
 from phalanx.strategies.sharded import ShardedStrategy
@@ -43,9 +37,6 @@ STRATEGIES: dict[str, Callable[..., Strategy]] = {
         ParameterServerStrategy,
         LocalSGDStrategy,
         DiLoCoStrategy,
-        StreamingDiLoCoStrategy,
-        EASGDStrategy,
-        GossipSGDStrategy,
     )
 }
 

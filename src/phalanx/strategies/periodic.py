@@ -10,8 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from phalanx.optim import EASGD, DiLoCo, GossipSGD, LocalSGD, StreamingDiLoCo
-from phalanx.optim.round_plan import Topology
+from phalanx.optim import DiLoCo, LocalSGD
 from phalanx.optim.rounds import Rounds
 from phalanx.strategies.each_rank import EachRank
 from phalanx.strategies.mirrored import ReplicatedStrategy
@@ -116,100 +115,6 @@ class DiLoCoStrategy(_RoundsStrategy):
 
     def _make_rounds(self, model: nn.Module, optimizer: Optimizer) -> Rounds:
         return DiLoCo(model, optimizer, self._make_outer(model.parameters()), sync_every=self.sync_every)
-
-
-class StreamingDiLoCoStrategy(DiLoCoStrategy):
-    """Train by `phalanx.StreamingDiLoCo`: as DiLoCoStrategy, with a fragment at a time sent while training goes on.
-
-    Arguments:
-        sync_every: steps between two outer steps of a fragment.
-        fragments, delay, mix: as of `phalanx.StreamingDiLoCo`.
-        outer_optimizer, devices, launch, timeout: as of DiLoCoStrategy.
-    """
-
-    name = "streaming_diloco"
-
-    def __init__(
-        self,
-        sync_every: int = 100,
-        *,
-        fragments: int = 2,
-        delay: int = 0,
-        mix: float = 0.0,
-        outer_optimizer: Callable[[Any], Optimizer] | None = None,
-        devices: int | Sequence[str] | None = None,
-        launch: bool = True,
-        timeout: float = 1800.0,
-    ) -> None:
-        super().__init__(sync_every, outer_optimizer=outer_optimizer, devices=devices, launch=launch, timeout=timeout)
-        self._fragments, self._delay, self._mix = fragments, delay, mix
-
-    def _make_rounds(self, model: nn.Module, optimizer: Optimizer) -> Rounds:
-        outer = self._make_outer(model.parameters())
-        return StreamingDiLoCo(
-            model,
-            optimizer,
-            outer,
-            sync_every=self.sync_every,
-            fragments=self._fragments,
-            delay=self._delay,
-            mix=self._mix,
-        )
-
-
-class EASGDStrategy(_RoundsStrategy):
-    """Train by `phalanx.EASGD`: each rank steps by itself, tied to a center that follows them, which is evaluated.
-
-    Arguments:
-        sync_every: steps of a round.
-        beta: as of `phalanx.EASGD`.
-        devices, launch, timeout: as of MirroredStrategy; on one or several hosts.
-    """
-
-    name = "easgd"
-
-    def __init__(
-        self,
-        sync_every: int = 10,
-        *,
-        beta: float = 0.9,
-        devices: int | Sequence[str] | None = None,
-        launch: bool = True,
-        timeout: float = 1800.0,
-    ) -> None:
-        super().__init__(sync_every, devices, launch, timeout)
-        self._beta = beta
-
-    def _make_rounds(self, model: nn.Module, optimizer: Optimizer) -> Rounds:
-        return EASGD(model, optimizer, sync_every=self.sync_every, beta=self._beta)
-
-
-class GossipSGDStrategy(_RoundsStrategy):
-    """Train by `phalanx.GossipSGD`: each rank steps by itself, and takes the mean with a changing partner.
-
-    Arguments:
-        sync_every: steps of a round.
-        topology, seed: as of `phalanx.GossipSGD`.
-        devices, launch, timeout: as of MirroredStrategy; on one or several hosts.
-    """
-
-    name = "gossip_sgd"
-
-    def __init__(
-        self,
-        sync_every: int = 4,
-        *,
-        topology: Topology | None = None,
-        seed: int = 0,
-        devices: int | Sequence[str] | None = None,
-        launch: bool = True,
-        timeout: float = 1800.0,
-    ) -> None:
-        super().__init__(sync_every, devices, launch, timeout)
-        self._topology, self._seed = topology, seed
-
-    def _make_rounds(self, model: nn.Module, optimizer: Optimizer) -> Rounds:
-        return GossipSGD(model, optimizer, sync_every=self.sync_every, topology=self._topology, seed=self._seed)
 
 
 def _nesterov(parameters: Any) -> Optimizer:

@@ -104,8 +104,6 @@ class ProcessGroupBase(TorchGroup):
         self.num_gradient_rounds = 0
         """How many rounds of gradients have ended, which are not among the transport's collectives."""
         self._uneven_inputs: UnevenInputs | None = None  # None until a module trains over the group
-        self.forms_again = True
-        """Whether an elastic job forms the group again after a loss; False where its owner makes a new one."""
 
     # -- other members -------------------------------------------------------------------------------------------
 

@@ -113,7 +113,7 @@ def _listed() -> dict[Any, Any]:
     return known
 
 
-_NO_LIST = "groups are not found again by name or rank: phalanx.elastic and StreamingDiLoCo do not work"
+_NO_LIST = "groups are not found again by name or rank: phalanx.elastic does not work"
 _register_again: Any = find("torch._C._distributed_c10d._register_process_group", loses=_NO_LIST)
 
 
