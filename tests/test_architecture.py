@@ -25,6 +25,7 @@ LAYERS = [
         "host_addresses",
         "loss_detection",
         "processes",
+        "control_groups",
         "core_numbers",
         "dtypes",
         "extras",

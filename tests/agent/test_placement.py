@@ -32,3 +32,9 @@ def test_no_affinity_keeps_the_threads_and_pins_nothing() -> None:
 def test_zero_ranks_are_refused() -> None:
     with pytest.raises(ValueError, match="num_ranks must be at least 1, got 0"):
         plan_placement(range(2), 0)
+
+
+def test_a_quota_below_the_cores_divides_the_threads_and_keeps_the_blocks() -> None:
+    placement = plan_placement(range(8), 2, cores=3)
+    assert placement.threads == 1
+    assert placement.cpus == ((0, 1, 2, 3), (4, 5, 6, 7))

@@ -3,7 +3,7 @@ import sys
 
 import pytest
 
-from phalanx.doctor.host import cgroup_folders, cpu_quota, examine_host
+from phalanx.doctor.host import examine_host
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc and /sys")
 
@@ -34,28 +34,6 @@ def test_this_host_is_described():
 def test_a_host_that_tells_nothing_is_described_too(root):
     host = examine_host(root.path)
     assert (host.cpu_quota, host.available_bytes, host.shm_bytes, host.clock_source) == (None, None, None, None)
-
-
-@pytest.mark.parametrize(("text", "quota"), [("150000 100000", 1.5), ("max 100000", None)])
-def test_the_quota_of_version_2_is_read(root, text, quota):
-    root.write("proc/self/cgroup", "0::/job")
-    root.write("sys/fs/cgroup/job/cpu.max", text)
-    assert cpu_quota(cgroup_folders(root.path)) == quota
-
-
-@pytest.mark.parametrize(("text", "quota"), [("50000", 0.5), ("-1", None)])
-def test_the_quota_of_version_1_is_read(root, text, quota):
-    root.write("proc/self/cgroup", "4:cpu,cpuacct:/docker/abc\n3:memory:/docker/abc")
-    root.write("sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us", text)  # mounted at the base, as inside a container
-    root.write("sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us", "100000")
-    assert cpu_quota(cgroup_folders(root.path)) == quota
-
-
-def test_the_smallest_quota_on_the_way_up_counts(root):
-    root.write("proc/self/cgroup", "0::/outer/inner")
-    root.write("sys/fs/cgroup/outer/inner/cpu.max", "400000 100000")
-    root.write("sys/fs/cgroup/outer/cpu.max", "300000 100000")
-    assert cpu_quota(cgroup_folders(root.path)) == 3.0
 
 
 def test_memory_is_what_the_tighter_of_machine_and_group_leaves(root):

@@ -146,9 +146,9 @@ def start(
                     os.kill(pid, signal.SIGKILL)
 
 
-def run(*words: str, env: dict[str, str] | None = None) -> Finished:
+def run(*words: str, env: dict[str, str] | None = None, before: tuple[str, ...] = ()) -> Finished:
     """`phalanx run` with `words`, to its end; fails if a process is left."""
-    with start("run", *words, env=env) as running:
+    with start("run", *words, env=env, before=before) as running:
         finished = running.finish()
         assert running.survivors() == []
         return finished

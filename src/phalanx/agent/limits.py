@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import errno
-import os
 import resource
 
+from phalanx.control_groups import find_groups, read_number
 from phalanx.descriptors import raise_limit
 
 _FDS_PER_RANK = 5  # the reading ends of two pipes, a file for its dump, one for its stacks, and its log
@@ -62,11 +62,6 @@ def explain(error: OSError) -> str:
 
 
 def _read_pids_limit() -> str:
-    """Return the limit of this process's own cgroup, such as ` (pids.max is 100)`; empty if it has none."""
-    try:
-        with open("/proc/self/cgroup", encoding="utf-8", errors="replace") as file:
-            path = next((line.rstrip("\n").partition("::")[2] for line in file if line.startswith("0::")), "")
-        with open(os.path.join(f"/sys/fs/cgroup{path}", "pids.max"), encoding="utf-8") as file:
-            return f" (pids.max is {file.read().strip()})"
-    except OSError:
-        return ""
+    """Return the limit of this process's control groups, such as ` (pids.max is 100)`; empty if they have none."""
+    limits = [limit for group in find_groups() if (limit := read_number(group, "pids.max")) is not None]
+    return f" (pids.max is {min(limits)})" if limits else ""

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from phalanx.control_groups import find_groups, read_cpu_quota, read_number
 from phalanx.doctor.facts import MachineFacts, Probe
 from phalanx.engines.interfaces import interface_addresses
 from phalanx.errors import LaunchError
@@ -29,16 +30,16 @@ def examine_host(root: Path = Path("/")) -> MachineFacts:
     slow.
     """
     gpu_tool, gpus = _gpus()
-    group = cgroup_folders(root)
-    free, limited = _available_memory(root, group)
+    groups = find_groups(str(root))
+    free, limited = _available_memory(root, groups)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    processes, running = _processes(root, group)
+    processes, running = _processes(groups)
     return MachineFacts(
         platform=sys.platform,
         python=platform.python_version(),
         cores=os.cpu_count() or 1,
         usable_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-        cpu_quota=cpu_quota(group),
+        cpu_quota=read_cpu_quota(groups),
         available_bytes=free,
         memory_limited=limited,
         commit_headroom_bytes=_commit_headroom(root),
@@ -82,32 +83,7 @@ def _folder() -> str | None:
         return None
 
 
-def cgroup_folders(root: Path) -> list[Path]:
-    """Return the control-group folders that bound this process, its own first, for version 2 and version 1 alike."""
-    mount = root / "sys/fs/cgroup"
-    folders = []
-    for line in (_read(root / "proc/self/cgroup") or "").splitlines():
-        _, controllers, path = line.split(":", 2)
-        base = mount / controllers if controllers else mount
-        own = base / path.lstrip("/")
-        # Inside a container the path is often that of the host, and the group itself is mounted at the base.
-        folders += [folder for folder in (own, *own.parents) if folder.is_relative_to(base) and folder.is_dir()]
-    return folders
-
-
-def cpu_quota(groups: list[Path]) -> float | None:
-    """Return the cores' worth of time that the control groups grant, the smallest of them; None without a limit."""
-    quotas = []
-    for group in groups:
-        if words := (_read(group / "cpu.max") or "").split():  # version 2: "max 100000" or "150000 100000"
-            quotas += [int(words[0]) / int(words[1])] if words[0] != "max" else []
-        quota, period = _number(group / "cpu.cfs_quota_us"), _number(group / "cpu.cfs_period_us")
-        if quota and period and quota > 0:  # version 1 says -1 for no limit
-            quotas.append(quota / period)
-    return min(quotas, default=None)
-
-
-def _available_memory(root: Path, groups: list[Path]) -> tuple[int | None, bool]:
+def _available_memory(root: Path, groups: list[str]) -> tuple[int | None, bool]:
     """Return the bytes that can be had, and whether a control group, not the machine, is what limits them."""
     machine = _meminfo(root).get("MemAvailable")
     free = math.inf if machine is None else machine
@@ -117,7 +93,7 @@ def _available_memory(root: Path, groups: list[Path]) -> tuple[int | None, bool]
             ("memory.max", "memory.current"),
             ("memory.limit_in_bytes", "memory.usage_in_bytes"),
         ):
-            limit, used = _number(group / limit_name), _number(group / used_name)
+            limit, used = read_number(group, limit_name), read_number(group, used_name)
             if limit is not None and used is not None and limit - used < free:
                 free, limited = limit - used, True
     return (None, False) if free == math.inf else (max(0, int(free)), limited)
@@ -127,7 +103,7 @@ def _commit_headroom(root: Path) -> int | None:
     """Return the bytes that may still be promised, if the kernel promises no more than it has; None if it
     overcommits.
     """
-    if _number(root / "proc/sys/vm/overcommit_memory") != 2:
+    if read_number(str(root), "proc/sys/vm/overcommit_memory") != 2:
         return None
     memory = _meminfo(root)
     return memory.get("CommitLimit", 0) - memory.get("Committed_AS", 0)
@@ -138,12 +114,12 @@ def _meminfo(root: Path) -> dict[str, int]:
     return {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.endswith("kB")}
 
 
-def _processes(root: Path, groups: list[Path]) -> tuple[int | None, int | None]:
+def _processes(groups: list[str]) -> tuple[int | None, int | None]:
     """Return the limit on processes and threads, and how many count against it; a control group's is the
     tighter one.
     """
     for group in groups:
-        limit, used = _number(group / "pids.max"), _number(group / "pids.current")
+        limit, used = read_number(group, "pids.max"), read_number(group, "pids.current")
         if limit is not None:
             return limit, used
     return _limit(resource.getrlimit(resource.RLIMIT_NPROC)[0]), None
@@ -181,11 +157,6 @@ def _gpus() -> tuple[Probe, tuple[str, ...]]:
 
 def _limit(value: int) -> int | None:
     return None if value == resource.RLIM_INFINITY else value
-
-
-def _number(path: Path) -> int | None:
-    text = _read(path)
-    return int(text) if text is not None and text.lstrip("-").isdigit() else None
 
 
 def _read(path: Path) -> str | None:

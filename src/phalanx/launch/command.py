@@ -13,6 +13,7 @@ from phalanx.agent.placement import plan_placement
 from phalanx.agent.plan import JobPlan, is_terminal, make_run_id
 from phalanx.agent.settings import USAGE_EXIT_CODE, Settings
 from phalanx.agent.target import find_problem
+from phalanx.control_groups import count_cores
 from phalanx.errors import LaunchError
 from phalanx.launch.command_line import parse
 from phalanx.launch.devices import count_gpus, find_cpus, share_cpus
@@ -88,12 +89,14 @@ def plan_job(settings: Settings, environ: Mapping[str, str]) -> JobPlan:
         LaunchError: with all the problems that were found.
     """
     problems = []
-    cpus = share_cpus(find_cpus(), *settings.share)
+    found = find_cpus()
+    cpus = share_cpus(found, *settings.share)
+    cores = max(1, count_cores(len(found)) * len(cpus) // len(found))
     by_gpu = settings.nproc in ("auto", "gpu") or settings.ranks_per_gpu is not None
     gpus = count_gpus(environ) if by_gpu else 0
     num_ranks = 0
     try:
-        num_ranks = decide_num_ranks(settings.nproc, len(cpus), gpus, settings.ranks_per_gpu)
+        num_ranks = decide_num_ranks(settings.nproc, cores, gpus, settings.ranks_per_gpu)
     except LaunchError as error:
         problems.append(str(error))
     else:
@@ -115,7 +118,8 @@ def plan_job(settings: Settings, environ: Mapping[str, str]) -> JobPlan:
         )
     if problems:
         raise LaunchError("\n".join(problems), exit_code=USAGE_EXIT_CODE)
-    placement = plan_placement(cpus, num_ranks, pin=settings.affinity and hasattr(os, "sched_setaffinity"))
+    pin = settings.affinity and hasattr(os, "sched_setaffinity")
+    placement = plan_placement(cpus, num_ranks, cores=cores, pin=pin)
     chosen = {name: environ.get(name) if value is None else value for name, value in settings.environment.items()}
     variables = {name: value for name, value in chosen.items() if value is not None}
     if settings.report is not None:

@@ -7,9 +7,13 @@ from collections.abc import Sequence
 
 import torch
 
+from phalanx.control_groups import count_cores
+
 
 def decide_devices(called: str, devices: int | Sequence[str] | None) -> list[torch.device]:
     """Return the devices of one host: all GPUs, else one "cpu" for each core that this process may use.
+
+    A control group's CPU quota counts as so many cores.
 
     Raises:
         TypeError: `devices` is neither a number nor a list of names.
@@ -17,7 +21,8 @@ def decide_devices(called: str, devices: int | Sequence[str] | None) -> list[tor
     """
     gpus = torch.cuda.device_count()
     if devices is None:
-        return [torch.device("cuda", i) for i in range(gpus)] or [torch.device("cpu")] * len(os.sched_getaffinity(0))
+        cores = count_cores(len(os.sched_getaffinity(0)))
+        return [torch.device("cuda", i) for i in range(gpus)] or [torch.device("cpu")] * cores
     if isinstance(devices, int) and not isinstance(devices, bool):
         if devices < 1:
             raise ValueError(f"{called}: devices must be 1 or more, got {devices}")
