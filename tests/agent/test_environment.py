@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from phalanx.agent.environment import (
@@ -5,9 +7,11 @@ from phalanx.agent.environment import (
     JobEnvironment,
     Place,
     find_disagreements,
+    plan_environment,
     plan_rank_environment,
     plan_zygote_environment,
 )
+from phalanx.hosts.job_spec import name_own_address
 
 JOB = JobEnvironment(Place.alone(3), "127.0.0.1", 1234, run_id="none", restart_count=1, max_restarts=2)
 
@@ -36,6 +40,40 @@ def test_store_and_terminal_are_told_when_there_are_some() -> None:
     assert variables["PHALANX_AGENT"] == "a:b"
     assert variables["PHALANX_TTY"] == "1"
     assert variables["COLUMNS"] == "70"
+
+
+def test_every_variable_of_a_rank_is_the_launchers_or_a_default_that_the_user_replaces() -> None:
+    """COLUMNS, and the interfaces of Gloo and NCCL, were overwritten whatever the user had set."""
+    addresses = name_own_address("10.0.0.2", "eth1")
+    job = JobEnvironment(
+        Place.alone(1), "127.0.0.1", 1, "none", 0, 0, store="/proc/1/fd/5", agent="a:b", columns=70, terminal=True,
+        rank_variables={**addresses, "PHALANX_REPORT": "d", "PHALANX_RANKS_PER_GPU": "2"}, generation=1, run="r",
+    )  # fmt: skip
+    everything = plan_rank_environment(job, 0)
+    defaults = everything.keys() - set(RANK_VARIABLES)
+    assert defaults == {"PYTHONUNBUFFERED", "COLUMNS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"}
+    users = replace(job, environment=dict.fromkeys(everything, "the user's"))
+    assert plan_rank_environment(users, 0) == {k: v for k, v in everything.items() if k not in defaults}
+
+
+@pytest.mark.parametrize(
+    ("own", "env", "first_env", "first_passed", "value"),
+    [
+        ("own", "mine", "first", "passed", "mine"),
+        ("own", None, "first", "passed", "own"),  # `--env NAME`: the value here
+        ("own", "", "first", "passed", "first"),
+        ("", None, "first", "passed", "first"),  # `--env NAME`, which has no value here
+        ("own", "", "", "passed", "own"),
+        ("", "", "", "passed", "passed"),
+    ],
+)
+def test_env_here_replaces_env_there_which_replaces_this_hosts_own_which_replaces_what_is_passed_on(
+    own: str, env: str | None, first_env: str, first_passed: str, value: str
+) -> None:
+    """A host that had the variable itself ignored the first host's --env. An empty value here means: not set."""
+    mine: dict[str, str | None] = {} if env == "" else {"X": env}
+    given = [{"X": text} if text else {} for text in (own, first_env, first_passed)]
+    assert plan_environment(given[0], mine, *given[1:]) == {"X": value}
 
 
 def test_ranks_of_several_hosts_are_numbered_over_all_and_within_their_role() -> None:

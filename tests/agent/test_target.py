@@ -7,7 +7,7 @@ from phalanx.agent.target import Kind, Target, find_local_rank_flag, find_proble
 
 
 def problem(kind: Kind, name: str | Path) -> str:
-    found = find_problem(Target(kind, str(name)))
+    found = find_problem(Target(kind, str(name)), os.environ)
     assert found is not None
     return found
 
@@ -15,14 +15,14 @@ def problem(kind: Kind, name: str | Path) -> str:
 def test_a_good_script_module_and_program_have_no_problem(tmp_path: Path) -> None:
     script = tmp_path / "good.py"
     script.write_text("print('it is not run')\nraise SystemExit(1)\n")
-    assert find_problem(Target("script", str(script))) is None
-    assert find_problem(Target("module", "json.tool")) is None
-    assert find_problem(Target("program", "sh")) is None
+    assert find_problem(Target("script", str(script)), os.environ) is None
+    assert find_problem(Target("module", "json.tool"), os.environ) is None
+    assert find_problem(Target("program", "sh"), os.environ) is None
 
 
 def test_an_empty_script_is_a_script(tmp_path: Path) -> None:
     (tmp_path / "empty.py").touch()
-    assert find_problem(Target("script", str(tmp_path / "empty.py"))) is None
+    assert find_problem(Target("script", str(tmp_path / "empty.py")), os.environ) is None
 
 
 def test_a_missing_script_suggests_its_neighbour(tmp_path: Path) -> None:

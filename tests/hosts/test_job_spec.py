@@ -32,3 +32,14 @@ def test_metrics_are_served_where_the_first_host_serves_them_unless_that_is_its_
     assert not spec.to_settings(JOINED).needs_metrics
     own = spec.to_settings(replace(JOINED, metrics=("127.0.0.1", 0)))
     assert (own.metrics, own.needs_metrics) == (("127.0.0.1", 0), True)
+
+
+def test_what_env_names_is_kept_apart_from_what_is_passed_on_unasked() -> None:
+    asked = replace(FIRST, env={"WORD": "here", "NCCL_DEBUG": None, "ABSENT": None})
+    environment = {"WORD": "here", "NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "3", "NCCL_SOCKET_IFNAME": "e", "HOME": "/"}
+    spec = JobSpec.from_bytes(JobSpec.of(asked, "job", environment).to_bytes())
+    assert spec.env == {"WORD": "here", "NCCL_DEBUG": "INFO"}
+    own = {"WORD": "there", "NCCL_DEBUG": "WARN", "OMP_NUM_THREADS": "1"}
+    assert spec.plan_environment(own, {}) == {"WORD": "here", "NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "1"}
+    assert spec.plan_environment({}, {"WORD": "mine"})["WORD"] == "mine"
+    assert "NCCL_SOCKET_IFNAME" not in spec.plan_environment({}, {})

@@ -144,6 +144,33 @@ def test_two_hosts_are_one_job(tmp_path: Path, backend: str) -> None:
     assert "sum" not in second.out
 
 
+def test_env_of_the_first_host_reaches_the_ranks_of_all_before_they_import_torch(tmp_path: Path) -> None:
+    """A host that had the variable ignored it, its torch had begun with one thread, and the interface was replaced."""
+    names = ("WORD", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_DEBUG", "PHALANX_KEY")
+    script = write_script(
+        tmp_path,
+        "import os, torch\n"
+        "assert torch.get_num_threads() == 2\n"
+        f"print('rank', os.environ['RANK'], *(os.environ.get(name) for name in {names}))\n",
+    )
+    given = ("--env", "WORD", "--env", "OMP_NUM_THREADS=2", "--env", "GLOO_SOCKET_IFNAME=chosen")
+    key = {"PHALANX_KEY": str(Key(bytes(32)))}
+    with hosts(2) as machines, contextlib.ExitStack() as stack:
+        first, second = numbered(machines, script=(script,), nproc="1")
+        first = (first[0], *given, *first[1:])
+        jobs = [
+            stack.enter_context(start(*line, env=environ, before=machine.command, stderr=subprocess.STDOUT))
+            for machine, line, environ in (
+                (machines[0], first, {**key, "WORD": "first", "NCCL_DEBUG": "INFO"}),
+                (machines[1], second, {**key, "WORD": "second", "NCCL_DEBUG": "WARN"}),
+            )
+        ]
+        ended = finish(jobs)
+    assert [end.code for end in ended] == [0, 0], ended[0].out + ended[1].out
+    said = sorted(line.partition("] rank ")[2] for line in ended[0].lines if "] rank " in line)
+    assert said == ["0 first 2 chosen INFO None", "1 first 2 chosen WARN None"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("network", [{"ipv6": True, "mtu": 1280}, {"dead_end": True}], ids=["ipv6", "dead end"])
 def test_the_line_that_is_printed_is_all_that_others_type(tmp_path: Path, network: dict[str, bool]) -> None:

@@ -322,3 +322,20 @@ def test_ranks_on_one_host_import_nothing_of_phalanx_to_join_their_group(tmp_pat
         "dist.destroy_process_group()\n",
     )
     assert {line.partition("] ")[2] for line in run("--nproc-per-node", "2", script).lines} == {"[]"}
+
+
+def test_env_is_there_when_torch_and_modules_are_imported(tmp_path: Path) -> None:
+    """The variables were set in the forks of a process that had imported torch long before, with one thread."""
+    (tmp_path / "modules").mkdir()
+    text = "import os, torch; print(torch.get_num_threads(), os.environ['OMP_NUM_THREADS'])"
+    (tmp_path / "modules" / "only_there.py").write_text(text)
+    given = ("--env", "OMP_NUM_THREADS=2", "--env", f"PYTHONPATH={tmp_path / 'modules'}")
+    finished = run("--nproc-per-node", "2", *given, "-m", "only_there")
+    assert finished.by_rank == [(0, "2 2"), (1, "2 2")], finished.err
+
+
+def test_env_gives_no_rank_the_jobs_key(tmp_path: Path) -> None:
+    finished = run("--env", "PHALANX_KEY=plx-secret", write_script(tmp_path, ""))
+    assert finished.code == 2
+    assert "--env: PHALANX_KEY is for this command" in finished.err
+    assert "plx-secret" not in finished.err

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from phalanx.coordination.launchers import describe_rank, find_launch
 
 # The job's key as a variable is for the agent: whoever gets the environment of a rank, or its dump, needs none.
-_KEY_VARIABLE = "PHALANX_KEY"
+KEY_VARIABLE = "PHALANX_KEY"
 
-# What a launcher sets for a rank. An outer launcher's values must never reach our ranks.
+# What a launcher sets for a rank, whatever the user set. An outer launcher's values must never reach our ranks.
 RANK_VARIABLES = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE",
     "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
@@ -74,13 +74,17 @@ class JobEnvironment:
     agent: str = ""
     columns: int | None = None
     terminal: bool = False
-    extra: Mapping[str, str] = field(default_factory=dict)
+    rank_variables: Mapping[str, str] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)  # what the ranks inherit
     generation: int = 0  # the generation of an elastic job
     run: str = ""
 
 
 def plan_rank_environment(job: JobEnvironment, rank: int) -> dict[str, str]:
-    """Return the variables of `rank`, which is one of this host's."""
+    """Return the variables that the launcher sets for `rank`, which is one of this host's.
+
+    RANK_VARIABLES replace what the rank inherits; all others are defaults, which the user's own values replace.
+    """
     place = job.place
     local_rank = rank - place.first_rank
     variables = {
@@ -101,7 +105,7 @@ def plan_rank_environment(job: JobEnvironment, rank: int) -> dict[str, str]:
         "TORCHELASTIC_USE_AGENT_STORE": "False",  # no store of torch's is at MASTER_PORT before rank 0 opens one
         "TORCHELASTIC_SIGNALS_TO_HANDLE": job.signals_to_handle,
         "PYTHONUNBUFFERED": "1",
-        **job.extra,
+        **job.rank_variables,
     }
     if job.store:
         variables["PHALANX_STORE"] = job.store
@@ -116,7 +120,31 @@ def plan_rank_environment(job: JobEnvironment, rank: int) -> dict[str, str]:
         variables["PHALANX_TTY"] = "1"
     if job.columns is not None:
         variables["COLUMNS"] = str(job.columns)
-    return variables
+    return {name: value for name, value in variables.items() if name in RANK_VARIABLES or name not in job.environment}
+
+
+def plan_environment(
+    own: Mapping[str, str],
+    env: Mapping[str, str | None],
+    first_env: Mapping[str, str] | None = None,
+    first_passed: Mapping[str, str] | None = None,
+) -> dict[str, str]:
+    """Return the environment that the ranks of a host inherit. The first of these that has a variable decides:
+
+    1. `env`: what --env names on this host, with a value, or with None for the value in `own`
+    2. `first_env`: what --env names on the first host
+    3. `own`: the environment of this command
+    4. `first_passed`: what the first host passes on unasked
+
+    `plan_rank_environment` adds the launcher's variables.
+    """
+    given = {name: own.get(name) if value is None else value for name, value in env.items()}
+    return {
+        **(first_passed or {}),
+        **own,
+        **(first_env or {}),
+        **{name: value for name, value in given.items() if value is not None},
+    }
 
 
 # Backward allocates every gradient and frees it again, step after step. By default glibc gives large blocks back to the
@@ -125,13 +153,13 @@ def plan_rank_environment(job: JobEnvironment, rank: int) -> dict[str, str]:
 _MALLOC = "glibc.malloc.mmap_threshold=1073741824:glibc.malloc.trim_threshold=1073741824"
 
 
-def plan_zygote_environment(environ: Mapping[str, str], threads: int) -> dict[str, str]:
-    """Return the user's environment without any launcher's variables, and without the job's key.
+def plan_zygote_environment(environment: Mapping[str, str], threads: int) -> dict[str, str]:
+    """Return what the ranks inherit, without any launcher's variables, and without the job's key.
 
     OMP_NUM_THREADS is `threads`, and glibc's allocator keeps freed memory for the next step, unless the user set
     OMP_NUM_THREADS or GLIBC_TUNABLES.
     """
-    variables = {name: value for name, value in environ.items() if name not in (*RANK_VARIABLES, _KEY_VARIABLE)}
+    variables = {name: value for name, value in environment.items() if name not in (*RANK_VARIABLES, KEY_VARIABLE)}
     variables.setdefault("OMP_NUM_THREADS", str(threads))
     variables.setdefault("GLIBC_TUNABLES", _MALLOC)
     variables.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # as torchrun does: NCCL's errors end the process

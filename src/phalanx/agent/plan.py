@@ -29,7 +29,8 @@ class JobPlan:
     run_id: str
     master_addr: str = ""  # with several hosts, the address that was found
     master_port: int = 0
-    rank_variables: Mapping[str, str] = field(default_factory=dict)  # more variables for all ranks of this host
+    environment: Mapping[str, str] = field(default_factory=dict)  # what the ranks of this host inherit
+    rank_variables: Mapping[str, str] = field(default_factory=dict)  # what the launcher sets besides for all of them
     run: str = ""
     verdict: str = ""  # the file for how the job ended, if a program reads it and not a user
     begun: float = field(default_factory=time.monotonic)
@@ -56,7 +57,8 @@ class JobPlan:
             agent=agent,
             columns=columns,
             terminal=self.terminal,
-            extra=self.rank_variables,
+            rank_variables=self.rank_variables,
+            environment=self.environment,
             run=self.run,
         )
 

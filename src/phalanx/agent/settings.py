@@ -20,8 +20,8 @@ class Settings:
     """`Settings` is a job as it was asked for. `nproc` is a number or a word: auto, cpu, gpu. `rendezvous` is None on
     one host.
 
-    `run_id` is empty where none was given. `environment` are variables for the ranks of all hosts: a value, or None for
-    the one here. `local_rank_argument`: the target gets its local rank as its first argument,
+    `run_id` is empty where none was given. `env` are variables for the ranks of all hosts: a value, or None for the one
+    here. `local_rank_argument`: the target gets its local rank as its first argument,
     as under torch.distributed.launch.
     """
 
@@ -47,7 +47,7 @@ class Settings:
     standalone: bool = False
     local_rank_argument: bool = False
     key_file: str | None = None
-    environment: Mapping[str, str | None] = field(default_factory=dict)
+    env: Mapping[str, str | None] = field(default_factory=dict)
     rendezvous: Rendezvous | None = None
     share: tuple[int, int] = (0, 1)  # which part of this host's cores this command uses, and how many parts there are
     log_line_prefix_template: str = ""

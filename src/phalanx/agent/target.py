@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -63,17 +64,18 @@ def _read_source(target: Target) -> bytes:
     return b""
 
 
-def find_problem(target: Target) -> str | None:
-    """Return why `target` cannot run, in words for the user; None if no reason is found. It runs nothing of
-    `target`.
+def find_problem(target: Target, environment: Mapping[str, str]) -> str | None:
+    """Return why `target` cannot run in `environment`, in words for the user; None if no reason is found.
+
+    Nothing of `target` runs.
     """
     if target.kind == "script":
         return _find_script_problem(target.name)
     if target.kind == "program":
-        if _which(target.name) is None:
+        if _which(target.name, environment.get("PATH")) is None:
             return f"program {target.name!r}: not found, or not executable. Give its path, or look at PATH."
         return None
-    return _find_module_problem(target.name)
+    return _find_module_problem(target.name, environment.get("PYTHONPATH", ""))
 
 
 def _find_script_problem(path: str) -> str | None:
@@ -109,13 +111,13 @@ def _find_script_problem(path: str) -> str | None:
     return None
 
 
-def _which(name: str) -> str | None:
+def _which(name: str, path: str | None = None) -> str | None:
     import shutil  # here, because it loads three compression libraries, and a script needs none of it
 
-    return shutil.which(name)
+    return shutil.which(name, path=path)
 
 
-def _find_module_problem(name: str) -> str | None:
+def _find_module_problem(name: str, python_path: str) -> str | None:
     """Return why a module cannot be found; only its top package is looked for, since looking further would import
     it.
     """
@@ -127,7 +129,8 @@ def _find_module_problem(name: str) -> str | None:
     import importlib.util
 
     top = name.partition(".")[0]
-    here = importlib.machinery.PathFinder.find_spec(top, [os.getcwd()])
+    folders = [os.getcwd(), *filter(None, python_path.split(os.pathsep))]
+    here = importlib.machinery.PathFinder.find_spec(top, folders)
     if here is None and importlib.util.find_spec(top) is None:
         return f"module {name!r}: no module or package {top!r} in {os.getcwd()} or among the installed ones."
     return None

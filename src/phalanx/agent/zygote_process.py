@@ -159,6 +159,20 @@ class ZygoteProcess:
             another._tell(message)
         return another
 
+    def start_in(self, environment: Mapping[str, str]) -> ZygoteProcess:
+        """Kill this zygote, which has forked nobody, and return one in another environment: it imports again.
+
+        Raises:
+            OSError: no process could be started.
+        """
+        self.kill()
+        self.wait_exit()
+        self.control.close()
+        another = ZygoteProcess(environment, preload=self._preload, warm=self._warm, room=self._room, tells=self._tells)
+        for message in self._told:
+            another._tell(message)
+        return another
+
     def keep_spare(self) -> None:
         """Have the zygote fork a spare of itself, if it has none."""
         if self._spare is None and self._num_spares < _MAX_SPARES and not self.control.gone:

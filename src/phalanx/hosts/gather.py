@@ -24,7 +24,7 @@ from phalanx.errors import LaunchError
 from phalanx.host_addresses import OwnAddress, find_interface
 from phalanx.hosts.control_channel import Change, ControlChannel, ControlMessage
 from phalanx.hosts.first_host import join_leader
-from phalanx.hosts.job_spec import choose_environment, name_own_address
+from phalanx.hosts.job_spec import name_own_address
 from phalanx.hosts.lead_guard import LeadGuard
 from phalanx.hosts.leader import LeaderLink
 from phalanx.hosts.leader_state import KEY as LEADER_STATE
@@ -118,17 +118,12 @@ class Gathering:
             Limits(self._rendezvous.min_nodes, self._rendezvous.max_nodes),
         )
         address = own.facts.address
-        settings = self._plan.settings
-        named = choose_environment(self._plan.environ, settings.environment)
-        explicit = {name: value for name, value in named.items() if name in settings.environment}
-        known = name_own_address(address, find_interface(address), self._plan.environ)
-        if self._rendezvous.is_local:
-            known = {}
+        known = {} if self._rendezvous.is_local else name_own_address(address, find_interface(address))
         plan = replace(
             self._plan,
             master_addr=address,
             master_port=find_free_port(),
-            rank_variables={**self._plan.rank_variables, **explicit, **known},
+            rank_variables={**self._plan.rank_variables, **known},
         )
         self._host.display.say(
             f"phalanx run: {len(nodes)} hosts: "

@@ -8,14 +8,15 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from phalanx.agent.environment import plan_environment
 from phalanx.agent.settings import Settings
 from phalanx.agent.target import Kind, Target
 from phalanx.output.streams import Streams
 
 KEY = "launch/job_spec"  # the key under which it lies in the coordinator's store
-VERSION = 3
+VERSION = 4
 
-# These variables of the first host go to the ranks of all hosts, where a host does not set them itself.
+# The first host passes these variables on unasked; a host's own values replace them.
 _PASSED = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "PYTHONHASHSEED", "PYTHONPATH", "GLIBC_TUNABLES")
 _PASSED_PREFIXES = ("NCCL_", "TORCH_", "PYTORCH_")
 _OF_EVERY_HOST = ("127.0.0.1", "::1", "localhost", "0.0.0.0", "::")  # addresses
@@ -56,15 +57,16 @@ class JobSpec:
     max_restarts: int | None
     local_rank_argument: bool
     ranks_per_gpu: int | None
-    environment: dict[str, str]
+    env: dict[str, str]  # what --env names on the first host
+    passed: dict[str, str]  # what the first host passes on unasked
     endpoints: tuple[str, ...]
     version: int = VERSION
 
     @classmethod
     def of(
-        cls, settings: Settings, run_id: str, environ: Mapping[str, str], endpoints: tuple[str, ...] = ()
+        cls, settings: Settings, run_id: str, environment: Mapping[str, str], endpoints: tuple[str, ...] = ()
     ) -> JobSpec:
-        """Return the spec of the job that was asked for here."""
+        """Return the spec of the job that was asked for here, whose ranks inherit `environment`."""
         rendezvous = settings.rendezvous
         assert rendezvous is not None
         target = settings.target
@@ -75,7 +77,9 @@ class JobSpec:
             choose_metrics(settings.metrics), settings.redirects, settings.tee, settings.shown_ranks,
             settings.grace_s, settings.exit_timeout_s, settings.evict_after_s,
             settings.affinity, settings.preload, settings.max_restarts, settings.local_rank_argument,
-            settings.ranks_per_gpu, choose_environment(environ, settings.environment), endpoints,
+            settings.ranks_per_gpu,
+            {name: environment[name] for name in settings.env if name in environment},
+            {name: value for name, value in environment.items() if _is_passed(name)}, endpoints,
         )  # fmt: skip
 
     def to_bytes(self) -> bytes:
@@ -102,6 +106,10 @@ class JobSpec:
             return cls(**fields)
         except (KeyError, TypeError, ValueError):
             raise ValueError("the first host runs another version of Phalanx. Install the same one on all") from None
+
+    def plan_environment(self, own: Mapping[str, str], env: Mapping[str, str | None]) -> dict[str, str]:
+        """Return what the ranks inherit on a host with the environment `own`, whose own --env is `env`."""
+        return plan_environment(own, env, self.env, self.passed)
 
     def is_asked_for_by(self, settings: Settings) -> bool:
         """Return whether a command with these settings asks for this job."""
@@ -143,26 +151,13 @@ def choose_metrics(metrics: tuple[str, int] | None) -> tuple[str, int] | None:
     return metrics if metrics is not None and metrics[0] in _OF_EVERY_HOST else None
 
 
-def choose_environment(environ: Mapping[str, str], named: Mapping[str, str | None]) -> dict[str, str]:
-    """Return the variables of the first host that all ranks get; `named` are those of --env, with a value or
-    without.
-    """
-    chosen = {
-        name: value
-        for name, value in environ.items()
-        if (name in _PASSED or name.startswith(_PASSED_PREFIXES)) and name not in _OF_ONE_HOST
-    }
-    for name, value in named.items():
-        if value is not None:
-            chosen[name] = value
-        elif name in environ:
-            chosen[name] = environ[name]
-    return chosen
+def _is_passed(name: str) -> bool:
+    return (name in _PASSED or name.startswith(_PASSED_PREFIXES)) and name not in _OF_ONE_HOST
 
 
-def name_own_address(address: str, interface: str, environ: Mapping[str, str]) -> dict[str, str]:
+def name_own_address(address: str, interface: str) -> dict[str, str]:
     """Return variables by which ranks and the engines between hosts use the address that was tried."""
     told = {"PHALANX_ADDRESS": address}
     if interface:
-        told |= {name: interface for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if not environ.get(name)}
+        told |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), interface)
     return told

@@ -406,18 +406,14 @@ class _Followed:
         self._has_begun, self._finished = True, None
         place = Place(**body["place"])
         address, port = body["master"]
-        interface = find_interface(self._own)
+        known = {} if self._joined.key is None else name_own_address(self._own, find_interface(self._own))
         plan = replace(
             self._plan,
             run_id=str(body["run_id"]),
             run=str(body["run"]),
             master_addr=str(address),
             master_port=int(port),
-            rank_variables={
-                **{k: v for k, v in self._joined.job_spec.environment.items() if k not in self._plan.environ},
-                **self._plan.rank_variables,
-                **(name_own_address(self._own, interface, self._plan.environ) if self._joined.key is not None else {}),
-            },
+            rank_variables={**self._plan.rank_variables, **known},
         )
         self._host.display.say(
             f"phalanx run: host {place.node + 1} of {place.num_nodes} of the job at "

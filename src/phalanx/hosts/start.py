@@ -8,6 +8,7 @@ import socket
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from phalanx.agent.environment import plan_zygote_environment
 from phalanx.agent.host_resources import HostResources
 from phalanx.agent.job import opened_host
 from phalanx.agent.plan import JobPlan
@@ -107,6 +108,10 @@ def _follow(
 ) -> int:
     """Call `follow` where the job is led, however often it has moved meanwhile."""
     while True:
+        environment = joined.job_spec.plan_environment(plan.environment, plan.settings.env)
+        if environment != plan.environment:
+            plan = replace(plan, environment=environment)
+            host.zygote = host.zygote.start_in(plan_zygote_environment(environment, plan.placement.threads))
         try:
             return follow(plan, rendezvous, host, joined, on_moved)
         except JobMovedError as moved:
@@ -146,7 +151,7 @@ def _first_member(
     service.keep(client)
     channel = ControlChannel(client, notices)
     try:
-        client.set(KEY, JobSpec.of(plan.settings, plan.run_id, plan.environ, endpoints).to_bytes())
+        client.set(KEY, JobSpec.of(plan.settings, plan.run_id, plan.environment, endpoints).to_bytes())
         yield channel
     finally:
         channel.close()

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from phalanx.agent import limits
-from phalanx.agent.environment import find_disagreements
+from phalanx.agent.environment import find_disagreements, plan_environment
 from phalanx.agent.placement import plan_placement
 from phalanx.agent.plan import JobPlan, is_terminal, make_run_id
 from phalanx.agent.settings import USAGE_EXIT_CODE, Settings
@@ -82,18 +82,22 @@ def run_settings(settings: Settings, environ: Mapping[str, str]) -> int:
 _NO_FOLDER = "the current folder has been removed, and PyTorch cannot be loaded in it. cd to one that is there."
 
 
-def plan_job(settings: Settings, environ: Mapping[str, str]) -> JobPlan:
+def plan_job(settings: Settings, environ: Mapping[str, str], environment: Mapping[str, str] | None = None) -> JobPlan:
     """Look at the host and decide everything that can be decided before a process is started.
+
+    `environ` is that of this command. `environment`, what the ranks inherit, comes from --env if None is given.
 
     Raises:
         LaunchError: with all the problems that were found.
     """
     problems = []
+    if environment is None:
+        environment = plan_environment(environ, settings.env)
     found = find_cpus()
     cpus = share_cpus(found, *settings.share)
     cores = max(1, count_cores(len(found)) * len(cpus) // len(found))
     by_gpu = settings.nproc in ("auto", "gpu") or settings.ranks_per_gpu is not None
-    gpus = count_gpus(environ) if by_gpu else 0
+    gpus = count_gpus(environment) if by_gpu else 0
     num_ranks = 0
     try:
         num_ranks = decide_num_ranks(settings.nproc, cores, gpus, settings.ranks_per_gpu)
@@ -107,7 +111,7 @@ def plan_job(settings: Settings, environ: Mapping[str, str]) -> JobPlan:
         if limit_problem is not None:
             problems.append(f"phalanx run: --nproc-per-node {settings.nproc}: {limit_problem}")
     has_place = has_working_directory() or settings.target.kind == "program"
-    target_problem = find_problem(settings.target) if has_place else _NO_FOLDER
+    target_problem = find_problem(settings.target, environment) if has_place else _NO_FOLDER
     if target_problem is not None:
         problems.append(f"phalanx run: {target_problem}")
     if SUPPORTED and not os.path.isdir("/proc/self/fd"):
@@ -120,8 +124,7 @@ def plan_job(settings: Settings, environ: Mapping[str, str]) -> JobPlan:
         raise LaunchError("\n".join(problems), exit_code=USAGE_EXIT_CODE)
     pin = settings.affinity and hasattr(os, "sched_setaffinity")
     placement = plan_placement(cpus, num_ranks, cores=cores, pin=pin)
-    chosen = {name: environ.get(name) if value is None else value for name, value in settings.environment.items()}
-    variables = {name: value for name, value in chosen.items() if value is not None}
+    variables = {}
     if settings.report is not None:
         variables["PHALANX_REPORT"] = os.path.abspath(settings.report)
     if settings.ranks_per_gpu is not None:
@@ -133,6 +136,7 @@ def plan_job(settings: Settings, environ: Mapping[str, str]) -> JobPlan:
         is_terminal(),
         dict(environ),
         settings.run_id or make_run_id(),
+        environment=environment,
         rank_variables=variables,
         run=make_run_id(),
     )

@@ -120,7 +120,8 @@ def _join(endpoint: str, settings: Settings) -> int:
     try:
         if os.path.isdir(job_spec.folder):
             os.chdir(job_spec.folder)
-        plan = plan_job(job_spec.to_settings(settings), os.environ)
+        environment = job_spec.plan_environment(os.environ, settings.env)
+        plan = plan_job(job_spec.to_settings(settings), os.environ, environment)
     except (LaunchError, OSError) as error:
         _tell_first_host(joined, str(error))
         where = (

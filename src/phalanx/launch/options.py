@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from phalanx.agent.environment import RANK_VARIABLES
+from phalanx.agent.environment import KEY_VARIABLE, RANK_VARIABLES
 from phalanx.output.streams import Streams
 
 _MAX_SECONDS = 365 * 24 * 3600
@@ -155,6 +155,8 @@ def _read_conf(text: str) -> dict[str, str]:
 
 def _read_variable(text: str) -> dict[str, str | None]:
     name, equals, value = text.partition("=")
+    if name == KEY_VARIABLE:
+        raise ValueError(f"{name} is for this command: ranks need no key. Give other hosts the key in a file")
     if not name or name in RANK_VARIABLES:
         raise ValueError(f"must be NAME or NAME=VALUE, of a variable that is not the launcher's, got {text!r}")
     return {name: value if equals else None}
@@ -253,7 +255,7 @@ OPTIONS = (
            "variables which torch reads at its import, or that do not use torch.", torchruns=False),
     Option("nnodes", "", "How many hosts the job has: a number, or the least and the most of them (default 1). With "
            "more than one host, this command prints what to type on the others.", "N|MIN:MAX", _read_nnodes),
-    Option("env", "environment", "Set a variable for the ranks of all hosts: NAME=VALUE, or NAME with its value here. "
+    Option("env", "env", "Set a variable for the ranks of all hosts: NAME=VALUE, or NAME with its value here. "
            "You may give this option several times.", "NAME[=VALUE]", _read_variable, torchruns=False),
     Option("key-file", "key_file", "The file with the key of a job of several hosts, which `phalanx key` makes. "
            "Without this option the key is looked for in PHALANX_KEY_FILE, PHALANX_KEY and your configuration folder.",

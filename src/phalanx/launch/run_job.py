@@ -31,7 +31,7 @@ def run_job(plan: JobPlan, joined: Joined | None = None) -> int:
     """
     adopt_orphans()
     with caught_signals(signal.Signals[name] for name in _CAUGHT) as signals:
-        environment = plan_zygote_environment(plan.environ, plan.placement.threads)
+        environment = plan_zygote_environment(plan.environment, plan.placement.threads)
         preload = plan.settings.preload and plan.settings.target.kind != "program"
         warm = preload and (bool(plan.settings.max_restarts) or may_train(plan.settings.target))
         try:
