@@ -1,1 +1,1 @@
-"""`phalanx bench` makes these comparisons on the reader's own machine; those of the project lie in benchmarks/."""
+"""`phalanx bench` makes these measurements on the reader's own machine; those of the project are in benchmarks/."""

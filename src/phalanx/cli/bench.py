@@ -1,11 +1,10 @@
-"""`phalanx bench` makes comparisons on the reader's own machine."""
+"""`phalanx bench` measures on the reader's own machine."""
 
 from __future__ import annotations
 
 import difflib
 import os
 import sys
-from pathlib import Path
 
 import click
 
@@ -29,67 +28,9 @@ class _Benches(click.Group):
 @click.group("bench", cls=_Benches, invoke_without_command=True, short_help="Measure and compare on this machine.")
 @click.pass_context
 def command(ctx: click.Context) -> None:
-    """Measure on this machine, in turns, and explain what was measured."""
+    """Measure on this machine."""
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())
-
-
-@command.command("dp-vs-ddp", short_help="DataParallel against DistributedDataParallel and one process.")
-@click.option(
-    "--world-size",
-    type=click.IntRange(2, _MOST_RANKS),
-    help="Threads and processes.  [default: the cores of this machine, 2 to 4]",
-)
-@click.option(
-    "--workload",
-    "workloads",
-    multiple=True,
-    type=click.Choice(["many-small", "few-large"]),
-    help="What is trained; may be given twice.  [default: both]",
-)
-@click.option("--rounds", type=click.IntRange(1, 1000), default=5, show_default=True, help="All contestants, in turns.")
-@click.option("--steps", type=click.IntRange(1, 10_000), default=10, show_default=True, help="Measured in each round.")
-@click.option(
-    "--svg", type=click.Path(dir_okay=False, writable=True, path_type=Path), help="Also draw it into this file, as SVG."
-)
-@click.option("--json", "in_json", is_flag=True, help="Print every figure as JSON.")
-def _dp_vs_ddp(
-    world_size: int | None, workloads: tuple[str, ...], rounds: int, steps: int, svg: Path | None, in_json: bool
-) -> None:
-    """Train two small models in four ways, and explain the difference from the measured parts of a step.
-
-    DataParallel has a thread per replica, DistributedDataParallel a process; one process with one thread, and with as
-    many threads inside each operation, are measured beside them. All train the same model on the same batch.
-    """
-    if svg is not None and not (svg.absolute().parent.is_dir() and os.access(svg.absolute().parent, os.W_OK)):
-        # This is checked before the first minute, not after it.
-        raise click.UsageError(f"cannot write {svg}: there is no folder {svg.absolute().parent} to write into.")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-    from phalanx.bench import picture, report
-    from phalanx.bench.comparison import compare
-    from phalanx.bench.workloads import WORKLOADS
-    from phalanx.testing import RankFailed
-
-    try:
-        with _Progress() as progress:
-            size = world_size or min(max(cores, 2), 4)
-            comparisons = compare(workloads or tuple(WORKLOADS), size, rounds, steps, progress.say)
-    except RankFailed as failure:
-        raise click.ClickException(str(failure)) from failure
-    if in_json:
-        click.echo(report.as_json(comparisons, cores))
-    elif sys.stdout.isatty():
-        report.print_tables(comparisons, cores)
-    else:
-        for line in report.as_text(comparisons, cores):
-            click.echo(line)
-    if svg is not None:
-        try:
-            svg.write_text(picture.draw(comparisons), encoding="utf-8")
-        except OSError as error:
-            raise click.ClickException(f"cannot write {svg}: {error.strerror}.") from error
-        click.echo(f"Drawn into {svg}.", err=True)
 
 
 @command.command("collectives", short_help="How long collectives take between ranks of this host.")
@@ -102,7 +43,7 @@ def _dp_vs_ddp(
 def _collectives(device: str, world_size: int, rounds: int, in_json: bool) -> None:
     """Measure collectives of 4 KiB to 64 MiB between ranks that this command starts.
 
-    With --device cuda each rank takes a GPU in turn; ranks that share one exchange through its memory.
+    With --device cuda each rank takes a GPU in turn; ranks that share one exchange through the host's memory.
     """
     import torch
 

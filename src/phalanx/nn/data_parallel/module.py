@@ -22,7 +22,7 @@ class DataParallel(nn.Module):
 
     It has the name, arguments and methods of PyTorch's class, for the CPU, where PyTorch's own only calls the module.
     On a machine with an accelerator, unless `device_ids` names the CPU, the call returns PyTorch's own class.
-    `DistributedDataParallel` is faster if Python takes a part of the time: `phalanx bench dp-vs-ddp` shows by how much,
+    `DistributedDataParallel` is faster if Python takes a part of the time: `benchmarks/threads` shows by how much,
     and why.
 
     The replicas share the module's parameters; the sum of their gradients arrives in it, so that a loss over the joined
