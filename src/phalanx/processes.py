@@ -19,6 +19,10 @@ SUPPORTED = sys.platform == "linux"  # elsewhere there is no death signal, no ad
 STACKS_SIGNAL = signal.SIGURG
 
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGPIPE)  # they end a job
+# The agent passes these on to the ranks. The zygote survives them: a scheduler may signal every process of a job.
+RELAYED_SIGNALS = frozenset(
+    (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+)
 
 _AUTOGRAD = b"pt_autograd"  # torch calls the threads that run backward for devices so
 _PR_SET_PDEATHSIG = 1
@@ -74,6 +78,16 @@ def outlive_parent() -> None:
     """Undo `die_with_parent`. If the parent dies while this process is stopped, it goes on, and can see it."""
     if SUPPORTED:
         _prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
+
+
+@contextlib.contextmanager
+def blocked_signals(numbers: Iterable[int]) -> Iterator[None]:
+    """Keep signals pending in this thread, and in what it forks or starts, where they stay blocked until unblocked."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def read_stat(pid: int | str) -> list[str]:

@@ -5,7 +5,7 @@ import pytest
 
 from phalanx.agent.failure import Exit, Report
 from phalanx.agent.supervision import Kill, Signal, Supervision, Tell
-from phalanx.loss_detection import SETTLE_S
+from phalanx.loss_detection import SAME_SIGNAL_S, SETTLE_S
 
 
 def running(world_size: int = 3, grace_s: float = 10.0) -> Supervision:
@@ -78,15 +78,15 @@ def test_a_report_alone_starts_the_end_though_the_process_lingers() -> None:
 
 def test_ctrl_c_goes_to_whole_groups_and_the_second_kills() -> None:
     state = running()
-    assert state.on_signal(signal.SIGINT, 5.0) == [Signal(signal.SIGINT, (0, 1, 2), group=True)]
-    assert state.next_due == 15.0
+    assert state.on_signal(signal.SIGINT, 5.0) == [Signal(signal.SIGINT, (0, 1, 2), group=True, is_relayed=True)]
+    assert state.next_due == 15.0 + SAME_SIGNAL_S  # for so long the signal is held
     assert state.on_signal(signal.SIGINT, 5.1) == [Kill()]
     assert state.on_signal(signal.SIGINT, 5.2) == []
     assert state.interrupted == signal.SIGINT
 
 
 def test_sigterm_goes_to_the_ranks_alone() -> None:
-    assert running().on_signal(signal.SIGTERM, 5.0) == [Signal(signal.SIGTERM, (0, 1, 2), group=False)]
+    assert running().on_signal(signal.SIGTERM, 5.0) == [Signal(signal.SIGTERM, (0, 1, 2), group=False, is_relayed=True)]
 
 
 def test_a_reader_that_has_gone_stops_the_ranks_with_sigterm() -> None:
@@ -109,7 +109,7 @@ def test_ctrl_c_while_a_failed_job_is_being_stopped_kills_at_once() -> None:
 
 def test_signals_that_do_not_end_a_job_are_passed_on() -> None:
     state = running(2)
-    assert state.on_signal(signal.SIGUSR1, 0.0) == [Signal(signal.SIGUSR1, (0, 1), group=False)]
+    assert state.on_signal(signal.SIGUSR1, 0.0) == [Signal(signal.SIGUSR1, (0, 1), group=False, is_relayed=True)]
     assert state.on_signal(signal.SIGCONT, 0.0) == [Signal(signal.SIGCONT, (0, 1), group=True)]
     assert state.phase == "running"
 

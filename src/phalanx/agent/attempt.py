@@ -46,7 +46,7 @@ from phalanx.agent.rank_numbers import RankNumbers
 from phalanx.agent.requests import Requests
 from phalanx.agent.silent_ranks import SilentRanks
 from phalanx.agent.stragglers import describe_stragglers
-from phalanx.agent.supervision import Action, Kill, Supervision, Tell
+from phalanx.agent.supervision import Action, Kill, Supervision, Tell, decide_hold_s
 from phalanx.diagnostics.observer import GroupLog
 from phalanx.ipc.event_loop import EventLoop, Source
 from phalanx.processes import ENDING_SIGNALS
@@ -94,7 +94,7 @@ class Attempt:
         try:
             self.ranks.fork_some()
             loop = self._make_loop()
-            self._run_until(loop, lambda: self.state.finished or self.link.has_left)
+            self._run_until(loop, lambda: (self.state.finished and not self.host.arrived) or self.link.has_left)
             self._sweep()
             self._run_until(loop, lambda: self.ranks.is_swept and self.link.is_swept)
             if not self.ranks.zygote_lost:
@@ -304,10 +304,8 @@ class Attempt:
             if not where and self.link.take_signal(number):
                 return
             is_again, self._asked = where in self._asked, {*self._asked, where}
-            # a scheduler signals all hosts itself
-            is_told_everywhere = number == signal.SIGTERM == self.state.interrupted
-            if self.state.phase == "stopping" and is_told_everywhere and not is_again:
-                return
+            if self.state.phase == "stopping" and number == signal.SIGTERM == self.state.interrupted and not is_again:
+                return  # a scheduler signals all hosts itself
             self.ranks.abandon_rest()
             if self.state.phase == "running":
                 self.do_elastic([self.elastic.give_up()])  # what was lost is not replaced any more
@@ -341,7 +339,7 @@ class Attempt:
             else:
                 if action.signum in ENDING_SIGNALS:
                     self.host.zygote.wake()
-                self.send_signal(action.signum, action.ranks, group=action.group)
+                self.send_signal(action.signum, action.ranks, group=action.group, is_relayed=action.is_relayed)
 
     def do_elastic(self, actions: list[ElasticAction]) -> None:
         """Carry out a decision about an elastic job."""
@@ -409,10 +407,12 @@ class Attempt:
         if not self.link.send_to_rank(rank, message):
             self.links.send(rank, message)
 
-    def send_signal(self, signum: int, ranks: tuple[int, ...], *, group: bool) -> None:
-        """Send a signal to ranks of any host."""
-        self.ranks.send_signal(signum, ranks, group=group)
-        self.link.send_signal(signum, ranks, group=group)
+    def send_signal(self, signum: int, ranks: tuple[int, ...], *, group: bool, is_relayed: bool = False) -> None:
+        """Send a signal to ranks of any host; one that is relayed, unless they receive it from outside as well."""
+        hold_s = decide_hold_s(signum, came_here=signum in self.host.received) if is_relayed else None
+        self.ranks.send_signal(signum, ranks, group=group, hold_s=hold_s)
+        if not is_relayed or signum in ENDING_SIGNALS:  # others are for the host where they came
+            self.link.send_signal(signum, ranks, group=group, is_relayed=is_relayed)
 
     def _sweep(self) -> None:
         """Kill every process of the job; a second call does nothing."""

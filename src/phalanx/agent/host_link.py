@@ -52,7 +52,8 @@ class HostLink:
 
     def make_supervision(self) -> Supervision:
         """Return the object that decides what becomes of the ranks."""
-        return Supervision(self.place.world_size, self._plan.settings.grace_s, self._plan.settings.exit_timeout_s)
+        settings, is_alone = self._plan.settings, self.place.num_nodes == 1
+        return Supervision(self.place.world_size, settings.grace_s, settings.exit_timeout_s, is_alone=is_alone)
 
     def make_elastic(self) -> Elastic:
         """Return the object that decides what becomes of the job when an elastic rank is lost."""
@@ -106,7 +107,7 @@ class HostLink:
     def on_given_up(self) -> None:
         """Note that an elastic job fails because of what it has lost."""
 
-    def send_signal(self, signum: int, ranks: tuple[int, ...], *, group: bool) -> None:
+    def send_signal(self, signum: int, ranks: tuple[int, ...], *, group: bool, is_relayed: bool = False) -> None:
         """Send a signal to those of `ranks` that are on other hosts."""
 
     def take_signal(self, signum: int) -> bool:

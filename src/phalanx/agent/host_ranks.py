@@ -141,11 +141,18 @@ class HostRanks:
         reports = self._rank_reports.fileno()
         self.processes.fork(rank, environment, cpus, reports, self._host.zygote, self._host.pump)
 
-    def send_signal(self, signum: int, ranks: Iterable[int], *, group: bool) -> None:
-        """Send a signal to those of `ranks` that are on this host."""
+    def send_signal(self, signum: int, ranks: Iterable[int], *, group: bool, hold_s: float | None = None) -> None:
+        """Send a signal to those of `ranks` that are on this host.
+
+        `hold_s`: it came from outside. The zygote waits so long to see whether every process of the job receives it.
+        """
         own = [rank for rank in ranks if rank in self._place.ranks]
-        self._host.zygote.signal(signum, own, group=group)
-        self._host.adopted.signal(signum, own, group=group)
+        zygote = self._host.zygote
+        if hold_s is None or self._zygote_is_new or zygote.control.gone:  # a new one may import for seconds
+            zygote.signal(signum, own, group=group)
+            self._host.adopted.signal(signum, own, group=group)
+        else:
+            zygote.relay(signum, own, group=group, hold_s=hold_s)
 
     def give_up_zygote(self) -> None:
         """Kill the zygote, and with it the ranks; the agent sweeps what they leave behind."""
@@ -240,6 +247,8 @@ class HostRanks:
             self._listener.on_ended(event["rank"], event["pid"], event["status"], event["at"])
         elif event["event"] == "swept":
             self.is_swept = True
+        elif event["event"] == "relay":
+            self._host.adopted.signal(event["signum"], event["ranks"], group=event["group"])
         elif event["event"] == "spare":
             self._host.zygote.on_spare(event["pid"])
             if self._state.phase == "running":

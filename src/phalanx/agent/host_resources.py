@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -14,6 +15,9 @@ from phalanx.ipc.signals import read_signals
 from phalanx.output.display import Display
 from phalanx.output.logs import Logs
 from phalanx.output.pump import Pump
+from phalanx.processes import ENDING_SIGNALS
+
+_REPEAT_S = 0.05
 
 
 @dataclass
@@ -28,15 +32,25 @@ class HostResources:
     agent_socket: AgentSocket
     adopted: Adopted = field(default_factory=Adopted)
     errors: ErrorFiles = field(default_factory=ErrorFiles)
+    arrived: dict[int, float] = field(default_factory=dict)  # signals that do not count yet, and when they will
+    received: set[int] = field(default_factory=set)  # all signals that have come to this process
 
     def watch_signals(self, on_signal: Callable[[int], object]) -> Source:
-        """Return the loop's source for signals."""
+        """Return the loop's source for signals.
+
+        One that ends a job counts after a moment: the same signal again, as `timeout` sends it, is the same request.
+        """
 
         def hear(ready: set[int]) -> None:
+            now = time.monotonic()
             for number in read_signals(self.signals) if self.signals in ready else ():
+                self.received.add(number)
+                self.arrived.setdefault(number, now + _REPEAT_S if number in ENDING_SIGNALS else now)
+            for number in [number for number, at in self.arrived.items() if at <= now]:
+                del self.arrived[number]
                 on_signal(number)
 
-        return Source(hear, lambda: (self.signals,))
+        return Source(hear, lambda: (self.signals,), due=lambda: min(self.arrived.values(), default=None))
 
     def watch_display(self) -> Source:
         """Return the loop's source that writes queued output as fast as it is read."""

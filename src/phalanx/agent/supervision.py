@@ -18,19 +18,23 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from phalanx.agent.failure import Exit, Failure, HostLoss, Report, decide_failures
-from phalanx.loss_detection import HOST_LOSS_SETTLE_S, SETTLE_S
-from phalanx.processes import ENDING_SIGNALS
+from phalanx.loss_detection import HOST_LOSS_SETTLE_S, SAME_SIGNAL_S, SAME_SIGTERM_S, SETTLE_S
+from phalanx.processes import ENDING_SIGNALS, RELAYED_SIGNALS
 
 _TELL_AFTER_S = (10.0, 60.0, 600.0, 3600.0)  # then every hour
 
 
 @dataclass(frozen=True)
 class Signal:
-    """Send `signum` to `ranks`; to their process groups, as a terminal would, if `group`."""
+    """Send `signum` to `ranks`; to their process groups, as a terminal would, if `group`.
+
+    `is_relayed`: the agent has received it, and the ranks may have, too.
+    """
 
     signum: int
     ranks: tuple[int, ...]
     group: bool
+    is_relayed: bool = False
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,14 @@ class Tell:
 
 
 Action = Signal | Kill | Tell
+
+
+def decide_hold_s(signum: int, *, came_here: bool) -> float:
+    """Return how long a host holds a signal from outside, which may be on its way to every process of the job.
+
+    A scheduler sends SIGTERM to other hosts a moment later.
+    """
+    return SAME_SIGNAL_S if came_here or signum != signal.SIGTERM else SAME_SIGTERM_S
 
 
 @dataclass
@@ -66,6 +78,7 @@ class Supervision:
     killed: tuple[int, ...] = ()  # the ranks that outlived the grace period
     overdue: tuple[int, ...] = ()  # the ranks that outlived the first to end by more than the exit timeout
     settle_s: float = SETTLE_S
+    is_alone: bool = True  # no rank is on another host
     told_to_end: bool = False  # the ranks of an elastic job save what they hold, and end: nobody hurries them
     phase: str = "running"
     next_due: float | None = None
@@ -156,14 +169,18 @@ class Supervision:
     def on_signal(self, signum: int, now: float) -> list[Action]:
         """Decide what follows when the agent received a signal: one that ends the job, or one to pass on."""
         if signum not in ENDING_SIGNALS:
-            return [Signal(signum, self.running, group=signum not in (signal.SIGUSR1, signal.SIGUSR2))]
+            is_for_group = signum not in (signal.SIGUSR1, signal.SIGUSR2)
+            return [Signal(signum, self.running, is_for_group, is_relayed=signum in RELAYED_SIGNALS)]
         if self.phase == "stopping" or not self.started:
             self.interrupted = self.interrupted or signum
             return self._kill(now)
         if self.phase == "killing":
             return []
         self.interrupted = signum
-        return self._stop(signal.SIGTERM if signum == signal.SIGPIPE else signum, now)
+        if signum == signal.SIGPIPE:
+            return self._stop(signal.SIGTERM, now)
+        hold_s = decide_hold_s(signum, came_here=self.is_alone)
+        return self._stop(signum, now, hold_s)
 
     def on_time(self, now: float) -> list[Action]:
         """Do what is due; the agent calls this when `next_due` has come."""
@@ -203,13 +220,15 @@ class Supervision:
             self.phase, self.next_due = "settling", now + max(span_s, self.settle_s)
         return []
 
-    def _stop(self, signum: int, now: float) -> list[Action]:
-        self.phase, self.next_due = "stopping", now + self.grace_s
+    def _stop(self, signum: int, now: float, hold_s: float | None = None) -> list[Action]:
+        """Send `signum` to the ranks; the grace period begins after `hold_s`, if the signal is held so long first."""
+        self.phase, self.next_due = "stopping", now + (hold_s or 0.0) + self.grace_s
         self.sent.setdefault(signum, now)
         # Ctrl-C goes to whole groups, as a terminal sends it: programs expect that. Other signals go to the rank alone,
         # which must get the chance to stop its own children in order. A rank that reported is ending already.
         ranks = tuple(rank for rank in self.running if rank not in self.reports)
-        return [Signal(signum, ranks, group=signum == signal.SIGINT)] if ranks else []
+        is_for_group = signum == signal.SIGINT
+        return [Signal(signum, ranks, is_for_group, is_relayed=hold_s is not None)] if ranks else []
 
     def _kill(self, now: float) -> list[Action]:
         self.phase, self.next_due = "killing", None

@@ -10,18 +10,24 @@ the zygote dies, the kernel kills the ranks (their death signal) and the agent a
 In an elastic job it has a spare: a fork of itself, which does nothing until the zygote is killed and it takes its
 place, without an import. To the agent it is another zygote, which hears its first command then.
 
+A signal may be sent to the agent alone (`docker stop`, Ctrl-C) or to every process of the job (systemd, `scancel`). The
+zygote survives it, and so can tell the two apart: nobody signals the zygote alone. It passes on what the agent has
+received, unless it receives the same signal itself, since then the ranks do, too.
+
 A rank is known by the number that it was started with. In an elastic job the same number is forked again when its
 process was lost, and the ranks outlive the zygote: the agent adopts them, and a new zygote forks later ones.
 
 Commands:  fork {rank, environment, cpus}, with descriptors stdout, stderr, reports, dump, stacks;
            signal {signum, ranks, group};  sweep;
+           relay {signum, ranks, group, hold_s}: send a signal that the agent received, unless the zygote receives it;
            elastic {rank}: if it is lost, the job goes on without what it leaves in its process group;
            warm: import what ranks need to begin to train, which may be soon;
            guard {sessions}: those of earlier zygotes, which are killed with all else when the agent has gone;
            spare, with a descriptor, the spare's control socket: fork a spare;
            membership {membership}, for the first host to be told when the agent is killed;
 Events:    started {rank, pid};  unforked {rank, errno};  exit {rank, pid, status, at};  swept;
-           spare {pid}: 0 where it could not be forked, or has ended
+           spare {pid}: 0 where it could not be forked, or has ended;
+           relay {signum, ranks, group}: send it to those that the zygote has not forked
 """
 
 from __future__ import annotations
@@ -31,6 +37,7 @@ import ctypes
 import gc
 import importlib
 import importlib.util
+import math
 import os
 import select
 import signal
@@ -48,8 +55,11 @@ from phalanx.agent.worker import Assignment, run_worker
 from phalanx.agent.zygote_command import plan_zygote_code
 from phalanx.ipc.channel import Channel
 from phalanx.ipc.signals import caught_signals, read_signals
+from phalanx.loss_detection import SAME_SIGTERM_S
 from phalanx.processes import (
+    RELAYED_SIGNALS,
     adopt_orphans,
+    blocked_signals,
     die_with_parent,
     kill_descendants,
     kill_sessions,
@@ -169,7 +179,9 @@ class _Zygote:
         self._ranks: dict[int, int] = {}  # by process: its rank, until it is reaped
         self._target: dict[str, Any] = {}
         self._membership: dict[str, Any] = {}  # the agent's membership, in a job on several hosts
-        self._caught = contextlib.ExitStack()  # while it is open, SIGCHLD does not interrupt but is read
+        self._caught = contextlib.ExitStack()  # while it is open, signals do not interrupt but are read
+        self._received: dict[int, float] = {}  # by signal: when this process received it last
+        self._held: list[tuple[float, dict[str, Any]]] = []  # what is to be relayed, and when
         self._spare = 0  # the process of the spare
         self._is_spare = False  # whether this process is a spare whose zygote lives
 
@@ -179,7 +191,8 @@ class _Zygote:
         `tells`: what the agent sent before it was killed is read, too, because it says where the first host is.
         """
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # whoever started the agent may have ignored it
-        signals = self._caught.enter_context(caught_signals([signal.SIGCHLD]))
+        signals = self._caught.enter_context(caught_signals([signal.SIGCHLD, *RELAYED_SIGNALS]))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, RELAYED_SIGNALS)
         outlive_parent()
         if not (self._is_spare or tells) and os.getppid() != self._agent:  # it died while nobody was looking
             kill_sessions(self._sessions)
@@ -188,10 +201,11 @@ class _Zygote:
         poll.register(self._control, select.POLLIN)
         poll.register(signals, select.POLLIN)
         while True:
-            ready = [fd for fd, _ in poll.poll()]
-            if signals in ready:
-                read_signals(signals)
-                self._reap()
+            ready = [fd for fd, _ in poll.poll(self._wait_ms())]
+            # Also where poll() has not seen it: a signal that was sent before a command is here before the command.
+            for number in read_signals(signals):
+                self._on_signal(number)
+            self._relay_due()
             if self._control.fileno() in ready:
                 # One, because a rank that is forked for it would inherit the descriptors of those after it.
                 for message in self._control.take(limit=1):
@@ -201,6 +215,40 @@ class _Zygote:
                         return assignment
                 if self._control.gone:
                     self._end_with_agent()
+
+    def _on_signal(self, number: int) -> None:
+        if number == signal.SIGCHLD:
+            self._reap()
+            return
+        self._received[number] = time.monotonic()
+        self._held = [held for held in self._held if held[1]["signum"] != number]
+
+    def _hold(self, message: dict[str, Any]) -> None:
+        """Hold a signal that the agent has received, unless this process has received it."""
+        now = time.monotonic()
+        at = self._received.get(message["signum"])
+        if at is None or now > at + SAME_SIGTERM_S:
+            self._held.append((now + message["hold_s"], message))
+
+    def _wait_ms(self) -> int | None:
+        """Return how long to wait for an event; None: until there is one."""
+        due = min((at for at, _ in self._held), default=None)
+        return None if due is None else max(0, math.ceil((due - time.monotonic()) * 1000))
+
+    def _relay_due(self) -> None:
+        now = time.monotonic()
+        due = [message for at, message in self._held if at <= now]
+        self._held = [held for held in self._held if held[0] > now]
+        for message in due:
+            self._send_signal(message)
+            others = [rank for rank in message["ranks"] if rank not in self._ranks.values()]
+            if others:
+                event = {"signum": message["signum"], "ranks": others, "group": message["group"]}
+                self._send_event({"event": "relay", **event})
+
+    def _send_signal(self, message: dict[str, Any]) -> None:
+        named = [pid for pid, rank in self._ranks.items() if rank in message["ranks"]]
+        signal_children(named, message["signum"], group=message["group"])
 
     def _end_with_agent(self) -> NoReturn:
         """End this process and all ranks, because the agent has ended; a spare leaves that to the zygote."""
@@ -230,15 +278,16 @@ class _Zygote:
         elif command == "elastic":
             self._elastic |= {pid for pid, rank in self._ranks.items() if rank == message["rank"]}
         elif command == "signal":
-            named = [pid for pid, rank in self._ranks.items() if rank in message["ranks"]]
-            signal_children(named, message["signum"], group=message["group"])
+            self._send_signal(message)
+        elif command == "relay":
+            self._hold(message)
         elif command == "sweep":
             self._report_exits(kill_descendants(list(self._ranks)))
             self._send_event({"event": "swept"})
-        elif command == "fork":
-            return self._fork(message, fds)
-        elif command == "spare":
-            return self._fork_spare(*fds)
+        elif command in ("fork", "spare"):
+            # A signal that reaches the child before it has its own dispositions stays pending there.
+            with blocked_signals(RELAYED_SIGNALS):
+                return self._fork(message, fds) if command == "fork" else self._fork_spare(*fds)
         return None
 
     def _fork_spare(self, control: int) -> Assignment | None:

@@ -13,7 +13,7 @@ from typing import Any
 from phalanx.agent.target import Target
 from phalanx.agent.zygote_command import plan_zygote_code
 from phalanx.ipc.channel import Channel
-from phalanx.processes import SUPPORTED, has_working_directory
+from phalanx.processes import RELAYED_SIGNALS, SUPPORTED, blocked_signals, has_working_directory
 
 _MAX_ROOM = 1 << 14
 _MAX_SPARES = 20  # one zygote may have so many spares: whatever ends them will not stop
@@ -108,7 +108,7 @@ class ZygoteProcess:
             flags.append("-P")
         # A rank in a process group of its own would be stopped for reading the terminal. A file or a pipe it may read.
         stdin = subprocess.DEVNULL if os.isatty(0) else None
-        with theirs:
+        with theirs, blocked_signals(RELAYED_SIGNALS):  # which it unblocks once it can survive them
             self._process = subprocess.Popen(
                 [sys.executable, *flags, "-c", code, " " * min(room, _MAX_ROOM)],
                 env=dict(environment),
@@ -232,6 +232,15 @@ class ZygoteProcess:
     def signal(self, signum: int, ranks: Sequence[int], *, group: bool) -> None:
         """Have the zygote send `signum` to `ranks`."""
         self.control.put({"command": "signal", "signum": signum, "ranks": ranks, "group": group})
+
+    def relay(self, signum: int, ranks: Sequence[int], *, group: bool, hold_s: float) -> None:
+        """Have the zygote send a signal that came to this process, unless every process of the job receives it.
+
+        The zygote waits `hold_s` to see whether it receives the signal itself. It returns, in an event `relay`, the
+        signal for those of `ranks` that are not its children.
+        """
+        message = {"command": "relay", "signum": signum, "ranks": ranks, "group": group, "hold_s": hold_s}
+        self.control.put(message)
 
     def sweep(self) -> None:
         """Have the zygote kill every process below it; it answers `swept`."""

@@ -128,12 +128,14 @@ class FollowerSupervision(Supervision):
         if is_undecided and self.channel is not None and self.channel.first != self.asked_member:
             self._ask(self.asked_for)
 
-    def on_remote_signal(self, signum: int, ranks: Iterable[int], group: bool) -> list[Action]:
+    def on_remote_signal(
+        self, signum: int, ranks: Iterable[int], group: bool, is_relayed: bool = False
+    ) -> list[Action]:
         """Send `signum`, as the first host wants."""
         chosen = tuple(rank for rank in ranks if rank in self.running)
         if signum in ENDING_SIGNALS and self.phase == "running":
             self.phase = "stopping"
-        return [Signal(signum, chosen, group)] if chosen else []
+        return [Signal(signum, chosen, group, is_relayed)] if chosen else []
 
     def sweep(self) -> list[Action]:
         """Leave no process, as the first host wants."""
@@ -350,7 +352,8 @@ class FollowerLink(HostLink):
                 signum = int(message.body["signum"])
                 if signum in ENDING_SIGNALS:
                     self._attempt.ranks.abandon_rest()
-                self._attempt.do(state.on_remote_signal(signum, message.body["ranks"], bool(message.body["group"])))
+                group, is_relayed = bool(message.body["group"]), bool(message.body.get("is_relayed"))
+                self._attempt.do(state.on_remote_signal(signum, message.body["ranks"], group, is_relayed))
             elif message.kind == "generation":
                 self._attempt.begin_generation(generation_from_json(message.body["begun"]))
             elif message.kind == "tell generation":

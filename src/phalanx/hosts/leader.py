@@ -248,13 +248,13 @@ class LeaderLink(HostLink):
         """Return the coordinator, by the way that leads there from this host."""
         return create_agent_file(*self._store_location)
 
-    def send_signal(self, signum: int, ranks: tuple[int, ...], *, group: bool) -> None:
+    def send_signal(self, signum: int, ranks: tuple[int, ...], *, group: bool, is_relayed: bool = False) -> None:
         """Have a signal sent to those of `ranks` that are on other hosts."""
         wanted = frozenset(ranks)
         for node in self._peers.present:
             theirs = [rank for rank in node.place.ranks if rank in wanted]
             if theirs:
-                self._put(node, "signal", signum=signum, ranks=theirs, group=group)
+                self._put(node, "signal", signum=signum, ranks=theirs, group=group, is_relayed=is_relayed)
 
     def take_signal(self, signum: int) -> bool:
         """Take a signal that has come at this host, if it asks this host to leave and not the job to end."""
