@@ -18,7 +18,7 @@ from phalanx.elastic.losses import is_loss
 from phalanx.errors import PeerLostError, PhalanxError
 
 _TRAINER = """
-import functools, os, signal, sys
+import functools, os, signal, sys, time
 import torch
 import torch._dynamo
 import phalanx
@@ -26,10 +26,14 @@ from phalanx import rpc
 from phalanx.parameter_server import requests
 from phalanx.parameter_server.shard import Gradients
 
-folder = sys.argv[1]
+folder, how, computes = sys.argv[1], {"synchronous": sys.argv[2] == "True"}, sys.argv[3] == "True"
+if not how["synchronous"]:
+    how["max_staleness"] = 2
 job = phalanx.init()
 name = f"t{job.rank}"
 rpc.init_rpc(name, rank=job.rank, rpc_backend_options=rpc.RpcBackendOptions(init_method=f"file://{folder}/store"))
+if os.path.exists(f"{folder}/struck"):
+    open(f"{folder}/replaced", "w").close()  # the name is taken
 state = phalanx.elastic.State(step=0)
 SGD = functools.partial(torch.optim.SGD, lr=1.0)
 
@@ -42,13 +46,17 @@ def strike(step, ids):
         gradients = Gradients({"d": torch.ones(3)}, {"t": (here, torch.ones(len(here), 2))})
         rpc.rpc_sync("s0", requests.push, ("parameters", 0, name, step, gradients))
         os.kill(os.getpid(), signal.SIGKILL)
+    if computes and (job.rank, step) == (0, 7) and not os.path.exists(f"{folder}/computed"):
+        open(f"{folder}/computed", "w").close()
+        while not os.path.exists(f"{folder}/replaced"):
+            time.sleep(0.01)
 
 
 @phalanx.elastic.run(state)
 def train(state):
     server = phalanx.ParameterServer(
         ["s0", "s1"], ["t0", "t1"], dense={"d": torch.zeros(3)}, tables={"t": torch.zeros(7, 2)}, optimizer=SGD,
-        reduction="sum",
+        reduction="sum", **how,
     )
     ids = torch.tensor([0, 1, 2, 5 - job.rank])
     while server.step < 20:
@@ -70,7 +78,7 @@ rpc.shutdown()
 """
 
 
-def _work(rank, folder):
+def _work(rank, folder, synchronous, computes):
     name = ["s0", "s1", "driver"][rank]
     options = rpc.RpcBackendOptions(init_method=f"file://{folder}/store")
     rpc.init_rpc(name, rank=10 + rank, rpc_backend_options=options)
@@ -84,6 +92,7 @@ def _work(rank, folder):
     script.write_text(_TRAINER)
     launcher = Path(sysconfig.get_path("scripts"), "phalanx")
     command = [sys.executable, str(launcher), "run", "--nproc-per-node", "2", str(script), folder]
+    command += [str(synchronous), str(computes)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     for server in ("s0", "s1"):
         rpc.rpc_sync(server, set_event, ("it is over",))
@@ -94,9 +103,15 @@ def _work(rank, folder):
 
 
 @pytest.mark.slow
-def test_a_trainer_that_is_lost_is_replaced_and_nothing_is_pushed_twice():
-    """Who came in its place took the largest of its servers' clocks: what it had not pushed to all was never pushed."""
-    output = run_workers(_work, 3, timeout=110)[2]
+@pytest.mark.parametrize("synchronous", [True, False])
+@pytest.mark.parametrize("computes", [False, True])
+def test_a_trainer_that_is_lost_is_replaced_and_nothing_is_pushed_twice(synchronous, computes):
+    """Who came in its place took the largest of its servers' clocks: what it had not pushed to all was never pushed.
+
+    Where the other trainer had computed until the replacement had the lost one's name, the server took the two for the
+    same trainer: the survivor waited for its push, and the replacement for the survivor.
+    """
+    output = run_workers(_work, 3, synchronous, computes, timeout=110)[2]
     assert "dense [-40.0, -40.0, -40.0] rows [-40.0, -40.0, -40.0, 0.0, -20.0, -20.0, 0.0]" in output
 
 

@@ -18,14 +18,29 @@ class Agent:
 
     def __init__(self):
         self.me = SimpleNamespace(info=SimpleNamespace(name="s", id=9), uid=9)
-        self.lost = set()
+        self._uids = {}  # by name
+        self._lost = set()  # by uid
         self.membership = SimpleNamespace(find=self.find, find_lost=lambda name: None, host_of=lambda name: "here")
 
     def find(self, name):
-        return SimpleNamespace(info=SimpleNamespace(name=name, id=int(name) if name.isdigit() else 9))
+        info = SimpleNamespace(name=name, id=int(name) if name.isdigit() else 9)
+        return SimpleNamespace(info=info, uid=self.uid(name))
+
+    def uid(self, name):
+        return self._uids.setdefault(name, len(self._uids))
+
+    def lose(self, name):
+        self._lost.add(self.uid(name))
+
+    def replace(self, name):
+        """Another worker takes the name of a lost one."""
+        self._uids[name] = 100 + self.uid(name)
 
     def peer(self, member):
-        return SimpleNamespace(lost="it was killed." if member.info.name in self.lost else "")
+        return SimpleNamespace(lost=self.why_lost(member.uid), connection="it is watched")
+
+    def why_lost(self, uid):
+        return "it was killed." if uid in self._lost else ""
 
 
 class Model:
@@ -66,18 +81,32 @@ def play(seed):
     hosted = Hosted(agent, "p", 0)
     start = {"step": 0, "dense": {"d": torch.zeros(len(trainers))}, "tables": {}, "optimizer": {}}
     hosted.request(partial(hosted.create, spec, start))
-    asked, ahead = {}, 0
+    asked, replaced, ahead = {}, set(), 0
     for _ in range(60):
         idle = [one for one in trainers if one in model.there - model.lost and one not in asked]
         what = chance.choice(
-            ["pull", "push", "push", "push", "leave", "die", "late"] if chance.random() < 0.1 else ["pull", "push"]
+            ["pull", "push", "push", "push", "leave", "die", "late", "replace", "attach"]
+            if chance.random() < 0.1
+            else ["pull", "push"]
         )
         if what == "die" and model.there - model.lost:
             gone = chance.choice(sorted(model.there - model.lost))
-            agent.lost.add(gone)
+            agent.lose(gone)
             model.lost.add(gone)
+            replaced.discard(gone)
             asked.pop(gone, None)
             hosted.settle()
+        elif what == "replace" and model.lost - replaced:  # the worker that was lost stays lost
+            back = chance.choice(sorted(model.lost - replaced))
+            agent.replace(back)
+            replaced.add(back)
+        elif what == "attach" and model.lost & replaced:  # from now on its replacement is the trainer
+            back = chance.choice(sorted(model.lost & replaced))
+            attached = hosted.request(partial(hosted.attach, back, agent.uid(back), ""))
+            assert attached.done() == (back in model.there)  # one that had left waits for the next of the name
+            if back in model.there:
+                assert attached.value() == (model.clocks[back], 0)
+                model.lost.discard(back)
         elif idle:
             trainer = chance.choice(idle)
             clock = model.clocks[trainer]
@@ -206,7 +235,7 @@ def test_a_replica_hears_of_a_step_that_failed_and_one_made_later_is_no_better_t
     assert replica._number == primary._number == 1
     replica = Hosted(others, "p", 0)
     primary._choose_replica()
-    others.lost.add("s")
+    others.lose("s")
     replica.hear_lost(SimpleNamespace(uid=9, info=SimpleNamespace(name="s")))
     with pytest.raises(PhalanxError, match="could not make step 0: ArithmeticError"):
         replica.request(partial(replica.pull, "0", 1, ["d"], {})).value()
@@ -265,9 +294,9 @@ def test_a_state_is_loaded_when_all_trainers_have_asked_for_it():
     assert not first.done()
     assert load("1", 1).value()[0] == first.value()[0] == 3
     assert hosted._shard.state()["dense"]["d"].tolist() == [0, 0]
-    assert hosted.request(partial(hosted.attach, "1", "")).value() == (3, 1)
+    assert hosted.request(partial(hosted.attach, "1", agent.uid("1"), "")).value() == (3, 1)
     waits = load("1", 2)
-    agent.lost.add("0")
+    agent.lose("0")
     hosted.settle()
     with pytest.raises(TrainerLostError, match="trainer '0' is lost, whose state was to be loaded: it was killed"):
         waits.value()
@@ -278,7 +307,8 @@ def test_the_next_of_a_name_begins_when_all_trainers_have_closed_the_one_before(
     other arguments, a MismatchError, as long as another trainer had not closed its own. What was given up is not made
     behind its trainer's back when they do close it.
     """
-    hosted = Hosted(Agent(), "p", 0)
+    agent = Agent()
+    hosted = Hosted(agent, "p", 0)
     start = {"step": 0, "dense": {"d": torch.zeros(1)}, "tables": {}, "optimizer": {}}
 
     def spec(described):
@@ -288,7 +318,7 @@ def test_the_next_of_a_name_begins_when_all_trainers_have_closed_the_one_before(
     def make(trainer, described):
         if trainer == "0":
             made = hosted.request(partial(hosted.create, spec(described), start))
-        attached = hosted.request(partial(hosted.attach, trainer, described))
+        attached = hosted.request(partial(hosted.attach, trainer, agent.uid(trainer), described))
         return [made, attached] if trainer == "0" else [attached]
 
     def close(trainer):

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch.distributed import PrefixStore
 
+from phalanx.coordination.bootstrap import check_meeting
 from phalanx.coordination.rank_info import RankInfo
 from phalanx.deadline import Deadline
 from phalanx.descriptors import find_shortage
@@ -113,6 +114,7 @@ def open_gloo(
         if report is not None:
             failure_store.acknowledge()
             raise report.error(Operation("init_process_group", name, rank))
+        check_meeting()
 
     try:
         return _interruptible(connect, check_others, name)

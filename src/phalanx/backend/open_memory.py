@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from phalanx.backend.rendezvous import agent_address
+from phalanx.coordination.bootstrap import check_meeting
 from phalanx.coordination.rank_info import RankInfo
 from phalanx.deadline import Deadline
 from phalanx.diagnostics.rank_list import name_ranks
@@ -39,7 +40,8 @@ def open_symmetric_memory(
     here = f"init_process_group of group {name!r} on rank {rank}"
 
     def look_after(which: Iterable[int]) -> None:
-        """Look whether the ranks live that have not come for the memory: one that is dead never comes."""
+        """Check that the ranks live which have not fetched the memory, and that the group is still to be formed."""
+        check_meeting()
         for who in (local_ranks[i] for i in sorted(which)):
             if infos[who].process.has_ended():
                 how = f"rank {who} ({infos[who]}) came, and ended before the group was formed"

@@ -60,12 +60,18 @@ _check: ContextVar[Callable[[], None] | None] = ContextVar("check", default=None
 
 @contextlib.contextmanager
 def checked_while_meeting(check: Callable[[], None]) -> Iterator[None]:
-    """Let every wait for ranks call `check` again and again, inside; what it raises ends the wait."""
+    """Let every wait of a group that forms call `check` again and again, inside; what it raises ends the wait."""
     token = _check.set(check)
     try:
         yield
     finally:
         _check.reset(token)
+
+
+def check_meeting() -> None:
+    """Call what `checked_while_meeting` has set. Every wait that forms a group calls this again and again."""
+    if (check := _check.get()) is not None:
+        check()
 
 
 class _Superseded(Exception):
@@ -313,14 +319,12 @@ class Bootstrap:
         """
         notice_at = Deadline.after(NOTICE_S, deadline.clock)
         spoken, pause_s = False, 0.0005
-        check = _check.get()
         while True:
             if is_over():
                 return True
             if deadline.passed:
                 return False
-            if check is not None:
-                check()
+            check_meeting()
             if notice_at.passed and not spoken:
                 spoken = True
                 notice()

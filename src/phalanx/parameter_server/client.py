@@ -90,7 +90,8 @@ class ParameterServer:
         }
         tensors = [{k: t for values, _ in groups[kind] for k, t in values.items()} for kind in KINDS]
         self._parameters = Parameters(name, *tensors)
-        self._trainer = current.agent().me.info.name
+        me = current.agent().me
+        self._trainer = me.info.name
         self._servers = tuple(servers)
         problems = find_problems(self._servers, tuple(trainers), self._trainer, groups)
         if max_staleness is not None and (synchronous or max_staleness < 0):
@@ -144,7 +145,7 @@ class ParameterServer:
             state["groups"] = {kind: self._groups_of(kind) for kind in KINDS}
             shards = split_state(state, self._place, len(self._servers))
             self._on_all(requests.create, [(self._spec, one) for one in shards])
-        attached = self._on_all(requests.attach, [(self._trainer, described)] * len(self._servers))
+        attached = self._on_all(requests.attach, [(self._trainer, me.uid, described)] * len(self._servers))
         # Who comes in the place of a lost trainer makes the step again that not all servers have heard of; the others
         # take no notice of it.
         clocks = [clock for clock, _ in attached]

@@ -104,6 +104,9 @@ class Hosted:
         """Make the shard, unless it is there; wait while one that the first trainer has closed is still there."""
         if self._shard is None:
             self._shard, self._is_primary = Shard(spec, state), True
+            members = [one for one in map(self._agent.membership.find, spec.trainers) if one is not None]
+            self._shard.workers = {one.info.name: one.uid for one in members}
+            on_thread(partial(self._watch, members))
             self._choose_replica()
         elif not self._is_primary or spec.trainers[0] in self._shard.left:
             return _WAIT
@@ -120,7 +123,7 @@ class Hosted:
             one.future.set_exception(ClosedError(f"ParameterServer {self._name!r}: its trainer waits for it no more."))
         return list(self.clocks())
 
-    def attach(self, trainer: str, described: str) -> Any:
+    def attach(self, trainer: str, worker: int, described: str) -> Any:
         """Return the trainer's clock and how many states were loaded, once the shard is there.
 
         A shard that this trainer has closed does not count: the next of the name begins when all have closed this one.
@@ -135,7 +138,11 @@ class Hosted:
                 f"  {spec.trainers[0]}: {spec.described}\n  {trainer}: {described}\nGive all of them the same.",
                 calls=calls,
             )
-        return self._shard.clocks[trainer], self._shard.load_number
+        answer = self._shard.clocks[trainer], self._shard.load_number
+        if self._shard.workers.get(trainer) == worker:
+            return answer
+        self._asked.pop(trainer, None)  # by the worker that this one replaces
+        return self._answer_after(self.write(("attach", trainer, worker)), answer)
 
     def ask_load(self, trainer: str, number: int) -> None:
         """Note that the trainer has nothing more to push before load `number`."""
@@ -163,13 +170,17 @@ class Hosted:
                     "it. Let the first trainer load before it closes, or make another ParameterServer without it."
                 )
             return _WAIT
-        loaded: Future[Any] = Future()
         told = self.write(("load", number, state))
-        answer = shard.clocks[trainer], shard.said()
+        return self._answer_after(told, (shard.clocks[trainer], shard.said()))
+
+    @staticmethod
+    def _answer_after(told: Future[Any] | None, answer: Any) -> Any:
+        """Return the answer, once the replica has what it was `told`."""
         if told is None:
             return answer
-        told.add_done_callback(partial(pass_on, loaded, value=answer))
-        return loaded
+        answered: Future[Any] = Future()
+        told.add_done_callback(partial(pass_on, answered, value=answer))
+        return answered
 
     def add(
         self,
@@ -293,7 +304,18 @@ class Hosted:
 
     def _lost_trainers(self, shard: Shard) -> dict[str, str]:
         """Return the trainers that are gone without having left, and why."""
-        return {one: why for one in shard.active() if (why := self._why_lost(one))}
+        found = {}
+        for one in shard.active():
+            worker = shard.workers.get(one)
+            if why := self._why_lost(one) if worker is None else self._agent.why_lost(worker):
+                found[one] = why
+        return found
+
+    def _watch(self, members: Sequence[WorkerAddress]) -> None:
+        """Connect to these workers: the end of one that has not connected by itself would go unnoticed."""
+        for one in members:
+            if self._agent.peer(one).connection is None:
+                self._agent.tell(one, "watch", None)
 
     def _why_lost(self, worker: str) -> str:
         membership = self._agent.membership

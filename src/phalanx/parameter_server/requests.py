@@ -30,10 +30,10 @@ def give_up(name: str, index: int) -> list[str]:
 
 
 @async_execution
-def attach(name: str, index: int, trainer: str, described: str) -> Future[Any]:
-    """Let another trainer wait for the values of the first one."""
+def attach(name: str, index: int, trainer: str, worker: int, described: str) -> Future[Any]:
+    """Let another trainer, which is the worker of that uid, wait for the values of the first one."""
     place = host(name, index)
-    return place.request(partial(place.attach, trainer, described))
+    return place.request(partial(place.attach, trainer, worker, described))
 
 
 @async_execution

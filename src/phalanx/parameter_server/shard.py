@@ -70,15 +70,17 @@ class Shard:
         }
         self._added: list[tuple[str, str]] = []  # the groups that came later: their kind, and what they are in words
         self.left: set[str] = set()
+        self.workers: dict[str, int] = {}  # by trainer: the uid of the worker that it is, or was when it attached
         self._total: Tensor | None = None  # the norm for the next step
         self.load(load_number, state)
 
     # -- what is replicated --------------------------------------------------------------------------------------------
 
     def apply(self, entry: tuple[Any, ...]) -> None:
-        """Do what was asked: push, clip, leave, load or add, with its arguments. A second time it changes nothing."""
+        """Do what was asked, with its arguments. A second time it changes nothing."""
         what, *arguments = entry
         does: dict[str, Callable[..., None]] = {
+            "attach": self.attach,
             "push": self.push,
             "clip": self.clip,
             "leave": self.leave,
@@ -86,6 +88,10 @@ class Shard:
             "add": self.add,
         }
         does[what](*arguments)
+
+    def attach(self, trainer: str, worker: int) -> None:
+        """Note which worker the trainer is. The replacement of a lost worker has its name, and another uid."""
+        self.workers[trainer] = worker
 
     def push(self, trainer: str, clock: int, gradients: Gradients) -> None:
         """Take the gradients of a trainer's step number `clock`."""
@@ -272,18 +278,18 @@ class Shard:
     def snapshot(self) -> tuple[Any, ...]:
         """Return all that makes an equal shard elsewhere."""
         pending = {step: dict(pushed) for step, pushed in self._pending.items()}
-        more = self.said(), list(self._added), dict(self._norms)
+        more = self.said(), list(self._added), dict(self._norms), dict(self.workers)
         return self.spec, self.state(), self.load_number, dict(self.clocks), set(self.left), pending, more
 
     @classmethod
     def from_snapshot(cls, snapshot: tuple[Any, ...]) -> Shard:
         """Make a shard of what `snapshot` returned."""
-        spec, state, load_number, clocks, left, pending, (said, added, norms) = snapshot
+        spec, state, load_number, clocks, left, pending, (said, added, norms, workers) = snapshot
         shard = cls(spec, state, load_number)
         shard.clocks, shard.left, shard._pending = clocks, left, pending
         for kind, held in shard._held.items():
             held.said = said[kind]
-        shard._added, shard._norms = added, norms
+        shard._added, shard._norms, shard.workers = added, norms, workers
         return shard
 
 

@@ -139,8 +139,8 @@ def receive_fds(
     """Return the `count` file descriptors that local rank 0 at `address` serves. The caller owns them.
 
     With `wait_for_leader` it may not listen yet: try until it does. An address in the abstract namespace is always
-    tried until it answers: local rank 0 opens it when it knows that some rank needs it. `look_around` is called between
-    two attempts, and may raise: a process that has ended opens nothing any more.
+    tried until it answers: local rank 0 opens it when it knows that some rank needs it. `look_around` is called again
+    and again during the wait, and may raise: a process that has ended opens nothing any more.
 
     Raises:
         PhalanxError: local rank 0 is gone, or refused this process.
@@ -150,6 +150,10 @@ def receive_fds(
         with contextlib.closing(_connect(address, deadline, wait_for_leader, look_around)) as s:
             s.settimeout(min(deadline.left_s, 3600.0) or 0.001)
             s.sendall(_HELLO.pack(bytes.fromhex(address.token), rank))
+            while not wait_readable([s], min(_SLICE_S, deadline.left_s)):
+                if deadline.passed:
+                    raise TimeoutError
+                look_around()
             fds, cut_short = _receive(s, count)
     except TimeoutError:
         raise DeadlineError("local rank 0 of this host did not hand over the shared memory in time") from None

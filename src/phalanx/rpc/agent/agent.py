@@ -69,7 +69,7 @@ class Agent:
         self.connections = Connections(name, number, host, options, self.serving, take, self._lose)
         self.me = self.connections.me
         self.peers = self.connections.peers
-        self.peer = self.connections.peer
+        self.peer, self.why_lost = self.connections.peer, self.connections.why_lost
         self.threads = Threads("phalanx-rpc-work")
         self.references = References(self.me.uid)
         self.retries = Retries(lambda to: self.membership.find(to) is not None, self.run_later)

@@ -91,6 +91,10 @@ class Connections:
                 self.peers.pop(member.uid, None)
         return peer
 
+    def why_lost(self, uid: int) -> str:
+        """Return why the worker of this uid is lost; "" if it is not, or was never known."""
+        return self._gone.get(uid, "")
+
     @without_collector
     def connect(self, peer: Callee, timeout_s: float = 0.0) -> Any:
         """Return the connection to a worker; None if it is lost and there can be none."""
