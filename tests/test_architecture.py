@@ -59,7 +59,7 @@ LAYERS = [
 ]
 LAYER_OF = {package: layer for layer, packages in enumerate(LAYERS) for package in packages}
 FEATURES = 4
-MOST_LINES = 450
+MOST_LINES = 500
 
 # The facade, `python -m phalanx` and the entry point that torch calls are outside the layers: they only name packages.
 OUTSIDE = {"__init__", "__main__", "_autoload"}
