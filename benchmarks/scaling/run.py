@@ -1,7 +1,7 @@
-"""How does an all_reduce's cost grow with ranks and hosts? Counted for Gloo and for us, beside what the model predicts.
+"""How does an all_reduce's cost grow with ranks and hosts? Counted for Gloo and for us.
 
 On one host 2 to 32 ranks share the cores, so that time says little: processor time, waits and bytes through sockets are
-counted. Between hosts bytes and time are held against the prediction, which goes on to 1,024 ranks.
+counted. Between hosts bytes and time are counted.
 """
 
 from __future__ import annotations
@@ -16,19 +16,13 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 import harness  # noqa: E402 - the line above says where it is
-from harness.curves import Panel, Point, draw, extend  # noqa: E402
+from harness.curves import Panel, Point, draw  # noqa: E402
 from rank import BACKENDS, Sample, Samples, rank_main  # noqa: E402
 
-from phalanx.collectives import Link, Links, Topology, build, hierarchical  # noqa: E402
-from phalanx.collectives.simulate import simulate  # noqa: E402
-from phalanx.collectives.units import format_bytes, parse_bytes, parse_bytes_per_s  # noqa: E402
 from phalanx.testing import hosts, run_ranks, why_no_hosts  # noqa: E402
 
 LAYOUTS = "1x2,1x4,1x8,1x16,1x32,2x1,3x1,4x1,6x1,8x1"
-PAYLOAD = 1448 / 1514  # of a packet of Ethernet
-FAR = 1024  # ranks
-# What is assumed there: 8 ranks a host, joined by 10 Gbit/s with the latency of a switch and of two kernels.
-FAR_PER_HOST, FAR_LINK = 8, Link(50e-6, 1.25e9 * PAYLOAD)
+UNITS = {"MiB": 1 << 20, "KiB": 1 << 10, "": 1}
 
 Table = dict[tuple[int, int], Samples]  # by hosts and ranks on each
 
@@ -38,13 +32,16 @@ def median(samples: list[Sample]) -> Sample:
     return Sample(**{name: statistics.median(getattr(one, name) for one in samples) for name in asdict(samples[0])})
 
 
-def predicted_s(num_hosts: int, per_host: int, nbytes: int, link: Link) -> float:
-    """Return what the model predicts for the ring between hosts, with memory inside of them."""
-    topology = Topology.of_sizes([per_host] * num_hosts)
-    schedule = build("ring", "all_reduce", Topology.flat(num_hosts))
-    if per_host > 1:
-        schedule = hierarchical.all_reduce(topology, schedule)
-    return simulate(schedule, nbytes, topology, Links(inter=link)).seconds
+def parse_bytes(text: str) -> int:
+    """Return 65536 for "64KiB"."""
+    unit = text.lstrip("0123456789")
+    return int(text.removesuffix(unit)) * UNITS[unit]
+
+
+def format_bytes(nbytes: int) -> str:
+    """Return "64 KiB" for 65536."""
+    unit = next(unit for unit, size in UNITS.items() if nbytes >= size)
+    return f"{nbytes // UNITS[unit]} {unit or 'B'}"
 
 
 def rows_on_one_host(table: Table, sizes: list[int]) -> list[list[str]]:
@@ -71,8 +68,8 @@ def rows_on_one_host(table: Table, sizes: list[int]) -> list[list[str]]:
     return rows
 
 
-def rows_between_hosts(table: Table, sizes: list[int], link: Link | None) -> list[list[str]]:
-    """Return a row for each size and number of hosts: what was counted, and what is predicted."""
+def rows_between_hosts(table: Table, sizes: list[int]) -> list[list[str]]:
+    """Return a row for each size and number of hosts: what was counted."""
     rows = []
     for nbytes in sizes:
         for (num_hosts, per_host), samples in table.items():
@@ -80,7 +77,6 @@ def rows_between_hosts(table: Table, sizes: list[int], link: Link | None) -> lis
                 continue
             gloo, ours = (median(samples[name, nbytes]) for name in BACKENDS)
             least = 2 * (num_hosts - 1) / num_hosts
-            predicted = float("nan") if link is None else predicted_s(num_hosts, per_host, nbytes, link)
             rows.append(
                 [
                     f"{format_bytes(nbytes)}, {num_hosts} x {per_host}",
@@ -91,14 +87,13 @@ def rows_between_hosts(table: Table, sizes: list[int], link: Link | None) -> lis
                     harness.format_time(ours.cpu_s),
                     harness.format_time(gloo.seconds),
                     harness.format_time(ours.seconds),
-                    harness.format_time(predicted),
-                    harness.format_ratio(ours.seconds / predicted),
+                    harness.format_ratio(ours.seconds / gloo.seconds),
                 ]
             )
     return rows
 
 
-def panels(table: Table, sizes: list[int], link: Link | None) -> list[Panel]:
+def panels(table: Table, sizes: list[int]) -> list[Panel]:
     """Return what to draw: processor time over ranks, and time over hosts."""
     made = []
     for nbytes in sizes:
@@ -122,25 +117,8 @@ def panels(table: Table, sizes: list[int], link: Link | None) -> list[Panel]:
             for name in BACKENDS
         }
         if all(len(curve) > 1 for curve in curves.values()):
-            at = [num_hosts for num_hosts, _ in curves["phalanx"]]
-            dashed = {"predicted": [(n, predicted_s(int(n), 1, nbytes, link) * 1e3) for n in at]} if link else {}
-            made.append(Panel(f"hosts, {format_bytes(nbytes)}: ms, over hosts", curves, dashed))
+            made.append(Panel(f"hosts, {format_bytes(nbytes)}: ms, over hosts", curves))
     return made
-
-
-def far_rows(table: Table, sizes: list[int]) -> list[list[str]]:
-    """Predict for many ranks: time by the model, processor time as a power through what was counted."""
-    rows = []
-    for nbytes in sizes:
-        counted = [
-            (per_host, median(samples["phalanx", nbytes]).cpu_s)
-            for (num_hosts, per_host), samples in table.items()
-            if num_hosts == 1
-        ]
-        time_s = predicted_s(FAR // FAR_PER_HOST, FAR_PER_HOST, nbytes, FAR_LINK)
-        cpu_s = extend(counted, 64)[-1][1] if len(counted) > 1 else float("nan")
-        rows.append([format_bytes(nbytes), harness.format_time(time_s), harness.format_time(cpu_s)])
-    return rows
 
 
 def main() -> None:
@@ -166,24 +144,16 @@ def main() -> None:
             table[num_hosts, per_host] = run_ranks(rank_main, num_hosts * per_host, *job, init=False, timeout=1800)[0]
         print(f"{layout} done", file=sys.stderr, flush=True)
 
-    link = None  # without two hosts nothing is known of its latency, and nothing is predicted
-    smallest = [median(samples["phalanx", sizes[0]]) for (n, _), samples in table.items() if n == 2]
-    if smallest:  # what two hosts take for the smallest tensor, which is one exchange
-        link = Link(smallest[0].seconds, parse_bytes_per_s(arguments.rate) * PAYLOAD)
     if one_host := rows_on_one_host(table, sizes):
         header = ["one host", "CPU a rank, gloo", "phalanx", "of Gloo's"]
         header += ["waits, gloo", "phalanx", "packets, gloo", "phalanx", "time, of Gloo's"]
         harness.print_table(header, one_host, title=f"a call and rank, median of {arguments.rounds} rounds")
-    if between := rows_between_hosts(table, sizes, link):
+    if between := rows_between_hosts(table, sizes):
         header = ["hosts x ranks", "bytes out / tensor, gloo", "phalanx", "least"]
         header += ["CPU a rank, gloo", "phalanx", "time, gloo", "phalanx"]
-        harness.print_table([*header, "predicted", "of it"], between, title=f"{arguments.rate} between the hosts")
-    far = f"{FAR:,} ranks, {FAR_PER_HOST} on a host"
-    harness.print_table(
-        [far, "time, predicted", "CPU a rank, 64 ranks on a host"], far_rows(table, sizes), title="predicted"
-    )
+        harness.print_table([*header, "of Gloo's"], between, title=f"{arguments.rate} between the hosts")
     if arguments.figure:
-        arguments.figure.write_text(str(draw("all_reduce over ranks and hosts", panels(table, sizes, link))))
+        arguments.figure.write_text(str(draw("all_reduce over ranks and hosts", panels(table, sizes))))
     raw = {
         f"{num_hosts}x{per_host}": {
             f"{name} {nbytes}": [asdict(s) for s in all_] for (name, nbytes), all_ in by.items()

@@ -66,37 +66,10 @@ def test_the_hierarchy_takes_hosts_of_unequal_size() -> None:
     assert "between hosts: scatter-reduce" in result.output
 
 
-@pytest.mark.slow
-def test_the_cost_is_a_table_and_a_plot(tmp_path: Path) -> None:
-    file = tmp_path / "cost.svg"
-    result = explain("cost", "--world-size", "2..64", "--bytes", "64MiB", "--bandwidth", "1Gbit", "--svg", str(file))
-    assert result.exit_code == 0
-    assert "30 µs and 1 Gbit/s between hosts" in result.output
-    assert "Bytes at the busiest rank" in result.output
-    assert "64 ranks" in result.output
-    assert "Predicted time" in file.read_text(encoding="utf-8")
-
-
-def test_a_simulation_says_how_much_was_played_and_whether_it_is_exact() -> None:
-    result = explain("simulate", "ring", "--world-size", "1024", "--ranks-per-host", "1", "--bytes", "1MiB")
-    assert result.exit_code == 0
-    assert "ring all_reduce of 1 MiB over 1024 ranks on 1024 hosts" in result.output
-    assert "transfers  2095104, 2048 of them played one by one" in result.output
-    assert "exact      yes" in result.output
-
-
-def test_segments_shorten_what_a_tree_takes() -> None:
-    of_two = ("simulate", "tree", "--world-size", "2", "--ranks-per-host", "1", "--bytes", "1MiB", "--latency", "0")
-    assert "time       16.9 ms, rank 0 last" in explain(*of_two).output
-    in_segments = explain(*of_two, "--segments", "8").output
-    assert "tree all_reduce of 1 MiB in 8 segments over 2 ranks on 2 hosts" in in_segments
-    assert "time       9.5" in in_segments
-
-
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["rnig"], "nothing called 'rnig' to explain. Did you mean 'ring'? There are: cost, direct, "),
+        (["rnig"], "nothing called 'rnig' to explain. Did you mean 'ring'? There are: direct, "),
         (["ring", "--world-size", "0"], "world size '0' must be a number of ranks, at least 1"),
         (["ring", "--world-size", "many"], "world size 'many' must be a number of ranks"),
         (["ring", "--world-size", "100"], "at most 64 ranks can be shown step by step, got 100"),
@@ -106,19 +79,6 @@ def test_segments_shorten_what_a_tree_takes() -> None:
         (["hierarchical", "--hosts", "2,0"], "world size '0' must be a number of ranks"),
         (["tree", "--operation", "broadcast", "--root", "9"], "root must be a rank in 0..3, got 9."),
         (["tree", "--root", "1"], "all_reduce has no root, got root=1."),
-        (["cost", "--bytes", "3 parsecs"], "size '3 parsecs' has the unknown unit 'parsecs'"),
-        (["cost", "--latency", "30"], "time '30' needs a unit"),
-        (["cost", "--bandwidth", "fast"], "bandwidth 'fast' is not a number with a unit"),
-        (["cost", "--world-size", "9..2"], "world sizes '9..2' run backwards; write 2..9."),
-        (["cost", "--world-size", "2..99999"], "world size 99999 is too large, at most 65536."),
-        (["cost", "--world-size", "7", "--svg", "x.svg"], "a plot needs at least two numbers of ranks above 1"),
-        (["simulate", "rong", "--world-size", "4"], "algorithm 'rong' is unknown; did you mean 'ring'?"),
-        (["simulate", "ring", "--world-size", "4", "--segments", "0"], "0 is not in the range 1<=x<=1024"),
-        (
-            ["simulate", "ring", "--world-size", "65536", "--segments", "2"],
-            "2 segments over 65536 ranks may be 17179607040 transfers, and all would be played one by one",
-        ),
-        (["simulate", "ring", "--world-size", "70000"], "can simulate at most 65536 ranks, got 70000"),
     ],
 )
 def test_bad_input_is_one_clear_line_and_exit_code_2(args: list[str], message: str) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from phalanx.collectives import Links, Topology, build, ring
-from phalanx.collectives.explanation import curves, drawing, steps
+from phalanx.collectives import Topology, build, ring
+from phalanx.collectives.explanation import drawing, steps
 from phalanx.collectives.explanation.symbols import chunk_name, value_text
 from phalanx.collectives.symbolic import Value
 
@@ -113,51 +113,3 @@ def test_a_drawing_too_large_to_read_is_refused() -> None:
 
 def test_the_drawings_in_the_documentation_are_those_of_the_schedules() -> None:
     assert (DOCS / "ring.svg").read_text(encoding="utf-8") == drawing.draw(ring.all_reduce(5))
-    computed = curves.compute("all_reduce", 64 << 20, range(2, 65), 4, Links())
-    assert (DOCS / "cost.svg").read_text(encoding="utf-8") == curves.draw(computed)
-
-
-def test_curves_show_every_algorithm_at_the_powers_of_two() -> None:
-    computed = curves.compute("all_reduce", 64 << 20, range(2, 65), 4, Links())
-    lines = list(curves.plain(computed))
-    assert lines[0] == "all_reduce of 64 MiB, 4 ranks per host, 30 µs and 1 Gbit/s between hosts"
-    header = next(i for i, line in enumerate(lines) if line.split()[:1] == ["ranks"])
-    assert lines[header].split() == ["ranks", "hierarchical", "ring", "halving_doubling", "doubling", "tree", "single"]
-    assert [line.split()[0] for line in lines[header + 1 : header + 7]] == ["2", "4", "8", "16", "32", "64"]
-    assert lines[-2].split() == [
-        "h",
-        "hierarchical",
-        "o",
-        "ring",
-        "x",
-        "halving_doubling",
-        "d",
-        "doubling",
-        "t",
-        "tree",
-        "s",
-        "single",
-    ]
-
-
-def test_curves_of_one_point_are_a_table_without_a_plot() -> None:
-    for sizes in ([1], [7], [1, 2]):
-        computed = curves.compute("all_reduce", 0, sizes, 4, Links())
-        assert any("Predicted time" in line for line in curves.plain(computed))
-        with pytest.raises(ValueError, match="a plot needs at least two numbers of ranks above 1"):
-            curves.draw(computed)
-
-
-@pytest.mark.parametrize("operation", ["all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce"])
-def test_every_operation_and_size_can_be_plotted(operation: str) -> None:
-    for nbytes in (0, 1, 1 << 30):
-        computed = curves.compute(operation, nbytes, [1, 2, 3, 300], 4, Links())  # type: ignore[arg-type]
-        ElementTree.fromstring(curves.draw(computed))
-        screen = io.StringIO()
-        curves.show(computed, Console(file=screen, width=100))
-        assert "300" in screen.getvalue()
-
-
-def test_curves_of_no_ranks_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"numbers of ranks must be at least 1, got \[0, 2\]"):
-        curves.compute("all_reduce", 1, [0, 2], 4, Links())

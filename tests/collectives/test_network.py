@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.collectives import Link, Links, Topology
+from phalanx.collectives import Link, Topology
 
 
 def test_ranks_are_numbered_host_after_host() -> None:
@@ -12,12 +12,10 @@ def test_ranks_are_numbered_host_after_host() -> None:
     assert topology.hosts == ((0, 1), (2, 3, 4))
     assert topology.host_of == (0, 0, 1, 1, 1)
     assert topology.world_size == 5
-    assert topology.ranks_per_host is None
 
 
 def test_hosts_are_filled_and_the_last_takes_the_rest() -> None:
     assert [len(host) for host in Topology.filled(10, 4).hosts] == [4, 4, 2]
-    assert Topology.filled(8, 4).ranks_per_host == 4
     assert Topology.filled(3, 1) == Topology.flat(3)
     assert Topology.filled(3, 5) == Topology.one_host(3)
 
@@ -47,5 +45,3 @@ def test_a_latency_that_is_no_span_is_refused(latency_s: float) -> None:
 def test_a_bandwidth_that_carries_nothing_is_refused(bytes_per_s: float) -> None:
     with pytest.raises(ValueError, match="bandwidth must be more than 0 bytes/s"):
         Link(0.0, bytes_per_s)
-    with pytest.raises(ValueError, match="reduce throughput must be more than 0 bytes/s"):
-        Links(reduce_bytes_per_s=bytes_per_s)

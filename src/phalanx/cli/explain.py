@@ -1,35 +1,20 @@
-"""`phalanx explain` shows how collectives and pipelines work, what they cost, and how they run on many ranks."""
+"""`phalanx explain` shows how collectives and pipelines work."""
 
 from __future__ import annotations
 
 import difflib
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
 import click
 
 from phalanx.collectives.algorithms import ALGORITHMS, Algorithm, build
-from phalanx.collectives.network import Link, Links, Topology
-from phalanx.collectives.schedule import OPERATIONS, Operation, Schedule
-from phalanx.collectives.simulate import MOST_RANKS
-from phalanx.collectives.units import (
-    format_bytes,
-    format_seconds,
-    parse_bytes,
-    parse_bytes_per_s,
-    parse_seconds,
-)
-
-_MOST_SEGMENTS = 1024
-_MOST_PLAYED = 20_000_000
-
-# Up to so many numbers of ranks in a range are all priced; of a longer range, the powers of two and both ends.
-_MOST_POINTS = 128
+from phalanx.collectives.network import Topology
+from phalanx.collectives.schedule import Operation
 
 T = TypeVar("T")
-F = TypeVar("F", bound=Callable[..., object])
 
 
 def _amount(name: str, parse: Callable[[str], T]) -> Callable[[str], T]:
@@ -51,67 +36,16 @@ def _parse_world_size(text: str) -> int:
     return int(text)
 
 
-def _parse_world_sizes(text: str) -> tuple[int, ...]:
-    """Parse numbers of ranks: 8, or 2,4,8, or 2..64."""
-    first, dots, last = text.partition("..")
-    if not dots:
-        sizes = tuple(sorted({_parse_world_size(part) for part in text.split(",")}))
-    else:
-        low, high = _parse_world_size(first), _parse_world_size(last)
-        if low > high:
-            raise ValueError(f"world sizes {text!r} run backwards; write {high}..{low}")
-        sizes = tuple(_spread(low, high))
-    if sizes[-1] > MOST_RANKS:
-        raise ValueError(f"world size {sizes[-1]} is too large, at most {MOST_RANKS}")
-    return sizes
-
-
-def _spread(low: int, high: int) -> Iterable[int]:
-    if high - low < _MOST_POINTS:
-        return range(low, high + 1)
-    powers = (1 << bit for bit in range(high.bit_length()))
-    return sorted({low, high, *(power for power in powers if low <= power <= high)})
-
-
 def _parse_hosts(text: str) -> Topology:
     """Parse the number of ranks on each host: 2,3."""
     return Topology.of_sizes(_parse_world_size(part) for part in text.split(","))
 
 
 _WORLD_SIZE = _amount("N", _parse_world_size)
-_BYTES = _amount("size", parse_bytes)
-_SECONDS = _amount("time", parse_seconds)
-_BANDWIDTH = _amount("bandwidth", parse_bytes_per_s)
 
 _FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
 _DRAW = "Also draw it into this file, as SVG."
 _WHICH = "Which collective."
-
-_svg_option = click.option("--svg", type=_FILE, help=_DRAW)
-_operation_option = click.option(
-    "--operation", type=click.Choice(OPERATIONS), default="all_reduce", show_default=True, help=_WHICH
-)
-
-
-def _network_options(function: F) -> F:
-    """Add the options that describe the buffer and the network; `_links` takes those that end up in `Links`."""
-    for flag, name, kind, default, text in reversed(
-        (
-            ("--bytes", "nbytes", _BYTES, "64MiB", "Size of the buffer of each rank."),
-            ("--latency", "latency", _SECONDS, "30us", "Of a message between hosts."),
-            ("--bandwidth", "bandwidth", _BANDWIDTH, "1Gbit", "Of a host's link to the others."),
-            ("--ranks-per-host", "ranks_per_host", _WORLD_SIZE, "4", "The last host takes the rest."),
-            ("--host-latency", "host_latency", _SECONDS, "1us", "Of a message inside a host."),
-            ("--host-bandwidth", "host_bandwidth", _BANDWIDTH, "8GB/s", "Of a rank inside its host."),
-            ("--reduce-rate", "reduce_rate", _BANDWIDTH, "8GB/s", "How fast a rank combines."),
-        )
-    ):
-        function = click.option(flag, name, type=kind, default=default, show_default=True, help=text)(function)
-    return function
-
-
-def _links(latency: float, bandwidth: float, host_latency: float, host_bandwidth: float, reduce_rate: float) -> Links:
-    return Links(Link(host_latency, host_bandwidth), Link(latency, bandwidth), reduce_rate)
 
 
 class _Explanations(click.Group):
@@ -131,13 +65,12 @@ class _Explanations(click.Group):
         return super().resolve_command(ctx, args)
 
 
-@click.group("explain", cls=_Explanations, short_help="Show how a collective or a pipeline works and what it costs.")
+@click.group("explain", cls=_Explanations, short_help="Show how a collective or a pipeline works.")
 def command() -> None:
-    """Show how a collective or a pipeline works and what it costs.
+    """Show how a collective or a pipeline works.
 
-    Name an algorithm to see which chunk goes from whom to whom in each step, from the schedule that is executed; `cost`
-    compares the algorithms over the number of ranks; `simulate` plays one out for up to 65,536 ranks; `pipeline` draws
-    which stage of a model works on which micro-batch when.
+    Name an algorithm to see which chunk goes from whom to whom in each step, from the schedule that is executed;
+    `pipeline` draws which stage of a model works on which micro-batch when.
     """
 
 
@@ -222,86 +155,6 @@ for _algorithm in ALGORITHMS.values():
     command.add_command(_explanation_of(_algorithm))
 
 
-@command.command("cost", short_help="Time, bytes and steps of every algorithm over the number of ranks.")
-@click.option(
-    "--world-size",
-    "world_sizes",
-    type=_amount("N,N,… or N..N", _parse_world_sizes),
-    default="2..64",
-    show_default=True,
-    help="Numbers of ranks.",
-)
-@_operation_option
-@_network_options
-@_svg_option
-def _cost(
-    world_sizes: tuple[int, ...],
-    operation: Operation,
-    nbytes: int,
-    ranks_per_host: int,
-    svg: Path | None,
-    **links: float,
-) -> None:
-    """Compare the algorithms: predicted time, bytes at the busiest rank and steps, in tables and as a plot.
-
-    Times are of whole buffers. How far they are from measured runs: benchmarks/algorithms.
-    """
-    from phalanx.collectives.explanation import curves
-
-    computed = _as_usage_error(curves.compute, operation, nbytes, world_sizes, ranks_per_host, _links(**links))
-    if svg is not None:
-        _write(svg, _as_usage_error(curves.draw, computed))
-    if sys.stdout.isatty():
-        from rich.console import Console
-
-        curves.show(computed, Console())
-    else:
-        for line in curves.plain(computed):
-            click.echo(line)
-
-
-@command.command("simulate", short_help="Play an algorithm out, rank by rank.")
-@click.argument("algorithm")
-@click.option("--world-size", type=_WORLD_SIZE, required=True, help=f"Number of ranks, at most {MOST_RANKS}.")
-@click.option(
-    "--segments",
-    type=click.IntRange(1, _MOST_SEGMENTS),
-    default=1,
-    show_default=True,
-    help="Pieces that follow each other, as the backend cuts long tensors.",
-)
-@_operation_option
-@_network_options
-def _simulate(
-    algorithm: str,
-    world_size: int,
-    segments: int,
-    operation: Operation,
-    nbytes: int,
-    ranks_per_host: int,
-    **links: float,
-) -> None:
-    """Play ALGORITHM out, each rank with a clock of its own, and say when the first and the last one finish.
-
-    How far predictions are from measured runs: benchmarks/algorithms.
-    """
-    from phalanx.collectives.simulate import simulate
-
-    if world_size > MOST_RANKS:
-        raise click.UsageError(f"can simulate at most {MOST_RANKS} ranks, got {world_size}")
-    topology = _as_usage_error(Topology.filled, world_size, ranks_per_host)
-    schedule = _in_segments(_as_usage_error(build, algorithm, operation, topology), segments)
-    result = simulate(schedule, nbytes, topology, _links(**links))
-    place = f"{_count(world_size, 'rank')} on {_count(len(topology.hosts), 'host')}"
-    cut = f" in {segments} segments" if segments > 1 else ""
-    click.echo(f"{schedule.algorithm} {operation} of {format_bytes(nbytes)}{cut} over {place}")
-    click.echo(f"  time       {format_seconds(result.seconds)}, rank {result.slowest_rank} last")
-    click.echo(f"  first rank {format_seconds(result.first_s)}")
-    click.echo(f"  steps      {result.steps}")
-    click.echo(f"  transfers  {result.transfers}, {result.played} of them played one by one")
-    click.echo(f"  exact      {'yes' if result.exact else 'no: the clocks had not settled, the rest is extrapolated'}")
-
-
 @command.command("pipeline", short_help="Which stage of a model works on which micro-batch when.")
 @click.option("--stages", type=_WORLD_SIZE, help="Parts that the model is cut into.  [default: 4]")
 @click.option("--ranks", type=_WORLD_SIZE, help="Processes.  [default: one for each stage, or for two if interleaved]")
@@ -320,7 +173,7 @@ def _simulate(
     help="Draw this step beside it, which Pipeline.recorded() saved; it says all of the above.",
 )
 @click.option("--failed", metavar="CELL", help="Mark the cell of a failure: 1B3 is stage 1, backward, micro-batch 3.")
-@_svg_option
+@click.option("--svg", type=_FILE, help=_DRAW)
 def _pipeline(
     stages: int | None,
     ranks: int | None,
@@ -375,22 +228,6 @@ def _pipeline(
         else:
             for line in explanation.plain(schedule, timeline, cell):
                 click.echo(line)
-
-
-def _in_segments(schedule: Schedule, segments: int) -> Schedule:
-    from phalanx.collectives.segments import in_segments
-
-    played = segments * schedule.num_steps * schedule.world_size
-    if segments > 1 and played > _MOST_PLAYED:
-        raise click.UsageError(
-            f"{segments} segments over {_count(schedule.world_size, 'rank')} may be {played} transfers, and all would "
-            f"be played one by one; take fewer ranks or segments, for at most {_MOST_PLAYED}."
-        )
-    return in_segments(schedule, segments)
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _as_usage_error(function: Callable[..., T], *arguments: object) -> T:

@@ -1,15 +1,12 @@
-"""Compute what a schedule costs on a network by the α-β-γ model, from the schedule itself.
+"""Find the cheapest algorithm between hosts by the α-β-γ model, from the schedules themselves.
 
     α  seconds of latency per message        Link.latency_s
     β  seconds per byte on a port            1 / Link.bytes_per_s
-    γ  seconds per byte that is combined     1 / Links.reduce_bytes_per_s
+    γ  seconds per byte that is combined     1 / _REDUCE_BYTES_PER_S
 
 A transfer of a step takes α·m + β·n + γ·k: m messages of that rank in that direction, n bytes through the busier of the
-two ports, k bytes that the receiver combines in the step. A port carries both directions at once and is shared by all
-that passes it: the rank's own port inside a host, the host's port between hosts. A step takes as long as its longest
-transfer, and the next one starts when all are through (`simulate` lets each rank go on when it can).
-
-Chunks count as exactly S/C bytes, where execution rounds to whole elements.
+two ports, k bytes that the receiver combines in the step. A port carries both directions at once. A step takes as long
+as its longest transfer, and the next one starts when all are through. Every rank has a host of its own.
 
 Source: Hockney (1994) for α and β; Thakur, Rabenseifner and Gropp (2005) for γ and the use made of it.
 """
@@ -18,82 +15,60 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from phalanx.collectives.network import Links, Topology
-from phalanx.collectives.schedule import Phase, Schedule, Transfer
+from phalanx.collectives.algorithms import build, offering
+from phalanx.collectives.network import Link, Topology
+from phalanx.collectives.schedule import Operation, Schedule, Transfer
 
+ETHERNET = Link(latency_s=30e-6, bytes_per_s=125e6)
+"""What is assumed between hosts: a measurement could change the choice, and with it the bits of a run."""
 
-@dataclass(frozen=True)
-class Cost:
-    """A cost has the steps, the bytes that the busiest rank sends or receives (the larger), and the predicted time."""
-
-    steps: int
-    busiest_bytes: float
-    seconds: float
+_REDUCE_BYTES_PER_S = 8e9
+# Times that are closer than this say nothing: measured runs are as far from them.
+_CLOSE = 1.1
 
 
-def of_schedule(schedule: Schedule, nbytes: float, topology: Topology, links: Links) -> Cost:
-    """Return the cost of `schedule` for buffers of `nbytes`; this looks at each transfer, once where a phase repeats
-    its steps.
+def cheapest(operation: Operation, nbytes: int, num_hosts: int, link: Link = ETHERNET) -> str:
+    """Return the name of the algorithm; the same arguments give the same name on every rank.
+
+    Cost: it looks at each transfer, once where a phase repeats its steps, so callers keep the answer.
     """
-    require_fit(schedule, nbytes, topology)
+    topology = Topology.flat(num_hosts)
+    # On hosts of one rank the hierarchy is a ring, and there is no memory to share.
+    names = [one.name for one in offering(operation) if not one.one_host and one.name != "hierarchical"]
+    seconds = [seconds_of(build(name, operation, topology), nbytes, link) for name in names]
+    # Of those that are close, the one that `ALGORITHMS` lists first: a ring keeps to two connections.
+    return next(name for name, one in zip(names, seconds, strict=True) if one <= min(seconds) * _CLOSE)
+
+
+def seconds_of(schedule: Schedule, nbytes: float, link: Link) -> float:
+    """Return the seconds that `schedule` takes for buffers of `nbytes`."""
     bytes_per_chunk = nbytes / schedule.num_chunks
-    sent, received = [0] * schedule.world_size, [0] * schedule.world_size
     seconds = 0.0
     for phase in schedule.phases:
         repeats = phase.num_steps if phase.alike else 1
         for step in range(phase.num_steps // max(1, repeats)):
-            transfers = list(phase.transfers(step))
-            for t in transfers:
-                sent[t.src] += t.width * repeats
-                received[t.dst] += t.width * repeats
-            seconds += repeats * max(durations(phase, transfers, bytes_per_chunk, topology, links), default=0.0)
-    return Cost(schedule.num_steps, max(*sent, *received) * bytes_per_chunk, seconds)
-
-
-def durations(
-    phase: Phase, transfers: Sequence[Transfer], bytes_per_chunk: float, topology: Topology, links: Links
-) -> list[float]:
-    """Return the seconds that each of the `transfers` of one step takes, given all the others."""
-    host_of = topology.host_of
-    # Keys are ranks inside a host; between hosts they are negative: -1 - rank for messages, -1 - host for ports.
-    messages_out: defaultdict[int, int] = defaultdict(int)
-    messages_in: defaultdict[int, int] = defaultdict(int)
-    width_out: defaultdict[int, int] = defaultdict(int)
-    width_in: defaultdict[int, int] = defaultdict(int)
-    combined: defaultdict[int, int] = defaultdict(int)
-    for src, dst, start, stop, kind in transfers:
-        width, src_host, dst_host = stop - start, host_of[src], host_of[dst]
-        inside = src_host == dst_host
-        messages_out[src if inside else -1 - src] += 1
-        messages_in[dst if inside else -1 - dst] += 1
-        width_out[src if inside else -1 - src_host] += width
-        width_in[dst if inside else -1 - dst_host] += width
-        if kind == "reduce":
-            combined[dst] += width
-
-    seconds = []
-    for src, dst, _, _, kind in transfers:
-        src_host, dst_host = host_of[src], host_of[dst]
-        inside = src_host == dst_host
-        link = links.intra if inside else links.inter
-        port_in = width_in[dst if inside else -1 - dst_host]
-        if phase.one_sided:  # the reader pays: one latency for the barrier, and its own reading
-            messages, width = 1, port_in
-        else:
-            messages = max(messages_out[src if inside else -1 - src], messages_in[dst if inside else -1 - dst])
-            width = max(width_out[src if inside else -1 - src_host], port_in)
-        time = messages * link.latency_s + width * bytes_per_chunk / link.bytes_per_s
-        if kind == "reduce":
-            time += combined[dst] * bytes_per_chunk / links.reduce_bytes_per_s
-        seconds.append(time)
+            seconds += repeats * _longest(list(phase.transfers(step)), bytes_per_chunk, link)
     return seconds
 
 
-def require_fit(schedule: Schedule, nbytes: float, topology: Topology) -> None:
-    """Raise ValueError unless the topology has the schedule's ranks and the size is not negative."""
-    if topology.world_size != schedule.world_size:
-        raise ValueError(f"the topology has {topology.world_size} ranks, the schedule {schedule.world_size}")
-    if not nbytes >= 0:
-        raise ValueError(f"nbytes must be zero or more, got {nbytes}")
+def _longest(transfers: Sequence[Transfer], bytes_per_chunk: float, link: Link) -> float:
+    """Return the seconds of the longest of the `transfers` of one step."""
+    messages: defaultdict[tuple[str, int], int] = defaultdict(int)
+    chunks: defaultdict[tuple[str, int], int] = defaultdict(int)
+    combined: defaultdict[int, int] = defaultdict(int)
+    for t in transfers:
+        for port in (("out", t.src), ("in", t.dst)):
+            messages[port] += 1
+            chunks[port] += t.width
+        if t.kind == "reduce":
+            combined[t.dst] += t.width
+    return max(
+        (
+            max(messages["out", t.src], messages["in", t.dst]) * link.latency_s
+            + max(chunks["out", t.src], chunks["in", t.dst]) * bytes_per_chunk / link.bytes_per_s
+            + (combined[t.dst] if t.kind == "reduce" else 0) * bytes_per_chunk / _REDUCE_BYTES_PER_S
+            for t in transfers
+        ),
+        default=0.0,
+    )

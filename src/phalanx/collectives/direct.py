@@ -33,7 +33,6 @@ def _everyone(name: str, size: int, kind: Kind) -> Phase:
         sends=sends,
         sources=lambda step, rank: [src for src in range(size) if src != rank],
         senders=lambda step: range(size),
-        one_sided=True,
         by_rank=True,
     )
 
@@ -68,6 +67,5 @@ def broadcast(world_size: int, root: int = 0) -> Schedule:
         sends=lambda step, rank: [Transfer(root, d, 0, 1, "copy") for d in range(world_size) if rank == root != d],
         sources=lambda step, rank: () if rank == root else (root,),
         senders=lambda step: (root,),
-        one_sided=True,
     )
     return Schedule("direct", "broadcast", world_size, 1, (phase,), "nothing is combined", root)

@@ -75,7 +75,6 @@ def _inside(name: str, slices: _Slices, kind: Kind) -> Phase:
         sends=sends,
         sources=lambda step, rank: others(rank),
         senders=lambda step: range(topology.world_size),
-        one_sided=True,
         by_rank=True,
     )
 

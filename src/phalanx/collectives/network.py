@@ -71,17 +71,6 @@ class Topology:
         """Return the number of ranks."""
         return sum(len(host) for host in self.hosts)
 
-    @property
-    def is_flat(self) -> bool:
-        """Return whether every rank has its own host."""
-        return len(self.hosts) == self.world_size
-
-    @property
-    def ranks_per_host(self) -> int | None:
-        """Return the number of ranks on every host; None if hosts differ."""
-        sizes = {len(host) for host in self.hosts}
-        return sizes.pop() if len(sizes) == 1 else None
-
 
 @dataclass(frozen=True)
 class Link:
@@ -98,20 +87,3 @@ class Link:
             raise ValueError(f"latency must be zero or more seconds, got {self.latency_s}")
         if not self.bytes_per_s > 0:
             raise ValueError(f"bandwidth must be more than 0 bytes/s, got {self.bytes_per_s}")
-
-
-@dataclass(frozen=True)
-class Links:
-    """`Links` has the links of a job: between ranks of one host, between hosts, and how fast a rank combines what
-    arrives.
-
-    A rank has one port for its host; a host has one port, which its ranks share, for the other hosts.
-    """
-
-    intra: Link = Link(latency_s=1e-6, bytes_per_s=8e9)
-    inter: Link = Link(latency_s=30e-6, bytes_per_s=125e6)
-    reduce_bytes_per_s: float = 8e9
-
-    def __post_init__(self) -> None:
-        if not self.reduce_bytes_per_s > 0:
-            raise ValueError(f"reduce throughput must be more than 0 bytes/s, got {self.reduce_bytes_per_s}")

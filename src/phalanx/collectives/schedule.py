@@ -4,7 +4,7 @@
 
 The buffer of every rank is cut into the same chunks (`chunk_bounds`). Within a step every transfer reads what its
 source held *before* the step; what arrives takes effect after it. The same object is executed (`execute`), proved
-(`symbolic`), drawn (`drawing`), priced (`cost`) and simulated (`simulate`), so what is explained is what runs.
+(`symbolic`), drawn (`drawing`) and priced (`cost`), so what is explained is what runs.
 
 Nothing is stored per step: a phase computes its transfers when asked, because a ring of 65,536 ranks has 8.6 billion.
 """
@@ -54,8 +54,6 @@ class Phase:
     senders: Callable[[int], Sequence[int]]
     alike: bool = False
     """Whether each step has the same sources, destinations, widths and kinds, and only the chunks differ."""
-    one_sided: bool = False
-    """Whether the receiver reads the source's memory: a step costs one latency, however many it reads from."""
     by_rank: bool = False
     """Whether the receiver combines in the order of the ranks, its own part at its own place; else its own part comes
     first.

@@ -58,10 +58,7 @@ def walk_steps(schedule: Schedule) -> Iterator[StepView]:
 def require_readable(schedule: Schedule) -> None:
     """Raise ValueError for more ranks than a person can read about."""
     if schedule.world_size > MOST_RANKS:
-        raise ValueError(
-            f"at most {MOST_RANKS} ranks can be shown step by step, got {schedule.world_size}; "
-            "`phalanx explain simulate` goes further"
-        )
+        raise ValueError(f"at most {MOST_RANKS} ranks can be shown step by step, got {schedule.world_size}")
 
 
 def headline(schedule: Schedule) -> list[str]:

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from phalanx import _core
-from phalanx.collectives import Link, Links, Schedule, Topology, build, choose, play
+from phalanx.collectives import Link, Schedule, Topology, build, play
 from phalanx.collectives.algorithms import find, offering
+from phalanx.collectives.cost import ETHERNET, cheapest
 from phalanx.collectives.schedule import Operation
 from phalanx.deadline import Deadline
 from phalanx.dtypes import dtype_of
@@ -99,9 +100,9 @@ def plan(
         # The ring's bytes in one step, and what is sent does not wait for what arrives. It costs twice the additions,
         # which the model counts and a pipeline hides behind the wire.
         return build("doubling", operation, topology)
-    links = Links() if link is None else Links(inter=link)
-    chosen = choose(operation, 1 << log_bytes, topology, links, algorithm if offered else None).algorithm
-    return build("ring" if chosen == "hierarchical" else chosen, operation, topology, root)
+    if algorithm is None or not offered:
+        algorithm = cheapest(operation, 1 << log_bytes, num_hosts, link or ETHERNET)
+    return build("ring" if algorithm == "hierarchical" else algorithm, operation, topology, root)
 
 
 class Rail:
