@@ -229,8 +229,8 @@ def test_a_device_that_is_not_here_is_refused(tmp_path):
 
 
 @KINDS
-def test_an_error_of_the_background_is_raised_by_the_next_call_and_once(tmp_path, sharded):
-    manager = CheckpointManager(tmp_path, sharded=sharded)
+def test_without_failures_allowed_an_error_of_the_background_is_raised_by_the_next_call_and_once(tmp_path, sharded):
+    manager = CheckpointManager(tmp_path, sharded=sharded, max_failures=0)
     manager.save(1, {"w": torch.ones(3)})
     (tmp_path / "00000002-step-2").write_text("in the way")  # no folder can have this name, and none was there before
     for entry in ("async", "wait"):
@@ -314,13 +314,13 @@ def _save_in_child(manager, path):
 @pytest.mark.parametrize("way", ["return", "exit"])
 def test_a_process_that_is_forked_during_a_save_ends_and_leaves_the_save_alone(tmp_path, monkeypatch, way):
     """It waited at its end for a thread that only its parent has: workers of a DataLoader never ended."""
-    gate, write, me = threading.Event(), background.Saving._write, os.getpid()
+    gate, write, me = threading.Event(), background.Saving._run, os.getpid()
 
-    def write_late(saving):
+    def write_late(saving, report):
         assert os.getpid() != me or gate.wait(40)
-        write(saving)
+        write(saving, report)
 
-    monkeypatch.setattr(background.Saving, "_write", write_late)
+    monkeypatch.setattr(background.Saving, "_run", write_late)
     manager = CheckpointManager(tmp_path / "mine")
     manager.async_save(1, {"w": torch.ones(3)})
     if way == "return":

@@ -8,9 +8,11 @@ from tests.small_models import make_data
 from tests.trainer.test_trainer import make, weights
 from torch.utils.data import DataLoader
 
-from phalanx.checkpoint import inspect
+from phalanx.checkpoint import CheckpointManager, inspect
+from phalanx.errors import CheckpointError
 from phalanx.testing import run_ranks
 from phalanx.trainer import Callback, EarlyStopping
+from phalanx.trainer.trainer import _KEEP
 
 pytest_plugins = ["tests.s3"]
 
@@ -44,7 +46,11 @@ def train(folder, *, accuracies=ACCURACIES, resume="latest", **options):
 
 
 def steps_of(trainer):
-    return sorted(int(str(path).split("-step-")[1].split("-")[0]) for path in trainer._manager.checkpoints())
+    return steps_of_manager(trainer._manager)
+
+
+def steps_of_manager(manager):
+    return sorted(int(str(path).split("-step-")[1].split("-")[0]) for path in manager.checkpoints())
 
 
 @pytest.mark.parametrize(
@@ -54,7 +60,8 @@ def steps_of(trainer):
         ("epoch", [6, 12, 18, 24, 30]),
         (("epochs", 2), [12, 24, 30]),
         (("epochs", 9), [30]),
-        (10, [10, 20, 30, 30]),  # inside of the last epoch, and at its end
+        (10, [10, 20, 30]),
+        (3, [3, 6, 9, 12, 15, 18, 21, 24, 27, 30]),  # the last update of each epoch is saved once, not twice
     ],
 )
 def test_it_saves_by_epochs_or_by_updates_and_at_the_end(tmp_path, save_every, steps):
@@ -176,3 +183,27 @@ def test_a_run_at_an_address_ends_with_the_bits_of_one_that_never_ended(s3, tmp_
     assert torch.equal(found, straight[0])
     assert path.startswith(f"{folder}/00000002-step-")
     assert len(steps) == 3
+
+
+@pytest.mark.parametrize("max_failures", [1, 2])
+def test_a_training_outlives_as_many_failed_saves_in_a_row_as_its_manager_allows(tmp_path, max_failures):
+    """One failed save on a full disk ended a training of ten hours."""
+    manager = CheckpointManager(tmp_path, keep=None, max_failures=max_failures)
+    for number, step in ((2, 6), (2, 9)):  # two in a row, by the files that are where the folders should be
+        (tmp_path / f"{number:08d}-step-{step}").write_text("in the way")
+    if max_failures == 1:
+        with pytest.raises(CheckpointError, match=r"step 9 to .*Not a directory.* 2 saves in a row have failed"):
+            train(manager, keep=_KEEP, save_every=3)
+        assert steps_of_manager(manager) == [3]
+    else:
+        trainer = train(manager, keep=_KEEP, save_every=3)
+        assert trainer.step == 30
+        assert steps_of(trainer) == [3, 12, 15, 18, 21, 24, 27, 30]
+
+
+def test_the_options_of_a_manager_are_not_given_twice(tmp_path):
+    manager = CheckpointManager(tmp_path, keep_best=("accuracy", "max", 1))
+    for options in ({"keep": 5}, {"keep": _KEEP, "keep_best": ("accuracy", "max", 1)}):
+        with pytest.raises(ValueError, match="keep and keep_best are the CheckpointManager"):
+            train(manager, **options)
+    assert str(train(manager, keep=_KEEP).best_checkpoint).endswith("-step-12")

@@ -1,23 +1,29 @@
-"""`Saving` is one save on its way to the disk, on a thread or at once.
+"""`Saving` is one save on its way to the disk, on a thread.
 
 thread of each rank    write its part | say so
 thread of rank 0       write its part | wait for all parts | commit
-training               goes on, and hears of a failure at its next call
+training               continues; a failure is reported at once, and resolved by its next call
 """
 
 from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+from phalanx.checkpoint.peers import Peers
 from phalanx.deadline import Deadline
+from phalanx.diagnostics.rank_list import name_ranks
 from phalanx.errors import CheckpointError
+from phalanx.log import get_logger
 
 _LOOK_S = 0.002  # the first pause between two checks; later ones grow
 _LOOK_AT_MOST_S = 0.1
+_ASK_S = 1.0  # ranks that wait for a save ask each other so often
+_WARN_S = 60.0  # that they wait is logged after so long, and again after ten times that
 
 
 class AbandonedError(CheckpointError):
@@ -45,15 +51,14 @@ class Work:
 
 
 class Saving:
-    """`Saving` is a save from its first byte to its name.
+    """`Saving` is a save from its first byte to its name, on a thread.
 
     `timeout_s` is how long rank 0 waits for the others after its own part.
     """
 
     def __init__(self, work: Work, timeout_s: float) -> None:
         self.step = work.step
-        self.problem: Exception | None = None  # what went wrong in this rank's part
-        self.failure: Exception | None = None  # what went wrong in the commit
+        self.error: Exception | None = None  # what went wrong here: in this rank's part, or in the commit
         self.path: Path | str | None = None
         self._work = work
         self._timeout_s = timeout_s
@@ -63,46 +68,18 @@ class Saving:
         self._thread: threading.Thread | None = None
         self._parent = os.getpid()
 
-    @property
-    def is_background(self) -> bool:
-        """Return whether a thread does the work."""
-        return self._thread is not None
-
-    def start(self) -> None:
-        """Start the work on a thread."""
-        self._thread = threading.Thread(target=self._run, name=f"phalanx-checkpoint-{self.step}", daemon=True)
+    def start(self, report: Callable[[Exception], None] | None = None) -> None:
+        """Start the work on a thread, which calls `report` if it fails."""
+        name = f"phalanx-checkpoint-{self.step}"
+        self._thread = threading.Thread(target=self._run, args=(report,), name=name, daemon=True)
         self._thread.start()
 
-    def write_now(self) -> None:
-        """Write this rank's part on this thread; `commit_now` does the rest, when all ranks have come so far."""
-        try:
-            self._write()
-        except BaseException:
-            self._work.discard()
-            raise
-
-    def commit_now(self) -> None:
-        """Give the checkpoint its name, on this thread."""
-        try:
-            self._commit()
-        except BaseException:
-            self._work.discard()
-            raise
-
-    def wait_written(self) -> Exception | None:
-        """Wait until this rank's part is on the disk, or has failed; return the failure."""
-        self._written.wait()
-        return self.problem
-
-    def wait_finished(self) -> Exception | None:
-        """Wait until rank 0 has given the checkpoint its name, or has failed; return the failure."""
-        self._finished.wait()
-        self.join()
-        return self.failure
-
-    def is_finished(self) -> bool:
-        """Return whether this rank has nothing left to do for the save."""
-        return self._finished.is_set()
+    def wait(self, timeout_s: float) -> bool:
+        """Return whether this rank has nothing left to do for the save, within `timeout_s`: it succeeded, or failed."""
+        if not self._finished.wait(timeout_s):
+            return False
+        self._join()
+        return True
 
     def give_up(self) -> None:
         """End the save as soon as this rank's part is written: the checkpoint gets no name, unless it has one by then.
@@ -110,51 +87,35 @@ class Saving:
         What was written is removed, also where the thread here has removed it while another rank was still writing.
         """
         self._given_up.set()
-        if self._thread is None:
-            self._finished.set()
         self._finished.wait()
-        self.join()
+        self._join()
         if self.path is None:
             self._work.discard()
 
     def finish_alone(self, timeout_s: float) -> None:
         """Wait for the end without asking other ranks: for the own part, and up to `timeout_s` for theirs."""
         self._written.wait()
-        if not self._finished.wait(timeout_s):
+        if not self.wait(timeout_s):
             self.give_up()
-        self.join()
 
-    def join(self) -> None:
-        """Wait for the thread to end."""
+    def _join(self) -> None:
         if self._thread is not None and os.getpid() == self._parent:
             self._thread.join()
 
-    def _run(self) -> None:
+    def _run(self, report: Callable[[Exception], None] | None) -> None:
         try:
-            self._write()
-            if self.problem is None:
-                self._commit()
-            else:
-                self._work.discard()
-        finally:
-            self._finished.set()
-
-    def _write(self) -> None:
-        try:
-            self._work.write()
-        except Exception as error:
-            self.problem = error
-        finally:
-            self._written.set()
-
-    def _commit(self) -> None:
-        try:
+            try:
+                self._work.write()
+            finally:
+                self._written.set()
             if self._work.commit is not None:
                 self._await_parts()
                 self.path = self._work.commit()
         except Exception as error:
-            self.failure = error
+            self.error = error
             self._work.discard()
+            if report is not None and not self._given_up.is_set():
+                report(error)
         finally:
             self._finished.set()
 
@@ -168,3 +129,32 @@ class Saving:
                 raise AbandonedError(f"{', '.join(missing)} did not come within {deadline.timeout_s} s")
             self._given_up.wait(pause)
             pause = min(2 * pause, self._work.look_at_most_s)
+
+
+def wait_together(
+    peers: Peers, saving: Saving, explain: Callable[[Exception], CheckpointError]
+) -> CheckpointError | None:
+    """Return what went wrong with a save, on any rank, when it is over. All ranks call it.
+
+    Ranks that are done do not wait in one long collective for those that still write: however long that takes, the
+    timeout of the group does not pass, and no rank counts as silent.
+    """
+    begun, warned_s = time.monotonic(), 0.0
+    while True:
+        is_done = saving.wait(_ASK_S)
+        told = peers.all_gather((is_done, explain(saving.error) if is_done and saving.error else None))
+        failure = next((failure for _, failure in told if failure is not None), None)
+        writing = [rank for rank, (is_done, _) in enumerate(told) if not is_done]
+        if failure is not None or not writing:
+            return failure
+        waited_s = time.monotonic() - begun
+        if peers.is_first and waited_s >= max(_WARN_S, 10 * warned_s):
+            warned_s = waited_s
+            get_logger(__name__).warning(
+                "%s: training waits for the checkpoint of step %d, which %s still writes, for %.0f s so far. The disk "
+                "is slow: save less often, or to another one.",
+                peers.what,
+                saving.step,
+                name_ranks(writing),
+                waited_s,
+            )

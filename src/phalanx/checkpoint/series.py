@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from phalanx.checkpoint.background import Saving
+from phalanx.checkpoint.background import Saving, wait_together
 from phalanx.checkpoint.best import Best, KeepBest
 from phalanx.checkpoint.choose import best_entries, choose, require_best
 from phalanx.checkpoint.collect import collect
+from phalanx.checkpoint.failed_saves import FailedSaves, UnwrittenError
 from phalanx.checkpoint.history import Draft, History
 from phalanx.checkpoint.manifest import FileRecord, Kind, Manifest
 from phalanx.checkpoint.optimizer_fit import note_optimizers
@@ -30,7 +31,7 @@ from phalanx.checkpoint.restore import Restored, VanishedError, restore
 from phalanx.checkpoint.save_work import sharded_work, whole_work
 from phalanx.checkpoint.snapshot import SnapshotMemory
 from phalanx.checkpoint.tree import Tree
-from phalanx.checkpoint.write_problems import explain_unseen, explain_unwritten, may_write
+from phalanx.checkpoint.write_problems import explain_unseen, explain_unwritten, is_of_the_state, may_write
 from phalanx.errors import CheckpointError
 from phalanx.log import get_logger
 from phalanx.storage import place_of
@@ -72,6 +73,9 @@ class CheckpointManager:
         process_group: the default group if None, whichever that is at the time of the call.
         timeout: how long rank 0 waits for the other ranks' parts, in seconds, after its own is written.
         retry_s: at an address, for how long what fails as networks do is tried again.
+        max_failures: how many saves in a row may fail because of the disk, the network or another rank. Each one logs
+            a warning at once, and training continues. The next failure is raised; so is the last save's by `wait` and
+            `close`. With 0 every failure is raised.
 
     Raises:
         ValueError, TypeError: an argument makes no sense.
@@ -87,6 +91,7 @@ class CheckpointManager:
         process_group: dist.ProcessGroup | None = None,
         timeout: float = 600.0,
         retry_s: float = 120.0,
+        max_failures: int = 3,
     ) -> None:
         if keep is not None and (not isinstance(keep, int) or keep < 1):
             raise ValueError(f"CheckpointManager: keep must be 1 or more checkpoints, or None for all, got {keep!r}")
@@ -94,10 +99,12 @@ class CheckpointManager:
             raise ValueError(f"CheckpointManager: timeout must be above zero seconds, got {timeout!r}")
         if not retry_s >= 0:
             raise ValueError(f"CheckpointManager: retry_s must be zero seconds or more, got {retry_s!r}")
+        if isinstance(max_failures, bool) or not isinstance(max_failures, int) or max_failures < 0:
+            raise ValueError(f"CheckpointManager: max_failures must be 0 or more saves, got {max_failures!r}")
         place = place_of(folder)
         # It is that of now, since a script may change its directory.
         self.folder: Path | str = Path(os.path.abspath(place)) if isinstance(place, Path) else place
-        self.keep = keep
+        self.keep, self.keep_best = keep, keep_best
         try:
             best = None if keep_best is None else Best.of(keep_best)
         except ValueError as error:
@@ -105,6 +112,8 @@ class CheckpointManager:
         self.sharded = sharded
         self.process_group = process_group
         self.timeout = timeout
+        self._failed = FailedSaves(max_failures)
+        self._newest: tuple[int, Path | str] | None = None  # the step and the place, as far as this process knows
         self._history: History | RemoteHistory = (
             RemoteHistory(self.folder, keep, retry_s, best)
             if isinstance(self.folder, str)
@@ -120,29 +129,34 @@ class CheckpointManager:
 
     # -- saving --------------------------------------------------------------------------------------------------------
 
-    def save(self, step: int, parts: Mapping[str, Any], *, metrics: Mapping[str, float] | None = None) -> Path | str:
-        """Write a checkpoint of now; when this returns, on any rank, it is on the disk. Return where. All ranks call
-        it.
+    def save(
+        self, step: int, parts: Mapping[str, Any], *, metrics: Mapping[str, float] | None = None
+    ) -> Path | str | None:
+        """Write a checkpoint of now; when this returns a place, on any rank, it is there. All ranks call it.
 
-        A rank that comes to a running job, and has not met the others in `elastic.run` yet, saves nothing: it returns
-        where the latest checkpoint is, or else the folder.
+        It returns None if the save failed and `max_failures` allows that. A rank that comes to a running job, and has
+        not met the others in `elastic.run` yet, saves nothing: it returns where the latest checkpoint is, or else the
+        folder.
 
         Arguments:
             metrics: what was measured of the parts as they are now, by name; rank 0's counts.
 
         Raises:
-            CheckpointError: it could not be written (or the one before, that `async_save` began); on every rank.
+            CheckpointError: it could not be written, nor could `max_failures` before it, or `parts` hold what cannot
+                be saved; on every rank.
             MismatchError, PeerLostError, DeadlineError: some rank did not come.
         """
         peers = self._peers("CheckpointManager.save")
         if peers.rehearses:
             return self.latest() or self.folder
         saving = self._begin(peers, step, parts, metrics, memory=None)
-        saving.write_now()
+        if saving is None:
+            return None
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # the thread reads on another stream
+            torch.cuda.synchronize()
         self._saving, self._saving_group = saving, peers.group
-        path = self._settle(peers)
-        assert path is not None
-        return path
+        saving.start()
+        return self._settle(peers, is_reported=False)
 
     def async_save(self, step: int, parts: Mapping[str, Any], *, metrics: Mapping[str, float] | None = None) -> None:
         """Begin to write a checkpoint of now, and return when training may go on. All ranks call it.
@@ -153,30 +167,45 @@ class CheckpointManager:
         Cost: a copy in memory of what this rank writes, and some small messages. The memory is kept.
 
         Raises:
-            CheckpointError: it could not be begun, or the one before could not be written; on every rank. What goes
-                wrong from here on is raised by the next call of this manager.
+            CheckpointError: the saves that have failed in a row are more than `max_failures`, or `parts` hold what
+                cannot be saved; on every rank. What goes wrong from here on is logged at once, and counted by the
+                next call of this manager.
             MismatchError, PeerLostError, DeadlineError: some rank did not come.
         """
         peers = self._peers("CheckpointManager.async_save")
         if peers.rehearses:
             return
         saving = self._begin(peers, step, parts, metrics, memory=self._memory)
-        self._saving, self._saving_group = saving, peers.group
-        saving.start()
+        if saving is not None:
+            self._saving, self._saving_group = saving, peers.group
+            saving.start(lambda error: self._failed.report(self._explain(peers, saving.step, error)))
 
     def wait(self) -> Path | str | None:
         """Wait until what `async_save` began is on the disk, and return where it is; None if there was nothing to wait
         for. All ranks call it.
 
         Raises:
-            CheckpointError: it could not be written; on every rank.
+            CheckpointError: the last save failed; on every rank.
         """
-        return self._settle(self._peers("CheckpointManager.wait"))
+        peers = self._peers("CheckpointManager.wait")
+        path = self._settle(peers)
+        self._failed.raise_last(peers)
+        return path
 
     @property
     def is_saving(self) -> bool:
         """Return whether this rank still writes."""
-        return self._saving is not None and not self._saving.is_finished()
+        return self._saving is not None and not self._saving.wait(0)
+
+    @property
+    def saved_step(self) -> int | None:
+        """Return the step of the newest checkpoint that this process saved, began to save or loaded; None if there is
+        none.
+        """
+        saving = self._saving
+        if saving is not None and not saving.error:
+            return saving.step
+        return None if self._newest is None else self._newest[0]
 
     def close(self) -> None:
         """Wait as `wait` does, and let go of the memory for copies. All ranks call it."""
@@ -201,9 +230,8 @@ class CheckpointManager:
         saving, self._saving, self._saving_group = self._saving, None, None
         if saving is not None:
             saving.give_up()
-            if saving.failure or saving.problem:
-                reason = saving.failure or saving.problem
-                get_logger(__name__).warning("the checkpoint of step %d was given up: %s", saving.step, reason)
+            if saving.error:
+                get_logger(__name__).warning("the checkpoint of step %d was given up: %s", saving.step, saving.error)
 
     def _peers(self, what: str) -> Peers:
         return Peers(self.process_group, what=what)
@@ -215,7 +243,10 @@ class CheckpointManager:
         parts: Mapping[str, Any],
         metrics: Mapping[str, float] | None,
         memory: SnapshotMemory | None,
-    ) -> Saving:
+    ) -> Saving | None:
+        """Return the save, ready to be written; None if rank 0 could not begin to write, and `max_failures` allows
+        that.
+        """
         if isinstance(step, bool) or not hasattr(step, "__index__") or operator.index(step) < 0:
             raise ValueError(f"{peers.what}: step must be a number from 0 on, got {step!r}")
         if not isinstance(parts, Mapping):
@@ -228,7 +259,11 @@ class CheckpointManager:
         collected = collect(peers, parts, sharded=self.sharded)
         kind = collected.kind
         notes = note_optimizers(parts)
-        draft = self._open_draft(peers, step, kind)
+        try:
+            draft = self._open_draft(peers, step, kind)
+        except UnwrittenError as error:
+            self._failed.add(peers, error, is_reported=False)
+            return None
 
         def commit(files: Mapping[str, FileRecord]) -> Path | str:
             assert draft is not None
@@ -258,17 +293,17 @@ class CheckpointManager:
     def _open_draft(self, peers: Peers, step: int, kind: Kind) -> Draft | RemoteDraft | None:
         """Return what to write into: rank 0's; if all ranks write, each one's part of it."""
         draft: Draft | RemoteDraft | None = None
-        problem, cause, name = None, None, ""
+        unwritten, cause, name = None, None, ""
         if peers.is_first:
             try:
                 draft = self._history.draft(step)
                 name = draft.name
             except Exception as error:
-                problem, cause = explain_unwritten(peers, self.folder, step, error), error
+                unwritten, cause = self._explain(peers, step, error), error
         try:
-            problem, name = peers.broadcast((problem, name))
-            if problem is not None:
-                raise CheckpointError(problem) from cause
+            unwritten, name = peers.broadcast((unwritten, name))
+            if unwritten is not None:
+                raise unwritten from cause
             if kind == "sharded" and draft is None:
                 draft = self._history.join(name)
             if kind == "sharded" and peers.world_size > 1 and isinstance(draft, Draft):
@@ -279,36 +314,33 @@ class CheckpointManager:
             raise
         return draft
 
-    def _settle(self, peers: Peers) -> Path | str | None:
-        """Wait for what is being written, on all ranks, and raise what became of it."""
+    def _settle(self, peers: Peers, *, is_reported: bool = True) -> Path | str | None:
+        """Wait for what is being written, on all ranks; return where it is, or count the failure."""
         if self._saving is not None and self._saving_group is not peers.group:
             self.give_up()  # the group that began it is gone, and with it perhaps a rank: nobody waits for its part
         saving = self._saving
         if saving is None:
             return None
-        problem = saving.wait_written()
-        told = peers.all_gather(
-            None if problem is None else explain_unwritten(peers, self.folder, saving.step, problem)
-        )
+        failure = wait_together(peers, saving, lambda error: self._explain(peers, saving.step, error))
         self._saving = self._saving_group = None
-        if any(text is not None for text in told):
-            saving.give_up()
-            first = next(text for text in told if text is not None)
-            raise CheckpointError(first) from problem
-        failure: Exception | None = None
-        answer: tuple[str | None, str] | None = None
-        if not saving.is_background:
-            saving.commit_now()
-        if peers.is_first:
-            failure = saving.wait_finished()
-            name = str(saving.path).rpartition("/")[2] if saving.path else ""
-            answer = (None if failure is None else explain_unwritten(peers, self.folder, saving.step, failure), name)
-        else:
-            saving.wait_finished()
-        outcome, name = peers.broadcast(answer)  # type: ignore[misc]
-        if outcome is not None:
-            raise CheckpointError(outcome) from failure
-        return self._history.shown(name)
+        if failure is None:
+            self._failed.reset()
+            name = peers.broadcast(str(saving.path).rpartition("/")[2])
+            self._newest = saving.step, self._history.shown(name)
+            return self._newest[1]
+        saving.give_up()
+        failure.__cause__ = saving.error
+        if not isinstance(failure, UnwrittenError):
+            raise failure
+        self._failed.add(peers, failure, is_reported=is_reported)
+        return None
+
+    def _explain(self, peers: Peers, step: int, error: Exception) -> CheckpointError:
+        """Return the error to raise for one that the save of `step` met, and whether a later save may succeed by its
+        class.
+        """
+        text = explain_unwritten(peers, self.folder, step, error, newest=self._newest and self._newest[1])
+        return CheckpointError(text) if is_of_the_state(error) else UnwrittenError(text)
 
     # -- loading -------------------------------------------------------------------------------------------------------
 
@@ -372,12 +404,15 @@ class CheckpointManager:
         for attempt in range(_ATTEMPTS):
             names = choose(peers, self._history, self.folder, step, best=best)
             try:
-                return restore(
+                restored = restore(
                     peers, self._history, names, parts, map_location=map_location, strict=strict, fallback=fallback
                 )
             except VanishedError:
                 if attempt + 1 == _ATTEMPTS:
                     raise
+                continue
+            self._newest = self._newest if restored is None else (restored.step, restored.path)
+            return restored
         raise AssertionError("unreachable")
 
 
@@ -388,7 +423,7 @@ def _finish() -> None:
     """Let what was begun come to its end, where a script ends without `wait`: the threads would die with it."""
     for manager in list(_open):
         saving = manager._saving
-        if saving is not None and saving.is_background:
+        if saving is not None:
             saving.finish_alone(_AT_EXIT_S)
 
 

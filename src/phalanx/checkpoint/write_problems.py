@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import pickle
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from phalanx.checkpoint.blame import describe_unsafe_value
 from phalanx.checkpoint.disk_errors import describe_disk_error
 from phalanx.checkpoint.peers import Peers
 from phalanx.checkpoint.whole import UnreadableError
+from phalanx.storage.remote_folder import LASTING
 
 
 def may_write(folder: Path) -> bool:
@@ -41,11 +43,27 @@ def explain_unseen(peers: Peers, folder: Path) -> str:
     )
 
 
+def is_of_the_state(error: Exception) -> bool:
+    """Return whether the state itself cannot be saved, so that every later save would fail as well."""
+    if isinstance(error, (UnreadableError, pickle.PickleError)):
+        return True
+    return not describe_disk_error(error)[0] and isinstance(error, LASTING)
+
+
 def explain_unwritten(
-    peers: Peers, folder: Path | str, step: int, error: Exception, state: Mapping[str, Any] | None = None
+    peers: Peers,
+    folder: Path | str,
+    step: int,
+    error: Exception,
+    state: Mapping[str, Any] | None = None,
+    newest: Path | str | None = None,
 ) -> str:
-    """Return one message on what could not be done, where, why, and what holds now."""
+    """Return one message on what could not be done, where, why, and what holds now: `newest` is a checkpoint that is
+    complete.
+    """
     kept = "The checkpoints that were there before are unchanged, and so is what is in training."
+    if newest is not None:
+        kept += f" The newest is {str(newest).rpartition('/')[2]}."
     fact, advice = describe_disk_error(error)
     if isinstance(error, NotDurableError):
         kept, advice = "The new checkpoint is in place, but a power cut may take it back.", "Look at the disk."

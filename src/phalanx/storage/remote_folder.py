@@ -15,8 +15,8 @@ from phalanx.storage.retry import is_transient, retry
 
 T = TypeVar("T")
 
-# Waiting does not mend these; they are none of the operating system's errors.
-_LASTING = (ValueError, TypeError, NotImplementedError, AttributeError, KeyError, ImportError, AssertionError)
+# Waiting does not fix these; they are none of the operating system's errors.
+LASTING = (ValueError, TypeError, NotImplementedError, AttributeError, KeyError, ImportError, AssertionError)
 _OF_CREDENTIALS = frozenset(("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "TokenRetrievalError"))
 
 
@@ -118,7 +118,7 @@ def fails_for_now(error: BaseException) -> bool:
     """
     if isinstance(error, OSError):
         return is_transient(error)
-    return not isinstance(error, _LASTING) and type(error).__name__ not in _OF_CREDENTIALS
+    return not isinstance(error, LASTING) and type(error).__name__ not in _OF_CREDENTIALS
 
 
 def _modified(info: dict[str, Any]) -> float | None:

@@ -84,10 +84,10 @@ class FitDisplay:
             what, _ = _why_over(trainer)
             self.say(f"stopped after step {trainer.step}, {trainer.epoch} of {trainer.max_epochs} epochs: {what}")
 
-    def show_interrupted(self, trainer: Trainer, saved_step: int) -> None:
+    def show_interrupted(self, trainer: Trainer, saved_step: int | None) -> None:
         """Say, after Ctrl-C, where a second run would begin."""
         where = f"the last checkpoint is that of step {saved_step}: the same command goes on there"
-        self.say(f"stopped at step {trainer.step}; {where if saved_step >= 0 else 'there is no checkpoint'}")
+        self.say(f"stopped at step {trainer.step}; {where if saved_step is not None else 'there is no checkpoint'}")
 
     def _warn_if_broken(self, loss: float, when: str) -> None:
         if math.isfinite(loss) or self._has_warned or not _is_first():

@@ -48,6 +48,7 @@ from phalanx.trainer.update_loss import UpdateLoss
 from phalanx.trainer.validation import Metric, Validation, move_batch
 
 _DRY_STEPS = 2
+_KEEP = 3
 
 
 class Trainer:
@@ -74,8 +75,9 @@ class Trainer:
         precision: "32-true", "bf16-mixed" or "16-mixed".
         metrics: functions of the model's result and the target, for validation: one number for each sample of the
             batch, or its mean.
-        checkpoint: the folder of `phalanx.CheckpointManager`, or its address (`s3://bucket/runs/a`). If there is one in
-            it, `fit` goes on from there: the same bits as if it had never ended.
+        checkpoint: the folder of `phalanx.CheckpointManager`, its address (`s3://bucket/runs/a`), or the manager, with
+            `keep`, `keep_best` and its other options. If there is a checkpoint, `fit` continues from it: the same bits
+            as if it had never ended. A save that fails logs a warning, and training continues.
         save_every: updates between two checkpoints, "epoch" (the default), or as in ("epochs", 5) epochs.
         keep: how many checkpoints stay.
         keep_best: ("accuracy", "max", 3): so many checkpoints with the best validations stay as well; each epoch whose
@@ -112,9 +114,9 @@ class Trainer:
         max_norm: float | None = None,
         precision: Precision = "32-true",
         metrics: Mapping[str, Metric] | None = None,
-        checkpoint: str | os.PathLike[str] | None = None,
+        checkpoint: str | os.PathLike[str] | CheckpointManager | None = None,
         save_every: SaveEvery | None = None,
-        keep: int | None = 3,
+        keep: int | None = _KEEP,
         keep_best: KeepBest | None = None,
         callbacks: Sequence[Callback] | Callback = (),
         report: str | os.PathLike[str] | None = None,
@@ -139,6 +141,10 @@ class Trainer:
             problems.append("save_every needs checkpoint, the folder to save in")
         if keep_best is not None and checkpoint is None:
             problems.append("keep_best needs checkpoint, the folder to save in")
+        if isinstance(checkpoint, CheckpointManager):
+            if keep_best is not None or keep != _KEEP:
+                problems.append("keep and keep_best are the CheckpointManager's: give them to it")
+            keep_best = checkpoint.keep_best
         self._saves = Saves()
         try:
             self._saves = Saves.of(save_every, keep_best)
@@ -176,10 +182,14 @@ class Trainer:
             if isinstance(callback, EarlyStopping):
                 callback.follow(self._saves.best)
         self._manager: CheckpointManager | None = None
-        if checkpoint is not None and not dry_run:
-            self._manager = CheckpointManager(
-                checkpoint, keep=keep, keep_best=keep_best, process_group=self.strategy.checkpoint_group
-            )
+        if isinstance(checkpoint, CheckpointManager):
+            self._manager = checkpoint
+        elif checkpoint is not None:
+            self._manager = CheckpointManager(checkpoint, keep=keep, keep_best=keep_best)
+        if dry_run:
+            self._manager = None
+        if self._manager is not None:
+            self._manager.process_group = self.strategy.checkpoint_group
         self._scalars = Scalars(None if dry_run else log_dir, self._writes, GuardedLoggers(loggers, self._writes))
         self._has_log = (log_dir is not None and not dry_run) or bool(loggers)
         self._settings = {"accumulate": accumulate, "max_norm": max_norm, "precision": precision, "seed": seed}
@@ -291,7 +301,7 @@ class Trainer:
                 self._scalars.close()
             end_loggers(self._scalars.loggers, error, writes=self.strategy.is_main)
             if isinstance(error, KeyboardInterrupt):
-                self._display.show_interrupted(self, state.saved[1])
+                self._display.show_interrupted(self, None if self._manager is None else self._manager.saved_step)
             self._call("on_error", error)
             raise
 
@@ -302,7 +312,8 @@ class Trainer:
         if loader.is_own:
             agree_on_seeds(state, self.strategy)
         for epoch in state.epochs(self.max_epochs):
-            if epoch and (self._saves.is_due_at_epoch(epoch) or state.measured == (state.step, True)):
+            is_due = self._saves.is_due_at_epoch(epoch) or state.measured == (state.step, True)
+            if epoch and (is_due or (loader.sampler is not None and self._saves.is_due_at_step(state.step))):
                 self._save(state)  # it is of the epoch before, which has been counted now
             is_inside = bool((state.data_position() or {"consumed": 0})["consumed"] or state.batches)
             if self._is_over and not is_inside:
@@ -351,7 +362,7 @@ class Trainer:
             if total is None:
                 state.batches = number
             state.commit()
-            self._after_step(state, loss, update_loss.take())
+            self._after_step(state, loss, update_loss.take(), ends_epoch=number == total)
             if self._is_over or (self._dry_run and self.step == begun + _DRY_STEPS):
                 self._display.end_epoch()
                 return number == total
@@ -360,7 +371,7 @@ class Trainer:
             raise ValueError(f"Trainer: loader has no batch, in epoch {epoch + 1}")
         return True
 
-    def _after_step(self, state: elastic.State, loss: Tensor, update_loss: Tensor) -> None:
+    def _after_step(self, state: elastic.State, loss: Tensor, update_loss: Tensor, *, ends_epoch: bool) -> None:
         """Do what follows the commit: nothing of this is done again when a rank is lost."""
         if self.strategy.scaler is not None and (recorder := recording.current()) is not None:
             recorder.note_loss(recorder.read_loss(update_loss))  # the backward began from the scaled one
@@ -369,7 +380,7 @@ class Trainer:
             self._scalars.add({"train/loss": mean, "train/lr": float(self.optimizer.param_groups[0]["lr"])}, state.step)
         self._call("on_step_end", loss)
         self._recovery.called_step = state.step
-        if self._saves.is_due_at_step(state.step):
+        if self._saves.is_due_at_step(state.step) and not ends_epoch:  # that one follows the validation
             self._save(state)
 
     def validate(self, loader: Loaders) -> dict[str, float]:
