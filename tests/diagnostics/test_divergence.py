@@ -83,7 +83,7 @@ def test_the_others_wait_in_a_barrier(world_size):
     for message in run_ranks(check, world_size):
         assert (
             f"\nRank 0 is in all_reduce #n (test_divergence.py), which {who} not reached: "
-            f"{they_are} in barrier #n (test_divergence.py).\nMake every rank call the same operation"
+            f"{they_are} in barrier #n (test_divergence.py).\nA call under `if rank == 0`"
         ) in message
         assert message.endswith(f"\n{ADVICE} The group can no longer be used.")
 

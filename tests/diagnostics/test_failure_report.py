@@ -4,10 +4,11 @@ import pickle
 
 import pytest
 
-from phalanx.diagnostics.divergence import DIVERGENCE_ADVICE
+from phalanx.diagnostics.divergence import DIVERGENCE_ADVICE, JOIN_ADVICE
 from phalanx.diagnostics.failure_report import (
     KILLED,
     NOTHING_CALLED,
+    QUIET_END,
     FailureReport,
     Operation,
     RankCall,
@@ -34,7 +35,6 @@ REPORTS = {
         f"  rank 0: {OTHER.text}\n  rank 1: {ONE.text}\n  rank 2: {ONE.text}\n"
         "Rank 0 is in barrier #42 (eval.py:7), which ranks 1, 2 have not reached: they are in all_reduce #42 "
         "(train.py:88).\n"
-        "Make every rank call the same operation with the same dtype, size and options, in the same order.\n"
         f"{DIVERGENCE_ADVICE}",
     ),
     "a rank that called nothing": (
@@ -42,7 +42,6 @@ REPORTS = {
         MismatchError,
         f"the ranks called different things; no tensor was changed.\n  rank 0: {ONE.text}\n  rank 1: nothing yet\n"
         "Rank 0 is in all_reduce #42 (train.py:88), which rank 1 has not reached: it has called nothing yet.\n"
-        "Make every rank call the same operation with the same dtype, size and options, in the same order.\n"
         f"{DIVERGENCE_ADVICE}",
     ),
     "lines that are not known": (
@@ -68,6 +67,12 @@ REPORTS = {
         FailureReport("lost", (1,), {1: "pid 17"}, reason=KILLED),
         PeerLostError,
         "rank 1 (pid 17) is gone: it ended without a word (killed, or crashed).\nRead its log first.",
+    ),
+    "lost, because its data ended": (
+        FailureReport("lost", (1,), {1: "pid 17"}, {1: Position(41, "all_reduce #41 (train.py:88)")}, reason=QUIET_END),
+        PeerLostError,
+        "rank 1 (pid 17) ended its loop at train.py:88 after all_reduce #41; this rank is in all_reduce #42.\n"
+        f"Its data has probably ended. {JOIN_ADVICE}",
     ),
     "interrupted": (
         FailureReport("interrupted", (1,), {1: "pid 17"}, {1: IN_BARRIER}, reason="KeyboardInterrupt"),

@@ -109,7 +109,6 @@ def test_a_mistake_is_told_in_the_same_words(transport, tmp_path, monkeypatch):
             "  rank 1: barrier at test_one_wording.py\n"
             "Rank 0 is in all_reduce #n (test_one_wording.py), which rank 1 has not reached: it is in barrier #n "
             "(test_one_wording.py).\n"
-            "Make every rank call the same operation with the same dtype, size and options, in the same order.\n"
             f"{ADVICE}",
             [],
         )

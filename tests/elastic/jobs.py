@@ -67,6 +67,7 @@ class Job:
     batch: int = 4
     workers: int = 0
     persistent: bool = False
+    starts_workers: str = "fork"
     wrapper: str = "phalanx"
     optimizer: str = "adam"
     accumulate: int = 1

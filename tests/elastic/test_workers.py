@@ -44,8 +44,9 @@ def train_augmented(job: Job) -> dict[str, Any]:
         data = Augmented()
         sampler = phalanx.DistributedSampler(data)
         loader: Any = DataLoader(
-            data, batch_size=4, sampler=sampler, num_workers=job.workers, persistent_workers=job.persistent
-        )
+            data, batch_size=4, sampler=sampler, num_workers=job.workers, persistent_workers=job.persistent,
+            multiprocessing_context=job.starts_workers if job.workers else None,
+        )  # fmt: skip
         state = elastic.State(model=ddp, optimizer=optimizer, sampler=sampler)
         seen: dict[tuple[int, int], Tensor] = {}
 
@@ -64,10 +65,13 @@ def train_augmented(job: Job) -> dict[str, Any]:
         return {"weights": copy_state(ddp), "seen": seen}
 
 
-@pytest.mark.slow(but=("0-False",))
-@pytest.mark.parametrize(("workers", "persistent"), [(0, False), (1, False), (1, True)])
+@pytest.mark.slow(but=("0-False-fork",))
+@pytest.mark.parametrize(
+    ("workers", "persistent", "method"),
+    [(0, False, "fork"), (1, False, "fork"), (1, True, "fork"), (1, True, "forkserver")],
+)
 def test_what_a_dataset_draws_after_a_loss_is_what_it_would_have_drawn(
-    workers: int, persistent: bool, tmp_path: Path
+    workers: int, persistent: bool, method: str, tmp_path: Path
 ) -> None:
     """Workers that were started again in the middle of an epoch were seeded anew, as at its begin: the rest of the
     epoch had other flips and shifts than in a run that nobody disturbed, on survivors as on the replacement.
@@ -76,7 +80,7 @@ def test_what_a_dataset_draws_after_a_loss_is_what_it_would_have_drawn(
     def run(name: str, strikes: tuple[Strike, ...]) -> Any:
         folder = tmp_path / name
         folder.mkdir()
-        job = Job(str(folder), strikes, workers=workers, persistent=persistent)
+        job = Job(str(folder), strikes, workers=workers, persistent=persistent, starts_workers=method)
         return SmallAgent(train_augmented, 2, job, folder=folder).run()
 
     expected = run("undisturbed", ())

@@ -32,24 +32,19 @@ def test_numbers_are_no_difference_but_places_in_code_and_types_are(one: str, ot
     assert (without_numbers(one.encode()) == without_numbers(other.encode())) == alike
 
 
-def test_what_differs_from_the_first_failure_by_a_number_is_not_shown_again() -> None:
-    held = hold(r0="ValueError: sample 3 is broken", r1="ValueError: sample 20 is broken")
-    assert held.release(0) == []
-
-
 def test_of_several_that_are_alike_one_is_shown_and_a_line_for_each_of_the_others() -> None:
-    held = hold(r0="OSError: disk", r1="KeyError: 5", r2="KeyError: 6", r3="IndexError: 7")
-    shown = held.release(0)
+    held = hold(r1="KeyError: 5", r2="KeyError: 6", r3="IndexError: 7")
+    shown = held.release()
     assert shown == [
         *((1, line) for line in TRACEBACK.format(line=9, error="KeyError: 5").encode().splitlines()),
         (2, b"the same traceback as rank 1's, but perhaps for numbers in it"),
         *((3, line) for line in TRACEBACK.format(line=9, error="IndexError: 7").encode().splitlines()),
     ]
-    assert held.release(0) == []
+    assert held.release() == []
 
 
 def test_a_quiet_one_is_never_shown() -> None:
     held, text = HeldTracebacks(), TRACEBACK.format(line=9, error="KeyboardInterrupt")
     held.expect(0, text, quiet=True)
     assert held.feed(0, [*text.encode().splitlines(), b"saved"]) == [b"saved"]
-    assert held.release(None) == []
+    assert held.release() == []

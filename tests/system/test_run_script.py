@@ -248,15 +248,23 @@ def test_a_pinned_rank_may_have_as_many_workers_as_the_job_has_cores(tmp_path: P
     # Pinned to one core, DataLoader warned of two workers, and they shared that core with the rank.
     script = write_script(
         tmp_path,
-        "import os, sys\n"
+        "import os, subprocess, sys\n"
         "from torch.utils.data import DataLoader, Dataset\n"
         "class Cores(Dataset):\n"
         "    def __len__(self): return 2\n"
         "    def __getitem__(self, i): return len(os.sched_getaffinity(0))\n"
-        "cores = int(sys.argv[1])\n"
-        "for batch in DataLoader(Cores(), num_workers=cores): print(int(batch) == cores)\n"
-        "os.sched_setaffinity(0, os.sched_getaffinity(0))\n"
-        "DataLoader(Cores(), num_workers=cores + 1)\n",
+        "if __name__ == '__main__':\n"
+        "    cores = int(sys.argv[1])\n"
+        "    for method in 'fork', 'forkserver', 'spawn':\n"
+        "        loader = DataLoader(Cores(), num_workers=cores, multiprocessing_context=method)\n"
+        "        for batch in loader: print(int(batch) == cores)\n"
+        "    count = 'import os; print(len(os.sched_getaffinity(0)))'\n"
+        "    for close_fds in True, False:  # without it, subprocess calls posix_spawn\n"
+        "        out = subprocess.run([sys.executable, '-c', count], capture_output=True, close_fds=close_fds).stdout\n"
+        "        print(int(out) == cores)\n"
+        "    print(len(os.sched_getaffinity(0)) == 1)\n"
+        "    os.sched_setaffinity(0, os.sched_getaffinity(0))\n"
+        "    DataLoader(Cores(), num_workers=cores + 1)\n",
     )
     cores = len(os.sched_getaffinity(0))
     finished = run("--no-preload", "--nproc-per-node", "cpu", script, str(cores))

@@ -99,7 +99,7 @@ class Attempt:
             self._run_until(loop, lambda: self.ranks.is_swept and self.link.is_swept)
             if not self.ranks.zygote_lost:
                 self.host.pump.drain()
-            self.host.display.release(self.first)
+            self._release_tracebacks()
         finally:
             self._requests.close()
             self.links.close()
@@ -191,7 +191,7 @@ class Attempt:
         if self.state.phase == "running" and now >= self._silent.due:
             self._silent.look(now)
         if self.state.phase not in ("running", "settling"):
-            self.host.display.release(self.first)
+            self._release_tracebacks()
             if self._report_end_at is None and self.state.interrupted is None:
                 self._report_end_at = now + _REPORT_END_AFTER_S
         if self._report_end_at is not None and now >= self._report_end_at:
@@ -209,11 +209,11 @@ class Attempt:
                 f"{count_ranks(running)} may still take up to {self.state.grace_s:g} s"
             )
 
-    @property
-    def first(self) -> int | None:
-        """Return the rank whose traceback will be shown at the end; None if none will be."""
-        failures = [] if self.state.interrupted is not None or self.state.overdue else self.state.failures
-        return failures[0].rank if failures and failures[0].report is not None else None
+    def _release_tracebacks(self) -> None:
+        """Show the tracebacks that were kept back, unless a failure will be printed at the end."""
+        is_told = self.state.interrupted is None and not self.state.overdue and bool(self.state.failures)
+        if not is_told:
+            self.host.display.release()
 
     def on_own_start(self, rank: int, pid: int) -> None:
         """Note that the process of a rank of this host exists, unless the others go on without it."""
@@ -273,10 +273,11 @@ class Attempt:
         if actions is not None:
             self.do_elastic(actions)
             return
-        if report.traceback and self.state.phase in ("running", "settling"):
-            self.host.display.expect(report.rank, report.traceback)
-        elif report.traceback and not self.plan.settings.traceback and self.state.is_stopped_by_user(report):
-            self.host.display.expect(report.rank, report.traceback, quiet=True)
+        if report.traceback and not self.plan.settings.traceback:
+            if self.state.phase in ("running", "settling"):
+                self.host.display.expect(report.rank, report.traceback)
+            elif self.state.is_stopped_by_user(report):
+                self.host.display.expect(report.rank, report.traceback, quiet=True)
         self.do(self.state.on_report(report, time.monotonic()))
 
     def on_rank_message(self, rank: int, pid: int, message: dict[str, Any]) -> None:

@@ -18,20 +18,15 @@ from phalanx.processes import name_signal
 # sockets first, so peers can raise because of it before its parent hears of it.
 
 _MAX_REPORT_BYTES = 100_000  # a report is one datagram; the default socket buffer takes about 200 kB
-_HOW_TO_DEBUG = (
-    "A debugger found nobody at the keyboard: ranks have no terminal. To step through the script, run it as the only "
-    "rank, without `phalanx run`:\n"
-    "  RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 python SCRIPT\n"
-    "`phalanx stacks` shows where the ranks of a running job are."
-)
 _OUTSIDE_CAUSES = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 
 
 @dataclass(frozen=True)
 class Report:
-    """An exception that nobody caught in a rank, told by the rank itself. `types` are the names of its class's MRO.
+    """An exception that nobody caught in a rank, reported by the rank itself.
 
-    `error_file` is the one that the rank has written by the rules of `torch.distributed.elastic`, if it has.
+    `types` are the names of its class's MRO. `own_lines` is the traceback without the lines of libraries. `error_file`
+    is the file that the rank has written by the rules of `torch.distributed.elastic`, if it has.
     """
 
     rank: int
@@ -42,14 +37,16 @@ class Report:
     place: str
     traceback: str
     error_file: str = ""
+    own_lines: str = ""
+    advice: str = ""
 
     def to_bytes(self) -> bytes:
         """Return the report as one datagram; of a longer traceback the middle is left out."""
         fields = asdict(self)
-        for key in ("summary", "traceback"):
+        for key in ("summary", "traceback", "own_lines"):
             text = fields[key]
-            if len(text) > _MAX_REPORT_BYTES // 8:  # JSON may take six bytes for a character
-                half = _MAX_REPORT_BYTES // 16
+            if len(text) > _MAX_REPORT_BYTES // 12:  # JSON may take six bytes for a character
+                half = _MAX_REPORT_BYTES // 24
                 fields[key] = f"{text[:half]}\n  [… {len(text) - 2 * half} characters left out …]\n{text[-half:]}"
         return json.dumps(fields).encode()
 
@@ -59,14 +56,14 @@ class Report:
         try:
             fields = json.loads(data)
             report = cls(**{**fields, "types": tuple(fields["types"])})
+            texts = (
+                report.summary, report.place, report.traceback, report.error_file, report.own_lines, report.advice,
+            )  # fmt: skip
             sound = (
                 all(isinstance(number, int) for number in (report.rank, report.pid))
                 and isinstance(report.at, float)
                 and isfinite(report.at)
-                and all(
-                    isinstance(text, str)
-                    for text in (*report.types, report.summary, report.place, report.traceback, report.error_file)
-                )
+                and all(isinstance(text, str) for text in (*report.types, *texts))
             )
         except (ValueError, TypeError, KeyError, RecursionError):
             return None
@@ -165,12 +162,13 @@ def decide_failures(
 
 
 def describe_failures(
-    failures: Sequence[Failure], world_size: int, host: str, *, abandoned: Collection[int] = ()
+    failures: Sequence[Failure], world_size: int, host: str, *, abandoned: Collection[int] = (), whole: bool = False
 ) -> str:
-    """Return what the command prints at the end: a line for each consequence, then the first failure with its
-    traceback.
+    """Return what the command prints at the end: a line for each consequence, then the first failure.
 
-    `abandoned` are the ranks that were not started any more because of it.
+    Arguments:
+        abandoned: the ranks that were not started any more because of it.
+        whole: show the whole traceback, with the lines of libraries.
     """
     first = failures[0]
     others = [
@@ -195,13 +193,13 @@ def describe_failures(
         return "\n".join(lines)
     lines.append(f"First failure: rank {first.rank} of {world_size} on {host} (pid {first.pid}): {summarise(first)}")
     if first.report and first.report.traceback:
-        lines += ["", first.report.traceback.rstrip()]
+        lines += ["", (first.report.traceback if whole else first.report.own_lines or first.report.traceback).rstrip()]
     elif first.exit and first.exit.dump:
         lines += ["", without_launcher(first.exit.dump)]
     if first.report and first.report.error_file:
         lines += ["", f"Its error file: {first.report.error_file}"]
-    if first.report and "BdbQuit" in first.report.types:
-        lines += ["", _HOW_TO_DEBUG]
+    if first.report and first.report.advice:
+        lines += ["", first.report.advice]
     return "\n".join(lines)
 
 

@@ -120,7 +120,7 @@ def opened_host(
         host.zygote.close(kill_descendants([host.zygote.pid]))  # it may be another one by now
         host.errors.close()
         folder.close()
-        display.release(None)
+        display.release()
         host.pump.drain()
         display.flush()
         _flush(host)
@@ -299,7 +299,8 @@ def _describe_failures(attempt: Attempt, flight: Flight) -> str:
     text = describe_flight(flight.groups, flight.ended_ns)
     state = attempt.state
     name = attempt.link.name_host(state.failures[0].rank)
-    failures = describe_failures(state.failures, attempt.place.world_size, name, abandoned=state.abandoned)
+    whole = attempt.plan.settings.traceback
+    failures = describe_failures(state.failures, attempt.place.world_size, name, abandoned=state.abandoned, whole=whole)
     return f"{text}\n\n{failures}" if text else failures
 
 
@@ -316,7 +317,7 @@ def _keep_flight(plan: JobPlan, host: HostResources, flight: Flight, attempt: in
 
 
 def _report_zygote_lost(host: HostResources, state: Supervision) -> int:
-    host.display.release(None)
+    host.display.release()
     pid, status = host.zygote.pid, host.zygote.wait_exit()
     how = name_signal(-status) if status < 0 else f"exit code {status}"
     host.display.say(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import faulthandler
 import fcntl
+import functools
 import io
 import os
 import resource
@@ -16,17 +17,16 @@ import runpy
 import signal
 import sys
 import time
-import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from string import Template
-from types import CodeType, FrameType, ModuleType, TracebackType
-from typing import NoReturn
+from types import FrameType, ModuleType, TracebackType
+from typing import Any, NoReturn
 
 from phalanx.agent.ending import can_end_quickly, end_quickly
-from phalanx.agent.failure import Report
 from phalanx.agent.folder import use_in_rank
+from phalanx.agent.reporter import Reporter
 from phalanx.agent.target import Kind, Target
 from phalanx.agent.title import set_command
 from phalanx.processes import STACKS_SIGNAL, die_with_parent
@@ -77,7 +77,7 @@ def run_worker(assignment: Assignment) -> None:
     """
     shared = frozenset(sys.modules)
     _become_own_process(assignment)
-    report = _Reporter(assignment.rank, _move_up(assignment.reports))
+    report = Reporter(assignment.rank, _move_up(assignment.reports))
     if assignment.kind == "program":
         _execute(assignment, report)
     _reseed()
@@ -89,7 +89,7 @@ def run_worker(assignment: Assignment) -> None:
             STACKS_SIGNAL, file=_move_up(assignment.stacks), all_threads=True
         )  # the handler is written in C, so that it also works in a hang
     _record_steps()
-    code = _prepare_main(assignment)
+    code = _prepare_main(assignment, report)
     if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # else whoever started us has chosen to ignore it
         signal.signal(signal.SIGINT, signal.default_int_handler)
     status = 0
@@ -127,7 +127,7 @@ def run_worker(assignment: Assignment) -> None:
         sys.exit(status)
 
 
-def _report_error(error: BaseException, failed_at: float, report: _Reporter) -> None:
+def _report_error(error: BaseException, failed_at: float, report: Reporter) -> None:
     """Report an error to the agent, and print it as the interpreter does, but without our frames."""
     report.send(error, failed_at)
     sys.excepthook(type(error), error, error.__traceback__)
@@ -177,7 +177,7 @@ def _become_own_process(assignment: Assignment) -> None:
 
 
 def _pin(cpus: frozenset[int]) -> None:
-    """Pin this process to `cpus`. What it forks (DataLoader workers) may use all cores of the job, as without us."""
+    """Pin this process to `cpus`. Its children (DataLoader workers, programs) may use all cores of the job."""
     everywhere = os.sched_getaffinity(0)
     try:
         os.sched_setaffinity(0, cpus)
@@ -186,17 +186,45 @@ def _pin(cpus: frozenset[int]) -> None:
     if cpus == everywhere:
         return
 
-    def release() -> None:
-        if os.sched_getaffinity(0) == cpus:  # else the script has chosen
+    def release() -> bool:
+        chosen = os.sched_getaffinity(0) != cpus  # by the script
+        if not chosen:
             os.sched_setaffinity(0, everywhere)
+        return not chosen
 
     os.register_at_fork(after_in_child=release)
+    _release_while_starting_programs(release, lambda: os.sched_setaffinity(0, cpus))
     # DataLoader compares its workers with the cores that the rank is pinned to, and would warn of too many
     counts = "|".join(str(count) for count in range(1, len(everywhere) + 1))
     warnings.filterwarnings("ignore", f"This DataLoader will create ({counts}) worker", UserWarning)
 
 
-def _execute(assignment: Assignment, report: _Reporter) -> NoReturn:
+def _release_while_starting_programs(release: Callable[[], bool], pin: Callable[[], None]) -> None:
+    """Unpin the calling thread while it starts a program: the program inherits its cores, and runs no fork hook.
+
+    `subprocess` and multiprocessing's "spawn" and "forkserver" start programs through these functions.
+    """
+    import _posixsubprocess
+
+    def released(start: Callable[..., int]) -> Callable[..., int]:
+        @functools.wraps(start)
+        def start_released(*arguments: Any, **options: Any) -> int:
+            if not release():
+                return start(*arguments, **options)
+            try:
+                return start(*arguments, **options)
+            finally:
+                pin()
+
+        return start_released
+
+    for module in (_posixsubprocess, sys.modules.get("subprocess"), os):
+        for name in ("fork_exec", "_fork_exec", "posix_spawn", "posix_spawnp"):
+            if hasattr(module, name):
+                setattr(module, name, released(getattr(module, name)))
+
+
+def _execute(assignment: Assignment, report: Reporter) -> NoReturn:
     """Replace this process by the target's program."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it, and an ignored signal would stay ignored
     try:
@@ -232,10 +260,12 @@ def _record_steps() -> None:
             print(f"phalanx run: --report: this rank's steps cannot be recorded: {error}", file=sys.stderr)
 
 
-def _prepare_main(assignment: Assignment) -> Callable[[], object]:
+def _prepare_main(assignment: Assignment, report: Reporter) -> Callable[[], object]:
     """Set up `__main__`, `sys.argv` and `sys.path` as the interpreter does; return the function that runs the code."""
     main = ModuleType("__main__")
-    main.__dict__.update(__builtins__=sys.modules["builtins"], __annotations__={})
+    main.__dict__["__builtins__"] = sys.modules["builtins"]
+    if sys.version_info < (3, 14):  # since then a module computes its annotations when it is asked for them
+        main.__annotations__ = {}
     sys.modules["__main__"] = main
     command, arguments = assignment.target.command, assignment.target.arguments
     sys.orig_argv = list(command)
@@ -259,45 +289,10 @@ def _prepare_main(assignment: Assignment) -> Callable[[], object]:
     def run_script() -> None:
         with io.open_code(path) as file:
             source = file.read()
-        code: CodeType = compile(source, path, "exec", dont_inherit=True)
-        exec(code, main.__dict__)
+        report.script = compile(source, path, "exec", dont_inherit=True)
+        exec(report.script, main.__dict__)
 
     return run_script
-
-
-class _Reporter:
-    """A `_Reporter` reports this rank's failure to the agent over `reports`."""
-
-    def __init__(self, rank: int, reports: int) -> None:
-        self.pid = os.getpid()
-        self._rank = rank
-        self._reports = reports
-        self._identity = _identify(reports)
-
-    def send(self, error: BaseException, at: float) -> None:
-        """Send `error`, raised at `at` on the monotonic clock; never raises."""
-        try:
-            place = _find_place(error)
-            names = tuple(cls.__name__ for cls in type(error).__mro__)
-            if isinstance(error, SystemExit):
-                text, summary = "", f"sys.exit({error.code!r})"  # a decision of the script: the place says enough
-            else:
-                text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-                # a SyntaxError names the place first, indented; of a message with several lines the first one counts
-                said = traceback.format_exception_only(type(error), error)
-                summary = next(part for part in said if not part.startswith(" ")).splitlines()[0]
-            report = Report(self._rank, self.pid, at, names, summary, place, text)
-            if (
-                _identify(self._reports) == self._identity
-            ):  # else the script has closed it, and opened a file of its own
-                os.write(self._reports, report.to_bytes())
-        except Exception:
-            pass  # the exception's own __str__ failed, or the agent has gone: the exit code still tells
-
-
-def _identify(fd: int) -> tuple[int, int]:
-    status = os.fstat(fd)
-    return status.st_dev, status.st_ino
 
 
 def _without_launcher(trace: TracebackType | None) -> TracebackType | None:
@@ -308,36 +303,3 @@ def _without_launcher(trace: TracebackType | None) -> TracebackType | None:
 
 def _is_launcher(frame: FrameType) -> bool:
     return frame.f_code.co_filename in _LAUNCHER_FILES
-
-
-def _find_place(error: BaseException) -> str:
-    """Return the place of the innermost line of the traceback that is the user's own, such as `train.py:88`; empty if
-    there is none.
-
-    What was raised inside of a library is placed where the user called it: that is the line to look at first, and the
-    traceback shows the rest.
-    """
-    if isinstance(error, SyntaxError) and error.filename and os.path.exists(error.filename):
-        return f"{os.path.basename(error.filename)}:{error.lineno}"  # the traceback ends at the import of that file
-    frames = traceback.extract_tb(error.__traceback__)
-    folders = _library_folders()
-    users = [frame for frame in frames if not _is_library(frame.filename, folders)] or frames
-    return f"{os.path.basename(users[-1].filename)}:{users[-1].lineno}" if users else ""
-
-
-def _is_library(filename: str, folders: tuple[str, ...]) -> bool:
-    parts = filename.split(os.sep)  # one environment may take packages from another
-    return filename.startswith(folders) or "site-packages" in parts or "dist-packages" in parts
-
-
-def _library_folders() -> tuple[str, ...]:
-    """Return the folders of Python's own files, of installed packages and of this package."""
-    import site
-    import sysconfig
-
-    folders = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    folders |= {*site.getsitepackages(), site.getusersitepackages(), os.path.dirname(os.path.dirname(__file__))}
-    torch = sys.modules.get("torch")  # it may lie elsewhere
-    if torch is not None and torch.__file__ is not None:
-        folders.add(os.path.dirname(torch.__file__))
-    return ("<frozen ", *(os.path.abspath(folder) + os.sep for folder in folders))

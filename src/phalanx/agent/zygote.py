@@ -45,6 +45,7 @@ import socket
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -167,6 +168,14 @@ def _load_torch_library() -> None:
                 ctypes.CDLL(library)
             except OSError:
                 pass  # torch's own import loads it, or says what is wrong
+
+
+def _fork() -> int:
+    with warnings.catch_warnings():
+        # Python warns of threads that a library has started in C. Python's own have ended, and the child of a library
+        # that cannot be forked is found out by `find_own_cuda_use`.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return os.fork()
 
 
 class _Zygote:
@@ -293,7 +302,7 @@ class _Zygote:
     def _fork_spare(self, control: int) -> Assignment | None:
         """Fork a spare, which waits; return the assignment of a rank that the spare forks, and None in this process."""
         try:
-            self._spare = os.fork()
+            self._spare = _fork()
         except OSError:
             self._spare = 0
         if self._spare == 0 and os.getpid() != self._pid:
@@ -321,7 +330,7 @@ class _Zygote:
         """Fork one rank; return its assignment in the child, None in the zygote."""
         rank, parent = message["rank"], os.getpid()
         try:
-            pid = os.fork()
+            pid = _fork()
         except OSError as error:
             for fd in fds:
                 os.close(fd)

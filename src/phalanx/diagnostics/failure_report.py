@@ -82,7 +82,7 @@ class FailureReport:
         """Return all that a user reads on the rank that was in `operation`."""
         sentences: dict[Kind, Callable[[], Sequence[str]]] = {
             "mismatch": self._mismatch if self.is_collective else self._message_mismatch,
-            "lost": self._lost,
+            "lost": lambda: self._lost(operation),
             "interrupted": self._interrupted,
             "late": self._late,
             "no memory": lambda: [f"{self._who()} had no memory for a message that came before its receive."],
@@ -133,22 +133,33 @@ class FailureReport:
             f"the ranks called different things; {changed}.",
             self._called(),
             *self.remarks,
-            f"If a rank has run out of data: {JOIN_ADVICE}" if in_round and not self.remarks else "",
             divergence,
             self.earlier if divergence else "",
-            MISMATCH_ADVICE,
-            DIVERGENCE_ADVICE if divergence else "",
+            DIVERGENCE_ADVICE if divergence else MISMATCH_ADVICE,
+            f"If a rank has run out of data instead: {JOIN_ADVICE}" if in_round and not self.remarks else "",
         ]
 
     def _message_mismatch(self) -> list[str]:
         changed = next(iter(self.remarks), "the tensor was not changed")
         return [f"the message does not fit; {changed}.", self._called(), MESSAGE_ADVICE]
 
-    def _lost(self) -> list[str]:
+    def _lost(self, operation: Operation | str) -> list[str]:
         position = self.positions.get(self.ranks[0])
+        if position is not None and isinstance(operation, Operation) and self._has_ended_its_loop(position, operation):
+            before, now = position.operation.partition(" (")[0], operation.label
+            return [
+                f"{self._who()} ended its loop at {operation.call_site} after {before}; this rank is in {now}.",
+                f"Its data has probably ended. {JOIN_ADVICE}",
+            ]
         last = f"It {position}. " if position is not None else ""
         alone = (*self.remarks, DIVERGENCE_ADVICE) if self.remarks else ()
         return [f"{self._who()} is gone: {self.reason}.", f"{last}Read its log first.", *alone]
+
+    def _has_ended_its_loop(self, position: Position, operation: Operation) -> bool:
+        """Return whether the rank ended well, and its last operation came from the line that this rank repeats."""
+        finished = not (position.inside or position.failed or position.elsewhere)
+        same_line = bool(operation.call_site) and position.operation.endswith(f"({operation.call_site})")
+        return ended_well(self.reason) and finished and same_line
 
     def _interrupted(self) -> list[str]:
         position = self.positions.get(self.ranks[0])

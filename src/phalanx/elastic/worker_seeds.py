@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import mmap
 import multiprocessing
 import random
 import sys
@@ -22,10 +21,8 @@ def seed_workers(loader: Any, seed: int, epoch: int) -> None:
     worker once, when it is started: one that is started in the middle of an epoch would draw there what the first had
     drawn at its begin.
 
-    Workers that are not forked are left alone: they share no memory with us, which says the epoch to those that last.
     """
-    method = (loader.multiprocessing_context or multiprocessing).get_start_method()
-    if loader.num_workers == 0 or method != "fork":
+    if loader.num_workers == 0:
         return
     if not isinstance(loader.worker_init_fn, _SeedBatches):
         loader.worker_init_fn = _SeedBatches(seed, loader.worker_init_fn)
@@ -37,16 +34,17 @@ class _SeedBatches:
 
     def __init__(self, seed: int, then: Callable[[int], None] | None) -> None:
         self._seed, self._then = seed, then
-        self._memory = mmap.mmap(-1, 8)  # the epoch, in memory that workers of `persistent_workers` see change
+        # Workers of `persistent_workers` see it change, forked or not.
+        self._epoch = multiprocessing.RawValue("Q", 0)
 
     @property
     def epoch(self) -> int:
         """Return the epoch that the loader is in."""
-        return int.from_bytes(self._memory[:8], "little")
+        return int(self._epoch.value)
 
     @epoch.setter
     def epoch(self, number: int) -> None:
-        self._memory[:8] = number.to_bytes(8, "little")
+        self._epoch.value = number
 
     def __call__(self, worker: int) -> None:
         if self._then is not None:

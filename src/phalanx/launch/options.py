@@ -236,8 +236,8 @@ OPTIONS = (
     Option("log-line-prefix-template", "log_line_prefix_template", "Put this text before each line on the screen, in "
            "the place of the rank: ${role_name}, ${rank}, ${local_rank} and ${hostname} in it are replaced, as by "
            "torchrun. Equal lines are then shown once for each rank.", "TEMPLATE"),
-    Option("traceback", "traceback", "After Ctrl-C show the traceback of each rank. Without this option one line says "
-           "where the ranks were.", torchruns=False),
+    Option("traceback", "traceback", "Show whole tracebacks, of every rank and after Ctrl-C. By default, the first "
+           "failure is shown without the lines of libraries, and each other rank has one line.", torchruns=False),
     Option("grace", "grace_s", "After Ctrl-C, SIGTERM or the failure of another rank, ranks get so many seconds to end "
            "before SIGKILL (default 10).", "SECONDS", _read_seconds, torchruns=False),
     Option("shutdown-timeout", "grace_s", "The same as --grace, by torchrun's name.", "SECONDS", _read_seconds),

@@ -128,12 +128,10 @@ class Display:
         """Keep back `traceback`, which `rank` is about to print, for good if `quiet`. The log files get it."""
         self._held.expect(rank, traceback, quiet=quiet)
 
-    def release(self, first: int | None) -> None:
-        """Show the lines that were kept back, except those of rank `first`, which is told at the end, and those like
-        them.
-        """
+    def release(self) -> None:
+        """Show the tracebacks that were kept back."""
         now = time.monotonic()
-        for rank, line in self._held.release(first):
+        for rank, line in self._held.release():
             self._folder.add(rank, 2, line, now)
 
     def forget(self) -> None:

@@ -1,9 +1,7 @@
-"""Hold the tracebacks that ranks have reported until it is known which one the command shows at the end.
+"""Hold the tracebacks that ranks have reported until it is known whether the command prints the failure itself.
 
-rank 0   ValueError: sample 3 is broken     the first failure: the command tells it at the end
-rank 1   ValueError: sample 20 is broken    the same but for a number: a line of the summary tells it
-rank 2   KeyError: 'label'                  shown
-rank 3   KeyError: 'label'                  a line says that it is rank 2's
+If it does, it prints the first failure, and one line for each other rank. Else (Ctrl-C, a lost zygote) the tracebacks
+are shown as they were printed; of those that differ by numbers only, one.
 """
 
 from __future__ import annotations
@@ -47,17 +45,12 @@ class HeldTracebacks:
         echo = self._echoes.get(rank)
         return lines if echo is None else [shown for line in lines for shown in echo.feed(line)]
 
-    def release(self, first: int | None) -> list[tuple[int, bytes]]:
-        """Return ranks and lines to show, except those of rank `first`, which is told at the end, and those like
-        them.
-
-        Of several that are alike one is returned, and a line for each of the others.
-        """
-        told = self._forms.get(first) if first is not None else None
+    def release(self) -> list[tuple[int, bytes]]:
+        """Return ranks and lines to show: of tracebacks that are alike the first, and a line for each of the others."""
         released = []
         for rank in sorted(self._echoes):
             form = self._forms[rank]
-            if rank in self._quiet or rank in self._named or form == told or self._echoes[rank].over:
+            if rank in self._quiet or rank in self._named or self._echoes[rank].over:
                 continue
             like = self._shown.setdefault(form, rank)
             if like == rank:

@@ -10,6 +10,7 @@ is one that may raise at any time (a time-out by SIGALRM), the main thread leave
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]
 import contextlib
 import signal
 import threading
@@ -21,7 +22,7 @@ from typing import Any
 _main = threading.main_thread().ident
 # As numbers, and from `_signal`: each call looks, and `signal` makes an enum of each. One of SIGTERM mostly ends all.
 _ALARM, _INTERRUPT, _USER_1, _USER_2 = map(int, (signal.SIGALRM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2))
-_handler_of: Callable[[int], Any] = getattr(signal, "_signal", signal).getsignal
+_handler_of: Callable[[int], Any] = _signal.getsignal
 
 
 class _Deferral:
