@@ -62,7 +62,7 @@ def copy_to_others(tensors: Sequence[Tensor], source: Tensor) -> None:
     """Write `source` to all other tensors; it may be one of them."""
     for tensor in tensors:
         if tensor is not source:
-            write_back(tensor.detach(), source)
+            write_back(tensor, source)
 
 
 def unshared(

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import operator
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from phalanx.errors import MismatchError
 from phalanx.transport.base import CallContext, Transport
+from phalanx.transport.several import copy_to_others
 
 
-def all_reduce(transport: Transport, tensor: Tensor, ctx: CallContext) -> None:
-    """Replace `tensor` by the sum over ranks, coalesced.
+def all_reduce(transport: Transport, tensors: Sequence[Tensor], ctx: CallContext) -> None:
+    """Replace each tensor by the sum over ranks, and over the tensors of each rank, coalesced.
 
     Shape: the same on every rank, with the same number of sparse dimensions; the number of entries may differ.
     Cost: three gathers, of few entries one; every rank holds all ranks' entries for a moment.
@@ -20,9 +24,9 @@ def all_reduce(transport: Transport, tensor: Tensor, ctx: CallContext) -> None:
     Raises:
         MismatchError: the ranks' tensors differ in dtype, shape or sparse dimensions; no tensor was changed.
     """
-    total = add_up(transport, tensor.coalesce(), ctx)
     with torch.no_grad():
-        tensor.copy_(total)
+        mine = functools.reduce(operator.add, tensors).coalesce()
+    copy_to_others(tensors, add_up(transport, mine, ctx))
 
 
 def add_up(transport: Transport, mine: Tensor, ctx: CallContext, *, divisor: float | None = None) -> Tensor:

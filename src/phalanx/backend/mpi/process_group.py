@@ -76,7 +76,7 @@ class MpiProcessGroup(PhalanxProcessGroup):
         def end() -> int:
             source = self._mpi.end_recv(message, data, src, deadline)
             if data.data_ptr() != tensor.data_ptr():
-                write_back(tensor.detach(), data)
+                write_back(tensor, data)
             return source
 
         return self._under_way(tensor, message, end)

@@ -128,13 +128,7 @@ class ProcessGroupCollectives(ProcessGroupBase):
 
     def _sparse_all_reduce(self, tensors: list[Tensor], opts: Any) -> Work:
         check_sparse(tensors, opts.reduceOp)
-
-        def run(ctx: CallContext) -> None:
-            total = sum(tensors[1:], tensors[0]) if len(tensors) > 1 else tensors[0]
-            sparse.all_reduce(self.transport, total, ctx)
-            copy_to_others(tensors, total)
-
-        return self._carry_out(run, opts, tensors)
+        return self._carry_out(lambda ctx: sparse.all_reduce(self.transport, tensors, ctx), opts, tensors)
 
     def sparse_mean(self, tensor: Tensor) -> Tensor:
         """Return the mean over ranks of a coalesced sparse CPU tensor, on every rank; the inputs stay as they are. It
@@ -241,7 +235,7 @@ class ProcessGroupCollectives(ProcessGroupBase):
             for outputs in lists:
                 for at, output in enumerate(outputs):
                     rank, i = divmod(at, len(inputs))
-                    write_back(output.detach(), rows[i][rank].view(output.shape))
+                    write_back(output, rows[i][rank].view(output.shape))
 
         return self._carry_out(run, opts, lists)
 
