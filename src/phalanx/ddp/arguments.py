@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from phalanx.ddp.plan import DEFAULT_CAP_MB, FIRST_CAP_MB
+from phalanx.torch_names import find
 
 _REFUSED = {
     "delay_all_reduce_named_params": "it belongs to PyTorch's internal use; leave parameters out by freezing them",
@@ -91,7 +93,7 @@ def decide_group(process_group: dist.ProcessGroup | None, device_mesh: DeviceMes
     """Return the group to average over: the given one, the mesh's, or the default group.
 
     Raises:
-        ValueError: both are given, the mesh has not one axis, or is a part of a larger one.
+        ValueError: both are given, or the mesh has not one axis.
         RuntimeError: there is no default group.
     """
     if process_group is not None and device_mesh is not None:
@@ -108,6 +110,19 @@ def decide_group(process_group: dist.ProcessGroup | None, device_mesh: DeviceMes
             "torch.distributed.init_process_group() before wrapping the module"
         )
     return dist.group.WORLD
+
+
+def localize(module: nn.Module, device_mesh: DeviceMesh) -> None:
+    """Replace parameters that are DTensors by their local parts between forwards, as PyTorch's wrapper does.
+
+    It does so where the mesh is an axis of a larger one, whose other axes carry tensor parallelism.
+    """
+    if device_mesh._get_root_mesh() != device_mesh:
+        transform: Any = find(
+            "torch.distributed.tensor.parallel.ddp._pre_dp_module_transform",
+            loses="DistributedDataParallel does not train tensor-parallel models",
+        )
+        transform(module)
 
 
 def decide_device(

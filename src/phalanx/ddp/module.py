@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from phalanx.backend.dynamo import skipped, untraced
 from phalanx.backend.uneven import can_be_uneven, take_part, training_step
-from phalanx.ddp.arguments import decide_caps, decide_device, decide_group, refuse, refuse_hook
+from phalanx.ddp.arguments import decide_caps, decide_device, decide_group, localize, refuse, refuse_hook
 from phalanx.ddp.batchnorm import SyncChoice, check_choice, span_ranks, sync_if_small
 from phalanx.ddp.comm_hook import Hook, HookExchange
 from phalanx.ddp.epoch_order import EpochOrder, explain_repetition
@@ -127,6 +127,8 @@ class DistributedDataParallel(JoinInterface, TorchInterface):
         check_choice(sync_batchnorm)
         self._caps_mb = caps_mb = decide_caps(bucket_cap_mb, bucket_cap_mb_list)
         self.process_group = decide_group(process_group, device_mesh)
+        if device_mesh is not None:
+            localize(module, device_mesh)
         self.module = module
         self.dim = dim
         self.device_ids = device_ids

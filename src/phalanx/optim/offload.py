@@ -125,7 +125,7 @@ class Offload:
             yield self._copies[key][used[key] : used[key] + shard.count]
             used[key] += shard.count
 
-    def update(self, optimizer: Optimizer) -> None:
+    def update(self, optimizer: Optimizer, kwargs: dict[str, Any]) -> None:
         """Update this rank's slices of the masters; a process that is alone sends them to their devices at once."""
         for masters in self._masters:
             masters.take()
@@ -134,16 +134,18 @@ class Offload:
             sizes = [shard.count * shard.tensor.element_size() for _, shard in alike]
             waves = plan_waves(sizes, WAVE_BYTES) if self._cut else [range(len(alike))]
             for wave in waves:
-                self._update_wave(optimizer, [alike[position] for position in wave])
+                self._update_wave(optimizer, kwargs, [alike[position] for position in wave])
         for masters in self._masters:
             masters.note_pushed()
         self.keep_state_here(optimizer)
 
-    def _update_wave(self, optimizer: Optimizer, wave: Sequence[tuple[MasterParameters, OffloadedShard]]) -> None:
+    def _update_wave(
+        self, optimizer: Optimizer, kwargs: dict[str, Any], wave: Sequence[tuple[MasterParameters, OffloadedShard]]
+    ) -> None:
         try:
             for _, shard in wave:
                 shard.take_gradient()
-            optimizer.step()
+            optimizer.step(**kwargs)
         finally:
             for _, shard in wave:
                 shard.drop_gradient()

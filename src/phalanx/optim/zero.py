@@ -231,8 +231,11 @@ class ZeroRedundancyOptimizer(ShardedState):
 
     @untraced
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], float] | None = None, **kwargs: Any
+    ) -> float | None:
         """Update this rank's slices; when it returns, all ranks have done so, and parameters may be read. All call it.
+        The optimizer inside gets `kwargs`; the closure runs once before its step.
 
         Raises:
             PhalanxError: a rank died, left or is late: parameters are whole, of the step before or of this one.
@@ -250,21 +253,21 @@ class ZeroRedundancyOptimizer(ShardedState):
         self._pass_options()
         if self._offload is None:
             with self._gradients(), self._undo.step() if self._undo is not None else contextlib.nullcontext():
-                self.optim.step()
+                self.optim.step(**kwargs)
                 self._keep()
         else:
-            self._step_offloaded(self._offload)
+            self._step_offloaded(self._offload, kwargs)
         self._show_options()
         return loss
 
-    def _step_offloaded(self, offload: Offload) -> None:
+    def _step_offloaded(self, offload: Offload, kwargs: dict[str, Any]) -> None:
         offload.prepare()
         if self._undo is None:
-            offload.update(self.optim)
+            offload.update(self.optim, kwargs)
             return
         try:
             with self._undo.step():
-                offload.update(self.optim)
+                offload.update(self.optim, kwargs)
                 self._keep()
         except BaseException:
             if self.has_updated and self._undo.under_way:  # a rank was lost when all had done their part
