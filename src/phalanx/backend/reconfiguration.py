@@ -103,7 +103,7 @@ class Reconfiguration:
         rank = handles.index(self.handle(group))
         store = PrefixStore(f"reconfigure/{uuid}/", self._store)
         if uuid in self._used or (rank == 0 and store.add("claimed", 1) > 1):
-            raise PhalanxError(f"reconfigure: uuid {uuid} was used before; each call needs one of its own.")
+            raise PhalanxError(f"reconfigure: uuid {uuid} is already used; each call needs one of its own.")
         self._used.add(uuid)
         timeout = opts.timeout if opts.timeout is not None else timedelta(seconds=group._timeout_s)
         options = types.SimpleNamespace(

@@ -1,4 +1,4 @@
-"""Split groups from another group: `torch.distributed.split_group`, which all members of the parent call."""
+"""Make groups of a group's ranks: split it, as `torch.distributed.split_group` does, or merge it with others."""
 
 from __future__ import annotations
 
@@ -51,17 +51,49 @@ class Splits:
             self._num_undescribed += 1
         if parent.rank() not in ranks:
             return None
-        options = types.SimpleNamespace(
-            store=PrefixStore(f"split/{number}/{'-'.join(map(str, ranks))}/", parent.get_group_store()),
-            group_rank=list(ranks).index(parent.rank()),
-            group_size=len(ranks),
-            timeout=timeout if timeout is not None else parent.options._timeout,
-            group_id=name or f"{parent.group_name}:split:{list(ranks)}",
-            global_ranks_in_group=[parent.options.global_ranks_in_group[rank] for rank in ranks],
+        return meet(
+            parent,
+            PrefixStore(f"split/{number}/{'-'.join(map(str, ranks))}/", parent.get_group_store()),
+            list(ranks).index(parent.rank()),
+            len(ranks),
+            timeout if timeout is not None else parent.options._timeout,
+            name=name or f"{parent.group_name}:split:{list(ranks)}",
+            description=description,
+            ranks=[parent.options.global_ranks_in_group[rank] for rank in ranks],
+            backend_options=backend_options,
         )
-        group = parent.create_group(options, parent.backend_options if backend_options is None else backend_options)
-        group._set_group_desc(description)
-        return group
+
+
+def meet(
+    parent: Any,
+    store: Any,
+    rank: int,
+    size: int,
+    timeout: timedelta,
+    *,
+    name: str = "",
+    description: str = "",
+    ranks: Sequence[int] = (),
+    backend_options: Any = None,
+) -> Any:
+    """Return a group that is made as `parent` was, of `size` ranks that meet in `store`; each of them calls this.
+
+    The options are the parent's where none are given.
+
+    Raises:
+        DeadlineError: some member never came.
+    """
+    options = types.SimpleNamespace(
+        store=store,
+        group_rank=rank,
+        group_size=size,
+        timeout=timeout,
+        group_id=name,
+        global_ranks_in_group=list(ranks),
+    )
+    group = parent.create_group(options, parent.backend_options if backend_options is None else backend_options)
+    group._set_group_desc(description)
+    return group
 
 
 def _problem(ranks: Sequence[int], size: int) -> str:

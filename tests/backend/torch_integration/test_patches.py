@@ -31,6 +31,7 @@ def break_torch(need):
 
 def trial(patched, need):
     break_torch(need)
+    patch._asked.discard(patched.name)  # looking a name up may have imported the module that is changed then
     module, _, name = patched.name.partition(".")
     change = getattr(sys.modules[f"{ROOM}.{module}"], name)
     for _ in range(2):

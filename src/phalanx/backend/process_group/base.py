@@ -16,10 +16,10 @@ from torch.distributed import Store
 from phalanx.backend.arguments import timeout_of
 from phalanx.backend.dynamo import untraced
 from phalanx.backend.process_group import open_groups
+from phalanx.backend.process_group.backend_interface import BackendInterface
 from phalanx.backend.process_group.group_options import GroupOptions
 from phalanx.backend.process_group.recorded import keep_records
-from phalanx.backend.splitting import TORCH_SPLITS_ON_CPU, Splits
-from phalanx.backend.torch_integration.groups import TorchGroup
+from phalanx.backend.splitting import Splits
 from phalanx.backend.torch_integration.hooks import hookable
 from phalanx.backend.work import Closable, DoneWork, PhalanxWork, SerialExecutor
 from phalanx.core_numbers import BACKGROUND, WAITS
@@ -44,7 +44,7 @@ _JOIN_S = 5.0
 
 @untraced
 @hookable
-class ProcessGroupBase(TorchGroup):
+class ProcessGroupBase(BackendInterface):
     """It answers what torch asks of every process group, and carries this group's operations out in order.
 
     A call that need not be asynchronous runs in the caller's thread, unless asynchronous ones are queued; those run on
@@ -165,12 +165,6 @@ class ProcessGroupBase(TorchGroup):
             raise closed(self._name)
         return self._splits.split(self, new_ranks, timeout, opts, group_name, group_desc)
 
-    def perform_nocolor_split(self, device: torch.device) -> None:
-        """Do nothing: a rank that is not in a group of `new_group` has no part in its making."""
-
-    def eager_connect_single_device(self, device: torch.device) -> None:
-        """Do nothing: the members are connected from the start."""
-
     # -- identity ------------------------------------------------------------------------------------------------
 
     def getBackendName(self) -> str:
@@ -240,17 +234,6 @@ class ProcessGroupBase(TorchGroup):
                 f"group {self._name!r}: backend {self.getBackendName()!r} has no backend for device {device}"
             )
         return self
-
-    # torch asks these of a backend object; the group answers for itself.
-    supports_splitting = TORCH_SPLITS_ON_CPU
-    supports_coalescing = False
-    supports_time_estimate = False
-
-    supports_window = False  # nor has Gloo; torch's own answer ends the process
-
-    def new_window(self, tensor: torch.Tensor | None = None) -> Any:
-        """Refuse, since there are no windows of one-sided access here."""
-        raise RuntimeError(f"Backend {self.getBackendName()} does not support new_window")
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
         """Return whether `allocate_tensor` has memory from which collectives copy less: FSDP2 can ask this."""

@@ -112,6 +112,8 @@ class ProcessGroupCollectives(ProcessGroupBase):
         only = checked[0]
         return self._carry_out(lambda ctx: self.transport.all_reduce(only, code, ctx, factor=factor), opts, [only])
 
+    allreduce_sparse = allreduce
+
     def _all_reduce_several(self, tensors: list[Tensor], code: int, factor: Any, opts: Any) -> Work:
         if not can_combine(code):
             raise ArgumentError(

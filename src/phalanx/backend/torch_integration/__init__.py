@@ -18,7 +18,7 @@ names where torch looks backends up, and the rest is applied at first use: when 
     _object_to_tensor, _tensor_to_object pickles between hosts carry a MAC             "phalanx" or "mpi" is asked for
     all_gather_object and its like       each pickle is valid in one call only         "phalanx" or "mpi" is asked for
     _broadcast_object of torch's ZeRO, PGTransport   their pickles carry a MAC, too    they are imported, after that
-    _dist2's table of backends           its new_group("phalanx") works              as the two above, whichever first
+    _dist2's table of backends           its new_group("phalanx") works              `_dist2` is imported
     _dump_fr_trace, _json, _file, reset  torch's flight recorder shows our groups       "phalanx" is asked for
     NanCheckHook.attach                  it is called at our operations                 a group "phalanx" is made
     FlightRecorderHook.attach            a group begins where it can't be attached      a group "phalanx" is made

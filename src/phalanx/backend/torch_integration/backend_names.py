@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import os
 import sys
 from collections.abc import Callable
 from typing import Any
 
 from phalanx.backend.torch_integration.batch_watches import batch_watches
+from phalanx.backend.torch_integration.late_modules import call_once_imported
 
 
 def offer_backend(begin_batch_watch: Callable[[Any, int, int], Any] | None = None) -> None:
@@ -23,6 +24,7 @@ def offer_backend(begin_batch_watch: Callable[[Any, int, int], Any] | None = Non
     if not dist.is_available() or "phalanx" in dist.Backend.backend_list:
         return
     # A list: torch reads a plain string as the devices 'c', 'p' and 'u'. CUDA tensors go to an NCCL group inside.
+    # `_serve_our_backend` looks for a GPU: that takes time, and a process that has done it may be unable to fork.
     devices = ["cpu", "cuda"] if dist.is_nccl_available() else ["cpu"]
     backend: Any = dist.Backend
     backend.register_backend("phalanx", _create, extended_api=True, devices=devices)
@@ -35,6 +37,8 @@ def offer_backend(begin_batch_watch: Callable[[Any, int, int], Any] | None = Non
     backend.PHALANX = _Asked("phalanx", lambda: _serve_our_backend(plugin))
     if not dist.is_mpi_available():
         backend.MPI = _Asked("mpi", _serve_mpi)
+    if importlib.util.find_spec("torch.distributed._dist2") is not None:  # up to 2.13
+        call_once_imported("torch.distributed._dist2", _serve_dist2)
     steps = sys.modules.get("phalanx.backend.torch_integration.training_steps")
     if steps is not None:  # a recorder of steps was there before torch
         steps.begin_to_observe()
@@ -107,14 +111,16 @@ def _serve_our_backend(plugin: Any) -> None:
     if _served:
         return
     _served.append(True)
+    import torch
     import torch.distributed as dist
 
-    from phalanx.backend.torch_integration.dist2 import serve_dist2
     from phalanx.backend.torch_integration.flight_recorder import serve_dumps
     from phalanx.backend.torch_integration.monitored_barrier import extend_monitored_barrier
     from phalanx.backend.torch_integration.rendezvous_handlers import serve_agents_store, serve_cluster_launchers
 
     backend: Any = dist.Backend
+    if not torch.cuda.device_count():  # programs choose the device of their tensors by this table
+        backend.backend_capability["phalanx"] = ["cpu"]
     if plugin is not None:
         backend._plugins["PHALANX"] = plugin
     else:
@@ -124,11 +130,14 @@ def _serve_our_backend(plugin: Any) -> None:
             'a group "cpu:gloo" is given a name that libraries do not take for Gloo\'s',
         )
     serve_agents_store()
-    serve_dist2()
     serve_cluster_launchers()
     extend_monitored_barrier()
     _authenticate_pickles()
     serve_dumps()
+
+
+def _serve_dist2() -> None:
+    importlib.import_module("phalanx.backend.torch_integration.dist2").serve_dist2()
 
 
 def _authenticate_pickles() -> None:

@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import itertools
 import types
 from datetime import timedelta
 from typing import Any
 
+import torch.distributed as dist
+
 from phalanx.backend.torch_integration.patch import patch
-
-
-def serve_dist2() -> None:
-    """Let `torch.distributed._dist2.new_group("phalanx", ...)` make groups, where torch has it: up to 2.13."""
-    if importlib.util.find_spec("torch.distributed._dist2") is not None:
-        _serve_dist2()
 
 
 @patch(
     "torch.distributed._dist2.register_backend(name, func)",
     loses="new_group('phalanx') of torch.distributed._dist2 does not work; use torch.distributed.new_group",
 )
-def _serve_dist2() -> None:
+def serve_dist2() -> None:
+    """Let `torch.distributed._dist2.new_group("phalanx", ...)` make groups; called once that module is imported."""
     dist2 = importlib.import_module("torch.distributed._dist2")
     numbers = itertools.count()
 
     def create(store: Any, rank: int, world_size: int, timeout: timedelta, device: Any, **kwargs: Any) -> Any:
-        module = importlib.import_module("phalanx.backend")
+        name = dist.Backend("phalanx")  # from here on torch lists our plugin
+        backend: Any = dist.Backend
         options = types.SimpleNamespace(
             store=store,
             group_rank=rank,
@@ -35,6 +33,7 @@ def _serve_dist2() -> None:
             group_id=f"dist2-{next(numbers)}",
             global_ranks_in_group=[],
         )
-        return module.create_process_group(options, module.Options(**kwargs))
+        module = importlib.import_module("phalanx.transport.options")
+        return backend._plugins[name.upper()].creator_fn(options, module.Options(**kwargs))
 
     dist2.register_backend("phalanx", create)

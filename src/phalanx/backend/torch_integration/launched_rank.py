@@ -6,7 +6,6 @@ import functools
 import importlib
 from typing import Any
 
-from phalanx.backend.torch_integration.dist2 import serve_dist2
 from phalanx.backend.torch_integration.patch import distributed_c10d, patch
 from phalanx.backend.torch_integration.rendezvous_handlers import serve_agents_store
 from phalanx.backend.torch_integration.stores import serve_files, serve_prefixes, serve_queues
@@ -22,7 +21,6 @@ def serve_launcher() -> None:
     serve_queues()
     serve_files()
     serve_prefixes()
-    serve_dist2()
 
 
 @patch(
