@@ -8,10 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.backend.default_group import join_by_file
+from tests.containers import contained, why_no_containers
 
 from phalanx.coordination.rank_info import host_identity
 from phalanx.errors import PeerLostError, PhalanxError
-from phalanx.testing import RankFailed, contained, run_ranks, why_no_containers
+from phalanx.testing import RankFailed, run_ranks
 
 pytestmark = pytest.mark.skipif(bool(why_no_containers()), reason=why_no_containers())
 

@@ -7,11 +7,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.backend.default_group import join_by_file
+from tests.containers import contained, why_no_containers
 from tests.logs import logged
+from tests.seccomp import UNIX_SOCKETS, forbid, why_no_seccomp
 
 import phalanx
 from phalanx.errors import PeerLostError, PhalanxError
-from phalanx.testing import UNIX_SOCKETS, contained, forbid, run_ranks, why_no_containers, why_no_seccomp
+from phalanx.testing import run_ranks
 
 pytestmark = pytest.mark.skipif(bool(why_no_seccomp()), reason=why_no_seccomp())
 needs_containers = pytest.mark.skipif(bool(why_no_containers()), reason=why_no_containers())

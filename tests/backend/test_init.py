@@ -12,10 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from tests.containers import hide_proc, why_no_containers
 
 import phalanx
 from phalanx.errors import DeadlineError, PhalanxError
-from phalanx.testing import RankFailed, hide_proc, run_ranks, why_no_containers
+from phalanx.testing import RankFailed, run_ranks
 
 TASK = {"SLURM_JOB_ID": "17", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1"}
 

@@ -2,17 +2,11 @@ import subprocess
 import sys
 
 import pytest
+from tests.containers import contained, hide_proc, why_no_containers
+from tests.seccomp import UNIX_SOCKETS, forbid, why_no_seccomp
 
 from phalanx.doctor.kernel import examine_kernel
-from phalanx.testing import (
-    UNIX_SOCKETS,
-    contained,
-    forbid,
-    hide_proc,
-    run_ranks,
-    why_no_containers,
-    why_no_seccomp,
-)
+from phalanx.testing import run_ranks
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux has them")

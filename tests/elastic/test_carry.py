@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.elastic.test_hand_over import Held, value_of
+from tests.seccomp import forbid, why_no_seccomp
 
 from phalanx.elastic import carry
 from phalanx.elastic.carry import Move, Station, plan_round
@@ -17,7 +18,6 @@ from phalanx.elastic.hand_over import hand_over
 from phalanx.symmetric_memory.process_memory import read_process
 from phalanx.symmetric_memory.watch import ProcessId
 from phalanx.testing import run_ranks
-from phalanx.testing.seccomp import forbid, why_no_seccomp
 
 
 def station(host: str, *, namespace: str = "one", has_memory: bool = True) -> Station:

@@ -4,10 +4,12 @@ import fcntl
 import os
 
 import pytest
+from tests.containers import contained, why_no_containers
+from tests.seccomp import forbid, why_no_seccomp
 
 from phalanx.errors import PhalanxError
 from phalanx.symmetric_memory.memfd import memory, obstacle, sparse_memory
-from phalanx.testing import contained, forbid, run_ranks, why_no_containers, why_no_seccomp
+from phalanx.testing import run_ranks
 
 needs_seccomp = pytest.mark.skipif(bool(why_no_seccomp()), reason=why_no_seccomp())
 needs_containers = pytest.mark.skipif(bool(why_no_containers()), reason=why_no_containers())

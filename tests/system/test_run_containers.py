@@ -5,17 +5,22 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.containers import why_no_containers
+from tests.seccomp import why_no_seccomp
 from tests.system.phalanx_command import run, write_script
-
-from phalanx.testing import why_no_containers, why_no_seccomp
 
 needs_containers = pytest.mark.skipif(bool(why_no_containers()), reason=why_no_containers())
 needs_seccomp = pytest.mark.skipif(bool(why_no_seccomp()), reason=why_no_seccomp())
 
-SCRIPT = """
-import os, sys
+# The scripts take from the tests what makes the container.
+FIND_TESTS = f"import sys; sys.path.append({str(Path(__file__).parents[2])!r})"
+
+SCRIPT = f"""
+{FIND_TESTS}
+import os
 import torch, torch.distributed as dist
-from phalanx.testing import contained, forbid
+from tests.containers import contained
+from tests.seccomp import forbid
 
 def train():
     assert os.getpid() == 1
@@ -46,9 +51,10 @@ def test_ranks_that_cannot_reach_the_agent_at_all_say_so(tmp_path: Path) -> None
     assert "start `phalanx run` inside, or let the container use the host's network" in finished.err
 
 
-WITHOUT_PROC = """
-import os, sys
-from phalanx.testing import hide_proc
+WITHOUT_PROC = f"""
+{FIND_TESTS}
+import os
+from tests.containers import hide_proc
 hide_proc()
 os.execv(sys.executable, [sys.executable, "-m", "phalanx.cli", "run", "--nproc-per-node", "2", sys.argv[1]])
 """
@@ -64,9 +70,10 @@ def test_a_job_without_proc_ends_before_a_rank_starts(tmp_path: Path) -> None:
     assert "Mount it" in finished.stderr
 
 
-FORBIDDEN = """
-import os, sys
-from phalanx.testing import forbid
+FORBIDDEN = f"""
+{FIND_TESTS}
+import os
+from tests.seccomp import forbid
 forbid("memfd_create", "pidfd_open")
 os.execv(sys.executable, [sys.executable, "-m", "phalanx.cli", "run", "--nproc-per-node", "2", sys.argv[1]])
 """

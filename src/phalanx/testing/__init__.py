@@ -12,27 +12,19 @@ def test_the_sum_arrives_everywhere():
 """
 
 from phalanx.testing.clock import ManualClock
-from phalanx.testing.containers import contained, hide_proc, why_no_containers
 from phalanx.testing.faults import Fault
 from phalanx.testing.leaks import Snapshot
 from phalanx.testing.namespaces import Host, hosts, why_no_hosts
 from phalanx.testing.outcome import RankFailed
 from phalanx.testing.ranks import run_ranks
-from phalanx.testing.seccomp import UNIX_SOCKETS, forbid, why_no_seccomp
 
 __all__ = [
-    "UNIX_SOCKETS",
     "Fault",
     "Host",
     "ManualClock",
     "RankFailed",
     "Snapshot",
-    "contained",
-    "forbid",
-    "hide_proc",
     "hosts",
     "run_ranks",
-    "why_no_containers",
     "why_no_hosts",
-    "why_no_seccomp",
 ]

@@ -4,8 +4,9 @@ import os
 import shutil
 
 import pytest
+from tests.containers import contained, why_no_containers
 
-from phalanx.testing import RankFailed, contained, run_ranks, why_no_containers
+from phalanx.testing import RankFailed, run_ranks
 
 pytestmark = pytest.mark.skipif(bool(why_no_containers()), reason=why_no_containers())
 

@@ -5,8 +5,9 @@ import os
 import socket
 
 import pytest
+from tests.seccomp import UNIX_SOCKETS, forbid, why_no_seccomp
 
-from phalanx.testing import UNIX_SOCKETS, forbid, run_ranks, why_no_seccomp
+from phalanx.testing import run_ranks
 
 pytestmark = pytest.mark.skipif(bool(why_no_seccomp()), reason=why_no_seccomp())
 
