@@ -667,12 +667,26 @@ def test_ranks_with_different_options_are_told_before_anything_is_built():
         assert "rank 1: algorithm=tree" in str(error)
 
 
-def test_an_interface_that_is_not_there_is_told_with_the_hosts():
+@pytest.mark.parametrize("value", ["^docker,lo", "eth7"])
+@pytest.mark.parametrize("by", ["option", "variable"])
+def test_a_wrong_interface_is_named_with_its_value_and_the_interfaces_that_exist(monkeypatch, by, value):
+    """The error blamed the network between the hosts; with two ranks of three right, those waited for the third."""
+    options, named = None, f"GLOO_SOCKET_IFNAME={value}"
+    if by == "option":
+        options, named = [None, None, phalanx.Options(interface=value)], f"Options(interface={value!r})"
+    else:
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", value)
     with pytest.raises(RankFailed) as caught:
-        on_hosts((1, 1), lambda *a: None, options=phalanx.Options(interface="eth7"))
-    assert "the ranks' hosts cannot all reach each other" in str(caught.value.errors[0])
-    assert "rank 1: " in str(caught.value.errors[0])
-    assert " at 10.77.0.2" in str(caught.value.errors[0])
+        on_hosts((2, 1), lambda *a: None, options=options)
+    wrong = value if by == "option" else value.partition(",")[0]
+    for rank in range(3):
+        text = str(caught.value.errors[rank])
+        assert (
+            f": {named}: interface {wrong!r} does not exist on {os.uname().nodename}, which has lo (127.0.0.1), eth0 (1"
+            in text
+        )
+        assert ("rank 2: " if by == "option" else "ranks 0-1: ") in text.replace("ranks 0, 1", "ranks 0-1")
+        assert "reach each other" not in text
 
 
 def test_a_destroyed_group_refuses_calls():

@@ -7,6 +7,7 @@ import contextlib
 import errno
 import hashlib
 import os
+import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -136,7 +137,8 @@ def open_transport(options: Any, backend_options: Options | None) -> Transport:
         if reason:
             settings = replace(settings, engine="gloo")
         one_host = len({info.host for info in infos}) == 1
-        if problem := "" if one_host and not reason else _exposed(infos, settings):
+        needs_engine = not one_host or bool(reason)
+        if needs_engine and (problem := _wrong_interface(infos, settings) or _exposed(infos, settings)):
             bootstrap.acknowledge_failure()
             raise PhalanxError(f"init_process_group of group {name!r} on rank {rank}: {problem}")
         if reason:
@@ -157,6 +159,36 @@ def _with_variables(settings: Options) -> Options:
     interface = settings.interface or os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0] or None
     allowed = settings.allow_public_address or os.environ.get("PHALANX_ALLOW_PUBLIC_ADDRESS", "") == "1"
     return replace(settings, interface=interface, allow_public_address=allowed)
+
+
+def _interface_problem(settings: Options) -> str:
+    """Return why the interface that was named for this rank cannot be used: where it was named, and those there are."""
+    here = interface_addresses()  # empty where the system does not tell
+    if settings.interface is None or settings.interface in here or not here:
+        return ""
+    told = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    named = f"Options(interface={settings.interface!r})"
+    if told.partition(",")[0] == settings.interface:
+        named = f"GLOO_SOCKET_IFNAME={told}"
+    known = settings.interface in (name for _, name in socket.if_nameindex())
+    fact = "has no address" if known else "does not exist"
+    there = ", ".join(f"{name} ({addresses[0]})" for name, addresses in here.items())
+    return f"{named}: interface {settings.interface!r} {fact} on {os.uname().nodename}, which has {there}"
+
+
+def _wrong_interface(infos: Sequence[RankInfo], settings: Options) -> str:
+    """Return which ranks were given an interface that they do not have, or "". The answer is the same on every rank."""
+    if settings.engine != "gloo":
+        return ""
+    problems: dict[str, list[int]] = {}
+    for r, info in enumerate(infos):
+        if info.interface_problem:
+            problems.setdefault(info.interface_problem, []).append(r)
+    if not problems:
+        return ""
+    lines = "\n".join(f"  {name_ranks(which)}: {problem}" for problem, which in problems.items())
+    advice = "Name one of these, exactly as it is written here, or none: then the route to the job's store decides."
+    return f"no such network interface.\n{lines}\n{advice}"
 
 
 def _exposed(infos: Sequence[RankInfo], settings: Options) -> str:
@@ -203,6 +235,7 @@ def _rank_info(server: FdServer | None, obstacle: str, store: Any, settings: Opt
         agreed=settings.agreed(),
         obstacle=obstacle,
         keeps_store=is_kept_here(base_of(store)),
+        interface_problem=_interface_problem(settings),
         secret=new_token(),
     )
 

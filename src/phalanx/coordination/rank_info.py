@@ -39,6 +39,7 @@ class RankInfo:
     agreed: str = ""  # settings that must be the same on every rank
     obstacle: str = ""  # why this process can share no memory
     keeps_store: bool = False  # the job's store ends with this process
+    interface_problem: str = ""  # why the network interface that was named cannot be used
     secret: str = field(default="", repr=False)  # rank 0's is told only to the ranks of the group
 
     def to_json(self) -> dict[str, Any]:
@@ -55,6 +56,7 @@ class RankInfo:
             "agreed": self.agreed,
             "obstacle": self.obstacle,
             "keeps_store": self.keeps_store,
+            "interface_problem": self.interface_problem,
             "secret": self.secret,
         }
 
@@ -72,6 +74,7 @@ class RankInfo:
             data["agreed"],
             data["obstacle"],
             data["keeps_store"],
+            data["interface_problem"],
             data["secret"],
         )
 
