@@ -1,4 +1,5 @@
 import os
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -53,8 +54,29 @@ def test_a_file_given_as_a_module_is_pointed_out(tmp_path: Path, monkeypatch: py
     assert problem("module", "train.py") == ("module 'train.py': is a file. Leave out -m, or name the module: -m train")
 
 
-def test_a_directory_is_not_a_script(tmp_path: Path) -> None:
-    assert "is a directory" in problem("script", tmp_path)
+def test_a_directory_and_an_archive_need_a_main(tmp_path: Path) -> None:
+    (tmp_path / "app").mkdir()
+    assert "is a directory without __main__.py" in problem("script", tmp_path / "app")
+    with zipfile.ZipFile(tmp_path / "app.zip", "w") as archive:
+        archive.writestr("other.py", "")
+    assert "is a ZIP archive without __main__.py" in problem("script", tmp_path / "app.zip")
+    (tmp_path / "app" / "__main__.py").write_text("x = (\n")
+    assert "__main__.py', line 1: SyntaxError" in problem("script", tmp_path / "app")
+
+
+def test_bytecode_of_another_python_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "old.pyc").write_bytes(b"\x03\xf3\r\n" + bytes(12))
+    assert "was not compiled by Python 3." in problem("script", tmp_path / "old.pyc")
+
+
+def test_what_can_be_read_only_once_is_refused(tmp_path: Path) -> None:
+    """A FIFO hung until SIGKILL; of a script in /dev/stdin the command read all, and the ranks ran nothing."""
+    os.mkfifo(tmp_path / "fifo")
+    read, write = os.pipe()
+    for name in (tmp_path / "fifo", "-", f"/dev/fd/{read}"):
+        assert "can be read only once. Write the script into a file" in problem("script", name)
+    os.close(read)
+    os.close(write)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")

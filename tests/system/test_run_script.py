@@ -2,8 +2,11 @@
 
 import json
 import os
+import py_compile
+import shutil
 import subprocess
 import sys
+import zipapp
 from pathlib import Path
 
 import pytest
@@ -347,3 +350,39 @@ def test_env_gives_no_rank_the_jobs_key(tmp_path: Path) -> None:
     assert finished.code == 2
     assert "--env: PHALANX_KEY is for this command" in finished.err
     assert "plx-secret" not in finished.err
+
+
+_WHAT_I_AM = """
+import multiprocessing, os, pickle, sys
+class Sent: pass
+def main():
+    names = ("__name__", "__file__", "__package__", "__cached__")
+    seen = [globals().get(name) for name in names] + [type(__loader__).__name__, getattr(__spec__, "name", None)]
+    child = multiprocessing.get_context("spawn").Process(target=print, args=("child", isinstance(Sent(), Sent)))
+    child.start(), child.join()
+    print(*seen, sys.argv, sys.path[0], type(pickle.loads(pickle.dumps(Sent()))) is Sent, child.exitcode, flush=True)
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.mark.parametrize("form", ["source", "bytecode", "bytecode by another name", "folder", "archive", "link"])
+def test_every_form_of_a_script_runs_as_python_runs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    """A folder with __main__.py, a zipapp and a .pyc were refused."""
+    (tmp_path / "app").mkdir()
+    source = tmp_path / "app" / "__main__.py"
+    source.write_text(_WHAT_I_AM)
+    py_compile.compile(str(source), str(tmp_path / "code.pyc"))
+    shutil.copy(tmp_path / "code.pyc", tmp_path / "code")
+    zipapp.create_archive(tmp_path / "app", tmp_path / "app.pyz", "/usr/bin/env python3")
+    (tmp_path / "link.py").symlink_to(source)
+    names = {"source": "app/__main__.py", "bytecode": "code.pyc", "bytecode by another name": "code"}
+    name = {**names, "folder": "app", "archive": "app.pyz", "link": "link.py"}[form]
+    monkeypatch.chdir(tmp_path)
+    words = [name, "--flag", "word"]
+    plain = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=True)
+    finished = run("--no-preload", "--nproc-per-node", "1", *words)
+    assert finished.code == 0, finished.err
+    assert [line.partition("] ")[2] for line in finished.lines] == plain.stdout.splitlines()

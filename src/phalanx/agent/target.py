@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
+import stat
 import sys
 import warnings
 from collections.abc import Mapping
@@ -11,6 +13,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 Kind = Literal["script", "module", "program"]
+Form = Literal["source", "bytecode", "folder", "archive"]
+
+MAGIC_NUMBER = importlib.util.MAGIC_NUMBER
+BYTECODE_HEADER = 16  # bytes before the code object: magic number, flags, date and size or hash of the source
+_READ_ONCE = (
+    "Every rank reads the script, and standard input or a pipe can be read only once. Write the script into a file: "
+    "cat > /tmp/script.py; phalanx run /tmp/script.py"
+)
 
 _NEAR = 0.75  # a ratio of difflib: two exchanged letters in a name of five
 
@@ -54,7 +64,7 @@ def may_train(target: Target) -> bool:
 
 def _read_source(target: Target) -> bytes:
     """Return the source of a script, or of a module below the working directory; of any other nothing."""
-    paths = [target.name] if target.kind == "script" else []
+    paths = [target.name, os.path.join(target.name, "__main__.py")] if target.kind == "script" else []
     if target.kind == "module":
         path = os.path.join(*target.name.split("."))
         paths = [f"{path}.py", os.path.join(path, "__main__.py")]
@@ -78,12 +88,57 @@ def find_problem(target: Target, environment: Mapping[str, str]) -> str | None:
     return _find_module_problem(target.name, environment.get("PYTHONPATH", ""))
 
 
-def _find_script_problem(path: str) -> str | None:
+def find_form(path: str) -> Form:
+    """Return what Python would take the file or folder at `path` for, as `python PATH` does.
+
+    Raises:
+        OSError: it cannot be read.
+    """
     if os.path.isdir(path):
-        return f"script {path!r}: is a directory. Name the file in it, or run a package with -m."
+        return "folder"
+    with open(path, "rb") as file:
+        start = file.read(len(MAGIC_NUMBER))
+        if path.endswith(".pyc") or start == MAGIC_NUMBER:
+            return "bytecode"
+        is_text = b"\0" not in start + file.read()
+    if is_text:
+        return "source"
+    import zipimport  # here, because most scripts are text
+
     try:
-        with open(path, "rb") as file:
-            source = file.read()
+        zipimport.zipimporter(path)
+    except zipimport.ZipImportError:
+        return "source"
+    return "archive"
+
+
+def _find_script_problem(path: str) -> str | None:
+    if path == "-":
+        return f"script '-': {_READ_ONCE}"
+    try:
+        mode = os.stat(path).st_mode
+        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+            return f"script {path!r}: is no regular file. {_READ_ONCE}"
+        form = find_form(path)
+        if form == "folder":
+            main = os.path.join(path, "__main__.py")
+            if os.path.exists(main):
+                return _find_source_problem(main)
+            if os.path.exists(f"{main}c"):
+                return None
+            return f"script {path!r}: is a directory without __main__.py. Name the file in it; a package runs with -m."
+        if form == "archive":
+            import zipimport
+
+            if zipimport.zipimporter(path).find_spec("__main__") is None:
+                return f"script {path!r}: is a ZIP archive without __main__.py. `python -m zipapp -m` adds one."
+            return None
+        if form == "bytecode":
+            with open(path, "rb") as file:
+                if file.read(len(MAGIC_NUMBER)) != MAGIC_NUMBER:
+                    version = f"Python {sys.version_info.major}.{sys.version_info.minor}"
+                    return f"script {path!r}: was not compiled by {version}, which runs it here. Name its source."
+            return None
     except FileNotFoundError:
         program = _which(path)
         if program and os.path.basename(path).startswith("python"):
@@ -93,6 +148,12 @@ def _find_script_problem(path: str) -> str | None:
         return f"script {path!r}: no such file in {os.getcwd()}.{advice}"
     except OSError as error:
         return f"script {path!r}: cannot be read: {error.strerror}. Look at its permissions: ls -l {path}"
+    return _find_source_problem(path)
+
+
+def _find_source_problem(path: str) -> str | None:
+    with open(path, "rb") as file:
+        source = file.read()
     hint = "" if path.endswith(".py") else " To run a program, use --no-python."
     if b"\0" in source:  # Python says so in another way in each version
         return f"script {path!r}: not Python source: it contains null bytes.{hint}"
@@ -126,7 +187,6 @@ def _find_module_problem(name: str, python_path: str) -> str | None:
     if name.endswith(".py") and os.path.isfile(name):  # a module's name, too, if it lies in a package
         return f"module {name!r}: is a file. Leave out -m, or name the module: -m {name.removesuffix('.py')}"
     import importlib.machinery
-    import importlib.util
 
     top = name.partition(".")[0]
     folders = [os.getcwd(), *filter(None, python_path.split(os.pathsep))]

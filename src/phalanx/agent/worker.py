@@ -11,6 +11,7 @@ import faulthandler
 import fcntl
 import functools
 import io
+import marshal
 import os
 import resource
 import runpy
@@ -27,7 +28,7 @@ from typing import Any, NoReturn
 from phalanx.agent.ending import can_end_quickly, end_quickly
 from phalanx.agent.folder import use_in_rank
 from phalanx.agent.reporter import Reporter
-from phalanx.agent.target import Kind, Target
+from phalanx.agent.target import BYTECODE_HEADER, Kind, Target, find_form
 from phalanx.agent.title import set_command
 from phalanx.processes import STACKS_SIGNAL, die_with_parent
 
@@ -280,16 +281,25 @@ def _prepare_main(assignment: Assignment, report: Reporter) -> Callable[[], obje
         return lambda: run_module(assignment.name)
     sys.argv = [assignment.name, *arguments]
     path = os.path.abspath(assignment.name)
+    form = find_form(path)
+    if form in ("folder", "archive"):
+        sys.path.insert(0, path)  # as Python does, even with -P
+        run_main: Callable[[str, bool], object] = runpy._run_module_as_main  # type: ignore[attr-defined]
+        return lambda: run_main("__main__", False)
     if not safe_path:
         sys.path.insert(0, os.path.dirname(os.path.realpath(assignment.name)))
-    from importlib.machinery import SourceFileLoader
+    from importlib.machinery import SourceFileLoader, SourcelessFileLoader
 
-    main.__dict__.update(__file__=path, __cached__=None, __loader__=SourceFileLoader("__main__", path))
+    loader = SourcelessFileLoader if form == "bytecode" else SourceFileLoader
+    main.__dict__.update(__file__=path, __cached__=None, __loader__=loader("__main__", path))
 
     def run_script() -> None:
         with io.open_code(path) as file:
-            source = file.read()
-        report.script = compile(source, path, "exec", dont_inherit=True)
+            content = file.read()
+        if form == "bytecode":
+            report.script = marshal.loads(memoryview(content)[BYTECODE_HEADER:])
+        else:
+            report.script = compile(content, path, "exec", dont_inherit=True)
         exec(report.script, main.__dict__)
 
     return run_script
