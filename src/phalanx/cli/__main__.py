@@ -7,7 +7,7 @@ import sys
 
 from phalanx.output.standard import open_standard_descriptors
 
-open_standard_descriptors()  # first of all: importing ctypes may open a descriptor, which then gets a closed one's number
+open_standard_descriptors()  # first: importing ctypes may open a descriptor, which then gets a closed one's number
 if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     # Ctrl-C while modules are loaded: nothing was started, so there is nothing to say, least of all a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
