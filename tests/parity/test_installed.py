@@ -63,7 +63,6 @@ def test_a_program_that_does_not_ask_for_us_sees_torch_alone(tmp_path, ports):
             "phalanx.backend",
             room,
             f"{room}.backend_names",
-            f"{room}.batch_watches",
             f"{room}.late_modules",
         }
         assert ours == set(here[modules]) - set(alone[modules])

@@ -9,7 +9,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
 from phalanx.backend.torch_integration.groups import is_listed
-from phalanx.backend.torch_integration.torch_ddp import leave_group
 from phalanx.ddp import DistributedDataParallel
 from phalanx.pipeline import Pipeline
 
@@ -42,7 +41,6 @@ def _rebind_torch(ddp: Any, old: Any, new: Any) -> None:
     interrupted.
     """
     ddp.process_group = new
-    leave_group(ddp)
     hooks, ddp._comm_hooks = ddp._comm_hooks, []
     for parameter in ddp.module.parameters():
         parameter.grad = None

@@ -8,17 +8,11 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from phalanx.backend.torch_integration.batch_watches import batch_watches
 from phalanx.backend.torch_integration.late_modules import call_once_imported
 
 
-def offer_backend(begin_batch_watch: Callable[[Any, int, int], Any] | None = None) -> None:
-    """Make the names "phalanx" and "mpi" known; `import torch` calls this, and it may be called again.
-
-    `begin_batch_watch` is for torch's DistributedDataParallel over our groups: rooms above this one look at batches.
-    """
-    if begin_batch_watch is not None:
-        batch_watches[:] = [begin_batch_watch]
+def offer_backend() -> None:
+    """Make the names "phalanx" and "mpi" known; `import torch` calls this, and it may be called again."""
     import torch.distributed as dist
 
     if not dist.is_available() or "phalanx" in dist.Backend.backend_list:
@@ -52,11 +46,9 @@ def _create(options: Any, backend_options: Any) -> Any:
     from phalanx.backend import create_process_group
     from phalanx.backend.torch_integration.hooks import serve_torchs_hooks
     from phalanx.backend.torch_integration.stores import serve_prefixes
-    from phalanx.backend.torch_integration.torch_ddp import look_at_batches
 
     serve_prefixes()
     serve_torchs_hooks()
-    look_at_batches()
     return create_process_group(options, backend_options)
 
 
