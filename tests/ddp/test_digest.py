@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from phalanx.ddp.digest import digest, digests, find_differences
+from phalanx.ddp.invisible import elements_of
 
 SIZES = [0, 1, 7, 8, 1021, 2042, 5000]
 
@@ -36,7 +37,7 @@ def test_elements_in_another_order_change_it(size):
 def test_rows_of_a_weight_that_change_places_change_it():
     for width in (1024, 2048, 4096):
         weight = torch.randn(4, width)
-        assert digest(weight[[1, 0, 2, 3]]) != digest(weight)
+        assert digest(weight[[1, 0, 2, 3]].flatten()) != digest(weight.flatten())
 
 
 def test_zeros_of_each_size_differ():
@@ -57,16 +58,14 @@ def test_nans_and_signs_of_zero_are_bytes_like_others():
         torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
         torch.arange(9, dtype=torch.uint8)[1:],
         torch.arange(9, dtype=torch.float32)[3:],
-        torch.tensor(3.0).expand(5),
-        torch.tensor(2.5),
-        torch.randn(4, dtype=torch.complex64).conj(),
-        torch.eye(4).to_sparse(),
+        torch.randn(200_001)[1:],
+        torch.randn(3)[3:],
     ],
-    ids=lambda view: f"{view.layout} {tuple(view.shape)} {view.stride() if view.layout == torch.strided else ''}",
+    ids=lambda view: f"{tuple(view.shape)} {view.storage_offset()} {view.stride()}",
 )
-def test_strides_and_layouts_do_not_matter(view):
-    dense = view.to_dense() if view.is_sparse else view.clone(memory_format=torch.contiguous_format).resolve_conj()
-    assert digest(view) == digest(dense)
+def test_the_place_in_memory_does_not_matter(view):
+    elements = elements_of(view)
+    assert digest(elements) == digest(elements.clone())
 
 
 def test_random_tensors_all_differ():
@@ -76,7 +75,7 @@ def test_random_tensors_all_differ():
 
 def test_digests_come_in_order_and_of_none_there_are_none():
     tensors = [torch.ones(3), torch.zeros(3)]
-    assert digests(tensors, torch.device("cpu")).tolist() == [int(digest(tensor)) for tensor in tensors]
+    assert digests([*tensors, None], torch.device("cpu")).tolist() == [*(int(digest(one)) for one in tensors), 0]
     assert digests([], torch.device("cpu")).tolist() == []
 
 
@@ -85,5 +84,6 @@ def test_differences_are_found_at_their_positions():
     assert find_differences([[1, 2, 3], [1, 5, 3], [1, 2, 4]]) == [1, 2]
     assert find_differences([[1]]) == []
     assert find_differences([[], []]) == []
-    for rows in itertools.product([0, 1], repeat=3):
+    assert find_differences([[0, 1], [5, 1], [0, 1]]) == []  # 0 is no value
+    for rows in itertools.product([1, 2], repeat=3):
         assert find_differences([[row] for row in rows]) == ([0] if len(set(rows)) > 1 else [])

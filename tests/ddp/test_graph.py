@@ -1,10 +1,11 @@
-from dataclasses import dataclass
+import functools
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from phalanx.ddp.graph import find_reach, tensors_in
+from phalanx.ddp.graph import MOST_OBJECTS, find_reach, find_tensors, tensors_in
 
 
 @dataclass
@@ -49,3 +50,48 @@ def test_reaches_join():
     a, b = nn.Linear(1, 1), nn.Linear(1, 1)
     both = find_reach([a(torch.ones(1, 1))]) | find_reach([b(torch.ones(1, 1))])
     assert {id(a.weight), id(b.bias)} <= both.leaves
+
+
+@dataclass
+class Node:
+    content: object
+    parent: "Node | None" = None
+    unset: object = field(init=False)
+
+
+def test_structures_that_contain_themselves_are_walked_once():
+    tensor = torch.zeros(1)
+    mapping = {"tensor": tensor}
+    mapping["itself"] = [mapping]
+    child = Node(tensor, Node(tensor))
+    child.parent.parent = child
+    assert find_tensors([mapping, child]) == ([tensor] * 3, True)
+
+
+def test_no_code_of_the_users_runs():
+    class Lazy(dict):
+        def values(self):
+            raise RuntimeError("loads everything")
+
+    class Counted(list):
+        __iter__ = None
+
+    class Classless:
+        __class__ = property(lambda self: 1 / 0)
+
+    @dataclass
+    class Broken:
+        content: object
+
+    Broken.content = property(lambda self: 1 / 0)
+    tensor = torch.zeros(1)
+    assert find_tensors(Lazy(a=Counted([object.__new__(Broken), Classless(), tensor]))) == ([tensor], True)
+
+
+def test_the_walk_ends_after_some_objects():
+    tensor = torch.zeros(1)
+    assert find_tensors([tensor, 1, 2, tensor], most=4) == ([tensor], False)
+    assert find_tensors([tensor, 1, 2, tensor], most=5) == ([tensor, tensor], True)
+    deep = functools.reduce(lambda inner, _: [inner], range(100_000), tensor)
+    assert tensors_in(deep) == []
+    assert tensors_in([list(range(MOST_OBJECTS)), tensor]) == []

@@ -6,16 +6,20 @@ compared   kept |          ^ ^ ^ the three that came first, in their order: the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor
 
-from phalanx.ddp.digest import has_bytes
-from phalanx.transport.tensors import is_dense
+from phalanx.ddp.graph import find_tensors
+from phalanx.ddp.invisible import all_elements_of, invisible
 
 NUM_BATCHES = 3
 """The number of batches that are no accident where they come in the order of the beginning."""
+
+MOST_STEPS = 1000
+"""The number of steps after which the first batches are no longer waited for."""
+
+MOST_OBJECTS = 1000
+"""The number of objects in the inputs of forward above which nobody looks for tensors among them."""
 
 # about so many elements of each tensor are looked at: that takes microseconds, however large a batch is
 _NUM_ELEMENTS = 256
@@ -26,7 +30,7 @@ _COMPARED = frozenset(
     | {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 )
 
-Probe = tuple[Tensor, ...]
+Probe = list[Tensor]
 
 
 class EpochOrder:
@@ -35,35 +39,36 @@ class EpochOrder:
     def __init__(self) -> None:
         self._first: list[Probe] = []
         self._position = 0  # how many of the first batches have just come again
-        self._blind = False
+        self.blind = False
+        """Whether there is nothing more to look at."""
         self.num_steps = 0
 
-    def repeats(self, inputs: Iterable[Tensor]) -> bool:
+    @invisible
+    def repeats(self, inputs: object) -> bool:
         """Return whether, with this batch, the first `NUM_BATCHES` have come again in their order.
 
         It is never True if two of the first are alike, or if there are tensors that torch can't compare, or that are
         not on the CPU: to look at those would stall the device.
 
-        Cost: it compares some 256 elements of each tensor.
+        Cost: it compares some 256 elements of each tensor, up to the first that differs, in `MOST_STEPS` steps at most.
         """
-        if self._blind:
-            return False
         self.num_steps += 1
-        tensors = list(inputs)
-        if not tensors or not all(map(_can_be_seen, tensors)):
-            self._blind = True
+        tensors, is_complete = find_tensors(inputs, MOST_OBJECTS)
+        probe = all_elements_of(tensors)
+        if probe is None or not is_complete or self.num_steps > MOST_STEPS or not all(map(_can_be_compared, probe)):
+            self.blind = True
+            self._first.clear()
             return False
-        probe = tuple(_sample(tensor) for tensor in tensors)
         if len(self._first) < NUM_BATCHES:
-            self._blind = any(_equal(probe, kept) for kept in self._first)
-            self._first.append(tuple(tensor.clone() for tensor in probe))
+            self.blind = any(_equal(probe, kept) for kept in self._first)
+            self._first.append([_sample(elements).clone() for elements in probe])
         elif _equal(probe, self._first[self._position]):
             self._position += 1
         else:
             self._position = int(_equal(probe, self._first[0]))
         if self._position < NUM_BATCHES:
             return False
-        self._blind = True
+        self.blind = True
         self._first.clear()
         return True
 
@@ -78,19 +83,16 @@ def explain_repetition(num_steps: int) -> str:
     )
 
 
-def _can_be_seen(tensor: Tensor) -> bool:
-    plain = tensor.device.type == "cpu" and tensor.layout == torch.strided and has_bytes(tensor)
-    return plain and tensor.dtype in _COMPARED
+def _can_be_compared(elements: Tensor) -> bool:
+    return elements.is_cpu and elements.dtype in _COMPARED
 
 
-def _sample(tensor: Tensor) -> Tensor:
+def _sample(elements: Tensor) -> Tensor:
     """Return elements from all over the tensor, as a view: its beginning may be the margin of a picture."""
-    tensor = tensor.detach()
-    if not is_dense(tensor):
-        tensor = tensor[:1].contiguous()
-    flat = tensor.as_strided((tensor.numel(),), (1,))
-    return flat[:: max(1, flat.numel() // _NUM_ELEMENTS)]
+    return elements[:: max(1, elements.numel() // _NUM_ELEMENTS)]
 
 
-def _equal(one: Probe, other: Probe) -> bool:
-    return len(one) == len(other) and all(torch.equal(mine, kept) for mine, kept in zip(one, other, strict=True))
+def _equal(probe: Probe, kept: Probe) -> bool:
+    return len(probe) == len(kept) and all(
+        mine.dtype == other.dtype and torch.equal(_sample(mine), other) for mine, other in zip(probe, kept, strict=True)
+    )

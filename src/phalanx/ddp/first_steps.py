@@ -4,6 +4,8 @@
     backward    NaN in each gradient, before it is averaged
     its end     digest of the parameters; one small all_gather; decide_warnings
 
+Nothing that a rank fails to see is an error: it takes part in the all_gather with what it has seen.
+
 Ranks are in step for certain at one place only: where a backward ends, and all of them have just averaged the same
 gradients. The all_gather is there, and no rank runs into one that another does not.
 """
@@ -21,7 +23,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from phalanx.ddp.digest import digest, digests, find_differences, has_bytes
+from phalanx.ddp.digest import digest, digests, find_differences
+from phalanx.ddp.epoch_order import MOST_OBJECTS
+from phalanx.ddp.graph import find_tensors
+from phalanx.ddp.invisible import all_elements_of, elements_of, invisible, outside_modes
 from phalanx.ddp.mistakes import (
     DIFFERING_PARAMETERS,
     NUM_STEPS,
@@ -53,6 +58,8 @@ class FirstSteps:
         self._parameters = parameters
         self._group = group
         self._device = parameters[0].device
+        self.blind = False
+        """Whether an error has ended the watch on this rank."""
         self._steps: list[StepObservations] = []
         self._said: set[str] = set()
         self._doubted: list[Mistake] = []  # parameters differed in the last backward: the step after it decides
@@ -65,32 +72,38 @@ class FirstSteps:
         self._inputs: Tensor | None = None
         self._generator: Tensor | None = None
         self._draws: bool | None = None
+        self._digests = [0] * len(self._parameters)
         self._scaled = False  # half precision with a scaled loss, where first gradients may well overflow
         self._nan_outputs: list[Tensor] = []
         self._nan_gradients: dict[int, Tensor] = {}
 
-    def before_forward(self, inputs: Iterable[Tensor]) -> None:
+    @invisible
+    def before_forward(self, inputs: object) -> None:
         """Look at what the step's first forward is given, unless a part of it can't be read."""
         if self._has_forward:
             return
         self._has_forward = True
-        tensors = [tensor for tensor in inputs if tensor.numel()]
-        if tensors and all(has_bytes(tensor) for tensor in tensors) and not is_uncounted():
-            self._inputs = digest(digests(tensors, self._device))
+        tensors, is_complete = find_tensors(inputs, MOST_OBJECTS)
+        content = all_elements_of(tensors)
+        if content is not None and any(map(len, content)) and is_complete and not is_uncounted():
+            self._inputs = digest(digests(content, self._device))
         self._generator = self._generator_state()
         kind = self._device.type
         self._scaled = any(parameter.dtype == torch.float16 for parameter in self._parameters) or (
             torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16
         )
 
+    @invisible
     def after_forward(self, outputs: Iterable[Tensor]) -> None:
         """Look at what a forward returned, and whether it drew random numbers."""
         if self._draws is None and self._generator is not None:  # this is after the first forward
             self._draws = not torch.equal(self._generator, self._generator_state())
         self._nan_outputs += _nans(outputs)
 
-    def on_gradient(self, index: int, gradient: Tensor | None) -> None:
+    @invisible
+    def on_gradient(self, index: int) -> None:
         """Look at this rank's own gradient of a parameter."""
+        gradient = self._parameters[index].grad
         if gradient is not None and not self._scaled:
             for nan in _nans([gradient]):
                 self._nan_gradients.setdefault(index, nan)
@@ -101,13 +114,11 @@ class FirstSteps:
         All ranks call it. Cost: one all_gather of a few numbers, and one of 8 bytes per parameter when parameters
         differ.
         """
-        parameters = digests(self._parameters, self._device)
-        mine = torch.tensor(self._observe(parameters).row(), device=self._device)
-        gathered = self._gather(mine)
-        self._steps.append([Observation(*row) for row in gathered])
+        seen = self._observe() or Observation()
+        self._steps.append([Observation(*row) for row in self._gather(seen.row())])
         differing: list[int] = []
         if len({one.parameters for one in self._steps[-1]}) > 1:
-            differing = find_differences(self._gather(parameters))
+            differing = find_differences(self._gather(self._digests))
         mistakes = self._settle_doubts(decide_warnings(self._steps, self._names, differing))
         if self._group.rank() == 0:
             for mistake in mistakes:
@@ -136,24 +147,29 @@ class FirstSteps:
         """Look at no more steps."""
         self._optimizers.close()
 
-    def _observe(self, parameters: Tensor) -> Observation:
+    @invisible
+    def _observe(self) -> Observation:
+        found = _digest_each(self._parameters)
+        self._digests = found.tolist()
         nan_gradients = [index for index, nan in self._nan_gradients.items() if nan.item()]
         return Observation(
             has_inputs=int(self._inputs is not None),
             inputs=0 if self._inputs is None else int(self._inputs),
             draws=int(bool(self._draws)),
             generator=0 if self._generator is None else int(digest(self._generator)),
-            parameters=int(digest(parameters)),
+            parameters=int(digest(found)),
             nan_output=int(any(nan.item() for nan in self._nan_outputs)),
             nan_gradient=nan_gradients[0] + 1 if nan_gradients else 0,
             stale_optimizer=int(self._optimizers.stale),
             stepped=self._optimizers.take_stepped(),
         )
 
-    def _gather(self, mine: Tensor) -> list[list[int]]:
-        everyone = [torch.empty_like(mine) for _ in range(self._group.size())]
-        dist.all_gather(everyone, mine, group=self._group)
-        return [one.tolist() for one in everyone]
+    def _gather(self, numbers: Sequence[int]) -> list[list[int]]:
+        with outside_modes():
+            mine = torch.tensor(numbers, dtype=torch.int64, device=self._device)
+            everyone = [torch.empty_like(mine) for _ in range(self._group.size())]
+            dist.all_gather(everyone, mine, group=self._group)
+            return [one.tolist() for one in everyone]
 
     def _generator_state(self) -> Tensor:
         if self._device.type == "cuda":
@@ -166,6 +182,10 @@ def warn_of(text: str) -> None:
     _logger.warning("DistributedDataParallel: %s. (check=False watches nothing.)", text)
 
 
+def _digest_each(parameters: Sequence[Tensor]) -> Tensor:
+    return digests(map(elements_of, parameters), parameters[0].device)
+
+
 def _nans(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
     """Yield, for each tensor that can hold a NaN and be added up, whether its sum is one: that is faster than to look
     at each element.
@@ -173,8 +193,9 @@ def _nans(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
     Infinities of both signs in one tensor count as well.
     """
     for tensor in tensors:
-        if tensor.dtype in _SUMMED and has_bytes(tensor):
-            yield tensor.detach().sum().isnan()
+        elements = elements_of(tensor)
+        if elements is not None and elements.dtype in _SUMMED:
+            yield elements.sum().isnan()
 
 
 Forms = Counter[tuple[torch.Size, torch.dtype]]
@@ -189,6 +210,8 @@ class OptimizerWatch:
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self._parameters = parameters
+        self.blind = False
+        """Whether an error has ended the watch."""
         self._stepped = 0
         self._is_expected = False
         self._ours = {id(parameter) for parameter in parameters}
@@ -218,6 +241,7 @@ class OptimizerWatch:
         """See no more steps."""
         _watches.discard(self)
 
+    @invisible
     def before_step(self, optimizer: Optimizer) -> None:
         """Note that an optimizer of this process is about to step."""
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -225,7 +249,7 @@ class OptimizerWatch:
             self._found_ours = True
             if self._is_expected:
                 self._is_expected = False
-                self._stepped = int(digest(digests(self._parameters, self._parameters[0].device)))
+                self._stepped = int(digest(_digest_each(self._parameters)))
         elif all(parameter.grad is None for parameter in held) and _forms(held) == self._forms:
             self._found_lookalikes = True
 

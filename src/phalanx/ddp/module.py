@@ -286,18 +286,24 @@ class DistributedDataParallel(JoinInterface, TorchInterface):
         if self._batchnorm_undecided and self.training:
             self._batchnorm_undecided = False
             self._batchnorm_synced = sync_if_small(self.module, tensors_in(inputs), self.process_group, self.device)
+        if _backward_number() != -1:
+            return  # checkpointing runs the forward again, and counts its operators
         if self._reducer.watch is not None:
-            self._reducer.watch.before_forward(tensors_in(inputs))
-        if self._epoch_order is not None and self._epoch_order.repeats(tensors_in(inputs)):
-            warn_of(explain_repetition(self._epoch_order.num_steps))
-            self._epoch_order = None
+            self._reducer.watch.before_forward(inputs)
+        if self._epoch_order is not None:
+            if self._epoch_order.repeats(inputs):
+                warn_of(explain_repetition(self._epoch_order.num_steps))
+            if self._epoch_order.blind:
+                self._epoch_order = None
 
     @untraced
     def _after_forward(self, output: object, sync: bool | None) -> None:
-        if sync and self._reducer.watch is not None:
-            self._reducer.watch.after_forward(tensors_in(output))
-        if sync is not None:
-            self._reducer.prepare_backward(tensors_in(output), sync=sync)
+        if sync is None:
+            return
+        outputs = tensors_in(output)
+        if sync and self._reducer.watch is not None and _backward_number() == -1:
+            self._reducer.watch.after_forward(outputs)
+        self._reducer.prepare_backward(outputs, sync=sync)
 
     def _moved(self, values: Any) -> Any:
         def move(value: Any) -> Any:

@@ -221,7 +221,7 @@ class Reducer:
             self._skip_unused()
         self._round.fires[index] += 1
         if self._watch is not None:
-            self._watch.on_gradient(index, self._parameters[index].grad)
+            self._watch.on_gradient(index)
         if self._round.ready[index]:
             raise another_gradient(self._group.rank(), self._specs[index])
         if self._learning:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
-from phalanx.ddp.digest import digests, find_differences
+from phalanx.ddp.digest import digest, digests, find_differences
 from phalanx.ddp.module import DistributedDataParallel
 from phalanx.ddp.structure import describe, verify_same
 from phalanx.errors import MismatchError
@@ -30,11 +30,12 @@ def check_replicas(model: nn.Module, group: dist.ProcessGroup | None = None, *, 
             next forward, in which case it is normal that they differ.
 
     Cost: it reads every tensor once, at the speed of memory, and gathers 8 bytes per tensor; a tensor is sent only when
-    replicas differ. Without a process group, or with one rank, nothing is done.
+    replicas differ. Of a sparse tensor only what it stores is read. Without a process group, or with one rank, nothing
+    is done.
 
     Raises:
         MismatchError: tensors differ. The message names the first, which ranks have other values than rank 0, and by
-            how much; or models differ in names, shapes or dtypes.
+            how much, unless it is sparse; or models differ in names, shapes or dtypes.
     """
     ignored: frozenset[str] = frozenset()
     if isinstance(model, (DistributedDataParallel, TorchDistributedDataParallel)):
@@ -53,28 +54,61 @@ def check_replicas(model: nn.Module, group: dist.ProcessGroup | None = None, *, 
     named = [entry for entry in named if entry[1] not in ignored]
     device = named[0][2].device if named else torch.device("cpu")
     verify_same(describe(model, ignored, memory=False), {"buffers": buffers}, group, device, caller="check_replicas")
-    mine = digests((tensor for _, _, tensor in named), device)
+    mine = torch.stack([_digest(tensor).to(device) for _, _, tensor in named]) if named else digests([], device)
     gathered = [torch.empty_like(mine) for _ in range(group.size())]
     dist.all_gather(gathered, mine, group=group)
-    differing = find_differences([row.tolist() for row in gathered])
-    if differing:
-        kind, name, tensor = named[differing[0]]
-        raise _mismatch(f"{kind} {name!r} ({_form(tensor)})", tensor, len(differing), len(named), group)
+    rows = [row.tolist() for row in gathered]
+    differing = find_differences(rows)
+    if not differing:
+        return
+    kind, name, tensor = named[differing[0]]
+    if tensor.layout is torch.strided:
+        found = _compare_with_first(tensor, group)
+    else:
+        first = [row[differing[0]] for row in rows]
+        found = {rank: "stores other elements than rank 0" for rank, one in enumerate(first) if one != first[0]}
+    shown = [f"rank {rank} {text}" for rank, text in list(found.items())[:_SHOWN]]
+    if len(found) > _SHOWN:
+        shown.append(f"and {len(found) - _SHOWN} more ranks")
+    raise MismatchError(
+        f"check_replicas: {len(differing)} of {len(named)} tensors differ between the {group.size()} ranks. The first "
+        f"is {kind} {name!r} ({_form(tensor)}): {', '.join(shown)}.\nRanks that are not named have rank 0's values. "
+        "Change the model in the same way on every rank: load before wrapping, step every optimizer everywhere, seed "
+        "alike what initializes layers.",
+        calls=found,
+    )
 
 
-def _mismatch(
-    what: str, tensor: Tensor, num_differing: int, num_tensors: int, group: dist.ProcessGroup
-) -> MismatchError:
-    """Return the error, which compares the first differing tensor with rank 0's. Cost: a broadcast of it, and 16 bytes
-    a rank.
-    """
-    mine = tensor.detach() if tensor.layout == torch.strided else tensor.detach().to_dense()
-    mine = mine.resolve_conj().resolve_neg().contiguous()
+def _digest(tensor: Tensor) -> Tensor:
+    """Return the digest of the elements that a tensor stores, in logical order: ranks may have other strides."""
+    parts = [_in_order(part) for part in _parts_of(tensor.detach())]
+    return digest(parts[0]) if len(parts) == 1 else digest(digests(parts, tensor.device))
+
+
+def _parts_of(tensor: Tensor) -> list[Tensor]:
+    """Return the strided tensors of which a tensor consists."""
+    if tensor.layout is torch.sparse_coo:
+        tensor = tensor.coalesce()
+        return [tensor.indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return [tensor if tensor.layout is torch.strided else tensor.to_dense()]
+
+
+def _in_order(tensor: Tensor) -> Tensor:
+    return flat(tensor.resolve_conj().resolve_neg().contiguous())
+
+
+def _compare_with_first(tensor: Tensor, group: dist.ProcessGroup) -> dict[int, str]:
+    """Return how the ranks' tensors differ from rank 0's, by rank. Cost: a broadcast, and 16 bytes a rank."""
+    mine = _in_order(tensor.detach())
     reference = mine.clone()
-    dist.broadcast(flat(reference).view(torch.uint8), group=group, group_src=0)
+    dist.broadcast(reference.view(torch.uint8), group=group, group_src=0)
     wide = torch.complex128 if mine.is_complex() else torch.float64
     distance = (mine.to(wide) - reference.to(wide)).abs().max()
-    same_bytes = torch.equal(flat(mine).view(torch.uint8), flat(reference).view(torch.uint8))
+    same_bytes = torch.equal(mine.view(torch.uint8), reference.view(torch.uint8))
     verdict = torch.stack([torch.full_like(distance, float(same_bytes)), distance])
     verdicts = [torch.empty_like(verdict) for _ in range(group.size())]
     dist.all_gather(verdicts, verdict, group=group)
@@ -82,15 +116,7 @@ def _mismatch(
     for rank, (same, distance_of_rank) in enumerate(one.tolist() for one in verdicts):
         if not same:
             found[rank] = _say(distance_of_rank)
-    shown = [f"rank {rank} {text}" for rank, text in list(found.items())[:_SHOWN]]
-    if len(found) > _SHOWN:
-        shown.append(f"and {len(found) - _SHOWN} more ranks")
-    return MismatchError(
-        f"check_replicas: {num_differing} of {num_tensors} tensors differ between the {group.size()} ranks. The first "
-        f"is {what}: {', '.join(shown)}.\nRanks that are not named have rank 0's values. Change the model in the same "
-        "way on every rank: load before wrapping, step every optimizer everywhere, seed alike what initializes layers.",
-        calls=found,
-    )
+    return found
 
 
 def _say(distance: float) -> str:
