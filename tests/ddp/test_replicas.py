@@ -120,6 +120,7 @@ def test_models_of_other_shapes_are_told_apart_by_structure():
     assert "rank 1 has parameter 'weight' with shape (1, 2)" in message
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta:UserWarning")
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr], ids=str)
 def test_of_sparse_tensors_what_they_store_is_compared(layout):
     """They were made dense: 360 GB for the graph of 300,000 nodes."""
