@@ -1,4 +1,5 @@
 import re
+from pathlib import Path
 
 import pytest
 
@@ -9,7 +10,7 @@ from phalanx.errors import LaunchError
 from phalanx.launch.command_line import parse
 from phalanx.launch.manual import SECTIONS, format_help
 from phalanx.launch.num_ranks import decide_num_ranks
-from phalanx.launch.options import OPTIONS, Streams
+from phalanx.launch.options import OPTIONS, REFUSED, Streams, find_names
 
 
 def refuse(*words: str) -> str:
@@ -55,7 +56,8 @@ def test_dashes_and_underscores_are_the_same(words: list[str]) -> None:
 
 def test_every_option_reaches_its_field() -> None:
     words = (
-        "--nproc-per-node gpu --log-dir d --grace 2.5 --no-affinity --no-preload --max-restarts 3 --exit-timeout 7 "
+        "--nproc-per-node gpu --log-dir d --shutdown-timeout 2.5 --no-affinity --no-preload --max-restarts 3 "
+        "--exit-timeout 7 "
         "--master-addr h --master_port 99 --rdzv-id job7 --standalone --nnodes 1 --node_rank 0 --role trainer -r 3 "
         "--tee 0:1,1:2 --local_ranks_filter 0,2 --key-file k --start-method spawn --monitor_interval 0.5 --use_env "
         "--local-addr h --rdzv_conf timeout=3 --signals-to-handle SIGTERM,SIGINT -m pkg.mod x"
@@ -79,11 +81,8 @@ def test_a_double_dash_ends_the_options() -> None:
 @pytest.mark.parametrize(
     ("given", "meant"),
     [
-        ("--nproc-per-nod", "--nproc-per-node"),
         ("--nproc_pre_node", "--nproc-per-node"),
-        ("--nproc", "--nproc-per-node"),
         ("--logdir", "--log-dir"),
-        ("--max_restart", "--max-restarts"),
         ("--nopython", "--no-python"),
         ("-module", "--module"),
     ],
@@ -108,10 +107,10 @@ def test_torchruns_flags_that_are_missing_say_what_to_do_instead(flag: str) -> N
         ("--nproc-per-node 0 a.py", "--nproc-per-node: must be at least 1, got 0"),
         ("--nproc-per-node -3 a.py", "--nproc-per-node: must be at least 1, got -3"),
         ("--nproc-per-node two a.py", "--nproc-per-node: must be a number, auto, cpu or gpu, got 'two'"),
-        ("--grace soon a.py", "--grace: must be zero or more seconds, got 'soon'"),
-        ("--grace -1 a.py", "--grace: must be zero or more seconds, got '-1'"),
-        ("--grace nan a.py", "--grace: must be zero or more seconds, got 'nan'"),
-        ("--grace 3e8 a.py", "--grace: must be at most 31536000 seconds, a year, got '3e8'"),
+        ("--shutdown-timeout soon a.py", "--shutdown-timeout: must be zero or more seconds, got 'soon'"),
+        ("--shutdown-timeout -1 a.py", "--shutdown-timeout: must be zero or more seconds, got '-1'"),
+        ("--shutdown-timeout nan a.py", "--shutdown-timeout: must be zero or more seconds, got 'nan'"),
+        ("--shutdown-timeout 3e8 a.py", "--shutdown-timeout: must be at most 31536000 seconds, a year, got '3e8'"),
         ("--max-restarts 9999999999 a.py", "--max-restarts: must be below a thousand million, got '9999999999'"),
         ("--nproc-per-node 9999999999 a.py", "--nproc-per-node: must be below a thousand million, got 9999999999"),
         ("--max-restarts -1 a.py", "--max-restarts: must be a number, zero or more, got '-1'"),
@@ -163,7 +162,7 @@ def test_a_wrong_command_line_says_what_is_wrong(words: str, message: str) -> No
 
 
 def test_all_problems_are_told_at_once() -> None:
-    message = refuse("--nproc-per-node", "0", "--grace", "x", "--nnodes", "4:3", "a.py")
+    message = refuse("--nproc-per-node", "0", "--shutdown-timeout", "x", "--nnodes", "4:3", "a.py")
     assert len(message.splitlines()) == 3
 
 
@@ -235,6 +234,75 @@ def test_every_option_of_torchrun_and_its_predecessor_is_taken_or_explained() ->
     assert unknown == []
 
 
+def test_torchruns_options_can_be_shortened_as_its_own_parser_allows() -> None:
+    """`--nproc-per 1` and `--redirect=3`, which argparse takes for their only meaning, were no options here."""
+    from torch.distributed.run import get_args_parser
+
+    torchrun = get_args_parser()
+    for action in torchrun._actions:
+        if action.dest in ("help", "training_script", "training_script_args"):
+            continue
+        full = action.dest.replace("_", "-")
+        for flag in (one for one in action.option_strings if one.startswith("--")):
+            for length in range(3, len(flag)):
+                try:
+                    matches = {one[0].dest for one in torchrun._get_option_tuples(flag[:length])}
+                except SystemExit:
+                    matches = set()
+                names = find_names(flag[2:length])
+                if matches == {action.dest} and names != [flag[2:length].replace("_", "-")]:
+                    assert names == [full], flag[:length]
+                elif len(matches) > 1:
+                    assert len(names) != 1 or names[0] in {option.name for option in OPTIONS}, flag[:length]
+    assert parse(["--nproc-per", "1", "--redirect=3", "--max_r", "2", "a.py"]) == parse(
+        ["--nproc-per-node", "1", "--redirects=3", "--max-restarts", "2", "a.py"]
+    )
+    assert "--log: may be any of --log-dir, --logs-specs" in refuse("--log", "x", "a.py")
+    assert "no such option" in refuse("--evict", "3", "a.py")  # ours cannot be shortened
+
+
+def test_refused_options_are_refused_as_variables_too() -> None:
+    """PET_VIRTUAL_LOCAL_RANK=1 and PET_NUMA_BINDING were silently ignored."""
+    for name in REFUSED:
+        variable = f"PET_{name.replace('-', '_').upper()}"
+        with pytest.raises(LaunchError, match=f"{variable} in the environment: not in this version"):
+            parse(["a.py"], {variable: "1"})
+    assert parse(["a.py"], {"PET_VIRTUAL_LOCAL_RANK": "0", "PET_EVENT_LOG_HANDLER": "null"}) == parse(["a.py"])
+
+
+def test_the_shutdown_timeout_is_torchruns() -> None:
+    assert parse(["a.py"]).grace_s == 30.0
+    assert parse(["a.py"], {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "7"}).grace_s == 7.0
+    environ = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "7", "PET_SHUTDOWN_TIMEOUT": "8"}
+    assert parse(["a.py"], environ).grace_s == 8.0
+    assert parse(["--shutdown-timeout", "9", "a.py"], environ).grace_s == 9.0
+
+
+def test_the_page_lists_every_difference_from_torchrun() -> None:
+    """What torchrun's own parser has is taken as it is there, or stands on the page; the page names nothing else."""
+    from torch.distributed.run import get_args_parser
+
+    torchruns = {
+        action.dest.replace("_", "-"): action.default
+        for action in get_args_parser()._actions
+        if action.option_strings and action.dest != "help"
+    }
+    page = (Path(__file__).parents[2] / "docs/reference/launching.md").read_text(encoding="utf-8")
+    section = page.partition("## torchrun's options")[2].partition("The launcher before torchrun")[0]
+    listed = {name for line in section.splitlines() if line.startswith("| `--")
+              for name in re.findall(r"`--([a-z-]+)`", line.split("|")[1])}  # fmt: skip
+    assert listed <= torchruns.keys()
+    by_name = {option.name: option for option in OPTIONS}
+    for name in torchruns.keys() - by_name.keys():
+        assert name in REFUSED, name
+    differing = {name for name in torchruns if name in REFUSED or by_name[name].field is None}
+    assert differing <= listed
+    # What is neither refused, without effect nor listed has the same meaning and default.
+    same = torchruns.keys() - listed
+    assert same == {"rdzv-id", "standalone", "role", "module", "no-python", "run-path", "shutdown-timeout"} & same
+    assert all(by_name[name].torchruns for name in torchruns.keys() & by_name.keys())
+
+
 def test_a_completion_needs_no_script() -> None:
     assert parse(["--print-completion", "bash"]).completion == "bash"
     assert "--print_completion: must be bash, zsh or tcsh, got 'fish'" in refuse("--print_completion=fish")
@@ -296,7 +364,7 @@ def test_hosts_meet_where_torchruns_options_say(words: str, where: Rendezvous | 
 def test_variables_of_torchrun_stand_behind_the_command_line() -> None:
     environ = {
         "PET_NPROC_PER_NODE": "3", "PET_NNODES": "2", "PET_MASTER_ADDR": "n1", "PET_MASTER_PORT": "5", "PET_NODE_RANK":
-        "1", "PET_MODULE": "1", "PET_STANDALONE": "0", "PET_MAX_RESTARTS": "2", "PET_ROLE": "", "PET_GRACE": "99",
+        "1", "PET_MODULE": "1", "PET_STANDALONE": "0", "PET_MAX_RESTARTS": "2", "PET_ROLE": "", "PET_EVICT_AFTER": "99",
         "PET_RDZV_ID": "job",
     }  # fmt: skip
     settings = parse(["--max-restarts", "7", "pkg"], environ)

@@ -148,7 +148,7 @@ event.wait()
 @pytest.mark.slow
 def test_a_rank_that_cannot_answer_is_reported_with_the_reason_and_nobody_is_disturbed(tmp_path: Path) -> None:
     script = write_script(tmp_path, EDGES)
-    with start("run", "--no-preload", "--nproc-per-node", "4", "--grace", "0", script) as running:
+    with start("run", "--no-preload", "--nproc-per-node", "4", "--shutdown-timeout", "0", script) as running:
         pid = str(running.process.pid)
         shown, expected = "", ("line 17 in <module>", "a handler of its own", "nothing handles SIGURG", "is stopped")
         while not all(words in shown for words in expected):  # at first some are still starting

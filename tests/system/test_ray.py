@@ -48,8 +48,20 @@ def test_more_nodes_than_there_are_is_refused():
 
 
 def test_the_agents_get_the_words_that_are_theirs():
-    words = ["--on", "ray", "--nnodes=2", "--grace", "3", "--nproc_per_node", "4", "-m", "train", "--on", "mine"]
-    assert _without_places(words) == ["--grace", "3", "-m", "train", "--on", "mine"]
+    words = [
+        "--on",
+        "ray",
+        "--nnodes=2",
+        "--shutdown-timeout",
+        "3",
+        "--nproc_per_node",
+        "4",
+        "-m",
+        "train",
+        "--on",
+        "mine",
+    ]
+    assert _without_places(words) == ["--shutdown-timeout", "3", "-m", "train", "--on", "mine"]
 
 
 # What follows needs it.

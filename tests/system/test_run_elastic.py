@@ -160,7 +160,7 @@ def test_what_all_ranks_raise_fails_the_job_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_ctrl_c_ends_the_job_while_a_rank_is_stopped_and_another_was_replaced(tmp_path: Path) -> None:
-    with elastic_job(tmp_path, "--grace", "2") as job:
+    with elastic_job(tmp_path, "--shutdown-timeout", "2") as job:
         job.order("stop-2")
         job.kill(1)
         job.wait_joined(1, 1)

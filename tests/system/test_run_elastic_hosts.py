@@ -288,7 +288,7 @@ def test_a_host_whose_ranks_fail_as_they_start_is_sent_away_and_the_job_goes_on(
 
 
 def test_ctrl_c_while_hosts_are_awaited_ends_the_job(tmp_path: Path) -> None:
-    with cluster(tmp_path, 2, 1, nnodes="2", env={"WAIT_S": "600"}, options=("--grace", "2")) as made:
+    with cluster(tmp_path, 2, 1, nnodes="2", env={"WAIT_S": "600"}, options=("--shutdown-timeout", "2")) as made:
         made.kill(1)
         made.wait_for(0, "wait up to 600 s")
         os.kill(made.first.running.process.pid, signal.SIGINT)

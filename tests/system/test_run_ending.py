@@ -31,7 +31,7 @@ signal.pause()
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_nothing_survives_the_end_of_the_agent(tmp_path: Path, number: int) -> None:
     script = write_script(tmp_path, FAMILY)
-    with start("run", "--no-preload", "--grace", "5", "--nproc-per-node", "2", script) as running:
+    with start("run", "--no-preload", "--shutdown-timeout", "5", "--nproc-per-node", "2", script) as running:
         running.read_until("family")
         assert len(running.survivors()) > 8
         running.process.send_signal(number)
@@ -138,9 +138,9 @@ def test_a_rank_that_ignores_ctrl_c_is_killed_after_the_grace_period(tmp_path: P
         "print('ready')\n"
         "while True: signal.pause()\n",
     )
-    finished = interrupt(script, "--grace", "0.2")
+    finished = interrupt(script, "--shutdown-timeout", "0.2")
     assert finished.code == 130
-    assert "rank 1 did not end within 0.2 s and had to be killed (--grace gives them more)" in finished.err
+    assert "rank 1 did not end within 0.2 s and had to be killed (--shutdown-timeout gives them more)" in finished.err
 
 
 def test_the_second_ctrl_c_does_not_wait(tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_the_second_ctrl_c_does_not_wait(tmp_path: Path) -> None:
         tmp_path,
         f"import signal\nsignal.signal(signal.SIGINT, lambda *_: print('no'))\nprint('ready')\n{WAIT}\n",
     )
-    with start("run", "--no-preload", "--grace", "600", "--nproc-per-node", "2", script) as running:
+    with start("run", "--no-preload", "--shutdown-timeout", "600", "--nproc-per-node", "2", script) as running:
         running.read_until_all("ready", 2)
         running.process.send_signal(signal.SIGINT)
         running.read_until("no")
@@ -166,7 +166,7 @@ def test_a_failed_job_does_not_wait_for_a_rank_that_ignores_sigterm(tmp_path: Pa
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         "while True: signal.pause()\n",
     )
-    assert run("--no-preload", "--grace", "0.2", "--nproc-per-node", "2", script).code == 4
+    assert run("--no-preload", "--shutdown-timeout", "0.2", "--nproc-per-node", "2", script).code == 4
 
 
 def test_sigusr1_is_passed_on_and_ends_nothing(tmp_path: Path) -> None:
@@ -236,7 +236,7 @@ def test_a_zygote_that_cannot_go_on_is_killed_at_the_third_signal(tmp_path: Path
         "print(attached, flush=True)\n"
         "signal.pause()\n"
     )
-    with start("run", "--no-preload", "--grace", "600", "--nproc-per-node", "2", script) as running:
+    with start("run", "--no-preload", "--shutdown-timeout", "600", "--nproc-per-node", "2", script) as running:
         zygote = running.read_until("family").split()[-1]
         debugger = subprocess.Popen([sys.executable, "-c", hold, zygote], stdout=subprocess.PIPE, text=True)
         try:
@@ -265,7 +265,7 @@ def test_a_stopped_rank_hears_that_the_job_is_to_end(tmp_path: Path) -> None:
         "print('pid', os.getpid())\n"
         f"{WAIT}\n",
     )
-    with start("run", "--no-preload", "--grace", "600", "--nproc-per-node", "1", script) as running:
+    with start("run", "--no-preload", "--shutdown-timeout", "600", "--nproc-per-node", "1", script) as running:
         os.kill(int(running.read_until("pid").split()[-1]), signal.SIGSTOP)
         running.process.send_signal(signal.SIGTERM)
         finished = running.finish()
@@ -287,7 +287,7 @@ def test_a_rank_that_is_still_there_is_named_with_its_state_and_stopped_after_th
         "    os.kill(os.getpid(), signal.SIGSTOP)\n"
         "while ') T ' not in open(f'/proc/{pid}/stat').read(): pass\n",
     )
-    with start("run", "--exit-timeout", "0.2", "--grace", "600", "--nproc-per-node", "2", script) as running:
+    with start("run", "--exit-timeout", "0.2", "--shutdown-timeout", "600", "--nproc-per-node", "2", script) as running:
         pid = running.read_until("pid").split()[-1]
         finished = running.finish()
         assert running.survivors() == []

@@ -103,7 +103,7 @@ def test_a_rank_that_hangs_after_its_exception_does_not_hang_the_job(tmp_path: P
         "    threading.Thread(target=threading.Event().wait).start()\n"
         "    raise ValueError('then hang')\n",
     )
-    finished = run("--no-preload", "--grace", "0.3", "--nproc-per-node", "2", script)
+    finished = run("--no-preload", "--shutdown-timeout", "0.3", "--nproc-per-node", "2", script)
     assert finished.code == 1
     assert "ValueError: then hang at script.py:4 (did not end by itself afterwards and was killed)" in finished.err
 
@@ -332,7 +332,7 @@ def test_who_waits_for_the_others_to_end_hears_of_the_failure_and_other_tracebac
         "finally:\n    open(other).read()\n",
     )
     with start(
-        "run", "--no-preload", "--grace", "600", "--nproc-per-node", "2", script, str(tmp_path / "f")
+        "run", "--no-preload", "--shutdown-timeout", "600", "--nproc-per-node", "2", script, str(tmp_path / "f")
     ) as running:
         assert running.process.stderr is not None
         said = running.process.stderr.readline()

@@ -281,7 +281,7 @@ def test_a_host_that_goes_is_named_on_the_others(tmp_path: Path, how: str) -> No
     script = write_script(tmp_path, _FOR_EVER)
     with hosts(3) as machines:
         timeout = "600" if how == "killed" else "2"
-        lines = numbered(machines, "--host-timeout", timeout, "--grace", "2", script=(script,), nproc="1")
+        lines = numbered(machines, "--host-timeout", timeout, "--shutdown-timeout", "2", script=(script,), nproc="1")
         with commands(machines, *lines) as jobs:
             jobs[0].read_until_all("running", 3)
             jobs[1].process.kill() if how == "killed" else machines[1].cut_off()
@@ -351,7 +351,7 @@ def test_the_others_end_when_the_first_host_goes(tmp_path: Path, how: str) -> No
     script = write_script(tmp_path, _FOR_EVER)
     with hosts(3) as machines:
         timeout = "2" if how == "cut off" else "600"
-        lines = numbered(machines, "--host-timeout", timeout, "--grace", "2", script=(script,), nproc="1")
+        lines = numbered(machines, "--host-timeout", timeout, "--shutdown-timeout", "2", script=(script,), nproc="1")
         with commands(machines, *lines) as jobs:
             jobs[0].read_until_all("running", 3)
             if how == "cut off":
@@ -727,7 +727,9 @@ def test_a_sigterm_at_all_hosts_leaves_the_ranks_their_time_to_save(tmp_path: Pa
     """As Slurm sends it: that of the second host counted as the second signal, at which all are killed at once."""
     script = write_script(tmp_path, _SAVES_AT_THE_END)
     with hosts(2) as machines:
-        lines = numbered(machines, "--no-preload", "--grace", "100", script=(script, str(tmp_path)), nproc="1")
+        lines = numbered(
+            machines, "--no-preload", "--shutdown-timeout", "100", script=(script, str(tmp_path)), nproc="1"
+        )
         with commands(machines, *lines) as jobs:
             wait_for_files(tmp_path, "ready-0", "ready-1")
             jobs[first].process.send_signal(signal.SIGTERM)

@@ -15,7 +15,7 @@ from phalanx.cli.__main__ import main
 num_ranks.RANKS_PER_CORE = 1000
 main()
 """
-MANY = ("run", "--nproc-per-node", "400", "--grace", "600", "--no-python")
+MANY = ("run", "--nproc-per-node", "400", "--shutdown-timeout", "600", "--no-python")
 
 
 @pytest.mark.slow

@@ -69,7 +69,7 @@ def test_a_slow_reader_loses_nothing(tmp_path: Path) -> None:
 
 def test_ctrl_c_works_while_nobody_reads_the_output(tmp_path: Path) -> None:
     script = write_script(tmp_path, "print('start')\nwhile True: print('x' * 1000)")
-    with start("run", "--no-preload", "--grace", "0.2", "--nproc-per-node", "1", script) as running:
+    with start("run", "--no-preload", "--shutdown-timeout", "0.2", "--nproc-per-node", "1", script) as running:
         running.read_until("start")
         running.process.send_signal(signal.SIGINT)
         running.process.send_signal(signal.SIGINT)
@@ -243,7 +243,7 @@ def test_signals_are_heard_while_a_rank_floods_with_equal_lines(tmp_path: Path) 
         "print('start', flush=True)\n"
         "while True: os.write(1, b'\\n' * 65536)\n",
     )
-    with start("run", "--no-preload", "--grace", "0.2", "--nproc-per-node", "2", script) as running:
+    with start("run", "--no-preload", "--shutdown-timeout", "0.2", "--nproc-per-node", "2", script) as running:
         running.read_until("start")
         running.process.send_signal(signal.SIGTERM)
         assert running.finish().code == 143

@@ -103,7 +103,9 @@ def test_a_signal_to_every_process_reaches_each_rank_once_in_every_order(
     rng = random.Random(seed)
     number = [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP][seed % 3]
     script = write_script(tmp_path, _COUNTS + (_ELASTIC if is_elastic else _PLAIN))
-    with start("run", "--grace", "100", "--nproc-per-node", "2", script, str(tmp_path), str(int(number))) as running:
+    with start(
+        "run", "--shutdown-timeout", "100", "--nproc-per-node", "2", script, str(tmp_path), str(int(number))
+    ) as running:
         (first, zygote), (second, _) = wait_for_ranks(tmp_path, 2)
         order = [running.process.pid, zygote, first, second]
         rng.shuffle(order)
@@ -119,7 +121,9 @@ def test_a_signal_to_every_process_reaches_each_rank_once_in_every_order(
 def test_a_signal_to_some_processes_reaches_the_ranks_as_far_as_it_was_meant_for_them(tmp_path: Path, who: str) -> None:
     number = signal.SIGHUP
     script = write_script(tmp_path, _COUNTS + _PLAIN)
-    with start("run", "--grace", "100", "--no-preload", "--nproc-per-node", "2", script, str(tmp_path), "0") as running:
+    with start(
+        "run", "--shutdown-timeout", "100", "--no-preload", "--nproc-per-node", "2", script, str(tmp_path), "0"
+    ) as running:
         (first, zygote), (second, _) = wait_for_ranks(tmp_path, 2)
         command = running.process.pid
         sent = {
@@ -164,7 +168,7 @@ def test_a_signal_to_every_process_of_two_hosts_reaches_each_rank_once(tmp_path:
     script = write_script(tmp_path, _COUNTS + _PLAIN)
     with hosts(2) as machines:
         words = (script, str(tmp_path), str(int(number)))
-        lines = numbered(machines, "--no-preload", "--grace", "100", script=words, nproc="1")
+        lines = numbered(machines, "--no-preload", "--shutdown-timeout", "100", script=words, nproc="1")
         with commands(machines, *lines) as jobs:
             found = wait_for_ranks(tmp_path, 2)
             order = [pid for pair, job in zip(found, jobs, strict=True) for pid in (*pair, job.process.pid)]
@@ -186,7 +190,7 @@ def test_a_signal_to_every_process_of_one_host_of_two_reaches_the_ranks_of_both_
     script = write_script(tmp_path, _COUNTS + _PLAIN)
     with hosts(2) as machines:
         words = (script, str(tmp_path), str(int(signal.SIGTERM)))
-        lines = numbered(machines, "--no-preload", "--grace", "100", script=words, nproc="1")
+        lines = numbered(machines, "--no-preload", "--shutdown-timeout", "100", script=words, nproc="1")
         with commands(machines, *lines) as jobs:
             pid, zygote = wait_for_ranks(tmp_path, 2)[first]
             for one in (pid, jobs[first].process.pid, zygote):

@@ -48,7 +48,7 @@ def describe_signal_end(state: Supervision, *, traceback: bool = False) -> str:
     ranks = ", ".join(str(rank) for rank in state.killed)
     return (
         f"phalanx run: stopped by {name}; rank{'s' * (len(state.killed) > 1)} {ranks} did not end within "
-        f"{state.grace_s:g} s and had to be killed (--grace gives them more)"
+        f"{state.grace_s:g} s and had to be killed (--shutdown-timeout gives them more)"
     )
 
 

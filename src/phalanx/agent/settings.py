@@ -33,7 +33,7 @@ class Settings:
     redirects: Streams = NO_STREAMS
     tee: Streams = NO_STREAMS
     shown_ranks: tuple[int, ...] | None = None
-    grace_s: float = 10.0
+    grace_s: float = 30.0  # torchrun's
     exit_timeout_s: float | None = None
     evict_after_s: float | None = None
     affinity: bool = True

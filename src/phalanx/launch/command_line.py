@@ -11,7 +11,9 @@ from typing import Any
 from phalanx.agent.settings import USAGE_EXIT_CODE, Settings
 from phalanx.agent.target import Kind, Target
 from phalanx.errors import LaunchError
-from phalanx.launch.options import OPTIONS, Option, explain_unknown
+from phalanx.launch.options import OPTIONS, REFUSED, Option, explain_unknown, find_names
+
+_SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # torchrun reads it where --shutdown-timeout is not given
 
 
 def parse(
@@ -81,6 +83,8 @@ def _read_words(words: Sequence[str], given: dict[str, Any], problems: list[str]
             flag, separator, attached = word[:2], "=", word[2:]  # -r3
         name = flag.lstrip("-").replace("_", "-")
         option = options.get(name)
+        if option is None and flag.startswith("--") and len(names := find_names(name)) == 1:
+            option = options.get(names[0])
         if option is None or flag.startswith("--") == (name == option.short):
             # An unknown flag's own value, if it has one, can't be told from the script: stop at the first.
             problems.append(explain_unknown(flag, name))
@@ -122,3 +126,10 @@ def _read_environment(environ: Mapping[str, str], given: dict[str, Any], problem
                 given[option.name] = True
         else:
             problems.append(f"{name} in the environment: must be 0 or 1, got {text!r}")
+    for refused, (advice, nothing) in REFUSED.items():
+        name = f"PET_{refused.replace('-', '_').upper()}"
+        if environ.get(name, "") not in ("", nothing):
+            problems.append(f"{name} in the environment: not in this version: {advice}")
+    if "shutdown-timeout" not in given and (text := environ.get(_SHUTDOWN_TIMEOUT, "")):
+        option = next(option for option in OPTIONS if option.name == "shutdown-timeout")
+        _read_value(option, f"{_SHUTDOWN_TIMEOUT} in the environment", text, given, problems)

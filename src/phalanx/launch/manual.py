@@ -14,7 +14,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
                       "ranks-per-gpu", "env", "role"),
     "What is shown and kept": ("log-dir", "report", "metrics", "redirects", "tee", "local-ranks-filter",
                                "log-line-prefix-template"),
-    "When something fails or ends": ("max-restarts", "evict-after", "grace", "shutdown-timeout", "exit-timeout",
+    "When something fails or ends": ("max-restarts", "evict-after", "shutdown-timeout", "exit-timeout",
                                      "traceback"),
     "Several hosts": ("nnodes", "key-file", "host-timeout", "witness", "node-rank", "master-addr", "master-port",
                       "rdzv-backend", "rdzv-endpoint", "rdzv-id", "rdzv-conf", "local-addr", "on"),

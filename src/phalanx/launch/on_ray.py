@@ -26,6 +26,7 @@ from phalanx.errors import LaunchError
 from phalanx.launch.calls import call, payload
 from phalanx.launch.calls.rank import payload_path, surroundings_path
 from phalanx.launch.command_line import parse
+from phalanx.launch.options import OPTIONS, find_names
 
 _READ_BYTES = 1 << 16
 _PLACED_S = 60.0
@@ -349,6 +350,8 @@ def _without_places(words: Sequence[str]) -> list[str]:
         word = rest.pop(0)
         name, separator, _ = word.partition("=")
         plain = name.lstrip("-").replace("_", "-")
+        if len(names := find_names(plain)) == 1:
+            plain = names[0]
         if plain in ("on", "nnodes", "nproc-per-node"):
             if not separator:
                 rest.pop(0)
@@ -360,8 +363,6 @@ def _without_places(words: Sequence[str]) -> list[str]:
 
 
 def _takes_value(name: str) -> bool:
-    from phalanx.launch.options import OPTIONS
-
     return any(option.value for option in OPTIONS if name in (option.name, option.short))
 
 

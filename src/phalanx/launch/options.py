@@ -93,6 +93,8 @@ def _read_cluster(text: str) -> str:
 def _read_nproc(text: str) -> str:
     if text in ("auto", "cpu", "gpu"):
         return text
+    if text == "xpu":
+        raise ValueError("xpu: ranks are counted by CUDA GPUs or by cores; for other devices give their number")
     if not _is_number(text.removeprefix("-")):
         raise ValueError(f"must be a number, auto, cpu or gpu, got {text!r}")
     if text.startswith("-") or not text.strip("0"):
@@ -235,12 +237,11 @@ OPTIONS = (
     Option("local-ranks-filter", "shown_ranks", "Show only what these local ranks print.", "RANK,…", _read_local_ranks),
     Option("log-line-prefix-template", "log_line_prefix_template", "Put this text before each line on the screen, in "
            "the place of the rank: ${role_name}, ${rank}, ${local_rank} and ${hostname} in it are replaced, as by "
-           "torchrun. Equal lines are then shown once for each rank.", "TEMPLATE"),
+           "torchrun. Equal lines are then shown once for each rank.", "TEMPLATE", torchruns=False),
     Option("traceback", "traceback", "Show whole tracebacks, of every rank and after Ctrl-C. By default, the first "
            "failure is shown without the lines of libraries, and each other rank has one line.", torchruns=False),
-    Option("grace", "grace_s", "After Ctrl-C, SIGTERM or the failure of another rank, ranks get so many seconds to end "
-           "before SIGKILL (default 10).", "SECONDS", _read_seconds, torchruns=False),
-    Option("shutdown-timeout", "grace_s", "The same as --grace, by torchrun's name.", "SECONDS", _read_seconds),
+    Option("shutdown-timeout", "grace_s", "After Ctrl-C, SIGTERM or the failure of another rank, ranks get so many "
+           "seconds to end before SIGKILL (default 30).", "SECONDS", _read_seconds),
     Option("exit-timeout", "exit_timeout_s", "When a rank has ended well, the others get so many seconds before they "
            "are stopped (default: no limit; the command says who is still there).",
            "SECONDS", _read_seconds, torchruns=False),
@@ -285,7 +286,7 @@ OPTIONS = (
     Option("standalone", "standalone", "Make a job of its own, even if Slurm or MPI start this command several times."),
     Option("run-path", "kind:script", "The target is a script, as for torchrun."),
     Option("use-env", "not:local_rank_argument", "Give the script no argument for its local rank: it reads LOCAL_RANK, "
-           "as with torch.distributed.launch."),
+           "as with torch.distributed.launch.", torchruns=False),
     Option("print-completion", "completion", "Print a script by which a shell completes these options, and exit. "
            "(`phalanx completion` is for all commands.)", "bash|zsh|tcsh", _read_shell, torchruns=False),
     Option("start-method", None, "It is taken and has no effect: ranks are forked from a process that has imported "
@@ -296,21 +297,38 @@ OPTIONS = (
            "SIGTERM,SIGINT,SIGHUP,SIGQUIT). Each of these signals ends a job.", "NAME,…", _read_signals),
 )  # fmt: skip
 
-# torchrun's flags that this version doesn't have, and what to do instead.
-_REFUSED = {
-    "duplicate-stdout-filters": "use --log-dir, which keeps a file per rank",
-    "duplicate-stderr-filters": "use --log-dir, which keeps a file per rank",
-    "logs-specs": "it names a class of torchrun's that writes logs; use --log-dir, --redirects or --tee",
-    "event-log-handler": "nothing records events; the output says how a job ended",
-    "numa-binding": "each rank is pinned to cores next to each other; --no-affinity leaves them free",
-    "virtual-local-rank": "LOCAL_RANK is the rank on this host; set CUDA_VISIBLE_DEVICES in the script",
+# Options that torchrun has as well: those can be shortened, and come as PET_ variables.
+TORCHRUNS = tuple(option.name for option in OPTIONS if option.torchruns)
+
+# torchrun's options that are refused: what to do instead, and the value that asks for nothing.
+REFUSED = {
+    "duplicate-stdout-filters": ("use --log-dir, which keeps a file per rank", ""),
+    "duplicate-stderr-filters": ("use --log-dir, which keeps a file per rank", ""),
+    "logs-specs": ("it names a class of torchrun's that writes logs; use --log-dir, --redirects or --tee", ""),
+    "event-log-handler": ("nothing records events; the output says how a job ended", "null"),
+    "numa-binding": ("each rank is pinned to cores next to each other; --no-affinity leaves them free", ""),
+    "virtual-local-rank": ("LOCAL_RANK is the rank on this host; set CUDA_VISIBLE_DEVICES in the script", "0"),
 }
+
+
+def find_names(given: str) -> list[str]:
+    """Return the options that `given`, without its dashes, may mean: one if it is a name, or a torchrun abbreviation.
+
+    As in torchrun's parser an unambiguous beginning of a name is enough; only torchrun's own names can be shortened.
+    """
+    name = given.replace("_", "-")
+    known = {option.name for option in OPTIONS}
+    if name in known or name in REFUSED:
+        return [name]
+    return [full for full in (*TORCHRUNS, *REFUSED) if name and full.startswith(name)]
 
 
 def explain_unknown(given: str, name: str) -> str:
     """Return what is wrong with the flag `given`."""
-    if name in _REFUSED:
-        return f"{given}: not in this version: {_REFUSED[name]}."
+    if len(names := find_names(name)) > 1:
+        return f"{given}: may be any of {', '.join(f'--{full}' for full in names)}. Write it out."
+    if names and names[0] in REFUSED:
+        return f"{given}: not in this version: {REFUSED[names[0]][0]}."
     import difflib
 
     known = [option.name for option in OPTIONS]

@@ -54,8 +54,8 @@ def launch(
 
     Arguments:
         nproc_per_node: a number, "cpu", "gpu" or "auto", as on the command line (default: GPUs, else cores).
-        options: any other option of `phalanx run`, with underscores: `max_restarts=2`, `log_dir="logs"`, `grace=30`,
-            `no_affinity=True`.
+        options: any other option of `phalanx run`, with underscores: `max_restarts=2`, `log_dir="logs"`,
+            `shutdown_timeout=30`, `no_affinity=True`.
 
     Raises:
         Exception: what the rank that failed first raised, with its traceback as the cause; all ranks have ended.
