@@ -8,7 +8,7 @@ from phalanx.agent.target import Target
 from phalanx.coordination.rendezvous import Rendezvous, join_endpoint, split_endpoint
 from phalanx.errors import LaunchError
 from phalanx.launch.command_line import parse
-from phalanx.launch.manual import SECTIONS, format_help
+from phalanx.launch.manual import format_help
 from phalanx.launch.num_ranks import decide_num_ranks
 from phalanx.launch.options import OPTIONS, REFUSED, Streams, find_names
 
@@ -211,12 +211,12 @@ def test_an_absurd_number_of_ranks_is_refused() -> None:
         decide_num_ranks("129", 2, 0)
 
 
-def test_the_help_names_every_option_within_80_columns() -> None:
-    text = format_help()
+def test_the_help_names_every_option_on_two_screens() -> None:
+    lines = format_help().splitlines()
     for option in OPTIONS:
-        assert f"--{option.name}" in text
-    assert sorted(name for names in SECTIONS.values() for name in names) == sorted(option.name for option in OPTIONS)
-    assert max(len(line) for line in text.splitlines()) <= 80
+        assert f"--{option.name}" in " ".join(lines)
+    assert len(lines) <= 2 * 24
+    assert max(map(len, lines)) <= 80
 
 
 def test_every_option_of_torchrun_and_its_predecessor_is_taken_or_explained() -> None:
@@ -251,13 +251,14 @@ def test_torchruns_options_can_be_shortened_as_its_own_parser_allows() -> None:
                     matches = set()
                 names = find_names(flag[2:length])
                 if matches == {action.dest} and names != [flag[2:length].replace("_", "-")]:
-                    assert names == [full], flag[:length]
+                    newer = {"log-line-prefix-template"}  # torch 2.15 has it
+                    assert set(names) - newer == {full}, flag[:length]
                 elif len(matches) > 1:
                     assert len(names) != 1 or names[0] in {option.name for option in OPTIONS}, flag[:length]
     assert parse(["--nproc-per", "1", "--redirect=3", "--max_r", "2", "a.py"]) == parse(
         ["--nproc-per-node", "1", "--redirects=3", "--max-restarts", "2", "a.py"]
     )
-    assert "--log: may be any of --log-dir, --logs-specs" in refuse("--log", "x", "a.py")
+    assert "--log: may be any of --log-dir, --log-line-prefix-template, --logs-specs" in refuse("--log", "x", "a.py")
     assert "no such option" in refuse("--evict", "3", "a.py")  # ours cannot be shortened
 
 

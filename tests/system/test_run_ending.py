@@ -90,7 +90,7 @@ def test_keyboard_interrupt_runs_the_scripts_own_clean_up(tmp_path: Path) -> Non
     finished = interrupt(script)
     assert finished.by_rank == [(0, "saved"), (1, "saved")]
     assert finished.code == 0  # as `python script.py` would return
-    assert "stopping 2 ranks, with 10 s to end by themselves (again: kill at once)" in finished.err
+    assert "stopping 2 ranks, with 30 s to end by themselves (again: kill at once)" in finished.err
 
 
 LOOP = f"""

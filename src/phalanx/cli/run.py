@@ -20,6 +20,6 @@ from phalanx.launch.options import OPTIONS
 def command(ctx: click.Context, words: tuple[str, ...]) -> None:
     """Run a script on every core or GPU of this host, or of several hosts.
 
-    All words behind SCRIPT belong to the script. `phalanx run --help` prints a manual, with exit codes and examples.
+    All words behind SCRIPT belong to the script. `phalanx run --help` prints them on two screens.
     """
     ctx.exit(main(words))

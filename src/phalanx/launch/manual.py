@@ -1,73 +1,57 @@
-"""Write the manual of `phalanx run`, which `phalanx run --help` prints."""
+"""Write what `phalanx run --help` prints, on two screens; the reference page has every option in full."""
 
 from __future__ import annotations
 
 import textwrap
 
-from phalanx.launch.options import OPTIONS, Option
+from phalanx.launch.options import OPTIONS
 
 _WIDTH = 80
+_COLUMN = 29
 
-# These options stand together, in the order of the manual and of the documentation's page on the command line.
-SECTIONS: dict[str, tuple[str, ...]] = {
-    "What to start": ("nproc-per-node", "module", "no-python", "run-path", "standalone", "no-affinity", "no-preload",
-                      "ranks-per-gpu", "env", "role"),
-    "What is shown and kept": ("log-dir", "report", "metrics", "redirects", "tee", "local-ranks-filter",
-                               "log-line-prefix-template"),
-    "When something fails or ends": ("max-restarts", "evict-after", "shutdown-timeout", "exit-timeout",
-                                     "traceback"),
-    "Several hosts": ("nnodes", "key-file", "host-timeout", "witness", "node-rank", "master-addr", "master-port",
-                      "rdzv-backend", "rdzv-endpoint", "rdzv-id", "rdzv-conf", "local-addr", "on"),
-    "For scripts and shells that were written for torchrun": ("use-env", "print-completion", "start-method",
-                                                              "monitor-interval", "signals-to-handle"),
-}  # fmt: skip
+# The title of a section, its options, and a line for each.
+SECTIONS: dict[str, dict[str, str]] = {
+    "What to start": {
+        "nproc-per-node": "ranks: N, gpu, cpu, or auto (the default)",
+        "module": "run a module, as `python -m` does",
+        "no-python": "run a program, not a Python script",
+        "env": "set a variable for the ranks of all hosts",
+        "ranks-per-gpu": "ranks that share a GPU (default 1)",
+        "no-affinity": "do not pin ranks to cores",
+        "no-preload": "let each rank import torch itself",
+    },
+    "What to show and keep": {
+        "log-dir": "also write each rank's lines into a file in DIR",
+        "report": "leave a report of the run in DIR/report.html",
+        "metrics": "serve numbers of the running job for Prometheus",
+        "redirects": "write stdout (1), stderr (2), both (3) to files",
+        "tee": "write them to files, and show them too",
+        "local-ranks-filter": "show only these local ranks",
+    },
+    "When a rank fails or ends": {
+        "max-restarts": "restarts of all ranks after a failure (default 0)",
+        "traceback": "show the lines of libraries in tracebacks too",
+        "shutdown-timeout": "seconds between SIGTERM and SIGKILL (default 30)",
+        "exit-timeout": "stop ranks so long after one has ended well",
+        "evict-after": "kill a rank that has kept others waiting so long",
+    },
+    "Several hosts": {
+        "nnodes": "number of hosts, N or MIN:MAX (default 1)",
+        "key-file": "file with the job's key (see `phalanx key`)",
+        "host-timeout": "a host silent for so long is lost (default 9)",
+        "witness": "a third vote: either of two hosts may be lost",
+        "node-rank": "number of this host, with --master-addr",
+        "master-addr": "address of host 0",
+        "master-port": "its port (default 29500)",
+        "rdzv-endpoint": "where hosts meet, with --rdzv-backend c10d",
+        "on": "run on the nodes of a Ray cluster",
+    },
+}
 
-EXAMPLES = (
-    ("phalanx run train.py --lr 0.1", "One rank per GPU, or per core on a host without GPUs."),
-    ("phalanx run --nproc-per-node 4 train.py", "Four ranks on this host."),
-    ("phalanx run -m package.train", "Start a module, as `python -m` does."),
-    ("phalanx run --nnodes 2 train.py", "Two hosts. The command prints the line to type on the other host."),
-    ("phalanx run --report runs/a train.py", "Leave a report of the run in runs/a/report.html."),
-)
-
-EXIT_CODES = (
-    ("0", "All ranks ended with 0."),
-    ("1 to 255", "The exit code of the rank that failed first. It is 128 + n if signal n ended that rank."),
-    ("2", "The command line is wrong. Nothing was started."),
-    ("75", "Too few ranks of an elastic job are left. Its state is saved; start the job again later."),
-    ("124", "The time of --exit-timeout has passed."),
-    ("129, 130, 131, 143", "SIGHUP, Ctrl-C (SIGINT), SIGQUIT or SIGTERM ended the job."),
-)
-
-ENVIRONMENT = (
-    ("PET_NPROC_PER_NODE, PET_NNODES, ...", "Options that torchrun also has. The command line goes before them."),
-    ("PHALANX_KEY_FILE, PHALANX_KEY", "The key of a job of several hosts, if --key-file does not name it."),
-    (
-        "ETCDCTL_USER, ETCDCTL_PASSWORD, ETCDCTL_CACERT, ETCDCTL_CERT, ETCDCTL_KEY",
-        "The user, password and certificates for "
-        "an etcd of --witness, on each host. PHALANX_WITNESS_PASSWORD_FILE names a file with the password.",
-    ),
-    ("OMP_NUM_THREADS", "Threads of each rank. If it is not set, the cores are divided among the ranks."),
-    ("NO_COLOR, FORCE_COLOR", "Print without colours, or print colours into a pipe as well."),
-)
-
-_DESCRIPTION = (
-    "phalanx run starts one process (a rank) for each GPU or core of this host. Each process finds its rank in the "
-    "environment, as under torchrun. With --nnodes the job runs on several hosts.",
-    "All words behind the script belong to the script. You may write options with dashes or with underscores: "
-    "--nproc_per_node is --nproc-per-node.",
-)
-
-_OUTPUT = (
-    "Each line carries the rank that printed it: `[2] text`. If several ranks print the same line within 0.1 s, it is "
-    "shown once: `[0-3] text`. A progress bar stays at the bottom of a terminal; in a pipe or a file only its last "
-    "state appears.",
-    "If ranks fail, the first failure is told last, with its traceback.",
-)
-
-_SEE_ALSO = (
-    "phalanx join, phalanx top, phalanx stacks, phalanx report, phalanx doctor. `phalanx docs launching` prints the "
-    "address of the page that tells more."
+_ALSO = "Also: {names}. Options of torchrun can be shortened, and given as PET_NPROC_PER_NODE and the like."
+_EXIT = (
+    "Exit status: that of the rank that failed first, 128 + n for signal n; 2 for a wrong command line; 75 if too few "
+    "ranks of an elastic job are left (start it again); 124 after --exit-timeout."
 )
 
 
@@ -75,42 +59,19 @@ def format_help() -> str:
     """Return the text of `phalanx run --help`."""
     by_name = {option.name: option for option in OPTIONS}
     lines = [
-        "NAME",
-        "    phalanx run - run a script on every core or GPU of this host, or of several",
-        "",
-        "SYNOPSIS",
-        "    phalanx run [OPTIONS] SCRIPT [ARGUMENTS]...",
-        "    phalanx run [OPTIONS] -m MODULE [ARGUMENTS]...",
-        "    phalanx run [OPTIONS] --no-python PROGRAM [ARGUMENTS]...",
-        "",
-        "DESCRIPTION",
+        "Usage: phalanx run [OPTIONS] SCRIPT [ARGUMENTS]...",
+        "Start a rank of SCRIPT for each GPU or core of this host, or of several hosts.",
     ]
-    for paragraph in _DESCRIPTION:
-        lines += [*_wrap(paragraph, 4), ""]
-    lines.append("OPTIONS")
-    for title, names in SECTIONS.items():
-        lines += [f"  {title}", ""]
-        for name in names:
-            lines += _format_option(by_name[name])
-        lines.append("")
-    lines += ["    -h, --help", "        Show this manual and exit.", "", "OUTPUT"]
-    for paragraph in _OUTPUT:
-        lines += [*_wrap(paragraph, 4), ""]
-    for title, entries in (("EXIT STATUS", EXIT_CODES), ("ENVIRONMENT", ENVIRONMENT), ("EXAMPLES", EXAMPLES)):
-        lines.append(title)
-        for term, meaning in entries:
-            lines += [f"    {term}", *_wrap(meaning, 8)]
-        lines.append("")
-    lines += ["SEE ALSO", *_wrap(_SEE_ALSO, 4)]
+    for title, entries in SECTIONS.items():
+        lines.append(f"{title}:")
+        for name, line in entries.items():
+            option = by_name[name]
+            flag = f"-{option.short}, --{name}" if option.short else f"--{name}"
+            value = option.value.partition("|")[0].partition(",")[0]
+            lines.append(f"  {f'{flag} {value}'.rstrip():{_COLUMN}} {line}")
+    shown = {name for entries in SECTIONS.values() for name in entries}
+    others = ", ".join(f"--{option.name}" for option in OPTIONS if option.name not in shown)
+    for text in (_ALSO.format(names=others), _EXIT):
+        lines += textwrap.wrap(text, _WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+    lines.append("More: `phalanx docs launching` prints the address of the page.")
     return "\n".join(lines)
-
-
-def _format_option(option: Option) -> list[str]:
-    flag = f"-{option.short}, --{option.name}" if option.short else f"--{option.name}"
-    return [f"    {flag} {option.value}".rstrip(), *_wrap(option.help, 8)]
-
-
-def _wrap(text: str, indent: int) -> list[str]:
-    return textwrap.wrap(
-        text, _WIDTH, initial_indent=" " * indent, subsequent_indent=" " * indent, break_on_hyphens=False
-    )

@@ -237,7 +237,7 @@ OPTIONS = (
     Option("local-ranks-filter", "shown_ranks", "Show only what these local ranks print.", "RANK,…", _read_local_ranks),
     Option("log-line-prefix-template", "log_line_prefix_template", "Put this text before each line on the screen, in "
            "the place of the rank: ${role_name}, ${rank}, ${local_rank} and ${hostname} in it are replaced, as by "
-           "torchrun. Equal lines are then shown once for each rank.", "TEMPLATE", torchruns=False),
+           "torchrun. Equal lines are then shown once for each rank.", "TEMPLATE"),
     Option("traceback", "traceback", "Show whole tracebacks, of every rank and after Ctrl-C. By default, the first "
            "failure is shown without the lines of libraries, and each other rank has one line.", torchruns=False),
     Option("shutdown-timeout", "grace_s", "After Ctrl-C, SIGTERM or the failure of another rank, ranks get so many "
