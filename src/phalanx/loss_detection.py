@@ -49,6 +49,7 @@ RPC_LAST_ANSWERS_S = 0.1  # after the pulse: if the process has ended, the other
 
 SAME_SIGNAL_S = 0.25  # within this time a scheduler has signalled all processes of a job on a host
 SAME_SIGTERM_S = 2.0  # the same on all hosts
+STARTING_S = 300.0  # a script that mentions `phalanx.elastic`, and has not come to it by then, may not be elastic
 SETTLE_S = 0.2  # other ranks can say in this time what they saw, before they are stopped
 HOST_LOSS_SETTLE_S = 3.0  # ranks look every LOOK_S whether a host is lost, and then ask a store that may be gone, too
 SILENT_DEATH_LAG_S = 0.5  # a death without a word is dated back by so much

@@ -20,7 +20,7 @@ from phalanx.agent.elastic_actions import (
 )
 from phalanx.agent.failure import Exit, Report
 from phalanx.agent.generation import HostSeats, Seating
-from phalanx.loss_detection import DYING_S, ENDING_S, SILENT_RANK_S
+from phalanx.loss_detection import DYING_S, ENDING_S, SILENT_RANK_S, STARTING_S
 
 KILLED = -signal.SIGKILL
 
@@ -282,7 +282,15 @@ def test_a_rank_that_is_killed_before_all_have_come_costs_nobody_anything() -> N
     assert not elastic.lost_early
     elastic = job(3, joined=0)
     assert lose(elastic, 2) is None
+    assert not elastic.lost_early  # the script may not be elastic
+    elastic.is_script_elastic = True
+    assert elastic.lost_early
+    elastic.began_at = -STARTING_S  # it mentions what it does not call
     assert not elastic.lost_early
+    elastic = job(3, joined=0)
+    elastic.note_early_loss(Exit(2, 102, -9, 1.0))  # another rank has told of its own end before
+    say(elastic, 0, "elastic")
+    assert elastic.lost_early
     elastic = job(3)
     say(elastic, 0, "finished")
     assert lose(elastic, 2) is None

@@ -47,6 +47,7 @@ from phalanx.agent.requests import Requests
 from phalanx.agent.silent_ranks import SilentRanks
 from phalanx.agent.stragglers import describe_stragglers
 from phalanx.agent.supervision import Action, Kill, Supervision, Tell, decide_hold_s
+from phalanx.agent.target import is_elastic
 from phalanx.diagnostics.observer import GroupLog
 from phalanx.ipc.event_loop import EventLoop, Source
 from phalanx.processes import ENDING_SIGNALS
@@ -86,6 +87,8 @@ class Attempt:
 
         The logs in `flights` stay until `close`.
         """
+        self.elastic.is_script_elastic = is_elastic(self.plan.settings.target)
+        self.elastic.began_at = time.monotonic()
         self.link.begin()
         self.host.errors.begin(self.restart_count, self.place.num_ranks)
         if self.restart_count or self.place.num_nodes > 1:
@@ -258,6 +261,8 @@ class Attempt:
             if progress is not None and progress.state is not None:
                 self.elastic.on_step(progress.state.steps)
         actions = self.elastic.on_exit(exit, time.monotonic()) if self.state.phase == "running" else None
+        if self.state.phase == "settling":  # another rank has told of its end first
+            self.elastic.note_early_loss(exit)
         if actions is None:
             if self.elastic.has_trained:  # the others do work of their own now, saving perhaps, and may take their time
                 self.state.settle_s = self.state.grace_s

@@ -41,7 +41,7 @@ from phalanx.agent.generation import Limits, Seating, plan_generation
 from phalanx.agent.loss_text import describe_loss, describe_regrouped
 from phalanx.agent.repetition import Repetition
 from phalanx.diagnostics.rank_list import name_ranks
-from phalanx.loss_detection import DYING_S, ENDING_S, SILENT_RANK_S
+from phalanx.loss_detection import DYING_S, ENDING_S, SILENT_RANK_S, STARTING_S
 
 BELOW_MINIMUM_EXIT_CODE = 75  # EX_TEMPFAIL: whoever scheduled the job may start it again
 ALL_LEFT = "all ranks have left their group"
@@ -65,7 +65,10 @@ class Elastic:
         self._has_ended = False  # a rank has ended well: nobody can be replaced any more
         self.has_trained = False  # a rank has returned from training, and has said so
         self.given_up = False
-        self.lost_early = False  # a rank was killed before all had come as far as training
+        self.is_script_elastic = False  # its source says so; a rank says it later
+        self.began_at = 0.0
+        self._has_joined = False  # a rank has come to its first `elastic.run`
+        self._killed_early_at: float | None = None  # when a rank was killed before all had come to the first one
         self.ended: int | None = None  # the exit code with which the ranks were told to end; None before
         self._ending: dict[str, Any] = {}  # the message with which they were told to
         self.next_due: float | None = None
@@ -169,9 +172,7 @@ class Elastic:
             self._has_ended = True
             self._finish()
         if not self.active:
-            comes_early = not (self.generation.number or self.finished or self.given_up or self.step >= 0)
-            if comes_early and exit.status < 0 and member.report is None:
-                self.lost_early = any(other.joined for other in self.members.values())
+            self.note_early_loss(exit)
             self._forget(exit.rank)
             return None
         self._forget(exit.rank)
@@ -182,6 +183,24 @@ class Elastic:
         self._newest.append(lost)
         self._repetition.on_loss()
         return self._decide(now)
+
+    @property
+    def lost_early(self) -> bool:
+        """Return whether a rank of an elastic script was killed before all had come to `elastic.run`.
+
+        A script may mention that and not call it: then its source counts only in the first minutes.
+        """
+        if self._killed_early_at is None:
+            return False
+        return self._has_joined or (self.is_script_elastic and self._killed_early_at - self.began_at < STARTING_S)
+
+    def note_early_loss(self, exit: Exit) -> None:
+        """Note the end of a process, if it was killed before all ranks had come to their first `elastic.run`."""
+        member = self.members.get(exit.rank)
+        if member is None or member.pid != exit.pid or exit.status >= 0 or member.report is not None:
+            return
+        if not (self.active or self.generation.number or self.finished or self.given_up or self.step >= 0):
+            self._killed_early_at = exit.at
 
     def on_unforked(self, seat: int, why: str, now: float) -> list[ElasticAction] | None:
         """Process the system's refusal to start a process for a seat; return None if it was one of the first
@@ -266,7 +285,7 @@ class Elastic:
         return actions
 
     def _on_joined(self, member: ElasticRank, message: Mapping[str, Any], generation: int) -> list[ElasticAction]:
-        member.joined = True
+        member.joined = self._has_joined = True
         member.min_ranks = read_int(message.get("min_ranks"), 1)
         if not self.generation.number:
             member.holds_state = True

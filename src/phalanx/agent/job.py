@@ -226,7 +226,7 @@ def _run_attempts(
             return 128 + signal.SIGTERM
         left = None if left is None else max(0, left - attempt.elastic.num_replaced)
         failed = state.interrupted is None and bool(state.failures) and not state.overdue
-        early = attempt.elastic.lost_early and attempt.place.num_nodes == 1 and left_early > 0
+        early = attempt.elastic.lost_early and left_early > 0 and failed and state.failures[0].report is None
         again = failed and bool(left or early) and not attempt.ranks.zygote_lost and attempt.elastic.ended is None
         _keep_flight(plan, host, flight, restart_count if again else None)
         if attempt.ranks.zygote_lost and not attempt.ranks.zygote_given_up and state.interrupted is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import re
 import stat
 import sys
 import warnings
@@ -22,6 +23,7 @@ _READ_ONCE = (
     "cat > /tmp/script.py; phalanx run /tmp/script.py"
 )
 
+_ELASTIC = re.compile(rb"phalanx\.(elastic|Trainer)\b|from phalanx import [^#\n]*\b(elastic|Trainer)\b")
 _NEAR = 0.75  # a ratio of difflib: two exchanged letters in a name of five
 
 
@@ -60,6 +62,11 @@ def may_train(target: Target) -> bool:
     source = _read_source(target)
     trains = any(word in source for word in (b"optim", b"DistributedDataParallel", b"Trainer", b"elastic"))
     return trains and not any(word in source for word in (b"TORCHDYNAMO", b"TORCHINDUCTOR", b"TORCH_"))
+
+
+def is_elastic(target: Target) -> bool:
+    """Return whether the script mentions `phalanx.elastic`, or the Trainer, which uses it."""
+    return _ELASTIC.search(_read_source(target)) is not None
 
 
 def _read_source(target: Target) -> bytes:
