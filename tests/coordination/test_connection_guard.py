@@ -19,11 +19,10 @@ import phalanx.coordination.service as service_module
 from phalanx.coordination.address import Address, listen
 from phalanx.coordination.admission import Complaints
 from phalanx.coordination.client import Client
-from phalanx.coordination.connection_guard import PIECE_BYTES, ConnectionGuard, _find_peer, cut
+from phalanx.coordination.connection_guard import PIECE_BYTES, ConnectionGuard, _find_place, cut
 from phalanx.coordination.key import Key
 from phalanx.coordination.service import Service
 from phalanx.coordination.wire import MAX_FRAME_BYTES
-from phalanx.coordination.young_connections import classify
 from phalanx.deadline import Deadline
 from phalanx.errors import CoordinationError, DeadlineError
 from phalanx.loss_detection import CONNECTION_ENDED_S
@@ -114,7 +113,7 @@ def test_more_strangers_than_descriptors_keep_no_member_out_and_lose_none(served
                 with Client(place, KEY) as late:
                     assert late.get("a") == str(n).encode()
         num_files, _, num_refused = served.ask()
-        assert num_files < OPEN_FILES // 2
+        assert num_files < OPEN_FILES - 100  # what else the process opens finds room
         assert num_refused > OPEN_FILES // 2
         time.sleep(1.0)  # for as long as it takes to say that the member is there
         assert member.members().keys() == {number}
@@ -136,29 +135,25 @@ def test_frames_that_are_half_sent_cost_little_memory(served, announced):
     assert during - before < 64 << 20
 
 
-def test_the_connections_that_go_first_are_those_of_the_address_with_the_most(monkeypatch):
+def test_the_oldest_connections_of_strangers_go_first(monkeypatch):
     monkeypatch.setattr(service_module, "_MAX_YOUNG", 8)
     with Service("127.0.0.1:0", KEY) as service, contextlib.ExitStack() as stack:
-        slow = [stack.enter_context(come(service.address.port, b"\xff", f"127.0.0.{n}")) for n in range(2, 5)]
-        crowd = [stack.enter_context(come(service.address.port, b"\xff", "127.0.0.9")) for _ in range(100)]
+        crowd = [stack.enter_context(come(service.address.port)) for _ in range(100)]
         while sum(map(is_open, crowd)) > 8:
             time.sleep(0.01)
-        assert all(map(is_open, slow))
-        assert is_open(crowd[-1])
+        assert all(map(is_open, crowd[-8:]))
 
 
-def test_many_hosts_that_come_in_the_same_moment_are_all_kept(monkeypatch):
-    """500 honest hosts began at once, and those that had not said who they are yet were closed, again and again."""
-    monkeypatch.setattr(service_module, "_MAX_YOUNG", 8)
-    with Service("127.0.0.1:0", KEY) as service, contextlib.ExitStack() as stack:
-        hosts = [stack.enter_context(come(service.address.port, b"\xff", f"127.0.1.{n % 15 + 1}")) for n in range(60)]
-        while service.num_open < 60:
-            time.sleep(0.01)
-        assert all(map(is_open, hosts))
-        more = [stack.enter_context(come(service.address.port, b"\xff", f"127.0.2.{n + 1}")) for n in range(40)]
-        while sum(map(is_open, hosts + more)) > 64:  # eight times as many as may be, and no more
-            time.sleep(0.01)
-        assert all(map(is_open, more)), "those of the addresses with the most go first"
+@pytest.mark.slow
+def test_a_member_for_which_there_is_no_room_is_not_told_that_its_key_is_wrong(monkeypatch):
+    """Of a thousand hosts that began at once some were closed in the handshake: they ended, their key was wrong."""
+    monkeypatch.setattr(service_module, "_MAX_YOUNG", 0)
+    with Service("127.0.0.1:0", KEY) as service:
+        with pytest.raises(DeadlineError):
+            Client(str(service.address), KEY, timeout=5.0)
+        monkeypatch.setattr(service._guard, "_max_young", 8)
+        with Client(str(service.address), KEY) as member:
+            member.set("a", "1")
 
 
 def test_where_members_have_taken_all_connections_another_waits_and_a_line_says_what_to_raise(monkeypatch):
@@ -252,7 +247,6 @@ def test_who_has_spoken_before_its_coming_was_read_is_never_young():
         member.connect(f"tcp://127.0.0.1:{port}")
         member.send(b"hello")
         guard.admit(router.recv_multipart(copy=False)[-1])
-        assert guard.num_open == 0
         guard.read_events(0.0)
         guard.make_room(0.0)
         assert (guard.num_open, guard.num_young) == (1, 0)
@@ -358,7 +352,7 @@ def test_a_number_that_is_that_of_another_socket_by_now_has_no_other_end(tmp_pat
         listener.bind("ab")  # as long as an address and a port
         listener.listen()
         connection.connect("ab")
-        assert _find_peer(connection.fileno()) is None
+        assert _find_place(connection.fileno()) is None
 
 
 def test_the_other_end_of_a_connection_is_found_as_long_as_it_is_there():
@@ -369,9 +363,9 @@ def test_the_other_end_of_a_connection_is_found_as_long_as_it_is_there():
             pytest.skip("there is no IPv6 here")
         listener.listen()
         client.connect(listener.getsockname()[:2])
-        assert _find_peer(client.fileno()) == (listener.getsockname()[:2], "::1", True)
+        assert _find_place(client.fileno()) == listener.getsockname()[:2]
         fd = client.fileno()
-    assert _find_peer(fd) is None
+    assert _find_place(fd) is None
 
 
 def test_a_number_that_has_become_that_of_a_socket_of_this_host_is_nobody_s_connection():
@@ -380,26 +374,10 @@ def test_a_number_that_has_become_that_of_a_socket_of_this_host_is_nobody_s_conn
     guard._port = 1
     one, other = socket.socketpair()
     with one, other:
-        assert _find_peer(one.fileno()) is None
-        guard._close(one.fileno(), guard_module._Peer(("127.0.0.1", 1), "127.0.0.1", True))
+        assert _find_place(one.fileno()) is None
+        guard._close(one.fileno(), ("127.0.0.1", 1))
         one.sendall(b"it is still open")
         assert other.recv(100) == b"it is still open"
-
-
-@pytest.mark.parametrize(
-    ("address", "own", "network", "is_own"),
-    [
-        ("10.0.0.3", "10.0.0.1", "10.0.0.3", False),
-        ("::ffff:10.0.0.3", "::ffff:10.0.0.1", "10.0.0.3", False),
-        ("::ffff:10.0.0.3", "::ffff:10.0.0.3", "10.0.0.3", True),
-        ("::ffff:127.0.0.5", "::ffff:127.0.0.1", "127.0.0.5", True),
-        ("2001:db8::7", "2001:db8:1::1", "2001:db8::/64", False),  # of somebody else's, who can have all addresses
-        ("2001:db8::7", "2001:db8::1", "2001:db8::7", False),  # of ours: each host of a cluster has one
-        ("fe80::7%eth0", "fe80::1%eth0", "fe80::7", False),
-    ],
-)
-def test_the_addresses_of_a_foreign_network_of_ipv6_count_as_one(address, own, network, is_own):
-    assert classify(address, own) == (network, is_own)
 
 
 def test_the_limit_of_open_files_is_raised_to_what_it_may_be():

@@ -10,8 +10,8 @@ import urllib.error
 from pathlib import Path
 
 import pytest
+from tests.coordination.certificates import make_certificates
 from tests.coordination.etcd_server import TOKEN_S, USERS, ask, enable_users, run_etcd
-from tests.coordination.kubernetes_api import make_certificates
 
 from phalanx.coordination.witness.etcd_login import EtcdLogin, find_login
 from phalanx.coordination.witness.etcd_register import EtcdRegister

@@ -1,7 +1,4 @@
-"""A witness's vote lies in a register that all who ask change by turns; with real coordinators and a real etcd.
-
-The API server of Kubernetes is that of `kubernetes_api.py`.
-"""
+"""A witness's vote lies in a register that all who ask change by turns; with real coordinators and a real etcd."""
 
 from __future__ import annotations
 
@@ -14,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.coordination import kubernetes_api
 from tests.coordination.etcd_server import USERS, enable_users, find_free_ports, run_etcd
 from tests.threads import map_in_threads
 
@@ -32,7 +28,7 @@ from phalanx.errors import AuthenticationError, CoordinationError
 KEY = Key(bytes(32))
 
 
-@pytest.fixture(params=["coordinator", "etcd", "etcd with users", "lease"])
+@pytest.fixture(params=["coordinator", "etcd", "etcd with users"])
 def address(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Where a witness's vote may lie."""
     if request.param == "coordinator":
@@ -41,15 +37,11 @@ def address(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
     elif request.param == "etcd":
         with run_etcd(tmp_path) as found:
             yield found
-    elif request.param == "etcd with users":
+    else:
         with run_etcd(tmp_path) as found:
             enable_users(found)
             monkeypatch.setenv("ETCDCTL_PASSWORD", USERS["train"])
             yield found.replace("://", "://train@")
-    else:
-        with kubernetes_api.serving(tmp_path) as (server, account):
-            kubernetes_api.enter_pod(monkeypatch, server, account)
-            yield "lease://phalanx"
 
 
 def make_config(term: Term, version: int) -> Config:

@@ -2,7 +2,6 @@
 
 import errno
 import multiprocessing
-import random
 import socket
 import sys
 import threading
@@ -12,17 +11,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import phalanx.engines.gloo_device as gloo_device_module
 from phalanx.engines.gloo import GlooEngine, local_address
-from phalanx.engines.gloo_device import gloo_device
 from phalanx.testing import run_ranks
 
 WAIT = timedelta(seconds=20)
 
 
-def engine_of(rank, world_size, name="engine", peers=()):
+def engine_of(rank, world_size, name="engine"):
     store = dist.PrefixStore(name, dist.group.WORLD.get_group_store())
-    engine = GlooEngine(store, rank, world_size, WAIT, address="127.0.0.1", peers=peers)
+    engine = GlooEngine(store, rank, world_size, WAIT, address="127.0.0.1")
     # A rank may close its engine at once, while another is still connecting to it, and that one's start fails.
     store.set(f"connected/{rank}", "")
     store.wait([f"connected/{r}" for r in range(world_size)], WAIT)
@@ -143,69 +140,6 @@ def test_the_port_takes_connections_only_while_a_group_connects():
         return closed, opened, connects(place), same, got == [float(1 - rank)] * 3
 
     assert run_ranks(check, 2) == [([False, False], True, False, True, True)] * 2
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux can be asked to drop what comes to a port")
-@pytest.mark.parametrize("loopback", ["127.0.0.1", "::1"])
-def test_while_a_group_connects_only_its_hosts_are_let_in_and_after_a_while_everybody(monkeypatch, loopback):
-    """A host whose address is translated on the way has a second try; strangers have none in most starts."""
-
-    def check(rank, world_size):
-        device = gloo_device(loopback, "")
-        (place,) = device.ports
-        with device.connecting(["10.9.8.7", "fd77::7", "127.0.0.77", loopback]):
-            known = connects(place)
-        with device.connecting(["10.9.8.7", "fd77::7", "127.0.0.77"]):
-            unknown = connects(place)
-            with device.connecting(["10.1.1.1", loopback]):
-                known_by_another = connects(place)
-            unknown_again = connects(place)
-        with device.connecting(["a-name", "10.9.8.7"]):  # nobody can say who that is
-            unsaid = connects(place)
-        monkeypatch.setattr(gloo_device_module, "_KNOWN_ONLY_S", 0.0)
-        with device.connecting(["10.9.8.7"]) as all_listen:  # some rank is late: nobody can connect with it yet
-            late = connects(place)
-            all_listen()
-            while not connects(place):
-                pass
-        monkeypatch.setattr(gloo_device_module, "_EACH_KNOWN_ONLY_S", 1.0)
-        with device.connecting(["10.9.8.7"], 1000) as all_listen:
-            all_listen()
-            large = connects(place)
-        return known, unknown, known_by_another, unknown_again, unsaid, late, large, connects(place)
-
-    assert run_ranks(check, 1) == [(True, False, True, False, True, False, False, False)]
-
-
-def test_ranks_that_come_from_other_addresses_than_they_have_said_meet_a_little_later(monkeypatch):
-    def check(rank, world_size):
-        monkeypatch.setattr(gloo_device_module, "_KNOWN_ONLY_S", 0.2)
-        engine = engine_of(rank, world_size, peers=["10.9.8.7"])
-        mine, other = torch.tensor([float(rank)]), torch.empty(1)
-        for one in [engine.send(1 - rank, mine, 5), engine.recv(1 - rank, other, 5)]:
-            one.wait(WAIT)
-        return other.item()
-
-    assert run_ranks(check, 2) == [1.0, 0.0]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux can be asked to drop what comes to a port")
-def test_the_program_takes_exactly_whom_it_should():
-    """Drawn addresses, a listening socket for each, and connections from neighbours of the last bit."""
-    rng = random.Random(5)
-    for _ in range(20):
-        known = {
-            f"127.{rng.randrange(256)}.{rng.randrange(256)}.{rng.randrange(1, 255)}"
-            for _ in range(rng.randrange(1, 40))
-        }
-        device = gloo_device("127.0.0.1", "")
-        (place,) = device.ports
-        with device.connecting([*known, "fd00::1"]):
-            for address in rng.sample(sorted(known), min(3, len(known))):
-                assert connects(place, address)
-            near = ".".join([*address.split(".")[:3], str(int(address.split(".")[3]) ^ 1 or 3)])
-            assert connects(place, near) == (near in known)
 
 
 def refused(place):

@@ -116,50 +116,10 @@ def test_a_restricted_namespace_takes_the_pods_and_their_memory_has_a_limit():
     assert root["securityContext"] == {"seccompProfile": {"type": "RuntimeDefault"}}
 
 
-def test_the_pods_of_a_job_with_a_lease_as_its_witness_may_use_that_lease_and_no_other():
-    command = ("--", "--witness", "lease://train-witness", "train.py")
-    code, text = manifest("kubernetes", "--nodes=2", "--namespace=ml", *IMAGE, *command)
-    assert code == 0, text
-    account, role, binding, service, job = yaml.safe_load_all(text)
-    assert (account["kind"], account["apiVersion"]) == ("ServiceAccount", "v1")
-    assert {one["apiVersion"] for one in (role, binding)} == {"rbac.authorization.k8s.io/v1"}
-    assert all(
-        one["metadata"] == {"name": "train", "namespace": "ml"} for one in (account, role, binding, service, job)
-    )
-    leases = {"apiGroups": ["coordination.k8s.io"], "resources": ["leases"]}
-    assert role["rules"] == [
-        {**leases, "resourceNames": ["train-witness"], "verbs": ["get", "update"]},
-        {**leases, "verbs": ["create"]},
-    ]
-    assert binding["roleRef"] == {
-        "apiGroup": "rbac.authorization.k8s.io",
-        "kind": "Role",
-        "name": role["metadata"]["name"],
-    }
-    assert binding["subjects"] == [{"kind": "ServiceAccount", "name": "train", "namespace": "ml"}]
-    pod = job["spec"]["template"]["spec"]
-    assert pod["serviceAccountName"] == "train"
-    assert job["spec"]["backoffLimit"] > 0  # or the loss of one pod would end the others
-    assert pod["containers"][0]["command"] == ["phalanx", "run", *command[1:]]
-
-
-def test_a_job_without_a_lease_needs_no_account():
-    for words in ((), ("--", "--witness", "etcds://etcd.ml:2379")):
+def test_a_lost_pod_does_not_end_the_other_where_there_is_a_witness():
+    for words, most in (((), 0), (("--", "--witness", "etcds://etcd.ml:2379"), 6)):
         _, _, job = kubernetes("--nodes=2", *IMAGE, *words, "train.py")
-        assert "serviceAccountName" not in job["spec"]["template"]["spec"]
-        assert job["spec"]["backoffLimit"] == 0
-
-
-def test_what_the_pods_may_do_is_in_the_namespace_of_the_job():
-    lease = ("--", "--witness", "lease://ml/witness", "train.py")
-    code, out = manifest("kubernetes", "--nodes=2", "--namespace=vision", *IMAGE, *lease)
-    assert code == 2
-    assert "--witness lease://ml/witness: the Lease lies in the namespace of the job. Give --namespace ml before" in out
-    code, text = manifest("kubernetes", "--nodes=2", "--namespace=ml", *IMAGE, *lease)
-    assert code == 0, text
-    code, text = manifest("kubernetes", "--nodes=2", *IMAGE, "--", "--witness", "lease://witness", "train.py")
-    binding = list(yaml.safe_load_all(text))[2]
-    assert binding["subjects"] == [{"kind": "ServiceAccount", "name": "train"}]
+        assert job["spec"]["backoffLimit"] == most
 
 
 def test_cores_without_gpus_say_how_many_ranks():
@@ -170,7 +130,7 @@ def test_cores_without_gpus_say_how_many_ranks():
 
 
 @pytest.mark.skipif(importlib.util.find_spec("kubernetes_validate") is None, reason="needs kubernetes-validate")
-@pytest.mark.parametrize("words", [(), ("--", "--witness", "lease://train")])
+@pytest.mark.parametrize("words", [(), ("--", "--witness", "h:1")])
 def test_the_manifest_is_valid_by_the_schema_of_kubernetes(tmp_path, words):
     path = tmp_path / "job.yaml"
     each = ("--gpus=8", "--cpus=4", "--memory=64Gi")
@@ -190,7 +150,7 @@ def test_the_manifest_is_valid_by_the_schema_of_kubernetes(tmp_path, words):
         (("kubernetes", "--nodes=2", *IMAGE, "--name=My_Job", "train.py"), "--name 'My_Job': a name of Kubernetes has"),
         (("kubernetes", "--nodes=2", *IMAGE, "--memory=lots", "train.py"), "--memory 'lots': an amount of Kubernetes"),
         (("kubernetes", "--nodes=2", "--image", " ", "train.py"), "--image ' ': name the image"),
-        (("kubernetes", "--nodes=1", *IMAGE, "--", "--witness", "lease://a", "a.py"), "--witness: no other host could"),
+        (("kubernetes", "--nodes=1", *IMAGE, "--", "--witness", "h:1", "a.py"), "--witness: no other host could"),
     ],
 )
 def test_what_no_scheduler_would_take_is_refused(words, said):

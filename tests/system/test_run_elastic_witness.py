@@ -1,22 +1,18 @@
 """An elastic job of two hosts goes on without either of them, where a witness has a vote: real processes.
 
-The hosts are network namespaces, and the witness is on a third one: a `phalanx coordinator`, an etcd, or a Lease in the
-API server of `tests/coordination/kubernetes_api.py`, which is not Kubernetes'.
+The hosts are network namespaces, and the witness is on a third one: a `phalanx coordinator` or an etcd.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.system import elastic_training
@@ -25,7 +21,6 @@ from tests.system.test_run_elastic_first_host import WAITS, address_of, await_st
 from tests.system.test_run_elastic_hosts import Cluster, samples_of_epochs
 
 from phalanx.coordination.key import Key
-from phalanx.coordination.witness.lease_register import ANNOTATION
 from phalanx.testing import why_no_hosts
 from phalanx.testing.namespaces import Host, hosts
 
@@ -209,61 +204,6 @@ def test_an_etcd_is_a_witness(tmp_path: Path) -> None:
         (end,) = made.ended(1)
         assert etcd.poll() is None, (tmp_path / "etcd.log").read_text()
     assert end.code == 0, end.out
-
-
-@dataclass(frozen=True)
-class Pod(Host):
-    """A host on which commands find the files of a service account where a pod has them."""
-
-    account: str = ""
-
-    @property
-    def command(self) -> tuple[str, ...]:
-        folder = "/run/secrets/kubernetes.io/serviceaccount"  # /var/run is a link to /run
-        script = f'mount -t tmpfs pod /run; mkdir -p {folder}; cp "$1"/* {folder}; shift; exec "$@"'
-        return (*super().command, "unshare", "--mount", "sh", "-ec", script, "sh", self.account)
-
-
-@contextlib.contextmanager
-def serving_leases(machine: Host, folder: Path) -> Iterator[tuple[str, str, list[Any]]]:
-    """Run an API server on a host; its port, the folder of a service account, and at the end the Leases that it has."""
-    line = [*machine.command, sys.executable, "-m", "tests.coordination.kubernetes_api", machine.address, str(folder)]
-    root = Path(__file__).parents[2]
-    with subprocess.Popen(line, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        _, port, account = process.stdout.readline().split()
-        leases: list[Any] = []
-        try:
-            yield port, account, leases
-        finally:
-            said, _ = process.communicate("over")
-        leases += json.loads(said)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="there is no openssl here, which makes the certificates")
-def test_a_lease_of_kubernetes_is_a_witness(tmp_path: Path) -> None:
-    with hosts(3) as machines, contextlib.ExitStack() as stack:
-        port, account, leases = stack.enter_context(serving_leases(machines[2], tmp_path))
-        pods: list[Host] = [Pod(**vars(machine), account=account) for machine in machines[:2]]
-        place = {"KUBERNETES_SERVICE_HOST": machines[2].address, "KUBERNETES_SERVICE_PORT": port}
-        options = ("--no-preload", "--host-timeout", "3", "--witness", "lease://train")
-        made = Cluster(pods, tmp_path, "1:2", {**WAITS, **place}, options)
-        stack.callback(made.close)
-        made.start(0, 1)
-        made.start(1, 1)
-        made.first.wait_joined(0, 1)
-        await_standbys(made, 0)
-        made.kill(0)
-        made.wait_for(1, "this host leads the job now")
-        made.jobs[1].wait_generation(1, 1)
-        made.jobs[1].order("finish")
-        (end,) = made.ended(1)
-    assert end.code == 0, end.out
-    assert "does not answer this host" not in end.out
-    (lease,) = leases
-    assert lease["metadata"]["name"] == "train"
-    assert lease["metadata"]["annotations"] == {ANNOTATION: "{}"}  # the job is over
 
 
 def train(machines: list[Host], folder: Path, *, loses_first: bool) -> list[str]:

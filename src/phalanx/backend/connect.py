@@ -98,10 +98,7 @@ def open_gloo(
     def connect() -> GlooEngine:
         address, interface = infos[rank].address, settings.interface or ""
         prefixed, left = group.prefixed("gloo"), _timedelta_of(deadline)
-        peers = {info.address for info in infos}  # the interface's, where one is asked for
-        return GlooEngine(
-            prefixed, rank, size, left, address=address, interface=interface, peers=peers, num_threads=num_threads
-        )
+        return GlooEngine(prefixed, rank, size, left, address=address, interface=interface, num_threads=num_threads)
 
     def check_others() -> None:
         report = failure_store.report()

@@ -72,11 +72,7 @@ def slurm(ctx: click.Context, /, time_limit: str, partition: str, log: str, **as
 def kubernetes(
     ctx: click.Context, /, image: str, namespace: str, secret: str, folder: str, user: int, shm: str, **asked: Any
 ) -> None:
-    """Write a headless Service and an indexed Job, a pod for each node; the key is in a Secret that they name.
-
-    Where the command has --witness lease://NAME, also the ServiceAccount, Role and RoleBinding that the pods need for
-    that Lease.
-    """
+    """Write a headless Service and an indexed Job, a pod for each node; the key is in a Secret that they name."""
     from phalanx.manifests.kubernetes import Cluster, write_manifest
 
     cluster = Cluster(image, namespace, secret, folder, user, shm)

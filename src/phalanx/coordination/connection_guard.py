@@ -1,16 +1,14 @@
-"""Keep strangers from holding the connections of a listening socket of ZeroMQ's.
+"""Keep strangers from holding the connections of a listening ZeroMQ socket.
 
-    accepted ──► young ──a member's message──► admitted         a young one that ZeroMQ has not authenticated within
-                   │                                            HANDSHAKE_S is closed by ZeroMQ itself
-                   ╰──others crowd in──► closed by us
+    accepted ──► young ──a member's message──► admitted
+                   ├── not authenticated within HANDSHAKE_S ──► closed by ZeroMQ
+                   ╰── too many are young, or too many open ──► the oldest young one is closed
 
-ZeroMQ accepts whoever comes, and has no limit for it. So we close single connections: where too many are young, or the
-process has no room for more, the oldest of the address that has the most young ones; where no address has more than a
-host of a job opens, the oldest of all. A member that is closed so by chance connects again by itself. An address from
-which one connection after another fails is kept out by the kernel for a while (`blocked_networks`).
+ZeroMQ accepts every connection and has no limit, so the guard closes single connections. A member whose connection is
+closed connects again by itself.
 
-The guard also notices whose connection has ended and is not replaced: the kernel of a host closes the connections of
-a process that was killed, whereas a live one connects again at once.
+The guard also notices that a member's connection has ended and was not replaced: the kernel of a host closes the
+connections of a process that was killed, whereas a live one connects again at once.
 """
 
 from __future__ import annotations
@@ -18,79 +16,62 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections import OrderedDict
+import time
 from typing import NamedTuple
 
 import zmq
 
 from phalanx.coordination.admission import Complaints, gone_peers
-from phalanx.coordination.blocked_networks import BLOCKED_S, FAILURES, BlockedNetworks
-from phalanx.coordination.young_connections import HONEST, YoungConnections, classify
 from phalanx.descriptors import raise_limit
 from phalanx.loss_detection import CONNECTION_ENDED_S
-from phalanx.packet_filter import attach, drop_from
 
 HANDSHAKE_S = 5.0
-PIECE_BYTES = 1 << 14  # the most that ZeroMQ gives memory for at once, before it knows for whom
+PIECE_BYTES = 1 << 14  # the most that ZeroMQ allocates at once for a connection that is not authenticated
 _CURVE_BYTES = 64  # encryption adds at most so much to a piece
 _EVENT_BYTES = 6
 _MAX_OPEN_FILES = 1 << 16
-_ROUND_EVENTS = 256  # so many events are read before members are heard again
-_CROWDS = 8  # if no address has many young connections, so many times more may be young in all
+_ROUND_EVENTS = 256  # events that are read between two rounds of messages
 _READ_S = 1.0  # the pause between two readings of the kernel's table, which may be long
 # These are plain numbers: pyzmq's enumerations take longer than what is done with them.
 _NOBLOCK, _MORE_FOLLOW = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 
-
-class _Peer(NamedTuple):
-    """The other end of a connection: its address and port, and the network whose connections are counted together."""
-
-    place: tuple[str, int]
-    network: str
-    is_own: bool  # whether it is an address of this host, which is never blocked
+_Place = tuple[str, int]
 
 
 class _Ended(NamedTuple):
-    """A member's connection has ended at a time; nobody of its network has connected since."""
+    """A member's connection has ended at a time; nobody has connected from its host since."""
 
-    network: str
+    host: str
     at: float
 
 
 class ConnectionGuard:
-    """A guard that watches the listening socket `watched`, and closes connections of strangers where they crowd in.
+    """A `ConnectionGuard` watches the listening socket `watched`, and closes the oldest connections of strangers.
 
     Arguments:
-        listening: the descriptor of the socket that ZeroMQ accepts from.
-        max_young: how many connections may be open before their first message; eight times as many as long as no
-            address has more than eight of them.
-        max_open: how many may be open in all. Beyond that a young one is closed for each that comes, and comes again.
+        listening: the descriptor of the socket from which ZeroMQ accepts.
+        max_young: how many connections may be open before their first message.
+        max_open: how many connections may be open in all.
     """
 
     def __init__(
         self, watched: zmq.Socket[bytes], listening: int, complaints: Complaints, *, max_young: int, max_open: int
     ) -> None:
-        self._listening = socket.socket(fileno=os.dup(listening))
-        self._port = int(self._listening.getsockname()[1])
+        with contextlib.closing(socket.socket(fileno=os.dup(listening))) as listener:
+            self._port = int(listener.getsockname()[1])
         self._read_at = -_READ_S
         self._complaints = complaints
         self._max_young, self._max_open = max_young, max_open
         self.socket = watched.get_monitor_socket(
-            zmq.EVENT_ACCEPTED
-            | zmq.EVENT_DISCONNECTED
-            | zmq.EVENT_CLOSED
-            | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-            | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+            zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
         )
-        self._peers: dict[int, _Peer | None] = {}  # by descriptor
-        self._young = YoungConnections()
-        self._blocked = BlockedNetworks()
-        # the identities of members whose coming was not read yet
-        self._spoken: OrderedDict[tuple[str, int], bytes] = OrderedDict()
+        self._peers: dict[int, _Place | None] = {}  # by descriptor: the address and port of the other end
+        self._young: dict[int, float] = {}  # by descriptor, the oldest first: when it was accepted
         self._members: dict[int, bytes] = {}  # by descriptor: the identity of the member whose connection it is
         self._current: dict[bytes, int] = {}  # by identity: the descriptor of the newest connection
         self._ended: dict[bytes, _Ended] = {}  # by identity
         self._failed = False
+        self._now = time.monotonic()
 
     @property
     def num_open(self) -> int:
@@ -105,65 +86,85 @@ class ConnectionGuard:
     @property
     def is_watching(self) -> bool:
         """Return whether `read_events` must be called from time to time although nothing has come."""
-        return bool(len(self._young) or len(self._blocked) or self._ended)
+        return bool(self._young or self._ended)
 
     def admit(self, frame: zmq.Frame, identity: bytes = b"") -> None:
-        """Note that the connection is a member's over which `frame`, a part of a message, has come.
+        """Note that the connection over which `frame`, a part of a message, has come is a member's.
 
         `identity` is the member's, where `take_ended` is asked.
         """
         fd = int(frame.get(zmq.SRCFD))
-        peer, known = _find_peer(fd), self._peers.get(fd)
-        if peer is None:  # it has gone
+        place = _find_place(fd)
+        if place is None:  # it has gone
             return
-        self._blocked.note_member(peer.network)
+        while self._peers.get(fd) != place and self._read_event():  # ZeroMQ has queued its event before its message
+            pass
         self._ended.pop(identity, None)
-        if known is not None and known.place == peer.place:
-            self._young.discard(fd)
-            self._note_member(fd, identity)
-        else:  # the event that tells of it is yet to be read
-            self._spoken[peer.place] = identity
-            if len(self._spoken) > _ROUND_EVENTS:
-                self._spoken.popitem(last=False)
+        self._young.pop(fd, None)
+        self._members[fd] = identity
+        self._current[identity] = fd
 
     def read_events(self, now: float) -> None:
-        """Read what has happened since, or the first part of it; `make_room` follows, once messages were read.
+        """Read what has happened since, or the first part of it. Call `make_room` after the messages were read.
 
-        While events wait to be read ZeroMQ accepts nobody: so strangers who come faster than they are closed are held
-        up, and members are heard between two calls.
+        While events wait to be read ZeroMQ accepts no connection. So strangers who come faster than they are closed are
+        held up, and members are heard between two calls.
         """
-        for fd in self._young.older_than(HANDSHAKE_S + 1.0, now):
-            self._young.discard(fd)  # ZeroMQ has authenticated it, or it would be closed
-        if self._blocked.expire(now):
-            self._filter()
+        self._now = now
+        while self._young and now - next(iter(self._young.values())) > HANDSHAKE_S + 1.0:
+            del self._young[next(iter(self._young))]  # ZeroMQ has authenticated it, or it would be closed
         for _ in range(_ROUND_EVENTS):
-            try:
-                frame, _ = self.socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
+            if not self._read_event():
                 return
-            event, value = int.from_bytes(frame[:2], "little"), int.from_bytes(frame[2:_EVENT_BYTES], "little")
-            if event == zmq.EVENT_ACCEPTED:
-                self._accept(value, now)
-            elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
-                # the next connection that ends is the failed one: one thread of ZeroMQ reports both
-                self._failed = True
-            elif event == zmq.EVENT_DISCONNECTED:
-                peer = self._peers.pop(value, None)
-                identity = self._members.pop(value, None)
-                if identity and peer is not None and self._current.get(identity) == value:
-                    del self._current[identity]
-                    if not self._young.of(peer.network):  # one of these may be the next connection of this member
-                        self._ended[identity] = _Ended(peer.network, now)
-                if self._failed:
-                    self._refuse("" if peer is None else peer.place[0], now)
-                if value in self._young:
-                    self._young.discard(value)
-                    self._note_failure(peer, now)
-                self._failed = False
+
+    def _read_event(self) -> bool:
+        try:
+            frame, _ = self.socket.recv_multipart(_NOBLOCK)
+        except zmq.Again:
+            return False
+        event, fd = int.from_bytes(frame[:2], "little"), int.from_bytes(frame[2:_EVENT_BYTES], "little")
+        if event == zmq.EVENT_ACCEPTED:
+            self._accept(fd)
+        elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
+            self._failed = True  # the next connection that ends is the failed one: one thread reports both
+        elif event == zmq.EVENT_DISCONNECTED:
+            self._end(fd)
+        return True
+
+    def _accept(self, fd: int) -> None:
+        self._forget(fd)
+        place = self._peers[fd] = _find_place(fd)
+        if place is None:  # it has gone already
+            return
+        for identity in [who for who, ended in self._ended.items() if ended.host == place[0]]:
+            del self._ended[identity]
+        self._young[fd] = self._now
+
+    def _end(self, fd: int) -> None:
+        place = self._peers.pop(fd, None)
+        identity = self._forget(fd)
+        if identity and place is not None and not any(self._is_from(young, place[0]) for young in self._young):
+            self._ended[identity] = _Ended(place[0], self._now)  # else one of these may be its next connection
+        if self._failed:
+            self._failed = False
+            self._refuse("" if place is None else place[0])
+
+    def _forget(self, fd: int) -> bytes:
+        """Forget what is known of a descriptor; return the member whose newest connection it was."""
+        self._young.pop(fd, None)
+        identity = self._members.pop(fd, b"")
+        if self._current.get(identity) != fd:
+            return b""
+        del self._current[identity]
+        return identity
+
+    def _is_from(self, fd: int, host: str) -> bool:
+        place = self._peers.get(fd)
+        return place is not None and place[0] == host
 
     def take_ended(self, now: float) -> list[tuple[bytes, float]]:
         """Return the members, by identity, whose connections ended CONNECTION_ENDED_S ago or earlier, and since when;
-        nobody has connected from their networks since. Each is returned once.
+        nobody has connected from their hosts since. Each is returned once.
         """
         if self._ended and int(self.socket.get(zmq.EVENTS)) & int(zmq.POLLIN):  # they may have connected again
             return []
@@ -177,43 +178,20 @@ class ConnectionGuard:
         self._ended = {who: ended._replace(at=min(now, ended.at + pause_s)) for who, ended in self._ended.items()}
 
     def make_room(self, now: float) -> None:
-        """Close young connections as long as there are too many. Whose messages have come must have been admitted."""
-        while len(self._young):
-            is_full = len(self._peers) > self._max_open
-            is_crowded = self._young.most > HONEST
-            if not is_full and len(self._young) <= self._max_young * (1 if is_crowded else _CROWDS):
-                return
-            fd = self._young.choose()
-            peer = self._peers.pop(fd)
-            self._young.discard(fd)
-            assert peer is not None  # a connection whose end is unknown is not known to be young
-            self._close(fd, peer)
-            if is_full and not is_crowded:
-                self._complaints.add(
-                    f"{self._max_open} connections are open, and a process may have no more: {peer.place[0]} is left "
-                    "waiting. Raise the limit of open files (`ulimit -Hn`, LimitNOFILE= of a service)",
-                    now,
+        """Close the oldest young connections as long as there are too many."""
+        while self._young and (len(self._young) > self._max_young or len(self._peers) > self._max_open):
+            why = f"{self._max_young} newer ones have said nothing either"
+            if len(self._peers) > self._max_open:
+                why = (
+                    f"{self._max_open} connections are open, and a process may have no more. If it is a host of the "
+                    "job, raise the limit of open files (`ulimit -Hn`, LimitNOFILE= of a service)"
                 )
-            else:
-                self._complaints.refused(peer.place[0], "it keeps connections open and says nothing", now)
-            self._note_failure(peer, now)
-
-    def _note_failure(self, peer: _Peer | None, now: float) -> None:
-        """Note that a connection has ended over which no message has come; block a network from which many of them
-        come.
-        """
-        if peer is None or peer.is_own or not self._blocked.note_failure(peer.network, now):
-            return
-        self._filter()
-        for fd in self._young.of(peer.network):
-            other = self._peers.pop(fd)
-            self._young.discard(fd)
-            if other is not None:
-                self._close(fd, other)
-        self._complaints.add(f"{peer.network} is kept out for {BLOCKED_S:g} s: {FAILURES} connections failed", now)
-
-    def _filter(self) -> None:
-        attach(self._listening, drop_from(self._blocked.networks) if len(self._blocked) else None)
+            fd = next(iter(self._young))
+            del self._young[fd]
+            place = self._peers.pop(fd)
+            assert place is not None  # a connection whose end is unknown is not young
+            self._close(fd, place)
+            self._complaints.refused(place[0], why, now)
 
     def close(self) -> None:
         """Stop reading; the end of ZeroMQ's context, which has to follow, stops the watching.
@@ -222,43 +200,22 @@ class ConnectionGuard:
         with Python's lock held.
         """
         self.socket.close(0)
-        self._listening.close()
 
-    def _accept(self, fd: int, now: float) -> None:
-        self._young.discard(fd)
-        before = self._members.pop(fd, b"")
-        if self._current.get(before) == fd:
-            del self._current[before]
-        peer = self._peers[fd] = _find_peer(fd, takes_all=bool(len(self._blocked)))
-        if peer is None:  # it has gone already
-            return
-        for who in [who for who, ended in self._ended.items() if ended.network == peer.network]:
-            del self._ended[who]
-        identity = self._spoken.pop(peer.place, None)
-        if identity is None:
-            self._young.add(fd, peer.network, now)
-        else:
-            self._note_member(fd, identity)
-
-    def _note_member(self, fd: int, identity: bytes) -> None:
-        self._members[fd] = identity
-        self._current[identity] = fd
-
-    def _close(self, fd: int, peer: _Peer) -> None:
+    def _close(self, fd: int, place: _Place) -> None:
         """End a connection, which is ZeroMQ's to close, if `fd` is still that one's."""
         with contextlib.suppress(OSError, IndexError):  # it has gone; the address of another kind of socket is a text
             connection = socket.socket(fileno=fd)
             try:
-                if connection.getsockname()[1] == self._port and connection.getpeername()[:2] == peer.place:
+                if connection.getsockname()[1] == self._port and connection.getpeername()[:2] == place:
                     connection.shutdown(socket.SHUT_RDWR)
             finally:
                 connection.detach()
 
-    def _refuse(self, peer: str, now: float) -> None:
-        if not peer and now - self._read_at >= _READ_S:
-            self._read_at, peer = now, gone_peers(self._port)
-        peer = (peer or "an address that was gone before it could be seen").removeprefix("::ffff:")
-        self._complaints.refused(peer, "it does not know the job's key, or speaks another language", now)
+    def _refuse(self, host: str) -> None:
+        if not host and self._now - self._read_at >= _READ_S:
+            self._read_at, host = self._now, gone_peers(self._port)
+        host = (host or "an address that was gone before it could be seen").removeprefix("::ffff:")
+        self._complaints.refused(host, "it does not know the job's key, or speaks another language", self._now)
 
 
 def protect(listening: zmq.Socket[bytes], piece_bytes: int = PIECE_BYTES) -> None:
@@ -300,22 +257,16 @@ def send_in_pieces(to: zmq.Socket[bytes], message: bytes, identity: bytes | None
     to.send(last, _NOBLOCK)
 
 
-def _find_peer(fd: int, *, takes_all: bool = False) -> _Peer | None:
-    """Find the other end of a connection of ZeroMQ's, if it is still there; this takes no descriptor.
-
-    With `takes_all` it is freed from the filter that it has from the socket that listens.
-    """
-    try:  # given a family and a kind Python asks the kernel for neither; the answers below have the right ones
+def _find_place(fd: int) -> _Place | None:
+    """Return the other end of a connection of ZeroMQ's, if it is still there; this takes no descriptor."""
+    try:  # given a family and a kind Python asks the kernel for neither; the answer below has the right ones
         connection = socket.socket(socket.AF_INET6, socket.SOCK_STREAM, socket.IPPROTO_TCP, fileno=fd)
     except OSError:  # it has gone
         return None
     try:
         host, port = connection.getpeername()[:2]
-        network, is_own = classify(host, connection.getsockname()[0])
-        if takes_all:
-            attach(connection, None)
-    except (OSError, ValueError, TypeError, IndexError):  # it has gone, and the number is that of something else by now
+        return (host, port) if isinstance(port, int) else None
+    except (OSError, ValueError):  # it has gone, and the number is that of something else by now
         return None
     finally:
         connection.detach()
-    return _Peer((host, port), network, is_own)

@@ -4,9 +4,9 @@
                     ╰─── others crowd in, or time is up ───┴──► closed
 
 A stranger costs no thread, and a bounded number of descriptors and bytes: in each of the two states there are 64
-connections at most, with the beginning of a request or what is left of an answer. Beyond that the oldest is closed of
-the address that has the most of them (`young_connections`). One whose request has come does not make room for those
-that have said nothing. A connection that says nothing at all stays in the kernel for its first five seconds.
+connections at most, with the beginning of a request or what is left of an answer. Beyond that the oldest is closed.
+One whose request has come does not make room for those that have said nothing. A connection that says nothing at all
+stays in the kernel for its first five seconds.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from phalanx.coordination.young_connections import YoungConnections, classify
 from phalanx.ipc.wakeup import Wakeup
 
 MOST_OPEN = 64  # in each state
@@ -49,7 +48,9 @@ class RequestServer:
         self._answer = answer
         self._most_bytes = most_bytes
         self._connections: dict[int, _Connection] = {}  # by descriptor
-        self._reading, self._answering = YoungConnections(), YoungConnections()
+        # by descriptor, the oldest first: since when
+        self._reading: dict[int, float] = {}
+        self._answering: dict[int, float] = {}
         self._wanted: queue.SimpleQueue[tuple[_Connection, Callable[[], bytes]] | None] = queue.SimpleQueue()
         self._made: deque[tuple[_Connection, bytes]] = deque()
         self._closed = False
@@ -109,34 +110,33 @@ class RequestServer:
         if self._listener in arrived:
             self._accept()
         now = time.monotonic()
-        for fd in self._reading.older_than(_REQUEST_S, now) + self._answering.older_than(_ANSWER_S, now):
-            self._close(fd)
+        for waiting, limit_s in ((self._reading, _REQUEST_S), (self._answering, _ANSWER_S)):
+            while waiting and now - next(iter(waiting.values())) > limit_s:
+                self._close(next(iter(waiting)))
 
     def _accept(self) -> None:
         try:
-            accepted, place = self._listener.accept()
+            accepted, _ = self._listener.accept()
         except (BlockingIOError, ConnectionError):  # it has gone again
             return
         except OSError:  # no descriptor is free
-            if len(self._reading):
-                self._close(self._reading.choose())
+            if self._reading:
+                self._close(next(iter(self._reading)))
             else:
                 time.sleep(_PAUSE_S)
             return
         try:
             accepted.setblocking(False)
-            network, _ = classify(place[0], accepted.getsockname()[0])
-        except (OSError, ValueError):  # it has gone already
+        except OSError:  # it has gone already
             accepted.close()
             return
         connection = _Connection(accepted)
         self._connections[connection.fd] = connection
-        self._reading.add(connection.fd, network, time.monotonic())
+        self._reading[connection.fd] = time.monotonic()
         self._selector.register(accepted, selectors.EVENT_READ)
-        connection.network = network
         self._receive(connection)  # what has come with it counts before it may have to make room
         while len(self._reading) > MOST_OPEN:
-            self._close(self._reading.choose())
+            self._close(next(iter(self._reading)))
 
     def _receive(self, connection: _Connection) -> None:
         try:
@@ -153,9 +153,9 @@ class RequestServer:
             self._close(connection.fd)
 
     def _begin_answer(self, connection: _Connection, answer: Answer) -> None:
-        self._reading.discard(connection.fd)
+        del self._reading[connection.fd]
         self._selector.unregister(connection.socket)
-        self._answering.add(connection.fd, connection.network, time.monotonic())
+        self._answering[connection.fd] = time.monotonic()
         connection.request = b""
         if isinstance(answer, bytes):
             connection.left = memoryview(answer)
@@ -163,7 +163,7 @@ class RequestServer:
         else:
             self._let_make(connection, answer)
         while len(self._answering) > MOST_OPEN:
-            self._close(self._answering.choose())
+            self._close(next(iter(self._answering)))
 
     def _send(self, connection: _Connection) -> None:
         try:
@@ -179,8 +179,8 @@ class RequestServer:
 
     def _close(self, fd: int) -> None:
         connection = self._connections.pop(fd)
-        self._reading.discard(fd)
-        self._answering.discard(fd)
+        self._reading.pop(fd, None)
+        self._answering.pop(fd, None)
         if fd in self._selector.get_map():
             self._selector.unregister(fd)
         connection.socket.close()
@@ -208,6 +208,5 @@ class _Connection:
     def __init__(self, accepted: socket.socket) -> None:
         self.socket = accepted
         self.fd = accepted.fileno()
-        self.network = ""
         self.request = b""
         self.left = memoryview(b"")

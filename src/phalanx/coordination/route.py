@@ -7,6 +7,7 @@ import os
 import selectors
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from phalanx.coordination.address import Address
@@ -109,13 +110,18 @@ def is_refused(address: Address, timeout_s: float) -> bool:
     return False
 
 
-def who_answers(address: Address, timeout_s: float) -> str:
-    """Return what listens at a numeric address: 'coordinator', what it seems to be instead, or '' if nothing answers.
+def who_answers(
+    address: Address, timeout_s: float, hangs_up: Callable[[Deadline], bool] = lambda deadline: False
+) -> tuple[str, bool]:
+    """Return what listens at a numeric address: 'coordinator', what it seems to be instead, or '' if nothing answers;
+    and whether a coordinator refuses our handshake.
 
-    It takes no longer than `timeout_s`, however slowly the other end speaks.
+    `hangs_up` makes that handshake, and returns whether the coordinator ended the connection. It may do so for want of
+    room, or because it ends itself: so another connection stands beside, without a word. That one is older, and would
+    be ended first. It takes no longer than `timeout_s`, however slowly the other end speaks.
     """
     deadline = Deadline.after(timeout_s)
-    greeting = b""
+    greeting, refuses = b"", False
     try:
         with socket.create_connection((address.host, address.port), max(deadline.left_s, _LEAST_S)) as probe:
             probe.sendall(_GREETING)
@@ -125,11 +131,32 @@ def who_answers(address: Address, timeout_s: float) -> str:
                     break
                 greeting += part
                 if deadline.passed:
-                    return ""
+                    return "", False
+            if is_coordinator := _is_of_coordinator(greeting):
+                refuses = hangs_up(deadline)
             time.sleep(_LINGER_S)
+            refuses = refuses and _is_open(probe)
             probe.sendall(_NO_HELLO)  # so that it is refused, and the coordinator's log has our address for certain
     except OSError:
-        return ""
-    if len(greeting) == 64 and greeting[0] == 0xFF and greeting[12:32].rstrip(b"\0") == b"CURVE":
-        return "coordinator"
-    return f"something else ({greeting[:40]!r})" if greeting else "something that hangs up"
+        return "", False
+    if is_coordinator:
+        return "coordinator", refuses
+    if greeting[:1] in (b"", b"\xff") and len(greeting) < 64:  # a coordinator that had no room for us, perhaps
+        return "", False
+    return f"something else ({greeting[:40]!r})", False
+
+
+def _is_of_coordinator(greeting: bytes) -> bool:
+    return len(greeting) == 64 and greeting[0] == 0xFF and greeting[12:32].rstrip(b"\0") == b"CURVE"
+
+
+def _is_open(connection: socket.socket) -> bool:
+    """Return whether the other end has not ended this connection, over which nothing more is expected."""
+    connection.setblocking(False)
+    try:
+        connection.recv(1)
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass
+    return False

@@ -47,7 +47,7 @@ _VERY_MANY_MEMBERS, _REQUESTS_S = 256, 0.01
 _HEARTBEAT = bytes((Op.HEARTBEAT,))
 _MAX_RELAYED = 1024  # frames in one message to a relay
 _UNBROKEN_S = 3.5  # a connection over which something came so shortly before its end was not given up for its silence
-_MAX_YOUNG = 256  # connections that have not sent a message yet
+_MAX_YOUNG = 2048  # connections that have not sent a message yet: a thousand hosts connect twice each
 
 
 class Service:

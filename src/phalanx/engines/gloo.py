@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -52,7 +52,6 @@ class GlooEngine:
     engine for this rank, and its peers' waits with it.
 
     Arguments:
-        peers: the addresses of all ranks, or nothing where one is not known: other connections are kept out.
         num_threads: how many threads carry out what `begin` starts. Messages need none.
 
     Raises:
@@ -72,7 +71,6 @@ class GlooEngine:
         *,
         address: str,
         interface: str = "",
-        peers: Iterable[str] = (),
         num_threads: int = 0,
     ) -> None:
         options = _Options()
@@ -81,9 +79,9 @@ class GlooEngine:
         options._devices = [self._device.device]
         options._threads = num_threads
         before = open_sockets()
-        with self._device.connecting(peers, world_size - 1) as all_listen:
+        with self._device.connecting():
             # Gloo does not keep the Python half of a store.
-            self._addresses = GlooAddresses(store, rank, world_size, all_listen)
+            self._addresses = GlooAddresses(store, rank, world_size)
             self._group = _ProcessGroupGloo(self._addresses, rank, world_size, options)
         # Another thread's may be among them: they are only asked.
         self._sockets = {n: inode for n, inode in open_sockets().items() if before.get(n) != inode}

@@ -16,7 +16,7 @@ import struct
 import threading
 import zlib
 from base64 import b64decode, b64encode
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -36,15 +36,13 @@ class GlooAddresses(Store):
     """One rank's Gloo finds the others in it; `store` is the store in which the group's ranks meet.
 
     All of `world_size` ranks use it, and each writes one value. Cost: 3 requests per rank of `store`, 3 more of rank 0.
-    `all_listen` is called once, when all ranks have said where they listen, and is not kept after that.
     """
 
-    def __init__(self, store: Any, rank: int, world_size: int, all_listen: Callable[[], object] | None = None) -> None:
+    def __init__(self, store: Any, rank: int, world_size: int) -> None:
         super().__init__()
         self._store = store
         self._rank = rank
         self._world_size = world_size
-        self._all_listen = all_listen
         self._lock = threading.Lock()
         self._found: dict[str, bytes] | None = None  # by Gloo's own keys, as `compress` leaves them
 
@@ -78,9 +76,6 @@ class GlooAddresses(Store):
                 else:
                     self._wait([_TOGETHER], timeout)
                 self._found = unpack_all(self._store.get(_TOGETHER))
-                all_listen, self._all_listen = self._all_listen, None
-                if all_listen is not None:
-                    all_listen()
             return self._found
 
     def _put_together(self, timeout: timedelta | None) -> None:

@@ -1,9 +1,7 @@
 """Gloo connects the ranks of this process with those of others at one port, which all groups share.
 
-    a group's ranks connect          ──> the kernel takes connections from their hosts' addresses
-    ... though all have said where they listen, for longer than that takes
-                                     ──> and from all: a host's address may be translated on the way
-    no group is connecting           ──> the kernel drops whatever comes to the port
+    a group's ranks connect     ──> the kernel takes connections
+    no group is connecting      ──> the kernel drops whatever comes to the port
 
 Gloo accepts whoever connects, for as long as the process lives, and a process without descriptors left is aborted. It
 offers no call that stops it, so the kernel is asked to drop what comes (SO_ATTACH_FILTER of Linux). Connections that
@@ -13,22 +11,24 @@ are there stay as they are.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import socket
+import struct
+import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from torch.distributed import ProcessGroupGloo
 
 from phalanx.engines.delivery import open_sockets
-from phalanx.packet_filter import attach, take_only
 
 _ProcessGroupGloo: Any = ProcessGroupGloo  # torch's stub knows only some of what the class has
-# They are well above what ranks need that reach each other by their own addresses, one after another: 64 ranks
-# on two busy cores take 0.9 s.
-_KNOWN_ONLY_S, _EACH_KNOWN_ONLY_S, _MOST_KNOWN_ONLY_S = 2.0, 0.1, 30.0
+# <asm-generic/socket.h> and <linux/filter.h>; Python's socket module does not name them.
+_SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27
+_DROP = struct.pack("HBBI", 0x06, 0, 0, 0)  # one instruction, BPF_RET|BPF_K: no byte of a packet is taken
 
 
 class GlooDevice:
@@ -45,9 +45,8 @@ class GlooDevice:
         # If there are two, it is not known which one another thread has opened meanwhile: that must stay as it is.
         self._listening = new if len(new) == 1 else {}
         self._lock = threading.Lock()
-        # the addresses that each connecting group expects; none means any
-        self._connecting: dict[object, frozenset[str]] = {}
-        self._filter_all()
+        self._num_connecting = 0
+        self._filter()
 
     @property
     def ports(self) -> list[tuple[str, int]]:
@@ -56,47 +55,30 @@ class GlooDevice:
         return [place for place in places if place is not None]
 
     @contextlib.contextmanager
-    def connecting(self, addresses: Iterable[str] = (), num_peers: int = 1) -> Iterator[Callable[[], None]]:
-        """Take connections inside, from `addresses` (empty: from all).
-
-        Call what is yielded, once, when all ranks have said where they listen. From then on they have two seconds, and
-        0.1 s for each of `num_peers`, 30 s at most; after that connections from all addresses are taken.
-        """
-        group = object()
-        self._expect(group, frozenset(addresses))
-        known_only_s = min(_KNOWN_ONLY_S + num_peers * _EACH_KNOWN_ONLY_S, _MOST_KNOWN_ONLY_S)
-        opening = threading.Timer(known_only_s, self._expect_anybody, (group,))
-        opening.daemon = True
+    def connecting(self) -> Iterator[None]:
+        """Take connections inside."""
+        with self._lock:
+            self._num_connecting += 1
+            self._filter()
         try:
-            yield opening.start
+            yield
         finally:
-            opening.cancel()
-            self._expect(group, None)
+            with self._lock:
+                self._num_connecting -= 1
+                self._filter()
 
-    def _expect(self, group: object, addresses: frozenset[str] | None) -> None:
-        """Let the kernel drop what comes from addresses that no group expects; `group` expects nobody with None."""
-        with self._lock:
-            if addresses is None:
-                del self._connecting[group]
-            else:
-                self._connecting[group] = addresses
-            self._filter_all()
-
-    def _expect_anybody(self, group: object) -> None:
-        with self._lock:
-            if group in self._connecting:
-                self._connecting[group] = frozenset()
-                self._filter_all()
-
-    def _filter_all(self) -> None:
-        expected = self._connecting.values()
-        self._filter(None if not all(expected) else take_only(frozenset().union(*expected)))
-
-    def _filter(self, program: bytes | None) -> None:
-        """Let the kernel ask `program` whether to take what comes; None takes all."""
+    def _filter(self) -> None:
+        """Let the kernel take what comes to the port, or drop it, as it is wanted now."""
+        if sys.platform != "linux":
+            return
         for descriptor, inode in self._listening.items():
-            with contextlib.suppress(OSError), _socket_of(descriptor, inode) as listening:
-                attach(listening, program)
+            with contextlib.suppress(OSError), _socket_of(descriptor, inode) as listening:  # none was set; a sandbox
+                if self._num_connecting:
+                    listening.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
+                else:
+                    drop = ctypes.create_string_buffer(_DROP, len(_DROP))
+                    program = struct.pack("HL", 1, ctypes.addressof(drop))
+                    listening.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
 
 
 # By process (a fork has none of its parent's threads) and place.

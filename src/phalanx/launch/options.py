@@ -264,9 +264,9 @@ OPTIONS = (
     Option("host-timeout", "", "A host that sends no heartbeat for so many seconds is lost, and the job fails (default "
            "9).", "SECONDS", _read_host_timeout, torchruns=False),
     Option("witness", "", "A place outside the job that has a vote when hosts are lost, so that a job of two hosts "
-           "goes on without either: HOST:PORT of a `phalanx coordinator` on a third host, etcd://HOST:PORT, or "
-           "lease://NAMESPACE/NAME of Kubernetes. Only the first host needs the option.",
-           "HOST:PORT|etcd://HOST:PORT|lease://NAME", _read_witness, torchruns=False),
+           "goes on without either: HOST:PORT of a `phalanx coordinator` on a third host, or "
+           "etcd://HOST:PORT. Only the first host needs the option.",
+           "HOST:PORT|etcd://HOST:PORT", _read_witness, torchruns=False),
     Option("node-rank", "", "The number of this host, if the hosts meet at --master-addr.", "N", _read_count),
     Option("master-addr", "master_addr", "Where the hosts meet: an address of the host with --node-rank 0. On one host "
            "it is MASTER_ADDR for the ranks (default 127.0.0.1).", "HOST", _read_host),

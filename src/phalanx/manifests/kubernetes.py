@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from phalanx.agent.settings import USAGE_EXIT_CODE
-from phalanx.coordination.witness.address import is_lease, read_lease
 from phalanx.errors import LaunchError
 from phalanx.manifests.request import Request
 
@@ -39,13 +38,11 @@ class Cluster:
 def write_manifest(request: Request, cluster: Cluster) -> str:
     """Return a headless Service, by which the pods find each other, and an indexed Job with a pod for each node.
 
-    In front of them is what the pods may do with the Lease of their witness, if the command names one.
-
     Raises:
         LaunchError: a name or an amount is none of Kubernetes'.
     """
     _check(request, cluster)
-    documents = [*_account(request, cluster), _service(request, cluster), _job(request, cluster)]
+    documents = [_service(request, cluster), _job(request, cluster)]
     namespace = f" -n {cluster.namespace}" if cluster.namespace else ""
     header = [
         "# Written by: phalanx manifest kubernetes",
@@ -57,31 +54,6 @@ def write_manifest(request: Request, cluster: Cluster) -> str:
         f"batch.kubernetes.io/job-name={request.name}",
     ]
     return "\n".join([*header, *("---\n" + _as_yaml(document) for document in documents)]) + "\n"
-
-
-def _account(request: Request, cluster: Cluster) -> list[dict[str, Any]]:
-    """Return a ServiceAccount that may read, create and change the Lease of the witness; nothing without one."""
-    if not is_lease(request.witness):
-        return []
-    metadata, group = _metadata(request, cluster), "rbac.authorization.k8s.io"
-    leases = {"apiGroups": ["coordination.k8s.io"], "resources": ["leases"]}
-    rules = [
-        {**leases, "resourceNames": [read_lease(request.witness).name], "verbs": ["get", "update"]},
-        {**leases, "verbs": ["create"]},  # what is to be created has no name yet by which a rule could know it
-    ]
-    role = {"apiGroup": group, "kind": "Role", "name": request.name}
-    account = {"kind": "ServiceAccount", "name": request.name}
-    return [
-        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": metadata},
-        {"apiVersion": f"{group}/v1", "kind": "Role", "metadata": metadata, "rules": rules},
-        {
-            "apiVersion": f"{group}/v1",
-            "kind": "RoleBinding",
-            "metadata": metadata,
-            "roleRef": role,
-            "subjects": [{**account, **({"namespace": cluster.namespace} if cluster.namespace else {})}],
-        },
-    ]
 
 
 def _service(request: Request, cluster: Cluster) -> dict[str, Any]:
@@ -126,7 +98,6 @@ def _job(request: Request, cluster: Cluster) -> dict[str, Any]:
     # DataLoader's workers and the ranks' own memory. What a volume in memory holds counts as the pod's.
     shm = {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": cluster.shm or request.memory or _SHM}}
     user = cluster.user
-    has_lease = is_lease(request.witness)
     whom = {"runAsNonRoot": True, "runAsUser": user, "runAsGroup": user, "fsGroup": user} if user else {}
     return {
         "apiVersion": "batch/v1",
@@ -138,13 +109,12 @@ def _job(request: Request, cluster: Cluster) -> dict[str, Any]:
             "parallelism": request.nodes,
             # A pod alone cannot be replaced, and `phalanx run --max-restarts` starts all again. With a witness the pods
             # that are left go on, and must not be deleted because one has failed.
-            "backoffLimit": _MOST_LOST_PODS if has_lease else 0,
+            "backoffLimit": _MOST_LOST_PODS if request.witness else 0,
             "template": {
                 "metadata": {"labels": {"app.kubernetes.io/name": request.name}},
                 "spec": {
                     "subdomain": request.name,
                     "restartPolicy": "Never",
-                    **({"serviceAccountName": request.name} if has_lease else {}),
                     "securityContext": {**whom, "seccompProfile": {"type": "RuntimeDefault"}},
                     "containers": [container],
                     "volumes": [shm],
@@ -172,12 +142,6 @@ def _check(request: Request, cluster: Cluster) -> None:
     for option, amount in (("--memory", request.memory), ("--shm", cluster.shm)):
         if amount and not _QUANTITY.fullmatch(amount):
             problems.append(f"{option} {amount!r}: an amount of Kubernetes is like 64Gi or 512Mi")
-    lease = read_lease(request.witness) if is_lease(request.witness) else None
-    if lease is not None and lease.namespace and lease.namespace != cluster.namespace:
-        problems.append(
-            f"--witness {request.witness}: the Lease lies in the namespace of the job. Give --namespace "
-            f"{lease.namespace} before the command, or --witness lease://{lease.name}"
-        )
     if problems:
         raise LaunchError("\n".join(f"phalanx manifest: {one}." for one in problems), exit_code=USAGE_EXIT_CODE)
 

@@ -47,7 +47,7 @@ from phalanx.rpc.worker_info import WorkerAddress
 _LINGER_S = 1.0
 _PIECE_BYTES = 1 << 16  # parts travel in pieces of this size
 _OPEN_FILES = 4096  # the most descriptors, within what this process may have: strangers can besiege its port
-_MAX_YOUNG = 64  # connections that have not sent a message yet
+_MAX_YOUNG = 256  # connections that have not sent a message yet
 _COPY_BYTES = 1 << 14  # below this a copy is cheaper than tracking who uses the memory
 _logger = get_logger(__name__)
 

@@ -1,10 +1,9 @@
 """The witness has a vote in a job's succession, as a host has, and runs elsewhere.
 
-address         what a user gives for one: HOST:PORT, etcd://…, lease://…
+address         what a user gives for one: HOST:PORT, etcd://…
 witness         its vote, which it keeps in a register: a value that is replaced only by whoever has read it
 register        such a register at a `phalanx coordinator`; and which kind an address asks for
 etcd_register   one in an etcd, with the users and certificates of `etcd_login`
-lease_register  one in a Kubernetes Lease, reached as the pod's `service_account`
 json_service    one request to such a service
 calls, trial    a thread that asks the witness while a job is led, and one that asks it once
 """

@@ -1,49 +1,18 @@
-"""Read where a witness's vote lies, as `--witness` has it: a coordinator, an etcd or a Lease of Kubernetes."""
+"""Read where a witness's vote lies, as `--witness` has it: a coordinator or an etcd."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 
 from phalanx.coordination.rendezvous import join_endpoint, split_endpoint
 
-_KINDS = "HOST:PORT, etcd://HOST:PORT or lease://NAMESPACE/NAME"
+_KINDS = "HOST:PORT or etcd://HOST:PORT"
 _SCHEMES = ("", "etcd", "etcds")
-_LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"  # as Kubernetes names a namespace
-
-
-@dataclass(frozen=True)
-class LeaseAddress:
-    """A `LeaseAddress` is that of a Lease; without a namespace it lies in the one of the pod that asks."""
-
-    namespace: str
-    name: str
 
 
 def is_etcd(address: str) -> bool:
     """Return whether an address is that of an etcd: etcd://HOST:PORT, or etcds:// with TLS."""
     return address.partition("://")[0] in ("etcd", "etcds")
-
-
-def is_lease(address: str) -> bool:
-    """Return whether an address is that of a Lease: lease://NAMESPACE/NAME, or lease://NAME."""
-    return address.startswith("lease://")
-
-
-def read_lease(address: str) -> LeaseAddress:
-    """Return the Lease of lease://NAMESPACE/NAME or lease://NAME.
-
-    Raises:
-        ValueError: Kubernetes has no such names.
-    """
-    namespace, _, name = address.removeprefix("lease://").rpartition("/")
-    has_names = re.fullmatch(rf"{_LABEL}(\.{_LABEL})*", name) and (not namespace or re.fullmatch(_LABEL, namespace))
-    if not has_names or len(name) > 253:
-        raise ValueError(
-            f"must be lease://NAMESPACE/NAME, or lease://NAME for the pod's own namespace, with names of lower-case "
-            f"letters, digits and dashes, got {address!r}"
-        )
-    return LeaseAddress(namespace, name)
 
 
 def split_etcd(address: str) -> tuple[bool, str, str, int]:
@@ -71,9 +40,6 @@ def read_witness(address: str) -> str:
     Raises:
         ValueError: it is none.
     """
-    if is_lease(address):
-        read_lease(address)
-        return address
     scheme, colon, place = address.rpartition("://")
     if scheme not in _SCHEMES:
         raise ValueError(f"must be {_KINDS}, got {re.sub('//.*@', '//…@', address)!r}")

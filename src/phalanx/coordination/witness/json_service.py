@@ -1,4 +1,4 @@
-"""`JsonService` calls a service that speaks JSON over HTTP, as etcd and Kubernetes do; each call ends in seconds."""
+"""`JsonService` calls a service that speaks JSON over HTTP, as etcd does; each call ends in seconds."""
 
 from __future__ import annotations
 

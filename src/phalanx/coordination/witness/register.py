@@ -1,6 +1,4 @@
-"""A `Register` is where a witness's vote lies: in the store of a coordinator outside the job, in an etcd or in a
-Lease of Kubernetes.
-"""
+"""A `Register` is where a witness's vote lies: in the store of a coordinator outside the job, or in an etcd."""
 
 from __future__ import annotations
 
@@ -8,9 +6,8 @@ from typing import Protocol
 
 from phalanx.coordination.client import Client
 from phalanx.coordination.key import Key
-from phalanx.coordination.witness.address import is_etcd, is_lease
+from phalanx.coordination.witness.address import is_etcd
 from phalanx.coordination.witness.etcd_register import EtcdRegister
-from phalanx.coordination.witness.lease_register import LeaseRegister
 
 _ANSWER_S = 2.0
 
@@ -62,12 +59,9 @@ class CoordinatorRegister:
 
 
 def open_register(address: str, key: Key | None) -> Register:
-    """Return the register at HOST:PORT of a `phalanx coordinator` that has this key, at etcd://HOST:PORT or at
-    lease://NAMESPACE/NAME.
+    """Return the register at HOST:PORT of a `phalanx coordinator` that has this key, or at etcd://HOST:PORT.
 
     Raises:
         CoordinationError: no coordinator answers there, or what this host needs to ask is missing.
     """
-    if is_lease(address):
-        return LeaseRegister(address)
     return EtcdRegister(address) if is_etcd(address) else CoordinatorRegister(address, key)

@@ -29,8 +29,7 @@ class Witness:
     """`Witness` is that of one job. Its methods wait for the register, two seconds for each answer.
 
     Arguments:
-        address: HOST:PORT of a `phalanx coordinator` that has the job's key, etcd://HOST:PORT or
-            lease://NAMESPACE/NAME.
+        address: HOST:PORT of a `phalanx coordinator` that has the job's key, or etcd://HOST:PORT.
         job: what tells this job from others that have the same witness.
     """
 
