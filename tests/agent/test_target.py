@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.agent.target import Kind, Target, find_local_rank_flag, find_problem, may_train
+from phalanx.agent.target import Kind, Target, find_local_rank_flag, find_problem, is_elastic, may_train
 
 
 def problem(kind: Kind, name: str | Path) -> str:
@@ -155,3 +155,17 @@ def test_a_module_gets_its_local_rank_in_its_own_spelling_as_a_script_does(
     assert find_local_rank_flag(Target("script", "train.py")) == "--local_rank"
     assert find_local_rank_flag(Target("module", "train")) == "--local_rank"
     assert find_local_rank_flag(Target("module", "other")) == "--local-rank"
+
+
+@pytest.mark.parametrize(
+    ("source", "mentions"),
+    [
+        ("from phalanx import elastic\n", True),
+        ("import phalanx\n@phalanx.elastic.run(state)\ndef train(state): ...\n", True),
+        ("from phalanx import DistributedSampler, Trainer\n", True),
+        ("import phalanx  # not elastic\nfrom lightning import Trainer\n", False),
+    ],
+)
+def test_a_script_is_elastic_that_mentions_it(tmp_path: Path, source: str, mentions: bool) -> None:
+    (tmp_path / "train.py").write_text(source)
+    assert is_elastic(Target("script", str(tmp_path / "train.py"))) == mentions

@@ -285,7 +285,7 @@ def test_what_strangers_say_in_the_handshake_ends_nothing_and_members_go_on(num_
         while work.steps < before + 50:
             pass
         work.end()
-    assert service.num_refused > num_frames // 100
+    assert service.num_refused > num_frames // 200  # a stranger may have gone before it was read
     assert len(said) <= 21 + num_frames // 500
 
 
