@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -163,3 +164,28 @@ def test_without_the_early_import_it_is_pythons_start_that_is_to_blame() -> None
     said = describe("open: /dev/nvidia0", preloads=False)
     assert "as Python started, and a fork of it can't use a GPU" in said
     assert "sitecustomize" in said
+
+
+_MONITOR = """
+import os, threading, time
+def begin():
+    threading.Thread(target=time.sleep, args=(1000,), name="monitor", daemon=True).start()
+begin()
+if "AGAIN" in os.environ:
+    os.register_at_fork(after_in_child=begin)
+"""
+
+
+@pytest.mark.parametrize(
+    ("again", "as_program", "is_there"), [(False, False, False), (True, False, True), (False, True, True)]
+)
+def test_a_thread_of_sitecustomize_is_in_the_ranks_as_the_page_says(
+    tmp_path: Path, again: bool, as_program: bool, is_there: bool
+) -> None:
+    """Monitoring agents start a thread before the script. Only the zygote had it, and nothing said so."""
+    (tmp_path / "sitecustomize.py").write_text(_MONITOR)
+    script = write_script(tmp_path, "import threading; print('monitor' in [t.name for t in threading.enumerate()])")
+    words = ("--no-python", sys.executable, script) if as_program else ("--no-preload", script)
+    env = {"PYTHONPATH": str(tmp_path), **({"AGAIN": "1"} if again else {})}
+    finished = run("--nproc-per-node", "1", *words, env=env)
+    assert finished.by_rank == [(0, str(is_there))], finished.err

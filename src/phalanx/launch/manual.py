@@ -29,7 +29,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "local-ranks-filter": "show only these local ranks",
     },
     "When a rank fails or ends": {
-        "max-restarts": "restarts of all ranks after a failure (default 0)",
+        "max-restarts": "restarts of all ranks after a failure",
         "traceback": "show the lines of libraries in tracebacks too",
         "shutdown-timeout": "seconds between SIGTERM and SIGKILL (default 30)",
         "exit-timeout": "stop ranks so long after one has ended well",
