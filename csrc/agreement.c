@@ -16,14 +16,9 @@ int plx_calls_same(const struct plx_group *g, uint32_t rank, const struct plx_ca
 }
 
 int plx_agree(struct plx_group *g, const struct plx_call *mine) {
-  int code = plx_check_participation(g, mine);
-  if (code != PLX_OK) return code;
-  int some_gone = g->policy != NULL && g->policy->num_gone != 0;
-  for (uint32_t r = 0; r < g->world; r++) {
-    if (some_gone && plx_left_before(g, r, g->step)) continue;
+  for (uint32_t r = 0; r < g->world; r++)
     if (!plx_calls_same(g, r, mine)) return plx_poison(g, PLX_MISMATCH, g->rank);
-  }
-  return plx_check_return(g, mine);
+  return PLX_OK;
 }
 
 int plx_sync_calls(struct plx_group *g, struct plx_wait *w, const struct plx_call *call) {

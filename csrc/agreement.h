@@ -1,23 +1,8 @@
-/* Ranks agree before they act: each publishes its call, all meet, all compare.
- *
- * A policy may let ranks be out of some calls (uneven.h); it is asked on both sides of the comparison. What it answers must
- * follow from the calls of the phase alone, which all ranks read behind the same sync, so that all come to the same answer.
- */
+/* Ranks agree before they act: each publishes its call, all meet, all compare. */
 #ifndef PLX_AGREEMENT_H
 #define PLX_AGREEMENT_H
 
 #include "sync.h"
-
-/* The policy says which ranks need not take part. */
-struct plx_policy {
-  /* This is asked after a call's first sync, before the calls are compared: PLX_OK to compare them, or what becomes of
-   * the call. */
-  int (*check_participation)(struct plx_group *g, const struct plx_call *mine);
-  /* This is asked after they were found equal: PLX_OK, or what must come before this call. */
-  int (*check_return)(struct plx_group *g, const struct plx_call *mine);
-  int apart;         /* some rank has been out of a call since all met */
-  uint32_t num_gone; /* ranks that have left in order; they publish nothing */
-};
 
 /* Publish `call` for this phase. */
 void plx_publish(struct plx_group *g, const struct plx_call *call);
@@ -32,13 +17,5 @@ int plx_sync_calls(struct plx_group *g, struct plx_wait *w, const struct plx_cal
 void plx_leave_open(struct plx_group *g, const struct plx_call *call, struct plx_record *record, uint64_t recorded);
 /* Wait at the sync of the phase that was left open, and compare the calls. PLX_OK if none was. */
 int plx_close_phase(struct plx_group *g, struct plx_wait *w);
-
-/* These ask the policy the two questions, for a caller that compares calls by itself. */
-static inline int plx_check_participation(struct plx_group *g, const struct plx_call *mine) {
-  return g->policy != NULL ? g->policy->check_participation(g, mine) : PLX_OK;
-}
-static inline int plx_check_return(struct plx_group *g, const struct plx_call *mine) {
-  return g->policy != NULL ? g->policy->check_return(g, mine) : PLX_OK;
-}
 
 #endif

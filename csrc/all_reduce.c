@@ -17,8 +17,7 @@
 
 /* Up to here one sync and P-1 reads beat two syncs; measured with benchmarks/collectives. */
 static size_t direct_limit(const struct plx_group *g) {
-  int some_gone = g->policy != NULL && g->policy->num_gone != 0; /* the slice of a rank that left would be nobody's */
-  if (g->world == 2 || some_gone) return SIZE_MAX;
+  if (g->world == 2) return SIZE_MAX;
   return g->oversubscribed ? 65536 : 16384;
 }
 
@@ -146,7 +145,7 @@ int plx_all_reduce(struct plx_group *g, struct plx_wait *w, const struct plx_ori
     call.heap = PLX_NO_HEAP;
     code = reduce_staged(g, w, &call, in, out, bytes, width, kernel);
   }
-  return plx_finish(g, o, record, &call, code);
+  return plx_finish(g, record, &call, code);
 }
 
 int plx_reduce_scatter(struct plx_group *g, struct plx_wait *w, const struct plx_origin *o, const void *const *in,
@@ -184,5 +183,5 @@ int plx_reduce_scatter(struct plx_group *g, struct plx_wait *w, const struct plx
     g->phase++;
     at += part;
   } while (at < longest * width);
-  return plx_finish(g, o, record, &call, code);
+  return plx_finish(g, record, &call, code);
 }

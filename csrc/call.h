@@ -22,7 +22,6 @@ static inline int plx_begin(struct plx_group *g, struct plx_wait *w, const struc
   c.dtype = (uint8_t)dtype;
   c.redop = (uint8_t)redop;
   c.root = root;
-  c.flags = o->flags;
   c.call_site = o->call_site;
   *call = c;
   return PLX_OK;
@@ -42,15 +41,10 @@ static inline uint64_t plx_digest(const size_t *sizes, uint32_t n) {
 
 static inline size_t plx_min(size_t a, size_t b) { return a < b ? a : b; }
 
-static inline int plx_finish(struct plx_group *g, const struct plx_origin *o, struct plx_record *record,
-                             const struct plx_call *call, int code) {
-  if (code == PLX_RETRY_UNEVEN) { /* the call goes on: it will be made again */
-    if (o->retried != NULL) *o->retried = record;
-    return code;
-  }
+static inline int plx_finish(struct plx_group *g, struct plx_record *record, const struct plx_call *call, int code) {
   if (code == PLX_OK)
     atomic_store_explicit(&plx_rank_of(g, g->rank)->finished, call->seq, memory_order_release);
-  plx_record_leave(g, record, code == PLX_REJOIN ? PLX_OK : code);
+  plx_record_leave(g, record, code);
   return code;
 }
 

@@ -8,7 +8,6 @@
 int plx_broadcast_buffers(struct plx_group *g, struct plx_wait *w, const struct plx_origin *o, void *data, size_t bytes,
                           void *area, int dtype, int root, uint64_t number) {
   if (root < 0 || root >= (int)g->world) return PLX_INVALID;
-  if (g->policy != NULL) return plx_broadcast(g, w, o, data, bytes, dtype, root);
   int is_root = (uint32_t)root == g->rank, is_large = bytes > g->stage_bytes && g->world > 1;
   if (is_root && is_large && plx_heap_offset(g, area, bytes) == PLX_NO_HEAP) return PLX_INVALID;
   struct plx_call call;
@@ -34,5 +33,5 @@ int plx_broadcast_buffers(struct plx_group *g, struct plx_wait *w, const struct 
     }
   }
   if (code == PLX_OK) plx_leave_open(g, &call, record, recorded);
-  return plx_finish(g, o, record, &call, code);
+  return plx_finish(g, record, &call, code);
 }

@@ -23,8 +23,7 @@
 
 /* Overwrite `data` (bytes long) with root's, on every rank. The root returns at once, the others as soon as the root has
  * come. More than a stage goes through `area`, on the root an address in its heap with room for it; the call after the
- * next may use it again, no other. `number` must be the same on all ranks. In a group with uneven inputs it is an
- * ordinary broadcast. */
+ * next may use it again, no other. `number` must be the same on all ranks. */
 int plx_broadcast_buffers(struct plx_group *g, struct plx_wait *w, const struct plx_origin *o, void *data, size_t bytes,
                           void *area, int dtype, int root, uint64_t number);
 

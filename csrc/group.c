@@ -59,19 +59,6 @@ int plx_poison(struct plx_group *g, int code, uint32_t rank) {
   return (int)(atomic_load_explicit(&g->header->poison, memory_order_acquire) & 0xff);
 }
 
-int plx_left_before(const struct plx_group *g, uint32_t rank, uint64_t step) {
-  uint64_t left = atomic_load_explicit(&plx_rank_of(g, rank)->left_after, memory_order_acquire);
-  return left != 0 && left - 1 < step;
-}
-
-void plx_leave_in_order(struct plx_group *g) {
-  struct plx_rank *me = plx_rank_of(g, g->rank);
-  atomic_store_explicit(&me->left_after, g->step + 1, memory_order_seq_cst);
-  /* Syncs count us as arrived. Those of an oversubscribed group look at all ranks once somebody has gone. */
-  atomic_store_explicit(&me->step, UINT64_MAX, memory_order_seq_cst);
-  atomic_fetch_add_explicit(&g->header->gone, 1, memory_order_seq_cst);
-}
-
 void plx_issue(struct plx_group *g) { atomic_fetch_add_explicit(&g->issued, 1, memory_order_release); }
 
 void plx_carried_out(struct plx_group *g) { atomic_fetch_add_explicit(&g->carried_out, 1, memory_order_release); }

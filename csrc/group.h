@@ -5,7 +5,6 @@
 #include "layout.h"
 
 struct plx_mailbox; /* messages in both directions; see p2p.h */
-struct plx_policy;  /* it says which ranks need not take part; see agreement.h */
 
 /* This is the processor's counter, set by the kernel's clock every few milliseconds; see recorder.c. */
 struct plx_stopwatch {
@@ -32,9 +31,8 @@ struct plx_group {
   uint64_t step;  /* syncs that this rank has reached */
   uint64_t phase; /* stages that this rank has used */
   uint64_t seq;   /* collectives that this rank has begun */
-  /* These count collectives that another thread of this rank carries out: while they differ, step, phase, seq and what
-   * follows from the calls (the policy's fields) are that thread's, and tell less than what this rank's program has
-   * issued. */
+  /* These count collectives that another thread of this rank carries out: while they differ, step, phase and seq are that
+   * thread's, and tell less than what this rank's program has issued. */
   _Atomic uint64_t issued;
   _Atomic uint64_t carried_out;
   uint64_t spin_ns;
@@ -47,19 +45,15 @@ struct plx_group {
   unsigned char **heaps;    /* world entries: where each rank's heap is mapped here; NULL without any */
   uint64_t heap_bytes;      /* of each heap */
   struct plx_mailbox *mailbox;
-  struct plx_policy *policy; /* NULL: every rank takes part in everything */
   struct plx_open_phase open;
   struct plx_stopwatch stopwatch;
 };
 
-/* It says where an operation was called, and as what. */
+/* It says where an operation was called, and on what shape. */
 struct plx_origin {
   uint32_t call_site; /* index of "file:line" in the rank's table */
-  uint32_t flags;     /* PLX_FLAG_*: the role of the call */
   uint32_t ndim;
   const uint64_t *shape;
-  /* For a call that may have to be made again, its line of the recorder is kept here meanwhile; else it is NULL. */
-  struct plx_record **retried;
 };
 
 static inline struct plx_rank *plx_rank_of(const struct plx_group *g, uint32_t rank) {
@@ -79,10 +73,6 @@ int plx_peer_alive(struct plx_group *g, uint32_t peer);
  * ended. In that state no thread of it runs any more, and the kernel frees its memory before its pidfd tells: that takes a
  * tenth of a second and more for a gigabyte. Until then a device or a system call of it may still write memory. */
 int plx_peer_lost(struct plx_group *g, uint32_t peer);
-/* Return whether `rank` had left in order before `step`, the sync that we have just passed. */
-int plx_left_before(const struct plx_group *g, uint32_t rank, uint64_t step);
-/* Leave in order: no rank may miss us from now on. */
-void plx_leave_in_order(struct plx_group *g);
 
 /* End the group for everybody; the first cause wins. Wake all sleepers. Return the cause that holds. */
 int plx_poison(struct plx_group *g, int code, uint32_t rank);

@@ -25,7 +25,7 @@
 #include <stdint.h>
 
 #define PLX_MAGIC 0x31584e414c414850ull /* "PHALANX1", little endian */
-#define PLX_VERSION 6u
+#define PLX_VERSION 7u
 #define PLX_LINE 128u /* two cache lines: the adjacent-line prefetcher couples them */
 #define PLX_PAGE 4096u
 #ifndef PLX_MAX_WORLD /* a checker needs few */
@@ -59,10 +59,6 @@ _Static_assert(sizeof(struct plx_call) == 64, "a call is one cache line");
 
 #define PLX_NO_HEAP UINT64_MAX
 #define PLX_FLAG_SPLITS 1u /* all_to_all: the sizes are in the table */
-/* The role of a call, where groups train with uneven inputs (uneven.h); without any, the rank's program waits. */
-#define PLX_FLAG_STEP 2u       /* part of a training step */
-#define PLX_FLAG_BACKGROUND 4u /* the program goes on meanwhile */
-#define PLX_FLAG_SHADOW 8u  /* zeros, of a rank that is out of the step */
 
 /* This is one line of the flight recorder. */
 struct plx_record {
@@ -106,7 +102,6 @@ struct plx_header {
   _Alignas(PLX_LINE) _Atomic uint64_t arrivals;
   _Alignas(PLX_LINE) _Atomic uint32_t synced; /* low half of the last step that everybody reached; a futex */
   _Atomic uint32_t sync_sleepers;
-  _Atomic uint32_t gone; /* ranks that left in order, and for whom no sync waits */
 
   /* This says why the group is over, in words of the first rank that said so: all that hear of the end hear the same,
    * also when that rank has gone. It is written before `poison`, by the rank that took `failure_state` from PLX_UNTOLD. */
@@ -126,7 +121,6 @@ struct plx_rank {
   _Alignas(PLX_LINE) _Atomic uint32_t life;
   int32_t pid;
   uint64_t start_ticks; /* /proc/PID/stat field 22: tells a reused pid */
-  _Atomic uint64_t left_after; /* 0, or 1 + the syncs that it had reached when it left in order */
   _Atomic uint64_t finished; /* sequence number of the last collective that returned */
   /* While the rank's program waits for long at the end of a round of gradients, this is 1 + where its reducer lies;
    * above the round's number stands that of the reducer's buckets, which is written first. Else it is 0. */
@@ -206,10 +200,7 @@ enum plx_status {
   PLX_INTERRUPTED = 4, /* a signal handler raised in this rank */
   PLX_INVALID = 5,     /* arguments that no world could make right; nothing was published */
   PLX_NO_MEMORY = 6,
-  PLX_CLOSED = 7, /* this process left the group, or is a fork of a rank */
-  /* these are never in `poison`: the calls of one phase tell them of uneven inputs (uneven.h) */
-  PLX_RETRY_UNEVEN = 8, /* some ranks are in a training step, some wait at something else: call again */
-  PLX_REJOIN = 9 /* all wait here, and some were out of training steps: bring them up to date, call again */
+  PLX_CLOSED = 7 /* this process left the group, or is a fork of a rank */
 };
 
 /* Return the bytes of shared memory for a group; 0 when the arguments make no sense. */

@@ -15,7 +15,7 @@ int plx_barrier(struct plx_group *g, struct plx_wait *w, const struct plx_origin
   plx_publish(g, &call);
   code = plx_sync_calls(g, w, &call);
   if (code == PLX_OK) g->phase++;
-  return plx_finish(g, o, record, &call, code);
+  return plx_finish(g, record, &call, code);
 }
 
 int plx_broadcast(struct plx_group *g, struct plx_wait *w, const struct plx_origin *o, void *data, size_t bytes,
@@ -36,7 +36,7 @@ int plx_broadcast(struct plx_group *g, struct plx_wait *w, const struct plx_orig
     g->phase++;
     at += n;
   } while (at < bytes);
-  return plx_finish(g, o, record, &call, code);
+  return plx_finish(g, record, &call, code);
 }
 
 /* All inputs lie in their ranks' heaps: the rest of them, from `at` on, is read where it lies. */
@@ -80,7 +80,7 @@ int plx_gather(struct plx_group *g, struct plx_wait *w, const struct plx_origin 
     at += g->stage_bytes;
   } while (at < longest && !in_heap);
   if (code == PLX_OK && in_heap) code = gather_in_heap(g, w, in, out, bytes, at, offset, keep);
-  return plx_finish(g, o, record, &call, code);
+  return plx_finish(g, record, &call, code);
 }
 
 int plx_scatter(struct plx_group *g, struct plx_wait *w, const struct plx_origin *o, const void *const *in, void *out,
@@ -105,7 +105,7 @@ int plx_scatter(struct plx_group *g, struct plx_wait *w, const struct plx_origin
     g->phase++;
     at += n;
   } while (at < bytes);
-  return plx_finish(g, o, record, &call, code);
+  return plx_finish(g, record, &call, code);
 }
 
 int plx_all_to_all(struct plx_group *g, struct plx_wait *w, const struct plx_origin *o, const void *const *in,
@@ -131,7 +131,6 @@ int plx_all_to_all(struct plx_group *g, struct plx_wait *w, const struct plx_ori
         plx_copy(mine + table + (r - (r > g->rank)) * part, (const char *)in[r] + at, plx_min(part, in_bytes[r] - at));
     if (at == 0) {
       code = plx_sync(g, w);
-      if (code == PLX_OK) code = plx_check_participation(g, &call);
       if (code != PLX_OK) break;
       int uneven = 0, fits = 1;
       struct plx_call expected = call;
@@ -151,7 +150,6 @@ int plx_all_to_all(struct plx_group *g, struct plx_wait *w, const struct plx_ori
         code = plx_poison(g, PLX_MISMATCH, g->rank);
         break;
       }
-      if ((code = plx_check_return(g, &call)) != PLX_OK) break;
       if (uneven) { /* the receiver alone sees a wrong size: let it speak before anybody writes */
         code = plx_sync(g, w);
         if (code == PLX_OK) code = plx_poisoned(g, w);
@@ -171,5 +169,5 @@ int plx_all_to_all(struct plx_group *g, struct plx_wait *w, const struct plx_ori
     g->phase++;
     at += part;
   } while (at < longest);
-  return plx_finish(g, o, record, &call, code);
+  return plx_finish(g, record, &call, code);
 }

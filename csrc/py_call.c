@@ -52,26 +52,15 @@ int py_is_open(PyGroup *self) {
   return 0;
 }
 
-/* Operations end with (timeout_ns, call_site, shape), collectives with (timeout_ns, call_site, flags, shape). */
-static int to_tail(PyGroup *self, PyObject *timeout_ns, PyObject *call_site, PyObject *shape, struct tail *t) {
+int py_to_tail(PyGroup *self, PyObject *const *args, struct tail *t) {
+  PyObject *shape = args[2];
   uint64_t call_site_number;
   if (!py_is_open(self)) return -1;
-  if (py_to_u64(timeout_ns, &t->timeout_ns) != 0 || py_to_u64(call_site, &call_site_number) != 0) return -1;
+  if (py_to_u64(args[0], &t->timeout_ns) != 0 || py_to_u64(args[1], &call_site_number) != 0) return -1;
   Py_ssize_t dims = PyTuple_Check(shape) ? PyTuple_Size(shape) : 0;
-  t->retried = NULL;
-  t->origin = (struct plx_origin){
-      .call_site = (uint32_t)call_site_number, .ndim = (uint32_t)dims, .shape = t->shape, .retried = &t->retried};
+  t->origin = (struct plx_origin){.call_site = (uint32_t)call_site_number, .ndim = (uint32_t)dims, .shape = t->shape};
   for (Py_ssize_t i = 0; i < dims && i < (Py_ssize_t)PLX_MAX_DIMS; i++)
     if (py_to_u64(PyTuple_GetItem(shape, i), &t->shape[i]) != 0) return -1;
-  return 0;
-}
-
-int py_to_tail(PyGroup *self, PyObject *const *args, struct tail *t) { return to_tail(self, args[0], args[1], args[2], t); }
-
-int py_to_collective_tail(PyGroup *self, PyObject *const *args, struct tail *t) {
-  uint64_t flags;
-  if (to_tail(self, args[0], args[1], args[3], t) != 0 || py_to_u64(args[2], &flags) != 0) return -1;
-  t->origin.flags = (uint32_t)flags;
   return 0;
 }
 

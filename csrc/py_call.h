@@ -8,12 +8,10 @@
 #include "futex.h"
 #include "py_arguments.h"
 #include "recorder.h"
-#include "uneven.h"
 
 typedef struct {
   PyObject_HEAD
   struct plx_group g;
-  struct plx_uneven uneven;
   PyObject *idle; /* called with the seconds waited, from the first second on; may raise */
   int failed_rank;
   int closed;
@@ -70,15 +68,13 @@ int py_idle(void *context, uint64_t waited_ns);
 struct tail {
   uint64_t timeout_ns;
   struct plx_origin origin;
-  struct plx_record *retried;
   uint64_t shape[PLX_MAX_DIMS];
 };
 
 /* Return whether the group is open; if not, ClosedError is set. */
 int py_is_open(PyGroup *self);
-/* Read the last three arguments of a message, or the last four of a collective. */
+/* Read the last three arguments of an operation: (timeout_ns, call_site, shape). */
 int py_to_tail(PyGroup *self, PyObject *const *args, struct tail *t);
-int py_to_collective_tail(PyGroup *self, PyObject *const *args, struct tail *t);
 /* Check that it is a rank of the group. */
 int py_to_rank(PyGroup *self, PyObject *o, uint32_t *rank);
 
@@ -113,17 +109,6 @@ int py_to_rank(PyGroup *self, PyObject *o, uint32_t *rank);
     call;                                        \
     py_come_back(self, thread);                  \
     py_leave(self, is_main);                     \
-  }
-
-/* `code` is a collective's call, made again for as long as the ranks find some out of a step; that they come further in
- * between is a sign of life, so each attempt has the whole time. */
-#define COLLECTIVE(self, t, call)                                                                               \
-  int code = (call);                                                                                            \
-  while (code == PLX_RETRY_UNEVEN) {                                                                            \
-    wait.deadline_ns = (t).timeout_ns < UINT64_MAX - plx_now_ns() ? plx_now_ns() + (t).timeout_ns : UINT64_MAX; \
-    code = plx_shadow_step(&(self)->g, &wait);                                                                  \
-    if (code == PLX_OK) code = (call);                                                                          \
-    else plx_record_give_up(&(self)->g, &(t).origin, code);                                                     \
   }
 
 #endif

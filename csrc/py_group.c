@@ -6,32 +6,6 @@
 #include "py_group.h"
 #include "py_types.h"
 
-/* Return the ranks that were out of the latest step. */
-static PyObject *py_group_get_absent(PyObject *object, void *unused) {
-  const PyGroup *self = (PyGroup *)object;
-  (void)unused;
-  PyObject *list = PyList_New(0);
-  for (uint32_t r = 0; list != NULL && r < self->g.world; r++) {
-    PyObject *rank = self->uneven.absent[r] ? PyLong_FromUnsignedLong(r) : NULL;
-    if (rank != NULL && PyList_Append(list, rank) != 0) Py_CLEAR(list);
-    Py_XDECREF(rank);
-  }
-  return list;
-}
-
-/* Return how many steps some ranks were out of, since all met. */
-static PyObject *py_group_get_missed(PyObject *self, void *unused) {
-  (void)unused;
-  return PyLong_FromUnsignedLongLong(((PyGroup *)self)->uneven.missed);
-}
-
-static PyObject *py_group_leave_in_order(PyGroup *self, PyObject *unused) {
-  (void)unused;
-  if (!py_is_open(self)) return NULL;
-  plx_leave_in_order(&self->g);
-  Py_RETURN_NONE;
-}
-
 /* close(let_go): leave. Peers that wait for us hear it at once, and so do our own threads. The mapping itself belongs to
  * the symmetric memory, which is called back as soon as none of them is inside: now, or when the last of them comes out.
  * close(None): the process ends. The mapping stays, and our threads where they are. */
@@ -186,8 +160,6 @@ static PyMethodDef group_methods[] = {
     {"claim", (PyCFunction)py_group_claim, METH_O, NULL},
     {"release", (PyCFunction)py_group_release, METH_O, NULL},
     {"is_released", (PyCFunction)py_group_is_released, METH_O, NULL},
-    {"allow_uneven", (PyCFunction)py_group_allow_uneven, METH_NOARGS, NULL},
-    {"leave_in_order", (PyCFunction)py_group_leave_in_order, METH_NOARGS, NULL},
     {"close", (PyCFunction)py_group_close, METH_O, NULL},
     {"settle", (PyCFunction)py_group_settle, METH_O, NULL},
     {"abandon", (PyCFunction)py_group_abandon, METH_NOARGS, NULL},
@@ -196,8 +168,6 @@ static PyMethodDef group_methods[] = {
 static PyGetSetDef group_getset[] = {{"failed_rank", py_group_get_failed_rank, NULL, NULL, NULL},
                                      {"seq", py_group_get_seq, NULL, NULL, NULL},
                                      {"oversubscribed", py_group_get_oversubscribed, NULL, NULL, NULL},
-                                     {"absent", py_group_get_absent, NULL, NULL, NULL},
-                                     {"missed", py_group_get_missed, NULL, NULL, NULL},
                                      {NULL, NULL, NULL, NULL, NULL}};
 
 static PyType_Slot group_slots[] = {{Py_tp_init, group_init},

@@ -3,13 +3,13 @@
 
 #include <stdlib.h>
 
+#include "agreement.h"
 #include "py_types.h"
 
 typedef struct {
   PyObject_HEAD
   struct plx_reducer b;
   PyGroup *group;
-  struct plx_record *retried; /* the line of a round whose end is called again */
 } PyReducer;
 
 static int reducer_open(PyReducer *self) { return py_is_open(self->group); }
@@ -41,53 +41,20 @@ static PyObject *reducer_ready(PyReducer *self, PyObject *const *a, Py_ssize_t n
   return PyLong_FromUnsignedLong(left);
 }
 
-/* finish(timeout_ns, call_site), finish_uneven(timeout_ns, call_site) */
-static int to_tail(PyReducer *self, PyObject *const *a, struct tail *t) {
-  uint64_t call_site;
-  if (py_to_u64(a[0], &t->timeout_ns) != 0 || py_to_u64(a[1], &call_site) != 0) return -1;
-  t->origin = (struct plx_origin){.call_site = (uint32_t)call_site, .flags = PLX_FLAG_STEP, .retried = &self->retried};
-  return 0;
-}
-
+/* finish(timeout_ns, call_site) */
 static PyObject *reducer_finish(PyReducer *self, PyObject *const *a, Py_ssize_t n) {
   ANSWER_IF_CLOSED(self->group)
   struct plx_group *g = &self->group->g;
-  struct tail t;
-  if (py_want(n, 2, "finish") != 0 || to_tail(self, a, &t) != 0) return NULL;
+  uint64_t timeout_ns, call_site;
+  if (py_want(n, 2, "finish") != 0 || py_to_u64(a[0], &timeout_ns) != 0 || py_to_u64(a[1], &call_site) != 0) return NULL;
+  struct plx_origin origin = {.call_site = (uint32_t)call_site};
   struct plx_call call = {.seq = self->b.round, .count = self->b.num_buckets, .kind = PLX_GRADIENTS, .root = -1};
-  struct plx_record *record = plx_record_enter(g, &call, &t.origin, -1);
-  BEGIN(self->group, t.timeout_ns)
+  struct plx_record *record = plx_record_enter(g, &call, &origin, -1);
+  BEGIN(self->group, timeout_ns)
   int code = plx_reducer_finish(&self->b, &wait);
-  if (code == PLX_RETRY_UNEVEN)
-    self->retried = record;
-  else
-    plx_record_leave(g, record, code);
+  plx_record_leave(g, record, code);
   if (code == PLX_MISMATCH) plx_close_phase(g, &wait); /* it may be there that ranks parted: then it tells so */
   END(self->group, code)
-}
-
-/* Reduce after finish() returned RETRY_UNEVEN: the mean over the ranks that are in this round. All of these call it. */
-static PyObject *reducer_finish_uneven(PyReducer *self, PyObject *const *a, Py_ssize_t n) {
-  ANSWER_IF_CLOSED(self->group)
-  struct tail t;
-  if (py_want(n, 2, "finish_uneven") != 0 || to_tail(self, a, &t) != 0) return NULL;
-  BEGIN(self->group, t.timeout_ns)
-  COLLECTIVE(self->group, t, plx_reducer_finish_uneven(&self->b, &wait, &t.origin))
-  END(self->group, code)
-}
-
-/* Return how many rounds have begun; a rank that was out of some takes the others' number before the next one begins. */
-static PyObject *reducer_get_round(PyObject *self, void *unused) {
-  (void)unused;
-  return PyLong_FromUnsignedLong(((PyReducer *)self)->b.round);
-}
-
-static int reducer_set_round(PyObject *self, PyObject *value, void *unused) {
-  uint64_t round;
-  (void)unused;
-  if (value == NULL || py_to_u64(value, &round) != 0) return -1;
-  ((PyReducer *)self)->b.round = (uint32_t)round;
-  return 0;
 }
 
 /* Reducer(group, offset of the flags in the heap, ((count, dtype, redop), ...)): the same on every rank. */
@@ -148,14 +115,11 @@ static void reducer_dealloc(PyObject *object) {
 
 #define REDUCER_FAST(name) {#name, (PyCFunction)(void (*)(void))reducer_##name, METH_FASTCALL, NULL}
 static PyMethodDef reducer_methods[] = {
-    REDUCER_FAST(begin), REDUCER_FAST(ready), REDUCER_FAST(finish), REDUCER_FAST(finish_uneven), {NULL, NULL, 0, NULL}};
-static PyGetSetDef reducer_getset[] = {{"round", reducer_get_round, reducer_set_round, NULL, NULL},
-                                       {NULL, NULL, NULL, NULL, NULL}};
+    REDUCER_FAST(begin), REDUCER_FAST(ready), REDUCER_FAST(finish), {NULL, NULL, 0, NULL}};
 
 static PyType_Slot reducer_slots[] = {{Py_tp_init, reducer_init},
                                     {Py_tp_dealloc, reducer_dealloc},
                                     {Py_tp_methods, reducer_methods},
-                                    {Py_tp_getset, reducer_getset},
                                     {Py_tp_doc, (void *)"Buckets in the shared heap, reduced as soon as all ranks have them."},
                                     {0, NULL}};
 

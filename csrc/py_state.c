@@ -62,9 +62,7 @@ PyObject *py_group_state(PyGroup *self, PyObject *arg) {
   struct plx_rank *r = plx_rank_of(&self->g, rank);
   PyObject *exit_reason = py_text_of(r->exit_reason, sizeof r->exit_reason);
   if (exit_reason == NULL) return NULL;
-  /* A rank that leaves in order says so in two words, this one first. */
-  unsigned life = atomic_load(&r->left_after) != 0 ? PLX_LEFT : atomic_load(&r->life);
-  return Py_BuildValue("IiKKKN", life, (int)r->pid, (unsigned long long)r->start_ticks,
+  return Py_BuildValue("IiKKKN", atomic_load(&r->life), (int)r->pid, (unsigned long long)r->start_ticks,
                        (unsigned long long)atomic_load(&r->step), (unsigned long long)atomic_load(&r->finished), exit_reason);
 }
 
@@ -234,11 +232,4 @@ PyObject *py_group_is_released(PyGroup *self, PyObject *arg) {
   for (uint32_t r = 0; all && r < self->g.world; r++)
     all = atomic_load_explicit(&plx_rank_of(&self->g, r)->released[index], memory_order_acquire);
   return PyBool_FromLong(all);
-}
-
-/* From now on let training steps do without ranks that wait at another collective. All ranks say so together. */
-PyObject *py_group_allow_uneven(PyGroup *self, PyObject *unused) {
-  (void)unused;
-  plx_allow_uneven(&self->g, &self->uneven);
-  Py_RETURN_NONE;
 }

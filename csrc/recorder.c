@@ -102,23 +102,12 @@ static void write_end(struct plx_record *r, int status, uint64_t now) {
 struct plx_record *plx_record_enter(struct plx_group *g, const struct plx_call *call, const struct plx_origin *o,
                                     int32_t peer) {
   uint64_t number;
-  if (g->quiet || (o->flags & PLX_FLAG_SHADOW)) return &g->unseen;
-  if (o->retried != NULL && *o->retried != NULL) { /* the same call is made again: it has one line */
-    struct plx_record *same = *o->retried;
-    *o->retried = NULL;
-    if (call->kind != PLX_GRADIENTS) atomic_store_explicit(&same->seq, call->seq, memory_order_release);
-    return same;
-  }
+  if (g->quiet) return &g->unseen;
   return write_entry(g, call, o, peer, time_of(g, call->kind), &number);
 }
 
 void plx_record_leave(struct plx_group *g, struct plx_record *record, int status) {
   if (record != &g->unseen) write_end(record, status, time_of(g, record->kind));
-}
-
-void plx_record_give_up(struct plx_group *g, const struct plx_origin *o, int status) {
-  if (*o->retried != NULL) plx_record_leave(g, *o->retried, status);
-  *o->retried = NULL;
 }
 
 struct plx_record *plx_record_begin(struct plx_group *g, const struct plx_call *call, const struct plx_origin *o,

@@ -4,14 +4,12 @@
 
 #include "group.h"
 
-/* An operation begins. Returns the record to pass to `leave`; in a quiet group, and for a shadow, one that nobody reads. A
- * call that is made again goes on in its line (o->retried). Times are CLOCK_MONOTONIC, to a microsecond or so. */
+/* An operation begins. Returns the record to pass to `leave`; in a quiet group one that nobody reads. Times are
+ * CLOCK_MONOTONIC, to a microsecond or so. */
 struct plx_record *plx_record_enter(struct plx_group *g, const struct plx_call *call, const struct plx_origin *o,
                                     int32_t peer);
 /* End the operation with this enum plx_status. */
 void plx_record_leave(struct plx_group *g, struct plx_record *record, int status);
-/* Note that what was to be made again will not be. */
-void plx_record_give_up(struct plx_group *g, const struct plx_origin *o, int status);
 /* End the operation long after: by now the line may tell of another one, and then stays as it is. `recorded` says how
  * many lines this rank had written when that was its last. */
 void plx_record_leave_late(struct plx_group *g, struct plx_record *record, uint64_t recorded, int status);

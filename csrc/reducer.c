@@ -68,20 +68,21 @@ static uint64_t slice_start(const struct plx_bucket *k, uint32_t rank, uint32_t 
   return at < bytes ? at : bytes;
 }
 
-void plx_reducer_reduce(struct plx_reducer *b, uint32_t bucket, const uint32_t *ranks, uint32_t n, uint32_t index) {
+/* Reduce our slice of a bucket that all ranks have, into the memory of each. */
+static void reduce_slice(struct plx_reducer *b, uint32_t bucket) {
   struct plx_group *g = b->g;
   const struct plx_bucket *k = &b->buckets[bucket];
   const void *src[PLX_MAX_WORLD];
   unsigned char *bucket_of[PLX_MAX_WORLD];
-  for (uint32_t i = 0; i < n; i++) bucket_of[i] = g->heaps[ranks[i]] + flags_of(b, ranks[i], bucket)->offset;
-  uint64_t end = slice_start(k, index + 1, n);
+  for (uint32_t r = 0; r < g->world; r++) bucket_of[r] = g->heaps[r] + flags_of(b, r, bucket)->offset;
+  uint64_t end = slice_start(k, g->rank + 1, g->world);
   size_t block = 16384 / k->width * k->width; /* the result stays in the first-level cache while it is handed out */
-  for (uint64_t at = slice_start(k, index, n); at < end; at += block) {
+  for (uint64_t at = slice_start(k, g->rank, g->world); at < end; at += block) {
     size_t size = end - at < block ? end - at : block;
-    for (uint32_t i = 0; i < n; i++) src[i] = bucket_of[i] + at;
-    unsigned char *mine = bucket_of[index] + at;
-    k->kernel(mine, src, n, size / k->width);
-    for (uint32_t i = 1; i < n; i++) memcpy(bucket_of[(index + i) % n] + at, mine, size);
+    for (uint32_t r = 0; r < g->world; r++) src[r] = bucket_of[r] + at;
+    unsigned char *mine = bucket_of[g->rank] + at;
+    k->kernel(mine, src, g->world, size / k->width);
+    for (uint32_t i = 1; i < g->world; i++) memcpy(bucket_of[(g->rank + i) % g->world] + at, mine, size);
   }
 }
 
@@ -99,12 +100,10 @@ static void reduce_needed(struct plx_reducer *b, uint32_t bucket) {
 }
 
 uint32_t plx_reducer_poll(struct plx_reducer *b) {
-  uint32_t everybody[PLX_MAX_WORLD];
-  for (uint32_t r = 0; r < b->g->world; r++) everybody[r] = r;
   for (uint32_t i = 0; i < b->num_buckets && b->left != 0; i++) {
     struct plx_bucket *k = &b->buckets[i];
     if (k->reduced || !all_ready(b, i)) continue;
-    if (k->all) plx_reducer_reduce(b, i, everybody, b->g->world, b->g->rank);
+    if (k->all) reduce_slice(b, i);
     else reduce_needed(b, i);
     k->reduced = 1;
     b->left--;
@@ -118,12 +117,6 @@ static int is_ready(const struct plx_reducer *b, uint32_t rank) {
   for (uint32_t k = 0; k < b->num_buckets; k++)
     if (!reached(b, &flags_of(b, rank, k)->ready)) return 0;
   return 1;
-}
-
-int plx_reducer_has_begun(const struct plx_reducer *b, uint32_t rank) {
-  for (uint32_t k = 0; k < b->num_buckets; k++)
-    if (reached(b, &flags_of(b, rank, k)->ready)) return 1;
-  return 0;
 }
 
 static int is_done(const struct plx_reducer *b, uint32_t rank) {
@@ -179,25 +172,20 @@ static int ends_another(const struct plx_reducer *b, uint32_t rank) {
 static int judge(struct plx_reducer *b, uint32_t rank) {
   struct plx_group *g = b->g;
   struct plx_rank *p = plx_rank_of(g, rank);
-  int gone = g->policy != NULL && plx_left_before(g, rank, UINT64_MAX);
   int lost = plx_peer_lost(g, rank), another = ends_another(b, rank);
   uint64_t theirs = atomic_load_explicit(&p->step, memory_order_acquire);
   if (is_complete(b, rank)) return PLX_OK; /* this is read last: what was read above, it did before the end of its round */
   if (another) return plx_poison(g, PLX_MISMATCH, g->rank);
-  if (plx_is_behind(g)) return !lost || gone ? PLX_OK : plx_poison(g, PLX_PEER_LOST, rank);
-  if (gone) return PLX_RETRY_UNEVEN;
   if (lost) return plx_poison(g, PLX_PEER_LOST, rank);
+  if (plx_is_behind(g)) return PLX_OK;
   if (theirs <= g->step) return PLX_OK;
-  return g->policy != NULL ? PLX_RETRY_UNEVEN : plx_poison(g, PLX_MISMATCH, g->rank);
+  return plx_poison(g, PLX_MISMATCH, g->rank);
 }
 
 static int wait_for_round(struct plx_reducer *b, struct plx_wait *w) {
   struct plx_group *g = b->g;
-  const struct plx_policy *policy = g->policy;
   uint64_t since = plx_now_ns(), judged = since;
   for (uint32_t looks = 1;; looks++) {
-    /* A rank that was out of the last step still waits where it was. */
-    if (policy != NULL && !plx_is_behind(g) && (policy->apart || policy->num_gone != 0)) return PLX_RETRY_UNEVEN;
     uint32_t owed = plx_reducer_poll(b), late = find_late(b);
     if (owed == 0 && late == g->rank) return PLX_OK;
     if (late == g->rank) continue; /* the others are done, so all were ready: poll again does our part */

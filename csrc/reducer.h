@@ -25,7 +25,7 @@
  *   2  All that our program issued before the end of the round is carried out (not plx_is_behind), and it issues nothing
  *      while it waits here: the syncs that we have reached are those of the calls that it makes before the end of round k.
  *   3  So if r has reached more syncs, it has issued a call before the end of its round k that we shall issue after the
- *      end of ours: the programs differ, or r is out of data. If it has not, nothing can be said: r may be slow, or it
+ *      end of ours: the programs differ. If it has not, nothing can be said: r may be slow, or it
  *      waits at a sync that some thread of ours, or of a third rank, will reach.
  *   4  If r's program stands at the end of another reducer's round, in which something of ours is missing, then it waits
  *      for us there and we wait for it here: the programs differ.
@@ -82,13 +82,7 @@ int plx_reducer_ready(struct plx_reducer *b, uint32_t bucket, uint64_t offset);
 int plx_reducer_ready_slice(struct plx_reducer *b, uint32_t bucket, uint64_t offset, uint64_t start, uint64_t stop);
 /* Reduce our slice of every bucket that all ranks have. It never waits. Return how many slices we still owe. */
 uint32_t plx_reducer_poll(struct plx_reducer *b);
-/* Reduce slice `index` of a bucket over `n` ranks, which all have it: into the memory of each. */
-void plx_reducer_reduce(struct plx_reducer *b, uint32_t bucket, const uint32_t *ranks, uint32_t n, uint32_t index);
-/* Wait until all slices of all buckets are done by everybody. All buckets must be ready here. PLX_RETRY_UNEVEN, where a
- * policy lets ranks be out of calls: some rank is out of this round; nothing is reduced, and the policy's own way goes on
- * (uneven.h). What the program has issued is carried out by then. */
+/* Wait until all slices of all buckets are done by everybody. All buckets must be ready here. */
 int plx_reducer_finish(struct plx_reducer *b, struct plx_wait *w);
-/* Return whether `rank` has given a bucket of this round. */
-int plx_reducer_has_begun(const struct plx_reducer *b, uint32_t rank);
 
 #endif

@@ -59,10 +59,6 @@ int plx_await_rank(struct plx_group *g, struct plx_wait *w, uint32_t peer, uint6
   return wait_for_one(g, w, peer, step, &since);
 }
 
-static int somebody_gone(const struct plx_group *g) {
-  return atomic_load_explicit(&g->header->gone, memory_order_seq_cst) != 0;
-}
-
 static int all_reached(const struct plx_group *g, uint64_t step) {
   for (uint32_t r = 0; r < g->world; r++)
     if (atomic_load_explicit(&plx_rank_of(g, r)->step, memory_order_seq_cst) < step) return 0;
@@ -86,8 +82,7 @@ static int wait_oversubscribed(struct plx_group *g, struct plx_wait *w, uint64_t
     atomic_fetch_sub_explicit(&g->header->sync_sleepers, 1, memory_order_relaxed);
     seen = atomic_load_explicit(&g->header->synced, memory_order_acquire);
     if ((int32_t)(seen - (uint32_t)step) >= 0) return PLX_OK;
-    /* The rank that should have opened the sync may have died between its arrival and that; or it left, and arrives no
-     * more. */
+    /* The rank that should have opened the sync may have died between its arrival and that. */
     if (all_reached(g, step)) return PLX_OK;
     uint32_t late = g->rank;
     for (uint32_t r = 0; r < g->world; r++) {
@@ -109,10 +104,7 @@ static inline int arrive(struct plx_group *g, uint64_t step) {
   if (g->world == 1) return 1;
   if (atomic_load_explicit(&me->sleepers, memory_order_seq_cst) != 0) plx_futex_wake_all(plx_low_half(&me->step));
   if (!g->oversubscribed) return 0;
-  /* Ranks that left arrive at no sync: then the last of the others finds that all steps are reached. */
-  if (atomic_fetch_add_explicit(&g->header->arrivals, 1, memory_order_acq_rel) + 1 != step * g->world &&
-      !(somebody_gone(g) && all_reached(g, step)))
-    return 0;
+  if (atomic_fetch_add_explicit(&g->header->arrivals, 1, memory_order_acq_rel) + 1 != step * g->world) return 0;
   atomic_store_explicit(&g->header->synced, (uint32_t)step, memory_order_seq_cst);
   if (atomic_load_explicit(&g->header->sync_sleepers, memory_order_seq_cst) != 0) plx_futex_wake_all(&g->header->synced);
   return 1;

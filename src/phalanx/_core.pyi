@@ -56,15 +56,10 @@ INTERRUPTED: int
 INVALID: int
 NO_MEMORY: int
 CLOSED: int
-RETRY_UNEVEN: int
-REJOIN: int
 ABSENT: int
 JOINED: int
 LEFT: int
 FLAG_SPLITS: int
-FLAG_STEP: int
-FLAG_BACKGROUND: int
-FLAG_SHADOW: int
 
 _Shape = tuple[int, ...]
 _Record = tuple[int, int, int, int, int, int, int, _Shape, int, int, int, str, int]
@@ -73,8 +68,6 @@ class Group:
     failed_rank: int
     seq: int
     oversubscribed: bool
-    absent: list[int]
-    missed: int
 
     def __init__(
         self,
@@ -88,7 +81,7 @@ class Group:
         idle: Callable[[float], None] | None,
         /,
     ) -> None: ...
-    def barrier(self, timeout_ns: int, call_site: int, flags: int, shape: _Shape, /) -> int: ...
+    def barrier(self, timeout_ns: int, call_site: int, shape: _Shape, /) -> int: ...
     def all_reduce(
         self,
         src: int,
@@ -99,7 +92,6 @@ class Group:
         root: int,
         timeout_ns: int,
         call_site: int,
-        flags: int,
         shape: _Shape,
         /,
     ) -> int: ...
@@ -111,7 +103,6 @@ class Group:
         root: int,
         timeout_ns: int,
         call_site: int,
-        flags: int,
         shape: _Shape,
         /,
     ) -> int: ...
@@ -125,7 +116,6 @@ class Group:
         number: int,
         timeout_ns: int,
         call_site: int,
-        flags: int,
         shape: _Shape,
         /,
     ) -> int: ...
@@ -138,7 +128,6 @@ class Group:
         redop: int,
         timeout_ns: int,
         call_site: int,
-        flags: int,
         shape: _Shape,
         /,
     ) -> int: ...
@@ -151,7 +140,6 @@ class Group:
         root: int,
         timeout_ns: int,
         call_site: int,
-        flags: int,
         shape: _Shape,
         /,
     ) -> int: ...
@@ -164,7 +152,6 @@ class Group:
         root: int,
         timeout_ns: int,
         call_site: int,
-        flags: int,
         shape: _Shape,
         /,
     ) -> int: ...
@@ -178,7 +165,6 @@ class Group:
         splits: int,
         timeout_ns: int,
         call_site: int,
-        flags: int,
         shape: _Shape,
         /,
     ) -> int: ...
@@ -239,8 +225,6 @@ class Group:
     def claim(self, block: int, /) -> None: ...
     def release(self, block: int, /) -> None: ...
     def is_released(self, block: int, /) -> bool: ...
-    def allow_uneven(self) -> None: ...
-    def leave_in_order(self) -> None: ...
     def close(self, let_go: Callable[[], None] | None, /) -> None: ...
     def settle(self, timeout_ns: int, /) -> bool: ...
     def abandon(self) -> None: ...
@@ -252,13 +236,10 @@ class Receive:
     source: int
 
 class Reducer:
-    round: int
-
     def __init__(self, group: Group, flags: int, buckets: tuple[tuple[int, int, int], ...], /) -> None: ...
     def begin(self) -> None: ...
     def ready(self, bucket: int, offset: int, start: int = ..., stop: int = ..., /) -> int: ...
     def finish(self, timeout_ns: int, call_site: int, /) -> int: ...
-    def finish_uneven(self, timeout_ns: int, call_site: int, /) -> int: ...
 
 class Pool:
     def __init__(self, address: int, nbytes: int, classes: tuple[tuple[int, int], ...], /) -> None: ...

@@ -51,17 +51,10 @@ REDUCTION_NAMES = dict(zip(_read(*_REDUCTIONS), _REDUCTIONS, strict=True))
 
 # This is how it ended.
 _STATUSES = (
-    "OK", "MISMATCH", "PEER_LOST", "DEADLINE", "INTERRUPTED", "INVALID", "NO_MEMORY", "CLOSED", "RETRY_UNEVEN",
-    "REJOIN",
+    "OK", "MISMATCH", "PEER_LOST", "DEADLINE", "INTERRUPTED", "INVALID", "NO_MEMORY", "CLOSED",
 )
-(
-    OK, MISMATCH, PEER_LOST, DEADLINE, INTERRUPTED, INVALID, NO_MEMORY, CLOSED, RETRY_UNEVEN, REJOIN,
-) = _read(*_STATUSES)
+OK, MISMATCH, PEER_LOST, DEADLINE, INTERRUPTED, INVALID, NO_MEMORY, CLOSED = _read(*_STATUSES)
 STATUS_NAMES = dict(zip(_read(*_STATUSES), (name.lower().replace("_", " ") for name in _STATUSES), strict=True))
 
 # Whether a rank has taken its place in a group, and left it.
 ABSENT, JOINED, LEFT = _read("ABSENT", "JOINED", "LEFT")
-
-# The role of a call (csrc/uneven.h): the program waits for it, it is part of a training step, or the program goes on.
-WAITS = 0
-STEP, BACKGROUND = _read("FLAG_STEP", "FLAG_BACKGROUND")

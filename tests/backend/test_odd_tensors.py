@@ -257,8 +257,7 @@ def test_the_core_refuses_address_zero_with_a_size():
     def check(rank, world_size):
         core, shape = dist.group.WORLD.transport.core, (3,)
         here = torch.ones(3).data_ptr()
-        message = (10**9, 0, shape)
-        tail = (10**9, 0, 0, shape)
+        tail = (10**9, 0, shape)
         for call in (
             lambda: core.all_reduce(0, here, 3, 12, 0, -1, *tail),
             lambda: core.all_reduce(here, 0, 3, 12, 0, -1, *tail),
@@ -270,8 +269,8 @@ def test_the_core_refuses_address_zero_with_a_size():
             lambda: core.scatter(None, 0, 12, 12, 0, *tail),
             lambda: core.all_to_all((here, 0), (12, 12), (here, here), (12, 12), 12, 0, *tail),
             lambda: core.all_to_all((here, here), (12, 12), (0, here), (12, 12), 12, 0, *tail),
-            lambda: core.send(0, 12, 1 - rank, 0, 12, *message),
-            lambda: core.send_now(0, 12, 1 - rank, 0, 12, *message),
+            lambda: core.send(0, 12, 1 - rank, 0, 12, *tail),
+            lambda: core.send_now(0, 12, 1 - rank, 0, 12, *tail),
         ):
             with pytest.raises(ValueError, match="address 0 with a size"):
                 call()

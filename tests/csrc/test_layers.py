@@ -1,7 +1,6 @@
 """The C core, from the bottom to the top: a file includes, and calls, only what lies below it.
 
-Seven files formed one circle: whoever arrives and waits knew of uneven inputs, which knew of the reducer, which waits.
-So none of them could be read, tested or replaced without the other six.
+Seven files formed one circle, so none of them could be read, tested or replaced without the other six.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ LAYERS = """
     collectives  reducer  progress
     all_reduce  move
     early
-    uneven
     py_arguments
     py_pairs
     py_call

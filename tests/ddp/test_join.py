@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from tests.comparisons import assert_equal, assert_same_on_all_ranks
 from tests.ddp.models import batch_of, small_model
-from tests.training import copy_gradients, copy_state, train
+from tests.training import copy_gradients, copy_state
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 import phalanx
 from phalanx import DistributedDataParallel
 from phalanx.ddp.join import JoinState, JoinStatus
+from phalanx.errors import MismatchError
 from phalanx.testing import RankFailed, run_ranks
 
 
@@ -114,26 +115,16 @@ def test_early_termination_raises_on_all_ranks(backend):
     run_ranks(fn, 2, backend=backend)
 
 
-def test_a_context_that_is_not_enabled_does_nothing():
+def test_without_the_context_a_rank_that_runs_out_of_data_is_told_of_it():
     def fn(rank, world_size):
-        ddp = DistributedDataParallel(small_model(), uneven_inputs=True)
-        weights = _train(ddp, rank, [1, 3], 1, lambda: ddp.join(enable=False))
-        dist.barrier()  # without Join, our own way
-        assert (len(weights), ddp._reducer.rounds[0]) == (4, 3)
-        phalanx.check_replicas(ddp)
+        ddp = DistributedDataParallel(small_model())
 
-    run_ranks(fn, 2)
+        def train_and_meet():
+            _train(ddp, rank, [1, 3], 1, lambda: ddp.join(enable=False))
+            dist.barrier()
 
-
-def test_after_the_context_ranks_run_out_of_data_as_ever():
-    def fn(rank, world_size):
-        ddp = DistributedDataParallel(small_model(), uneven_inputs=True)
-        _train(ddp, rank, [1, 3], 1, ddp.join)
-        ddp.join(enable=False)  # the last context decides, as in PyTorch
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.2)
-        train(ddp, optimizer, [batch_of(rank, 1, step) for step in range([3, 1][rank])])
-        dist.barrier()
-        phalanx.check_replicas(ddp)
+        with pytest.raises(MismatchError, match=r"`with torch\.distributed\.algorithms\.Join"):
+            train_and_meet()
 
     run_ranks(fn, 2)
 

@@ -89,7 +89,6 @@ def test_the_others_wait_in_a_barrier(world_size):
 
 
 def train_and_meet(model):
-    """Ours trains on, as if rank 0 had run out of data, and then the ranks do not meet."""
     train(model)
     dist.barrier()
 

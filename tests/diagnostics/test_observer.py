@@ -44,8 +44,8 @@ def test_what_a_rank_did_is_read_from_outside_also_after_it_left(seen):
     symm_mem, looker = seen
     assert looker.read().ranks[0].records == ()
     call_site = symm_mem.core.add_call_site("train.py:88")
-    assert symm_mem.core.barrier(HOUR_NS, call_site, 0, ()) == 0  # number 0, where all meet; it is not shown
-    assert symm_mem.core.barrier(HOUR_NS, call_site, 0, ()) == 0
+    assert symm_mem.core.barrier(HOUR_NS, call_site, ()) == 0  # number 0, where all meet; it is not shown
+    assert symm_mem.core.barrier(HOUR_NS, call_site, ()) == 0
     rank = looker.read().ranks[0]
     assert (rank.rank, rank.came, rank.left) == (3, True, False)
     assert rank.records[-1].place == "barrier #1 (train.py:88)"
@@ -67,8 +67,8 @@ def test_reading_writes_nothing(seen):
 
 def test_peers_are_told_by_their_numbers_in_the_job(seen):
     symm_mem, looker = seen
-    assert symm_mem.core.barrier(HOUR_NS, 0, 0, ()) == 0
-    assert symm_mem.core.broadcast(0, 0, 0, 0, HOUR_NS, 0, 0, (0,)) == 0
+    assert symm_mem.core.barrier(HOUR_NS, 0, ()) == 0
+    assert symm_mem.core.broadcast(0, 0, 0, 0, HOUR_NS, 0, (0,)) == 0
     assert looker.read().ranks[0].records[-1].root == 3
 
 

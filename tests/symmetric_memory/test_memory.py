@@ -110,7 +110,7 @@ def test_a_closed_core_refuses_calls_instead_of_touching_memory_that_is_gone(sym
     core = symm_mem.core
     symm_mem.close()
     symm_mem.close()  # again: nothing happens
-    assert core.barrier(1, 0, 0, ()) == CLOSED
+    assert core.barrier(1, 0, ()) == CLOSED
     with pytest.raises(ClosedError, match="destroyed"):
         core.state(0)
     with pytest.raises(ClosedError, match="destroyed"):

@@ -165,7 +165,7 @@ def test_a_rank_that_is_being_ended_is_lost_before_its_pidfd_says_so(tmp_path, n
         pidfd = os.pidfd_open(child.pid)
         core = _core.Group(address, nbytes, 0, 0, 0, (-1, pidfd), (-1, stat.fileno()), None)
         core.join(os.getpid(), 1)
-        status = core.barrier(50_000_000, 0, 0, ())
+        status = core.barrier(50_000_000, 0, ())
         assert (status, core.failed_rank) == ((PEER_LOST if ends else DEADLINE), 1)
         assert core.alive(1)
         core.abandon()

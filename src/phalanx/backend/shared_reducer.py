@@ -11,7 +11,6 @@ from torch import Tensor
 from phalanx import _core
 from phalanx.backend.arguments import reduction_of
 from phalanx.backend.shared import shared_empty
-from phalanx.core_numbers import RETRY_UNEVEN, STEP, WAITS
 from phalanx.diagnostics.call_sites import calling_site
 from phalanx.diagnostics.failure_report import closed
 from phalanx.diagnostics.operation_sampler import note_gradients
@@ -35,7 +34,7 @@ class SharedReducer:
         words = _core.reducer_bytes(len(tensors)) // 4
         self._flags = shared_empty(words, dtype=torch.int32, group=group).zero_()
         note_gradients(self._memory.group, sum(tensor.nbytes for tensor in tensors))
-        ctx = self._call_context(WAITS)
+        ctx = self._call_context()
         group.in_order(lambda: self._memory.barrier(ctx))  # nobody raises a flag before all flags are down
         self._reducer = _core.Reducer(
             self._memory.core,
@@ -47,16 +46,14 @@ class SharedReducer:
         """Return where in the heap the tensor lies; it is the same on every rank."""
         return int(self._memory.symm_mem.heap_offset(tensor.data_ptr()))
 
-    def _call_context(self, role: int = STEP) -> CallContext:
-        return CallContext(self._group._timeout_s, self._memory.call_site(calling_site(3)), role)
+    def _call_context(self) -> CallContext:
+        return CallContext(self._group._timeout_s, self._memory.call_site(calling_site(3)))
 
     def begin(self) -> None:
         """Open a round; the last one has finished."""
         if self._memory.symm_mem.closed:
             raise closed(self._memory.group)
         self._group.refuse_nested("a round of gradients")
-        if self._memory.uneven is not None and self._memory.uneven.apart:
-            self._group.drain()  # the collective at which all meet again may still be under way, with old round numbers
         self._reducer.begin()
 
     def ready(self, number: int, instead: Tensor | None = None, needed: tuple[int, int] | None = None) -> None:
@@ -76,31 +73,11 @@ class SharedReducer:
             raise closed(self._memory.group) from None
 
     def finish(self) -> None:
-        """Return when every tensor holds the reduction on every rank, or on every rank that is in this round.
-
-        Ranks may be out of it (see `uneven`): then the reduction is over those that are in.
-        """
+        """Return when every tensor holds the reduction on every rank."""
         if self._memory.symm_mem.closed:
             raise closed(self._memory.group)
         ctx = self._call_context()
         with self._group.postponing():  # a handler's collective would pass the others, who stand here, too
             status = self._reducer.finish(ctx.timeout_ns, ctx.call_site)
-        if status == RETRY_UNEVEN:
-            if self._memory.uneven is not None:
-                self._memory.uneven.apart = True
-            status = self._group.in_order(lambda: self._finish_uneven(ctx))
         self._memory.check(status, ctx)
         self._group.num_gradient_rounds += 1
-
-    def _finish_uneven(self, ctx: CallContext) -> int:
-        with self._memory.exclusive(ctx.timeout_s):
-            return self._reducer.finish_uneven(ctx.timeout_ns, ctx.call_site)
-
-    @property
-    def round(self) -> int:
-        """Return how many rounds have begun; a rank that was out of some sets it where all ranks meet."""
-        return self._reducer.round
-
-    @round.setter
-    def round(self, number: int) -> None:
-        self._reducer.round = number

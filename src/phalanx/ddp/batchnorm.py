@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from phalanx.backend.uneven import training_step
 from phalanx.log import get_logger
 from phalanx.nn.sync_batchnorm import SyncBatchNorm, find_batchnorms
 
@@ -65,8 +64,7 @@ def sync_if_small(module: nn.Module, inputs: Iterable[Tensor], group: dist.Proce
     size = batch_size(inputs)
     # The smallest batch is found by a maximum, so zero, from a rank that has no batch at all, decides nothing.
     below_unknown = torch.tensor(0 if size is None else _UNKNOWN - size, device=device)
-    with training_step(group):
-        dist.all_reduce(below_unknown, op=dist.ReduceOp.MAX, group=group)
+    dist.all_reduce(below_unknown, op=dist.ReduceOp.MAX, group=group)
     smallest = _UNKNOWN - int(below_unknown)
     sync = decide_sync(smallest)
     if sync:

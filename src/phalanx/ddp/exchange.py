@@ -16,7 +16,6 @@ from torch import Tensor
 
 from phalanx.backend.shared import shares_memory
 from phalanx.backend.torch_integration.groups import phalanx_group
-from phalanx.backend.uneven import absent_ranks, can_be_uneven, training_step
 from phalanx.ddp.bucket import DenseBucket, SparseBucket
 
 
@@ -94,7 +93,7 @@ class SharedExchange:
         return self
 
     def wait(self) -> None:
-        """Return when every bucket of the round holds the mean, over the ranks that are in it."""
+        """Return when every bucket of the round holds the mean."""
         if self._open:
             self._open = False
             self.reducer.finish()
@@ -141,15 +140,13 @@ class SparsePending:
             )
         self._grad = grad.coalesce()
         # Straight from memory to memory, where the program waits anyway: in the background it costs a change of
-        # threads. Not where ranks may be out of the step: their part in it must be as long as the others'.
-        all_here = not can_be_uneven(group)
-        self._direct = all_here and parameter.is_cpu and shares_memory(group)
+        # threads.
+        self._direct = parameter.is_cpu and shares_memory(group)
         if self._direct:
             return
         count = torch.tensor([self._grad.values().shape[0]], device=parameter.device)
         self._counts = [torch.empty_like(count) for _ in range(group.size())]
-        with training_step(group):
-            self._work = dist.all_gather(self._counts, count, group=group, async_op=True)
+        self._work = dist.all_gather(self._counts, count, group=group, async_op=True)
 
     def wait(self) -> None:
         """Exchange the entries, once all know how many there are, and leave their mean with the bucket."""
@@ -163,7 +160,7 @@ class SparsePending:
         counts = [int(count) for count in self._counts]
         indices = _gather(self._grad.indices().t(), counts, self._group)
         values = _gather(self._grad.values(), counts, self._group)
-        values /= self._group.size() - len(absent_ranks(self._group))
+        values /= self._group.size()
         summed = torch.sparse_coo_tensor(indices.t(), values, self._grad.shape, check_invariants=False)
         self._bucket.mean = summed.coalesce()
 
@@ -173,6 +170,5 @@ def _gather(rows: Tensor, counts: list[int], group: dist.ProcessGroup) -> Tensor
     padded = rows.new_zeros(max(counts), *rows.shape[1:])
     padded[: len(rows)] = rows
     received = [torch.empty_like(padded) for _ in counts]
-    with training_step(group):
-        dist.all_gather(received, padded, group=group)
+    dist.all_gather(received, padded, group=group)
     return torch.cat([part[:count] for part, count in zip(received, counts, strict=True)])

@@ -8,7 +8,7 @@
  ...
  post_hook        all leave: parameters and buffers of the last rank become everybody's
 
-It works over any group. Without `Join` the wrapper does better where it can: see `uneven`.
+It works over any group.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
+from phalanx.backend.shared import sharing_group
+from phalanx.backend.shared_updates import has_shared_update
 from phalanx.ddp.batchnorm import sync_if_small
 from phalanx.ddp.replicate import broadcast_tensors
-from phalanx.ddp.uneven import are_shared
 from phalanx.diagnostics.divergence import EVEN_ADVICE
 from phalanx.nn.sync_batchnorm import SyncBatchNorm
 
@@ -100,10 +101,13 @@ def refuse_join_shadow(module: nn.Module, group: dist.ProcessGroup) -> None:
     if any(isinstance(layer, (SyncBatchNorm, nn.SyncBatchNorm)) for layer in module.modules()):
         raise RuntimeError(
             f"{here}: the model has SyncBatchNorm layers, whose collectives in forward need a batch of every "
-            "rank. On backend 'phalanx' with all ranks on one host train without Join; elsewhere pass "
-            "throw_on_early_termination=True, or give every rank the same number of batches."
+            "rank. Pass throw_on_early_termination=True, or give every rank the same number of batches."
         )
-    if are_shared(module.parameters(), group):
+    sharing = sharing_group(group)  # its ranks share parameters under ZeroRedundancyOptimizer, or their masters
+    if any(
+        has_shared_update(parameter) or (sharing is not None and sharing.symm_mem.holds(parameter.data_ptr()))
+        for parameter in module.parameters()
+    ):
         raise RuntimeError(
             f"{here}: with phalanx.ZeroRedundancyOptimizer every rank updates a part of the parameters, which no other "
             f"rank can update. {EVEN_ADVICE}."
@@ -152,8 +156,6 @@ class JoinInterface(nn.Module, Joinable):
     ) -> Join:
         """Return PyTorch's context for uneven inputs, on any backend: ranks that have left it shadow those still in
         it.
-
-        Where ranks share memory none is needed; there the mean is over the ranks that still have data.
 
         Arguments:
             divide_by_initial_world_size: divide the sum of gradients by the group's size, that is, count the ranks that

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -14,7 +14,6 @@ from torch.distributed.algorithms.join import Joinable
 from torch.distributed.device_mesh import DeviceMesh
 
 from phalanx.backend.dynamo import skipped, untraced
-from phalanx.backend.uneven import can_be_uneven, take_part, training_step
 from phalanx.ddp.arguments import decide_caps, decide_device, decide_group, localize, refuse, refuse_hook
 from phalanx.ddp.batchnorm import SyncChoice, check_choice, span_ranks, sync_if_small
 from phalanx.ddp.comm_hook import Hook, HookExchange
@@ -25,14 +24,12 @@ from phalanx.ddp.join import JoinInterface
 from phalanx.ddp.late_parameters import LateParameters, explain_newcomers
 from phalanx.ddp.plan import BucketPlan
 from phalanx.ddp.reducer import Reducer
-from phalanx.ddp.replicate import BufferBroadcast, broadcast_tensors, replicate
+from phalanx.ddp.replicate import BufferBroadcast, broadcast_tensors
 from phalanx.ddp.structure import describe, refuse_in_backward, refuse_uninitialized, specify, verify_same
 from phalanx.ddp.torch_interface import TorchInterface
-from phalanx.ddp.uneven import UnevenInputs, decide_source
 from phalanx.malloc import keep_freed_memory
 from phalanx.nn.sync_batchnorm import find_batchnorms
 from phalanx.torch_names import find
-from phalanx.transport.uneven import RejoinChannel
 
 # torch's own nested structures, which its DDP uses for the same purpose.
 tree_map: Any = find(
@@ -62,14 +59,11 @@ class DistributedDataParallel(JoinInterface, TorchInterface):
     A process that you fork shares `.grad` with this one, because it is not copied on write. Clone before the fork what
     the child should read.
 
-    Three arguments are additions of Phalanx. With `sync_batchnorm=True` BatchNorm layers normalize over all ranks'
+    Two arguments are additions of Phalanx. With `sync_batchnorm=True` BatchNorm layers normalize over all ranks'
     batches (`phalanx.SyncBatchNorm`); with "auto" they do so if a rank's first batch has fewer than 16 samples, and the
     log says so.
     With `check` the wrapper looks for common mistakes in the first 3 steps (for example, that every rank reads the same
     batch), and logs one warning for each on rank 0; `phalanx docs mistakes` leads to the list. False turns this off.
-    With `uneven_inputs=True` ranks that have run out of data wait at the next collective while the others train on, if
-    all of them share memory; in the end all ranks reach that collective, at the same line. You must ask for it, because
-    a barrier under `if rank == 0` looks the same.
 
     Names follow the tree of modules, as in PyTorch: the wrapped module is the child `module`, and the keys of
     `state_dict()` begin with `module.`; `ddp.module.state_dict()` has them without. `load_state_dict` takes both kinds.
@@ -112,7 +106,6 @@ class DistributedDataParallel(JoinInterface, TorchInterface):
         *,
         sync_batchnorm: SyncChoice = False,
         check: bool = True,
-        uneven_inputs: bool = False,
     ) -> None:
         super().__init__()
         Joinable.__init__(self)  # disables what happens in its context
@@ -159,7 +152,6 @@ class DistributedDataParallel(JoinInterface, TorchInterface):
                 "sync_batchnorm": sync_batchnorm,
                 "BatchNorm layers": len(find_batchnorms(module)),  # some have no parameter or buffer to be seen by
                 "check": check,
-                "uneven_inputs": uneven_inputs,
             }
             verify_same(describe(module, self._ignored), settings, self.process_group, device)
         trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
@@ -182,7 +174,6 @@ class DistributedDataParallel(JoinInterface, TorchInterface):
         parameters = [parameter for _, parameter in trained]
         watched = check and self.process_group.size() > 1
         self._trained = trained
-        self._uneven_inputs = uneven_inputs
         self._comm_hook: tuple[object, Hook] | None = None
         self._reducer = self._build_reducer(
             FirstSteps([name for name, _ in trained], parameters, self.process_group) if watched else None
@@ -194,7 +185,6 @@ class DistributedDataParallel(JoinInterface, TorchInterface):
 
     def _build_reducer(self, watch: FirstSteps | None) -> Reducer:
         parameters = [parameter for _, parameter in self._trained]
-        uneven = self._uneven_inputs and take_part(self.process_group, self)
         return Reducer(
             specify(self.module, self._trained),
             parameters,
@@ -204,7 +194,6 @@ class DistributedDataParallel(JoinInterface, TorchInterface):
             find_unused=self.find_unused_parameters,
             static_graph=self.static_graph,
             watch=watch,
-            uneven=UnevenInputs(self.process_group, parameters) if uneven else None,
         )
 
     def regroup(self, process_group: dist.ProcessGroup) -> None:
@@ -266,20 +255,13 @@ class DistributedDataParallel(JoinInterface, TorchInterface):
                 raise RuntimeError(explain_newcomers(newcomers, self.process_group.rank()))
             self._look_at(inputs)
         if self.broadcast_buffers and self._buffers_stale:
-            self._broadcast_buffers(source, grad_enabled)
+            if self._join_config.enable:
+                broadcast_tensors(self._synced_buffers(), self.process_group, source)
+            else:
+                self._buffer_broadcast.from_first(self._synced_buffers(), reducer.num_rounds)
         # In PyTorch, too, the forward after one that trained starts from rank 0's buffers, in evaluation as well.
         self._buffers_stale = sync
         return sync if grad_enabled else None
-
-    def _broadcast_buffers(self, source: int, grad_enabled: bool) -> None:
-        if self._join_config.enable:
-            broadcast_tensors(self._synced_buffers(), self.process_group, source)
-        elif not can_be_uneven(self.process_group):
-            self._buffer_broadcast.from_first(self._synced_buffers(), self._reducer.rounds[0])
-        else:
-            # In evaluation it is where ranks that have run out of data wait for the others.
-            with training_step(self.process_group) if grad_enabled else nullcontext():
-                broadcast_tensors(self._synced_buffers(), self.process_group)
 
     def _look_at(self, inputs: object) -> None:
         """Decide what depends on the batch, and watch for mistakes."""
@@ -347,32 +329,6 @@ class DistributedDataParallel(JoinInterface, TorchInterface):
         named = [(name, parameter) for name, parameter in self.module.named_parameters() if name not in self._ignored]
         tensors: list[Tensor] = [parameter for _, parameter in named]
         return tensors + self._synced_buffers() if self.broadcast_buffers else tensors
-
-    @property
-    def in_round(self) -> bool:
-        """Return whether this rank has given some of a step's gradients, and not yet got all of their mean."""
-        return self._reducer.in_round
-
-    def rejoin(self, rejoin_channel: RejoinChannel) -> None:
-        """Bring ranks up to date that ran out of data, before a collective where all meet; this is the wrapper's own
-        part.
-        """
-        mine = [*self._reducer.rounds, self._batchnorm_undecided, self._batchnorm_synced]
-        everyone = rejoin_channel.gather(mine)
-        source = decide_source([row[0] for row in everyone])
-        self._reducer.end_watch()
-        self._buffers_stale = True
-        if source is None:
-            return
-        num_rounds, board_round, undecided, synced = everyone[source]
-        self.follow_batchnorm_choice((bool(undecided), bool(synced)))
-
-        def broadcast(packed: Tensor) -> bool:
-            rejoin_channel.broadcast(packed, source)
-            return self.process_group.rank() != source
-
-        replicate(self._state(), broadcast)
-        self._reducer.catch_up([num_rounds, board_round])
 
     def register_comm_hook(self, state: object, hook: Hook) -> None:
         """Let `hook(state, bucket)` combine each bucket in the place of all_reduce; it returns a future of a tensor.

@@ -27,18 +27,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from phalanx.backend.dynamo import untraced
-from phalanx.backend.uneven import absent_ranks, training_step
 from phalanx.ddp.autograd_hooks import is_last_hook, register_gradient_hook, weak_hook
 from phalanx.ddp.broken_round import another_gradient, interrupted, missing_gradients, nothing_learnt
 from phalanx.ddp.bucket import DenseBucket, SparseBucket
 from phalanx.ddp.bucket_set import BucketSet
-from phalanx.ddp.exchange import Exchange, SharedExchange, SparsePending
+from phalanx.ddp.exchange import Exchange, SparsePending
 from phalanx.ddp.first_steps import FirstSteps
 from phalanx.ddp.graph import Reach, find_reach
 from phalanx.ddp.plan import BucketPlan, ParameterSpec
 from phalanx.ddp.round import Round
 from phalanx.ddp.shadow_round import ShadowRound
-from phalanx.ddp.uneven import UnevenInputs
 from phalanx.malloc import give_back_freed_memory
 from phalanx.torch_names import find
 
@@ -66,7 +64,6 @@ class Reducer:
         find_unused: bool,
         static_graph: bool,
         watch: FirstSteps | None = None,
-        uneven: UnevenInputs | None = None,
     ) -> None:
         self._specs = list(specs)
         self._parameters = list(parameters)
@@ -77,7 +74,6 @@ class Reducer:
         self._fires_expected = [1] * len(self._parameters)
         self._idle: frozenset[int] = frozenset()  # parameters of a static graph that no rank uses
         self._watch = watch
-        self._uneven = uneven
         self._set = BucketSet(self._specs, self._parameters, caps_mb=caps_mb, group=group, as_view=as_view)
 
         self._forward_syncs = False  # what the latest forward decided
@@ -139,22 +135,9 @@ class Reducer:
         return self._watch
 
     @property
-    def in_round(self) -> bool:
-        """Return whether this rank has begun a round that has not ended."""
-        return self._round.started
-
-    @property
-    def rounds(self) -> list[int]:
-        """Return how many rounds have ended, and how many the exchange has begun: `catch_up` takes these."""
-        exchange = self._set.exchange
-        return [self._num_rounds, exchange.reducer.round if isinstance(exchange, SharedExchange) else 0]
-
-    def catch_up(self, rounds: Sequence[int]) -> None:
-        """Count on from where the others are, after rounds that this rank was out of, or that others were out of."""
-        self._num_rounds = rounds[0]
-        if isinstance(self._set.exchange, SharedExchange):
-            self._set.exchange.reducer.round = rounds[1]
-        self.end_watch()
+    def num_rounds(self) -> int:
+        """Return how many rounds have ended."""
+        return self._num_rounds
 
     def end_watch(self) -> None:
         """Look at no more first rounds: not all ranks make the same ones."""
@@ -367,9 +350,6 @@ class Reducer:
         if self.rescale != 1.0 and not self._set.has_own_exchange:  # hooks divide as they like
             for bucket in self._set.buckets:
                 bucket.rescale(self.rescale)
-        absent = absent_ranks(self._group) if self._uneven is not None else []
-        if self._uneven is not None:
-            self._uneven.look(absent, self._num_rounds)
         for bucket in self._set.buckets:
             for position, slot in enumerate(bucket.plan.slots):
                 if slot.parameter not in used_by_none:
@@ -378,7 +358,7 @@ class Reducer:
             *self._round.order,
             *(index for index in range(len(self._parameters)) if index not in self._round.order),
         ]
-        if self._learning and not absent:  # what is learnt, all ranks must learn in the same round
+        if self._learning:
             self._learning = False
             self._fires_expected, self._idle = list(self._round.fires), used_by_none
         self._begin_round()
@@ -387,9 +367,7 @@ class Reducer:
         self._reach = None
         self._used = [False] * len(self._parameters)
         self._num_rounds += 1
-        if absent:
-            self.end_watch()
-        elif self.rebuild_pending:
+        if self.rebuild_pending:
             self.rebuild_pending = False
             self._rebuild(order)
         if self._watch is not None and not self._watch.compare():
@@ -423,8 +401,7 @@ class Reducer:
         if not (self._learning or self._find_unused):
             return self._idle
         used = torch.tensor(self._used, dtype=torch.int32, device=self._parameters[0].device)
-        with training_step(self._group):
-            dist.all_reduce(used, op=dist.ReduceOp.MAX, group=self._group)
+        dist.all_reduce(used, op=dist.ReduceOp.MAX, group=self._group)
         return frozenset(index for index, flag in enumerate(used.tolist()) if not flag)
 
     # The plan

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -27,22 +27,9 @@ _MESSAGE_BYTES = 32 * 1024 * 1024  # this bounds the memory beside the model
 _ALIGN = 64
 _SHOWN = 8  # so many tensors stand in a message
 
-Broadcast = Callable[[Tensor], bool]
-"""A function that gives one rank's tensor to all ranks, and returns whether it may have been another rank's."""
-
 
 def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup, src: int = 0) -> None:
-    """Overwrite `tensors` on every rank with those of rank `src`, bit by bit."""
-
-    def broadcast(packed: Tensor) -> bool:
-        dist.broadcast(packed, group=group, group_src=src)
-        return group.rank() != src
-
-    replicate(tensors, broadcast)
-
-
-def replicate(tensors: Iterable[Tensor], broadcast: Broadcast) -> None:
-    """Overwrite `tensors` with those of the rank that `broadcast` takes for the source, bit by bit.
+    """Overwrite `tensors` on every rank with those of rank `src`, bit by bit.
 
     They travel as bytes, so one message carries any mixture of dtypes; on the CPU with a digest of their forms. Widest
     elements go first, which keeps each tensor's place in the message aligned for its dtype. Version counters stay as
@@ -63,10 +50,10 @@ def replicate(tensors: Iterable[Tensor], broadcast: Broadcast) -> None:
             message.append(tensor)
             num_bytes += tensor.nbytes
             if num_bytes >= _MESSAGE_BYTES:
-                _broadcast(message, broadcast)
+                _broadcast(message, group, src)
                 message, num_bytes = [], 0
         if message:
-            _broadcast(message, broadcast)
+            _broadcast(message, group, src)
 
 
 class BufferBroadcast:
@@ -90,7 +77,7 @@ class BufferBroadcast:
         self._places: list[Tensor] = []  # there is one in `_packed` for each tensor
 
     def from_first(self, tensors: Iterable[Tensor], num_rounds: int = 0) -> None:
-        """Overwrite `tensors` with rank 0's, bit by bit; version counters stay, as in `replicate`.
+        """Overwrite `tensors` with rank 0's, bit by bit; version counters stay, as in `broadcast_tensors`.
 
         `num_rounds` counts the rounds of gradients until now, and is the same on all ranks. After a forward of one rank
         alone the others would get the buffers of its step before from then on, and no rank would wait where another
@@ -169,14 +156,15 @@ def _width(tensor: Tensor) -> tuple[int, str]:
     return -tensor.dtype.itemsize, str(tensor.dtype)
 
 
-def _broadcast(tensors: list[Tensor], broadcast: Broadcast) -> None:
+def _broadcast(tensors: list[Tensor], group: dist.ProcessGroup, src: int) -> None:
     runs = [list(run) for _, run in itertools.groupby(tensors, key=_width)]  # torch packs tensors of one dtype at once
     parts = [_flatten(run).view(torch.uint8) for run in runs]
     if tensors[0].is_cpu:  # elsewhere to read the digest would make the host wait for the device
         forms = [(tensor.dtype, tensor.shape) for tensor in tensors]
         parts.insert(0, torch.tensor([_digest(forms) >> 1, 0]).view(torch.uint8))  # 16 bytes: the rest stays aligned
     packed = parts[0] if len(parts) == 1 else torch.cat(parts)
-    if not broadcast(packed):
+    dist.broadcast(packed, group=group, group_src=src)
+    if group.rank() == src:
         return
     pieces = packed.split([part.numel() for part in parts])
     if tensors[0].is_cpu:

@@ -138,7 +138,7 @@ class TorchInterface(nn.Module):
         trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         sizes = ", ".join(str(bucket.num_bytes) for bucket in plan.buckets)
         indices = "; ".join(" ".join(str(slot.parameter) for slot in bucket.slots) for bucket in plan.buckets)
-        num_steps = self._reducer.rounds[0]
+        num_steps = self._reducer.num_rounds
         found: dict[str, Any] = {
             "backend_name": dist.get_backend(self.process_group),
             "module_name": type(self.module).__name__,

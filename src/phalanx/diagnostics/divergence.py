@@ -15,10 +15,7 @@ DIVERGENCE_ADVICE = (
 EVEN_ADVICE = "Give every rank the same number of batches: phalanx.DistributedSampler does, and drop_last=True"
 """The advice where ranks run out of data and the others can't go on without them."""
 
-JOIN_ADVICE = (
-    f"{EVEN_ADVICE}; or pass uneven_inputs=True to phalanx's DistributedDataParallel, on one host; or train inside "
-    "`with torch.distributed.algorithms.Join([model]):`."
-)
+JOIN_ADVICE = f"{EVEN_ADVICE}; or train inside `with torch.distributed.algorithms.Join([model]):`."
 """The advice where ranks run out of data and the others can go on without them, if they are asked to."""
 
 
@@ -73,19 +70,6 @@ def describe_earlier_divergence(records: Sequence[Sequence[Record]], before: int
             )
             return f"They had called {calls[0].label} from different lines, too: {where}."
     return ""
-
-
-def describe_absence(absent: Sequence[int], num_steps: int) -> str:
-    """Return the sentence on ranks that were out of the latest steps when a collective did not match; "" if none
-    were.
-    """
-    if not absent or not num_steps:
-        return ""
-    was, steps = "were" if len(absent) > 1 else "was", "steps" if num_steps > 1 else "step"
-    return (
-        f"{name_ranks(absent).capitalize()} {was} out of the last {num_steps} training {steps}, as ranks are that have "
-        "run out of data: where they wait, the others must come as well, to the same line."
-    )
 
 
 def _are(who: Sequence[int], place: str) -> str:

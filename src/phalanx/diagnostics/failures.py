@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from phalanx.core_numbers import CLOSED, DEADLINE, INTERRUPTED, INVALID, MISMATCH, NO_MEMORY, PEER_LOST, RECV, SEND
-from phalanx.diagnostics.divergence import describe_absence, describe_earlier_divergence, describe_left_alone
+from phalanx.diagnostics.divergence import describe_earlier_divergence, describe_left_alone
 from phalanx.diagnostics.failure_report import NOTHING_CALLED, FailureReport, Operation, RankCall, closed
 from phalanx.diagnostics.flight_recorder import Record, read, read_position
 from phalanx.diagnostics.whereabouts import find_position, has_finished, how_it_ended, late_ranks, name_process
@@ -83,8 +83,7 @@ def _mismatch(symm_mem: SymmetricMemory, mine: Record | None) -> FailureReport:
         return FailureReport("mismatch", calls=calls, is_collective=False)
     calls = {r: _called(_counterpart(theirs, mine)) for r, theirs in enumerate(records)}
     earlier = describe_earlier_divergence(records, mine.seq)
-    absence = describe_absence(core.absent, core.missed)
-    return FailureReport("mismatch", calls=calls, earlier=earlier, remarks=(absence,) if absence else ())
+    return FailureReport("mismatch", calls=calls, earlier=earlier)
 
 
 def _called(record: Record | None) -> RankCall:

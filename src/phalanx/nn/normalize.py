@@ -17,21 +17,17 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from phalanx.backend.uneven import training_step
 from phalanx.nn.batch_statistics import BatchStatistics, combine, measure, statistics_dtype
 
 
 def gather_statistics(values: Tensor, group: dist.ProcessGroup) -> BatchStatistics:
     """Return the statistics of all ranks' `values` (N, C, ...) together; ranks may have different N, and zero.
 
-    A rank that has run out of data, and waits elsewhere, counts as one with N = 0.
-
     Cost: one all_gather of 2C + 1 numbers.
     """
     mine = measure(values)
     messages = [torch.empty_like(mine) for _ in range(group.size())]
-    with training_step(group):
-        dist.all_gather(messages, mine, group=group)
+    dist.all_gather(messages, mine, group=group)
     return combine(torch.stack(messages))
 
 
@@ -96,8 +92,7 @@ class Normalize(torch.autograd.Function):
         if not needs_x:
             return None, grad_weight, grad_bias, None, None, None, None
         sums = torch.cat([sum_dy, sum_dy_xhat])
-        with training_step(ctx.group):
-            dist.all_reduce(sums, group=ctx.group)
+        dist.all_reduce(sums, group=ctx.group)
         if ctx.counts:
             total_dy, total_dy_xhat = (sums / ctx.count).chunk(2)
             s = torch.rsqrt(variance + ctx.eps)

@@ -200,7 +200,7 @@ class SymmetricMemory:
         if self.rank == 0:
             _BLOCK.pack_into(message, 0, *self._place(nbytes, owner), nbytes, piece)
         span_ns = timeout_ns(deadline.left_s)
-        check(self.core.broadcast(ctypes.addressof(message), _BLOCK.size, BYTES, 0, span_ns, call_site, 0, (nbytes,)))
+        check(self.core.broadcast(ctypes.addressof(message), _BLOCK.size, BYTES, 0, span_ns, call_site, (nbytes,)))
         index, offset, *leaders = _BLOCK.unpack(message.raw)
         if index == _DISK_FULL:
             raise PhalanxError(
@@ -216,7 +216,7 @@ class SymmetricMemory:
             self.core.set_poison(MISMATCH, self.rank)  # the next sync tells everybody
         self.core.claim(index)
         # Nobody may find the flag of the last use and free the block: all have claimed it before anybody can let go.
-        check(self.core.barrier(span_ns, call_site, 0, (nbytes,)))
+        check(self.core.barrier(span_ns, call_site, (nbytes,)))
         assert self._heap is not None
         whose = self.rank if owner is None else owner
         buffer = (ctypes.c_char * nbytes).from_address(self._heap + whose * self._heap_bytes + offset)

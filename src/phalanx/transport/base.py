@@ -55,21 +55,20 @@ from phalanx.transport.authentication import PickleAuthenticator
 
 
 class CallContext:
-    """It says how long an operation may take, where it was called, and in which role (see `uneven`).
+    """It says how long an operation may take, and where it was called.
 
-    `timeout_s` seconds; `call_site` is the place in the rank's table; `flags` is the role, `_core.FLAG_*`.
+    `timeout_s` seconds; `call_site` is the place in the rank's table.
 
     `awaited` is true if the caller waits for the operation, whichever thread carries it out.
     """
 
-    __slots__ = ("awaited", "call_site", "flags", "timeout_ns", "timeout_s")
+    __slots__ = ("awaited", "call_site", "timeout_ns", "timeout_s")
 
-    def __init__(self, timeout_s: float, call_site: int, flags: int = 0) -> None:
+    def __init__(self, timeout_s: float, call_site: int) -> None:
         self.awaited = False
         self.timeout_s = timeout_s
         self.timeout_ns = timeout_ns(timeout_s)
         self.call_site = call_site
-        self.flags = flags
 
 
 class Collectives(ABC):

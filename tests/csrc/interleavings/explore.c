@@ -21,9 +21,9 @@
  *
  * Waiting for ever: all threads that are left have looked at everything since the last change, and go on waiting.
  *
- * Usage: explore [-c] [-u] [-d] [-pN] [-rN] PROGRAM...     one program per rank
+ * Usage: explore [-c] [-d] [-pN] [-rN] PROGRAM...     one program per rank
  *        explore [options] -aN -nP                         all programs of up to N calls, for P ranks
- *   -c    more ranks than cores (the oversubscribed sync)       -u   uneven inputs are allowed       -d   rank 0 may die
+ *   -c    more ranks than cores (the oversubscribed sync)       -d   rank 0 may die
  *   -pN   only schedules in which a thread that could go on is interrupted N times or less
  *   -rN   instead of all schedules, N that are drawn at random
  * Exit code 0: it holds. 1: it does not, and the schedule that shows it is printed.
@@ -34,8 +34,7 @@
 #include "collectives.h"
 #include "early.h"
 #include "recorder.h"
-#include "reduce.h"
-#include "uneven.h"
+#include "reducer.h"
 
 #undef calloc
 #undef free
@@ -63,7 +62,6 @@ struct thread {
 
 struct process {
   struct plx_group g;
-  struct plx_uneven uneven;
   struct plx_reducer reducers[NUM_REDUCERS];
   struct plx_bucket buckets[NUM_REDUCERS];
   unsigned char *heaps[MOST_RANKS];
@@ -87,12 +85,11 @@ static struct {
 static unsigned char *shared, *heaps[MOST_RANKS];
 static size_t shared_bytes;
 static uint32_t world;
-static int oversubscribed, uneven, may_die, running, most_preemptions = -1;
+static int oversubscribed, may_die, running, most_preemptions = -1;
 static ucontext_t explorer;
 static const char *programs[MOST_RANKS];
 static enum verdict { SAME, REORDERED, DIFFERENT } verdict;
-/* The roles that calls have. */
-static const struct plx_origin waits, steps = {.flags = PLX_FLAG_STEP}, background = {.flags = PLX_FLAG_BACKGROUND};
+static const struct plx_origin origin; /* of every call */
 
 static _Noreturn void fail(const char *what);
 
@@ -187,68 +184,29 @@ static void note(struct process *p, int code) {
   if (code != PLX_OK && p->code == PLX_OK) p->code = code;
 }
 
-typedef int (*call_fn)(struct process *, struct plx_wait *, const struct plx_origin *);
-
-static int again(struct process *p, struct plx_wait *w, const struct plx_origin *role, call_fn call) {
-  int code;
-  for (;;) {
-    code = call(p, w, role);
-    while (code == PLX_RETRY_UNEVEN) {
-      code = plx_shadow_step(&p->g, w);
-      if (code == PLX_OK) code = call(p, w, role);
-    }
-    if (code != PLX_REJOIN) return code;
-    /* All bring each other up to date: the numbers of the rounds. */
-    uint32_t mine[NUM_REDUCERS], all[MOST_RANKS][NUM_REDUCERS];
-    void *out[MOST_RANKS];
-    size_t bytes[MOST_RANKS];
-    for (int b = 0; b < NUM_REDUCERS; b++) mine[b] = p->reducers[b].round;
-    for (uint32_t r = 0; r < world; r++) out[r] = all[r], bytes[r] = sizeof mine;
-    code = plx_gather(&p->g, w, &waits, mine, out, bytes, PLX_BYTES, -1);
-    if (code != PLX_OK) return code;
-    for (uint32_t r = 0; r < world; r++)
-      for (int b = 0; b < NUM_REDUCERS; b++)
-        if (all[r][b] > p->reducers[b].round) p->reducers[b].round = all[r][b];
-  }
-}
-
-static int all_reduce(struct process *p, struct plx_wait *w, const struct plx_origin *o) {
+static int all_reduce(struct process *p, struct plx_wait *w) {
   int32_t value = (int32_t)p->g.rank + 1 + 10 * p->reduced, expected = 0;
   for (uint32_t r = 0; r < world; r++) expected += (int32_t)r + 1 + 10 * p->reduced;
-  int code = plx_all_reduce(&p->g, w, o, &value, &value, 1, PLX_I32, PLX_SUM, -1);
+  int code = plx_all_reduce(&p->g, w, &origin, &value, &value, 1, PLX_I32, PLX_SUM, -1);
   if (code == PLX_OK && value != expected) fail("a wrong sum");
   p->reduced += code == PLX_OK;
   return code;
 }
 
-static int barrier(struct process *p, struct plx_wait *w, const struct plx_origin *o) { return plx_barrier(&p->g, w, o); }
+static int barrier(struct process *p, struct plx_wait *w) { return plx_barrier(&p->g, w, &origin); }
 
-static int copy(struct process *p, struct plx_wait *w, const struct plx_origin *o, uint32_t root) {
+static int copy(struct process *p, struct plx_wait *w, uint32_t root) {
   int32_t expected = (int32_t)root + 1 + 10 * p->copied, value = p->g.rank == root ? expected : 0;
-  int code = plx_broadcast_buffers(&p->g, w, o, &value, sizeof value, NULL, PLX_I32, (int)root, (uint64_t)p->copied);
+  int code = plx_broadcast_buffers(&p->g, w, &origin, &value, sizeof value, NULL, PLX_I32, (int)root, (uint64_t)p->copied);
   if (code == PLX_OK && value != expected) fail("a wrong copy");
   p->copied += code == PLX_OK;
   return code;
 }
 
-static int copy_of_0(struct process *p, struct plx_wait *w, const struct plx_origin *o) { return copy(p, w, o, 0); }
-
-static int copy_of_1(struct process *p, struct plx_wait *w, const struct plx_origin *o) { return copy(p, w, o, 1); }
-
 static int is_idle(struct process *p) { return !plx_is_behind(&p->g); }
 
 static void drain(struct process *p) {
   while (!is_idle(p)) explore_sleep();
-}
-
-static int meet(struct process *p, struct plx_wait *w, struct plx_reducer *b) {
-  int code;
-  drain(p);
-  for (;;) {
-    code = plx_reducer_finish_uneven(b, w, &steps);
-    if (code != PLX_RETRY_UNEVEN) return code;
-    if ((code = plx_shadow_step(&p->g, w)) != PLX_OK) return code;
-  }
 }
 
 static int round_of_gradients(struct process *p, struct plx_wait *w, int number) {
@@ -260,9 +218,7 @@ static int round_of_gradients(struct process *p, struct plx_wait *w, int number)
   if (plx_reducer_ready(b, 0, VALUES_AT + 64 * (uint64_t)number) != PLX_OK) fail("no bucket");
   plx_reducer_poll(b);
   int code = plx_reducer_finish(b, w);
-  int whole = code == PLX_OK;
-  if (code == PLX_RETRY_UNEVEN) code = meet(p, w, b);
-  if (whole && *value != expected) fail("a wrong mean");
+  if (code == PLX_OK && *value != expected) fail("a wrong mean");
   return code;
 }
 
@@ -280,9 +236,8 @@ static void run_program(int rank) {
       drain(p);
     } else if (strchr("BCD", op) != NULL) {
       drain(p);
-      if (p->code == PLX_OK) note(p, again(p, &w, &waits, op == 'B' ? barrier : op == 'C' ? copy_of_0 : copy_of_1));
+      if (p->code == PLX_OK) note(p, op == 'B' ? barrier(p, &w) : copy(p, &w, op == 'D'));
     } else {
-      if (p->uneven.policy.apart) drain(p);
       note(p, round_of_gradients(p, &w, op == 'S'));
     }
   }
@@ -290,7 +245,6 @@ static void run_program(int rank) {
   p->closing = 1;
   explore_changed(&p->closing);
   drain(p);
-  if (uneven && p->code == PLX_OK) plx_leave_in_order(&p->g);
   atomic_store_explicit(&plx_rank_of(&p->g, p->g.rank)->life, PLX_LEFT, memory_order_release);
 }
 
@@ -301,7 +255,7 @@ static void run_lane(int rank) {
     explore_point(NULL);
     if (p->taken < p->queued) {
       p->taken++;
-      note(p, again(p, &w, uneven ? &background : &waits, all_reduce));
+      note(p, all_reduce(p, &w));
       plx_carried_out(&p->g);
     } else if (p->closing) {
       return;
@@ -455,7 +409,7 @@ static void tell(void) {
 
 static void fail(const char *what) {
   running = -1;
-  fprintf(stderr, "explore%s%s%s", oversubscribed ? " -c" : "", uneven ? " -u" : "", may_die ? " -d" : "");
+  fprintf(stderr, "explore%s%s", oversubscribed ? " -c" : "", may_die ? " -d" : "");
   for (uint32_t r = 0; r < world; r++) fprintf(stderr, " %s", programs[r]);
   fprintf(stderr, ": %s, after %zu states. The threads in the order in which they ran (2r: program of rank r, 2r+1: lane):\n  ", what,
           num_seen);
@@ -483,7 +437,6 @@ static void begin(void) {
     memset(heaps[r], 0, HEAP);
     p->g = (struct plx_group){.base = shared, .header = (struct plx_header *)shared, .rank = r, .world = world,
                               .stage_bytes = STAGE_BYTES, .oversubscribed = oversubscribed, .heap_bytes = HEAP};
-    if (uneven) plx_allow_uneven(&p->g, &p->uneven);
     p->g.heaps = p->heaps;
     p->g.pidfds = p->pidfds;
     for (uint32_t q = 0; q < world; q++) p->heaps[q] = heaps[q], p->pidfds[q] = (int)q;
@@ -551,13 +504,6 @@ static enum verdict compare(void) {
   return found;
 }
 
-/* Whether the ranks' programs differ only in that some make fewer rounds before the next barrier. */
-static int differ_in_rounds_only(void) {
-  for (uint32_t r = 1; r < world; r++)
-    if (!agree(programs[0], programs[r], "ABCD")) return 0;
-  return 1;
-}
-
 static void judge_end(void) {
   int failed = 0, dead = 0;
   for (uint32_t r = 0; r < world; r++) failed += now.processes[r].code != PLX_OK, dead += now.processes[r].dead;
@@ -569,8 +515,7 @@ static void judge_end(void) {
     return;
   }
   if (verdict == SAME && failed) fail("a false alarm");
-  if (verdict == DIFFERENT && !failed && !(uneven && differ_in_rounds_only()) && !(!uneven && differ_in_last_copies_only()))
-    fail("ranks did different things unheard");
+  if (verdict == DIFFERENT && !failed && !differ_in_last_copies_only()) fail("ranks did different things unheard");
   for (uint32_t r = 0; r < world; r++)
     if (now.processes[r].code != PLX_OK && now.processes[r].code != PLX_MISMATCH && now.processes[r].code != PLX_PEER_LOST)
       fail("another error");
@@ -714,7 +659,6 @@ int main(int argc, char **argv) {
     const char *value = argv[1] + 2;
     switch (argv[1][1]) {
       case 'c': oversubscribed = 1; break;
-      case 'u': uneven = 1; break;
       case 'd': may_die = 1; break;
       case 'p': most_preemptions = atoi(value); break;
       case 'r': schedules = strtoull(value, NULL, 10); break;

@@ -22,14 +22,12 @@ from phalanx.backend.process_group.recorded import keep_records
 from phalanx.backend.splitting import Splits
 from phalanx.backend.torch_integration.hooks import hookable
 from phalanx.backend.work import Closable, DoneWork, PhalanxWork, SerialExecutor
-from phalanx.core_numbers import BACKGROUND, WAITS
 from phalanx.deadline import Deadline
 from phalanx.diagnostics.call_sites import calling_site
 from phalanx.diagnostics.failure_report import closed, nested
 from phalanx.errors import PhalanxError
 from phalanx.symmetric_memory.scratch import Scratch, take_scratch
 from phalanx.transport.base import CallContext, Transport
-from phalanx.transport.uneven import UnevenInputs
 
 if TYPE_CHECKING:
     from phalanx.backend.reconfiguration import Reconfiguration
@@ -103,7 +101,6 @@ class ProcessGroupBase(BackendInterface):
         self._scratch: Scratch | None = None  # memory for `allocate_tensor`; None until it was asked for
         self.num_gradient_rounds = 0
         """How many rounds of gradients have ended, which are not among the transport's collectives."""
-        self._uneven_inputs: UnevenInputs | None = None  # None until a module trains over the group
 
     # -- other members -------------------------------------------------------------------------------------------
 
@@ -289,16 +286,10 @@ class ProcessGroupBase(BackendInterface):
 
     # -- order ---------------------------------------------------------------------------------------------------
 
-    def _call_context(self, options: Any, depth: int, role: int = WAITS) -> CallContext:
+    def _call_context(self, options: Any, depth: int) -> CallContext:
         if self._closed or self.transport.closed:  # the latter alone in a forked child, which has no executors
             raise closed(self._name)
-        return CallContext(timeout_of(options, self._timeout_s), self.transport.call_site(calling_site(depth)), role)
-
-    def _role(self, *, waits: bool) -> int:
-        """Return the role of a call that the program waits for, or not; it matters only in groups that train."""
-        if self._uneven_inputs is None:
-            return WAITS
-        return self._uneven_inputs.role or (WAITS if waits else BACKGROUND)
+        return CallContext(timeout_of(options, self._timeout_s), self.transport.call_site(calling_site(depth)))
 
     def _is_free(self) -> bool:
         """Return whether a call that is waited for can be carried out without asking any further."""
@@ -307,13 +298,12 @@ class ProcessGroupBase(BackendInterface):
             not (executor._busy or executor._items or executor._postponing)
             and not self._closed
             and not self.transport.closed
-            and (self._uneven_inputs is None or self._uneven_inputs.role == WAITS)
         )
 
     def _carry_out(self, operation: Operation, options: Any, outputs: Sequence[Any]) -> dist.Work:
         """Run `operation` now, or queue it; called directly by the methods that torch calls."""
         waits = not getattr(options, "asyncOp", True)
-        ctx = self._call_context(options, 4, self._role(waits=waits))
+        ctx = self._call_context(options, 4)
         ctx.awaited = waits
         if waits and self._executor.idle:
             operation(ctx)
@@ -380,7 +370,7 @@ class ProcessGroupBase(BackendInterface):
 
     def shutdown(self) -> None:
         """Finish what is queued, then leave the group."""
-        self._leave(_JOIN_S, in_order=True)
+        self._leave(_JOIN_S)
 
     def abort(self) -> None:
         """Leave the group at once; threads that wait in it get an error."""
@@ -392,7 +382,7 @@ class ProcessGroupBase(BackendInterface):
             self.transport.set_exit_reason(exit_reason)
             self._leave(0.1, for_good=True)
 
-    def _leave(self, patience_s: float, *, in_order: bool = False, for_good: bool = False) -> None:
+    def _leave(self, patience_s: float, *, for_good: bool = False) -> None:
         """Leave the group; with `for_good` the process ends, so what runs after `patience_s` need not end."""
         with self._closing:
             if self._closed:
@@ -400,12 +390,11 @@ class ProcessGroupBase(BackendInterface):
             self._closed = True
             open_groups.discard(self)
         if not self.transport.closed:  # in a forked child the threads and the place in the group are its parent's
-            self._part(patience_s, in_order=in_order, for_good=for_good)
+            self._part(patience_s, for_good=for_good)
 
-    def _part(self, patience_s: float, *, in_order: bool = False, for_good: bool = False) -> None:
+    def _part(self, patience_s: float, *, for_good: bool = False) -> None:
         """Leave the members that the transport reaches."""
         ended = self._settle(patience_s)
-        in_order = in_order and ended
         if not ended and not self.transport.closed:
             if for_good and self.transport.closes_in_flight:
                 self.transport.abandon()
@@ -416,8 +405,6 @@ class ProcessGroupBase(BackendInterface):
         self._recent.clear()
         self._scratch = None
         self._let_memory_go()
-        if in_order and self._uneven_inputs is not None:
-            self._uneven_inputs.leave()
         if ended or self.transport.closes_in_flight:
             self.transport.close()
 

@@ -100,7 +100,6 @@ class Agreement(HierarchicalSession):
             0,
             timeout_ns(deadline.left_s),
             ctx.call_site,
-            ctx.flags,
             (nbytes[0],),
         )
         if status == MISMATCH and self._leaders is not None:
@@ -163,13 +162,13 @@ class Agreement(HierarchicalSession):
         self._agree(deadline)
         self._used()
         if len(self.layout.local_ranks) > 1:
-            self._checked(self._core.barrier(timeout_ns(deadline.left_s), ctx.call_site, ctx.flags, ()))
+            self._checked(self._core.barrier(timeout_ns(deadline.left_s), ctx.call_site, ()))
 
     def _take_from_leader(self, ctx: CallContext, deadline: Deadline, address: int, nbytes: int) -> None:
         """Copy `nbytes` at `address` from the leader, which comes here when all agree."""
         if len(self.layout.local_ranks) > 1:
             left = timeout_ns(deadline.left_s)
-            self._checked(self._core.broadcast(address, nbytes, BYTES, 0, left, ctx.call_site, ctx.flags, (nbytes,)))
+            self._checked(self._core.broadcast(address, nbytes, BYTES, 0, left, ctx.call_site, (nbytes,)))
 
     # -- steps in the memory of this host ------------------------------------------------------------------------
 
@@ -190,7 +189,6 @@ class Agreement(HierarchicalSession):
                 -1,
                 timeout_ns(deadline.left_s),
                 ctx.call_site,
-                ctx.flags,
                 mine.shape,
             )
         )
@@ -199,7 +197,5 @@ class Agreement(HierarchicalSession):
         """Overwrite `data` (bytes) with that of `local_root`, on every rank of the host."""
         at, size = data.data_ptr(), len(data)
         self._checked(
-            self._core.broadcast(
-                at, size, BYTES, local_root, timeout_ns(deadline.left_s), ctx.call_site, ctx.flags, data.shape
-            )
+            self._core.broadcast(at, size, BYTES, local_root, timeout_ns(deadline.left_s), ctx.call_site, data.shape)
         )

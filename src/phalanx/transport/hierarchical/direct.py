@@ -36,9 +36,7 @@ class DirectCollectives(SmallCollectives, SegmentedCollectives):
                 sizes, local_root = (nbytes(data),) * len(local), local.index(root)
                 left = timeout_ns(deadline.left_s)
                 self._checked(
-                    self._core.gather(
-                        data.data_ptr(), at, sizes, BYTES, local_root, left, ctx.call_site, ctx.flags, data.shape
-                    )
+                    self._core.gather(data.data_ptr(), at, sizes, BYTES, local_root, left, ctx.call_site, data.shape)
                 )
             _wait_all(messages)
             _write_all(outputs, parts)
@@ -57,7 +55,7 @@ class DirectCollectives(SmallCollectives, SegmentedCollectives):
                 local_root, left = local.index(root), timeout_ns(deadline.left_s)
                 self._checked(
                     self._core.scatter(
-                        at, data.data_ptr(), nbytes(data), BYTES, local_root, left, ctx.call_site, ctx.flags, data.shape
+                        at, data.data_ptr(), nbytes(data), BYTES, local_root, left, ctx.call_site, data.shape
                     )
                 )
             _wait_all(messages)
@@ -98,7 +96,6 @@ class DirectCollectives(SmallCollectives, SegmentedCollectives):
                         1,
                         timeout_ns(deadline.left_s),
                         ctx.call_site,
-                        ctx.flags,
                         src[0].shape,
                     )
                 )

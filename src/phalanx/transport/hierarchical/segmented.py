@@ -393,7 +393,6 @@ class SegmentedCollectives(Agreement):
                 sum_of(redop),
                 timeout_ns(deadline.left_s),
                 ctx.call_site,
-                ctx.flags,
                 mine.shape,
             )
         )

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.core_numbers import REJOIN, SUM, WAITS
+from phalanx.core_numbers import SUM
 from phalanx.deadline import Deadline, timeout_ns
 from phalanx.dtypes import dtype_of
 from phalanx.symmetric_memory.memory import Buffer
@@ -26,7 +26,7 @@ class SharedMemoryCollectives(SharedMemorySession):
 
     def barrier(self, ctx: CallContext) -> None:
         """Return when every rank has come."""
-        self._collective(ctx, lambda: self.core.barrier(ctx.timeout_ns, ctx.call_site, ctx.flags, ()))
+        self._collective(ctx, lambda: self.core.barrier(ctx.timeout_ns, ctx.call_site, ()))
 
     def sum_in_place(self, tensor: Tensor, code: int, timeout_s: float, place: tuple[str, int]) -> None:
         """Do what `all_reduce` does with SUM, for a contiguous tensor of a real dtype: this is the shortest way to the
@@ -51,7 +51,6 @@ class SharedMemoryCollectives(SharedMemorySession):
                     -1,
                     timeout_ns(timeout_s),
                     self.call_site(place) if call_site is None else call_site,
-                    WAITS,
                     tensor.shape,
                 )
             except BaseException as error:
@@ -59,10 +58,7 @@ class SharedMemoryCollectives(SharedMemorySession):
                 raise
             finally:
                 self._holder = 0
-        if status == REJOIN:
-            self._rejoin()
-            self.sum_in_place(tensor, code, timeout_s, place)
-        elif status:
+        if status:
             self.check(status, CallContext(timeout_s, 0))
 
     def all_reduce(self, tensor: Tensor, redop: int, ctx: CallContext, *, root: int = -1, factor: Any = None) -> None:
@@ -86,7 +82,6 @@ class SharedMemoryCollectives(SharedMemorySession):
                 root,
                 ctx.timeout_ns,
                 ctx.call_site,
-                ctx.flags,
                 tensor.shape,
             ),
         )
@@ -115,7 +110,6 @@ class SharedMemoryCollectives(SharedMemorySession):
                 root,
                 ctx.timeout_ns,
                 ctx.call_site,
-                ctx.flags,
                 tensor.shape,
             ),
         )
@@ -142,7 +136,6 @@ class SharedMemoryCollectives(SharedMemorySession):
                 number,
                 ctx.timeout_ns,
                 ctx.call_site,
-                ctx.flags,
                 tensor.shape,
             )
             if status:
@@ -182,7 +175,6 @@ class SharedMemoryCollectives(SharedMemorySession):
                 root,
                 ctx.timeout_ns,
                 ctx.call_site,
-                ctx.flags,
                 tensor.shape,
             ),
         )
@@ -205,7 +197,6 @@ class SharedMemoryCollectives(SharedMemorySession):
                 -1,
                 ctx.timeout_ns,
                 ctx.call_site,
-                ctx.flags,
                 tensor.shape,
             ),
         )
@@ -225,7 +216,6 @@ class SharedMemoryCollectives(SharedMemorySession):
                 root,
                 ctx.timeout_ns,
                 ctx.call_site,
-                ctx.flags,
                 output.shape,
             ),
         )
@@ -273,7 +263,6 @@ class SharedMemoryCollectives(SharedMemorySession):
                 redop,
                 ctx.timeout_ns,
                 ctx.call_site,
-                ctx.flags,
                 shape,
             ),
         )
@@ -294,7 +283,6 @@ class SharedMemoryCollectives(SharedMemorySession):
                 int(splits),
                 ctx.timeout_ns,
                 ctx.call_site,
-                ctx.flags,
                 src[0].shape,
             ),
         )
@@ -319,7 +307,6 @@ class SharedMemoryCollectives(SharedMemorySession):
                 0,
                 ctx.timeout_ns,
                 ctx.call_site,
-                ctx.flags,
                 tensor.shape,
             ),
         )
@@ -341,8 +328,6 @@ class SharedMemoryCollectives(SharedMemorySession):
         return torch.frombuffer(buffer, dtype=dtype).view(shape)
 
     def _allocate(self, nbytes: int, ctx: CallContext, owner: int | None = None) -> Buffer:
-        if self.uneven is not None:
-            self.barrier(ctx)  # all meet again here, if some were out of training steps
         deadline = Deadline.after(ctx.timeout_s)
         with self.exclusive(ctx.timeout_s):
             return self.symm_mem.allocate(

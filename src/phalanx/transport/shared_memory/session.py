@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
 from phalanx.coordination.bootstrap import NOTICE_S
-from phalanx.core_numbers import PEER_LOST, REJOIN
+from phalanx.core_numbers import PEER_LOST
 from phalanx.deadline import timeout_ns
 from phalanx.diagnostics import failures
 from phalanx.diagnostics.call_sites import short
@@ -19,9 +18,6 @@ from phalanx.errors import ClosedError
 from phalanx.log import get_logger
 from phalanx.symmetric_memory.memory import Buffer, SymmetricMemory
 from phalanx.transport.base import CallContext
-
-if TYPE_CHECKING:
-    from phalanx.transport.uneven import UnevenInputs
 
 _logger = get_logger(__name__)
 _MAX_SITES = 256
@@ -37,7 +33,6 @@ class SharedMemorySession:
         self.group = group
         self.lock = threading.Lock()  # held while the core runs a collective
         self._holder = 0  # the thread that has it; a signal handler runs in that very thread
-        self.uneven: UnevenInputs | None = None  # the participants that train over the group
         self.symm_mem: SymmetricMemory = None  # type: ignore[assignment]  # set by `attach`: it needs our `idle`
         self._sites: dict[tuple[str, int], int] = {}
         self._places: dict[int, str] = {}
@@ -158,18 +153,13 @@ class SharedMemorySession:
             raise error
 
     def _collective(self, ctx: CallContext, call: Callable[[], int]) -> None:
-        status = REJOIN
-        while status == REJOIN:
-            with self.exclusive(ctx.timeout_s):
-                try:
-                    status = call()
-                except BaseException as error:
-                    self._interrupted(error)
-                    raise
-            if status == REJOIN:
-                self._rejoin()
-        if status:
-            self.check(status, ctx)
+        with self.exclusive(ctx.timeout_s):
+            try:
+                status = call()
+            except BaseException as error:
+                self._interrupted(error)
+                raise
+        self.check(status, ctx)
 
     @contextlib.contextmanager
     def exclusive(self, timeout_s: float) -> Iterator[None]:
@@ -200,13 +190,6 @@ class SharedMemorySession:
         if not self.lock.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX)):
             raise occupied(self.group, self.symm_mem.rank, timeout_s)
         self.lock.release()
-
-    def _rejoin(self) -> None:
-        """Bring ranks up to date that were out of training steps: all wait at this collective, which is called again
-        after this.
-        """
-        assert self.uneven is not None  # it is what made the core look
-        self.uneven.rejoin()
 
     def _interrupted(self, error: BaseException) -> None:
         """Tell the peers that Ctrl-C, or a signal handler that raised, ended the wait."""
