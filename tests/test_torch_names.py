@@ -81,7 +81,7 @@ SAVED = {
 
 # Of Python's own library, and numpy's; and what the package itself sets on functions.
 OTHERS = {
-    "_calls_function", "_calls_method", "_is_idempotent",
+    "_calls_function", "_calls_method",
     "_args_from_interpreter_flags", "_bit_generator", "_config", "_exit", "_getframe", "_inst", "_rand",
     "_resource_tracker", "_run_exitfuncs", "_run_module_as_main", "_shutdown",
 }  # fmt: skip

@@ -1,8 +1,7 @@
 """Calls without a pause while workers are killed and come again: `python -m tests.rpc.soak --seconds 300`.
 
 Every call has a number. Who carries it out counts it in memory that all processes share, so that at the end it is known
-of each call whether it was answered or failed, and how often it ran: answered ones once, failed ones at most once. Some
-are declared idempotent: they must be answered all the same, and may have run again.
+of each call whether it was answered or failed, and how often it ran: answered ones once, failed ones at most once.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ from phalanx.errors import PhalanxError
 
 _BATCH_S = 0.01
 _TENSOR_EVERY = 50  # calls; its memory goes through a segment
-_IDEMPOTENT_EVERY = 7
 _runs: mmap.mmap | None = None
 
 
@@ -39,9 +37,7 @@ class Report:
     answered: int = 0
     failed: int = 0
     lost: int = 0  # neither
-    run_twice: int = 0  # and not declared idempotent
-    run_again: int = 0  # and declared idempotent
-    given_up: int = 0  # failed, and declared idempotent
+    run_twice: int = 0
     answered_without_run: int = 0
     kills: int = 0
     seconds: float = 0.0
@@ -67,12 +63,6 @@ def execute(number: int, tensor: torch.Tensor | None = None) -> int:
     assert _runs is not None
     _runs[number] += 1
     return number + (0 if tensor is None else int(tensor[0]))
-
-
-@rpc.functions.idempotent
-def execute_again(number: int, tensor: torch.Tensor | None = None) -> int:
-    """As `execute`; may run again for a call whose worker was lost."""
-    return execute(number, tensor)
 
 
 def _serve(name: str, number: int, folder: str) -> None:
@@ -119,9 +109,8 @@ class _Caller:
         """Make the next call."""
         number, self._number = self._number, self._number + 1
         tensor = self._tensor if number % _TENSOR_EVERY == 0 else None
-        function = execute_again if number % _IDEMPOTENT_EVERY == 0 else execute
         try:
-            future = rpc.rpc_async(to, function, (number, tensor))
+            future = rpc.rpc_async(to, execute, (number, tensor))
         except (PhalanxError, ValueError) as error:
             self._fail(number, error)
             return
@@ -149,17 +138,12 @@ class _Caller:
         report = self.report
         assert _runs is not None
         outcomes, all_runs = self._outcomes[: self._number], _runs[: self._number]
-        for number, (outcome, runs) in enumerate(zip(outcomes, all_runs, strict=True)):
-            is_idempotent = number % _IDEMPOTENT_EVERY == 0
+        for outcome, runs in zip(outcomes, all_runs, strict=True):
             report.answered += outcome == 1
             report.failed += outcome == 2
             report.lost += outcome not in (1, 2)
             report.answered_without_run += outcome == 1 and runs == 0
-            if is_idempotent:
-                report.run_again += runs > 1
-                report.given_up += outcome == 2
-            else:
-                report.run_twice += runs > 1
+            report.run_twice += runs > 1
         report.reasons = dict(self._reasons)
         return report
 
@@ -264,8 +248,7 @@ def main() -> int:
     report = soak(given.seconds, given.rate, given.servers, given.kill_every, given.seed)
     print(
         f"{report.answered} answered, {report.failed} failed {report.reasons}, {report.lost} lost, "
-        f"{report.run_twice} ran twice, {report.answered_without_run} answered and did not run; of those declared "
-        f"idempotent {report.run_again} ran again, {report.given_up} failed; "
+        f"{report.run_twice} ran twice, {report.answered_without_run} answered and did not run; "
         f"{report.per_second:.0f} calls/s for {report.seconds:.0f} s, {report.kills} kills; CPU seconds of the caller "
         f"{report.cpu_seconds:.1f}, of the workers {report.workers_cpu_seconds:.1f}, so "
         f"{(report.answered + report.failed) / (report.cpu_seconds + report.workers_cpu_seconds):.0f} calls a second "
@@ -273,7 +256,7 @@ def main() -> int:
         f"{report.memory_bytes[0] >> 20} MiB at first, {report.memory_bytes[-1] >> 20} at last, "
         f"{report.growth_bytes / (1 << 20):+.1f} from the second quarter to the last"
     )
-    wrong = report.lost or report.run_twice or report.answered_without_run or report.given_up
+    wrong = report.lost or report.run_twice or report.answered_without_run
     return 1 if wrong or report.growth_bytes > 16 << 20 else 0
 
 

@@ -16,9 +16,6 @@ class _Notes:
         self.seen = []
         self.inside = False
 
-    def is_inside(self):
-        return False
-
     def on_request(self, to, payload):
         self.seen.append(("request", to.info.name, [tuple(t.shape) for t in payload.tensors]))
         return len(payload.tensors) or None

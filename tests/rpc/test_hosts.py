@@ -168,7 +168,7 @@ def _join(rank: int, options: rpc.RpcBackendOptions, folder: str) -> None:
     if rank == 2:
         until(Path(folder, "killed").exists)
         rpc.init_rpc("w1", rank=1, rpc_backend_options=options)
-        rpc.rpc_sync("w0", set_event, ("come",), idempotent=True)
+        rpc.rpc_sync("w0", set_event, ("come",))
         wait_event("leave")
         rpc.shutdown()
         until(Path(folder, "left").exists)
@@ -181,14 +181,14 @@ def _join(rank: int, options: rpc.RpcBackendOptions, folder: str) -> None:
         signal.pause()  # until it is killed
     until(met)
     first = rpc.rpc_sync("w1", pid)
-    again = rpc.rpc_async("w1", wait_event, ("never",), idempotent=True)
+    lost = rpc.rpc_async("w1", wait_event, ("never",))
     os.kill(first, signal.SIGKILL)
     until(lambda: read_state(first) in ("", "Z"))  # until then its name is taken
+    with pytest.raises(PeerLostError, match="Whether the function ran there is not known"):
+        lost.wait()
     Path(folder, "killed").touch()
     wait_event("come")
     assert rpc.rpc_sync("w1", pid) != first
-    rpc.rpc_sync("w1", set_event, ("never",))
-    assert again.wait() == "never"
     rpc.rpc_sync("w1", set_event, ("leave",))
     until(lambda: current.agent().membership.find("w1") is None)
     with pytest.raises(PeerLostError, match=r"worker 'w1' \(rank 1, .* is lost"):

@@ -21,11 +21,6 @@ from phalanx.rpc.worker_info import WorkerAddress
 class CallHook(Protocol):
     """`CallHook` sees each call at four places: in the caller's thread, and in the one that runs the function."""
 
-    def is_inside(self) -> bool:
-        """Return whether this thread's calls belong to something that ends with their worker: then none is made
-        again.
-        """
-
     def on_request(self, to: WorkerAddress, payload: Payload) -> Any:
         """Return the note for a call that is about to be sent."""
 

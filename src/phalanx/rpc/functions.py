@@ -22,17 +22,3 @@ def async_execution(fn: F) -> F:
 
     wrapper._wrapped_async_rpc_function = fn  # type: ignore[attr-defined]
     return wrapper  # type: ignore[return-value]
-
-
-def idempotent(fn: F) -> F:
-    """Mark a function that may run more than once for one call, without harm.
-
-    A call of it whose worker is lost is made again, within its time-out, when a worker of that name has joined; this
-    needs a job whose workers join and leave. Without this mark no call is ever made twice. `rpc_sync(...,
-    idempotent=True)` marks one call.
-
-    The object of a reference is lost with its worker: methods called through a reference are not made again. Nor is a
-    call inside `autograd.context()`: its worker may have lost a part of the graph.
-    """
-    fn._is_idempotent = True  # type: ignore[attr-defined]
-    return fn

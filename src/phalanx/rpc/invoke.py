@@ -16,8 +16,7 @@ from phalanx.errors import PeerLostError
 from phalanx.rpc import current, profiler, wire
 from phalanx.rpc.agent.agent import Agent
 from phalanx.rpc.agent.reading import Answer
-from phalanx.rpc.call_hook import call_hook
-from phalanx.rpc.options import UNSET_RPC_TIMEOUT, seconds_of
+from phalanx.rpc.options import UNSET_RPC_TIMEOUT
 from phalanx.rpc.references import RRefId
 from phalanx.rpc.remote_error import error_of, set_error
 from phalanx.rpc.rref import RRef
@@ -43,22 +42,17 @@ def rpc_sync(
     args: Sequence[Any] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
-    *,
-    idempotent: bool = False,
 ) -> Any:
     """Call `func` on the worker `to`, and return what it returned there.
 
     Arguments and result are pickled; tensors are copied once. Any thread may call.
-
-    `idempotent`: `func` may run twice (as `functions.idempotent` says it of all its calls). If the worker is lost, the
-    call waits for one of the same name to join, and is made again.
 
     Raises:
         Exception: what `func` raised, with the traceback from there.
         DeadlineError: `timeout` seconds have passed (0: never; not given: the default of `init_rpc`).
         PeerLostError: the worker is lost, and whether `func` ran is not known.
     """
-    return _call("rpc_sync", to, func, args, kwargs, timeout, idempotent).wait()
+    return _call("rpc_sync", to, func, args, kwargs, timeout).wait()
 
 
 def rpc_async(
@@ -67,8 +61,6 @@ def rpc_async(
     args: Sequence[Any] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
-    *,
-    idempotent: bool = False,
 ) -> Future[Any]:
     """Call `func` on the worker `to`, and return a Future at once, which gets the result or the error.
 
@@ -76,7 +68,7 @@ def rpc_async(
 
     It waits while too many calls of this worker to `to` are under way (`RpcBackendOptions`).
     """
-    future = _call("rpc_async", to, func, args, kwargs, timeout, idempotent)
+    future = _call("rpc_async", to, func, args, kwargs, timeout)
     futures = getattr(_thread, "futures", None)
     if futures is not None:
         futures.append(future)
@@ -143,12 +135,9 @@ def _call(
     args: Sequence[Any] | None,
     kwargs: Mapping[str, Any] | None,
     timeout: float,
-    idempotent: bool,
 ) -> Future[Any]:
     agent = current.agent()
     name = _check(func)
-    if (idempotent or getattr(func, "_is_idempotent", False)) and _can_retry(agent):
-        return _call_until_answered(agent, what, name, to, (func, tuple(args or ()), kwargs or {}), timeout)
     member = find_worker(agent, to)
     work = (func, tuple(args) if args else (), kwargs or {})
     if not _profiler_enabled():
@@ -183,19 +172,6 @@ def _profiled(key: str, work: tuple[Any, ...]) -> tuple[tuple[Any, ...], Callabl
     """
     gathers = profiler.gatherer()
     return (work, None) if gathers is None else gathers.wrap(key, work)
-
-
-def _can_retry(agent: Agent) -> bool:
-    hook = call_hook()
-    return not agent.membership.is_static and (hook is None or not hook.is_inside())
-
-
-def _call_until_answered(agent: Agent, what: str, name: str, to: To, work: Any, timeout: float) -> Future[Any]:
-    def send(timeout_s: float) -> Future[Any]:
-        return agent.invoke(find_worker(agent, to), what, name, work, timeout_s)
-
-    timeout_s = seconds_of(timeout, agent.default_timeout_s)
-    return agent.retries.call(f"{what}({name})", to, send, timeout_s)
 
 
 def _heard(future: Answer[Any]) -> Answer[Any]:

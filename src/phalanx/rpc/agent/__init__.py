@@ -7,7 +7,6 @@ reading.py      which thread reads the answers to calls
 completing.py   what becomes of an answer: the call's result
 modes.py        modes of torch, in which a thread makes no results for others
 interrupts.py   Ctrl-C and handlers that raise, where a thread must not be left
-retries.py      calls that may run twice, and are made again
 connections.py  who the other workers are, and how they are reached
 agent.py        all of it put together
 """

@@ -30,7 +30,6 @@ from phalanx.rpc.agent.completing import Completing
 from phalanx.rpc.agent.connections import Connections
 from phalanx.rpc.agent.reading import Answer
 from phalanx.rpc.agent.request import Request
-from phalanx.rpc.agent.retries import Retries
 from phalanx.rpc.agent.serving import Lead, Serving, Task
 from phalanx.rpc.agent.threads import Threads
 from phalanx.rpc.call_hook import call_hook
@@ -72,7 +71,6 @@ class Agent:
         self.peer, self.why_lost = self.connections.peer, self.connections.why_lost
         self.threads = Threads("phalanx-rpc-work")
         self.references = References(self.me.uid)
-        self.retries = Retries(lambda to: self.membership.find(to) is not None, self.run_later)
         self.membership: Workers
         self.closed = False
         self.closing = False  # others may go now without being lost
@@ -335,7 +333,7 @@ class Agent:
     @property
     def num_in_flight(self) -> int:
         """Return how many calls of ours wait for an answer."""
-        return count(list(self.peers.values())) or self.retries.num_under_way
+        return count(list(self.peers.values()))
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
@@ -397,7 +395,6 @@ class Agent:
         self._hand_out_last()
         for peer in list(self.peers.values()):
             self._fail_all(peer)
-        self.retries.close()
         self.threads.close()
         self._hand_out_last()
         for hear in self.on_close:

@@ -26,10 +26,6 @@ class AutogradHook:
         self._uid = me.uid
         self._numbers = itertools.count()
 
-    def is_inside(self) -> bool:
-        """Return whether this thread is in a context, whose graph may have a part on the worker that is lost."""
-        return self._contexts.current is not None
-
     def on_request(self, to: WorkerAddress, payload: Payload) -> Any:
         """Note a call that is about to be sent: its callee belongs to this thread's context from now on."""
         context = self._contexts.current
