@@ -56,7 +56,7 @@ def test_a_table_that_goes_on_from_a_checkpoint_has_no_row_twice(tmp_path):
     with open(tmp_path / "metrics.csv", "a") as file:
         file.write("6")  # the kill tore a row
     second = CSVLogger(tmp_path)
-    second.begin(again_from=3)
+    second.begin(again_from=4)  # the step of the checkpoint comes again
     for step in range(4, 7):
         second.log_metrics({"loss": float(step), "lr": 0.1}, step)
     assert [(row["step"], row["lr"]) for row in rows_of(tmp_path)] == [
@@ -81,7 +81,7 @@ def test_tensorboard_reads_the_curves_and_forgets_what_is_behind_a_checkpoint(tm
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     log_a_run(TensorBoardLogger(tmp_path / "logs"), tmp_path / "report")
     again = TensorBoardLogger(tmp_path / "logs")
-    again.begin(again_from=2)
+    again.begin(again_from=3)
     again.log_metrics({"train/loss": 9.0}, 3)
     again.finalize("success")
     reader = accumulator.EventAccumulator(str(tmp_path / "logs"))

@@ -2,6 +2,8 @@
 
 import pytest
 
+from phalanx.loggers import TensorBoardLogger
+from phalanx.loggers.guarded import GuardedLoggers
 from phalanx.trainer.scalars import Scalars
 
 
@@ -9,14 +11,16 @@ def test_who_becomes_rank_0_goes_on_writing_beside_what_is_there(tmp_path):
     """The rank that took over from a lost rank 0 wrote nothing."""
     event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     is_main = {"first": True, "second": False}
-    first, second = (Scalars(tmp_path, lambda name=name: is_main[name]) for name in is_main)
+    first, second = (
+        Scalars(GuardedLoggers([TensorBoardLogger(tmp_path)], lambda name=name: is_main[name])) for name in is_main
+    )
     for step in range(6):
         if step == 3:  # the first one is lost
-            first.close()
+            first.loggers.finalize("failed")
             is_main.update(first=False, second=True)
         for one in (first, second):
             one.add({"loss": float(step)}, step)
-    second.close()
+    second.loggers.finalize("success")
     assert len(list(tmp_path.iterdir())) == 2
     events = []
     for path in tmp_path.iterdir():
@@ -24,11 +28,3 @@ def test_who_becomes_rank_0_goes_on_writing_beside_what_is_there(tmp_path):
         reader.Reload()
         events += [(one.step, one.value) for one in reader.Scalars("loss")]
     assert sorted(events) == [(step, float(step)) for step in range(6)]
-
-
-def test_without_a_folder_nothing_is_written(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    scalars = Scalars(None, lambda: True)
-    scalars.add({"loss": 1.0}, 1)
-    scalars.close()
-    assert list(tmp_path.iterdir()) == []

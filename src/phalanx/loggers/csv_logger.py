@@ -40,7 +40,7 @@ class CSVLogger(Logger):
             os.rename(self.path, kept)
             return
         columns, rows = self._read()
-        self._write(columns, [row for row in rows if int(row["step"]) <= again_from])
+        self._write(columns, [row for row in rows if int(row["step"]) < again_from])
 
     def log_hyperparams(self, params: Params) -> None:
         """Write the settings as JSON."""

@@ -42,6 +42,10 @@ class GuardedLoggers:
         """Hand a file to the loggers that keep files."""
         self._call("log_file", path)
 
+    def flush(self) -> None:
+        """Write what was logged to the disk."""
+        self._call("flush")
+
     def finalize(self, status: str) -> None:
         """End the run: with "success", "failed" or "interrupted"."""
         self._call("save")  # Lightning's: what is buffered

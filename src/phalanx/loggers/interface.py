@@ -1,7 +1,7 @@
 """A logger must have Lightning's `log_metrics`, and may have more of Lightning's methods or of ours.
 
     Lightning's   log_hyperparams(params)   log_metrics(metrics, step)   finalize(status)
-    ours          begin(again_from)         log_file(path)               state_dict(), load_state_dict()
+    ours          begin(again_from)         log_file(path)   flush()     state_dict(), load_state_dict()
 
 `log_metrics` is all that a logger must have. The others are called where they are there.
 """
@@ -34,7 +34,8 @@ class Logger:
     def begin(self, again_from: int | None) -> None:
         """Begin, or go on from the checkpoint of the step `again_from`.
 
-        It is 0 if there was no checkpoint, and None if the run keeps none.
+        It is 0 if there was no checkpoint, and None if the run keeps none. Forget all points from that step on, where
+        that is possible: they come again.
         """
 
     def log_hyperparams(self, params: Params) -> None:
@@ -46,6 +47,9 @@ class Logger:
 
     def log_file(self, path: str) -> None:
         """Take a copy of a file: the run's report."""
+
+    def flush(self) -> None:
+        """Write what was logged to the disk, before a checkpoint: whoever goes on from it does not log it again."""
 
     def finalize(self, status: str) -> None:
         """End the run, with "success", "failed" or "interrupted"; what was logged is kept when this returns."""

@@ -29,7 +29,7 @@ class TensorBoardLogger(Logger):
 
     def begin(self, again_from: int | None) -> None:
         """Note from which step on TensorBoard forgets what is there."""
-        self._again_from = None if again_from is None else again_from + 1
+        self._again_from = again_from
 
     def log_hyperparams(self, params: Params) -> None:
         """Add a table of the settings."""
@@ -46,6 +46,11 @@ class TensorBoardLogger(Logger):
         """Copy the file into the folder."""
         self._open()
         shutil.copy(path, self.folder)
+
+    def flush(self) -> None:
+        """Write the events to the disk."""
+        if self._writer is not None:
+            self._writer.flush()
 
     def finalize(self, status: str) -> None:
         """Close the file; a later call opens another."""

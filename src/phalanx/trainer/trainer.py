@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
 import sys
@@ -25,6 +24,7 @@ from phalanx.checkpoint.folders import make_folders
 from phalanx.checkpoint.peers import Peers
 from phalanx.loggers.guarded import GuardedLoggers
 from phalanx.loggers.resolve import resolve
+from phalanx.loggers.tensorboard_logger import TensorBoardLogger
 from phalanx.report import begin as begin_report
 from phalanx.report import recording
 from phalanx.strategies import Strategy, get
@@ -153,6 +153,8 @@ class Trainer:
         if problems:
             raise ValueError("Trainer: " + "; ".join(problems))
         loggers = resolve(None if dry_run else logger, "Trainer: logger")
+        if log_dir is not None and not dry_run:
+            loggers = [*loggers, TensorBoardLogger(log_dir)]
         self.strategy = (
             get(strategy, **({"model": model} if strategy == "auto" else {})) if isinstance(strategy, str) else strategy
         )
@@ -190,8 +192,8 @@ class Trainer:
             self._manager = None
         if self._manager is not None:
             self._manager.process_group = self.strategy.checkpoint_group
-        self._scalars = Scalars(None if dry_run else log_dir, self._writes, GuardedLoggers(loggers, self._writes))
-        self._has_log = (log_dir is not None and not dry_run) or bool(loggers)
+        self._log_dir = None if dry_run else log_dir
+        self._scalars = Scalars(GuardedLoggers(loggers, self._writes))
         self._settings = {"accumulate": accumulate, "max_norm": max_norm, "precision": precision, "seed": seed}
         self._hyperparameters = dict(hyperparameters or {})
         if report is not None and not dry_run:
@@ -268,7 +270,7 @@ class Trainer:
             )
         group = self.strategy.training_group
         if group is None or not rehearses(group):  # a rank that comes to a running job finds them
-            folders = {"checkpoint": self._manager.folder if self._manager else None, "log_dir": self._scalars.folder}
+            folders = {"checkpoint": self._manager.folder if self._manager else None, "log_dir": self._log_dir}
             make_folders(Peers(self.strategy.checkpoint_group, what="Trainer.fit"), folders)
         before, self._state = self._state, self._make_state(batches)
         state = self._state
@@ -294,11 +296,8 @@ class Trainer:
             if state.step > begun and not self._dry_run:
                 self._display.show_end(self)
             self._call("on_fit_end")
-            self._scalars.close()
             end_loggers(self._scalars.loggers, None, writes=self.strategy.is_main)
         except BaseException as error:
-            with contextlib.suppress(OSError):  # a full disk may be what has ended it
-                self._scalars.close()
             end_loggers(self._scalars.loggers, error, writes=self.strategy.is_main)
             if isinstance(error, KeyboardInterrupt):
                 self._display.show_interrupted(self, None if self._manager is None else self._manager.saved_step)
@@ -375,7 +374,7 @@ class Trainer:
         """Do what follows the commit: nothing of this is done again when a rank is lost."""
         if self.strategy.scaler is not None and (recorder := recording.current()) is not None:
             recorder.note_loss(recorder.read_loss(update_loss))  # the backward began from the scaled one
-        if self._has_log and state.step % self._log_every == 0:
+        if self._scalars.loggers and state.step % self._log_every == 0:
             mean = float(self.strategy.reduce("mean", update_loss))
             self._scalars.add({"train/loss": mean, "train/lr": float(self.optimizer.param_groups[0]["lr"])}, state.step)
         self._call("on_step_end", loss)
@@ -416,7 +415,7 @@ class Trainer:
     def _save(self, state: elastic.State) -> None:
         if self._manager is None or state.saved == (state.epoch, state.step):
             return
-        self._scalars.flush()  # whoever goes on from here does not write them again
+        self._scalars.loggers.flush()  # whoever goes on from here does not write them again
         measured = state.metrics if state.measured[0] == state.step else {}
         self._manager.async_save(state.step, self._parts(state), metrics=measured)
         state.saved = state.epoch, state.step  # a rank that is new must not save alone what others have saved
@@ -433,7 +432,7 @@ class Trainer:
         group = self.strategy.training_group
         if group is None or not rehearses(group):  # a rank that comes to a running job has nothing to take back
             params = collect_hyperparameters(self, state.batch_size, self._settings, self._hyperparameters)
-            self._scalars.begin(again_from=None if self._manager is None else state.step, params=params)
+            self._scalars.begin(None if self._manager is None else state.step, params)
 
     # -- small things --------------------------------------------------------------------------------------------------
 
