@@ -99,6 +99,8 @@ def _state_of(part: Any, peers: Peers, *, sharded: bool) -> Any:
             return slice_state(part.shard_state_dict())
         part.consolidate_state_dict(to=0)
         return part.state_dict() if peers.is_first else {}
+    if hasattr(part, "loop_state_dict"):  # a sampler: workers of its loader may be ahead of the loop
+        return part.loop_state_dict()
     return part.state_dict() if hasattr(part, "state_dict") else part
 
 

@@ -10,7 +10,9 @@ import torch.distributed as dist
 from torch.utils.data import Dataset, IterableDataset
 from torch.utils.data import distributed as torch_sampler
 
+from phalanx.backend.torch_integration.data_loaders import observe_loaders
 from phalanx.data.index_stream import IndexStream, ShareStream, TurnStream
+from phalanx.data.loader_pass import LoaderPass, pass_of
 from phalanx.data.ordered import Order, OrderedDataset, epoch_key
 from phalanx.data.partition import Partition, plan_partition
 from phalanx.data.permutation import Permutation
@@ -75,6 +77,9 @@ class DistributedSampler(torch_sampler.DistributedSampler[int]):
         self._pass: IndexStream | TurnStream | ShareStream | None = (
             None  # the latest pass; None while the next one is to be epoch `self.epoch`
         )
+        self._before_loader: object = None  # the latest pass when a DataLoader was about to begin one
+        self._loader_pass: LoaderPass | None = None  # the latest by workers of a DataLoader
+        observe_loaders(self, DistributedSampler._note_loader, DistributedSampler._note_iterator)
 
     def __iter__(self) -> Iterator[int]:
         return chain.from_iterable(self._begin()) if len(self._parts) == 1 and not self.is_shared else _Turns(self)
@@ -101,7 +106,8 @@ class DistributedSampler(torch_sampler.DistributedSampler[int]):
         is used up says that the epoch is over, also where rank 0 has one more batch: rank 0's position is the job's.)
 
         A DataLoader with workers takes indices ahead of the training loop. `consumed` is what this rank has really
-        used since the epoch's first batch, in samples; without it, all that were handed out count:
+        used since the epoch's first batch, in samples; without it, all that were handed out count (a
+        `CheckpointManager` asks `loop_state_dict` instead, which counts what the loop got):
 
             for step, batch in enumerate(loader, start=1):
                 train(batch)
@@ -120,6 +126,25 @@ class DistributedSampler(torch_sampler.DistributedSampler[int]):
             if done == self.length:
                 epoch, done = epoch + 1, 0
         return {"epoch": epoch, "consumed": done, **self._own_order}
+
+    def loop_state_dict(self) -> dict[str, Any]:
+        """Return what `state_dict` does, for the samples that the loop got: what DataLoader workers took ahead is not
+        consumed. A sampler among the parts of a checkpoint is saved by this.
+
+        Raises:
+            CheckpointError: a DataLoader has workers, and does not say how many samples a batch has.
+        """
+        ahead = self._loader_pass
+        if ahead is None or ahead.stream is not self._pass:
+            return self.state_dict()
+        return self.state_dict(consumed=ahead.samples)
+
+    def _note_loader(self, _: object) -> None:
+        self._before_loader = self._pass
+
+    def _note_iterator(self, loader: Any, iterator: Any, _is_new: bool) -> None:
+        if self._pass is not self._before_loader:  # only workers begin a pass before the loop asks for a batch
+            self._loader_pass = pass_of(loader, self, iterator, self._pass)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a position that `state_dict` gave, on any number of ranks: the next iteration is the rest.
@@ -175,6 +200,11 @@ class DistributedSampler(torch_sampler.DistributedSampler[int]):
     def is_shared(self) -> bool:
         """Return whether there are more readers than parts, each with a share of every turn."""
         return self._readers > self.num_replicas
+
+    @property
+    def turn(self) -> int:
+        """Return how many samples of a part are read before those of the next."""
+        return self._turn
 
     @property
     def largest_share(self) -> int:

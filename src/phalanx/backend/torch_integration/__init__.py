@@ -24,7 +24,7 @@ names where torch looks backends up, and the rest is applied at first use: when 
     FlightRecorderHook.attach            a group begins where it can't be attached      a group "phalanx" is made
     DDP's _pre_forward                   we warn of equal batches and epochs             a group "phalanx" is made
     _new_process_group_helper            "mpi" works through mpi4py                     "mpi" is, and torch has no MPI
-    DataLoader.__iter__                  we hear which iterator is at work              an elastic job has a sampler
+    DataLoader.__iter__                  we hear which iterator is at work              our DistributedSampler is made
     _MapDatasetFetcher.fetch             a batch has random numbers of its own          in its DataLoader's workers
     DataLoader's iterators' __next__     we hear when a batch was asked for, and came   a run report is asked for
     autograd.backward                    we hear when it begins and ends                a run report is asked for

@@ -1,4 +1,4 @@
-"""Observe DataLoaders for an elastic job: which iterator is in use, and when a worker is about to read a batch."""
+"""Observe DataLoaders for samplers and elastic jobs: which iterator is in use, and when a worker reads a batch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def observe_loaders(
 @patch(
     "torch.utils.data.DataLoader.__iter__(self)",
     "torch.utils.data.dataloader._BaseDataLoaderIter",
-    loses="an elastic job does not hear which batches its DataLoader has given",
+    loses="batches that workers of a DataLoader have read ahead count as used: in elastic jobs, and of a saved sampler",
 )
 def _observe_loaders() -> None:
     from torch.utils.data import DataLoader
