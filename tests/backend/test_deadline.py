@@ -38,6 +38,25 @@ def test_a_rank_that_never_reaches_init_is_named_on_every_rank_that_did(tmp_path
         assert "Check that 4 processes were started" in message
 
 
+def test_a_rank_that_makes_one_group_more_reads_of_groups_and_not_of_processes(tmp_path):
+    """It read "Check that 3 processes were started", and all had been."""
+
+    def check(rank, world_size):
+        over = dist.FileStore(str(tmp_path / "over"), world_size)
+        if rank > 0:
+            over.wait(["over"], timedelta(seconds=60))
+            return None
+        with pytest.raises(DeadlineError) as caught:
+            dist.new_group(timeout=timedelta(seconds=0.5))
+        over.set("over", "")
+        return str(caught.value)
+
+    message, *_ = run_ranks(check, 3)
+    assert "ranks 1, 2 of 3 never came within 0.5 s" in message
+    assert "All ranks make all groups, in the same order" in message
+    assert "processes were started" not in message
+
+
 @pytest.mark.slow
 def test_when_rank_0_never_reaches_init_the_others_say_so(tmp_path, monkeypatch):
     def check(rank, world_size):

@@ -168,3 +168,25 @@ def test_a_round_of_gradients_beside_a_barrier_shows_both_and_promises_nothing_o
         return [call.partition(" ")[0] for call in caught.value.calls.values()]
 
     assert run_ranks(check, 2) == [["gradients", "barrier"]] * 2
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+def test_a_checkpoint_in_a_thread_of_torchs_is_named_with_what_to_give_it(tmp_path):
+    """`dcp.async_save` on the training's group read as if a rank were in another line of the program."""
+
+    def check(rank, world_size):
+        import torch.distributed.checkpoint as dcp
+
+        if rank == 1:
+            saved = dcp.async_save({"weight": torch.ones(4)}, checkpoint_id=str(tmp_path))
+            with pytest.raises(BaseException, match="called different things"):
+                saved.result()
+            return None
+        with pytest.raises(MismatchError) as caught:
+            dist.all_reduce(torch.ones(3, 5))
+        return str(caught.value)
+
+    message, _ = run_ranks(check, 2)
+    assert "at a thread of torch/distributed/checkpoint/" in message
+    assert "dcp.async_save(..., process_group=dist.new_group())" in message
+    assert "if rank == 0" not in message

@@ -22,6 +22,7 @@ from phalanx.backend import device_backends
 from phalanx.backend.connect import MetGroup, build_engine, open_gloo
 from phalanx.backend.open_memory import advice, open_symmetric_memory
 from phalanx.backend.process_group import PhalanxProcessGroup
+from phalanx.backend.process_group.open_groups import open_groups
 from phalanx.backend.reconfiguration import Reconfiguration
 from phalanx.backend.rendezvous import find_lost_host, is_rehearsing, own_address
 from phalanx.backend.tcp_store import is_kept_here
@@ -128,7 +129,8 @@ def open_transport(options: Any, backend_options: Options | None) -> Transport:
         server, obstacle = _open_fd_server() if _core is not None else (None, _NO_CORE)
         if server is not None:
             stack.enter_context(server)
-        bootstrap = exchange(store, rank, size, _rank_info(server, obstacle, store, settings), name, deadline)
+        mine = _rank_info(server, obstacle, store, settings)
+        bootstrap = exchange(store, rank, size, mine, name, deadline, is_further=bool(open_groups()))
         infos = bootstrap.infos
         if problem := _differing_options(infos):
             bootstrap.acknowledge_failure()

@@ -82,11 +82,20 @@ class Bootstrap:
     """One rank's part in one start of a group. `join` is collective over the group's ranks."""
 
     def __init__(
-        self, store: Store, rank: int, world_size: int, mine: RankInfo, group: str, deadline: Deadline
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        mine: RankInfo,
+        group: str,
+        deadline: Deadline,
+        *,
+        is_further: bool = False,
     ) -> None:
         self._store = store
         self._arrivals = Arrivals(store, Arrival(rank, world_size, mine))
         self._group = group
+        self._is_further = is_further
         self._deadline = deadline
         self._num_judged = 0  # so many who came were looked at by `_decide`
         self.infos: list[RankInfo] = []
@@ -271,10 +280,9 @@ class Bootstrap:
             text = (
                 f"{name_ranks(missing)} of {size} never came{f' to {where}' if where else ''} within "
                 f"{self._deadline.timeout_s:.1f} s.\n"
-                f"Check that {size} processes were started and that each reached init_process_group; "
-                "the log of a missing rank comes first."
+                f"{self._advice()}"
             )
-            if where:
+            if where and not self._is_further:
                 text += "\nAll ranks need this address and port (MASTER_ADDR, MASTER_PORT), and a way to it."
             if self._arrivals.before:
                 text += f"\nBefore this start, {self._arrivals.before['how'].rstrip('.')}."
@@ -286,6 +294,18 @@ class Bootstrap:
             f"{self._deadline.timeout_s:.1f} s: it hangs, or is stopped.\nLook at that process first."
         )
         self._publish(Failure("missing", text, {first.rank: str(first.info)}))
+
+    def _advice(self) -> str:
+        if self._is_further:
+            return (
+                "These ranks have a group already, so the missing ones did not make this one too, or made another "
+                "first.\nAll ranks make all groups, in the same order, also those that they are not in. Look for a new_group "
+                "under a condition that not every rank meets, and read the log of a missing rank."
+            )
+        return (
+            f"Check that {self._me.world_size} processes were started and that each reached init_process_group; "
+            "the log of a missing rank comes first."
+        )
 
     def _publish(self, failure: Failure) -> None:
         """Say why there is no group, unless somebody has said something already."""
@@ -350,14 +370,25 @@ class Bootstrap:
         )
 
 
-def exchange(store: Store, rank: int, world_size: int, mine: RankInfo, group: str, deadline: Deadline) -> Bootstrap:
+def exchange(
+    store: Store,
+    rank: int,
+    world_size: int,
+    mine: RankInfo,
+    group: str,
+    deadline: Deadline,
+    *,
+    is_further: bool = False,
+) -> Bootstrap:
     """Return the start of the group in which all ranks have exchanged their information.
+
+    `is_further` says that this process has a group already: errors then advise about groups, not about processes.
 
     Raises:
         ValueError, MismatchError, PeerLostError, DeadlineError: as `Bootstrap.join`.
         PeerLostError: the store is gone, with the process that served it.
     """
-    bootstrap = Bootstrap(store, rank, world_size, mine, group, deadline)
+    bootstrap = Bootstrap(store, rank, world_size, mine, group, deadline, is_further=is_further)
     try:
         bootstrap.join()
     except PhalanxError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from types import FrameType
 
 import torch
@@ -28,12 +29,19 @@ def _is_library(filename: str) -> bool:
     return answer
 
 
+IN_THREAD = "a thread of "
+"""How the place of a call begins that a library's own thread has made, beside the user's program."""
+
 # Collective calls of ours that do not look it: a rank that is alone in one shall see by which name it came there.
 _NAMED = frozenset({"save_checkpoint", "consolidate_state_dict"})
 
 
 def calling_site(depth: int = 2) -> tuple[str, int]:
-    """Return (file, line) of the user's call; ("", 0) when only libraries are on the stack (autograd's own threads)."""
+    """Return (file, line) of the user's call.
+
+    Where only libraries are on the stack it is torch's first line in this thread, if torch has started the thread in
+    Python, as `dcp.async_save` does; else ("", 0), as in autograd's own threads.
+    """
     frame: FrameType | None = sys._getframe(depth)
     named = ""
     while frame is not None:
@@ -43,7 +51,22 @@ def calling_site(depth: int = 2) -> tuple[str, int]:
         if code.co_name in _NAMED:
             named = code.co_name
         frame = frame.f_back
-    return "", 0
+    return _site_of_thread(sys._getframe(depth))
+
+
+def _site_of_thread(frame: FrameType) -> tuple[str, int]:
+    """Return the outermost line of torch's on this stack, if a thread of Python's runs it."""
+    torchs: FrameType | None = None
+    outermost = frame
+    while True:
+        if outermost.f_code.co_filename.startswith(_TORCH):
+            torchs = outermost
+        if outermost.f_back is None:
+            break
+        outermost = outermost.f_back
+    if torchs is None or outermost.f_code.co_filename != threading.__file__:
+        return "", 0
+    return f"{IN_THREAD}torch/{torchs.f_code.co_filename[len(_TORCH) :]}", torchs.f_lineno
 
 
 def short(filename: str) -> str:

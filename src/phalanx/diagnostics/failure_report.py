@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from phalanx.diagnostics.call_sites import IN_THREAD
 from phalanx.diagnostics.divergence import DIVERGENCE_ADVICE, JOIN_ADVICE, describe_divergence
 from phalanx.diagnostics.flight_recorder import Position
 from phalanx.diagnostics.rank_list import name_ranks
@@ -18,6 +19,10 @@ from phalanx.errors import ClosedError, DeadlineError, InternalError, MismatchEr
 
 OVER = "The group can no longer be used."
 MISMATCH_ADVICE = "Make every rank call the same operation with the same dtype, size and options, in the same order."
+THREAD_ADVICE = (
+    "A thread of a library calls collectives of this group while the program does: each rank may have them in another "
+    "order.\nGive the library a group of its own, as in dcp.async_save(..., process_group=dist.new_group())."
+)
 MESSAGE_ADVICE = "Make the receiver's tensor as large as the sender's, with the same dtype."
 LATE_ADVICE = "Read the log of the missing rank first; if it is only slow, raise the timeout of the group."
 SILENT = "does not answer: it hangs, is stopped, or is cut off"
@@ -135,9 +140,14 @@ class FailureReport:
             *self.remarks,
             divergence,
             self.earlier if divergence else "",
-            DIVERGENCE_ADVICE if divergence else MISMATCH_ADVICE,
+            self._advice(is_divergence=bool(divergence)),
             f"If a rank has run out of data instead: {JOIN_ADVICE}" if in_round and not self.remarks else "",
         ]
+
+    def _advice(self, *, is_divergence: bool) -> str:
+        if any(IN_THREAD in call.text for call in self.calls.values()):
+            return THREAD_ADVICE
+        return DIVERGENCE_ADVICE if is_divergence else MISMATCH_ADVICE
 
     def _message_mismatch(self) -> list[str]:
         changed = next(iter(self.remarks), "the tensor was not changed")
