@@ -138,7 +138,11 @@ def test_when_nobody_is_left_who_holds_the_state_the_job_fails_of_all_that_was_l
     lose(elastic, 1)
     elastic.on_started(1, 201)
     actions = lose(elastic, 0)  # the replacement has nothing yet
-    (given_up,) = actions or ()
+    assert words(actions) == (
+        "phalanx run: the job ends: no rank that is left holds the state of the training. "
+        "Start again from a checkpoint."
+    )
+    (given_up,) = [action for action in actions or () if not isinstance(action, Say)]
     assert isinstance(given_up, GiveUp)
     assert [exit.rank for exit in given_up.exits] == [0]
     assert lose(elastic, 1) is None

@@ -1,14 +1,20 @@
 """Limits of the process on descriptors and threads, told with the number and what to do, not as a raw error."""
 
+import contextlib
+import errno
 import os
 import resource
+import socket
 from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 
+from phalanx.backend.open_memory import _no_memory
 from phalanx.backend.work import start_thread
+from phalanx.deadline import Deadline
 from phalanx.errors import PhalanxError
+from phalanx.symmetric_memory.fd_server import FdServer
 from phalanx.testing import run_ranks
 
 
@@ -63,3 +69,37 @@ def test_a_user_without_a_free_thread_is_told_the_limit():
 
     text = run_ranks(ask, 1, init=False)[0]
     assert "at most 0 processes and threads (ulimit -u)" in text, text
+
+
+def test_a_rank_that_leads_its_host_and_cannot_open_a_connection_is_told_the_limit():
+    """It waited silently, a hundred times a second, until the timeout of the group."""
+
+    def lead(rank, world_size):
+        server = FdServer("00" * 16)
+        with server, contextlib.closing(socket.socket(socket.AF_UNIX)) as other:
+            other.connect(server.address.path)
+            soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+            with open(os.devnull, "rb") as lowest:
+                free = lowest.fileno()
+            resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+            try:
+                server.serve([1], [0], Deadline.after(100), lambda missing: None)
+            except OSError as error:
+                return error.errno
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+    assert run_ranks(lead, 1, backend=None, timeout=60) == [errno.EMFILE]
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, None])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_whatever_the_system_refuses_while_memory_is_opened_is_told_with_advice(number, rank):
+    """Each OSError was an UnboundLocalError, and no memory a bare MemoryError."""
+    error = MemoryError() if number is None else OSError(number, os.strerror(number))
+    first, *advice = _no_memory(error, rank, [0, 1], "dp").split("\n")
+    reason = os.strerror(number or errno.ENOMEM)
+    assert first == f"init_process_group of group 'dp' on rank {rank}: {reason}."
+    expected = {errno.EMFILE: "ulimit -n", errno.ENFILE: "fs.file-max", errno.ENOMEM: "ulimit -v", None: "ulimit -v"}
+    expected = expected.get(number, "If rank 0, which leads this host, has ended" if rank else "")
+    assert expected in " ".join(advice)

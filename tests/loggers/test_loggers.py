@@ -4,6 +4,8 @@ import csv
 import importlib.util
 import json
 import logging
+import random
+import re
 import subprocess
 import sys
 
@@ -11,6 +13,7 @@ import pytest
 
 from phalanx.loggers import CSVLogger, MLflowLogger, TensorBoardLogger, WandbLogger
 from phalanx.loggers.guarded import GuardedLoggers
+from phalanx.loggers.mlflow_logger import plan_names
 from phalanx.loggers.resolve import resolve
 from phalanx.testing import run_ranks
 
@@ -268,3 +271,65 @@ def test_importing_the_package_imports_none_of_the_loggers_packages():
         "phalanx.loggers.resolve.resolve(['csv'], 'test')\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# --- names -----------------------------------------------------------------------------------------------------------
+
+_PIECES = ["a", "A", "lr", "optimizer", "a b", "é", ".", "..", "x" * 300, "@5", "", "meta.yaml", "-1", "a.b"]
+
+
+def generated_names(seed):
+    """Names of one to three pieces: many extend another, are folders of another, or are unusual in themselves."""
+    dice = random.Random(seed)
+    names = ["/".join(dice.choice(_PIECES) for _ in range(dice.randint(1, 3))) for _ in range(40)]
+    return sorted({name for name in names if name.strip("/. ")})
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_names_for_mlflow_are_as_many_and_none_is_a_folder_of_another(seed):
+    names = generated_names(seed)
+    planned = plan_names(names)
+    assert len({name.lower() for name in planned.values()}) == len(names)
+    assert planned == plan_names(names[::-1])
+    assert all(re.fullmatch(r"[A-Za-z0-9_:-][A-Za-z0-9_. :-]*", name) and len(name) <= 250 for name in planned.values())
+    assert plan_names(["optimizer", "optimizer/lr"]) == {"optimizer": "optimizer", "optimizer/lr": "optimizer.lr"}
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("kind", ["csv", "tensorboard", "mlflow"])
+def test_every_logger_keeps_every_name(tmp_path, seed, kind, monkeypatch):
+    """MLflow's folder lost each hyperparameter whose name extends another: one is a file, the other needs a folder."""
+    names = generated_names(seed)
+    params = {name: number for number, name in enumerate(names)}
+    if kind == "csv":
+        logger = CSVLogger(tmp_path)
+    elif kind == "tensorboard":
+        logger = TensorBoardLogger(tmp_path)
+    else:
+        pytest.importorskip("mlflow.tracking")
+        monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+        logger = MLflowLogger("names", tracking_uri=f"file:{tmp_path}")
+    logger.begin(None)
+    logger.log_hyperparams(params)
+    logger.log_hyperparams(params)  # as by a resumed run
+    client = logger._client if kind == "mlflow" else None
+    run_id = logger.run_id if kind == "mlflow" else None
+    logger.finalize("success")
+    if kind == "csv":
+        assert json.loads((tmp_path / "hyperparameters.json").read_text()) == params
+    elif kind == "tensorboard":
+        event = next(tmp_path.glob("events*")).read_bytes()
+        assert all(f"| {name} | {value} |".encode() in event for name, value in params.items())
+    else:
+        kept = client.get_run(run_id).data.params
+        assert kept == {name: str(params[of]) for of, name in plan_names(params).items()}
+
+
+def test_of_metrics_that_mlflow_refuses_only_those_are_lost(tmp_path, monkeypatch):
+    pytest.importorskip("mlflow.tracking")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    logger = MLflowLogger("names", tracking_uri=f"file:{tmp_path}")
+    with pytest.raises(ValueError, match=r"MLflow refuses 1 of 3 metrics: 'a//b': "):
+        logger.log_metrics({"loss": 1.0, "a//b": 2.0, "val/loss": 3.0}, 1)
+    assert logger._client.get_run(logger.run_id).data.metrics == {"loss": 1.0, "val/loss": 3.0}
+    logger.finalize("success")

@@ -2,6 +2,7 @@
 
 import ast
 import itertools
+import os
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,8 @@ import phalanx
 import phalanx.checkpoint.series
 from phalanx import strategies
 from phalanx.testing import run_ranks
-from phalanx.trainer import EarlyStopping, LambdaCallback, SummedMetric
+from phalanx.trainer import Callback, EarlyStopping, LambdaCallback, SummedMetric
+from phalanx.trainer.arguments import returns_nothing
 
 
 class Ones(Dataset):
@@ -373,3 +375,70 @@ def _without_docstrings(tree):
             rest = [one for one in node.body if not (isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant))]
             node.body = rest or [ast.Pass()]
     return tree
+
+
+# --- what is known before the first step ------------------------------------------------------------------------------
+
+
+class LikeLightning(nn.Linear):
+    """Its validation_step gives its metrics to self.log, and returns nothing: a TypeError after the first epoch."""
+
+    def training_step(self, batch, batch_idx=0):
+        return F.mse_loss(self(batch[0]), batch[1])
+
+    def validation_step(self, batch, batch_idx=0):
+        self.latest = self(batch[0])
+
+
+def cpu():
+    return strategies.SingleDeviceStrategy("cpu")
+
+
+class Fails(Callback):
+    def on_step_end(self, trainer, loss):
+        raise AssertionError("a step was made")
+
+
+def test_what_makes_no_sense_is_refused_before_the_first_step(tmp_path):
+    model = LikeLightning(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"validation_step returns nothing: it must return a dict of metrics"):
+        phalanx.Trainer(model, optimizer)
+    with pytest.raises(ValueError, match=r"optimizer must be a torch.optim.Optimizer, or a function .*, got None"):
+        phalanx.Trainer(model, None, F.mse_loss)
+    data = DataLoader(TensorDataset(torch.ones(4, 2), torch.ones(4, 1)), 2)
+    keep_best = {"checkpoint": tmp_path / "a", "keep_best": ("accuracy", "max", 1)}
+    for options in (keep_best, {"callbacks": [Fails(), EarlyStopping("accuracy")]}):
+        trainer = phalanx.Trainer(model, optimizer, F.mse_loss, **{"callbacks": Fails(), "strategy": cpu()} | options)
+        with pytest.raises(ValueError, match=r"'accuracy' is no metric of the validation: \['loss'\]"):
+            trainer.fit(data, data)
+    trainer = phalanx.Trainer(model, optimizer, F.mse_loss, strategy=cpu(), callbacks=EarlyStopping("accuracy"))
+    with pytest.raises(ValueError, match=r"'accuracy' is no metric of the validation: \['a/loss', 'b/loss'\]"):
+        trainer.fit(data, {"a": data, "b": data})
+
+
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_a_place_that_cannot_be_written_to_is_refused_before_the_first_step_also_in_a_dry_run(tmp_path, dry_run):
+    (tmp_path / "file").touch()
+    model = make_model()
+    for place in (tmp_path / "file" / "a", tmp_path / "file"):
+        options = {"checkpoint": place, "dry_run": dry_run, "callbacks": Fails(), "strategy": cpu()}
+        trainer = phalanx.Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), F.mse_loss, **options)
+        with pytest.raises(ValueError, match=r"checkpoint=.*file.* (is a file|can't be made|can't be written into)"):
+            trainer.fit(DataLoader(make_data(), 16))
+    assert os.listdir(tmp_path) == ["file"]
+
+
+@pytest.mark.parametrize(
+    ("function", "nothing"),
+    [
+        (lambda: None, True),
+        (lambda: 0, False),
+        (lambda x: x, False),
+        (lambda x: None if x else 1, False),
+        (len, False),
+        (None, False),
+    ],
+)
+def test_only_code_that_can_return_nothing_but_none_returns_nothing(function, nothing):
+    assert returns_nothing(function) is nothing

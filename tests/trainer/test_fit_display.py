@@ -9,8 +9,9 @@ import pytest
 import torch
 from tests.small_models import make_data
 from tests.trainer.test_trainer import make, make_model
+from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import phalanx
 from phalanx import strategies
@@ -142,3 +143,47 @@ def test_a_loss_that_is_no_number_is_told_once(caplog):
     trainer.fit(DataLoader(make_data(64), 16))
     (record,) = [one for one in caplog.records if "the loss is nan" in one.getMessage()]
     assert "Trainer: the loss is nan at step 3: lower the learning rate" in record.getMessage()
+
+
+class Numbers(IterableDataset):
+    def __init__(self, data):
+        self.data = data
+
+    def __iter__(self):
+        return iter(self.data)
+
+
+@pytest.mark.parametrize("kind", ["sampler", "iterable", "several"])
+@pytest.mark.parametrize(("ranks", "total"), [(1, 33), (2, 33), (2, 46), (3, 35)])
+def test_the_line_of_an_epoch_counts_the_samples_that_forward_received(tmp_path, kind, ranks, total):
+    """330 samples in batches of 32 were "352 samples"; skipped samples of a resumed run counted as well."""
+
+    class Counting(nn.Linear):
+        seen = 0
+
+        def forward(self, x):
+            Counting.seen += len(x)
+            return super().forward(x)
+
+        def training_step(self, batch):
+            x, y = batch["one"] if isinstance(batch, dict) else batch
+            return F.mse_loss(self(x), y)
+
+    def train(rank, world_size):
+        told = []
+        data = TensorDataset(torch.randn(total, 4), torch.randn(total, 1))
+        for steps in (1, 99):
+            model = Counting(4, 1)
+            loader = DataLoader(Numbers(data) if kind == "iterable" else data, 12)
+            options = {"max_steps": steps, "checkpoint": tmp_path, "strategy": strategies.get("mirrored")}
+            trainer = phalanx.Trainer(model, torch.optim.SGD(model.parameters(), lr=0.01), **options)
+            Counting.seen = 0
+            with contextlib.redirect_stdout(io.StringIO()) as out:
+                trainer.fit({"one": loader} if kind == "several" else loader)
+            told.append((Counting.seen, re.findall(r"epoch 1/1: (\d+) samples", out.getvalue())))
+        return told
+
+    told = run_ranks(train, ranks, timeout=100)
+    for number in range(2):
+        seen = sum(of_rank[number][0] for of_rank in told)
+        assert told[0][number][1] == [str(seen)]

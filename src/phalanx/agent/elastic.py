@@ -373,7 +373,9 @@ class Elastic:
         if any(member.report is not None for member in self.members.values()):
             return []
         if not any(member.holds_state for member in self.members.values()):
-            return self._fail("no rank that is left holds the state of the training")
+            why = "no rank that is left holds the state of the training"
+            said = Say(f"phalanx run: the job ends: {why}. Start again from a checkpoint.")
+            return [*([said] if self.losses else []), *self._fail(why)]  # without losses before, ranks say why
         if why := self._repetition.find_hopeless(self._exits, self.rank_of):
             return [Say(f"phalanx run: {why}"), *self._fail(why)]
         living = frozenset(self.members) | self._forking

@@ -15,7 +15,6 @@ import fcntl
 import os
 import stat
 import sys
-import time
 from collections.abc import Mapping
 
 from phalanx.agent.error_files import is_attempt, remove_empty
@@ -26,7 +25,6 @@ _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 _RANDOM_DIGITS = 5
 _MARK = ".phalanx-job"  # stands in each, so that nothing else is ever removed, whatever its name
 _MAX_TRIES = 100
-_YOUNG_S = 60.0  # a folder that is this young may belong to a job that has not locked it yet
 
 
 class JobFolder:
@@ -40,9 +38,9 @@ class JobFolder:
             with contextlib.suppress(OSError):
                 path = _make(os.path.abspath(parent))
                 try:
+                    self._lock = _lock(path)  # before the mark: a folder with a mark and no lock is a dead job's
                     with open(os.path.join(path, _MARK), "xb"):
                         pass
-                    self._lock = _lock(path)
                 except OSError:  # then nobody could tell whether it is in use
                     remove(path)
                     raise
@@ -144,8 +142,7 @@ def _lock(path: str) -> int:
 def _remove_if_dead(path: str) -> None:
     with contextlib.suppress(OSError):
         status = os.lstat(path)
-        young = time.time() - status.st_mtime < _YOUNG_S
-        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or young:
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
             return
         os.lstat(os.path.join(path, _MARK))  # raises where it is somebody's own folder
         fd = _lock(path)  # raises while its job lives

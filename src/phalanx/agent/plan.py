@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from phalanx.agent.environment import JobEnvironment, Place
 from phalanx.agent.placement import Pinning
 from phalanx.agent.settings import Settings
+from phalanx.errors import LaunchError
 
 
 @dataclass(frozen=True)
@@ -72,11 +73,16 @@ def make_run_id() -> str:
 
 
 def find_free_port() -> int:
-    """Return a port that is free now, on every address of this host."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
+    """Return a port that is free now on this host's loopback: that of IPv4, or of IPv6 where there is no other."""
+    for family, loopback in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")):
+        try:
+            with socket.socket(family) as sock:
+                sock.bind((loopback, 0))
+                port: int = sock.getsockname()[1]
+                return port
+        except OSError as error:
+            problem = error
+    raise LaunchError(f"phalanx run: this host has no loopback address, neither 127.0.0.1 nor ::1: {problem.strerror}")
 
 
 def is_terminal() -> bool:

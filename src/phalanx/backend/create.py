@@ -125,7 +125,7 @@ def open_transport(options: Any, backend_options: Options | None) -> Transport:
     if is_rehearsing():
         return RehearsalTransport(name, rank, size)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_descriptors_told(f"init_process_group of group {name!r} on rank {rank}"))
+        stack.enter_context(_lack_told(f"init_process_group of group {name!r} on rank {rank}"))
         server, obstacle = _open_fd_server() if _core is not None else (None, _NO_CORE)
         if server is not None:
             stack.enter_context(server)
@@ -302,12 +302,14 @@ def _group_class() -> Any:
 
 
 @contextlib.contextmanager
-def _descriptors_told(here: str) -> Iterator[None]:
-    """Say how many descriptors there may be, and what to do, in any error inside that found no free one."""
+def _lack_told(here: str) -> Iterator[None]:
+    """Raise any error inside that found no free descriptor or no memory with the limit and what to do."""
     try:
         yield
+    except MemoryError:  # Python's own, which says nothing
+        raise PhalanxError(f"{here}: {os.strerror(errno.ENOMEM)}.\n{advice(errno.ENOMEM)}") from None
     except OSError as error:
-        if error.errno not in (errno.EMFILE, errno.ENFILE):
+        if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
             raise
         raise PhalanxError(f"{here}: {error.strerror}.\n{advice(error.errno)}") from None
 

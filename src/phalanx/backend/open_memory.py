@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import resource
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -65,7 +66,7 @@ def open_symmetric_memory(
         raise DeadlineError(f"{here}: {what}.\nRead the log of the missing rank first.", missing=missing) from None
     except PeerLostError:
         raise
-    except (PhalanxError, OSError) as error:
+    except (PhalanxError, OSError, MemoryError) as error:
         patience = Deadline.after(AFTER_BREAK_S if rank != local_ranks[0] else 0.0)
         patience.wait_until(lambda: False, _PAUSE_S, look_around=lambda: look_after([0]))
         raise PhalanxError(_no_memory(error, rank, local_ranks, name)) from None
@@ -76,13 +77,15 @@ def _sees_processes(leader: RankInfo, member: RankInfo) -> bool:
     return bool(leader.process.namespace) and leader.process.namespace == member.process.namespace
 
 
-def _no_memory(error: PhalanxError | OSError, rank: int, local_ranks: Sequence[int], name: str) -> str:
+def _no_memory(error: PhalanxError | OSError | MemoryError, rank: int, local_ranks: Sequence[int], name: str) -> str:
+    if isinstance(error, MemoryError):  # Python's own, which says nothing
+        error = OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
     said = error.strerror if isinstance(error, OSError) else error
     leader = local_ranks[0]
-    advice = advice(error.errno) if isinstance(error, OSError) else ""
-    if not advice and rank != leader:
-        advice = f"If rank {leader}, which leads this host, has ended, its log says why."
-    return f"init_process_group of group {name!r} on rank {rank}: {said}.\n{advice}".rstrip()
+    what_to_do = advice(error.errno) if isinstance(error, OSError) else ""
+    if not what_to_do and rank != leader:
+        what_to_do = f"If rank {leader}, which leads this host, has ended, its log says why."
+    return f"init_process_group of group {name!r} on rank {rank}: {said}.\n{what_to_do}".rstrip()
 
 
 def advice(number: int | None) -> str:

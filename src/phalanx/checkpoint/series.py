@@ -119,6 +119,10 @@ class CheckpointManager:
             if isinstance(self.folder, str)
             else History(self.folder, keep, best)
         )
+        if str(self.folder).startswith("memory://"):
+            get_logger(__name__).warning(
+                "CheckpointManager: %s is in this process's memory, and is lost when the process ends.", self.folder
+            )
         if sharded:
             import phalanx.checkpoint.sharded  # noqa: F401 - now, and not while training waits for its first save
         self._memory = SnapshotMemory()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from phalanx.loggers.interface import Logger, Params, as_scalar, require_installed
@@ -12,6 +13,8 @@ from phalanx.loggers.interface import Logger, Params, as_scalar, require_install
 _STATUS = {"success": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
 _MOST_PARAMS = 100  # MLflow takes so many in one request
 _MOST_CHARACTERS = 500  # a parameter's value may have so many
+_MOST_OF_A_NAME = 200
+_FOREIGN = re.compile(r"[^\w. :-]", re.ASCII)  # what MLflow takes in a name, but for the slash
 
 
 class MLflowLogger(Logger):
@@ -43,25 +46,26 @@ class MLflowLogger(Logger):
         self._client: Any = None
 
     def log_hyperparams(self, params: Params) -> None:
-        """Log the settings as parameters; what a run has already stays."""
+        """Log the settings as parameters, named as `plan_names` says; what a run has already stays."""
         from mlflow.entities import Param
 
-        client = self._open()
+        client, names = self._open(), plan_names(params)
         known = set(client.get_run(self.run_id).data.params)
-        new = [
-            Param(name, str(as_scalar(value))[:_MOST_CHARACTERS]) for name, value in params.items() if name not in known
-        ]
-        for first in range(0, len(new), _MOST_PARAMS):
-            client.log_batch(self.run_id, params=new[first : first + _MOST_PARAMS])
+        self._log_all(
+            "params",
+            [
+                Param(names[name], str(as_scalar(value))[:_MOST_CHARACTERS])
+                for name, value in params.items()
+                if names[name] not in known
+            ],
+        )
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Log the values in one request."""
         from mlflow.entities import Metric
 
-        client, now = self._open(), int(1000 * time.time())
-        client.log_batch(
-            self.run_id, metrics=[Metric(name, float(value), now, step) for name, value in metrics.items()]
-        )
+        now = int(1000 * time.time())
+        self._log_all("metrics", [Metric(name, float(value), now, step) for name, value in metrics.items()])
 
     def log_file(self, path: str) -> None:
         """Log the file as an artifact."""
@@ -82,6 +86,24 @@ class MLflowLogger(Logger):
         if self.run_id is None:
             self.run_id = state_dict.get("run_id")
 
+    def _log_all(self, kind: str, items: Sequence[Any]) -> None:
+        """Log params or metrics; if a request is refused, each by itself, so that only those refused are lost."""
+        client, refused = self._open(), []
+        for first in range(0, len(items), _MOST_PARAMS):
+            batch = items[first : first + _MOST_PARAMS]
+            try:
+                client.log_batch(self.run_id, **{kind: batch})
+            except Exception as error:
+                if not _is_refusal(error):
+                    raise
+                for item in batch:
+                    try:
+                        client.log_batch(self.run_id, **{kind: [item]})
+                    except Exception as own:
+                        refused.append(f"{item.key!r}: {own}")
+        if refused:
+            raise ValueError(f"MLflow refuses {len(refused)} of {len(items)} {kind}: {'; '.join(refused)}")
+
     def _open(self) -> Any:
         """Return MLflow's client; there is then a run, which is running."""
         if self._client is None:
@@ -96,3 +118,34 @@ class MLflowLogger(Logger):
                 client.update_run(self.run_id, status="RUNNING")
             self._client = client
         return self._client
+
+
+def plan_names(names: Iterable[str]) -> dict[str, str]:
+    """Return, for each name, one that every store of MLflow takes, and that no other name has.
+
+    In a folder a parameter is a file of its name, so that "optimizer/lr" needs "optimizer" to be a folder: a slash
+    becomes a point. The same names get the same result in every run.
+    """
+    planned: dict[str, str] = {}
+    taken: set[str] = set()
+    for name in sorted(names, key=lambda name: (_plain(name) != name, name)):  # a name that may stay as it is does
+        plain, number = _plain(name), 1
+        while (free := plain if number == 1 else f"{plain}-{number}").lower() in taken:
+            number += 1
+        taken.add(free.lower())  # a disk may not tell them apart
+        planned[name] = free
+    return planned
+
+
+def _plain(name: str) -> str:
+    plain = _FOREIGN.sub("_", name.replace("/", "."))[:_MOST_OF_A_NAME].rstrip()
+    return f"_{plain}" if not plain or plain[0] in ". " else plain
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Return whether MLflow, or the disk, refuses what is logged: then a part of it may be taken."""
+    return isinstance(error, OSError) or getattr(error, "error_code", "") in (
+        "INVALID_PARAMETER_VALUE",
+        "INTERNAL_ERROR",
+        "BAD_REQUEST",
+    )

@@ -152,8 +152,7 @@ class ParameterServer:
         if max(clocks) > min(clocks) + 1:  # a push goes to all shards, so that they differ by one step at most
             raise PhalanxError(  # and no PeerLostError, which elastic.run would survive, to come here again
                 f"ParameterServer {name!r}: trainer {self._trainer!r} has pushed {max(clocks)} steps, and shard "
-                f"{clocks.index(min(clocks))} has {min(clocks)} of them: the server that had it is lost, and it begins "
-                "anew.\nGo on from a checkpoint. With replicate=True another server has a copy of each shard."
+                f"{clocks.index(min(clocks))} has {min(clocks)} of them: {_whose_loss(self._spec.replicate)}"
             )
         self.step = min(clocks)
         self._loads: int = max(number for _, number in attached)
@@ -420,3 +419,16 @@ class ParameterServer:
 
 def _not(*_: Any) -> None:
     """Add no group: the optimizer is only tried out."""
+
+
+def _whose_loss(replicate: bool) -> str:
+    """Return why a shard begins anew, and what to do."""
+    if replicate:
+        return (
+            "the server that had it and the one with its copy are both lost, and it begins anew.\nResume from a "
+            "checkpoint. Servers on more hosts are less likely to be lost together."
+        )
+    return (
+        "the server that had it is lost, and it begins anew.\nResume from a checkpoint. With replicate=True another "
+        "server has a copy of each shard."
+    )

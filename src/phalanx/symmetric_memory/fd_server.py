@@ -13,7 +13,6 @@ import resource
 import secrets
 import socket
 import struct
-import time
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 
@@ -24,7 +23,6 @@ from phalanx.ipc.local_listener import MOST_PENDING, LocalAddress, LocalListener
 
 _SLICE_S = 0.5
 _HELLO_TIMEOUT_S = 5.0  # a connection has so long to send its token and rank
-_PAUSE_S = 0.01
 _HELLO = struct.Struct("16sI")
 
 Notice = Callable[[set[int]], None]
@@ -52,6 +50,7 @@ class FdServer(LocalListener):
 
         Raises:
             DeadlineError: some rank did not come; `missing` says which.
+            OSError: this process may open no descriptor for a rank that connects.
         """
         own = own or {}
         missing = set(ranks)
@@ -93,10 +92,10 @@ class FdServer(LocalListener):
                 if len(connections) > MOST_PENDING:
                     connections.pop(next(iter(connections))).socket.close()
         except OSError:  # there are no more descriptors
-            if not admitted and connections:
+            if not admitted and not connections:
+                raise
+            if not admitted:
                 connections.pop(next(iter(connections))).socket.close()
-            elif not admitted:
-                time.sleep(_PAUSE_S)
 
 
 class _Connection:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dis
 import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from phalanx.strategies import Strategy
@@ -14,7 +16,7 @@ from phalanx.trainer.callbacks import Callback
 
 
 def find_problems(
-    model: Any, strategy: Any, loss: Any, metrics: Any, callbacks: Any, seed: Any, scheduler: Any
+    model: Any, optimizer: Any, strategy: Any, loss: Any, metrics: Any, callbacks: Any, seed: Any, scheduler: Any
 ) -> list[str]:
     """Return the problems of a Trainer's arguments."""
     several = callbacks if isinstance(callbacks, Sequence) else [callbacks]
@@ -23,6 +25,10 @@ def find_problems(
     is_metrics, lacks = isinstance(metrics or {}, Mapping), loss is None and not hasattr(model, "training_step")
     checks = (
         (isinstance(model, nn.Module), f"model must be a torch.nn.Module, got a {type(model).__name__}"),
+        (
+            isinstance(optimizer, Optimizer) or callable(optimizer),
+            f"optimizer must be a torch.optim.Optimizer, or a function that makes one of parameters, got {optimizer!r}",
+        ),
         (not lacks, f"give a loss, or {type(model).__name__} a training_step(batch)"),
         (
             loss is not None or not _lacks_arguments(model, "training_step"),
@@ -31,6 +37,15 @@ def find_problems(
         (
             loss is not None or not _lacks_arguments(model, "validation_step"),
             "validation_step must take the batch alone, no batch_idx",
+        ),
+        (
+            loss is not None or not returns_nothing(getattr(model, "training_step", None)),
+            "training_step returns nothing: it must return the loss",
+        ),
+        (
+            loss is not None or not returns_nothing(getattr(model, "validation_step", None)),
+            "validation_step returns nothing: it must return a dict of metrics by name (what it gives to self.log is "
+            "not kept)",
         ),
         (loss is None or callable(loss), f"loss must be a function of the model's result and the target, got {loss!r}"),
         (loss is not None or not metrics, "metrics need a loss: without one the model's validation_step returns them"),
@@ -56,6 +71,20 @@ def _lacks_arguments(model: Any, name: str) -> bool:
     except (AttributeError, ValueError):  # there is none, or its signature is not known
         return False
     return False
+
+
+def returns_nothing(function: Any) -> bool:
+    """Return whether a function, or a method, can only return None; False where its code is not known."""
+    code = getattr(inspect.unwrap(function) if callable(function) else None, "__code__", None)
+    if code is None or code.co_flags & (inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR):
+        return False
+    before, ends = None, list[bool]()
+    for one in dis.get_instructions(code):
+        if one.opname in ("RETURN_VALUE", "RETURN_CONST"):
+            last = one if one.opname == "RETURN_CONST" else before
+            ends.append(last is not None and last.opname in ("LOAD_CONST", "RETURN_CONST") and last.argval is None)
+        before = one
+    return bool(ends) and all(ends)
 
 
 def _is_count(value: object) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +41,7 @@ class FitDisplay:
         if self._show and _is_first():
             print(line, flush=True)
 
-    def batches(self, loader: Iterable[Any], epoch: str, per_step: int) -> Iterable[Any]:
+    def batches(self, loader: Iterable[Any], epoch: str, per_step: Callable[[Any], float]) -> Iterable[Any]:
         """Return the batches of `loader`, and end with a line on how many there were."""
         self._epoch, self._mean = epoch, RunningMean()
         self._bar = progress(loader, desc=epoch, per_step=per_step) if self._show else None

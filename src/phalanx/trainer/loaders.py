@@ -47,6 +47,7 @@ class FitLoader:
         sampler = getattr(loader, "sampler", None)
         self.sampler = sampler if isinstance(sampler, DistributedSampler) and not is_own else None
         self._stream: RandomStream | None = None
+        self._num_skipped = 0  # batches that are read and left out, and have not been counted yet
 
     @property
     def total(self) -> int | None:
@@ -58,19 +59,19 @@ class FitLoader:
         """Return the number of samples of this replica's batch, if that is one number."""
         return self.loader.batch_size if self.sampler is not None else None
 
-    @property
-    def samples_shown(self) -> int:
-        """Return how many samples a batch counts as in the progress line, which multiplies by the ranks of the job."""
+    def samples_shown(self, batch: Any) -> float:
+        """Return a rank's share of the samples that all replicas have in their batches of this step, for the progress
+        line, which multiplies by the ranks of the job.
+        """
+        if self._num_skipped:
+            self._num_skipped -= 1
+            return 0.0
         world_size = dist.get_world_size() if dist.is_initialized() else 1  # some of which may share a batch
-        return self._num_samples() * self._strategy.num_replicas_in_sync // world_size or 1
-
-    def _num_samples(self) -> int:
         if isinstance(self.loader, IterableLoader):
-            return self.loader.global_batch_size // self._strategy.num_replicas_in_sync or 1
-        dataset = getattr(self.loader, "dataset", None)
-        if isinstance(dataset, Together):
-            return max(member.batch_size for member in dataset.members.values()) // dataset.units_per_step or 1
-        return getattr(self.loader, "batch_size", None) or 1
+            return self.loader.total / world_size
+        is_several = isinstance(getattr(self.loader, "dataset", None), Together)
+        count = max(_samples_in(one) for one in (batch.values() if is_several else (batch,)))
+        return count * self._strategy.num_replicas_in_sync / world_size
 
     def begin_epoch(self, epoch: int, batch_size: int | None, seeds: tuple[int, ...]) -> None:
         """Tell the data that an epoch, or what is left of it, is about to begin. `seeds` are those of the replicas."""
@@ -132,6 +133,7 @@ class FitLoader:
 
     def _skip(self, iterator: Iterator[Any], count: int) -> int:
         """Read on to where the job stands. Random numbers of that reading were drawn before the job had come there."""
+        self._num_skipped = count
         if not count:
             return 0
         states = generator_states.GeneratorStates().capture()
@@ -288,6 +290,13 @@ def _divide_together(strategy: Strategy, name: str, given: Mapping[Any, Any]) ->
     options["drop_last"] = together.drop_last
     loader = strategy.loader(together, together.units_per_step, shuffle=False, collate_fn=together.collate, **options)
     return FitLoader(loader, strategy)
+
+
+def _samples_in(batch: Any) -> int:
+    try:
+        return num_samples(batch)
+    except ValueError:  # it has no tensor
+        return 1
 
 
 _OF_WORKERS = ("num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context",

@@ -31,7 +31,7 @@ class Progress(Generic[T]):
         total: int | None,
         desc: str,
         unit: str,
-        per_step: int | None,
+        per_step: int | Callable[[T], float] | None,
         live: bool,
         out: TextIO | None,
         world_size: int,
@@ -50,11 +50,12 @@ class Progress(Generic[T]):
         self._page = page or ProgressPage(bytearray(PAGE_BYTES))
         self._values: dict[str, SupportsFloat] = {}
         self._is_last = False
-        self._steps = self._samples = self._width = 0
+        self._steps = self._width = 0
+        self._samples = 0.0
         self._begun = self._drawn = self._ended = 0.0
 
     def __iter__(self) -> Iterator[T]:
-        self._steps = self._samples = 0
+        self._steps, self._samples = 0, 0.0
         self._begun = self._drawn = self._clock()
         self._is_last = False
         loop = self._page.begin_loop(self._total)
@@ -84,10 +85,13 @@ class Progress(Generic[T]):
         self._is_last = True
 
     def _count(self, item: T, loop: int) -> None:
-        samples = _samples_in(item) if self._per_step is None else self._per_step
+        before = round(self._samples)
+        if self._per_step is None:
+            self._samples += _samples_in(item)
+        else:
+            self._samples += self._per_step(item) if callable(self._per_step) else self._per_step
         self._steps += 1
-        self._samples += samples
-        self._page.count(loop, samples)
+        self._page.count(loop, round(self._samples) - before)
 
     def update(self, **values: SupportsFloat) -> None:
         """Show these numbers from now on, for example `update(loss=loss)`; a tensor of one element is read when the
@@ -107,7 +111,7 @@ class Progress(Generic[T]):
             unit=self._unit,
             steps=self._steps,
             total_steps=self._total,
-            samples=self._samples * self._world_size,
+            samples=round(self._samples * self._world_size),
             elapsed_s=now - self._begun,
             values={name: float(value) for name, value in self._values.items()} if self._out is not None else {},
         )
@@ -137,7 +141,7 @@ def progress(
     total: int | None = None,
     desc: str = "",
     unit: str = "samples",
-    per_step: int | None = None,
+    per_step: int | Callable[[T], float] | None = None,
     live: bool | None = None,
 ) -> Progress[T]:
     """Iterate over `iterable` on all ranks, with one display of the whole job on rank 0's standard output.
@@ -154,7 +158,8 @@ def progress(
     Arguments:
         total: steps of this rank; the length of `iterable` if it has one.
         unit: what is counted.
-        per_step: how many of them one step of one rank has; by default the first dimension of the batch's first tensor.
+        per_step: how many of them one step of one rank has, or a function of the batch that returns it; by default the
+            first dimension of the batch's first tensor.
         live: whether to show the moving line; by default if the output is a terminal.
 
     Under `phalanx run` each rank also counts its steps where `phalanx top` sees them.

@@ -132,7 +132,7 @@ class Trainer:
         counts = {"max_epochs": max_epochs, "accumulate": accumulate, "log_every": log_every, "min_ranks": min_ranks}
         counts["max_steps"] = 1 if max_steps is None else max_steps
         problems = [f"{name} must be 1 or more, got {n!r}" for name, n in counts.items() if not _is_count(n)]
-        problems += find_problems(model, strategy, loss, metrics, callbacks, seed, scheduler)
+        problems += find_problems(model, optimizer, strategy, loss, metrics, callbacks, seed, scheduler)
         if max_norm is not None and not max_norm > 0:
             problems.append(f"max_norm must be above zero, got {max_norm!r}")
         if scheduler_interval not in ("epoch", "step"):
@@ -188,6 +188,7 @@ class Trainer:
             self._manager = checkpoint
         elif checkpoint is not None:
             self._manager = CheckpointManager(checkpoint, keep=keep, keep_best=keep_best)
+        self._folder = None if self._manager is None else self._manager.folder
         if dry_run:
             self._manager = None
         if self._manager is not None:
@@ -268,10 +269,12 @@ class Trainer:
             raise ValueError(
                 f"Trainer.fit: keep_best goes by {self._saves.best.metric!r} of the validation: give a val_loader"
             )
+        self._validation.check_metrics(val_loader, [self._saves.best, *self.callbacks])
         group = self.strategy.training_group
         if group is None or not rehearses(group):  # a rank that comes to a running job finds them
-            folders = {"checkpoint": self._manager.folder if self._manager else None, "log_dir": self._log_dir}
-            make_folders(Peers(self.strategy.checkpoint_group, what="Trainer.fit"), folders)
+            folders = {"checkpoint": self._folder, "log_dir": self._log_dir}
+            peers = Peers(self.strategy.checkpoint_group, what="Trainer.fit")
+            make_folders(peers, folders, only_try=self._dry_run)
         before, self._state = self._state, self._make_state(batches)
         state = self._state
         if before is not None:

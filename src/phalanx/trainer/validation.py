@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from phalanx.checkpoint.best import Best
 from phalanx.data import DistributedSampler
 from phalanx.strategies import Strategy
 from phalanx.strategies.iterable_loader import IterableLoader
 from phalanx.strategies.loss import require_pair
 from phalanx.torch_names import find
+from phalanx.trainer.callbacks import EarlyStopping
 from phalanx.trainer.loaders import FitLoader, Loaders, divide
 from phalanx.trainer.metrics import SummedMetric, Sums, call_metric, num_samples
 
@@ -46,6 +48,21 @@ class Validation:
                 for name, one in loader.items()
             }
         return divide(self._strategy, "val_loader", loader, padding=False)
+
+    def check_metrics(self, loader: Loaders, watchers: Sequence[Any]) -> None:
+        """Raise if a watcher (a `Best`, an `EarlyStopping`) goes by a metric that this validation will not measure, as
+        far as that is known before the first step: not what the model's `validation_step` returns.
+        """
+        if loader is None or self._loss is None:
+            return
+        names = ["loss", *self._metrics]
+        if isinstance(loader, Mapping):
+            names = [f"{one}/{metric}" for one in loader for metric in names]
+        for watcher in watchers:
+            wanted = getattr(watcher, "metric" if isinstance(watcher, Best) else "monitor", None)
+            if isinstance(watcher, Best | EarlyStopping) and wanted not in names:
+                who = "Trainer: keep_best" if isinstance(watcher, Best) else "EarlyStopping"
+                raise ValueError(f"{who}: {wanted!r} is no metric of the validation: {sorted(names)}")
 
     def measure(self, loader: Loaders) -> dict[str, float]:
         """Return the loss and the metrics. All ranks call it. With several loaders by name, the names are
