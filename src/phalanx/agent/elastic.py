@@ -8,7 +8,7 @@ There is no socket in it, either.
         │                          │
         │                          ├─ nobody holds the state, or it failed in vain ──▶ GiveUp: an ordinary failure
         │                          └─ fewer than the minimum, and nobody to wait for ─▶ SendToRank(end)
-        └── a rank has finished: from then on an ordinary job, until all have come to the script's next `elastic.run`
+        └── a rank has finished: from then on an ordinary job
 
 A rank is known by its seat, the number that it was started with (`phalanx.agent.generation`); a replacement has the
 seat of the one that it replaces, and a process number of its own.
@@ -46,7 +46,6 @@ from phalanx.loss_detection import DYING_S, ENDING_S, SILENT_RANK_S, STARTING_S
 BELOW_MINIMUM_EXIT_CODE = 75  # EX_TEMPFAIL: whoever scheduled the job may start it again
 ALL_LEFT = "all ranks have left their group"
 _HAS_ENDED = "another rank has ended its training"
-_IS_BETWEEN = "a rank was lost before all had come to the next phalanx.elastic.run, and is not replaced there"
 
 
 class Elastic:
@@ -60,9 +59,7 @@ class Elastic:
         self.generation = plan_generation(0, seating)
         self.losses: list[LostRank] = []
         self.num_replaced = 0
-        self.run = 1  # the number of the script's `elastic.run` that all have come to
-        self.finished = False  # a rank has returned from it: nobody can be replaced before all come to the next one
-        self._has_ended = False  # a rank has ended well: nobody can be replaced any more
+        self.finished = False  # a rank has returned from `elastic.run`: nobody can be replaced any more
         self.has_trained = False  # a rank has returned from training, and has said so
         self.given_up = False
         self.is_script_elastic = False  # its source says so; a rank says it later
@@ -169,7 +166,6 @@ class Elastic:
         if member is None or member.pid != exit.pid:
             return None
         if exit.status == 0 and member.report is None:
-            self._has_ended = True
             self._finish()
         if not self.active:
             self.note_early_loss(exit)
@@ -274,16 +270,6 @@ class Elastic:
         waiting = [member for member in self.members.values() if member.has_lost >= self.generation.number]
         return [refuse(member.seat, _HAS_ENDED) for member in waiting if self.ended is None]
 
-    def _on_next_run(self, run: int) -> list[ElasticAction]:
-        """Note that a rank has come to the script's next `elastic.run`; once all have, the job is elastic again."""
-        actions = [] if self.finished else self._finish()
-        if not self._has_ended and all(member.run >= run for member in self.members.values()):
-            self.run, self.finished = run, False
-            self._repetition = Repetition()  # the steps of a run are counted from its beginning
-            for member in self.members.values():
-                member.step = -1
-        return actions
-
     def _on_joined(self, member: ElasticRank, message: Mapping[str, Any], generation: int) -> list[ElasticAction]:
         member.joined = self._has_joined = True
         member.min_ranks = read_int(message.get("min_ranks"), 1)
@@ -291,11 +277,9 @@ class Elastic:
             member.holds_state = True
         wait_s = message.get("wait_s")
         member.wait_s = float(wait_s) if isinstance(wait_s, int | float) else 0.0
-        member.run = read_int(message.get("run"), 1)
-        told = self._on_next_run(member.run) if member.run > self.run else []
         if self.ended is not None:  # the others were told before
             return [SendToRank(member.seat, self._ending)]
-        return [*told, TellGeneration(member.seat)] if self.generation.number and not self._exits else told
+        return [TellGeneration(member.seat)] if self.generation.number and not self._exits else []
 
     def _on_regrouped(self, member: ElasticRank, generation: int, now: float) -> list[ElasticAction]:
         member.generation = generation
@@ -360,7 +344,7 @@ class Elastic:
         if self.given_up:
             return "`phalanx run` has given the job up"
         if self.finished:
-            return _IS_BETWEEN if any(each.run > self.run for each in self.members.values()) else _HAS_ENDED
+            return _HAS_ENDED
         strangers = [seat for seat, other in self.members.items() if not other.joined]
         if strangers and not self.generation.number:
             return f"{name_ranks(strangers)} never came to phalanx.elastic.run"

@@ -20,7 +20,6 @@ class ElasticRank:
     holds_state: bool = False
     outlives: bool = False  # whether it outlives its zygote
     generation: int = 0
-    run: int = 0  # the number of the script's `elastic.run` that it is in, or has left; 0 before the first
     step: int = -1
     min_ranks: int = 1
     wait_s: float = 0.0

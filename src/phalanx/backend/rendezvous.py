@@ -195,10 +195,10 @@ def enter_generation(environment: Mapping[str, str]) -> StoreAddress:
     return PrefixStore(f"generation-{attempt()}-{generation()}", store), rank, size  # hosts have one for all attempts
 
 
-def end_rehearsal(*, is_over: bool = True) -> None:
-    """Let groups be real from now on; or, with False, be of this process alone again, if it replaces a rank."""
+def end_rehearsal() -> None:
+    """Let groups be real from now on."""
     global _rehearsal_over
-    _rehearsal_over = is_over
+    _rehearsal_over = True
 
 
 # Each init_process_group of a process meets under keys of its own: the store outlives the group.

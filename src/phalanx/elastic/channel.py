@@ -29,7 +29,7 @@ class AgentChannel:
     it.
     """
 
-    def __init__(self, agent: str, rank: int, generation: int, *, run: int = 1, min_ranks: int, wait_s: float) -> None:
+    def __init__(self, agent: str, rank: int, generation: int, *, min_ranks: int, wait_s: float) -> None:
         name, token = split(agent)
         self._arrived: deque[dict[str, Any]] = deque()
         self._next_poll = 0.0
@@ -40,7 +40,6 @@ class AgentChannel:
             "rank": rank,
             "pid": self._pid,
             "generation": generation,
-            "run": run,
             "min_ranks": min_ranks,
             "wait_s": wait_s,
         }

@@ -16,19 +16,17 @@ from torch import Tensor
 from phalanx.backend import rendezvous
 from phalanx.backend.torch_integration.groups import list_groups, phalanx_group
 from phalanx.coordination.bootstrap import checked_while_meeting
-from phalanx.deadline import Deadline
 from phalanx.diagnostics.progress_page import open_page
-from phalanx.elastic.earlier_runs import names_of_runs, pass_over, tell_latest
 from phalanx.elastic.frozen import Frozen
 from phalanx.elastic.generations import GenerationNotice, Generations, JobEndedError, SupersededError
 from phalanx.elastic.generator_states import GeneratorStates
-from phalanx.elastic.groups import form_world, form_world_alone, leave_all_groups, meet, wait_for_all
+from phalanx.elastic.groups import form_world, leave_all_groups, meet
 from phalanx.elastic.hand_over import ShardedPart, hand_over
 from phalanx.elastic.losses import NewGenerationError, is_loss
 from phalanx.elastic.points import AGREE, FINISH, HAND_OVER, LEAVE, MEET, REBIND, RESTORE, reached
 from phalanx.elastic.rebind import rebind_module
 from phalanx.elastic.records import RankRecords, restore_random, small_of
-from phalanx.elastic.resume_point import RankState, ResumePoint, decide, describe_differing, describe_other_runs
+from phalanx.elastic.resume_point import RankState, ResumePoint, decide, describe_differing
 from phalanx.elastic.script_groups import ScriptGroups
 from phalanx.elastic.stages import StageRecords, rebind_sharded, require_same_stages, why_not_kept
 from phalanx.elastic.state import State
@@ -71,7 +69,6 @@ class ElasticGroup:
     def start(self) -> None:
         """Form the run's first group, in which all ranks hold the same state. All ranks call it."""
         self._state._begin_run()
-        tell_latest(self.process_group)
         self._records = self._new_records(self._layers())
         self._records_generation = self.generation
         if self._state._objects.pipelines:
@@ -199,12 +196,9 @@ class ElasticGroup:
 
     # -- in a new generation -------------------------------------------------------------------------------------
 
-    def enter(self, generation: GenerationNotice) -> bool:
+    def enter(self, generation: GenerationNotice) -> None:
         """Leave the group; return in the group of `generation`, with the state to go on from. All ranks of the new
         group call it.
-
-        Where others are in a later `elastic.run` of the script, it returns True: this rank has what this run has left,
-        and is in a group of itself alone again.
 
         Raises:
             SupersededError: a later generation has come meanwhile.
@@ -212,15 +206,7 @@ class ElasticGroup:
             JobEndedError: no rank holds the whole state.
         """
         old = self.process_group
-        while True:
-            standings = self._meet(generation)
-            runs = [len(one.runs) - 1 for one in standings]  # in which run of the script each rank is
-            if min(runs) == max(runs):
-                break
-            if self._pass_over(old, runs):
-                return True
-        self._go_on(old, standings)
-        return False
+        self._go_on(old, self._meet(generation))
 
     def _check(self) -> None:
         if self._membership.newer_than(self.generation):
@@ -243,30 +229,7 @@ class ElasticGroup:
                 f"phalanx.elastic, generation {generation.number}: the ranks give elastic.State different things: "
                 f"{problem}.\nStart every host with the same script and the same strategy."
             )
-        if problem := describe_other_runs(standings):
-            raise JobEndedError(
-                f"phalanx.elastic, generation {generation.number}: {problem}. A rank that replaces another one must "
-                "come to the same elastic.runs in the same order, from the first on.\nLet the script call all of them "
-                "each time, whatever it finds (a checkpoint, an environment variable, an exception of an earlier run)."
-            )
         return standings
-
-    def _pass_over(self, old: Any, runs: list[int]) -> bool:
-        """Give the ranks that are in the earliest of the runs what it has left; return whether this is one of them. All
-        ranks call it.
-        """
-        group, rank, number = self.process_group, self.process_group.rank(), min(runs)
-        receivers = [one for one, run in enumerate(runs) if run == number]
-        reached(HAND_OVER)
-        pass_over(number, runs.index(max(runs)), receivers, self._name, self._state, group)
-        wait_for_all(self._store, group, Deadline.after(self.timeout_s), self._check)
-        if rank not in receivers:
-            return False
-        self._set_group(form_world_alone(rank, group.size(), timedelta(seconds=self.timeout_s)))
-        self._script_groups.form_alone(self.process_group)
-        for module in self._state._objects.modules:
-            rebind_module(module, old, self.process_group)
-        return True
 
     def _go_on(self, old: Any, standings: list[RankState]) -> None:
         """Restore the state from which the ranks go on. All ranks call it."""
@@ -299,8 +262,7 @@ class ElasticGroup:
             reads=() if self._records is None else self._records.readable,
             groups=self._script_groups.name_all(self.process_group.rank(), self.process_group.size()),
             differs=self.ranks_differ or (self._records is not None and self._records.is_late),
-            form=state._form,
-            runs=(*names_of_runs(), self._name),
+            form=f"{self._name}({state._form})",
         )
         standings: list[Any] = [None] * self.process_group.size()
         dist.all_gather_object(standings, mine, group=self.process_group)

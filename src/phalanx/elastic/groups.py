@@ -11,10 +11,7 @@ import torch.distributed as dist
 from phalanx.backend import rendezvous
 from phalanx.backend.torch_integration.groups import count_groups_anew, list_groups, phalanx_group
 from phalanx.coordination.bootstrap import checked_while_meeting
-from phalanx.deadline import Deadline
-from phalanx.diagnostics.rank_list import name_ranks
 from phalanx.elastic.except_hook import one_except_hook
-from phalanx.errors import DeadlineError
 
 _PAUSE_S = 0.005
 _last_meeting = -1, 0  # the generation, and how many meetings it has had before
@@ -43,13 +40,6 @@ def form_world(store: Any, rank: int, world_size: int, timeout: timedelta, check
     return dist.group.WORLD
 
 
-def form_world_alone(rank: int, world_size: int, timeout: timedelta) -> Any:
-    """Leave all groups, and return the default group of a process that meets the others later, in a rehearsal."""
-    leave_all_groups()
-    rendezvous.end_rehearsal(is_over=False)
-    return form_world(dist.HashStore(), rank, world_size, timeout, lambda: None)
-
-
 def leave_all_groups() -> None:
     """Leave all groups without waiting for any rank: lost ranks do not answer, and the others notice it."""
     for group in list_groups():
@@ -59,22 +49,3 @@ def leave_all_groups() -> None:
         dist.destroy_process_group()
     # A group that never came about has been counted, and ranks that did not try would name the next one differently.
     count_groups_anew()
-
-
-def wait_for_all(store: Any, group: Any, deadline: Deadline, check: Callable[[], None]) -> None:
-    """Wait until all ranks of `group` have come here, without an operation of the group, which they leave next.
-
-    `check` is called again and again; what it raises ends the wait.
-
-    Raises:
-        DeadlineError: some ranks have not come.
-    """
-    keys = [f"leaves/{rank}" for rank in range(group.size())]
-    store.set(keys[group.rank()], "1")
-    if not deadline.wait_until(lambda: store.check(keys), _PAUSE_S, look_around=check):
-        missing = tuple(rank for rank, key in enumerate(keys) if not store.check([key]))
-        raise DeadlineError(
-            f"phalanx.elastic: {name_ranks(missing)} did not leave the group within {deadline.timeout_s:g} s, in "
-            "which a replacement gets what an earlier run has left.",
-            missing=missing,
-        )

@@ -29,16 +29,10 @@ class RankState:
     differs: bool = False
     """Whether ranks differ in their small state, so that each must have its own back."""
     form: str = ""
-    """The names and kinds of what its State has: they must be the same on all ranks, or one could not take
-    another's.
-    """
+    """The function that it runs, and the names and kinds of what its State has: one rank could not take another's."""
     progress: tuple[int, bool] = (0, False)
     """How many updates it has made since that commit, and whether it was in the next one, for a rank with
     `has_stepped`.
-    """
-    runs: tuple[str, ...] = ("",)
-    """The names of the `elastic.run`s that its script has come to, in their order; the last one is the run that it is
-    in.
     """
 
 
@@ -56,31 +50,8 @@ class ResumePoint:
     is_ahead: bool = False
 
 
-def describe_other_runs(standings: Sequence[RankState]) -> str:
-    """Return which rank has come to other runs of the script than the others, and to which; empty if none has.
-
-    Ranks that train have begun the same runs. A replacement begins with the script, and must come to the same runs in
-    the same order, from the first on.
-    """
-    first = next((rank for rank, one in enumerate(standings) if one.number >= 0), None)
-    if first is None:
-        return ""
-    begun = standings[first].runs
-    for rank, one in enumerate(standings):
-        if one.runs != (begun if one.number >= 0 else begun[: len(one.runs)]):
-            return (
-                f"the script of rank {rank} has come to {', then '.join(one.runs)}, and that of rank {first} has come "
-                f"to {', then '.join(begun)}"
-            )
-    return ""
-
-
 def describe_differing(standings: Sequence[RankState]) -> str:
-    """Return which ranks train something else than the first one, and what; empty if none does, or if they are in
-    several runs.
-    """
-    if len({len(one.runs) for one in standings}) > 1:
-        return ""
+    """Return which ranks train something else than the first one, and what; empty if none does."""
     first = standings[0].form
     for rank, one in enumerate(standings):
         if one.form != first:

@@ -17,7 +17,6 @@ from phalanx.backend.shared import rehearses
 from phalanx.backend.torch_integration.groups import phalanx_group
 from phalanx.checkpoint import load_checkpoint, save_checkpoint
 from phalanx.elastic.channel import AgentChannel
-from phalanx.elastic.earlier_runs import begin_run, names_of_runs, note_returned, result_of_latest
 from phalanx.elastic.generations import (
     GenerationNotice,
     Generations,
@@ -38,6 +37,7 @@ from phalanx.log import get_logger
 _logger = get_logger(__name__)
 _Result = TypeVar("_Result")
 _running: State | None = None
+_has_begun = False  # whether this process has begun an `elastic.run` that the agent watches
 Train = Callable[[State], _Result]
 
 
@@ -87,15 +87,12 @@ def run(
     `sys.exit(0)` in the function is a return from it, after which the process ends: once all ranks have come as far.
     With another code, it is a loss of the rank that calls it.
 
-    A script may do this several times, one after the other. What replaces a rank begins with the script: there a run
-    that the others have finished returns what it has returned on the lost rank, with the state that it has left. Its
-    script must come to the same runs in the same order, or the job ends. Runs are told apart by the name of the
-    function and what is in its State: from the second use of a name on, a lost rank ends the job.
+    A rank that is lost in a script's second `elastic.run` ends the job: its replacement would begin with the script, in
+    a run that the others have finished. Put the runs into one function.
 
     Raises:
         Exception: whatever the function raises that is not the loss of a peer.
         PhalanxError: nobody is left who holds the state.
-        TypeError: what an earlier run has returned cannot be pickled, on a rank that is to pass over it.
         RuntimeError: it is called inside of a function that is `elastic.run` already.
         ValueError: `keep` is neither "neighbour" nor None.
         SystemExit: fewer than `min_ranks` for longer than `wait_s`, with exit code 75; or the host of this rank leaves
@@ -146,33 +143,24 @@ class ElasticJob:
                 "After a loss the outer function is called again, and a replacement would get the outer state alone.\n"
                 f"Put what the inner state holds into the outer one, and call {_name(train)} without elastic.run."
             )
-        if self._membership is None and rendezvous.agent_address():
-            if not begin_run(self._name_of(train), self._state, is_new=rehearses(world)):
-                return train(self._state)
-            if names_of_runs():  # the agent reads how far this run is where it has read how far the last one was
-                self._state._page.commit(self._state.step)
+        if self._membership is None and rendezvous.agent_address() and _is_second_run(train):
+            return train(self._state)
         membership = self._membership or self._find_agent(world.rank())
         if membership is None:
             return train(self._state)
         with _only_one(self._state):
             return self._run(train, world, membership)
 
-    def _name_of(self, train: Any) -> str:
-        return f"{getattr(train, '__qualname__', _name(train))}({self._state._form})"
-
     def _run(self, train: Train[_Result], world: Any, membership: Generations) -> _Result:
         self._state._objects.refuse_what_is_not_kept(world.size())
-        name = self._name_of(train)
-        group = self._state._step.runner = ElasticGroup(self._state, world, membership, self._keep, name)
+        group = self._state._step.runner = ElasticGroup(self._state, world, membership, self._keep, _name(train))
         del world  # a group that is over is released when the next one comes
         is_new = rehearses(group.process_group)
         has_begun = False
         try:
             if is_new:
                 self._state._latest.number = -1
-                if self._recover(group, membership, None):
-                    result: _Result = result_of_latest()
-                    return result
+                self._recover(group, membership, None)
                 has_begun = True
             while True:
                 try:
@@ -189,8 +177,6 @@ class ElasticJob:
                     group.finish()
                     if end is not None:
                         raise end
-                    if self._membership is None:
-                        note_returned(name, self._state, result)
                     return result
                 except Exception as error:
                     lost = group.find_loss(error)
@@ -246,8 +232,7 @@ class ElasticJob:
             return None
         try:
             number = rendezvous.generation()
-            run = len(names_of_runs()) + 1
-            return AgentChannel(agent, rank, number, run=run, min_ranks=self._min_ranks, wait_s=self._wait_s)
+            return AgentChannel(agent, rank, number, min_ranks=self._min_ranks, wait_s=self._wait_s)
         except OSError as error:
             _logger.warning("phalanx.elastic: a lost rank ends the job, as its agent does not hear this one: %s", error)
             return None
@@ -263,9 +248,8 @@ class ElasticJob:
         membership: Generations,
         loss: RankLoss | None,
         cause: BaseException | None = None,
-    ) -> bool:
-        """Return once this rank is in the group of a later generation, with the state to go on from; or True, once it
-        is outside of it again, with what this run has left, which the others have finished.
+    ) -> None:
+        """Return once this rank is in the group of a later generation, with the state to go on from.
 
         Raises:
             `cause`, or what came of a later generation: there will be no other.
@@ -287,7 +271,7 @@ class ElasticJob:
                     raise cause from none.with_traceback(None)
             after = generation.number
             try:
-                is_over = group.enter(generation)
+                group.enter(generation)
             except SupersededError:
                 generation = None
                 continue
@@ -299,13 +283,26 @@ class ElasticJob:
                 forget(error)
                 generation = None
                 continue
-            if not is_over:
-                membership.regrouped(generation.number)
-            return is_over
+            membership.regrouped(generation.number)
+            return
 
 
 def _name(train: Any) -> str:
     return str(getattr(train, "__name__", "the function"))
+
+
+def _is_second_run(train: Any) -> bool:
+    """Return whether this process has begun an `elastic.run` before, and log that a loss in this one ends the job."""
+    global _has_begun
+    is_second, _has_begun = _has_begun, True
+    if is_second:
+        _logger.warning(
+            "phalanx.elastic: %s is a further elastic.run of this script, and a rank that is lost in it ends the job: "
+            "its replacement would begin with the script. Put the runs into one function: "
+            "`if state.phase == 0: ...; state.phase = 1`.",
+            _name(train),
+        )
+    return is_second
 
 
 @contextlib.contextmanager

@@ -70,10 +70,6 @@ class ScriptGroups:
     def _members(self, kept: groups.Registration, size: int) -> tuple[int, ...]:
         return tuple(range(size)) if self._is_of_all(kept) else kept.ranks
 
-    def form_alone(self, world: Any) -> None:
-        """Form each group again where this process is alone in `world`, which has as many ranks as before."""
-        self.form(world, [self.name_all(world.rank(), world.size())] * world.size())
-
     def form(self, world: Any, told: Sequence[Sequence[Named]]) -> None:
         """Form each group again from its members; `told` is what the ranks of `world` have named. All ranks call it."""
         rank, size = world.rank(), world.size()

@@ -154,8 +154,6 @@ def restore_elastic(
         elastic.restore_members(said.ranks, said.forking)
         elastic.finished |= said.has_finished
         elastic.has_trained |= said.has_trained
-    runs = [rank.run for said in hosts.values() for rank in said.ranks if rank.holds_state]
-    elastic.run = max(1, min(runs, default=1))
     ended = {exit.rank for exits in (state.exits, *(said.exits for said in hosts.values())) for exit in exits}
     elastic.finished |= bool(state.exits)
     now, wait_s = time.monotonic(), elastic.wait_s
