@@ -68,9 +68,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--stage-kills", type=int, default=3, help="ranks of pipelines killed at random cells of schedules"
     )
     parser.addoption(
-        "--mapreduce-kills", type=int, default=4, help="ranks of map_reduce killed, at random from the fifth on"
-    )
-    parser.addoption(
         "--simulated-accelerator",
         metavar="FOLDER",
         help="run tests/gpu on a simulated device as well, which is built in this folder",

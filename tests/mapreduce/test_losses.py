@@ -1,18 +1,17 @@
-"""A rank that is killed, whenever, changes nothing of the result: the others do its part."""
+"""A rank that is killed ends the call on the others, who are told which it was."""
 
 import operator
 import os
 import random
 import signal
 import time
-from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 from phalanx.errors import PeerLostError
-from phalanx.mapreduce import map_reduce, survivors
+from phalanx.mapreduce import map_reduce
 from phalanx.testing import run_ranks
 
 
@@ -24,14 +23,14 @@ def text(tmp_path_factory):
     return path
 
 
-def struck(rank, world_size, path, victims, gather):
-    """Word count, in which each of `victims` (rank -> number of a call of its functions) kills itself."""
+def struck(rank, world_size, path, at):
+    """Word count, in which rank 1 kills itself at a call of its functions; return what the others are told."""
     calls = 0
 
     def strike():
         nonlocal calls
         calls += 1
-        if calls == victims.get(rank):
+        if rank == 1 and calls == at:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def count(line):
@@ -43,30 +42,20 @@ def struck(rank, world_size, path, victims, gather):
         strike()
         return sum(counts)
 
-    result = map_reduce(
-        path, count, add_up, combine=operator.add, gather=gather, split_bytes=4000, partitions=8, memory_bytes=1 << 20
-    )
-    if rank in victims:
+    try:
+        map_reduce(path, count, add_up, combine=operator.add, gather=True, split_bytes=4000, partitions=8)
+    except PeerLostError as error:
+        return str(error)
+    if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)  # it was not struck: its share was small
-    return dict(result), result.lost, 1 if result.group is None else result.group.size()
+    return "rank 1"
 
 
-@pytest.mark.slow(but=("gloo",))
 @pytest.mark.parametrize("backend", ["phalanx", "gloo"])
-def test_the_others_do_what_a_killed_rank_has_done_and_would_have(text, backend, pytestconfig):
-    """The first call of all, in the middle of map, at the end of map, in reduce; then at random."""
-    want = Counter(text.read_text().split())
-    rng = random.Random(backend)
-    strikes = pytestconfig.getoption("mapreduce_kills")
-    at = [1, 400, 1000, 1100] + [rng.randrange(1, 1500) for _ in range(strikes - 4)]
-    for number in range(strikes):
-        world_size = 2 + number % 3
-        victim = rng.randrange(world_size)
-        ranks = run_ranks(struck, world_size, text, {victim: at[number]}, True, backend=backend, lost=(victim,))
-        for rank, told in enumerate(ranks):
-            if rank != victim:
-                assert told[0] == want, (world_size, victim, at[number])
-                assert told[1:] in (((victim,), world_size - 1), ((), world_size))
+@pytest.mark.parametrize("at", [1, 400])
+def test_a_lost_rank_is_told_to_the_others(text, backend, at):
+    for told in run_ranks(struck, 3, text, at, backend=backend, lost=(1,))[::2]:
+        assert "rank 1" in told
 
 
 def keeper_is_killed(rank, world_size, folder):
@@ -105,39 +94,3 @@ def test_without_the_store_nobody_goes_on_and_all_say_why(tmp_path):
     ranks = run_ranks(keeper_is_killed, 3, tmp_path, init=False, lost=(0,))
     for text in ranks[1:]:
         assert "the store of the group has ended, probably with the rank that keeps it" in text
-
-
-def test_two_ranks_of_four_may_be_killed_and_each_partition_is_still_somewhere(text):
-    want = Counter(text.read_text().split())
-    for victims in ({0: 1, 3: 1}, {1: 20, 2: 60}):  # few: however little of the map a rank gets
-        ranks = run_ranks(struck, 4, text, victims, False, lost=tuple(victims))
-        left = [told for told in ranks if told is not None]
-        assert len(left) == 2
-        assert [told[1:] for told in left] == [(tuple(victims), 2)] * 2
-        assert sum(len(told[0]) for told in left) == len(want)
-        assert {**left[0][0], **left[1][0]} == want
-
-
-def lost_while_meeting(rank, world_size):
-    """Rank 1 is killed in its first record, rank 2 when the others form their group without it."""
-
-    def strike(number):
-        if rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return [(number % 9, 1)]
-
-    def add_up(key, values):
-        if rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return sum(values)
-
-    if rank == 2:
-        survivors.Survivors._meet = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-    result = map_reduce(range(90), strike, add_up, gather=True)
-    return dict(result), result.lost
-
-
-def test_a_rank_that_is_lost_while_the_others_meet_is_gone_without_as_well():
-    """What the backend names in the group that was to be was taken for numbers of the first group."""
-    ranks = run_ranks(lost_while_meeting, 4, lost=(1, 2))
-    assert ranks == [({key: 10 for key in range(9)}, (1, 2)), None, None, ({key: 10 for key in range(9)}, (1, 2))]

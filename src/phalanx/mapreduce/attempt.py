@@ -49,7 +49,6 @@ class Held:
     num_backups: int = 0
     num_retries: int = 0
     num_kept: int = 0  # outputs that were there when the call was made again
-    token: str = ""  # the token of the first membership, for keys that are this job's alone
 
     def __post_init__(self) -> None:
         memory, folder = self.job.memory_bytes, self.job.spill_folder
@@ -102,10 +101,9 @@ def meet(team: Team, job: MapReduceJob, held: Held) -> tuple[str, dict[int, int]
     Raises:
         ValueError: the ranks have called with different arguments.
     """
-    me = Person.of_self(team.rank) if not team.persons else team.persons[team.rank]
+    me = Person.of_self()
     told = team.gather((me, job.terms, held.splits is not None, set(held.outputs), set(held.results)))
-    if not team.persons:
-        team.persons = [person for person, *_ in told]
+    team.persons = [person for person, *_ in told]
     if len({terms for _, terms, *_ in told}) > 1:
         named = "\n".join(f"  rank {rank}: {terms}" for rank, (_, terms, *_) in enumerate(told))
         raise ValueError(
@@ -120,7 +118,6 @@ def meet(team: Team, job: MapReduceJob, held: Held) -> tuple[str, dict[int, int]
     if kind:
         raise _RAISED.get(kind, TaskError)(plan)
     prefix, held.splits = plan
-    held.token = held.token or prefix
     finished: dict[int, int] = {}
     for rank, (_, _, _, _, results) in enumerate(told):
         for partition in results:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch.distributed as dist
 
@@ -18,7 +18,6 @@ from phalanx.mapreduce.part_files import path_of
 from phalanx.mapreduce.result import Result, blocks_of, gather_blocks
 from phalanx.mapreduce.splits import Indexable
 from phalanx.mapreduce.spool import Spool
-from phalanx.mapreduce.survivors import Survivors
 from phalanx.mapreduce.team import Team
 
 _logger = get_logger(__name__)
@@ -79,15 +78,15 @@ def map_reduce(
         max_attempts: how often a task may fail (a file that one rank cannot read), on all ranks together.
         group: the default group by default.
 
-    If a rank is lost, the others repeat the work that only it had, and go on without it. Under `phalanx run`, which
-    ends or replaces ranks itself, call it inside `phalanx.elastic.run`.
+    If a rank is lost, the call fails on the others. Inside `phalanx.elastic.run`, under `phalanx run`, the rank is
+    replaced, and the call is made again with what was done until then.
 
     Raises:
         TypeError, ValueError: an argument; a key of a type that cannot be a key; keys that cannot be sorted. On every
             rank.
         FileNotFoundError: there is no such input.
         TaskError: a function failed, too many records were bad, or a task failed too often. On every rank.
-        PeerLostError: a rank was lost, and the others cannot go on by themselves.
+        PeerLostError, DeadlineError: a rank was lost.
     """
     job = MapReduceJob(
         inputs=inputs,
@@ -110,31 +109,18 @@ def map_reduce(
     if rendezvous.agent_address():
         call = interrupted.begin_call(rendezvous.generation(), _count_commits(), job)
     held = (interrupted.take(call, job) if call is not None else None) or Held(job)
-    first, survivors = team, cast(Survivors | None, None)
     try:
-        while True:
-            try:
-                outcome = attempt(team, job, held)
-                result = _finish(team, job, held, outcome)
-                first.store.set(f"{held.token}/finished/{first.rank}", "1")
-                break
-            except (PeerLostError, DeadlineError) as error:
-                if call is not None:
-                    interrupted.keep(call, job, held)
-                    held = Held(job)
-                    raise
-                survivors = survivors or _first_membership(team, held)
-                if survivors is None:
-                    raise
-                lost = getattr(error, "ranks", ()) or getattr(error, "missing", ())
-                _logger.warning("map_reduce: a rank is lost, the others do its part: %s", str(error).splitlines()[0])
-                team = survivors.regroup(team, lost)
+        outcome = attempt(team, job, held)
+        result = _finish(team, job, held, outcome)
+    except (PeerLostError, DeadlineError):
+        if call is not None:
+            interrupted.keep(call, job, held)
+            held = Held(job)
+        raise
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         raise _store_lost(team, error) from error
     finally:
         held.buckets.close()
-    if survivors is not None:
-        result.lost = survivors.find_lost(team)
     if result.counters.num_bad_records and team.rank == 0:
         _logger.warning("map_reduce: %s", result.counters.describe_bad())
     return result
@@ -152,17 +138,9 @@ def _store_lost(team: Team, error: Exception) -> PeerLostError:
     first = str(error).splitlines()[0]
     return PeerLostError(
         f"map_reduce on rank {team.rank}: the store of the group has ended, probably with the rank that keeps it, and "
-        f"without it nobody knows what is left to do: {first}\n"
-        "Under `phalanx run`, or with a store in a file, the others would have gone on.",
+        f"without it nobody knows what is left to do: {first}",
         ranks=team.find_ended(),
     )
-
-
-def _first_membership(team: Team, held: Held) -> Survivors | None:
-    """Return the first membership; None if too little is known of the other ranks to go on without one."""
-    if team.group is None or not team.persons or not held.token:
-        return None
-    return Survivors(team.group, team.store, held.token, list(team.persons), team.timeout_s)
 
 
 def _finish(team: Team, job: MapReduceJob, held: Held, outcome: Outcome) -> Result:

@@ -31,8 +31,7 @@ class Result:
     has written of them. Of the `num_tasks` of the map, `num_retries` failed on this rank, `num_backups` it did for a
     straggler, and `num_kept` it still had of a call that the loss of a rank had ended.
 
-    `lost` are the ranks that were lost meanwhile, in the numbering of the group that was given. `group` is whose ranks
-    have the rest: that group, that of those who are left, or None for one process.
+    `group` is whose ranks have the rest; None for one process.
     """
 
     def __init__(
@@ -56,7 +55,6 @@ class Result:
         self.num_retries = num_retries
         self.num_backups = num_backups
         self.num_kept = num_kept
-        self.lost: tuple[int, ...] = ()
         self.group = group
 
     @property

@@ -39,16 +39,15 @@ def _tensor_over(data: bytearray) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Person:
-    """It is the process of a rank. `number` is the rank that it had when the job began, which it keeps."""
+    """It is the process of a rank."""
 
-    number: int
     host: str
     process: ProcessId
 
     @classmethod
-    def of_self(cls, number: int) -> Person:
+    def of_self(cls) -> Person:
         """Return this process."""
-        return cls(number, host_identity(), ProcessId.of_self())
+        return cls(host_identity(), ProcessId.of_self())
 
 
 @dataclass
@@ -61,9 +60,8 @@ class Team:
     _next_look: float = 0.0
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup | None, persons: Sequence[Person] = ()) -> Team:
-        """Return the team of a group, by default the default group, if there is one. `persons` come by rank, if they
-        are known.
+    def of(cls, group: dist.ProcessGroup | None) -> Team:
+        """Return the team of a group, by default the default group, if there is one.
 
         Raises:
             ValueError: this rank is not in the group.
@@ -73,8 +71,8 @@ class Team:
         if cast(Any, group) is dist.GroupMember.NON_GROUP_MEMBER:
             raise ValueError("map_reduce: this rank is not in the group; only those that are may call it")
         if group is None or group.size() == 1 or rehearses(group):
-            return cls(None, dist.HashStore(), [Person.of_self(0 if group is None else max(group.rank(), 0))])
-        return cls(group, cast(Store, store_of(group)), list(persons))
+            return cls(None, dist.HashStore(), [Person.of_self()])
+        return cls(group, cast(Store, store_of(group)))
 
     @property
     def rank(self) -> int:
